@@ -14,7 +14,7 @@ from app.results.quick import Quick, quick
 from app.results.timeline import TimelineResult, timeline_result
 from app.state import document_text
 from app.work import awaited, handed_over
-from simplan.cost.store import default_path
+from simplan.cost.calibration.store import default_path
 from simplan.scenario import Scenario, parse_scenario
 
 __all__ = [

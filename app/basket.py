@@ -6,10 +6,10 @@ from typing import Any
 
 from app import state
 from simplan.errors import SpecError
+from simplan.plan.plan import ParallelPlan
 from simplan.problems import parse_model
 from simplan.report.search import search_plan_words
 from simplan.scenario import plan_section
-from simplan.spec.plan import ParallelPlan
 
 __all__ = ["MOST_PINNED", "key_of", "pin", "pinned", "unpin", "with_plan"]
 

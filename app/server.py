@@ -18,8 +18,8 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from simplan.cli.output import say
-from simplan.cli.processes import ending_signals_raise
+from simplan.cli.terminal.output import say
+from simplan.cli.terminal.processes import ending_signals_raise
 
 if TYPE_CHECKING:
     from starlette.responses import Response

@@ -12,7 +12,7 @@ from simplan.errors import Problem, SpecError
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.io import MAX_YAML_BYTES, parse_json
 from simplan.prediction import PREDICTION_SCHEMA_VERSION
-from simplan.program.measurement import Measurement
+from simplan.runs.measurement import Measurement
 from simplan.validate.compare import Comparison, compare
 from simplan.validate.logged import LoggedComparison, LoggedRun, compare_logged
 from simplan.validate.reading import parse_measured

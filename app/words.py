@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from simplan.cli.definitions import definitions
+from simplan.cli.terminal.definitions import definitions
 
 __all__ = ["FORMULAS", "meaning"]
 

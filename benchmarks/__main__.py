@@ -25,7 +25,7 @@ from benchmarks.shaped_hosts import shaped_hosts
 from benchmarks.table import HEADER, Row, to_markdown
 from benchmarks.transformers_models import transformers_models
 from benchmarks.workbench import WORKBENCH
-from simplan.cli.processes import ending_signals_raise
+from simplan.cli.terminal.processes import ending_signals_raise
 
 _ALL: dict[str, Callable[[], Iterable[Row]]] = {
     "closed-forms": closed_forms,

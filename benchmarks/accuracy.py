@@ -14,11 +14,11 @@ from benchmarks.accuracy_cases import MICROBATCH_SIZE, TRAINING, Case, cases
 from benchmarks.table import Row
 from executor.calibration.calibrate import calibrate
 from executor.run import run_job
-from simplan.cost.calibration import Calibration, CalibrationRequest, ShapeRequest
-from simplan.cost.kinds import kinds_needed
+from simplan.cost.calibration.format import Calibration, CalibrationRequest, ShapeRequest
+from simplan.cost.calibration.kinds import kinds_needed
 from simplan.predict import run_spec_of
 from simplan.prediction import Prediction
-from simplan.program.measurement import Measurement
+from simplan.runs.measurement import Measurement
 from simplan.validate.compare import compare
 
 __all__ = ["accuracy"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simplan.cost.calibration import Calibration
+from simplan import catalog
+from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.prediction import Prediction
-from simplan.spec import catalogue
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from simplan.training.training import TrainingSpec
 
 __all__ = ["MICROBATCH_SIZE", "TRAINING", "Case", "cases"]
 
@@ -103,10 +103,10 @@ class Case:
         return predict(
             Job(
                 self.model,
-                catalogue.cluster("this-machine", num_devices=self.num_ranks),
+                catalog.cluster("this-machine", num_devices=self.num_ranks),
                 TRAINING,
                 self.plan,
-                catalogue.software("torch"),
+                catalog.software("torch"),
             ),
             name=self.name,
             calibration=calibration,

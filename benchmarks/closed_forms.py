@@ -5,23 +5,23 @@ from __future__ import annotations
 from fractions import Fraction
 
 from benchmarks.table import Row
-from simplan.cost.collectives import message_price
+from simplan import catalog
+from simplan.cluster.hardware import ClusterSpec, DeviceSpec, LinkSpec
+from simplan.cost.communication.collectives import message_price
 from simplan.job import Job
+from simplan.model.layer import CollectiveKind
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan, StageAssignment
 from simplan.program.action import ActionKind
-from simplan.program.complete import complete_table
-from simplan.program.lower import Lowering, lower
-from simplan.program.partition import assign_stage_layers
+from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.program import Message, Op
 from simplan.program.schedules import SCHEDULES, PipelineShape, naive
+from simplan.program.tables.complete import complete_table
+from simplan.program.tables.partition import assign_stage_layers
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak
-from simplan.spec import catalogue
-from simplan.spec.hardware import ClusterSpec, DeviceSpec, LinkSpec
-from simplan.spec.layer import CollectiveKind
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan, StageAssignment
-from simplan.spec.software import SoftwareSpec, StateBytes
-from simplan.spec.training import TrainingSpec
+from simplan.software.software import SoftwareSpec, StateBytes
+from simplan.training.training import TrainingSpec
 
 __all__ = ["closed_forms"]
 
@@ -100,7 +100,7 @@ def _bytes_per_parameter(state: StateBytes, optimizer: str) -> float:
     training = TrainingSpec(global_batch_size=1, precision="fp32", optimizer=optimizer)  # type: ignore[arg-type]
     table = complete_table(naive(PipelineShape(1, 1)))
     assignment = StageAssignment((0, len(model.layers)))
-    job = Job(model, catalogue.cluster("dgx-h100", 1), training, ParallelPlan(), _software(state))
+    job = Job(model, catalog.cluster("dgx-h100", 1), training, ParallelPlan(), _software(state))
     program = lower(job, assignment, table, Lowering(level=1))
     return sum(program.resting_bytes[0].values()) / model.num_parameters
 
@@ -109,7 +109,7 @@ def _simulated(name: str, p: int, m: int, v: int = 1) -> tuple[Fraction, list[in
     """Bubble fraction and microbatches in flight, stages equal (F = 1, B = 2) and communication free."""
     job = Job(
         _model(p * v),
-        catalogue.cluster("dgx-h100", p),
+        catalog.cluster("dgx-h100", p),
         TrainingSpec(global_batch_size=m, precision="fp32"),
         ParallelPlan(pp=p, virtual_stages=v),
         _software(_STATES[0][0][0]),

@@ -18,20 +18,20 @@ import numpy as np
 from benchmarks.alone import alone
 from benchmarks.engine_speed import program_of
 from benchmarks.table import Row
+from simplan import catalog
 from simplan.cost.base import CostModel
 from simplan.cost.pricing import price_program
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.predict import build_program, cost_model, predict, simulate_program
 from simplan.prediction import Prediction
 from simplan.program.action import ActionKind
 from simplan.program.folding import unfolded
-from simplan.program.lower import Lowering, lower
+from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.schedules import PipelineShape, interleaved_1f1b
 from simplan.sim.compiled import compile_program
 from simplan.sim.engine import simulate
-from simplan.spec import catalogue
-from simplan.spec.plan import ParallelPlan, RankMapping
-from simplan.spec.training import TrainingSpec
+from simplan.training.training import TrainingSpec
 
 __all__ = ["compiled_speed"]
 
@@ -175,9 +175,9 @@ def _interleaved() -> dict[str, Any]:
 
 
 def _predicted(plan: ParallelPlan, model: str, batch: int) -> Prediction:
-    cluster = catalogue.cluster("dgx-h100", num_devices=plan.num_devices)
+    cluster = catalog.cluster("dgx-h100", num_devices=plan.num_devices)
     training = TrainingSpec(global_batch_size=batch)
-    return predict(Job(catalogue.model(model), cluster, training, plan, catalogue.software("torch")), name=model)
+    return predict(Job(catalog.model(model), cluster, training, plan, catalog.software("torch")), name=model)
 
 
 def _cost(found: Prediction) -> CostModel:

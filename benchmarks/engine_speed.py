@@ -9,20 +9,20 @@ from collections.abc import Callable, Generator
 from simpy import Environment, Event
 
 from benchmarks.table import Row
+from simplan import catalog
 from simplan.job import Job
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
 from simplan.program.action import Action, ActionKind, Table
-from simplan.program.complete import complete_table
-from simplan.program.lower import Lowering, lower
-from simplan.program.partition import assign_stage_layers
+from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.program import Program
 from simplan.program.schedules import PipelineShape, one_f_one_b
+from simplan.program.tables.complete import complete_table
+from simplan.program.tables.partition import assign_stage_layers
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak
-from simplan.spec import catalogue
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.software import SoftwareSpec, StateBytes
-from simplan.spec.training import TrainingSpec
+from simplan.software.software import SoftwareSpec, StateBytes
+from simplan.training.training import TrainingSpec
 
 __all__ = ["engine_speed", "program_of"]
 
@@ -99,7 +99,7 @@ def program_of(compute: Table, p: int, m: int, v: int = 1) -> Program:
     )
     job = Job(
         model,
-        catalogue.cluster("dgx-h100", p),
+        catalog.cluster("dgx-h100", p),
         TrainingSpec(global_batch_size=m, precision="fp32"),
         ParallelPlan(pp=p, virtual_stages=v),
         SoftwareSpec(id="bench", state_bytes={"fp32": state}, bucket_bytes=1, first_bucket_bytes=1),

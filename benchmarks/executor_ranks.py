@@ -37,14 +37,14 @@ from executor.profiling.recorder import Recorder, make_clock
 from executor.train.loss import cross_entropy
 from executor.train.trainer import Trainer
 from executor.worker import start_rank, use_device
+from simplan import catalog
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.action import Action, format_table
-from simplan.program.measurement import IssuedKind
-from simplan.program.run_spec import RunSpec
-from simplan.program.table import plan_table
-from simplan.spec import catalogue
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan, RankMapping
-from simplan.spec.training import TrainingSpec
+from simplan.program.tables.table import plan_table
+from simplan.runs.measurement import IssuedKind
+from simplan.runs.run_spec import RunSpec
+from simplan.training.training import TrainingSpec
 
 __all__ = ["CASES", "Case"]
 
@@ -137,7 +137,7 @@ def _job(case: Case) -> RunSpec:
             global_batch_size=_MICROBATCHES * _MICROBATCH_SIZE * plan.dp, precision="fp32", optimizer="adamw"
         ),
         plan=plan,
-        software=catalogue.software("torch"),
+        software=catalog.software("torch"),
         boundaries=tuple(round(stage * num_layers / num_stages) for stage in range(num_stages + 1)),
         table=tuple(tuple(row) for row in format_table(plan_table(plan, _MICROBATCHES))),
         device="cpu",

@@ -13,12 +13,12 @@ from typing import Any
 
 from benchmarks.alone import alone
 from benchmarks.table import Row
+from simplan import catalog
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.predict import build_program, cost_model, predict, simulate_program
 from simplan.program.schedules import PipelineShape, StageTimes, zb_2p
-from simplan.spec import catalogue
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from simplan.training.training import TrainingSpec
 
 __all__ = ["large_plan"]
 
@@ -57,9 +57,9 @@ def _found_schedule() -> Row:
 
 
 def _measured() -> dict[str, Any]:
-    model, plan = catalogue.model("llama3-70b"), ParallelPlan(tp=8, pp=4)
-    cluster, training = catalogue.cluster("dgx-h100", num_devices=32), TrainingSpec(global_batch_size=32)
-    job = Job(model, cluster, training, plan, catalogue.software("torch"))
+    model, plan = catalog.model("llama3-70b"), ParallelPlan(tp=8, pp=4)
+    cluster, training = catalog.cluster("dgx-h100", num_devices=32), TrainingSpec(global_batch_size=32)
+    job = Job(model, cluster, training, plan, catalog.software("torch"))
     start_s = time.perf_counter()
     found = predict(job, name="llama3-70b")
     predict_s = time.perf_counter() - start_s

@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 from benchmarks.table import Row
+from simplan import catalog
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.predict.step_summary import evaluate_step
-from simplan.spec import catalogue
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from simplan.training.training import TrainingSpec
 
 __all__ = ["predict_speed"]
 
@@ -51,15 +51,15 @@ def predict_speed() -> list[Row]:
 
 def _job(size: str, framework: str, schedule: str) -> Job:
     fields: dict[str, Any]
-    model = catalogue.model(size)
+    model = catalog.model(size)
     if size == "gpt3-175b":
         model = model.model_copy(update={"vocab_size": 51200, "tied_embeddings": False})
-        cluster, batch = catalogue.cluster("dgx-a100-80gb", 1024), 1536
+        cluster, batch = catalog.cluster("dgx-a100-80gb", 1024), 1536
         fields = {"tp": 8, "pp": 8, "recompute": "selective"}
     elif size == "llama3.1-405b":
-        cluster, batch, fields = catalogue.cluster("dgx-h100", 16384), 2048, {"tp": 8, "pp": 16}
+        cluster, batch, fields = catalog.cluster("dgx-h100", 16384), 2048, {"tp": 8, "pp": 16}
     else:
-        cluster, batch, fields = catalogue.cluster("dgx-h100", 8), 16, {"ep": 8}
+        cluster, batch, fields = catalog.cluster("dgx-h100", 8), 16, {"ep": 8}
     if framework == "megatron-deepspeed":
         fields["sequence_parallel"] = False
     if schedule != "none":
@@ -68,7 +68,7 @@ def _job(size: str, framework: str, schedule: str) -> Job:
     sharded = framework in ("torch", "torchtitan") and schedule == "interleaved_1f1b"  # DDP has one stage a rank
     fields |= {"dp_shard": replicas, "zero_stage": 2} if sharded else {"dp_replicate": replicas}
     training = TrainingSpec(global_batch_size=batch)
-    return Job(model, cluster, training, ParallelPlan(**fields), catalogue.software(framework))
+    return Job(model, cluster, training, ParallelPlan(**fields), catalog.software(framework))
 
 
 def _row(what: str, goal_s: float, run: Callable[[], object]) -> Row:

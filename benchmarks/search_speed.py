@@ -13,11 +13,11 @@ from typing import Any
 
 from benchmarks.alone import alone
 from benchmarks.table import Row
+from simplan import catalog
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.search import search
-from simplan.spec import catalogue
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from simplan.training.training import TrainingSpec
 
 __all__ = ["search_speed"]
 
@@ -51,14 +51,14 @@ def _row(size: str, framework: str, goal_s: float) -> Row:
 
 
 def _measured(size: str, framework: str) -> dict[str, Any]:
-    model = catalogue.model(size)
+    model = catalog.model(size)
     if size == "gpt3-175b":
         # untied: FSDP's pipelines are refused with tied ones
         model = model.model_copy(update={"vocab_size": 51200, "tied_embeddings": False})
-        cluster, batch = catalogue.cluster("dgx-a100-80gb", 1024), 1536
+        cluster, batch = catalog.cluster("dgx-a100-80gb", 1024), 1536
     else:
-        cluster, batch = catalogue.cluster("dgx-h100", 128), 512
-    software = catalogue.software(framework)
+        cluster, batch = catalog.cluster("dgx-h100", 128), 512
+    software = catalog.software(framework)
     start_s = time.perf_counter()
     job = Job(model, cluster, TrainingSpec(global_batch_size=batch), ParallelPlan(), software)
     found = search(job, jobs=2, explain=False)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
-from simplan.spec.model import ModelSpec
+from simplan.model.model import ModelSpec
 
 __all__ = ["TorchLlama", "tensor_parallel_llama"]
 

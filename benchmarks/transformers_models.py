@@ -14,14 +14,14 @@ from pathlib import Path
 from benchmarks.table import Row
 from executor.calibration.calibrate import calibrate
 from executor.run import run_job
-from simplan.cost.calibration import Calibration, CalibrationRequest, ShapeRequest
-from simplan.cost.kinds import kinds_needed
+from simplan import catalog
+from simplan.cost.calibration.format import Calibration, CalibrationRequest, ShapeRequest
+from simplan.cost.calibration.kinds import kinds_needed
 from simplan.job import Job
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict, run_spec_of
-from simplan.spec import catalogue
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from simplan.training.training import TrainingSpec
 from simplan.validate.compare import AT_THIS_SPEED, compare
 
 __all__ = ["transformers_models"]
@@ -68,8 +68,8 @@ def _calibrated(model: ModelSpec) -> Calibration:
 
 
 def _rows(model: ModelSpec, name: str, plan: ParallelPlan, calibration: Calibration, folder: Path) -> Iterator[Row]:
-    cluster = catalogue.cluster("this-machine", num_devices=2)
-    job = Job(model, cluster, _TRAINING, plan, catalogue.software("transformers"))
+    cluster = catalog.cluster("this-machine", num_devices=2)
+    job = Job(model, cluster, _TRAINING, plan, catalog.software("transformers"))
     prediction = predict(job, name=f"{model.name} {name}", calibration=calibration)
     run = run_job(run_spec_of(prediction, num_steps=_STEPS, num_warmup_steps=2, device="cpu"), folder)
     comparison = compare(prediction, run)

@@ -67,8 +67,8 @@ def _terminated(number: int, frame: FrameType | None) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     from executor.run import run_job, run_on_nodes
-    from simplan.program.nodes import Nodes
-    from simplan.program.run_spec import RunSpec
+    from simplan.runs.nodes import Nodes
+    from simplan.runs.run_spec import RunSpec
 
     job = None if args.file is None else _parse(RunSpec, args.file)
     if args.nodes is not None:
@@ -82,7 +82,7 @@ def _run(args: argparse.Namespace) -> None:
 def _rehearse(args: argparse.Namespace) -> None:
     from executor.dry_run.rehearse import rehearse
     from simplan.files import write_whole
-    from simplan.program.run_spec import RunSpec
+    from simplan.runs.run_spec import RunSpec
 
     rehearsal = rehearse(_parse(RunSpec, args.file), args.rank, fake=args.fake, on_progress=_report_step)
     write_whole(args.out, rehearsal.model_dump_json(indent=1))
@@ -98,8 +98,8 @@ def _environment(args: argparse.Namespace) -> None:
 
 def _calibrate(args: argparse.Namespace) -> None:
     from executor.calibration.calibrate import calibrate
-    from simplan.cost.calibration import CalibrationRequest
-    from simplan.program.nodes import Nodes
+    from simplan.cost.calibration.format import CalibrationRequest
+    from simplan.runs.nodes import Nodes
 
     def report(done: int, of: int, what: str) -> None:
         _report(event="progress", done=done, of=of, what=what)

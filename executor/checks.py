@@ -12,15 +12,15 @@ import torch
 
 from executor.distributed.precision import fp8_recipe
 from executor.distributed.recompute import unmodelled_recompute
+from simplan import catalog
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.job import Job
-from simplan.program.executable import check_executable
-from simplan.program.run_spec import RunSpec
+from simplan.model.low_precision import TORCHAO_RECIPES
+from simplan.numbers import either
+from simplan.program.tables.executable import check_executable
 from simplan.rules import RULES, violations
 from simplan.rules.schedule import stages_within_layers
-from simplan.spec import catalogue
-from simplan.spec.low_precision import TORCHAO_RECIPES
-from simplan.spec.numbers import either
+from simplan.runs.run_spec import RunSpec
 
 _DTYPES = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp8": "bf16"}  # dtype of a job by precision
 _CPU_RANK_BYTES = 512 * 1024**2  # resident set of a process that has imported torch, with a margin
@@ -69,7 +69,7 @@ def runs_on_cuda(job: RunSpec, num_local_ranks: int) -> bool:
 def _check(job: RunSpec, unmodelled: Iterator[Problem] | tuple[()], impossible: list[Problem]) -> None:
     """Raises the problems of any job, and these."""
     # rules take a cluster, and the rules of this module do not read it
-    for_rules = Job(job.model, catalogue.cluster("this-machine", 1), job.training, job.plan, job.software)
+    for_rules = Job(job.model, catalog.cluster("this-machine", 1), job.training, job.plan, job.software)
     not_modelled = violations(for_rules, [rule for rule in _RULES if not rule.modelled])
     if problems := [*not_modelled, *_unmodelled(job), *unmodelled]:
         raise NotModelledError(problems)

@@ -15,9 +15,9 @@ from executor.profiling.results import RunSegment, gather, written_here
 from executor.train.checkpoint_folder import check_resume, newest_checkpoint
 from simplan.errors import RunError, SimplanError
 from simplan.files import write_whole
-from simplan.program.measurement import Measurement
-from simplan.program.nodes import Nodes
-from simplan.program.run_spec import RunSpec
+from simplan.runs.measurement import Measurement
+from simplan.runs.nodes import Nodes
+from simplan.runs.run_spec import RunSpec
 from simplan.units import counted
 
 Progress = Callable[[int, int], None]

@@ -35,8 +35,8 @@ from executor.profiling.recorder import Recorder, make_clock
 from executor.train.trainer import Trainer
 from simplan.errors import Problem, SpecError
 from simplan.files import write_whole
-from simplan.program.run_spec import RunSpec
-from simplan.spec.plan import RankMapping
+from simplan.plan.plan import RankMapping
+from simplan.runs.run_spec import RunSpec
 from simplan.units import format_bytes
 
 if TYPE_CHECKING:

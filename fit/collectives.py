@@ -4,9 +4,9 @@
 
 Fitted are, for each kind of link, the latency of a step, the part of the datasheet's bandwidth that large messages
 reach, and the part that the switch reaches when it reduces; and one launch time for all. They start from and are drawn
-to the values of NCCL's own model of itself in links.yaml. Predictions are ``simplan.cost.nccl``'s, the very ones that
-users get. The sizes of one curve err together, so a curve counts as few rows; small messages scatter more than large
-ones, so they count less. ``--write`` replaces links_fitted.yaml.
+to the values of NCCL's own model of itself in links.yaml. Predictions are ``simplan.cost.communication.nccl``'s, the
+very ones that users get. The sizes of one curve err together, so a curve counts as few rows; small messages scatter
+more than large ones, so they count less. ``--write`` replaces links_fitted.yaml.
 
 Three errors are printed: of the fit; five-fold, whole curves left out; and with a whole source left out. The spread of
 the last is what predictions carry; links that nobody measured carry the spread of a kind of link left out.
@@ -23,14 +23,14 @@ import numpy as np
 
 from fit.records import Record, kind_of, load_records
 from fit.robust import Constant, Floats, minimize
-from simplan.cost.nccl import nccl_ways
-from simplan.cost.route import route_of
-from simplan.spec import catalogue
-from simplan.spec.hardware import ClusterSpec, LinkSpec
+from simplan import catalog
+from simplan.cluster.hardware import ClusterSpec, LinkSpec
+from simplan.cost.communication.nccl import nccl_ways
+from simplan.cost.communication.route import route_of
 
 __all__ = ["FITTED_FILE", "fit", "fitted_text", "log_errors", "main"]
 
-FITTED_FILE = Path(catalogue.__file__).parent / "catalog" / "links_fitted.yaml"
+FITTED_FILE = Path(catalog.__file__).parent / "catalog" / "links_fitted.yaml"
 
 _LAUNCH = "launch_s"
 _LAUNCH_S = 10e-6  # textbook: about 5 us for the start of a kernel, and as much until its last rank has started
@@ -144,7 +144,7 @@ def _constant(name: str, textbook: float, rows: Sequence[int]) -> Constant:
 
 def _textbook_link(kind: str) -> LinkSpec:
     name = f"{kind}-400gbit" if kind in _NETWORKS else kind
-    return catalogue.link(name, textbook=True)
+    return catalog.link(name, textbook=True)
 
 
 def _textbook(records: Sequence[Record]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What is fitted of ``simplan.spec.rates``: for each constant the expected spread of its logarithm, and bounds."""
+"""What is fitted of ``simplan.software.rates``: for each constant the expected spread of its logarithm, and bounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from simplan.spec.rates import AttentionKernel
+from simplan.software.rates import AttentionKernel
 
 __all__ = ["ALL", "ARCHITECTURE", "KERNELS", "NEVER_APART", "SOFTWARE", "SUSTAINED", "TOGETHER", "Bounds"]
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simplan.cost.collectives import bus_factor
+from simplan import catalog
+from simplan.cluster.hardware import ClusterSpec, LinkSpec
+from simplan.cost.communication.collectives import bus_factor
 from simplan.io import read_yaml
+from simplan.model.layer import CollectiveKind
 from simplan.program.program import Message
-from simplan.spec import catalogue
-from simplan.spec.hardware import ClusterSpec, LinkSpec
-from simplan.spec.layer import CollectiveKind
 
 __all__ = ["Record", "kind_of", "load_records"]
 
@@ -50,7 +50,7 @@ class Record:
 
     @property
     def size_class(self) -> str:
-        """As ``simplan.spec.hardware.Spread`` has them."""
+        """As ``simplan.cluster.hardware.Spread`` has them."""
         num_bytes = self.message.num_bytes
         return "small" if num_bytes < 2**20 else "medium" if num_bytes < 2**26 else "large"
 
@@ -63,11 +63,11 @@ def load_records(path: Path) -> list[Record]:
 def _record(row: dict[str, Any]) -> Record:
     kind = CollectiveKind(row["collective"])
     num_ranks = row["num_devices"]
-    node = catalogue.NodeEntry(
+    node = catalog.NodeEntry(
         id="published",
-        device=catalogue.device(row["device"]),
+        device=catalog.device(row["device"]),
         devices_per_node=row["devices_per_node"],
-        intra_link=catalogue.link(row["intra_link"], textbook=True),
+        intra_link=catalog.link(row["intra_link"], textbook=True),
         inter_link=_network(row),
     )
     algorithm = row["algo"] or ""
@@ -76,7 +76,7 @@ def _record(row: dict[str, Any]) -> Record:
         source=row["source"].split(":")[0].split("@")[0],
         curve=f"{row['source']} {kind} {num_ranks} {algorithm}",
         message=Message(kind, row["bytes"], tuple(range(num_ranks))),
-        cluster=catalogue.make_cluster(node, num_ranks),
+        cluster=catalog.make_cluster(node, num_ranks),
         seconds=_seconds(row, kind, num_ranks),
         algorithm="NVLS" if algorithm == "NVLS" else algorithm[:4].lower(),
     )
@@ -90,7 +90,7 @@ def kind_of(link: LinkSpec) -> str:
 def _network(row: dict[str, Any]) -> LinkSpec | None:
     if row["num_nodes"] == 1:
         return None
-    return catalogue.network_link(row["inter_link_gbit_per_device"], row.get("network", "network"), textbook=True)
+    return catalog.network_link(row["inter_link_gbit_per_device"], row.get("network", "network"), textbook=True)
 
 
 def _seconds(row: dict[str, Any], kind: CollectiveKind, num_ranks: int) -> float:

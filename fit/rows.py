@@ -15,15 +15,15 @@ from simplan.accuracy.question import RunQuestion, question_of_run
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.recipe import NO_RECIPES, Recipes
 from simplan.accuracy.schema import PublishedRun
-from simplan.cost.compute import KernelCost
-from simplan.cost.kernel_cost import kernel_cost
+from simplan.cluster.hardware import ClusterSpec, DeviceSpec
+from simplan.cost.compute.kernel_cost import kernel_cost
+from simplan.cost.compute.kernels import KernelCost
 from simplan.errors import SimplanError
 from simplan.job import Job
 from simplan.predict.step_summary import OverlapSlowdown, StepTerm, step_terms
 from simplan.program.program import Excess, HostWait, LayerWork, Message
-from simplan.spec.hardware import ClusterSpec, DeviceSpec
-from simplan.spec.rates import AttentionKernel
-from simplan.spec.software import SoftwareSpec
+from simplan.software.rates import AttentionKernel
+from simplan.software.software import SoftwareSpec
 
 __all__ = [
     "Prices",

@@ -33,11 +33,11 @@ from fit.rates import ALL, ARCHITECTURE, KERNELS, NEVER_APART, SOFTWARE, SUSTAIN
 from fit.robust import Constant, Floats, minimize
 from fit.rows import Prices, Row, Values, fold_of, load_rows, part_of
 from fit.spread import fit_spread, unseen_std, within, within_left_out
-from simplan.spec import catalogue
+from simplan import catalog
 
 __all__ = ["FITTED_FILE", "constants_of", "fit", "left_out", "log_errors", "main"]
 
-FITTED_FILE = Path(catalogue.__file__).parent / "catalog" / "kernels_fitted.yaml"
+FITTED_FILE = Path(catalog.__file__).parent / "catalog" / "kernels_fitted.yaml"
 
 _STD = 0.03  # what step times scatter about a perfect model, roughly
 _TRUST = {"good": 1.0, "assumed": 0.3, "noisy": 0.1, "inconsistent": 0.1}
@@ -138,14 +138,14 @@ def _architecture_fields(row: Row) -> list[str]:
 
 def _constant(owner: str, field: str, rows: Sequence[int]) -> Constant:
     if not owner:
-        rates = catalogue.kernel_rates("other", textbook=True)
+        rates = catalog.kernel_rates("other", textbook=True)
         return Constant(field, getattr(rates, field), *ALL[field], rows)
     if field in SOFTWARE:
-        textbook, bounds = getattr(catalogue.software(owner, textbook=True).rates, field), SOFTWARE[field]
+        textbook, bounds = getattr(catalog.software(owner, textbook=True).rates, field), SOFTWARE[field]
     elif field in KERNELS:
-        textbook, bounds = catalogue.kernel_rates(owner, textbook=True).attention[field].sustained, SUSTAINED
+        textbook, bounds = catalog.kernel_rates(owner, textbook=True).attention[field].sustained, SUSTAINED
     else:
-        textbook, bounds = getattr(catalogue.kernel_rates(owner, textbook=True), field), ARCHITECTURE[field]
+        textbook, bounds = getattr(catalog.kernel_rates(owner, textbook=True), field), ARCHITECTURE[field]
     if owner.startswith(NEVER_APART):
         bounds = bounds._replace(log_std=TOGETHER * bounds.log_std)
     return Constant(f"{owner}.{field}", textbook, *bounds, rows)
@@ -184,13 +184,13 @@ def _without(rows: Sequence[Row], held: Sequence[bool], start: Values) -> tuple[
 
 def _textbook_values() -> dict[str, float]:
     """Of all that there is, whether runs say something about it or not: a fit does not depend on the one before."""
-    values = {field: getattr(catalogue.kernel_rates("other", textbook=True), field) for field in ALL}
-    for architecture in {catalogue.device(name).architecture for name in catalogue.names("devices")}:
-        rates = catalogue.kernel_rates(architecture, textbook=True)
+    values = {field: getattr(catalog.kernel_rates("other", textbook=True), field) for field in ALL}
+    for architecture in {catalog.device(name).architecture for name in catalog.names("devices")}:
+        rates = catalog.kernel_rates(architecture, textbook=True)
         values |= {f"{architecture}.{field}": getattr(rates, field) for field in ARCHITECTURE}
         values |= {f"{architecture}.{kernel}": share.sustained for kernel, share in rates.attention.items()}
-    for name in catalogue.names("software"):
-        software = catalogue.software(name, textbook=True).rates
+    for name in catalog.names("software"):
+        software = catalog.software(name, textbook=True).rates
         values |= {f"{name}.{field}": getattr(software, field) for field in SOFTWARE}
     return values
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
+from simplan.cluster.hardware import ClusterSpec
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
+from simplan.software.software import SoftwareSpec
+from simplan.training.training import TrainingSpec
 
 __all__ = ["Job"]
 

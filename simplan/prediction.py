@@ -8,10 +8,10 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from simplan.job import Job
+from simplan.plan.plan import StageAssignment
 from simplan.program.action import Table, format_table
 from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind, Split, Timeline
-from simplan.spec.plan import StageAssignment
 from simplan.units import GIB
 
 __all__ = ["Prediction", "RankMemory", "Term"]

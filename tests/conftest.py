@@ -16,8 +16,8 @@ settings.register_profile("same examples", settings.get_profile("new examples"),
 
 ONE_WORKER = (
     "tests/cli/test_run.py",
-    "tests/executor/test_split_layers.py",
-    "tests/test_explain.py",
+    "tests/executor/distributed/test_split_layers.py",
+    "tests/explain/test_explain.py",
     "tests/validate/test_compare.py",
 )
 """Their tests share what is dear to make."""

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from simplan import catalog
+from simplan.cluster.hardware import ClusterSpec
 from simplan.job import Job
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
 from simplan.rules import check_job
-from simplan.spec import catalogue
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
+from simplan.software.software import SoftwareSpec
+from simplan.training.training import TrainingSpec
 
 __all__ = ["check", "job_to_lower"]
 
 
 def job_to_lower(model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, software: SoftwareSpec) -> Job:
     """A job on whatever cluster, which lowering does not look at."""
-    return Job(model, catalogue.cluster("dgx-h100", num_devices=plan.num_devices), training, plan, software)
+    return Job(model, catalog.cluster("dgx-h100", num_devices=plan.num_devices), training, plan, software)
 
 
 def check(
@@ -30,9 +30,9 @@ def check(
     check_job(
         Job(
             model,
-            cluster or catalogue.cluster("dgx-h100", num_devices=made.num_devices),
+            cluster or catalog.cluster("dgx-h100", num_devices=made.num_devices),
             TrainingSpec.model_validate(asked),
             made,
-            catalogue.software("torch"),
+            catalog.software("torch"),
         )
     )

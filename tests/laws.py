@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import pytest
 
+from simplan.model.layer import CollectiveKind
+from simplan.plan.plan import ParallelPlan
 from simplan.predict import Simulated
 from simplan.prediction import Prediction
 from simplan.program.action import ActionKind
@@ -14,8 +16,6 @@ from simplan.program.program import LayerWork, MemoryCategory, Op, Phase, Progra
 from simplan.sim.compiled import Durations, compile_program
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak, peak_position
-from simplan.spec.layer import CollectiveKind
-from simplan.spec.plan import ParallelPlan
 
 __all__ = [
     "check_bytes",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from simplan.spec.layer import Kernel, LayerKind, LayerSpec, Operator, ParameterSpec
+from simplan.model.layer import Kernel, LayerKind, LayerSpec, Operator, ParameterSpec
 
 __all__ = ["layer_of_kernels"]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from simplan.spec import catalogue
-from simplan.spec.models import FAMILIES
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.shard import Shard
+from simplan import catalog
+from simplan.model.families import FAMILIES
+from simplan.plan.plan import ParallelPlan
+from simplan.plan.shard import Shard
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,10 +23,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("document",),
     ("problems",),
     ("io",),
-    ("spec",),
+    ("base", "numbers"),
+    ("plan",),
+    ("model",),
+    ("training",),
+    ("software",),
+    ("cluster",),
+    ("catalog",),
     ("job",),
     ("rules",),
     ("program",),
+    ("runs",),
     ("cost",),
     ("sim",),
     ("prediction",),
@@ -39,15 +46,21 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 EXECUTOR_MAY_IMPORT = (
-    "simplan.spec",
+    "simplan.plan",
+    "simplan.model",
+    "simplan.training",
+    "simplan.software",
+    "simplan.cluster",
+    "simplan.catalog",
     "simplan.job",
+    "simplan.runs",
     "simplan.rules",
     "simplan.program",
     "simplan.errors",
     "simplan.units",
     "simplan.files",
     "simplan.children",
-    "simplan.cost.calibration",
+    "simplan.cost.calibration.format",
 )
 NEVER_IN_SIMPLAN = {"torch", "streamlit", "plotly", "executor", "app", "fit"}
 
@@ -138,9 +151,9 @@ def test_a_wrong_arrow_of_the_workbench_is_found(module: str, source: str) -> No
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("simplan.spec.plan", "from simplan.program.action import Action"),
-        ("simplan.spec.plan", "def f():\n    from ..predict import predict"),
-        ("simplan.cost.compute", "import simplan.sim.engine"),
+        ("simplan.plan.plan", "from simplan.program.action import Action"),
+        ("simplan.plan.plan", "def f():\n    from ..predict import predict"),
+        ("simplan.cost.compute.kernels", "import simplan.sim.engine"),
         ("simplan.report.text", "from simplan import cli"),
         ("simplan.validate.compare", "from simplan.search import best"),
         ("simplan.cli.run", "import torch.distributed"),
@@ -189,7 +202,7 @@ def test_no_general_module_names_an_operator_of_a_model() -> None:
     Others ask for kinds of kernels, for what reads and makes a tensor, and for ``Role``.
     """
     names: set[str] = set()
-    for model in map(catalogue.model, catalogue.names("models")):
+    for model in map(catalog.model, catalog.names("models")):
         for layer in FAMILIES[model.family].layers(model, Shard()):
             names |= {kernel.name for kernel in layer.kernels} | {*layer.tensors}
             names |= {parameter.name for parameter in layer.parameters}
@@ -197,7 +210,7 @@ def test_no_general_module_names_an_operator_of_a_model() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
         for path in python_files("simplan")
-        if not path.is_relative_to(ROOT / "simplan/spec/models")
+        if not path.is_relative_to(ROOT / "simplan/model")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names - OTHER_WORDS
     ]
@@ -208,7 +221,7 @@ def test_every_option_of_a_plan_is_read_where_steps_are_made_or_priced() -> None
     """An option that nothing reads would be accepted without a word."""
     made = [
         *python_files("simplan/program", "simplan/predict", "simplan/cost"),
-        *(ROOT / f"simplan/spec/{name}.py" for name in ("plan", "software")),
+        *(ROOT / f"simplan/{name}/{name}.py" for name in ("plan", "software")),
     ]
     trees = [ast.parse(path.read_text()) for path in made]
     read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}

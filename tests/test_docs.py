@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from simplan.predict import predict
-from simplan.program.check import check_table
 from simplan.program.schedules import StageTimes
 from simplan.program.schedules.bubble import bubble_rate
-from simplan.program.table import plan_table
+from simplan.program.tables.check import check_table
+from simplan.program.tables.table import plan_table
 from simplan.report.text import prediction_text
 from simplan.scenario import load_scenario
 from simplan.scenario.search import load_search

@@ -11,13 +11,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simplan import catalog
+from simplan.cluster.hardware import DeviceSpec
 from simplan.document import parse_yaml
 from simplan.errors import SpecError
 from simplan.io import parse_model, read_json, read_model, read_yaml, write_json, write_model
-from simplan.program.measurement import Measurement
-from simplan.spec import catalogue
-from simplan.spec.hardware import DeviceSpec
-from simplan.spec.plan import ParallelPlan
+from simplan.plan.plan import ParallelPlan
+from simplan.runs.measurement import Measurement
 
 
 def refusal(path: Path) -> str:
@@ -172,8 +172,8 @@ def test_models_survive_a_round_trip(tmp_path: Path) -> None:
     plan = ParallelPlan.model_validate({"pp": 2, "stage_layers": [1, 2]})
     write_model(tmp_path / "plan.json", plan)
     assert read_model(tmp_path / "plan.json", ParallelPlan) == plan
-    write_model(tmp_path / "device.json", catalogue.device("h100-sxm-80gb"))
-    assert read_model(tmp_path / "device.json", DeviceSpec) == catalogue.device("h100-sxm-80gb")
+    write_model(tmp_path / "device.json", catalog.device("h100-sxm-80gb"))
+    assert read_model(tmp_path / "device.json", DeviceSpec) == catalog.device("h100-sxm-80gb")
 
 
 @pytest.mark.parametrize(

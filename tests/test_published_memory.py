@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from simplan import catalog
 from simplan.job import Job
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.prediction import Prediction
-from simplan.spec import catalogue
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from simplan.training.training import TrainingSpec
 from simplan.units import GIB, MIB
 
 LLAMA = {"family": "llama", "vocab_size": 128256, "seq_len": 4096}
@@ -57,10 +57,10 @@ def predicted(
     return predict(
         Job(
             ModelSpec.model_validate(model),
-            catalogue.cluster(cluster, num_devices=plan.num_devices),
+            catalog.cluster(cluster, num_devices=plan.num_devices),
             TrainingSpec(global_batch_size=num_microbatches * plan.dp * plan.microbatch_size, precision=precision),
             plan,
-            catalogue.software(software),
+            catalog.software(software),
         ),
         name="published",
     )

@@ -13,19 +13,19 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
 from simplan.job import Job
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
+from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict import Simulated, cost_model, folding_of, predict_step, simulate_program
-from simplan.program import lower as lower_module
-from simplan.program.lower import Lowering, _RankLowering, lower
+from simplan.program.lowering import lower as lower_module
+from simplan.program.lowering.lower import Lowering, _RankLowering, lower
+from simplan.program.lowering.rows import Row, row_of_actions
 from simplan.program.program import Program
-from simplan.program.rows import Row, row_of_actions
-from simplan.spec import catalogue
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.schedules import SCHEDULE_FACTS
-from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
+from simplan.software.software import SoftwareSpec
+from simplan.training.training import TrainingSpec
 from tests.laws import (
     check_bytes,
     check_engines,
@@ -36,7 +36,7 @@ from tests.laws import (
     check_times,
 )
 
-TORCH = catalogue.software("torch")
+TORCH = catalog.software("torch")
 SIZES: dict[str, Any] = {
     "family": "llama",
     "num_hidden_layers": 4,
@@ -134,7 +134,7 @@ def keeps_the_laws(
     plan: ParallelPlan,
     software: SoftwareSpec = TORCH,
 ) -> None:
-    found = catalogue.cluster(cluster, num_devices=devices)
+    found = catalog.cluster(cluster, num_devices=devices)
     job = Job(model, found, training, plan, software)
     prediction, step = predict_step(job, name="random")
     check_prediction(prediction)
@@ -209,7 +209,7 @@ def test_strategies_of_megatron_keep_the_laws(software: str, name: str) -> None:
     plan = ParallelPlan.model_validate(MEGATRON[name])
     model = ModelSpec.model_validate({**SIZES, "family": "gpt"})
     training = TrainingSpec(global_batch_size=3 * plan.dp, precision="bf16")
-    keeps_the_laws(model, "dgx-h100", plan.num_devices, training, plan, catalogue.software(software))
+    keeps_the_laws(model, "dgx-h100", plan.num_devices, training, plan, catalog.software(software))
 
 
 BRIDGE: dict[str, dict[str, Any]] = {
@@ -224,7 +224,7 @@ def test_strategies_of_megatron_bridge_keep_the_laws(name: str) -> None:
     plan = ParallelPlan.model_validate(BRIDGE[name])
     model = ModelSpec.model_validate({**SIZES, "family": "llama"})
     training = TrainingSpec(global_batch_size=3 * plan.dp, precision="bf16")
-    keeps_the_laws(model, "dgx-h100", plan.num_devices, training, plan, catalogue.software("megatron-bridge"))
+    keeps_the_laws(model, "dgx-h100", plan.num_devices, training, plan, catalog.software("megatron-bridge"))
 
 
 def rarely(usual: Any, *others: Any) -> st.SearchStrategy[Any]:
@@ -308,9 +308,9 @@ def test_any_plan_is_refused_with_a_sentence_or_keeps_the_laws(data: st.DataObje
     )
     cluster = data.draw(rarely("dgx-h100", "dgx-v100", "dgx-a100-80gb", "gb200-nvl72", "this-machine"), "cluster")
     devices = data.draw(rarely(plan.num_devices, 1, 4, 16), "devices")
-    software = data.draw(rarely("torch", *catalogue.names("software")), "software")
+    software = data.draw(rarely("torch", *catalog.names("software")), "software")
     try:
-        keeps_the_laws(model, cluster, devices, training, plan, catalogue.software(software))
+        keeps_the_laws(model, cluster, devices, training, plan, catalog.software(software))
     except SpecError as error:
         refused = error.problems
     else:

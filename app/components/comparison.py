@@ -14,9 +14,9 @@ from app.results.explained import explained
 from app.work import awaited
 from simplan.errors import SpecError
 from simplan.explain import Difference, Explanation, difference
+from simplan.plan.plan import ParallelPlan
 from simplan.scenario import SearchScenario
 from simplan.search import SearchResult
-from simplan.spec.plan import ParallelPlan
 from simplan.units import GIB, format_bytes, format_time
 
 __all__ = ["show_comparison"]

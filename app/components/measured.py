@@ -12,8 +12,8 @@ from app.components.downloads import csv_text, download, show_figure
 from app.components.problems import escaped
 from app.figures.validation import steps_figure, terms_figure
 from simplan.io import json_text
-from simplan.program.measurement import Measurement
 from simplan.report.logged import could_come_from
+from simplan.runs.measurement import Measurement
 from simplan.units import format_percent, format_time
 from simplan.validate.compare import Comparison
 from simplan.validate.logged import LoggedRun

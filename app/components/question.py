@@ -10,13 +10,13 @@ from app import state
 from app.components.problems import show_problems
 from app.fields import choice, get, number, put, switch
 from app.uploads import config_fields, scenario_data
+from simplan import catalog
+from simplan.cluster.machine import THIS_MACHINE
 from simplan.errors import SpecError
-from simplan.spec import catalogue
-from simplan.spec.machine import THIS_MACHINE
-from simplan.spec.numbers import divisors
-from simplan.spec.plan import Recompute
-from simplan.spec.schedules import SCHEDULE_FACTS
-from simplan.spec.training import Precision, TrainingSpec
+from simplan.numbers import divisors
+from simplan.plan.plan import Recompute
+from simplan.plan.schedules import SCHEDULE_FACTS
+from simplan.training.training import Precision, TrainingSpec
 
 __all__ = ["show_question"]
 
@@ -49,7 +49,7 @@ def _model() -> None:
     st.markdown("###### Model")
     inline = "preset" not in _section("model")
     name = get(("model", "name"), "own model") if inline else None
-    options = [*([_OWN] if inline else []), *catalogue.names("models")]
+    options = [*([_OWN] if inline else []), *catalog.names("models")]
     key = "question model"
     st.session_state[key] = _OWN if inline else get(("model", "preset"))
     if st.session_state[key] not in options:
@@ -90,9 +90,9 @@ def _take_preset(key: str) -> None:
 def _preset_length() -> int | None:
     """The sequence length that a preset has by itself."""
     preset = get(("model", "preset"))
-    if not isinstance(preset, str) or preset not in catalogue.names("models"):
+    if not isinstance(preset, str) or preset not in catalog.names("models"):
         return None
-    return catalogue.model(preset).seq_len or None
+    return catalog.model(preset).seq_len or None
 
 
 def _take_config(name: str, content: bytes, seq_len: int) -> None:
@@ -112,7 +112,7 @@ def _cluster() -> None:
     left, right = st.columns([3, 2])
     with left:
         if "preset" in _section("cluster"):
-            choice("Nodes", ("cluster", "preset"), catalogue.names("clusters"), "dgx-h100", then=_fit)
+            choice("Nodes", ("cluster", "preset"), catalog.names("clusters"), "dgx-h100", then=_fit)
         else:
             st.text_input("Nodes", "as in the YAML", disabled=True)
     with right:
@@ -127,8 +127,8 @@ def _devices() -> int | None:
     if isinstance(section.get("num_devices"), int):
         return int(section["num_devices"])
     nodes, preset = section.get("num_nodes", 1), section.get("preset")
-    if isinstance(nodes, int) and isinstance(preset, str) and preset in catalogue.names("clusters"):
-        return nodes * catalogue.cluster(preset).devices_per_node
+    if isinstance(nodes, int) and isinstance(preset, str) and preset in catalog.names("clusters"):
+        return nodes * catalog.cluster(preset).devices_per_node
     return None
 
 
@@ -147,9 +147,7 @@ def _training() -> None:
         choice(
             "Precision", ("training", "precision"), get_args(Precision), "bf16", help="Of the linear layers' matmuls"
         )
-        choice(
-            "Software", ("software",), catalogue.names("software"), "torch", help="Its kernels, fusions and overlaps"
-        )
+        choice("Software", ("software",), catalog.names("software"), "torch", help="Its kernels, fusions and overlaps")
 
 
 def _plan() -> None:

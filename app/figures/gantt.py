@@ -13,8 +13,8 @@ from app.figures.style import Figure, across, bar, figure, numbered, scatter
 from app.palette import ACTIONS, COMMUNICATION, MEMORY, MUTED, PLANS
 from app.results.timeline import Box, MemoryCurve, TimelineResult
 from simplan.program.action import ActionKind
-from simplan.report.drawing_labels import WORDS
-from simplan.report.drawing_svg import ink_on
+from simplan.report.drawings.drawing_labels import WORDS
+from simplan.report.drawings.drawing_svg import ink_on
 from simplan.units import GIB, format_bytes, format_time
 
 __all__ = ["gantt_figure", "shade"]

@@ -11,8 +11,8 @@ from app.figures.style import Figure, bar, figure, scatter
 from app.palette import ACTIONS, MUTED
 from app.results.lesson import Lesson, LessonBox
 from simplan.program.action import ActionKind
-from simplan.report.drawing_labels import WORDS
-from simplan.report.drawing_svg import ink_on
+from simplan.report.drawings.drawing_labels import WORDS
+from simplan.report.drawings.drawing_svg import ink_on
 
 __all__ = ["lesson_figure"]
 

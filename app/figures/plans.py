@@ -10,9 +10,9 @@ from typing import Any
 
 from app.figures.style import Figure, bar, empty, figure, scatter
 from app.palette import MUTED, PLANS, SPLIT
+from simplan.plan.plan import ParallelPlan
 from simplan.report.search import alike_words, search_plan_words
 from simplan.search import RankedPlan, SearchResult, SpaceCount
-from simplan.spec.plan import ParallelPlan
 from simplan.units import GIB, format_number
 
 __all__ = [

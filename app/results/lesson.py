@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.program.action import Action, ActionKind
 from simplan.program.schedules import SCHEDULES, PipelineShape
 from simplan.program.schedules.bubble import action_ends_s
-from simplan.spec.schedules import SCHEDULE_FACTS
 
 __all__ = ["CLOSED_FORMS", "Lesson", "LessonBox", "lesson"]
 

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from simplan.cost.store import default_path, load
+from simplan.cluster.hardware import ClusterSpec
+from simplan.cost.calibration.store import default_path, load
 from simplan.explain.exposure import exposed_s
 from simplan.io import json_text
+from simplan.plan.plan import RankMapping
 from simplan.predict import Simulated, predict_step
 from simplan.prediction import Prediction
 from simplan.program.program import Stream
 from simplan.program.timeline import Span, Split, Timeline
 from simplan.scenario import parse_scenario
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.plan import RankMapping
 
 __all__ = [
     "PlanResult",

@@ -11,13 +11,13 @@ import numpy as np
 
 from app.results.plan import predicted_step
 from simplan.io import json_text
+from simplan.plan.plan import RankMapping
 from simplan.predict import Simulated
 from simplan.program.action import ActionKind
 from simplan.program.program import MemoryCategory, Op, Stream, Work
 from simplan.program.timeline import SpanKind
 from simplan.report.trace import trace_document
 from simplan.sim.memory import memory_trace
-from simplan.spec.plan import RankMapping
 from simplan.units import format_time
 
 __all__ = ["MOST_BOXES", "Box", "Lane", "MemoryCurve", "TimelineResult", "timeline_result", "trace_text"]

@@ -14,10 +14,10 @@ from app.figures.lesson import lesson_figure
 from app.page import run_page
 from app.results.lesson import CLOSED_FORMS, Lesson, lesson
 from app.words import FORMULAS
-from simplan.cli.definitions import definitions
+from simplan import catalog
+from simplan.cli.terminal.definitions import definitions
+from simplan.plan.schedules import REFUSED_SCHEDULES, SCHEDULE_FACTS
 from simplan.program.schedules import SCHEDULES
-from simplan.spec import catalogue
-from simplan.spec.schedules import REFUSED_SCHEDULES, SCHEDULE_FACTS
 from simplan.units import format_percent
 
 _MOST_RANKS, _MOST_MICROBATCHES = 8, 16
@@ -93,7 +93,7 @@ def _show_missing() -> None:
         "What is not modelled is refused by name, never ignored: a page says so where the answer would have been. "
         "Each framework does things that simplan leaves out of its predictions; these are known."
     )
-    software = [catalogue.software(name) for name in catalogue.names("software")]
+    software = [catalog.software(name) for name in catalog.names("software")]
     rows = [{"software": one.id, "not modelled": what} for one in software for what in one.not_modelled]
     st.dataframe(pd.DataFrame(rows), hide_index=True, width="stretch")
     others = (

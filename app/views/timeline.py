@@ -15,7 +15,7 @@ from app.figures.gantt import gantt_figure
 from app.page import run_page
 from app.results.timeline import MOST_BOXES, TimelineResult
 from simplan.errors import SpecError
-from simplan.spec.schedules import SCHEDULE_FACTS
+from simplan.plan.schedules import SCHEDULE_FACTS
 
 _MOST_COMPARED = 6
 _WINDOW = "window"

@@ -16,8 +16,8 @@ from app.fields import remembered_choice
 from app.jobs.run import Run, may_run
 from app.jobs.server import runs
 from app.page import run_page
+from simplan.cluster.machine import THIS_MACHINE
 from simplan.errors import SpecError
-from simplan.spec.machine import THIS_MACHINE
 
 _PARTS = {
     "published": "runs that others published",

@@ -12,9 +12,9 @@ from executor.launch.errors import RanksError
 from executor.launch.launcher import Launch, launch_ranks
 from executor.launch.nodes import Rendezvous
 from executor.launch.watchdog import Beats
-from simplan.cost.calibration import Calibration, CalibrationRequest
+from simplan.cost.calibration.format import Calibration, CalibrationRequest
 from simplan.errors import Problem, RunError, SpecError
-from simplan.program.nodes import Nodes
+from simplan.runs.nodes import Nodes
 
 Progress = Callable[[int, int, str], None]
 """Called with the percentage done, 100, and the name of the timed part."""

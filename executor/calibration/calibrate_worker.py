@@ -25,7 +25,7 @@ from executor.launch.watchdog import Heartbeat, RankState
 from executor.profiling.memory import context_bytes
 from executor.profiling.results import environment
 from executor.worker import start_rank, use_device
-from simplan.cost.calibration import Calibration, CalibrationRequest, TimedDtype
+from simplan.cost.calibration.format import Calibration, CalibrationRequest, TimedDtype
 from simplan.files import write_whole
 
 _MIN_ROUNDS = 5

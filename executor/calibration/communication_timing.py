@@ -1,8 +1,9 @@
 """Times communication on all ranks at once: collectives, P2P sends, copies to the host, overlap with matmuls.
 
 Ranks do not enter a collective simultaneously, and gloo's algorithms differ when they do not: a rank that sends before
-it says that it is ready to receive makes the others wait for its bytes (``simplan/cost/gloo.py``). Therefore one rank
-after the other arrives late, and its time counts, since a collective begins when the last rank has entered it.
+it says that it is ready to receive makes the others wait for its bytes (``simplan/cost/communication/gloo.py``).
+Therefore one rank after the other arrives late, and its time counts, since a collective begins when the last rank has
+entered it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from executor.calibration.timing import TIMED_DTYPES, Bench, Stopwatch, gathered, sample_of, together, wide
 from executor.distributed.activation_offload import HostLink
-from simplan.cost.calibration import CommunicationTiming, HostCopyTiming, OverlapTiming, TimedDtype
-from simplan.spec.layer import CollectiveKind
+from simplan.cost.calibration.format import CommunicationTiming, HostCopyTiming, OverlapTiming, TimedDtype
+from simplan.model.layer import CollectiveKind
 from simplan.units import KIB, MIB
 
 _SIZES_BYTES = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)

@@ -31,8 +31,8 @@ from executor.models.model import Stage, build_stage
 from executor.train.data import model_batch
 from executor.train.loss import cross_entropy, split_loss
 from executor.train.optimizers import divide_gradients, make_optimizer, zero_gradients
-from simplan.cost.calibration import LayerTiming, Sample, ShapeRequest, way_of_mixing
-from simplan.spec.layer import LayerKind
+from simplan.cost.calibration.format import LayerTiming, Sample, ShapeRequest, way_of_mixing
+from simplan.model.layer import LayerKind
 
 _CACHE_BYTES = 128 * 2**20
 _MAX_COPIES = 12

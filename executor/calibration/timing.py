@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from simplan.cost.calibration import Sample, TimedDtype
+from simplan.cost.calibration.format import Sample, TimedDtype
 
 _Value = TypeVar("_Value")
 

@@ -1,7 +1,7 @@
 """What blocks keep for backward, in memory of the host between a block's forward and its backward.
 
-When activations leave, are let go of and come back is said by ``simplan.program.offload.ActivationOffload``, which
-counts them in the same way.
+When activations leave, are let go of and come back is said by ``simplan.program.lowering.offload.ActivationOffload``,
+which counts them in the same way.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from torch import nn
 
 from executor.launch.watchdog import Heartbeat, RankState
 from executor.models.model import Stage
-from simplan.spec.layer import LayerKind
-from simplan.spec.model import ModelSpec
+from simplan.model.layer import LayerKind
+from simplan.model.model import ModelSpec
 
 __all__ = ["BACKEND", "compile_block", "compile_blocks", "watched_compilation"]
 

@@ -1,7 +1,8 @@
 """Sharded data parallelism with torch's FSDP2, every gather and reduction recorded.
 
 torch lets a module's all-gather and reduce-scatter be replaced; ours are torch's own and tell the recorder. Their base
-classes are private names with the same meaning in torch 2.11 and 2.13 (``tests/executor/test_pipeline.py`` pins them).
+classes are private names with the same meaning in torch 2.11 and 2.13 (``tests/executor/distributed/test_pipeline.py``
+pins them).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from executor.distributed.recompute import hide_hooks
 from executor.models.model import Stage
 from executor.train.optimizers import local
 from simplan.program.action import Action
-from simplan.program.units import shard_dimension
+from simplan.program.lowering.units import shard_dimension
 
 __all__ = ["StageSharding"]
 

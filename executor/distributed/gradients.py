@@ -11,8 +11,8 @@ from torch.nn.utils import get_total_norm
 from executor.distributed.mesh import Peers
 from executor.models.model import Stage, with_specs
 from executor.train.optimizers import ShardGroups, local
-from simplan.program.run_spec import RunSpec
-from simplan.spec.layer import LayerSpec
+from simplan.model.layer import LayerSpec
+from simplan.runs.run_spec import RunSpec
 
 __all__ = [
     "GradientClipper",
@@ -115,7 +115,8 @@ class GradientClipper:
     """Clips gradients by their norm over all shards, tensor-parallel ranks and stages.
 
     The arithmetic is that of ``torch.nn.utils.clip_grad_norm_``, which cannot mix tensors with DTensors or DTensors of
-    two meshes (``tests/executor/test_split_layers.py``), and whose all-reduce of a DTensor's norm is not recorded.
+    two meshes (``tests/executor/distributed/test_split_layers.py``), and whose all-reduce of a DTensor's norm is not
+    recorded.
 
     Args:
         max_norm: Gradients with a larger norm are scaled to it.

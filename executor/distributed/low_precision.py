@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from executor.models.norms import compute_dtype
-from simplan.spec.layer import LayerSpec
-from simplan.spec.low_precision import DEFAULT_RECIPE, Fp8Recipe, linears
+from simplan.model.layer import LayerSpec
+from simplan.model.low_precision import DEFAULT_RECIPE, Fp8Recipe, linears
 
 __all__ = ["with_fp8_linears"]
 

@@ -1,6 +1,6 @@
 """The mesh [pp, dp_replicate, dp_shard, cp, tp] of a job, as one rank sees it: its peers along every axis.
 
-``simplan.spec.plan.RankMapping`` says which rank is where; torch's process groups are made from it, one for each axis
+``simplan.plan.plan.RankMapping`` says which rank is where; torch's process groups are made from it, one for each axis
 along which this plan communicates.
 """
 
@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from executor.profiling.recorded_group import RecordedGroup
 from executor.profiling.recorder import Recorder
+from simplan.plan.plan import RankMapping
+from simplan.plan.shard import Shard
 from simplan.program.action import Action
-from simplan.program.complete import stage_to_rank
-from simplan.program.run_spec import RunSpec
-from simplan.spec.plan import RankMapping
-from simplan.spec.shard import Shard
+from simplan.program.tables.complete import stage_to_rank
+from simplan.runs.run_spec import RunSpec
 
 __all__ = ["ParallelDims", "Peers"]
 

@@ -1,9 +1,9 @@
 """The one place that touches torch's private pipelining runtime: it runs our Level 1 table literally.
 
 torch's ``_PipelineScheduleRuntime`` executes a list of actions loaded as ``compute_comms``. Private names used, with
-the same meaning in torch 2.11 and 2.13 (``tests/executor/test_pipeline.py`` pins them): the runtime class and its
-``_prepare_schedule_with_comms``, ``_maybe_compute_loss``, ``_maybe_get_loss``, ``_update_losses``; ``_Action``; the
-stage's ``fwd_cache``; and, of 2.13 only, ``_warmup_forward_vote`` and ``_warmup_backward_result``.
+the same meaning in torch 2.11 and 2.13 (``tests/executor/distributed/test_pipeline.py`` pins them): the runtime class
+and its ``_prepare_schedule_with_comms``, ``_maybe_compute_loss``, ``_maybe_get_loss``, ``_update_losses``; ``_Action``;
+the stage's ``fwd_cache``; and, of 2.13 only, ``_warmup_forward_vote`` and ``_warmup_backward_result``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from executor.distributed.mesh import Peers
 from executor.profiling.recorder import Recorder
 from executor.train.optimizers import divide_gradients
 from simplan.program.action import Action, ActionKind, Table
-from simplan.program.complete import stage_to_rank
+from simplan.program.tables.complete import stage_to_rank
 
 __all__ = ["Boundary", "PipelineEngine", "StageModule"]
 

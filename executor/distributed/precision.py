@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from simplan.program.run_spec import RunSpec
-from simplan.spec.low_precision import DEFAULT_RECIPE, Fp8Recipe
+from simplan.model.low_precision import DEFAULT_RECIPE, Fp8Recipe
+from simplan.runs.run_spec import RunSpec
 
 __all__ = ["Autocast", "allow_tf32", "compute_dtype", "fp8_recipe", "weight_dtype"]
 

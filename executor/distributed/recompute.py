@@ -28,8 +28,8 @@ from torch.utils.checkpoint import (
 )
 
 from simplan.errors import Problem
-from simplan.program.run_spec import RunSpec
-from simplan.spec.plan import Recompute
+from simplan.plan.plan import Recompute
+from simplan.runs.run_spec import RunSpec
 
 __all__ = [
     "RECOMPUTES",

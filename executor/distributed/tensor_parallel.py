@@ -4,7 +4,7 @@ Shoeybi et al. 2019 (arXiv:1909.08053), section 3, and Korthikanti et al. 2022 (
 states are (batch, tokens, hidden_size); with sequence parallelism ranks split dimension 1 between attention and MLP.
 Norms and other parameters that see the own tokens stay plain tensors: torch's SequenceParallel sums the gradient of
 each by itself in every microbatch, ``executor.distributed.gradients`` all of them by one message in a step
-(``tests/executor/test_split_layers.py``).
+(``tests/executor/distributed/test_split_layers.py``).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class VocabularyParallel(ParallelStyle):
     """Each rank looks up tokens (batch, tokens) in its part of the vocabulary.
 
     torch's RowwiseParallel of an embedding makes the gradient of the whole vocabulary on every rank
-    (``tests/executor/test_split_layers.py``).
+    (``tests/executor/distributed/test_split_layers.py``).
 
     Args:
         rank: This one, among those that split the vocabulary.

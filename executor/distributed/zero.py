@@ -21,8 +21,8 @@ __all__ = ["ShardedOptimizer"]
 class ShardedOptimizer(ZeroRedundancyOptimizer):
     """Optimizer whose states are partitioned over a group; each owner broadcasts its parameters as one bucket.
 
-    torch assigns parameters to ranks as ``simplan.program.partition_states`` does. A rank without parameters broadcasts
-    a bucket of one FP32 number.
+    torch assigns parameters to ranks as ``simplan.program.memory.partition_states`` does. A rank without parameters
+    broadcasts a bucket of one FP32 number.
 
     Args:
         parameters: Trained parameters; torch moves them into buckets.

@@ -16,7 +16,7 @@ from executor.profiling.recorder import Clock, Recorder
 from executor.train.trainer import Trainer
 from simplan.program.action import Action
 from simplan.program.program import MemoryCategory
-from simplan.program.run_spec import RunSpec
+from simplan.runs.run_spec import RunSpec
 
 __all__ = ["Account", "CountingRecorder", "counted_steps"]
 

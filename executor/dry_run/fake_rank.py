@@ -26,10 +26,10 @@ from executor.profiling.ledger import Ledger
 from executor.profiling.recorded_group import RecordedGroup
 from executor.profiling.recorder import Recorder
 from executor.train.trainer import Trainer
+from simplan.plan.plan import RankMapping
 from simplan.program.action import Action
-from simplan.program.measurement import IssuedKind
-from simplan.program.run_spec import RunSpec
-from simplan.spec.plan import RankMapping
+from simplan.runs.measurement import IssuedKind
+from simplan.runs.run_spec import RunSpec
 
 __all__ = ["MakeRecorder", "alone_as", "fake_rank"]
 

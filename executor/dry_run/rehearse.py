@@ -22,11 +22,11 @@ from executor.profiling.results import environment
 from executor.train.trainer import Trainer
 from executor.worker import use_device
 from simplan.errors import RunError
+from simplan.plan.plan import RankMapping
 from simplan.program.action import Action
-from simplan.program.measurement import PeakMemory
-from simplan.program.rehearsal import ActionTime, Rehearsal
-from simplan.program.run_spec import RunSpec
-from simplan.spec.plan import RankMapping
+from simplan.runs.measurement import PeakMemory
+from simplan.runs.rehearsal import ActionTime, Rehearsal
+from simplan.runs.run_spec import RunSpec
 
 __all__ = ["Progress", "fake_account", "rehearse"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from executor.models.attention_cores import LayerRequest
 from executor.models.norms import RMSNorm
-from simplan.spec.models.attention import Biases
+from simplan.model.parts.attention import Biases
 
 __all__ = ["Attention", "FusedAttention", "RotaryPositions", "split_heads"]
 

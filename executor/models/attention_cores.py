@@ -15,8 +15,8 @@ from executor.distributed.context_parallel import AttentionCore, ContextAttentio
 from executor.distributed.mesh import ParallelDims
 from executor.distributed.recompute import Around, run_again
 from executor.train.documents import DocumentAttention, token_positions
-from simplan.spec.model import ModelSpec
-from simplan.spec.models import FAMILIES
+from simplan.model.families import FAMILIES
+from simplan.model.model import ModelSpec
 
 __all__ = ["LayerRequest", "MaskedAttention", "StageContext", "alibi_slopes", "full_attention", "soft_capped"]
 

@@ -16,8 +16,8 @@ from torch.nn import functional
 from executor.models.attention import Attention, FusedAttention
 from executor.models.attention_cores import LayerRequest
 from executor.models.norms import compute_dtype, make_norm
-from simplan.spec.model import ModelSpec
-from simplan.spec.models.attention import Biases
+from simplan.model.model import ModelSpec
+from simplan.model.parts.attention import Biases
 
 __all__ = [
     "Block",

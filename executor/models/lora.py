@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from simplan.spec.layer import LayerSpec
+from simplan.model.layer import LayerSpec
 
 __all__ = ["LoraLinear", "add_adapters", "freeze", "trained_parameters"]
 

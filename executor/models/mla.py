@@ -12,7 +12,7 @@ from executor.models.blocks import Block, GatedMlp
 from executor.models.ends import Embedding, Head
 from executor.models.moe import ExpertMlp
 from executor.models.norms import RMSNorm
-from simplan.spec.layer import LayerKind
+from simplan.model.layer import LayerKind
 
 __all__ = ["LAYERS", "LatentAttention", "deepseek_block"]
 
@@ -21,7 +21,7 @@ class LatentAttention(nn.Module):
     """Keys and values of all heads, perhaps queries too, from narrow vectors; values are padded to the keys' width.
 
     Where ranks split heads and tokens, they make narrow vectors of the own tokens and gather these, not the hidden
-    states, as ``simplan.spec.models.mla`` says.
+    states, as ``simplan.model.parts.mla`` says.
     """
 
     def __init__(self, request: LayerRequest) -> None:

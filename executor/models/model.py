@@ -37,12 +37,12 @@ from executor.models.ends import (
 )
 from executor.models.lora import add_adapters, freeze
 from executor.train.loss import cross_entropy
-from simplan.program.run_spec import RunSpec
-from simplan.spec.layer import LayerKind, LayerSpec, ParameterSpec
-from simplan.spec.layer_style import ModelCode
-from simplan.spec.low_precision import Fp8Recipe
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan, Recompute
+from simplan.model.implementations.layer_style import ModelCode
+from simplan.model.layer import LayerKind, LayerSpec, ParameterSpec
+from simplan.model.low_precision import Fp8Recipe
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan, Recompute
+from simplan.runs.run_spec import RunSpec
 
 __all__ = [
     "FAMILY_MODULES",

@@ -18,9 +18,9 @@ from executor.models.attention_cores import LayerRequest
 from executor.models.blocks import Block, GatedMlp, llama_attention, llama_block
 from executor.models.ends import Embedding, Head
 from simplan.errors import Problem, SpecError
-from simplan.spec.layer import LayerKind
-from simplan.spec.model import ModelSpec
-from simplan.spec.models.experts import places_of
+from simplan.model.layer import LayerKind
+from simplan.model.model import ModelSpec
+from simplan.model.parts.experts import places_of
 
 __all__ = [
     "LAYERS",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from simplan.spec.model import ModelSpec
+from simplan.model.model import ModelSpec
 
 __all__ = ["RMSNorm", "compute_dtype", "make_norm"]
 

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from executor.models.attention_cores import LayerRequest
 from executor.models.norms import compute_dtype
-from simplan.spec.layer import LayerKind
-from simplan.spec.models.resnet import BlockForm, block_forms
+from simplan.model.families.resnet import BlockForm, block_forms
+from simplan.model.layer import LayerKind
 
 __all__ = ["LAYERS", "ResNetHead", "ResNetStem", "resnet_block"]
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from executor.models.attention_cores import LayerRequest
 from executor.models.norms import RMSNorm, compute_dtype
-from simplan.spec.layer import LayerKind
+from simplan.model.layer import LayerKind
 
 __all__ = ["LAYERS", "T5Embedding", "T5Head", "eager_attention", "relative_buckets", "t5_block"]
 

@@ -27,8 +27,8 @@ from transformers import (
 )
 
 from executor.models.attention_cores import LayerRequest
-from simplan.spec.layer import LayerKind
-from simplan.spec.model import ModelSpec
+from simplan.model.layer import LayerKind
+from simplan.model.model import ModelSpec
 
 __all__ = ["Head", "RotaryTables", "TokenEmbedding", "make_layer", "whole_model"]
 

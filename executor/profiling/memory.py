@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from simplan.program.measurement import PeakMemory
+from simplan.runs.measurement import PeakMemory
 
 
 def peak_memory(device: torch.device) -> PeakMemory:

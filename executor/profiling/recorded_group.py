@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import FakeWork, _register_process_group, _unreg
 from torch.distributed.device_mesh import DeviceMesh
 
 from executor.profiling.recorder import Recorder
-from simplan.program.measurement import IssuedKind
+from simplan.runs.measurement import IssuedKind
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName  # of torch 2.13

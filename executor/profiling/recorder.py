@@ -12,10 +12,10 @@ from typing import Protocol
 import torch
 
 from executor.launch.watchdog import Heartbeat, RankState
+from simplan.base import Spec
 from simplan.program.action import Action, ActionKind
-from simplan.program.measurement import IssuedKind, MeasuredCollective, MeasuredSpan
 from simplan.program.timeline import SpanKind
-from simplan.spec.base import Spec
+from simplan.runs.measurement import IssuedKind, MeasuredCollective, MeasuredSpan
 
 __all__ = ["Clock", "CudaClock", "HostClock", "Recorder", "Stamp", "StepRecord", "make_clock"]
 

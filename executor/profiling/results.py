@@ -19,9 +19,9 @@ from executor.launch.rank import RankFiles
 from executor.profiling.recorder import StepRecord
 from executor.profiling.steps import find_slow_ranks, slow_rank_sentence, steady_from
 from executor.train.keeping import read_losses
-from simplan.program.checkpoint import CheckpointTiming
-from simplan.program.measurement import EarlierPart, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
-from simplan.program.run_spec import RunSpec
+from simplan.runs.checkpoint import CheckpointTiming
+from simplan.runs.measurement import EarlierPart, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
+from simplan.runs.run_spec import RunSpec
 
 Environment = dict[str, str | int | float | None]
 Written = Mapping[int, tuple[str, Mapping[str, str]]]

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from executor.profiling.recorder import StepRecord
-from simplan.program.measurement import MeasuredCollective, MeasuredSpan, SlowRank
-from simplan.program.run_spec import RunSpec
-from simplan.spec.plan import RankMapping
+from simplan.plan.plan import RankMapping
+from simplan.runs.measurement import MeasuredCollective, MeasuredSpan, SlowRank
+from simplan.runs.run_spec import RunSpec
 from simplan.units import format_time
 
 MIN_STEADY_STEPS = 5

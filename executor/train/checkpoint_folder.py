@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from simplan.errors import Problem, SpecError
 from simplan.files import write_whole
-from simplan.program.checkpoint import CheckpointHeader, differences
-from simplan.program.run_spec import RunSpec
+from simplan.runs.checkpoint import CheckpointHeader, differences
+from simplan.runs.run_spec import RunSpec
 
 __all__ = ["AtomicWriter", "check_resume", "drop_unfinished", "newest_checkpoint", "prune", "step_folder"]
 

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from executor.train.checkpoint_folder import AtomicWriter, drop_unfinished, newest_checkpoint, prune, step_folder
 from executor.train.training_state import TrainingState
 from simplan.errors import RunError
-from simplan.program.checkpoint import CheckpointTiming
-from simplan.program.run_spec import RunSpec
+from simplan.runs.checkpoint import CheckpointTiming
+from simplan.runs.run_spec import RunSpec
 from simplan.units import format_bytes
 
 __all__ = ["Checkpoints"]

@@ -8,9 +8,9 @@ import torch
 from torch import Generator, Tensor
 
 from executor.train.documents import has_target
-from simplan.spec.model import ModelSpec
-from simplan.spec.models import FAMILIES
-from simplan.spec.shard import Shard
+from simplan.model.families import FAMILIES
+from simplan.model.model import ModelSpec
+from simplan.plan.shard import Shard
 
 __all__ = ["IGNORED", "input_shape", "make_batch", "model_batch"]
 

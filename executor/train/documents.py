@@ -14,7 +14,7 @@ from torch import Tensor
 
 from executor.distributed.context_parallel import AttentionCore
 from executor.distributed.mesh import ParallelDims
-from simplan.spec.model import ModelSpec
+from simplan.model.model import ModelSpec
 
 __all__ = ["DocumentAttention", "has_target", "token_positions"]
 

@@ -15,8 +15,8 @@ from executor.profiling.recorder import Recorder
 from executor.train.checkpoints import Checkpoints
 from executor.train.training_state import TrainingState
 from simplan.errors import RunError
-from simplan.program.checkpoint import CheckpointTiming
-from simplan.program.run_spec import RunSpec
+from simplan.runs.checkpoint import CheckpointTiming
+from simplan.runs.run_spec import RunSpec
 
 __all__ = ["Keeper", "PeerStoppedError", "read_losses"]
 

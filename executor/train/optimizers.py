@@ -1,4 +1,4 @@
-"""Optimizers of ``simplan.spec.optimizer``: torch's own, and LARS and LAMB, which take norms of every tensor."""
+"""Optimizers of ``simplan.training.optimizer``: torch's own, and LARS and LAMB, which take norms of every tensor."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.optim.sgd import sgd
 
 from executor.distributed.mesh import ParallelDims, Peers
 from executor.models.model import Stage, split_dimensions, with_specs
-from simplan.program.run_spec import RunSpec
-from simplan.spec.optimizer import UpdateName
+from simplan.runs.run_spec import RunSpec
+from simplan.training.optimizer import UpdateName
 
 __all__ = ["Lamb", "Lars", "ShardGroups", "divide_gradients", "local", "make_optimizer", "zero_gradients"]
 

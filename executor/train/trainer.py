@@ -30,12 +30,12 @@ from executor.train.data import input_shape, model_batch
 from executor.train.loop import LoopEngine
 from executor.train.loss import cross_entropy, split_loss
 from executor.train.optimizers import ShardGroups, make_optimizer, zero_gradients
+from simplan.model.families import FAMILIES
+from simplan.model.layer import LayerKind
+from simplan.plan.plan import RankMapping
 from simplan.program.action import Action, ActionKind
-from simplan.program.offload import backward_follows
-from simplan.program.run_spec import RunSpec
-from simplan.spec.layer import LayerKind
-from simplan.spec.models import FAMILIES
-from simplan.spec.plan import RankMapping
+from simplan.program.lowering.offload import backward_follows
+from simplan.runs.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from executor.distributed.fsdp import StageSharding

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from simplan import catalog
 from simplan.accuracy.schema import RunModel
-from simplan.spec import catalogue
 
 __all__ = ["switches_of"]
 
@@ -40,8 +40,8 @@ def switches_of(model: RunModel, family: str) -> tuple[dict[str, Any], str | Non
     else:
         sizes["intermediate_size"] = model.intermediate_size
     found = {}
-    for name in catalogue.names("models"):
-        fields = catalogue.model_fields(name)
+    for name in catalog.names("models"):
+        fields = catalog.model_fields(name)
         if fields["family"] == family and all(fields.get(size) == value for size, value in sizes.items()):
             found[name] = {switch: fields[switch] for switch in _SWITCHES if switch in fields}
     ways = list(found.values())

@@ -10,11 +10,11 @@ import numpy as np
 from simplan.accuracy.outcome import RunOutcome
 from simplan.accuracy.statistics import ErrorFigures
 from simplan.job import Job
-from simplan.program.partition import assign_stage_layers, balanced_assignment
-from simplan.spec.layer import Attention, Gemm, LayerKind
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan, StageAssignment
-from simplan.spec.recompute import recomputation, recompute_of
+from simplan.model.layer import Attention, Gemm, LayerKind
+from simplan.model.model import ModelSpec
+from simplan.model.recompute import recomputation, recompute_of
+from simplan.plan.plan import ParallelPlan, StageAssignment
+from simplan.program.tables.partition import assign_stage_layers, balanced_assignment
 
 __all__ = ["constant_utilization", "step_flops"]
 

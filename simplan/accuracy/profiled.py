@@ -24,12 +24,12 @@ from simplan.accuracy.question import question_of_run
 from simplan.accuracy.reading import ReadFile
 from simplan.accuracy.recipe import Recipes
 from simplan.accuracy.schema import PublishedRun
+from simplan.base import Count, NonNegative, Positive, Spec
 from simplan.errors import Problem, SpecError
 from simplan.io import read_yaml
 from simplan.problems import parse_model
 from simplan.program.schedules import SCHEDULES, PipelineShape, StageTimes
 from simplan.program.schedules.bubble import longest_span_s
-from simplan.spec.base import Count, NonNegative, Positive, Spec
 
 __all__ = ["PASS_START_S", "SLOWDOWN", "StageProfile", "predict_from_profiles", "profiled_step_s", "read_profiles"]
 

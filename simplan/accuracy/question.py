@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from simplan import catalog
 from simplan.accuracy.architecture import switches_of
 from simplan.accuracy.recipe import NO_RECIPES, Recipes, Settings
 from simplan.accuracy.recipes import recipes_of, settings_of, with_settings
@@ -18,18 +19,17 @@ from simplan.accuracy.schema import PublishedRun, RunCluster, RunModel
 from simplan.accuracy.stacks import profile_name, splits_experts, stacks
 from simplan.accuracy.stage_layers import layers_of_stages
 from simplan.accuracy.standing_in import with_stand_ins, without_refused_overlap
+from simplan.cluster.hardware import ClusterSpec, DeviceSpec
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
+from simplan.model.families import FAMILIES
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
+from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict.assumptions import padding_assumption
 from simplan.problems import parse_model
-from simplan.spec import catalogue
-from simplan.spec.hardware import ClusterSpec, DeviceSpec
-from simplan.spec.model import ModelSpec
-from simplan.spec.models import FAMILIES
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.schedules import SCHEDULE_FACTS
-from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
+from simplan.software.software import SoftwareSpec
+from simplan.training.training import TrainingSpec
 from simplan.units import format_flop_per_s
 
 __all__ = ["RunQuestion", "question_of_run"]
@@ -92,7 +92,7 @@ def question_of_run(run: PublishedRun, own: Recipes = NO_RECIPES) -> RunQuestion
 
 def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
     given = run.software
-    profile = with_stand_ins(catalogue.software(profile_name(given, run.plan)), run.plan, notes)
+    profile = with_stand_ins(catalog.software(profile_name(given, run.plan)), run.plan, notes)
     if given.grad_overlap is not None:
         profile = profile.model_copy(update={"grad_overlap": given.grad_overlap})
     if given.tp_comm_overlap:
@@ -190,7 +190,7 @@ def _vocabulary(run: PublishedRun, software: SoftwareSpec, notes: list[str]) -> 
 
 def _cluster(run: PublishedRun, notes: list[str]) -> ClusterSpec:
     given = run.cluster
-    device = catalogue.device(given.device)
+    device = catalog.device(given.device)
     if given.matmul_flop_per_s is not None:
         device = device.model_copy(update={"matmul_flop_per_s": device.matmul_flop_per_s | given.matmul_flop_per_s})
         rates = ", ".join(f"{dtype} {format_flop_per_s(rate)}" for dtype, rate in given.matmul_flop_per_s.items())
@@ -200,15 +200,15 @@ def _cluster(run: PublishedRun, notes: list[str]) -> ClusterSpec:
     if gbit is None and given.num_devices > given.devices_per_node:
         gbit = _network_gbit(device)
         notes.append(f"cluster.inter_link_gbit_per_device is not known: {gbit:g}")
-    node = catalogue.NodeEntry(
+    node = catalog.NodeEntry(
         id="published",
         device=device,
         devices_per_node=_domain(given, notes),
-        intra_link=None if link is None else catalogue.link(link),
-        inter_link=None if gbit is None else catalogue.network_link(gbit),
+        intra_link=None if link is None else catalog.link(link),
+        inter_link=None if gbit is None else catalog.network_link(gbit),
         source=run.source,
     )
-    return catalogue.make_cluster(node, given.num_devices)
+    return catalog.make_cluster(node, given.num_devices)
 
 
 def _domain(given: RunCluster, notes: list[str]) -> int:
@@ -231,7 +231,7 @@ def _network_gbit(device: DeviceSpec) -> float:
     """What nodes of such devices usually have: as a cluster of the catalogue with them, or with the same links."""
     if device.id in _NETWORK_GBIT:
         return _NETWORK_GBIT[device.id]
-    nodes = [catalogue.node(name) for name in catalogue.names("clusters") if name != "this-machine"]
+    nodes = [catalog.node(name) for name in catalog.names("clusters") if name != "this-machine"]
     same = [node for node in nodes if node.device.id == device.id]
     same = same or [node for node in nodes if node.device.intra_link == device.intra_link]
     link = same[0].inter_link if same else None

@@ -11,11 +11,11 @@ from pydantic import Field
 
 from simplan.accuracy.recipe import Recipe, Recipes
 from simplan.accuracy.schema import Framework, PublishedRun, identity_problems
+from simplan.base import Spec
 from simplan.document import Document, parse_yaml
 from simplan.errors import Problem, SpecError
 from simplan.io import read_yaml
 from simplan.problems import find_place, parse_model
-from simplan.spec.base import Spec
 
 __all__ = ["ReadFile", "RunFile", "parse_published", "read_published"]
 

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from simplan.accuracy.schema import Framework, PublishedRun, Task
-from simplan.spec.base import Count, Spec
-from simplan.spec.low_precision import QuantizedWeights
-from simplan.spec.models.expert_dispatch import ExpertDispatch
-from simplan.spec.plan import RecomputeModule
-from simplan.spec.training import Precision
+from simplan.base import Count, Spec
+from simplan.model.implementations.expert_dispatch import ExpertDispatch
+from simplan.model.low_precision import QuantizedWeights
+from simplan.plan.plan import RecomputeModule
+from simplan.training.training import Precision
 
 __all__ = ["NO_RECIPES", "Experts", "Recipe", "RecipeFile", "Recipes", "Settings", "Where"]
 

@@ -16,7 +16,7 @@ from simplan.accuracy.recipe import NO_RECIPES, Recipe, RecipeFile, Recipes, Set
 from simplan.accuracy.schema import Framework, PublishedRun
 from simplan.document import parse_yaml
 from simplan.problems import parse_model
-from simplan.spec.software import SoftwareSpec
+from simplan.software.software import SoftwareSpec
 
 __all__ = ["parse_recipes", "recipes_of", "settings_of", "shipped_recipes", "with_settings"]
 

@@ -14,11 +14,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from simplan.base import Count, NonNegative, Positive, Spec
+from simplan.cluster.hardware import Dtype
 from simplan.errors import Problem
-from simplan.spec.base import Count, NonNegative, Positive, Spec
-from simplan.spec.hardware import Dtype
-from simplan.spec.plan import Recompute
-from simplan.spec.training import Precision
+from simplan.plan.plan import Recompute
+from simplan.training.training import Precision
 
 __all__ = ["Framework", "MemoryKind", "PublishedRun", "Task", "identity_problems"]
 

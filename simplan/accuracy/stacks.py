@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from simplan.accuracy.schema import Framework, MemoryKind, RunPlan, RunSoftware
+from simplan.base import Count, Spec
 from simplan.document import parse_yaml
 from simplan.problems import parse_model
-from simplan.spec.base import Count, Spec
 
 __all__ = ["Stack", "profile_name", "splits_experts", "stacks"]
 

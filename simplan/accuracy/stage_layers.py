@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from simplan.spec.schedules import Placement
+from simplan.plan.schedules import Placement
 
 __all__ = ["layers_of_stages"]
 

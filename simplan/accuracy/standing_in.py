@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from simplan import catalog
 from simplan.accuracy.schema import RunPlan
 from simplan.job import Job
 from simplan.rules import violations
 from simplan.rules.experts import expert_overlap_precision, expert_overlap_ranks, expert_overlap_stages
-from simplan.spec import catalogue
-from simplan.spec.software import SoftwareSpec
+from simplan.software.software import SoftwareSpec
 
 __all__ = ["with_stand_ins", "without_refused_overlap"]
 
@@ -88,7 +88,7 @@ def _precision(profile: SoftwareSpec, plan: RunPlan, notes: list[str]) -> dict[s
     wide = plan.precision
     if wide in ("fp8", "mxfp8", "nvfp4"):
         if wide not in profile.low_precision:
-            low = catalogue.software(_TORCH).low_precision[wide].model_copy(update={"eager": False})
+            low = catalog.software(_TORCH).low_precision[wide].model_copy(update={"eager": False})
             changes["low_precision"] = profile.low_precision | {wide: low}
             notes.append(f"plan.precision = {wide} with {profile.id}: quantized as torch does")
         wide = "bf16"

@@ -11,12 +11,12 @@ from simplan.accuracy.profiled import predict_from_profiles, read_profiles
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.result import Accuracy
 from simplan.cli.drawing import refuse_other_suffix
-from simplan.cli.output import print_json, print_result, say
-from simplan.cli.progress import Progress
+from simplan.cli.terminal.output import print_json, print_result, say
+from simplan.cli.terminal.progress import Progress
 from simplan.io import write_text
 from simplan.report.accuracy import accuracy_markdown, accuracy_text, run_rows
-from simplan.report.accuracy_plot import accuracy_plot
-from simplan.report.accuracy_svg import accuracy_svg
+from simplan.report.drawings.accuracy_plot import accuracy_plot
+from simplan.report.drawings.accuracy_svg import accuracy_svg
 
 __all__ = ["accuracy_command"]
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 import simplan
-from simplan.cli.options import (
+from simplan.cli.terminal.options import (
     AsJson,
     CalibrationFile,
     CheckpointDir,
@@ -45,7 +45,7 @@ def root(
     Exit codes: 0 done, 1 an expectation failed, 2 bad usage or bad file, 3 no plan fits, 4 a run failed,
     130 interrupted.
     """
-    from simplan.cli.output import print_result
+    from simplan.cli.terminal.output import print_result
 
     if version:
         print_result(f"simplan {simplan.__version__}")

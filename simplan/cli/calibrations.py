@@ -10,27 +10,27 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
-from simplan.cli.output import say
-from simplan.cli.processes import require_executor, run_executor
-from simplan.cli.progress import Progress
-from simplan.cost.calibrated import CalibratedCost
-from simplan.cost.calibration import (
+from simplan.cli.terminal.output import say
+from simplan.cli.terminal.processes import require_executor, run_executor
+from simplan.cli.terminal.progress import Progress
+from simplan.cluster.hardware import ClusterSpec
+from simplan.cluster.machine import THIS_MACHINE, num_cores, num_nvidia_devices
+from simplan.cost.calibration.calibrated import CalibratedCost
+from simplan.cost.calibration.format import (
     Calibration,
     CalibrationRequest,
     ShapeRequest,
     pace_in_words,
     way_of_mixing,
 )
-from simplan.cost.kinds import kinds_needed
-from simplan.cost.store import default_path, load, save
+from simplan.cost.calibration.kinds import kinds_needed
+from simplan.cost.calibration.store import default_path, load, save
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.io import write_model
-from simplan.program.nodes import Nodes
+from simplan.model.layer import CollectiveKind
+from simplan.model.low_precision import DEFAULT_RECIPE
+from simplan.runs.nodes import Nodes
 from simplan.scenario import Scenario, SearchScenario
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.layer import CollectiveKind
-from simplan.spec.low_precision import DEFAULT_RECIPE
-from simplan.spec.machine import THIS_MACHINE, num_cores, num_nvidia_devices
 
 __all__ = [
     "Wanted",

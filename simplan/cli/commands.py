@@ -10,20 +10,20 @@ from simplan.cli.drawing import print_drawing, refuse_other_suffix, write_drawin
 from simplan.cli.execute import RunOptions, default_folder, execute, join, refuse_other_software
 from simplan.cli.fewer_nodes import scenarios_on_fewer
 from simplan.cli.nodes import Meeting, nodes_of, nodes_to_time, refuse_without_nodes
-from simplan.cli.output import emphasize, print_json, print_result, say
 from simplan.cli.search import scenarios_to_time
+from simplan.cli.terminal.output import emphasize, print_json, print_result, say
 from simplan.cli.traces import predicted_trace, write_predicted_trace
-from simplan.cost.calibration import Calibration
-from simplan.cost.store import default_path
+from simplan.cluster.machine import THIS_MACHINE
+from simplan.cost.calibration.format import Calibration
+from simplan.cost.calibration.store import default_path
 from simplan.errors import Problem, SpecError
 from simplan.explain import difference, explain
 from simplan.io import as_argument, write_json
 from simplan.report.comparison import comparison_text
-from simplan.report.drawing import draw_pipeline
+from simplan.report.drawings.drawing import draw_pipeline
 from simplan.report.explanation import difference_text, explanation_text
 from simplan.report.text import prediction_text, verdict
 from simplan.scenario import Scenario, load_scenario
-from simplan.spec.machine import THIS_MACHINE
 
 __all__ = [
     "calibrate_command",

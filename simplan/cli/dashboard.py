@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from simplan.children import ask_to_end, exit_code
-from simplan.cli.output import say
-from simplan.cli.processes import ending_signals_raise
+from simplan.cli.terminal.output import say
+from simplan.cli.terminal.processes import ending_signals_raise
 from simplan.errors import Problem, RunError, SpecError
 
 __all__ = ["RUN_FLAG", "dashboard_command", "is_local"]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from simplan.cli.calibrations import measure, requests_for
 from simplan.cli.execute import Outcome, RunOptions, execute
-from simplan.cli.output import print_json, print_result, say
-from simplan.cli.processes import require_executor
+from simplan.cli.terminal.output import print_json, print_result, say
+from simplan.cli.terminal.processes import require_executor
+from simplan.cluster.machine import num_cores
 from simplan.io import write_text
 from simplan.report.comparison import format_error, format_spread
 from simplan.report.table import format_table_text
 from simplan.scenario import load_scenario
-from simplan.spec.machine import num_cores
 from simplan.units import GIB, format_bytes, format_time
 
 __all__ = ["demo_command"]

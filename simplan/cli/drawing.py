@@ -7,13 +7,13 @@ import shutil
 import sys
 from pathlib import Path
 
-from simplan.cli.output import print_result
+from simplan.cli.terminal.output import print_result
 from simplan.errors import Problem, SpecError
 from simplan.io import write_text
 from simplan.program.action import ActionKind
-from simplan.report.drawing import Box, PipelineDrawing
-from simplan.report.drawing_svg import drawing_svg
-from simplan.report.drawing_text import MIN_WIDTH, drawing_text
+from simplan.report.drawings.drawing import Box, PipelineDrawing
+from simplan.report.drawings.drawing_svg import drawing_svg
+from simplan.report.drawings.drawing_text import MIN_WIDTH, drawing_text
 
 __all__ = ["print_drawing", "refuse_other_suffix", "write_drawing"]
 

@@ -11,20 +11,20 @@ from types import MappingProxyType
 from typing import Any
 
 from simplan.cli.fewer_nodes import fewer_nodes, scenarios_on_fewer
-from simplan.cli.output import say
-from simplan.cli.processes import run_executor
-from simplan.cli.progress import Progress
+from simplan.cli.terminal.output import say
+from simplan.cli.terminal.processes import run_executor
+from simplan.cli.terminal.progress import Progress
 from simplan.cli.traces import write_measured_trace, write_predicted_trace
-from simplan.cost.calibration import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.errors import NotModelledError, Problem, RunError, SpecError
 from simplan.io import read_model, write_json, write_model
 from simplan.predict import Simulated, run_spec_of
 from simplan.prediction import Prediction
-from simplan.program.checkpoint import Checkpointing
-from simplan.program.measurement import Measurement
-from simplan.program.nodes import Nodes
-from simplan.program.run_spec import RunSpec
 from simplan.report.text import verdict
+from simplan.runs.checkpoint import Checkpointing
+from simplan.runs.measurement import Measurement
+from simplan.runs.nodes import Nodes
+from simplan.runs.run_spec import RunSpec
 from simplan.scenario import Scenario
 from simplan.units import GIB
 from simplan.validate.compare import Comparison, compare

@@ -7,8 +7,8 @@ from dataclasses import replace
 from simplan.errors import Problem, SpecError
 from simplan.predict import run_spec_of
 from simplan.prediction import Prediction
-from simplan.program.checkpoint import Checkpointing
-from simplan.program.fewer_nodes import FewerNodes, on_fewer_devices
+from simplan.runs.checkpoint import Checkpointing
+from simplan.runs.fewer_nodes import FewerNodes, on_fewer_devices
 from simplan.scenario import Scenario
 from simplan.units import counted
 

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from inspect import getdoc
 from typing import Any
 
-from simplan.cli.definitions import definitions
-from simplan.cli.output import print_json, print_result
+from simplan import catalog
+from simplan.cli.terminal.definitions import definitions
+from simplan.cli.terminal.output import print_json, print_result
+from simplan.cluster.machine import THIS_MACHINE
 from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.program.schedules import SCHEDULES
 from simplan.report.plan_fields import plan_fields
 from simplan.report.search_space import search_space
 from simplan.report.section_fields import cluster_fields, model_fields, training_fields
 from simplan.report.table import format_table_text
-from simplan.spec import catalogue
-from simplan.spec.machine import THIS_MACHINE
 from simplan.units import format_bytes, format_count, format_flop_per_s, format_percent, format_rate, format_time
 
 __all__ = ["KINDS", "entry", "entry_text", "listing", "listing_text", "show_command"]
@@ -92,7 +92,7 @@ def _listing_of(kind: str) -> Callable[[], list[Row]]:
 
 def _devices() -> list[Row]:
     def row(name: str) -> Row:
-        device = catalogue.device(name)
+        device = catalog.device(name)
         peak = device.peak_flop_per_s
         bandwidth = device.memory_bandwidth_bytes_per_s
         best = next((dtype for dtype in ("bf16", "fp16", "fp32") if dtype in peak), None)
@@ -104,7 +104,7 @@ def _devices() -> list[Row]:
             "link": device.intra_link or "",
         }
 
-    return [row(name) for name in catalogue.names("devices")]
+    return [row(name) for name in catalog.names("devices")]
 
 
 def _links() -> list[Row]:
@@ -117,14 +117,14 @@ def _links() -> list[Row]:
             "a step": format_time(link.latency_s),
             "from": "measurements" if link.fitted_on else "textbook",
         }
-        for link in (catalogue.link(name) for name in catalogue.names("links"))
+        for link in (catalog.link(name) for name in catalog.names("links"))
     ]
 
 
 def _clusters() -> list[Row]:
     def row(name: str) -> Row:
-        one = catalogue.cluster(name)
-        across = None if name == THIS_MACHINE else catalogue.cluster(name, one.devices_per_node + 1).inter_link
+        one = catalog.cluster(name)
+        across = None if name == THIS_MACHINE else catalog.cluster(name, one.devices_per_node + 1).inter_link
         return {
             "name": name,
             "one node": f"{one.devices_per_node} x {one.device.id}",
@@ -132,7 +132,7 @@ def _clusters() -> list[Row]:
             "between nodes": across.id if across else "",
         }
 
-    return [row(name) for name in catalogue.names("clusters")]
+    return [row(name) for name in catalog.names("clusters")]
 
 
 def _models() -> list[Row]:
@@ -146,7 +146,7 @@ def _models() -> list[Row]:
             "heads": str(model.num_attention_heads),
             "seq_len": str(model.seq_len),
         }
-        for model in (catalogue.model(name) for name in catalogue.names("models"))
+        for model in (catalog.model(name) for name in catalog.names("models"))
     ]
 
 
@@ -161,7 +161,7 @@ def _software() -> list[Row]:
             "sequence parallelism": "yes" if software.sequence_parallelism else "no",
             "not modelled": str(len(software.not_modelled) or ""),
         }
-        for software in (catalogue.software(name) for name in catalogue.names("software"))
+        for software in (catalog.software(name) for name in catalog.names("software"))
     ]
 
 
@@ -189,11 +189,11 @@ _LISTINGS: dict[str, Callable[[], list[Row]]] = {
     "search-space": search_space,
 }
 _ENTRIES: dict[str, Callable[[str], Any]] = {
-    "devices": catalogue.device,
-    "links": catalogue.link,
-    "clusters": catalogue.cluster,
-    "models": catalogue.model,
-    "software": catalogue.software,
+    "devices": catalog.device,
+    "links": catalog.link,
+    "clusters": catalog.cluster,
+    "models": catalog.model,
+    "software": catalog.software,
 }
 
 KINDS = tuple(_LISTINGS)

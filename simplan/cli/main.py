@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import typer
 
 from simplan.cli.app import app
-from simplan.cli.output import complain
+from simplan.cli.terminal.output import complain
 from simplan.errors import SimplanError
 
 __all__ = ["main"]

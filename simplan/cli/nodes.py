@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from simplan.cli.execute import RunOptions
 from simplan.cli.fewer_nodes import refuse_unless_it_can_go_on
-from simplan.cost.calibration import CalibrationRequest
+from simplan.cost.calibration.format import CalibrationRequest
 from simplan.errors import Problem, SpecError
-from simplan.program.nodes import Nodes
+from simplan.runs.nodes import Nodes
 from simplan.scenario import Scenario
 
 __all__ = ["Meeting", "nodes_of", "nodes_to_time", "numbers_of_nodes", "refuse_other_number", "refuse_without_nodes"]

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from simplan.cli.calibrations import ensure, is_needed, read
 from simplan.cli.execute import RunOptions, refuse_other_software, run_spec_of_scenario
-from simplan.cli.output import print_json, print_result
-from simplan.cli.processes import run_executor
-from simplan.cli.progress import Progress
+from simplan.cli.terminal.output import print_json, print_result
+from simplan.cli.terminal.processes import run_executor
+from simplan.cli.terminal.progress import Progress
 from simplan.errors import Problem, SpecError
 from simplan.io import read_model, write_json, write_model
 from simplan.prediction import Prediction
-from simplan.program.rehearsal import Rehearsal
-from simplan.program.run_spec import RunSpec
 from simplan.report.rehearsal import rehearsal_text
 from simplan.report.text import verdict
+from simplan.runs.rehearsal import Rehearsal
+from simplan.runs.run_spec import RunSpec
 from simplan.scenario import load_scenario
 from simplan.validate.rehearsal import compare_rehearsal
 

@@ -15,12 +15,14 @@ import numpy as np
 import yaml
 
 from simplan.cli.calibrations import read, refuse_unneeded
-from simplan.cli.output import emphasize, print_json, print_result, say
-from simplan.cli.progress import Progress as Bar
-from simplan.cost.calibration import Calibration
+from simplan.cli.terminal.output import emphasize, print_json, print_result, say
+from simplan.cli.terminal.progress import Progress as Bar
+from simplan.cluster.machine import THIS_MACHINE
+from simplan.cost.calibration.format import Calibration
 from simplan.errors import NoFeasiblePlanError, Problem, SpecError, did_you_mean
 from simplan.io import as_argument, read_yaml, write_text
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.problems import parse_model
 from simplan.report.search import search_plan_words, search_text, search_verdict
 from simplan.scenario import Scenario, SearchScenario, load_scenario, load_search, plan_document
@@ -28,8 +30,6 @@ from simplan.search import Progress, SearchResult, SearchSpace, largest, search
 from simplan.search.enumeration import Enumeration
 from simplan.search.inverse import QUANTITIES
 from simplan.search.jobs import check_without_plan
-from simplan.spec.machine import THIS_MACHINE
-from simplan.spec.plan import ParallelPlan
 from simplan.units import format_time
 
 __all__ = ["SearchOptions", "scenarios_to_time", "search_command", "slow_search"]

@@ -8,8 +8,8 @@ from typing import Any
 from simplan.io import write_json
 from simplan.predict import Simulated
 from simplan.prediction import Prediction
-from simplan.program.measurement import Measurement
 from simplan.report.trace import trace_document
+from simplan.runs.measurement import Measurement
 from simplan.sim.memory import memory_trace
 from simplan.validate.measured import measured_timeline
 

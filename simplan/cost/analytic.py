@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache, partial
 
+from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.base import Price, Provenance
-from simplan.cost.collectives import message_price, message_s
-from simplan.cost.compute import KernelCost
-from simplan.cost.host_link import host_copy_price
-from simplan.cost.route import Route, route_of
+from simplan.cost.communication.collectives import message_price, message_s
+from simplan.cost.communication.host_link import host_copy_price
+from simplan.cost.communication.route import Route, route_of
+from simplan.cost.compute.kernels import KernelCost
+from simplan.model.layer import CollectiveKind, ExpertDraw
 from simplan.program.program import HostCopy, HostWait, LayerWork, Message
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.layer import CollectiveKind, ExpertDraw
-from simplan.spec.rates import StackRates
+from simplan.software.rates import StackRates
 from simplan.units import format_time
 
 __all__ = ["AnalyticCost"]

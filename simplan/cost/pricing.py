@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from simplan.cost.base import CostModel, Price
 from simplan.cost.host_calls import host_calls_price
+from simplan.model.layer import CollectiveKind
 from simplan.program.program import (
     SPAN_KINDS,
     Excess,
@@ -21,7 +22,6 @@ from simplan.program.program import (
     Work,
 )
 from simplan.program.timeline import SpanKind
-from simplan.spec.layer import CollectiveKind
 from simplan.units import format_percent, format_time
 
 __all__ = ["PricedTerm", "Pricing", "price_program"]

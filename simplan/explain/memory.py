@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from simplan.explain.part import Part
+from simplan.plan.plan import RankMapping
 from simplan.prediction import Prediction
-from simplan.program.complete import stage_to_rank
-from simplan.program.low_precision_footprint import resting_weight_bytes
+from simplan.program.memory.low_precision_footprint import resting_weight_bytes
 from simplan.program.program import MemoryCategory, Program
+from simplan.program.tables.complete import stage_to_rank
 from simplan.sim.memory import peak_position
-from simplan.spec.plan import RankMapping
 from simplan.units import format_bytes
 
 __all__ = ["memory_parts"]

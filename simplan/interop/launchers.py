@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from simplan.errors import NotModelledError, Problem
-from simplan.program.run_spec import RunSpec
+from simplan.runs.run_spec import RunSpec
 from simplan.units import MIB
 
 __all__ = ["Launch", "claim_of", "kubernetes_job", "slurm_script"]

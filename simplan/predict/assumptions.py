@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.base import Provenance
 from simplan.cost.pricing import Pricing
 from simplan.job import Job
+from simplan.model.families import FAMILIES
 from simplan.program.timeline import SpanKind
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.models import FAMILIES
-from simplan.spec.software import SoftwareSpec
+from simplan.software.software import SoftwareSpec
 from simplan.units import format_bytes, format_percent
 
 __all__ = ["assumptions", "padding_assumption"]

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.analytic import AnalyticCost
 from simplan.cost.base import CostModel
-from simplan.cost.calibrated import CalibratedCost
-from simplan.cost.calibration import Calibration, way_of_mixing
-from simplan.cost.host_link import host_memory_rate
-from simplan.cost.kernel_cost import kernel_cost
-from simplan.cost.suits import refuse_other_device
+from simplan.cost.calibration.calibrated import CalibratedCost
+from simplan.cost.calibration.format import Calibration, way_of_mixing
+from simplan.cost.calibration.match import refuse_other_device
+from simplan.cost.communication.host_link import host_memory_rate
+from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
+from simplan.model.layer import CollectiveKind, Exchange
+from simplan.model.low_precision import DEFAULT_RECIPE
+from simplan.plan.plan import RankMapping, StageAssignment
+from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict.stage_times import stage_times
 from simplan.prediction import Prediction
 from simplan.program.action import Table
 from simplan.program.folding import Folding, fold, unfolded
-from simplan.program.lower import Lowering, lower
-from simplan.program.partition import assign_stage_layers, balanced_assignment
+from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.program import LayerWork, Op, Phase, Program, Stream
-from simplan.program.table import plan_table
+from simplan.program.tables.partition import assign_stage_layers, balanced_assignment
+from simplan.program.tables.table import plan_table
 from simplan.sim.engine import CoreUse
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.layer import CollectiveKind, Exchange
-from simplan.spec.low_precision import DEFAULT_RECIPE
-from simplan.spec.optimizer import UpdateName
-from simplan.spec.plan import RankMapping, StageAssignment
-from simplan.spec.schedules import SCHEDULE_FACTS
-from simplan.spec.software import SoftwareSpec, StateBytes
-from simplan.spec.training import Precision
+from simplan.software.software import SoftwareSpec, StateBytes
+from simplan.training.optimizer import UpdateName
+from simplan.training.training import Precision
 
 __all__ = [
     "assign_layers",
@@ -175,7 +175,8 @@ def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreU
     Ranks of a CPU machine share its cores. A rank computes on ``max(1, cores // ranks)`` threads; a message keeps as
     much of a core busy on each member as explains how much slower computing was measured to be beside one, else one.
     With N ranks on C cores of t threads and d cores for the message, that is (N t + N d) / C times. A message between
-    nodes waits for the network and keeps none busy. What two ranks send each other takes turns (``simplan.cost.gloo``).
+    nodes waits for the network and keeps none busy. What two ranks send each other takes turns
+    (``simplan.cost.communication.gloo``).
     """
     slowdown = cost.compute_slowdown if isinstance(cost, CalibratedCost) else None
     cores = cluster.cores_per_node

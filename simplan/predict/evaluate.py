@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 from simplan.cost.base import CostModel
-from simplan.cost.calibrated import CalibratedCost
-from simplan.cost.calibration import Calibration, pace_in_words
+from simplan.cost.calibration.calibrated import CalibratedCost
+from simplan.cost.calibration.format import Calibration, pace_in_words
 from simplan.job import Job
+from simplan.model.layer import Attention, Gemm
+from simplan.model.recompute import recomputation, recompute_of
+from simplan.plan.plan import StageAssignment
+from simplan.plan.schedules import is_own_schedule
 from simplan.predict.assumptions import assumptions
 from simplan.predict.build import expands_all, folding_of
 from simplan.predict.packing import attention_s, packing_assumptions
 from simplan.predict.simulated import Simulated, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
 from simplan.prediction import Prediction, Term
-from simplan.program.check import check_table
-from simplan.program.executable import check_executable
+from simplan.program.tables.check import check_table
+from simplan.program.tables.executable import check_executable
 from simplan.program.uncollected import uncollected
 from simplan.rules import check_job
 from simplan.sim.engine import timeline
-from simplan.spec.layer import Attention, Gemm
-from simplan.spec.plan import StageAssignment
-from simplan.spec.recompute import recomputation, recompute_of
-from simplan.spec.schedules import is_own_schedule
 
 __all__ = ["predict", "predict_step", "recomputed_share"]
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from simplan.cost.base import CostModel
 from simplan.job import Job
+from simplan.model.layer import Attention, LayerSpec
+from simplan.model.packing import PackStatistics
+from simplan.model.recompute import recomputation, recompute_of
+from simplan.plan.plan import ParallelPlan, Recompute, StageAssignment
 from simplan.program.action import Table
 from simplan.program.program import LayerWork, Phase
-from simplan.spec.layer import Attention, LayerSpec
-from simplan.spec.packing import PackStatistics
-from simplan.spec.plan import ParallelPlan, Recompute, StageAssignment
-from simplan.spec.recompute import recomputation, recompute_of
 from simplan.units import format_percent
 
 __all__ = ["attention_s", "fullest_excess", "packing_assumptions"]

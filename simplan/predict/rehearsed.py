@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 
 from simplan.cost.pricing import Pricing
+from simplan.plan.plan import RankMapping
 from simplan.predict.simulated import Simulated, interval_s, moved_durations_s
 from simplan.predict.slowed import slowed
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
 from simplan.program.program import HostCopy, Message, Op, Stream
-from simplan.program.rehearsal import Rehearsal
 from simplan.program.timeline import Split, split_of_rank
+from simplan.runs.rehearsal import Rehearsal
 from simplan.sim.engine import timeline
-from simplan.spec.plan import RankMapping
 
 __all__ = ["KindTime", "Rehearsed", "rehearsed_step"]
 

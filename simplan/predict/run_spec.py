@@ -6,7 +6,7 @@ from typing import Any
 
 from simplan.prediction import Prediction
 from simplan.program.action import format_table
-from simplan.program.run_spec import RunSpec
+from simplan.runs.run_spec import RunSpec
 
 __all__ = ["run_spec_of"]
 

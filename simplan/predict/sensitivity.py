@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from simplan.cluster.hardware import ClusterSpec, LinkSpec
 from simplan.cost.pricing import price_program
 from simplan.predict.build import cost_model
 from simplan.predict.simulated import Simulated
 from simplan.predict.slowed import slowed
 from simplan.prediction import Prediction
 from simplan.sim.compiled import compile_program
-from simplan.spec.hardware import ClusterSpec, LinkSpec
 
 __all__ = ["MarginalValue", "Resource", "improved", "marginal_values"]
 

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.base import CostModel
 from simplan.cost.pricing import Pricing, price_program
 from simplan.predict.build import sharing_of
@@ -18,7 +19,6 @@ from simplan.program.program import HostCalls, HostCopy, HostWait, Program
 from simplan.program.timeline import SpanKind
 from simplan.sim.choice import Engine, engine_of
 from simplan.sim.engine import CoreUse, Times
-from simplan.spec.hardware import ClusterSpec
 
 __all__ = ["Simulated", "interval_s", "moved_durations_s", "simulate_program", "sources_of_error"]
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from simplan.cost.base import CostModel
-from simplan.cost.pass_time import pass_time_s
+from simplan.cost.compute.pass_time import pass_time_s
 from simplan.job import Job
-from simplan.program.complete import complete_table
+from simplan.model.layer import CollectiveKind
+from simplan.plan.plan import StageAssignment
+from simplan.program.lowering.script import Scripts
+from simplan.program.lowering.stage import Stages
 from simplan.program.program import HostWait, Message, Phase
 from simplan.program.schedules import PipelineShape, StageTimes, one_f_one_b
-from simplan.program.script import Scripts
-from simplan.program.stage import Stages
-from simplan.spec.layer import CollectiveKind
-from simplan.spec.plan import StageAssignment
+from simplan.program.tables.complete import complete_table
 
 __all__ = ["stage_times"]
 

@@ -23,22 +23,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan.cost.base import CostModel
-from simplan.cost.calibration import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.cost.pricing import Pricing
 from simplan.job import Job
+from simplan.plan.plan import StageAssignment
+from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict.build import assign_layers, cost_model, table_of
 from simplan.predict.memory import RankPeaks, device_memory, rank_memory, rank_peaks
 from simplan.predict.simulated import Simulated, simulate_program
 from simplan.prediction import RankMemory
 from simplan.program.action import ActionKind, Table
 from simplan.program.folding import Folding
-from simplan.program.lower import Lowerer, Lowering
+from simplan.program.lowering.lower import Lowerer, Lowering
 from simplan.program.program import Program, Stream
 from simplan.program.timeline import COMPUTING, Split, split_of_times
 from simplan.sim.compiled import CompiledProgram, compile_program
 from simplan.sim.engine import Times
-from simplan.spec.plan import StageAssignment
-from simplan.spec.schedules import SCHEDULE_FACTS
 
 __all__ = ["Extent", "TruncatedStep", "extent_of", "predicted_extent"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.spec.plan import RankMapping
+from simplan.plan.plan import RankMapping
 
 __all__ = ["Folding", "fold", "unfolded"]
 

@@ -20,9 +20,9 @@ from typing import Literal, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from simplan.model.layer import CollectiveKind, ExpertDraw, LayerSpec
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.timeline import SpanKind
-from simplan.spec.layer import CollectiveKind, ExpertDraw, LayerSpec
 
 __all__ = [
     "ACTION_KINDS",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from simplan.spec.plan import ParallelPlan
+from simplan.plan.plan import ParallelPlan
 
 __all__ = ["plan_fields", "values_of", "word_of"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from simplan.plan.plan import ParallelPlan
 from simplan.report.table import format_table_text
 from simplan.report.text import plan_words
 from simplan.search.incumbents import NOISE
 from simplan.search.result import Alike, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
 from simplan.search.space import Objective
-from simplan.spec.plan import ParallelPlan
 from simplan.units import counted, format_bytes, format_percent, format_time
 
 __all__ = ["alike_words", "besides", "search_plan_words", "search_text", "search_verdict"]

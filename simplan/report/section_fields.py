@@ -7,10 +7,10 @@ from inspect import getdoc
 
 from pydantic import BaseModel
 
+from simplan.model.families import FAMILIES
+from simplan.model.model import ModelSpec
 from simplan.report.plan_fields import values_of, word_of
-from simplan.spec.model import ModelSpec
-from simplan.spec.models import FAMILIES
-from simplan.spec.training import TrainingSpec
+from simplan.training.training import TrainingSpec
 
 __all__ = ["cluster_fields", "model_fields", "training_fields"]
 

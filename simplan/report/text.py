@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
 from simplan.prediction import Prediction
 from simplan.program.timeline import Split
 from simplan.report.table import format_ranks, format_table_text
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
 from simplan.units import (
     counted,
     format_bytes,

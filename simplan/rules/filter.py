@@ -4,11 +4,11 @@ An enumeration decides fields in steps, say the mesh, then the schedule, then th
 for each step a function that names the first rule which the fields known so far violate. A step asks what earlier steps
 could not: the rules that read its fields, and none but known ones. Fields in no step are those of the job's plan.
 
->>> from simplan.spec import catalogue
->>> from simplan.spec.plan import ParallelPlan
->>> from simplan.spec.training import TrainingSpec
->>> training, cluster = TrainingSpec(global_batch_size=32), catalogue.cluster("dgx-h100", 8)
->>> job = Job(catalogue.model("gpt2-124m"), cluster, training, ParallelPlan(), catalogue.software("torch"))
+>>> from simplan import catalog
+>>> from simplan.plan.plan import ParallelPlan
+>>> from simplan.training.training import TrainingSpec
+>>> training, cluster = TrainingSpec(global_batch_size=32), catalog.cluster("dgx-h100", 8)
+>>> job = Job(catalog.model("gpt2-124m"), cluster, training, ParallelPlan(), catalog.software("torch"))
 >>> mesh, pipeline, batch = PlanFilter(job).stages("dp_replicate pp", "schedule", "microbatch_size")
 >>> mesh((2, 4)), mesh((3, 4))
 (None, 'devices')
@@ -27,9 +27,9 @@ from operator import itemgetter
 from typing import Any
 
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.rules.book import RULES
 from simplan.rules.rule import Rule
-from simplan.spec.plan import ParallelPlan
 
 __all__ = ["PlanFilter", "Stage"]
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from simplan.errors import Problem
 from simplan.job import Job
+from simplan.model.adapters import adapter_targets
+from simplan.model.families import FAMILIES
+from simplan.model.model import ModelSpec
+from simplan.numbers import either, nearest_divisors
+from simplan.plan.shard import Shard
 from simplan.rules.rule import not_modelled, rule
-from simplan.spec.adapters import adapter_targets
-from simplan.spec.model import ModelSpec
-from simplan.spec.models import FAMILIES
-from simplan.spec.numbers import either, nearest_divisors
-from simplan.spec.shard import Shard
 
 _DOCUMENTS = "model.document_lengths"
 

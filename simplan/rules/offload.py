@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from simplan.errors import Problem
 from simplan.job import Job
+from simplan.model.families import FAMILIES
+from simplan.plan.schedules import is_own_schedule, splits_backward
 from simplan.rules.rule import experts_apart, not_modelled, rule
-from simplan.spec.models import FAMILIES
-from simplan.spec.schedules import is_own_schedule, splits_backward
 
 _FAMILIES = ("gpt", "llama")
 _WITH_FSDP2 = ("torch", "torchtitan", "torchtitan-2025", "transformers")

@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 from simplan.errors import Problem
 from simplan.job import Job
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.software import SoftwareSpec
+from simplan.plan.plan import ParallelPlan
+from simplan.software.software import SoftwareSpec
 
 __all__ = ["Rule", "experts_apart", "not_modelled", "rule"]
 

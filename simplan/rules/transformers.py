@@ -7,8 +7,8 @@ from typing import Any
 
 from simplan.errors import Problem
 from simplan.job import Job
+from simplan.plan.schedules import splits_backward
 from simplan.rules.rule import not_modelled, rule
-from simplan.spec.schedules import splits_backward
 
 _FAMILIES = ("gpt", "llama", "moe")
 _MODELLED: dict[str, tuple[Any, ...]] = {

@@ -20,14 +20,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from simplan import catalog
+from simplan.base import Count, Positive, Spec
+from simplan.cluster.hardware import ClusterSpec, DeviceSpec, HostBytes, LinkSpec
+from simplan.cluster.machine import THIS_MACHINE, this_machine
 from simplan.errors import SpecError
 from simplan.problems import Path
 from simplan.scenario.collecting import Sections
 from simplan.scenario.devices import read_device
-from simplan.spec import catalogue
-from simplan.spec.base import Count, Positive, Spec
-from simplan.spec.hardware import ClusterSpec, DeviceSpec, HostBytes, LinkSpec
-from simplan.spec.machine import THIS_MACHINE, this_machine
 
 __all__ = ["read_cluster"]
 
@@ -56,9 +56,9 @@ def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
         return None
     if section.preset == THIS_MACHINE:
         return _this_machine(sections, section)
-    entry: catalogue.NodeEntry | None = None
+    entry: catalog.NodeEntry | None = None
     if section.preset is not None:
-        entry = sections.look_up(("cluster", "preset"), catalogue.node, section.preset)
+        entry = sections.look_up(("cluster", "preset"), catalog.node, section.preset)
         if entry is None:
             return None
     elif section.device is None or section.devices_per_node is None:
@@ -81,7 +81,7 @@ def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
     num_devices = _num_devices(sections, section, per_node)
     if not found or not found_between or num_devices is None:
         return None
-    node = catalogue.NodeEntry(
+    node = catalog.NodeEntry(
         id=entry.id if entry else "inline",
         device=device,
         devices_per_node=per_node,
@@ -92,7 +92,7 @@ def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
         host_memory_bandwidth_bytes_per_s=section.host_memory_bandwidth_bytes_per_s
         or (entry.host_memory_bandwidth_bytes_per_s if entry else None),
     )
-    return catalogue.make_cluster(node, num_devices)
+    return catalog.make_cluster(node, num_devices)
 
 
 def _this_machine(sections: Sections, section: _Cluster) -> ClusterSpec | None:
@@ -114,7 +114,7 @@ def _this_machine(sections: Sections, section: _Cluster) -> ClusterSpec | None:
         if num_nodes > 1:
             cluster = _machines_like_this(sections, section, num_nodes)
         else:
-            cluster = catalogue.cluster(THIS_MACHINE, section.num_devices)
+            cluster = catalog.cluster(THIS_MACHINE, section.num_devices)
     except SpecError as error:
         sections.keep(error, ("cluster", "num_devices"))
         return None
@@ -139,7 +139,7 @@ def _machines_like_this(sections: Sections, section: _Cluster, num_nodes: int) -
     inter_link, found = _inter_link(sections, section, None, "tcp")
     if not found:
         return None
-    return this_machine(ranks, catalogue.link("loopback"), num_nodes=num_nodes, inter_link=inter_link)
+    return this_machine(ranks, catalog.link("loopback"), num_nodes=num_nodes, inter_link=inter_link)
 
 
 def _accelerators_here(sections: Sections, section: _Cluster) -> ClusterSpec | None:
@@ -150,12 +150,12 @@ def _accelerators_here(sections: Sections, section: _Cluster) -> ClusterSpec | N
     num_devices = section.num_devices or 1
     if not found:
         return None
-    node = catalogue.NodeEntry(THIS_MACHINE, device, num_devices, link, None, "named in the scenario")
-    return catalogue.make_cluster(node, num_devices)
+    node = catalog.NodeEntry(THIS_MACHINE, device, num_devices, link, None, "named in the scenario")
+    return catalog.make_cluster(node, num_devices)
 
 
 def _intra_link(
-    sections: Sections, section: _Cluster, device: DeviceSpec, entry: catalogue.NodeEntry | None
+    sections: Sections, section: _Cluster, device: DeviceSpec, entry: catalog.NodeEntry | None
 ) -> tuple[LinkSpec | None, bool]:
     """``(link, found)``: what joins devices of a node; found is False when its description is wrong."""
     if section.intra_link is not None:
@@ -165,12 +165,12 @@ def _intra_link(
         return entry.intra_link, True
     if device.intra_link is None:
         return None, True
-    link = sections.look_up(("cluster", "device"), catalogue.link, device.intra_link)
+    link = sections.look_up(("cluster", "device"), catalog.link, device.intra_link)
     return link, link is not None
 
 
 def _inter_link(
-    sections: Sections, section: _Cluster, entry: catalogue.NodeEntry | None, kind: str = "network"
+    sections: Sections, section: _Cluster, entry: catalog.NodeEntry | None, kind: str = "network"
 ) -> tuple[LinkSpec | None, bool]:
     """The same of what joins nodes; ``kind`` is the network of so many Gbit/s."""
     gbit = section.inter_link_gbit_per_device
@@ -182,15 +182,15 @@ def _inter_link(
         link = _link(sections, ("cluster", "inter_link"), section.inter_link)
         return link, link is not None
     if gbit is not None:
-        return catalogue.network_link(gbit, kind), True
+        return catalog.network_link(gbit, kind), True
     return entry.inter_link if entry else None, True
 
 
 def _link(sections: Sections, path: Path, data: Any) -> LinkSpec | None:
     """A link by name, or a mapping."""
     if not isinstance(data, dict):
-        return sections.look_up(path, catalogue.link, data)
-    return sections.read(LinkSpec, {"id": "inline", **catalogue.unmeasured_link(), **data}, path)
+        return sections.look_up(path, catalog.link, data)
+    return sections.read(LinkSpec, {"id": "inline", **catalog.unmeasured_link(), **data}, path)
 
 
 def _num_devices(sections: Sections, section: _Cluster, per_node: int) -> int | None:

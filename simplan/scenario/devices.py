@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from simplan import catalog
+from simplan.cluster.hardware import DeviceSpec
 from simplan.problems import Path
 from simplan.scenario.collecting import Sections
-from simplan.spec import catalogue
-from simplan.spec.hardware import DeviceSpec
 
 __all__ = ["read_device"]
 
@@ -41,16 +41,16 @@ def read_device(sections: Sections, data: Any, default: DeviceSpec | None) -> De
         default: Whose fields a mapping without ``preset`` overrides: the device of the cluster's preset.
     """
     if not isinstance(data, dict):
-        return sections.look_up(_PATH, catalogue.device, data)
+        return sections.look_up(_PATH, catalog.device, data)
     given = {key: value for key, value in data.items() if key != "preset"}
     known = [True]
     if "preset" in data:
-        default = sections.look_up((*_PATH, "preset"), catalogue.device, data["preset"])
+        default = sections.look_up((*_PATH, "preset"), catalog.device, data["preset"])
         known.append(default is not None)
-        default = default or catalogue.device(_ANY)
+        default = default or catalog.device(_ANY)
     if "architecture" in given:
         known.append(
-            sections.look_up((*_PATH, "architecture"), catalogue.kernel_fields, given["architecture"]) is not None
+            sections.look_up((*_PATH, "architecture"), catalog.kernel_fields, given["architecture"]) is not None
         )
     if not all(known):  # the other fields are read all the same, for what is wrong with them
         given.pop("architecture", None)
@@ -59,7 +59,7 @@ def read_device(sections: Sections, data: Any, default: DeviceSpec | None) -> De
     known.append(_plausible(sections, given))
     link = base.get("host_link") if "host_link" not in given else given["host_link"]
     if isinstance(link, str):
-        known.append(sections.look_up((*_PATH, "host_link"), catalogue.link, link) is not None)
+        known.append(sections.look_up((*_PATH, "host_link"), catalog.link, link) is not None)
     return device if all(known) else None
 
 
@@ -68,7 +68,7 @@ def _implied(given: dict[str, Any], default: DeviceSpec | None) -> dict[str, Any
     implied: dict[str, Any] = {}
     sources = {} if default is None else default.sources
     if default is None or "architecture" in given:
-        of_kernels = catalogue.kernel_fields(given.get("architecture", "other"))
+        of_kernels = catalog.kernel_fields(given.get("architecture", "other"))
         sources = {key: source for key, source in sources.items() if not key.startswith("kernels.")}
         sources |= of_kernels["sources"]
         implied["kernels"] = of_kernels["kernels"]

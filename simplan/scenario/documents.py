@@ -17,9 +17,9 @@ from pydantic import Field
 
 from simplan.errors import Problem, SpecError
 from simplan.io import folder_of, read_text
+from simplan.model.packing import DocumentOptions, DocumentSource, Histogram, Lognormal, represent
 from simplan.problems import render_value
 from simplan.scenario.collecting import Sections
-from simplan.spec.packing import DocumentOptions, DocumentSource, Histogram, Lognormal, represent
 
 __all__ = ["draw_documents"]
 

@@ -6,10 +6,10 @@ from functools import cache
 
 from pydantic import BaseModel
 
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
 from simplan.search import SearchSpace
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from simplan.training.training import TrainingSpec
 
 __all__ = ["where_keys_belong"]
 

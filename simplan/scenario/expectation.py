@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, model_validator
 
+from simplan.base import NonNegative, Spec
 from simplan.errors import did_you_mean
 from simplan.program.program import MemoryCategory
-from simplan.spec.base import NonNegative, Spec
 
 __all__ = ["METRICS", "CheckResult", "Expectation", "Metric", "evaluate"]
 

@@ -23,11 +23,17 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from simplan.cost.calibration import Calibration
+from simplan import catalog
+from simplan.base import Spec
+from simplan.cluster.hardware import ClusterSpec
+from simplan.cost.calibration.format import Calibration
 from simplan.document import Document, Place
 from simplan.errors import SpecError
 from simplan.io import folder_of, read_yaml
 from simplan.job import Job
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
+from simplan.plan.schedules import is_table_file
 from simplan.predict import Simulated, predict_step
 from simplan.prediction import Prediction
 from simplan.problems import Path as ProblemPath
@@ -38,14 +44,8 @@ from simplan.scenario.collecting import Sections
 from simplan.scenario.expectation import Expectation
 from simplan.scenario.idle import refuse_idle_options
 from simplan.scenario.sections import read_expectations, read_model, read_software
-from simplan.spec import catalogue
-from simplan.spec.base import Spec
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.schedules import is_table_file
-from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
+from simplan.software.software import SoftwareSpec
+from simplan.training.training import TrainingSpec
 
 __all__ = ["Parts", "Scenario", "load_scenario", "parts_of", "read_parts", "scenario_from", "scenario_of"]
 
@@ -211,7 +211,7 @@ def parts_of(document: Document, file: str) -> Parts:
     cluster = read_cluster(sections, data["cluster"]) if "cluster" in data else None
     training = sections.read(TrainingSpec, data["training"], ("training",)) if "training" in data else None
     if model is not None and software is not None:
-        refuse_idle_options(sections, data, model, software, catalogue.software(software.id))
+        refuse_idle_options(sections, data, model, software, catalog.software(software.id))
     return Parts(data.get("name", Path(file).stem), data, document.lines, sections, model, cluster, training, software)
 
 

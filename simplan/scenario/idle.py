@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from simplan.model.model import ModelSpec
 from simplan.scenario.collecting import Sections
-from simplan.spec.model import ModelSpec
-from simplan.spec.software import SoftwareSpec
+from simplan.software.software import SoftwareSpec
 
 __all__ = ["refuse_idle_options"]
 

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simplan.cost.calibration import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.errors import NotModelledError
 from simplan.io import folder_of
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.problems import find_place, in_file_order
 from simplan.scenario.file import Parts, read_parts
 from simplan.search import SearchResult, SearchSpace, search
 from simplan.search.space import that_it_has
-from simplan.spec.plan import ParallelPlan
 
 __all__ = ["SearchScenario", "load_search", "plan_document", "plan_section", "search_of"]
 

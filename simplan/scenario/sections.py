@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from simplan import catalog
 from simplan.errors import Problem, SpecError
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.io import folder_of, read_json
+from simplan.model.model import ModelSpec
 from simplan.problems import render_value
 from simplan.scenario.collecting import Sections
 from simplan.scenario.documents import draw_documents
 from simplan.scenario.expectation import Expectation
-from simplan.spec import catalogue
-from simplan.spec.model import ModelSpec
-from simplan.spec.software import SoftwareSpec
+from simplan.software.software import SoftwareSpec
 
 __all__ = ["read_expectations", "read_model", "read_software"]
 
@@ -42,7 +42,7 @@ def read_model(sections: Sections, data: Any, *, mtp: bool) -> ModelSpec | None:
         sections.refuse(("model", "hf_config"), "cannot go with preset", fix="keep one of the two")
         return None
     if "preset" in given:
-        fields = sections.look_up(("model", "preset"), catalogue.model_fields, given.pop("preset"))
+        fields = sections.look_up(("model", "preset"), catalog.model_fields, given.pop("preset"))
     elif "hf_config" in given:
         fields = _hf_fields(sections, given.pop("hf_config"), given.get("seq_len"), mtp=mtp)
     if fields is None:
@@ -98,9 +98,9 @@ def _nearest_divisor(number: int, value: int) -> int:
 def read_software(sections: Sections, data: Any) -> SoftwareSpec | None:
     """The section ``software``: a name in the catalogue, or ``preset`` with its options."""
     if not isinstance(data, dict):
-        return sections.look_up(("software",), catalogue.software, data)
+        return sections.look_up(("software",), catalog.software, data)
     chosen = {key: value for key, value in data.items() if key != "preset"}
-    profile = sections.look_up(("software", "preset"), catalogue.software, data.get("preset", "torch"))
+    profile = sections.look_up(("software", "preset"), catalog.software, data.get("preset", "torch"))
     if profile is None:
         return None
     for key in chosen.keys() - set(profile.options):

@@ -7,10 +7,10 @@ from typing import Any
 from simplan.document import Document, parse_yaml
 from simplan.errors import Problem, SpecError
 from simplan.io import MAX_YAML_BYTES
+from simplan.plan.schedules import is_table_file
 from simplan.problems import find_place, render_value
 from simplan.scenario.file import Parts, Scenario, parts_of, scenario_of
 from simplan.scenario.search import SearchScenario, search_of
-from simplan.spec.schedules import is_table_file
 
 __all__ = ["parse_scenario", "parse_search"]
 

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from simplan.cost.calibration import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.rules import BY_NAME
-from simplan.search.bounds import Bounds
+from simplan.search.bounds.common import Bounds
 from simplan.search.candidates import FIELDS
 from simplan.search.changes import changes
 from simplan.search.enumeration import Enumeration, empty_space
@@ -25,8 +26,7 @@ from simplan.search.partial import explore_partial, has_partial
 from simplan.search.result import Alike, Change, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
 from simplan.search.space import SearchSpace, that_it_has
 from simplan.search.statistics import ROUNDING, Limits, Miss, Statistics, rounded
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.software import SoftwareSpec
+from simplan.software.software import SoftwareSpec
 
 __all__ = ["Progress", "search"]
 

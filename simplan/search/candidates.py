@@ -9,8 +9,8 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.spec.plan import ParallelPlan, Recompute
-from simplan.spec.schedules import SCHEDULE_FACTS
+from simplan.plan.plan import ParallelPlan, Recompute
+from simplan.plan.schedules import SCHEDULE_FACTS
 
 __all__ = ["FIELDS", "Candidates", "Categories", "Column", "categories", "plan_order"]
 

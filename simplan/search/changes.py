@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from simplan.cost.calibration import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
+from simplan.numbers import divisors
+from simplan.plan.plan import ParallelPlan
 from simplan.search.first_fit import first_fit
 from simplan.search.jobs import capacity_bytes, with_num_devices
 from simplan.search.result import Change, NearestMiss
 from simplan.search.space import SearchSpace, given_ranges, that_it_has
-from simplan.spec.numbers import divisors
-from simplan.spec.plan import ParallelPlan
 from simplan.units import format_bytes, format_time
 
 __all__ = ["changes"]

@@ -9,15 +9,15 @@ from typing import NamedTuple, TypeVar
 
 from simplan.errors import Problem
 from simplan.job import Job
+from simplan.model.families import FAMILIES
+from simplan.numbers import divisors, either
+from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.problems import render_value
 from simplan.rules import RULES, SEARCH_RULES
 from simplan.rules.filter import PlanFilter, Stage
 from simplan.search.candidates import Candidates, categories
 from simplan.search.space import SearchSpace, given_ranges
-from simplan.spec.models import FAMILIES
-from simplan.spec.numbers import divisors, either
-from simplan.spec.schedules import SCHEDULE_FACTS
-from simplan.spec.software import SoftwareSpec
+from simplan.software.software import SoftwareSpec
 
 __all__ = ["DEFAULT_SCHEDULES", "LONG_SEQUENCE", "Enumeration", "Mesh", "empty_space"]
 

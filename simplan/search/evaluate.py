@@ -8,12 +8,12 @@ from hashlib import sha256
 from pickle import dumps
 from typing import Any
 
-from simplan.cost.calibration import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.predict.step_summary import evaluate_step
 from simplan.predict.truncated import extent_of
 from simplan.sim.choice import load_compiled
-from simplan.spec.plan import ParallelPlan
 
 __all__ = ["Evaluator", "Numbers", "evaluate"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from simplan.cost.calibration import Calibration
+from simplan.cluster.hardware import LinkSpec
+from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.predict import predict
 from simplan.search.evaluate import Evaluator, evaluate
 from simplan.search.result import Explanation
 from simplan.search.statistics import Waiting
-from simplan.spec.hardware import LinkSpec
 
 __all__ = ["MORE", "explain_plan", "more_memory"]
 

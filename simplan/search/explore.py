@@ -15,14 +15,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.search.bounds import Bounds
+from simplan.plan.plan import ParallelPlan
+from simplan.search.bounds.common import Bounds
+from simplan.search.bounds.layer_sums import Floats
 from simplan.search.candidates import Candidates, Column, plan_order
 from simplan.search.enumeration import Enumeration
 from simplan.search.evaluate import Evaluator
 from simplan.search.incumbents import Incumbents
-from simplan.search.layer_sums import Floats
 from simplan.search.statistics import MORE_MEMORY, ROUNDING, Limits, Miss, OnProgress, Statistics, Waiting, rounded
-from simplan.spec.plan import ParallelPlan
 
 __all__ = ["Exploration"]
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from simplan.cost.calibration import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
-from simplan.search.bounds import Bounds
+from simplan.plan.plan import ParallelPlan
+from simplan.search.bounds.common import Bounds
 from simplan.search.enumeration import Enumeration, Mesh
 from simplan.search.evaluate import Evaluator
 from simplan.search.jobs import capacity_bytes
 from simplan.search.space import SearchSpace
-from simplan.spec.plan import ParallelPlan
 
 __all__ = ["first_fit"]
 

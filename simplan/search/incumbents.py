@@ -6,9 +6,9 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Hashable
 from typing import Any, NamedTuple, get_args
 
+from simplan.plan.plan import ParallelPlan, Recompute
 from simplan.search.candidates import plan_order
 from simplan.search.objective import Goal
-from simplan.spec.plan import ParallelPlan, Recompute
 
 __all__ = ["NOISE", "Group", "Incumbents", "Timed"]
 

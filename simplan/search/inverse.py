@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from simplan.cost.calibration import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.errors import NoFeasiblePlanError, Problem, SpecError
 from simplan.job import Job
+from simplan.model.families import FAMILIES
+from simplan.plan.plan import ParallelPlan
 from simplan.search.enumeration import Enumeration
 from simplan.search.first_fit import first_fit
 from simplan.search.jobs import check_without_plan
 from simplan.search.space import SearchSpace, that_it_has
-from simplan.spec.models import FAMILIES
-from simplan.spec.plan import ParallelPlan
 
 __all__ = ["QUANTITIES", "Largest", "largest"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from simplan import catalog
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.problems import render_value
 from simplan.rules import RULES, check_job
 from simplan.search.space import SearchSpace
-from simplan.spec import catalogue
-from simplan.spec.plan import ParallelPlan
 
 __all__ = ["capacity_bytes", "check_without_plan", "with_num_devices"]
 
@@ -62,11 +62,11 @@ def with_num_devices(job: Job, num_devices: int) -> Job:
     if num_devices == cluster.num_devices:
         return job
     if cluster.cores_per_node is not None:  # each rank of a CPU has another share of its memory
-        return replace(job, cluster=catalogue.cluster(cluster.id, num_devices))
+        return replace(job, cluster=catalog.cluster(cluster.id, num_devices))
     update: dict[str, object] = {"num_devices": num_devices}
     if num_devices > cluster.devices_per_node and cluster.inter_link is None:
-        if cluster.id in catalogue.names("clusters"):
-            update["inter_link"] = catalogue.cluster(cluster.id, num_devices).inter_link
+        if cluster.id in catalog.names("clusters"):
+            update["inter_link"] = catalog.cluster(cluster.id, num_devices).inter_link
     elif num_devices <= cluster.devices_per_node:
         update["inter_link"] = None
     return replace(job, cluster=cluster.model_copy(update=update))

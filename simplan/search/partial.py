@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from simplan.cost.calibration import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.predict.build import assign_layers, cost_model
 from simplan.rules import violations
 from simplan.rules.recompute import recompute_layers_modelled, recompute_modelled
-from simplan.search.bounds import Bounds
+from simplan.search.bounds.common import Bounds
 from simplan.search.candidates import plan_order
 from simplan.search.enumeration import Enumeration
 from simplan.search.evaluate import Evaluator
 from simplan.search.incumbents import Incumbents
 from simplan.search.space import SearchSpace
 from simplan.search.statistics import Limits, OnProgress, Statistics, rounded
-from simplan.spec.plan import ParallelPlan
 
 __all__ = ["explore_partial", "has_partial"]
 

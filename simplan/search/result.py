@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_jsonable_python
 
+from simplan.plan.plan import ParallelPlan
 from simplan.search.space import Objective
-from simplan.spec.plan import ParallelPlan
 from simplan.units import GIB
 
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
+from simplan.base import Count, Positive, Spec
 from simplan.errors import NotModelledError, Problem
+from simplan.numbers import either
+from simplan.plan.plan import Recompute, RecomputeModule
 from simplan.problems import render_value
-from simplan.spec.base import Count, Positive, Spec
-from simplan.spec.numbers import either
-from simplan.spec.plan import Recompute, RecomputeModule
-from simplan.spec.software import SoftwareSpec
+from simplan.software.software import SoftwareSpec
 
 __all__ = ["OBJECTIVES", "RANGES", "Objective", "SearchSpace", "given_ranges", "that_it_has"]
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from simplan.plan.plan import ParallelPlan
 from simplan.search.candidates import plan_order
 from simplan.search.incumbents import Incumbents
-from simplan.spec.plan import ParallelPlan
 
 __all__ = ["MORE_MEMORY", "ROUNDING", "Limits", "Miss", "OnProgress", "Statistics", "Waiting", "rounded"]
 

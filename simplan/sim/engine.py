@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from simpy import Environment, Event
 from simpy.events import NORMAL
 
+from simplan.model.layer import CollectiveKind
 from simplan.program.program import Program
 from simplan.program.timeline import Span, Timeline
 from simplan.program.uncollected import uncollected
 from simplan.sim.cores import SharedCores
-from simplan.spec.layer import CollectiveKind
 
 __all__ = ["CoreUse", "Times", "simulate", "timeline"]
 

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simplan.program.measurement import Measurement
 from simplan.program.timeline import Timeline
+from simplan.runs.measurement import Measurement
 from simplan.validate.activity import Piece, Share, pieces_of, predicted_activity
 from simplan.validate.measured import times_recomputation
 from simplan.validate.measured_activity import measured_activity

@@ -11,9 +11,9 @@ from typing import Any
 from simplan.errors import Problem, SpecError
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
-from simplan.program.measurement import Measurement
 from simplan.program.program import Program
 from simplan.program.timeline import Timeline
+from simplan.runs.measurement import Measurement
 from simplan.units import GIB, counted
 from simplan.validate.activity import UNEXPLAINED, Share
 from simplan.validate.attribution import RankSplit, TermDifference, attribute

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from simplan.base import Positive, Spec
 from simplan.errors import Problem, SpecError
 from simplan.program.timeline import SpanKind, Timeline
-from simplan.spec.base import Positive, Spec
 from simplan.units import format_time
 from simplan.validate.activity import Piece, Share, pieces_of, predicted_activity, stream_words
 from simplan.validate.logged_memory import COLUMNS, Peaks, memory_notes, memory_rows

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from simplan.plan.plan import RankMapping
 from simplan.program.action import Action, ActionKind
-from simplan.program.measurement import MeasuredCollective, MeasuredSpan, Measurement, RankMeasurement
 from simplan.program.program import Stream
 from simplan.program.timeline import Span, SpanKind, Timeline
-from simplan.spec.plan import RankMapping
+from simplan.runs.measurement import MeasuredCollective, MeasuredSpan, Measurement, RankMeasurement
 
 __all__ = ["computed_spans", "measured_timeline", "predicted_timeline", "stream_of", "times_recomputation"]
 

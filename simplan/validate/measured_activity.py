@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from simplan.plan.plan import RankMapping
 from simplan.program.action import Action, ActionKind
-from simplan.program.measurement import MeasuredCollective, Measurement, RankMeasurement
-from simplan.spec.plan import RankMapping
+from simplan.runs.measurement import MeasuredCollective, Measurement, RankMeasurement
 from simplan.validate.activity import Activity, Busy, Share, Transfer, busy_span, stream_words
 from simplan.validate.measured import computed_spans, stream_of
 

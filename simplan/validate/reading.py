@@ -8,7 +8,7 @@ from simplan.document import parse_yaml
 from simplan.errors import Problem, SpecError
 from simplan.io import MAX_YAML_BYTES, parse_json
 from simplan.problems import in_file_order, parse_model, validate
-from simplan.program.measurement import Measurement
+from simplan.runs.measurement import Measurement
 from simplan.validate.logged import LoggedRun
 
 __all__ = ["YAML_SUFFIXES", "parse_measured"]

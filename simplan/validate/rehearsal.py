@@ -10,7 +10,7 @@ from simplan.predict.rehearsed import Rehearsed, rehearsed_step
 from simplan.predict.simulated import Simulated
 from simplan.prediction import Prediction
 from simplan.program.program import MemoryCategory, Program
-from simplan.program.rehearsal import Rehearsal
+from simplan.runs.rehearsal import Rehearsal
 from simplan.sim.memory import memory_peak
 
 __all__ = ["MemoryRow", "RehearsalComparison", "compare_rehearsal"]

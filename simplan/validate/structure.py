@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from simplan import catalog
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.action import ActionKind
-from simplan.program.lower import Lowering, lower
-from simplan.program.measurement import Measurement
+from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.program import HostCopy, Program, Stream
-from simplan.program.run_spec import RunSpec
-from simplan.spec import catalogue
-from simplan.spec.plan import ParallelPlan, RankMapping
+from simplan.runs.measurement import Measurement
+from simplan.runs.run_spec import RunSpec
 
 __all__ = [
     "TIMED_KINDS",
@@ -87,7 +87,7 @@ def predicted_messages(job: RunSpec, program: Program | None = None) -> dict[int
         program: Its Program, where it is at hand; it is lowered here unless it is all written out.
     """
     if program is None or not program.all_written_out or job.plan.offload_optimizer:
-        any_cluster = catalogue.cluster("dgx-h100", job.plan.num_devices)  # a run does not say which; it is the same
+        any_cluster = catalog.cluster("dgx-h100", job.plan.num_devices)  # a run does not say which; it is the same
         plan = job.plan.model_copy(update={"offload_optimizer": False})  # copies that torch makes are not recorded
         asked = Job(job.model, any_cluster, job.training, plan, job.software)
         program = lower(asked, job.assignment, job.parsed_table(), Lowering(level=2))

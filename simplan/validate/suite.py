@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from simplan.spec.base import Spec
+from simplan.base import Spec
 from simplan.units import GIB
 
 __all__ = ["MEASURES", "Case", "Errors", "Measure", "Suite", "case_of_rehearsal", "case_of_run", "errors_of"]

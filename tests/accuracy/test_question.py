@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
+from simplan import catalog
 from simplan.accuracy.question import question_of_run
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.schema import Framework
@@ -17,8 +18,7 @@ from simplan.accuracy.stage_layers import layers_of_stages
 from simplan.errors import NotModelledError, SpecError
 from simplan.predict.step_summary import summarize_step
 from simplan.rules import check_job
-from simplan.spec import catalogue
-from simplan.spec.software import SoftwareSpec
+from simplan.software.software import SoftwareSpec
 from tests.accuracy.runs import run
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "scenarios" / "published"
@@ -102,7 +102,7 @@ def test_what_a_profile_refuses_is_predicted_as_others_have_it_and_said(
     assert any(said.startswith(note) for said in question.notes), question.notes
     brief = summarize_step(question.job)
     assert brief.step_time_s > 0
-    whole = catalogue.software(profile_name(asked.software, asked.plan))
+    whole = catalog.software(profile_name(asked.software, asked.plan))
     with pytest.raises(ValueError, match="is not modelled"):
         check_job(replace(question.job, software=whole))
 
@@ -113,7 +113,7 @@ def test_every_profile_name_is_known_to_the_catalogue() -> None:
     for stack in stacks().values():
         for name in (*stack.profiles.values(), *stack.combining.values()):
             with suppress(NotModelledError):
-                assert catalogue.software(name).id == name
+                assert catalog.software(name).id == name
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_what_the_schema_has_no_field_for_is_the_catalogues() -> None:
     question = question_of_run(run(**sizes))
     assert question.job.model.attention_sinks
     assert question.job.model.expert_bias
-    assert question.job.model.windows[:2] == catalogue.model("gpt-oss-120b").windows[:2] == (128, 0)
+    assert question.job.model.windows[:2] == catalog.model("gpt-oss-120b").windows[:2] == (128, 0)
     assert any(note.startswith("as the catalogue's gpt-oss-120b, whose sizes it has: ") for note in question.notes)
     other = question_of_run(run(**{**sizes, "model__vocab_size": 200_064}))
     assert not other.job.model.expert_bias
@@ -313,7 +313,7 @@ def test_what_the_schema_has_no_field_for_is_the_catalogues() -> None:
 @pytest.mark.parametrize("name", ["mistral-7b-v0.1", "mistral-7b-v0.3"])
 def test_a_vocabulary_tells_models_apart_that_differ_in_little_else(name: str) -> None:
     """The older one attends in a window."""
-    fields = catalogue.model_fields(name)
+    fields = catalog.model_fields(name)
     sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     given = {f"model__{size}": fields[size] for size in (*sizes, "vocab_size")}
     question = question_of_run(run(**given, model__family="llama", model__gated_mlp=True))

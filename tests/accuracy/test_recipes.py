@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
+from simplan import catalog
 from simplan.accuracy.evaluate import predict_runs
 from simplan.accuracy.question import question_of_run
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.recipes import parse_recipes, recipes_of, shipped_recipes
 from simplan.accuracy.schema import PublishedRun
 from simplan.errors import SpecError
-from simplan.spec import catalogue
 from tests.accuracy.runs import run, run_data
 
 
@@ -95,7 +95,7 @@ def test_the_shipped_recipes_say_what_they_set_of_devices_that_there_are() -> No
     assert all(list(recipe.sets.words()) for recipe in listed)
     named = {device for recipe in listed for kind in recipe.where for device in kind.devices}
     assert named
-    assert named <= set(catalogue.names("devices"))
+    assert named <= set(catalog.names("devices"))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_file_of_runs_brings_its_own_recipes(tmp_path: Path) -> None:
 
 def test_the_rate_of_a_run_s_machine_is_in_place_of_the_catalogue_s() -> None:
     question = question_of_run(run(cluster__matmul_flop_per_s={"bf16": 200e12}))
-    usual = catalogue.device("a100-sxm-80gb").matmul_flop_per_s
+    usual = catalog.device("a100-sxm-80gb").matmul_flop_per_s
     assert question.job.cluster.device.matmul_flop_per_s == usual | {"bf16": 200e12}
     assert "the best products of its machine, as its owners measured them: bf16 200 TFLOP/s" in question.notes
 

@@ -12,7 +12,7 @@ from app.results.headline import headline_of_prediction, headline_of_quick, trai
 from app.results.plan import BETWEEN, WITHIN, plan_result
 from app.results.quick import quick
 from simplan.scenario import parse_scenario
-from tests.app.figures import checked
+from tests.app.figures.drawn import checked
 from tests.app.questions import text_of
 
 NAMES = ["tensor-fsdp", "zb-h1", "moe-pipeline", "offload-optimizer", "four-dimensions"]

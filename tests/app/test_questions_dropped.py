@@ -15,7 +15,7 @@ from app.state import document_text
 from app.uploads import config_fields, scenario_data
 from simplan.errors import SpecError
 from simplan.scenario import load_scenario, parse_scenario
-from tests.app.pages import SMALL, assert_no_bug, opened
+from tests.app.views.pages import SMALL, assert_no_bug, opened
 
 CONFIG = {
     "model_type": "llama",

@@ -12,7 +12,7 @@ from app.results.scale import AXES, place_on, slow_ranks, sweep, worth
 from simplan.errors import NotModelledError
 from simplan.predict import predict
 from simplan.scenario import parse_scenario
-from tests.app.figures import checked
+from tests.app.figures.drawn import checked
 from tests.app.questions import text_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,7 +22,7 @@ from simplan.predict import predict
 from simplan.scenario import load_scenario
 from simplan.validate.measured import measured_timeline, predicted_timeline
 from tests.accuracy.runs import run_data
-from tests.app.figures import checked
+from tests.app.figures.drawn import checked
 from tests.validate.test_compare import measure
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from app.jobs.job import Job
 from app.jobs.messages import Done, Question, Tell
 from app.jobs.server import WORKERS, answering
 from simplan.errors import NotModelledError, Problem, RunError, SpecError
-from tests.app.pages import SMALL
+from tests.app.views.pages import SMALL
 
 CALLS: list[int] = []
 

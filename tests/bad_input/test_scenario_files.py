@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from simplan.cluster import machine
 from simplan.errors import SpecError
 from simplan.scenario import load_scenario
-from simplan.spec import machine
 from simplan.units import GIB
 
 FILES = Path(__file__).parent / "files"

@@ -14,7 +14,7 @@ import signal
 from typing import Any
 
 import simplan.cli
-from simplan.spec import catalogue
+from simplan import catalog
 from tests.forking import fork, serve
 
 
@@ -42,8 +42,8 @@ def answer(request: dict[str, Any]) -> int:
 if __name__ == "__main__":
     for module in pkgutil.iter_modules(simplan.cli.__path__, "simplan.cli."):  # commands import them when called
         importlib.import_module(module.name)
-    catalogue.node("dgx-h100")
-    catalogue.software("torch")
+    catalog.node("dgx-h100")
+    catalog.software("torch")
     gc.collect()
     gc.freeze()  # a collection in a child leaves the pages of what it shares with us alone
     serve(answer)

@@ -11,11 +11,11 @@ import pytest
 
 from simplan.cli import calibrations
 from simplan.cli.calibrations import Wanted, ensure, measure, requests_for
-from simplan.cost.calibration import Calibration, CalibrationRequest
-from simplan.cost.store import load
+from simplan.cost.calibration.format import Calibration, CalibrationRequest
+from simplan.cost.calibration.store import load
 from simplan.io import read_model, write_model
+from simplan.model.layer import CollectiveKind
 from simplan.scenario import load_scenario
-from simplan.spec.layer import CollectiveKind
 from tests.cost.test_calibrated import CALIBRATION
 
 

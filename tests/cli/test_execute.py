@@ -11,9 +11,9 @@ import pytest
 import simplan.cli.execute as execute_module
 from simplan.cli.execute import RunOptions, execute
 from simplan.io import read_model, write_model
-from simplan.program.lower import Lowerer
-from simplan.program.measurement import Measurement
-from simplan.program.run_spec import RunSpec
+from simplan.program.lowering.lower import Lowerer
+from simplan.runs.measurement import Measurement
+from simplan.runs.run_spec import RunSpec
 from simplan.scenario import parse_scenario
 from simplan.validate.compare import compare
 

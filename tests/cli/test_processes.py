@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from simplan.cli import processes
+from simplan.cli.terminal import processes
 
 LEAVES = """\
 import os, signal, sys, time

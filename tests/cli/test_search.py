@@ -16,12 +16,12 @@ from subprocess import CompletedProcess
 import pytest
 import yaml
 
+from simplan import catalog
 from simplan.cli.search import slow_search
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.search import RANGES, SearchSpace
-from simplan.spec import catalogue
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from simplan.training.training import TrainingSpec
 from tests.interrupts import heed_interrupts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -219,12 +219,12 @@ def test_search_then_predict_run_and_compare_the_plan_it_saved(simplan: Simplan,
 def test_a_search_that_takes_long_is_announced() -> None:
     """Only where ranks share cores, and there are many plans."""
     training = TrainingSpec(global_batch_size=512)
-    model, cluster = catalogue.model("llama3-70b"), catalogue.cluster("dgx-h100", 128)
+    model, cluster = catalog.model("llama3-70b"), catalog.cluster("dgx-h100", 128)
     for name in ("torch", "megatron-core"):
-        asked = Job(model, cluster, training, ParallelPlan(), catalogue.software(name))
+        asked = Job(model, cluster, training, ParallelPlan(), catalog.software(name))
         assert slow_search(asked, SearchSpace()) == ""
     cores = cluster.model_copy(update={"cores_per_node": 64})
-    here = Job(model, cores, training, ParallelPlan(), catalogue.software("torch"))
+    here = Job(model, cores, training, ParallelPlan(), catalog.software("torch"))
     assert re.match(r"\d+,\d{3} plans are simulated one by one", slow_search(here, SearchSpace()))
     assert slow_search(here, SearchSpace(tp=(8,), pp=(4,), schedule=("1f1b",))) == ""
 

@@ -6,23 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simplan import catalog
 from simplan.cost.analytic import AnalyticCost
-from simplan.cost.kernel_cost import kernel_cost
+from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.job import Job
+from simplan.model.layer import CollectiveKind
+from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.program.program import LayerWork, Message, Phase
-from simplan.spec import catalogue
-from simplan.spec.layer import CollectiveKind
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.rates import StackRates
-from simplan.spec.training import TrainingSpec
+from simplan.software.rates import StackRates
+from simplan.training.training import TrainingSpec
 
-CLUSTER = catalogue.cluster("dgx-h100", num_devices=16)
-SOFTWARE, TRAINING = catalogue.software("torch"), TrainingSpec(global_batch_size=16)
+CLUSTER = catalog.cluster("dgx-h100", num_devices=16)
+SOFTWARE, TRAINING = catalog.software("torch"), TrainingSpec(global_batch_size=16)
 STATE = SOFTWARE.state(TRAINING, ParallelPlan())
 KERNELS = kernel_cost(CLUSTER.device, "bf16", STATE, "adamw", SOFTWARE, num_devices=16, shards_parameters=False)
 COST = AnalyticCost(CLUSTER, KERNELS)
-LAYERS = catalogue.model("gpt2-124m").layers
+LAYERS = catalog.model("gpt2-124m").layers
 
 
 @pytest.mark.parametrize("phase", list(Phase))
@@ -54,11 +54,11 @@ def test_messages_in_training_take_so_many_times_as_long_as_alone(num_ranks: int
 @pytest.mark.parametrize("name", ["h100-sxm-80gb", "a100-sxm-80gb", "b200-sxm"])
 def test_a_device_of_an_unknown_architecture_is_unsure_enough_to_be_a_known_one(name: str) -> None:
     """With the same datasheet and nothing known of its kernels the interval holds what is predicted with that."""
-    known = catalogue.cluster({"h": "dgx-h100", "a": "dgx-a100-80gb", "b": "dgx-b200"}[name[0]])
-    kernels = catalogue.kernel_rates("other")
+    known = catalog.cluster({"h": "dgx-h100", "a": "dgx-a100-80gb", "b": "dgx-b200"}[name[0]])
+    kernels = catalog.kernel_rates("other")
     unknown = known.device.model_copy(update={"architecture": "other", "kernels": kernels, "matmul_flop_per_s": {}})
-    asked = (TrainingSpec(global_batch_size=16), ParallelPlan(dp_shard=8), catalogue.software("torchtitan"))
-    model = catalogue.model("llama3-8b")
+    asked = (TrainingSpec(global_batch_size=16), ParallelPlan(dp_shard=8), catalog.software("torchtitan"))
+    model = catalog.model("llama3-8b")
     low_s, high_s = predict(
         Job(model, known.model_copy(update={"device": unknown}), *asked), name=""
     ).step_time_interval_s

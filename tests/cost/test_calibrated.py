@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from simplan.cost.base import Provenance
-from simplan.cost.calibrated import CalibratedCost
-from simplan.cost.calibration import Calibration, CommunicationTiming, LayerTiming, Mixed, Sample
-from simplan.cost.store import load, save
+from simplan.cost.calibration.calibrated import CalibratedCost
+from simplan.cost.calibration.format import Calibration, CommunicationTiming, LayerTiming, Mixed, Sample
+from simplan.cost.calibration.store import load, save
 from simplan.errors import SpecError
-from simplan.program.program import LayerWork, Message, Phase
-from simplan.spec.layer import (
+from simplan.model.layer import (
     Attention,
     CollectiveKind,
     Exchange,
@@ -22,8 +21,9 @@ from simplan.spec.layer import (
     ParameterSpec,
     Pointwise,
 )
-from simplan.spec.low_precision import Fp8Recipe
-from simplan.spec.model import ModelSpec
+from simplan.model.low_precision import Fp8Recipe
+from simplan.model.model import ModelSpec
+from simplan.program.program import LayerWork, Message, Phase
 from tests.layers import layer_of_kernels
 
 MODEL = ModelSpec(family="gpt", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256, seq_len=16)

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simplan import catalog
+from simplan.cluster.hardware import ClusterSpec, DeviceSpec, LinkSpec, Spread
 from simplan.cost.base import Price, Provenance
-from simplan.cost.collectives import bus_factor, message_price, message_s, send_s
+from simplan.cost.communication.collectives import bus_factor, message_price, message_s, send_s
 from simplan.errors import SpecError
+from simplan.model.layer import CollectiveKind, ExpertDraw
 from simplan.program.program import Message
-from simplan.spec import catalogue
-from simplan.spec.hardware import ClusterSpec, DeviceSpec, LinkSpec, Spread
-from simplan.spec.layer import CollectiveKind, ExpertDraw
 from simplan.units import GIB, MIB
 
 GB = 10**9
@@ -43,7 +43,7 @@ def price(kind: CollectiveKind, num_bytes: int, ranks: tuple[int, ...], intra: L
 
 
 def published(preset: str, kind: CollectiveKind, num_bytes: int, ranks: range, num_devices: int = 8) -> Price:
-    return message_price(Message(kind, num_bytes, tuple(ranks)), catalogue.cluster(preset, num_devices))
+    return message_price(Message(kind, num_bytes, tuple(ranks)), catalog.cluster(preset, num_devices))
 
 
 GROUPS = st.lists(st.integers(0, 31), min_size=2, max_size=32, unique=True).map(lambda ranks: tuple(sorted(ranks)))
@@ -171,12 +171,12 @@ def test_bus_bandwidths_that_nccl_tests_prints() -> None:
 
 def test_devices_wired_to_each_other_use_some_of_their_links() -> None:
     """MI300X: one of seven links between two devices, all of them among eight (47.7 and 313 GB/s, published)."""
-    link = catalogue.link("xgmi")
-    node = catalogue.NodeEntry("mi300x", catalogue.device("mi300x"), 8, link, None)
+    link = catalog.link("xgmi")
+    node = catalog.NodeEntry("mi300x", catalog.device("mi300x"), 8, link, None)
 
     def rate(n: int, kind: CollectiveKind) -> float:
         message = Message(kind, 4 * GIB, tuple(range(n)))
-        return bus_factor(kind, n) * 4 * GIB / message_price(message, catalogue.make_cluster(node, 8)).seconds / GB
+        return bus_factor(kind, n) * 4 * GIB / message_price(message, catalog.make_cluster(node, 8)).seconds / GB
 
     assert rate(2, CollectiveKind.ALL_REDUCE) == pytest.approx(47.7, rel=0.05)
     assert rate(8, CollectiveKind.ALL_REDUCE) == pytest.approx(313, rel=0.1)
@@ -201,24 +201,24 @@ def test_a_rack_that_is_one_domain_has_no_network() -> None:
     ],
 )
 def test_a_torus_has_two_links_on_every_axis(device: str, num_chips: int, n: int, links: int) -> None:
-    link = catalogue.link(f"ici-{device}")
-    node = catalogue.NodeEntry("slice", catalogue.device(device), num_chips, link, None)
-    slice_ = catalogue.make_cluster(node, num_chips)
+    link = catalog.link(f"ici-{device}")
+    node = catalog.NodeEntry("slice", catalog.device(device), num_chips, link, None)
+    slice_ = catalog.make_cluster(node, num_chips)
     found = message_price(Message(CollectiveKind.ALL_GATHER, 10**10, tuple(range(n))), slice_).seconds
     assert found == pytest.approx((n - 1) / n * 1e10 / (links * link.bytes_per_s * 0.82), rel=0.002)
 
 
 def test_a_measured_gather_on_a_tpu() -> None:
     """The scaling book prints 680 us for an array of 2048 x 8192 in 16 bits over 4 chips of a v5e slice of 4 x 4."""
-    node = catalogue.NodeEntry("slice", catalogue.device("tpu-v5e"), 16, catalogue.link("ici-tpu-v5e"), None)
+    node = catalog.NodeEntry("slice", catalog.device("tpu-v5e"), 16, catalog.link("ici-tpu-v5e"), None)
     message = Message(CollectiveKind.ALL_GATHER, 2048 * 8192 * 2, (0, 1, 2, 3))
-    assert message_price(message, catalogue.make_cluster(node, 16)).seconds == pytest.approx(680 * US, rel=0.02)
+    assert message_price(message, catalog.make_cluster(node, 16)).seconds == pytest.approx(680 * US, rel=0.02)
 
 
 def test_an_all_to_all_on_a_torus_takes_a_quarter_of_a_gather() -> None:
     """Of everybody's buffers, each chip's own not counted: chunks go a quarter of the way round, not all of it."""
-    node = catalogue.NodeEntry("pod", catalogue.device("tpu-v5e"), 256, catalogue.link("ici-tpu-v5e"), None)
-    pod, ranks = catalogue.make_cluster(node, 256), tuple(range(16))
+    node = catalog.NodeEntry("pod", catalog.device("tpu-v5e"), 256, catalog.link("ici-tpu-v5e"), None)
+    pod, ranks = catalog.make_cluster(node, 256), tuple(range(16))
     exchanged = message_price(Message(CollectiveKind.ALL_TO_ALL, 10**10, ranks), pod).seconds
     gathered = message_price(Message(CollectiveKind.ALL_GATHER, 16 * 10**10, ranks), pod).seconds
     assert exchanged / gathered == pytest.approx(16 / 15 / 4, rel=1e-3)
@@ -226,13 +226,13 @@ def test_an_all_to_all_on_a_torus_takes_a_quarter_of_a_gather() -> None:
 
 def test_chips_of_many_slices_share_what_leaves_them() -> None:
     """Two slices of 256: inside as above, and each chip a 256th of the buffer over its own network, there and back."""
-    node = catalogue.NodeEntry(
-        "pod", catalogue.device("tpu-v5e"), 256, catalogue.link("ici-tpu-v5e"), catalogue.network_link(25)
+    node = catalog.NodeEntry(
+        "pod", catalog.device("tpu-v5e"), 256, catalog.link("ici-tpu-v5e"), catalog.network_link(25)
     )
     message = Message(CollectiveKind.ALL_REDUCE, 10**10, tuple(range(512)))
     inside_s = 2 * 255 / 256 * 1e10 / (4 * 45e9 * 0.82)
-    outside_s = 1e10 / 256 / (25e9 / 8 * catalogue.network_link(25).bandwidth_share)
-    found = message_price(message, catalogue.make_cluster(node, 512)).seconds
+    outside_s = 1e10 / 256 / (25e9 / 8 * catalog.network_link(25).bandwidth_share)
+    found = message_price(message, catalog.make_cluster(node, 512)).seconds
     assert found == pytest.approx(inside_s + outside_s, rel=1e-3)
 
 
@@ -319,7 +319,7 @@ def test_between_nodes_training_is_less_sure_than_benchmarks() -> None:
     assert (inside.relative_std, across.relative_std) == (INNER.relative_std.medium, 0.7)
 
 
-LIBRARIES = st.sampled_from([INNER, SWITCH, GLOO, catalogue.link("ici")])
+LIBRARIES = st.sampled_from([INNER, SWITCH, GLOO, catalog.link("ici")])
 
 
 @given(st.sampled_from(CollectiveKind), GROUPS, st.integers(1, 10**10), LIBRARIES)
@@ -388,5 +388,5 @@ def test_tokens_come_to_their_experts_as_fast_as_was_published(
     draw = ExpertDraw(8 * num_ranks, 8)
     num_bytes = round(4096 * draw.places(num_ranks) * 7168 * 2)
     message = Message(CollectiveKind.ALL_TO_ALL, num_bytes, tuple(range(num_ranks)))
-    rate = num_bytes / message_s(message, catalogue.cluster(preset)) / 1e9
+    rate = num_bytes / message_s(message, catalog.cluster(preset)) / 1e9
     assert rate == pytest.approx((dispatch + combine) / 2, rel=0.06)

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simplan.cost.attention import AttentionRates
+from simplan import catalog
 from simplan.cost.base import Provenance
-from simplan.cost.compute import KernelCost
-from simplan.cost.kernel_cost import kernel_cost
-from simplan.cost.product import Product, ProductRates
-from simplan.program.program import LayerWork, Phase
-from simplan.spec import catalogue
-from simplan.spec.layer import (
+from simplan.cost.compute.attention import AttentionRates
+from simplan.cost.compute.kernel_cost import kernel_cost
+from simplan.cost.compute.kernels import KernelCost
+from simplan.cost.compute.matmul import Product, ProductRates
+from simplan.model.layer import (
     Attention,
     CollectiveKind,
     Exchange,
@@ -24,8 +23,9 @@ from simplan.spec.layer import (
     ParameterSpec,
     Pointwise,
 )
-from simplan.spec.rates import AttentionShare
-from simplan.spec.software import StateBytes
+from simplan.program.program import LayerWork, Phase
+from simplan.software.rates import AttentionShare
+from simplan.software.software import StateBytes
 from tests.layers import layer_of_kernels
 
 STATE = StateBytes(parameter=4, gradient=4, activation=2, boundary=4)
@@ -161,7 +161,7 @@ DEEPGEMM = {
 @pytest.mark.parametrize("shape", DEEPGEMM, ids=str)
 def test_short_inner_dimensions_in_8_bits_cost_what_was_measured(shape: tuple[int, int, int, int]) -> None:
     """Relative to the deepest product; one of a depth of 512 is a quarter too fast, all others within an eighth."""
-    device = catalogue.device("h100-sxm-80gb")
+    device = catalog.device("h100-sxm-80gb")
     rates = device.kernels
     products = replace(
         PRODUCTS, flop_per_s=1.4e15, bytes_per_s=1e16, num_sms=device.num_sms, tile_s=rates.tile_s,
@@ -243,11 +243,11 @@ def test_weights_are_copied_for_products_in_another_precision() -> None:
 
 def test_both_kinds_of_16_bits_and_devices_that_nobody_measured_have_the_rate_of_their_architecture() -> None:
     """271.2 TFLOP/s were measured in bf16 on the A100 with 80 GB, 87 % of the peak that all A100 share."""
-    torch = catalogue.software("torch")
+    torch = catalog.software("torch")
 
     def rate(device: str, precision: Any) -> float:
         cost = kernel_cost(
-            catalogue.device(device), precision, STATE, "adamw", torch, num_devices=8, shards_parameters=False
+            catalog.device(device), precision, STATE, "adamw", torch, num_devices=8, shards_parameters=False
         )
         return cost.products.flop_per_s
 
@@ -259,16 +259,16 @@ def test_a_framework_that_nothing_was_fitted_to_is_less_sure() -> None:
     asked = (("a100-sxm-80gb", "llm-foundry"), ("a100-sxm-80gb", "torch"), ("mi300x", "llm-foundry"))
     sure = []
     for device, name in asked:
-        profile = (catalogue.device(device), "bf16", STATE, "adamw", catalogue.software(name))
+        profile = (catalog.device(device), "bf16", STATE, "adamw", catalog.software(name))
         sure.append(kernel_cost(*profile, num_devices=8, shards_parameters=False).relative_std)  # type: ignore[arg-type]
     assert sure[0] < sure[1] < sure[2]
 
 
 def test_devices_that_wait_for_each_other_are_as_slow_as_the_slowest() -> None:
     """The largest of N draws of a normal distribution, by drawing: within a fifth of the approximation."""
-    device = catalogue.device("a100-sxm-80gb")
+    device = catalog.device("a100-sxm-80gb")
     jittery = device.model_copy(update={"kernels": device.kernels.model_copy(update={"jitter": 0.02})})
-    torch = catalogue.software("torch")
+    torch = catalog.software("torch")
     for number in (256, 4096):
         cost = kernel_cost(jittery, "bf16", STATE, "adamw", torch, num_devices=number, shards_parameters=False)
         largest = np.random.default_rng(0).normal(1, 0.02, (200, number)).max(axis=1).mean()

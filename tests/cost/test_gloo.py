@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from simplan.cost.collectives import message_price
+from simplan.catalog import link, network_link
+from simplan.cluster.hardware import ClusterSpec
+from simplan.cluster.machine import this_machine
+from simplan.cost.communication.collectives import message_price
+from simplan.model.layer import CollectiveKind
 from simplan.program.program import Message
-from simplan.spec.catalogue import link, network_link
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.layer import CollectiveKind
-from simplan.spec.machine import this_machine
 from simplan.units import MIB
 
 # Bytes a rank sent over those of the message, headers taken off (they were 4 to 6 % of what the interfaces counted).

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from simplan.cost.kinds import kinds_needed
-from simplan.spec.layer import CollectiveKind
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from simplan.cost.calibration.kinds import kinds_needed
+from simplan.model.layer import CollectiveKind
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
+from simplan.training.training import TrainingSpec
 
 TRAINING = TrainingSpec(global_batch_size=8)
 

@@ -11,27 +11,27 @@ from typing import Any, Literal
 
 import pytest
 
-from simplan.cost.attention import AttentionRates
-from simplan.cost.kernel_cost import kernel_cost
+from simplan import catalog
+from simplan.cost.compute.attention import AttentionRates
+from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.errors import NotModelledError, SpecError
 from simplan.job import Job
+from simplan.model.layer import Attention
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
 from simplan.rules import check_job
-from simplan.spec import catalogue
-from simplan.spec.layer import Attention
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from simplan.training.training import TrainingSpec
 
 Precision = Literal["bf16", "fp8", "mxfp8"]
-BRIDGE = catalogue.software("megatron-bridge")
-LLAMA, DEEPSEEK = catalogue.model("llama3-8b"), catalogue.model("deepseek-v2-lite")
+BRIDGE = catalog.software("megatron-bridge")
+LLAMA, DEEPSEEK = catalog.model("llama3-8b"), catalog.model("deepseek-v2-lite")
 
 
 def rates(device: str, precision: Precision, *, free_casts: bool = True) -> AttentionRates:
     training = TrainingSpec(global_batch_size=1, precision=precision)
     state = BRIDGE.state(training, ParallelPlan())
     how: dict[str, Any] = {"num_devices": 1, "shards_parameters": False}
-    found = kernel_cost(catalogue.device(device), precision, state, "adamw", BRIDGE, **how).attention
+    found = kernel_cost(catalog.device(device), precision, state, "adamw", BRIDGE, **how).attention
     return replace(found, products=replace(found.products, bytes_per_s=1e30, kernel_s=0.0)) if free_casts else found
 
 
@@ -100,7 +100,7 @@ def test_casts_read_and_write_what_the_kernel_reads(precision: Precision, passes
     [
         (LLAMA, "gb200-nvl72", {"precision": "bf16"}, {}, "is for training.precision = fp8 and mxfp8, and it is bf16"),
         (LLAMA, "dgx-h100", {"precision": "fp8"}, {}, "on h100-sxm-80gb is not modelled yet: nobody published"),
-        (catalogue.model("gpt3-175b"), "gb200-nvl72", {}, {}, "of the family gpt is not modelled yet; models: llama"),
+        (catalog.model("gpt3-175b"), "gb200-nvl72", {}, {}, "of the family gpt is not modelled yet; models: llama"),
         (
             LLAMA.model_copy(update={"document_lengths": (4096, 4096)}),
             "gb200-nvl72",
@@ -118,7 +118,7 @@ def test_what_is_not_modelled_is_refused_by_name(
     asked = TrainingSpec.model_validate({"global_batch_size": 32, "precision": "mxfp8", **training})
     where = ParallelPlan.model_validate({"dp_shard": 8, "zero_stage": 1, **plan})
     with pytest.raises((SpecError, NotModelledError), match=said) as error:
-        check_job(Job(model, catalogue.cluster(cluster, 8), asked, where, software))
+        check_job(Job(model, catalog.cluster(cluster, 8), asked, where, software))
     assert "software.fp8_dot_product_attention = true" in str(error.value)
 
 

@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from simplan.cost.attention import AttentionRates
+from simplan import catalog
 from simplan.cost.base import Provenance
-from simplan.cost.compute import KernelCost
-from simplan.cost.kernel_cost import kernel_cost
-from simplan.cost.product import ProductRates
+from simplan.cost.compute.attention import AttentionRates
+from simplan.cost.compute.kernel_cost import kernel_cost
+from simplan.cost.compute.kernels import KernelCost
+from simplan.cost.compute.matmul import ProductRates
 from simplan.errors import SpecError
+from simplan.model.layer import Gemm, LayerKind, LayerSpec, ParameterSpec, Pointwise, Role
+from simplan.model.low_precision import linear_format
+from simplan.plan.plan import ParallelPlan
 from simplan.program.program import LayerWork, Phase
-from simplan.spec import catalogue
-from simplan.spec.layer import Gemm, LayerKind, LayerSpec, ParameterSpec, Pointwise, Role
-from simplan.spec.low_precision import linear_format
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.rates import AttentionShare
-from simplan.spec.software import StateBytes
-from simplan.spec.training import TrainingSpec
+from simplan.software.rates import AttentionShare
+from simplan.software.software import StateBytes
+from simplan.training.training import TrainingSpec
 from tests.layers import layer_of_kernels
 
 M, N, K = 4096, 8192, 2048
@@ -80,11 +80,11 @@ def test_weights_that_are_quantized_once_a_step_are_so_in_a_part_of_the_microbat
 @pytest.mark.parametrize(("weights", "part"), [("microbatch", 1.0), ("step", 1 / 8), ("stored", 1 / 8)])
 def test_how_often_a_framework_quantizes_weights(weights: Any, part: float) -> None:
     """Of eight microbatches in all, or in the first one (Transformer Engine's is_first_microbatch)."""
-    software = catalogue.software("megatron-core")
+    software = catalog.software("megatron-core")
     state = rates("fp8", "delayed", "quantized").state
     form = linear_format("fp8", "delayed", "quantized", weights)
     cost = kernel_cost(
-        catalogue.device("h100-sxm-80gb"),
+        catalog.device("h100-sxm-80gb"),
         "fp8",
         state.model_copy(update={"linear": form}),
         "adamw",
@@ -134,16 +134,14 @@ def test_operands_with_one_scale_need_no_second_copy_where_products_take_any_ord
     assert cost.seconds(forward) - replace(cost, any_order=True).seconds(forward) == pytest.approx(
         saved * (X + W) / 1e12
     )
-    state = catalogue.software("megatron-core").state(
-        TrainingSpec(global_batch_size=8, precision="fp8"), ParallelPlan()
-    )
+    state = catalog.software("megatron-core").state(TrainingSpec(global_batch_size=8, precision="fp8"), ParallelPlan())
     for device, known in (("h100-sxm-80gb", False), ("b200-sxm", True)):
         own = kernel_cost(
-            catalogue.device(device),
+            catalog.device(device),
             "fp8",
             state,
             "adamw",
-            catalogue.software("megatron-core"),
+            catalog.software("megatron-core"),
             num_devices=8,
             shards_parameters=False,
         )
@@ -167,11 +165,11 @@ def test_a_device_without_a_peak_for_it_is_refused_by_name() -> None:
     state = rates("nvfp4").state
     with pytest.raises(SpecError, match=r"nvfp4: h100-sxm-80gb has no published dense peak for it; known: bf16"):
         kernel_cost(
-            catalogue.device("h100-sxm-80gb"),
+            catalog.device("h100-sxm-80gb"),
             "nvfp4",
             state,
             "adamw",
-            catalogue.software("torch"),
+            catalog.software("torch"),
             num_devices=8,
             shards_parameters=False,
         )

@@ -6,11 +6,11 @@ import pytest
 
 from simplan.cost.base import Price, Provenance
 from simplan.cost.pricing import price_program
+from simplan.model.layer import CollectiveKind
+from simplan.model.model import ModelSpec
 from simplan.program.action import Action
 from simplan.program.program import HostCalls, HostCopy, HostWait, LayerWork, Message, Op, Phase, Program, Stream, Work
 from simplan.program.timeline import SpanKind
-from simplan.spec.layer import CollectiveKind
-from simplan.spec.model import ModelSpec
 
 MODEL = ModelSpec(family="gpt", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256, seq_len=16)
 EMBEDDING, BLOCK, *_ = MODEL.layers

@@ -11,20 +11,20 @@ from dataclasses import replace
 
 import pytest
 
-from simplan.cost.attention import AttentionRates
-from simplan.cost.kernel_cost import kernel_cost
-from simplan.spec import catalogue
-from simplan.spec.layer import Attention
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from simplan import catalog
+from simplan.cost.compute.attention import AttentionRates
+from simplan.cost.compute.kernel_cost import kernel_cost
+from simplan.model.layer import Attention
+from simplan.plan.plan import ParallelPlan
+from simplan.training.training import TrainingSpec
 
 _LAUNCH_S = 3e-6  # of a kernel that is timed over and over
 
 
 def timed_alone(device: str) -> AttentionRates:
     """Rates as in the textbook, with nothing of what a training step makes of them."""
-    found, software = catalogue.device(device), catalogue.software("megatron-bridge", textbook=True)
-    kernels = catalogue.kernel_rates(found.architecture, textbook=True)
+    found, software = catalog.device(device), catalog.software("megatron-bridge", textbook=True)
+    kernels = catalog.kernel_rates(found.architecture, textbook=True)
     alone = {name: share.model_copy(update={"sustained": 1.0}) for name, share in kernels.attention.items()}
     found = found.model_copy(update={"kernels": kernels.model_copy(update={"attention": alone})})
     training = TrainingSpec(global_batch_size=1, precision="bf16")

@@ -14,11 +14,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from simplan.cost.kernel_cost import kernel_cost
-from simplan.cost.product import Product, ProductRates
-from simplan.spec import catalogue
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from simplan import catalog
+from simplan.cost.compute.kernel_cost import kernel_cost
+from simplan.cost.compute.matmul import Product, ProductRates
+from simplan.plan.plan import ParallelPlan
+from simplan.training.training import TrainingSpec
 
 PEAK = 2.25e15
 BEST = 1.474e15
@@ -28,7 +28,7 @@ TIMED = pd.read_csv(Path(__file__).parent / "products_b200.csv", comment="#")
 
 def products(**changes: float) -> ProductRates:
     """Of Megatron Core on the machine."""
-    device, software = catalogue.device("b200-sxm"), catalogue.software("megatron-core")
+    device, software = catalog.device("b200-sxm"), catalog.software("megatron-core")
     device = device.model_copy(update={"matmul_flop_per_s": {"bf16": BEST}})
     state = software.state(TrainingSpec(global_batch_size=8), ParallelPlan())
     cost = kernel_cost(device, "bf16", state, "adamw", software, num_devices=1, shards_parameters=False)

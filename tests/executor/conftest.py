@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from executor.run import run_job
+from simplan import catalog
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
 from simplan.program.action import Action, format_table
-from simplan.program.measurement import Measurement
-from simplan.program.run_spec import RunSpec
-from simplan.program.table import plan_table
-from simplan.spec import catalogue
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from simplan.program.tables.table import plan_table
+from simplan.runs.measurement import Measurement
+from simplan.runs.run_spec import RunSpec
+from simplan.training.training import TrainingSpec
 from tests.executor import forked
 from tests.hosts import unavailable
 
@@ -61,7 +61,7 @@ def _job(schedule: str = "none", *, pp: int = 1, dp: int = 1, model: ModelSpec |
         "model": model,
         "training": TrainingSpec(global_batch_size=NUM_MICROBATCHES * MICROBATCH_SIZE * plan.dp, precision="fp32"),
         "plan": plan,
-        "software": catalogue.software("torch"),
+        "software": catalog.software("torch"),
         "boundaries": tuple(round(stage * num_layers / num_stages) for stage in range(num_stages + 1)),
         "table": tuple(tuple(row) for row in format_table(plan_table(plan, NUM_MICROBATCHES))),
         "num_steps": 2,

@@ -8,7 +8,7 @@ import pytest
 
 from executor.checks import check_job
 from simplan.errors import NotModelledError, SpecError
-from simplan.spec.training import TrainingSpec
+from simplan.training.training import TrainingSpec
 
 
 def test_stages_may_be_anywhere(make_job: Any) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from fit.collectives import fit, log_errors
 from fit.records import Record, kind_of, load_records
-from simplan.cost.collectives import message_price
-from simplan.spec import catalogue
-from simplan.spec.hardware import LinkSpec
+from simplan import catalog
+from simplan.cluster.hardware import LinkSpec
+from simplan.cost.communication.collectives import message_price
 
 FOLDER = Path(__file__).parent.parent.parent / "scenarios" / "published"
 RECORDS = [record for path in sorted(FOLDER.glob("collectives*.yaml")) for record in load_records(path)]
@@ -21,7 +21,7 @@ def catalogued(record: Record) -> float:
     """Seconds, by the catalogue as users have it."""
 
     def now(link: LinkSpec | None) -> LinkSpec | None:
-        return link and catalogue.link(link.id)
+        return link and catalog.link(link.id)
 
     cluster = record.cluster.model_copy(
         update={"intra_link": now(record.cluster.intra_link), "inter_link": now(record.cluster.inter_link)}
@@ -34,7 +34,7 @@ def test_the_catalogue_holds_what_the_fit_finds() -> None:
     assert len(found) == 17
     for name, value in found.items():
         kind, _, field = name.rpartition(".")
-        link = catalogue.link(f"{kind}-400gbit" if kind in ("network", "efa") else kind or "nvlink3")
+        link = catalog.link(f"{kind}-400gbit" if kind in ("network", "efa") else kind or "nvlink3")
         assert getattr(link, field) == pytest.approx(value, rel=2e-3), name
 
 

@@ -17,9 +17,9 @@ from fit.robust import minimize
 from fit.rows import Prices, Row, _row, load_rows
 from fit.spread import Spread
 from fit.step_times import FITTED_FILE, constants_of, fit, log_errors
+from simplan import catalog
 from simplan.accuracy.question import question_of_run
 from simplan.predict.step_summary import step_terms, summarize_step
-from simplan.spec import catalogue
 
 FOLDER = Path(__file__).parent.parent.parent / "scenarios" / "published"
 HALF_A_POINT = 0.005
@@ -105,11 +105,11 @@ def test_the_file_says_what_was_fitted_to_what(rows: list[Row]) -> None:
 
 def test_the_catalogue_has_what_was_fitted() -> None:
     fitted = yaml.safe_load(FITTED_FILE.read_text(encoding="utf-8"))
-    ampere, own = catalogue.kernel_rates("ampere"), fitted["architectures"]["ampere"]
+    ampere, own = catalog.kernel_rates("ampere"), fitted["architectures"]["ampere"]
     assert ampere.matmul_share == own["matmul_share"]
     assert ampere.attention["flash2"].sustained == own["attention"]["flash2"]
-    assert catalogue.kernel_rates("ampere", textbook=True).fitted_on is None
-    software = catalogue.software("llm-foundry")
+    assert catalog.kernel_rates("ampere", textbook=True).fitted_on is None
+    software = catalog.software("llm-foundry")
     assert software.rates.traffic == fitted["software"]["llm-foundry"]["traffic"]
     assert "fitted on" in software.sources["rates"]
 

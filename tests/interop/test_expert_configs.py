@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
 from simplan.interop.huggingface import model_fields_from_config
+from simplan.model.model import ModelSpec
 from simplan.predict import predict
 from simplan.scenario import load_scenario
-from simplan.spec import catalogue
-from simplan.spec.model import ModelSpec
 
 MIXTRAL = {
     "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
@@ -95,9 +95,9 @@ def model(config: dict[str, Any]) -> ModelSpec:
 def test_a_config_equals_the_preset(config: dict[str, Any], preset: str) -> None:
     """But for the name and for the longest sequence, which costs nothing with rotary positions."""
     ignored = {"name", "sources", "max_position_embeddings"}
-    found, expected = model(config), catalogue.model(preset)
+    found, expected = model(config), catalog.model(preset)
     assert found.model_dump(exclude=ignored) == expected.model_dump(exclude=ignored)
-    assert found.num_parameters == pytest.approx(catalogue.published_parameters(preset), rel=1e-3)
+    assert found.num_parameters == pytest.approx(catalog.published_parameters(preset), rel=1e-3)
 
 
 @pytest.mark.parametrize(

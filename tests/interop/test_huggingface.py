@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
 from simplan.interop.huggingface import model_fields_from_config
+from simplan.model.model import ModelSpec
 from simplan.scenario import load_scenario
-from simplan.spec import catalogue
-from simplan.spec.model import ModelSpec
 
 GPT2 = {
     "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
@@ -123,8 +123,8 @@ def test_parameter_counts_equal_the_published_ones(config: dict[str, Any], seq_l
 )
 def test_a_config_equals_the_preset(config: dict[str, Any], preset: str) -> None:
     ignored = {"name", "sources"}
-    length = catalogue.model(preset).seq_len
-    assert model(config, length).model_dump(exclude=ignored) == catalogue.model(preset).model_dump(exclude=ignored)
+    length = catalog.model(preset).seq_len
+    assert model(config, length).model_dump(exclude=ignored) == catalog.model(preset).model_dump(exclude=ignored)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import yaml
 
 from simplan.cli.execute import RunOptions, exported_job
 from simplan.interop.launchers import Launch, kubernetes_job, slurm_script
-from simplan.program.checkpoint import Checkpointing
-from simplan.program.measurement import Measurement
-from simplan.program.run_spec import RunSpec
+from simplan.runs.checkpoint import Checkpointing
+from simplan.runs.measurement import Measurement
+from simplan.runs.run_spec import RunSpec
 from simplan.scenario import load_scenario
 
 ROOT = Path(__file__).resolve().parents[2]

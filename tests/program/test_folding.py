@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simplan.plan.plan import RankMapping
 from simplan.program.folding import Folding, fold, unfolded
-from simplan.spec.plan import RankMapping
 
 
 def folded(mapping: RankMapping, devices_per_node: int) -> Folding:

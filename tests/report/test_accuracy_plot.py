@@ -10,8 +10,8 @@ import pytest
 
 from simplan.accuracy.outcome import RunOutcome
 from simplan.accuracy.result import Accuracy
-from simplan.report.accuracy_plot import AccuracyPlot, accuracy_plot, time_ticks
-from simplan.report.accuracy_svg import COLOURS, NIGHT, accuracy_svg
+from simplan.report.drawings.accuracy_plot import AccuracyPlot, accuracy_plot, time_ticks
+from simplan.report.drawings.accuracy_svg import COLOURS, NIGHT, accuracy_svg
 from tests.accuracy.runs import outcome, run
 
 SVG = "{http://www.w3.org/2000/svg}"

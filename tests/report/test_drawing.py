@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simplan import catalog
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
 from simplan.program.schedules import SCHEDULES, PipelineShape, StageTimes
 from simplan.program.schedules.bubble import action_ends_s
 from simplan.program.timeline import Span, SpanKind, Timeline
-from simplan.report.drawing import Box, DrawnRank, PipelineDrawing, draw_pipeline, draw_timeline
-from simplan.report.drawing_labels import ticks
-from simplan.report.drawing_svg import drawing_svg, fill_of, ink_on
-from simplan.report.drawing_text import drawing_text
-from simplan.spec import catalogue
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from simplan.report.drawings.drawing import Box, DrawnRank, PipelineDrawing, draw_pipeline, draw_timeline
+from simplan.report.drawings.drawing_labels import ticks
+from simplan.report.drawings.drawing_svg import drawing_svg, fill_of, ink_on
+from simplan.report.drawings.drawing_text import drawing_text
+from simplan.training.training import TrainingSpec
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -110,8 +110,8 @@ def test_recomputation_and_other_actions_in_between() -> None:
 @pytest.fixture(scope="module")
 def prediction() -> Prediction:
     plan = ParallelPlan(pp=2, dp_shard=4, virtual_stages=2)
-    asked = (catalogue.model("llama3-8b"), catalogue.cluster("dgx-h100"), TrainingSpec(global_batch_size=16), plan)
-    return predict(Job(*asked, catalogue.software("torch")), name="small")
+    asked = (catalog.model("llama3-8b"), catalog.cluster("dgx-h100"), TrainingSpec(global_batch_size=16), plan)
+    return predict(Job(*asked, catalog.software("torch")), name="small")
 
 
 def test_a_prediction_is_drawn_as_its_table_says(prediction: Prediction) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from simplan.plan.plan import ParallelPlan
 from simplan.report.plan_fields import plan_fields
-from simplan.spec.plan import ParallelPlan
 
 ROWS = {row["name"]: row for row in plan_fields()}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from simplan.model.families import FAMILIES
+from simplan.model.model import ModelSpec
 from simplan.report.section_fields import cluster_fields, model_fields, training_fields
 from simplan.scenario.clusters import _Cluster
-from simplan.spec.model import ModelSpec
-from simplan.spec.models import FAMILIES
-from simplan.spec.training import TrainingSpec
+from simplan.training.training import TrainingSpec
 
 TRAINING = {row["name"]: row for row in training_fields()}
 MODEL = {row["name"]: row for row in model_fields()}

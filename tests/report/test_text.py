@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from simplan import catalog
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.program.program import MemoryCategory
 from simplan.report.comparison import comparison_text
 from simplan.report.text import prediction_text, verdict
-from simplan.spec import catalogue
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from simplan.training.training import TrainingSpec
 from simplan.units import GIB
 from simplan.validate.compare import Comparison
 from simplan.validate.rows import ComparisonRow
@@ -24,8 +24,8 @@ from simplan.validate.rows import ComparisonRow
 @pytest.fixture(scope="module")
 def prediction() -> Prediction:
     plan = ParallelPlan(pp=2, dp_replicate=4, microbatch_size=2)
-    asked = (catalogue.model("gpt2-124m"), catalogue.cluster("dgx-h100"), TrainingSpec(global_batch_size=64), plan)
-    return predict(Job(*asked, catalogue.software("torch")), name="small")
+    asked = (catalog.model("gpt2-124m"), catalog.cluster("dgx-h100"), TrainingSpec(global_batch_size=64), plan)
+    return predict(Job(*asked, catalog.software("torch")), name="small")
 
 
 def with_need(prediction: Prediction, device_bytes: int) -> Prediction:
@@ -75,17 +75,17 @@ def test_a_large_numerator_is_no_power_of_ten(prediction: Prediction) -> None:
 
 
 def test_a_zero_stage_with_one_shard_says_that_it_shards_nothing() -> None:
-    asked = (catalogue.model("gpt2-124m"), catalogue.cluster("dgx-h100"), TrainingSpec(global_batch_size=64))
-    torch = catalogue.software("torch")
+    asked = (catalog.model("gpt2-124m"), catalog.cluster("dgx-h100"), TrainingSpec(global_batch_size=64))
+    torch = catalog.software("torch")
     found = predict(Job(*asked, ParallelPlan(dp_replicate=8, zero_stage=3), torch), name="").assumptions
     assert found[0] == "zero_stage = 3 shards nothing, as dp_shard = 1: dp_shard = 8 in place of dp_replicate shards"
     assert "shards nothing" not in " ".join(predict(Job(*asked, ParallelPlan(dp_shard=8), torch), name="").assumptions)
 
 
 def test_sequences_longer_than_the_model_takes_are_noted() -> None:
-    asked = catalogue.cluster("dgx-h100"), TrainingSpec(global_batch_size=8)
-    model = catalogue.model("llama3-8b").model_copy(update={"num_hidden_layers": 2, "max_position_embeddings": 4096})
-    torch, said = catalogue.software("torch"), []
+    asked = catalog.cluster("dgx-h100"), TrainingSpec(global_batch_size=8)
+    model = catalog.model("llama3-8b").model_copy(update={"num_hidden_layers": 2, "max_position_embeddings": 4096})
+    torch, said = catalog.software("torch"), []
     for update in ({"seq_len": 4096}, {"seq_len": 8192}, {"seq_len": 8192, "document_lengths": (4096, 4096)}):
         found = predict(
             Job(model.model_copy(update=update), *asked, ParallelPlan(dp_replicate=8), torch), name=""
@@ -95,9 +95,9 @@ def test_sequences_longer_than_the_model_takes_are_noted() -> None:
 
 
 def test_options_without_effect_are_noted() -> None:
-    bridge = catalogue.software("megatron-bridge").model_copy(update={"expert_dispatch": "deepep"})
-    small = catalogue.model("mixtral-8x7b").model_copy(update={"num_hidden_layers": 2})
-    asked = (small, catalogue.cluster("dgx-h100"), TrainingSpec(global_batch_size=8))
+    bridge = catalog.software("megatron-bridge").model_copy(update={"expert_dispatch": "deepep"})
+    small = catalog.model("mixtral-8x7b").model_copy(update={"num_hidden_layers": 2})
+    asked = (small, catalog.cluster("dgx-h100"), TrainingSpec(global_batch_size=8))
     found = [
         predict(Job(*asked, ParallelPlan(dp_shard=8, zero_stage=1, ep=ep), bridge), name="").assumptions
         for ep in (1, 8)
@@ -108,16 +108,16 @@ def test_options_without_effect_are_noted() -> None:
 
 
 def test_what_sources_say_of_a_device_is_noted() -> None:
-    cluster = catalogue.cluster("dgx-h100").model_copy(update={"device": catalogue.device("h20-sxm-96gb")})
-    asked = (catalogue.model("gpt2-124m"), cluster, TrainingSpec(global_batch_size=8))
-    found = predict(Job(*asked, ParallelPlan(dp_replicate=8), catalogue.software("torch")), name="").assumptions
+    cluster = catalog.cluster("dgx-h100").model_copy(update={"device": catalog.device("h20-sxm-96gb")})
+    asked = (catalog.model("gpt2-124m"), cluster, TrainingSpec(global_batch_size=8))
+    found = predict(Job(*asked, ParallelPlan(dp_replicate=8), catalog.software("torch")), name="").assumptions
     assert any(text.startswith("h20-sxm-96gb: rates of kernels are those fitted on H100") for text in found)
 
 
 def test_whole_gradients_under_fsdp_are_noted() -> None:
     """A rank of 8 holds 4 bytes for each of 124 M parameters where the other plan holds an eighth."""
-    asked = (catalogue.model("gpt2-124m"), catalogue.cluster("dgx-h100"), TrainingSpec(global_batch_size=32))
-    torch, held, said = catalogue.software("torch"), [], []
+    asked = (catalog.model("gpt2-124m"), catalog.cluster("dgx-h100"), TrainingSpec(global_batch_size=32))
+    torch, held, said = catalog.software("torch"), [], []
     for grad_sync in ("step", "microbatch"):
         found = predict(
             Job(*asked, ParallelPlan.model_validate({"dp_shard": 8, "grad_sync": grad_sync}), torch), name=""
@@ -128,18 +128,18 @@ def test_whole_gradients_under_fsdp_are_noted() -> None:
     assert [len(texts) for texts in said] == [1, 0]
     once = predict(Job(*asked[:2], TrainingSpec(global_batch_size=8), ParallelPlan(dp_shard=8), torch), name="")
     assert not any("add up whole" in text for text in once.assumptions)
-    each = predict(Job(*asked, ParallelPlan(dp_shard=8), catalogue.software("torchtitan")), name="")
+    each = predict(Job(*asked, ParallelPlan(dp_shard=8), catalog.software("torchtitan")), name="")
     assert each.memory[0].by_category[MemoryCategory.GRADIENTS] <= held[1]
     assert "sharded gradients are reduced after each of 4 microbatches, as torchtitan does" in each.assumptions
 
 
 @pytest.mark.parametrize("software", ["torch", "megatron-core"])
 def test_fp16_says_what_of_the_loss_scaler_is_missing(software: str) -> None:
-    asked = (catalogue.model("gpt2-124m"), catalogue.cluster("dgx-h100"))
+    asked = (catalog.model("gpt2-124m"), catalog.cluster("dgx-h100"))
     for precision in ("fp16", "bf16"):
         training = TrainingSpec(global_batch_size=64, precision=precision)
         found = predict(
-            Job(*asked, training, ParallelPlan(dp_replicate=8), catalogue.software(software)), name=""
+            Job(*asked, training, ParallelPlan(dp_replicate=8), catalog.software(software)), name=""
         ).assumptions
         assert any("of the loss scaler" in text for text in found) == (precision == "fp16")
 

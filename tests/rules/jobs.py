@@ -7,14 +7,14 @@ from typing import Any
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from simplan import catalog
+from simplan.cluster.hardware import ClusterSpec
 from simplan.job import Job
-from simplan.spec import catalogue
-from simplan.spec.hardware import ClusterSpec
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.schedules import SCHEDULE_FACTS
-from simplan.spec.software import SoftwareSpec
-from simplan.spec.training import TrainingSpec
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
+from simplan.plan.schedules import SCHEDULE_FACTS
+from simplan.software.software import SoftwareSpec
+from simplan.training.training import TrainingSpec
 from tests.search.jobs import FAMILIES
 
 __all__ = ["job", "jobs", "plans"]
@@ -84,7 +84,7 @@ def job(
     """
     made = ParallelPlan.model_validate(plan or {})
     where = _cluster(cluster, num_devices or made.num_devices)
-    profile = catalogue.software(software) if isinstance(software, str) else software
+    profile = catalog.software(software) if isinstance(software, str) else software
     return Job(
         ModelSpec.model_validate({"family": family, **FAMILIES[family], **model}),
         where.model_copy(update=cluster_fields) if cluster_fields else where,
@@ -96,10 +96,10 @@ def job(
 
 def _cluster(name: str, num_devices: int) -> ClusterSpec:
     if name != "this-machine":
-        return catalogue.cluster(name, num_devices)
-    link = catalogue.link("loopback")  # and as many ranks as are asked for, whatever machine this is
+        return catalog.cluster(name, num_devices)
+    link = catalog.link("loopback")  # and as many ranks as are asked for, whatever machine this is
     ranks = {"num_devices": num_devices, "devices_per_node": num_devices, "intra_link": link}
-    return catalogue.cluster(name, 1).model_copy(update=ranks)
+    return catalog.cluster(name, 1).model_copy(update=ranks)
 
 
 @st.composite
@@ -149,7 +149,7 @@ def jobs(draw: st.DrawFn, *, wild: bool = True) -> Job:
     """Jobs of all families and frameworks; ``wild`` for parts that no plan could mend as well."""
     plan = draw(plans(wild=wild))
     family = draw(st.sampled_from(sorted(FAMILIES)))
-    profile = catalogue.software(draw(st.sampled_from(["torch", "megatron-core", *catalogue.names("software")])))
+    profile = catalog.software(draw(st.sampled_from(["torch", "megatron-core", *catalog.names("software")])))
     training = {
         "global_batch_size": draw(st.sampled_from([8, 12, 12, 24, 600_000])),
         "precision": draw(st.sampled_from(["bf16", "bf16", "bf16", "fp32", "tf32", "fp16", "fp8", "mxfp8", "nvfp4"])),

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import simplan.rules.filter as plan_filter
+from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.rules import BY_NAME, RULES, Rule, check_job, violations
 from simplan.rules.filter import PlanFilter
 from simplan.search import SearchSpace
 from simplan.search.enumeration import Enumeration
-from simplan.spec import catalogue
-from simplan.spec.plan import ParallelPlan
 from tests.rules.jobs import job, jobs, plans
 from tests.search.jobs import FAMILIES
 
@@ -76,7 +76,7 @@ def test_an_enumeration_leaves_out_what_is_refused_and_nothing_else(family: str,
 
 @pytest.mark.parametrize("name", sorted(BY_NAME))
 def test_words_are_those_of_the_framework(name: str) -> None:
-    words = BY_NAME[name].in_words(catalogue.software("maxtext"))
+    words = BY_NAME[name].in_words(catalog.software("maxtext"))
     assert not any(of_torch in words for of_torch in ("DistributedDataParallel", "FSDP", "torch loses"))
 
 

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from simplan import catalog
+from simplan.cluster.hardware import DeviceSpec
 from simplan.errors import SpecError
 from simplan.scenario import load_scenario
-from simplan.spec import catalogue
-from simplan.spec.hardware import DeviceSpec
 
 SCENARIO = (
     "model: {{preset: gpt2-124m}}\ncluster: {{preset: dgx-h100, num_devices: 2, device: {}}}\n"
     "training: {{global_batch_size: 24}}\nplan: {{dp_replicate: 2}}\n"
 )
-H100 = catalogue.device("h100-sxm-80gb")
+H100 = catalog.device("h100-sxm-80gb")
 
 
 def device(folder: Path, written: str) -> DeviceSpec:
@@ -34,7 +34,7 @@ def test_another_peak_drops_what_was_measured_of_the_old_one(tmp_path: Path) -> 
 
 def test_another_architecture_brings_its_kernels(tmp_path: Path) -> None:
     other = device(tmp_path, "{architecture: ampere}")
-    assert other.kernels == catalogue.device("a100-sxm-80gb").kernels != H100.kernels
+    assert other.kernels == catalog.device("a100-sxm-80gb").kernels != H100.kernels
     assert "A100" in other.sources["kernels.attention.flash2"]
     own = device(tmp_path, "{id: mine, architecture: hopper, peak_flop_per_s: {bf16: 2e14}}")
     assert own.kernels == H100.kernels

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from simplan import catalog
+from simplan.cluster import machine
 from simplan.errors import NotModelledError, SpecError
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.scenario import Scenario, load_scenario
-from simplan.spec import catalogue, machine
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from simplan.training.training import TrainingSpec
 from simplan.units import GIB
 
 REST = "training: {global_batch_size: 24}\nplan: {dp_replicate: 2}\n"
@@ -39,12 +40,12 @@ def test_the_defaults_are_those_of_the_design(tmp_path: Path) -> None:
     scenario = load(tmp_path, MODEL + TWO + REST)
     assert scenario.name == "case"
     assert scenario.file == str(tmp_path / "case.yaml")
-    assert scenario.job.model == catalogue.model("gpt2-124m")
-    assert scenario.job.cluster == catalogue.cluster("dgx-a100-80gb", 2)
+    assert scenario.job.model == catalog.model("gpt2-124m")
+    assert scenario.job.cluster == catalog.cluster("dgx-a100-80gb", 2)
     assert scenario.job.training == TrainingSpec(
         global_batch_size=24, precision="bf16", optimizer="adamw", task="pretrain"
     )
-    assert scenario.job.software == catalogue.software("torch")
+    assert scenario.job.software == catalog.software("torch")
     assert scenario.job.plan == ParallelPlan(dp_replicate=2)
     assert scenario.job.num_microbatches == 12
     assert scenario.expect == ()
@@ -80,11 +81,11 @@ def test_an_inline_cluster(tmp_path: Path) -> None:
     assert (cluster.id, cluster.num_devices, cluster.num_nodes) == ("inline", 2, 2)
     assert cluster.device.memory_bytes == 60_000_000_000
     assert cluster.device.sources["memory_bytes"] == "the scenario"
-    assert cluster.device.peak_flop_per_s == catalogue.device("a100-sxm-80gb").peak_flop_per_s
+    assert cluster.device.peak_flop_per_s == catalog.device("a100-sxm-80gb").peak_flop_per_s
     assert cluster.inter_link is not None
     assert cluster.inter_link.bytes_per_s == 12.5e9
     one_node = text.replace("devices_per_node: 1", "devices_per_node: 2").replace("num_nodes: 2", "num_nodes: 1")
-    assert load(tmp_path, MODEL + one_node + REST).job.cluster.intra_link == catalogue.link("pcie4")
+    assert load(tmp_path, MODEL + one_node + REST).job.cluster.intra_link == catalog.link("pcie4")
 
 
 def test_a_device_and_a_link_of_ones_own(tmp_path: Path) -> None:
@@ -96,12 +97,12 @@ def test_a_device_and_a_link_of_ones_own(tmp_path: Path) -> None:
     assert cluster.device.id == "mine"
     assert cluster.intra_link is not None
     assert (cluster.intra_link.bytes_per_s, cluster.intra_link.latency_s) == (1e10, 5e-6)
-    assert cluster.intra_link.launch_s == catalogue.link("pcie4").launch_s  # as nothing else is said
+    assert cluster.intra_link.launch_s == catalog.link("pcie4").launch_s  # as nothing else is said
 
 
 def test_a_network_by_name(tmp_path: Path) -> None:
     efa = "cluster: {preset: dgx-h100, inter_link: efa-400gbit, devices_per_node: 1, num_devices: 2}\n"
-    assert load(tmp_path, MODEL + efa + REST).job.cluster.inter_link == catalogue.link("efa-400gbit")
+    assert load(tmp_path, MODEL + efa + REST).job.cluster.inter_link == catalog.link("efa-400gbit")
     own = efa.replace("efa-400gbit", "{bytes_per_s: 1e9, latency_s: 1e-5, bandwidth_share: 0.5}")
     found = load(tmp_path, MODEL + own + REST).job.cluster.inter_link
     assert found is not None
@@ -113,7 +114,7 @@ def test_a_preset_with_another_device_takes_its_link(tmp_path: Path) -> None:
         tmp_path, MODEL + TWO.replace("num_devices", "device: v100-sxm2-32gb, num_devices") + REST
     ).job.cluster
     assert cluster.device.id == "v100-sxm2-32gb"
-    assert cluster.intra_link == catalogue.link("nvlink2")
+    assert cluster.intra_link == catalog.link("nvlink2")
 
 
 @pytest.mark.usefixtures("small_machine")
@@ -124,7 +125,7 @@ def test_this_machine(tmp_path: Path) -> None:
     gpu = "cluster: {preset: this-machine, device: h200-sxm, num_devices: 2}\n"
     there = load(tmp_path, MODEL + gpu + REST).job.cluster
     assert (there.id, there.num_devices, there.device.id, there.cores_per_node) == ("this-machine", 2, "h200-sxm", None)
-    assert there.intra_link == catalogue.link("nvlink4")
+    assert there.intra_link == catalog.link("nvlink4")
 
 
 @pytest.mark.parametrize(
@@ -211,9 +212,9 @@ def test_a_preset_and_a_config_contradict_each_other(tmp_path: Path) -> None:
 
 def test_a_scenario_made_in_code_is_checked() -> None:
     model, cluster, software = (
-        catalogue.model("gpt2-124m"),
-        catalogue.cluster("dgx-h100", 2),
-        catalogue.software("torch"),
+        catalog.model("gpt2-124m"),
+        catalog.cluster("dgx-h100", 2),
+        catalog.software("torch"),
     )
     job = Job(model, cluster, TrainingSpec(global_batch_size=8), ParallelPlan(pp=2), software)
     assert Scenario(name="code", job=job).job.num_microbatches == 8
@@ -226,7 +227,7 @@ def test_a_scenario_made_in_code_is_checked() -> None:
 def test_software_with_an_option(tmp_path: Path) -> None:
     text = MODEL + TWO + REST
     assert load(tmp_path, text + "software: {preset: torch, compiled: true}").job.software.compiled
-    assert load(tmp_path, text + "software: {preset: torch}").job.software == catalogue.software("torch")
+    assert load(tmp_path, text + "software: {preset: torch}").job.software == catalog.software("torch")
     for software, said in (
         ("{preset: torch, compiled: 3}", "software.compiled = 3"),
         ("{preset: torch, bucket_bytes: 1}", "software.bucket_bytes = 1: is no option of torch; its options are"),

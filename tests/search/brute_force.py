@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.search import SearchSpace
 from simplan.search.statistics import rounded
-from simplan.spec.plan import ParallelPlan
 from tests.search.jobs import plans_of
 
 __all__ = ["Row", "every_plan", "front", "shown"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from simplan import catalog
 from simplan.job import Job
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
 from simplan.search import SearchSpace
 from simplan.search.enumeration import Enumeration
-from simplan.spec import catalogue
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from simplan.training.training import TrainingSpec
 
 __all__ = ["FAMILIES", "SIZES", "plain_plan", "plans_of", "small_job"]
 
@@ -67,13 +67,13 @@ def small_job(
         batch, precision, task: Of the training.
         changes: Fields of the model.
     """
-    devices = catalogue.cluster(cluster, num_devices)
+    devices = catalog.cluster(cluster, num_devices)
     if memory_bytes is not None:
         device = devices.device.model_copy(update={"memory_bytes": memory_bytes})
         devices = devices.model_copy(update={"device": device})
     model = ModelSpec.model_validate({"family": family, **FAMILIES[family], **changes})
     training = TrainingSpec(global_batch_size=batch, precision=precision, task=task)
-    return Job(model, devices, training, ParallelPlan(), catalogue.software(software))
+    return Job(model, devices, training, ParallelPlan(), catalog.software(software))
 
 
 def plain_plan(**fields: Any) -> ParallelPlan:

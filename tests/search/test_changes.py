@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from simplan import catalog
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.search import Change, SearchSpace, search
 from simplan.search.jobs import with_num_devices
-from simplan.spec import catalogue
-from simplan.spec.plan import ParallelPlan
 from simplan.units import MIB
 from tests.search.jobs import small_job
 
@@ -50,7 +50,7 @@ def test_every_change_makes_a_plan() -> None:
 
 def test_changes_keep_to_what_the_software_has() -> None:
     """Megatron Core has neither ZeRO-2 nor ZeRO-3: they are nothing that a user left out."""
-    megatron = catalogue.software("megatron-core")
+    megatron = catalog.software("megatron-core")
     nothing = changes_of(replace(asked_for(800), software=megatron), SearchSpace())
     assert set(nothing) == {"memory_bytes"}
     narrow = SearchSpace(microbatch_size=(4,), schedule=("1f1b",), recompute=("none",))

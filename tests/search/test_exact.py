@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from simplan import catalog
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.search import Progress, SearchResult, SearchSpace, search
 from simplan.search.evaluate import Evaluator
-from simplan.spec import catalogue
-from simplan.spec.plan import ParallelPlan
 from simplan.units import MIB
 from tests.search.brute_force import Row, every_plan, front, shown
 from tests.search.jobs import small_job
@@ -61,7 +61,7 @@ def test_the_space_is_worth_searching() -> None:
 @pytest.mark.parametrize("num_devices", [4, 8])
 def test_the_best_are_the_best_of_predict(software: str, num_devices: int) -> None:
     """Whatever the framework, and few plans are timed for it."""
-    profile = catalogue.software(software)
+    profile = catalog.software(software)
     job = asked_for(num_devices, software, capacity_of(software, num_devices))
     space = SearchSpace.model_validate(
         {
@@ -214,6 +214,6 @@ def test_what_is_ranked_is_predicted_whole_and_ranked_again(monkeypatch: pytest.
 
 
 def test_software_without_a_zero_stage_is_searched_without_it() -> None:
-    job = replace(asked_for(), software=catalogue.software("megatron-core"))
+    job = replace(asked_for(), software=catalog.software("megatron-core"))
     found = search(job, SearchSpace(microbatch_size=(1,), recompute=("none",)), explain=False)
     assert {ranked.plan.zero_stage for ranked in found.ranked} <= {0, 1}

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
+from simplan.plan.plan import ParallelPlan
 from simplan.search.candidates import plan_order
 from simplan.search.incumbents import NOISE, Incumbents, Timed
 from simplan.search.objective import Goal
 from simplan.search.space import Objective
-from simplan.spec.plan import ParallelPlan
 from tests.search.jobs import plain_plan
 
 TOP = 3

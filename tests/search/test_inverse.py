@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from simplan import catalog
 from simplan.errors import NoFeasiblePlanError, NotModelledError, SpecError
 from simplan.search import SearchSpace, largest, search
-from simplan.spec import catalogue
 from simplan.units import MIB
 from tests.search.jobs import small_job
 
@@ -59,7 +59,7 @@ def test_nothing_fits_or_there_is_no_such_thing() -> None:
 
 def test_only_what_the_software_has() -> None:
     """Megatron Core has neither ZeRO-2 nor ZeRO-3."""
-    megatron = replace(small_job(num_devices=2), software=catalogue.software("megatron-core"))
+    megatron = replace(small_job(num_devices=2), software=catalog.software("megatron-core"))
     assert largest(megatron, SearchSpace(), "microbatch_size").plan.zero_stage in megatron.software.zero_stages
     with pytest.raises(NotModelledError, match="megatron-core has zero_stage 0 or 1 only"):
         largest(megatron, SPACE, "microbatch_size")

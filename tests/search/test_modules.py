@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
 from simplan.job import Job
 from simplan.predict import predict
 from simplan.rules import BY_NAME, check_job
 from simplan.search import SearchSpace, search
 from simplan.search.enumeration import Enumeration
-from simplan.spec import catalogue
 from simplan.units import MIB
 from tests.search.jobs import small_job
 
@@ -33,7 +33,7 @@ SPACE: dict[str, Any] = {
 
 def asked_for(software: str = "megatron-core", **changes: Any) -> Job:
     asked = small_job(memory_bytes=1095 * MIB, hidden_size=512, vocab_size=2048, seq_len=256, **changes)
-    return replace(asked, software=catalogue.software(software))
+    return replace(asked, software=catalog.software(software))
 
 
 def test_every_list_of_modules_is_a_plan_that_predict_would_give() -> None:

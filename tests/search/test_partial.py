@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from simplan import catalog
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.search import SearchResult, SearchSpace, search
 from simplan.search.statistics import rounded
-from simplan.spec import catalogue
-from simplan.spec.plan import ParallelPlan
 from simplan.units import MIB
 from tests.search.brute_force import Row, shown
 from tests.search.jobs import plans_of, small_job
@@ -41,7 +41,7 @@ def asked_for(software: str) -> Job:
         seq_len=256,
         num_hidden_layers=BLOCKS,
     )
-    return replace(asked, software=catalogue.software(software))
+    return replace(asked, software=catalog.software(software))
 
 
 def found_by(asked: Job, **space: Any) -> SearchResult:
@@ -122,7 +122,7 @@ def test_without_it_all_blocks_run_again_or_none() -> None:
 
 
 def test_software_that_cannot_does_not() -> None:
-    asked = replace(asked_for("megatron-core"), software=catalogue.software("deepspeed-2021"))
+    asked = replace(asked_for("megatron-core"), software=catalog.software("deepspeed-2021"))
     result = found_by(asked, zero_stage=(0, 1), top=50)
     assert all(plan.plan.recompute_layers is None for plan in result.ranked)
 

@@ -1,6 +1,6 @@
 """The compiled engine and the memory arrays beside the SimPy engine and the memory walk, on Programs of any shape.
 
-Lowered Programs are compared in ``tests/test_random_plans.py`` and ``tests/test_folding_scenarios.py``.
+Lowered Programs are compared in ``tests/test_random_plans.py`` and ``tests/predict/test_folding_scenarios.py``.
 """
 
 from __future__ import annotations

@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
 from simplan.program.action import Action, ActionKind, Table
-from simplan.program.complete import complete_table
-from simplan.program.lower import Lowering, lower
-from simplan.program.partition import assign_stage_layers
+from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.program import Op, Program, Stream
 from simplan.program.schedules import PipelineShape, gpipe, interleaved_1f1b, naive, one_f_one_b
+from simplan.program.tables.complete import complete_table
+from simplan.program.tables.partition import assign_stage_layers
 from simplan.program.timeline import Span, SpanKind, split_of_rank
 from simplan.sim.engine import CoreUse, simulate, timeline
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.software import SoftwareSpec, StateBytes
-from simplan.spec.training import TrainingSpec
+from simplan.software.software import SoftwareSpec, StateBytes
+from simplan.training.training import TrainingSpec
 from tests.jobs import job_to_lower
-from tests.program.tables import compute_tables, makespan_s
+from tests.program.tables.tables import compute_tables, makespan_s
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 SOFTWARE = SoftwareSpec(

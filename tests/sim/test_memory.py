@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simplan.model.model import ModelSpec
+from simplan.model.recompute import recomputation
 from simplan.program.action import Table
-from simplan.program.footprint import LayerFootprint, layer_footprint
+from simplan.program.memory.footprint import LayerFootprint, layer_footprint
 from simplan.program.program import MemoryCategory
 from simplan.program.schedules import PipelineShape, gpipe, naive, one_f_one_b
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak, memory_trace
-from simplan.spec.model import ModelSpec
-from simplan.spec.recompute import recomputation
-from tests.program.tables import compute_tables
+from tests.program.tables.tables import compute_tables
 from tests.sim.test_engine import SOFTWARE, durations, program
 
 BLOCK_PARAMETERS = 12 * 64 * 64 + 13 * 64

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simplan.plan.plan import ParallelPlan
 from simplan.predict import run_spec_of
 from simplan.prediction import Prediction
-from simplan.program.measurement import MeasuredCollective, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
 from simplan.program.timeline import SpanKind, Timeline
-from simplan.report.comparison_drawing import draw_comparison
-from simplan.report.comparison_svg import comparison_html, comparison_svg
-from simplan.spec.plan import ParallelPlan
+from simplan.report.drawings.comparison_drawing import draw_comparison
+from simplan.report.drawings.comparison_svg import comparison_html, comparison_svg
+from simplan.runs.measurement import MeasuredCollective, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
 from simplan.validate.activity import Activity, Busy, Share, Transfer, pieces_of
 from simplan.validate.attribution import attribute
 from simplan.validate.path import critical_pieces

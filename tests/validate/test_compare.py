@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
+from simplan import catalog
 from simplan.errors import SpecError
 from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict, run_spec_of
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind, format_table
-from simplan.program.measurement import MeasuredCollective, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
 from simplan.program.timeline import SpanKind
 from simplan.report.comparison import comparison_text
-from simplan.spec import catalogue
-from simplan.spec.plan import ParallelPlan
-from simplan.spec.training import TrainingSpec
+from simplan.runs.measurement import MeasuredCollective, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
+from simplan.training.training import TrainingSpec
 from simplan.units import GIB
 from simplan.validate.activity import Share
 from simplan.validate.compare import AT_THIS_SPEED, compare
@@ -28,8 +28,8 @@ from simplan.validate.structure import predicted_messages
 def predicted(plan: ParallelPlan, name: str = "test", **sizes: Any) -> Prediction:
     """GPT-2 with four blocks on two devices."""
     fields = {"num_hidden_layers": 4, "tied_embeddings": False, **sizes}
-    model, cluster = catalogue.model("gpt2-124m").model_copy(update=fields), catalogue.cluster("dgx-h100", 2)
-    return predict(Job(model, cluster, TrainingSpec(global_batch_size=4), plan, catalogue.software("torch")), name=name)
+    model, cluster = catalog.model("gpt2-124m").model_copy(update=fields), catalog.cluster("dgx-h100", 2)
+    return predict(Job(model, cluster, TrainingSpec(global_batch_size=4), plan, catalog.software("torch")), name=name)
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import re
 import pytest
 
 from simplan.errors import SpecError
+from simplan.plan.plan import ParallelPlan
 from simplan.prediction import Prediction
-from simplan.program.measurement import Measurement
 from simplan.report.logged import could_come_from, logged_text
-from simplan.spec.plan import ParallelPlan
+from simplan.runs.measurement import Measurement
 from simplan.validate.compare import compare
 from simplan.validate.logged import LoggedRun, compare_logged
 from simplan.validate.reading import parse_measured

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from simplan.program.measurement import MeasuredCollective
+from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.program import Stream
-from simplan.spec.plan import ParallelPlan, RankMapping
+from simplan.runs.measurement import MeasuredCollective
 from simplan.validate.measured import stream_of
 
 

@@ -22,18 +22,18 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
+from simplan import catalog
 from simplan.accuracy.outcome import measured_memory_gib
 from simplan.accuracy.question import RunQuestion, question_of_run
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.schema import PublishedRun
 from simplan.errors import SimplanError
 from simplan.job import Job
+from simplan.model.implementations.layer_style import LayerStyle, Loss
+from simplan.model.model import ModelSpec
 from simplan.predict.step_summary import summarize_step
-from simplan.spec import catalogue
-from simplan.spec.layer_style import LayerStyle, Loss
-from simplan.spec.model import ModelSpec
-from simplan.spec.rates import StackRates
-from simplan.spec.software import LowPrecisionLinears, SoftwareSpec, StateBytes
+from simplan.software.rates import StackRates
+from simplan.software.software import LowPrecisionLinears, SoftwareSpec, StateBytes
 from simplan.units import GIB
 
 Change = Callable[[Job], Job]
@@ -87,7 +87,7 @@ class Figures:
 
 def ablations() -> Iterator[Ablation]:
     """Every field, at each value that some profile or default has."""
-    profiles = [catalogue.software(name) for name in catalogue.names("software")]
+    profiles = [catalog.software(name) for name in catalog.names("software")]
     for name, field in SoftwareSpec.model_fields.items():
         if name not in _NOT_SWITCHES:
             for value in _values(field, [getattr(profile, name) for profile in profiles]):
@@ -279,7 +279,7 @@ def _rows(asked: list[tuple[str, PublishedRun, RunQuestion, Figures]], ablation:
 
 def _differing(field: str) -> int | None:
     """Profiles of the catalogue that have the field at another value than its default; None of what is in none."""
-    profiles = [catalogue.software(name) for name in catalogue.names("software")]
+    profiles = [catalog.software(name) for name in catalog.names("software")]
     group, _, name = field.rpartition(".")
     if group in ("kernels", "plan", "model"):
         return None

@@ -1,6 +1,6 @@
 """Schedules: each is one function that returns the compute actions of every pipeline rank.
 
-A new schedule is one such function, one line in ``SCHEDULES``, and one line in ``simplan.spec.schedules`` that says
+A new schedule is one such function, one line in ``SCHEDULES``, and one line in ``simplan.plan.schedules`` that says
 what it takes, as rules may not import this package (a test compares that with the tables); from then on it is checked,
 simulated, drawn, executed and compared like the others.
 """

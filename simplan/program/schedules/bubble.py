@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from simplan.errors import ProgramError
 from simplan.program.action import Action, ActionKind, Table
-from simplan.program.complete import input_of, stage_to_rank
 from simplan.program.schedules.shape import StageTimes
+from simplan.program.tables.complete import input_of, stage_to_rank
 
 __all__ = ["action_ends_s", "bubble_rate", "longest_span_s"]
 

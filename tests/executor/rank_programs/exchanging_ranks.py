@@ -20,10 +20,10 @@ from executor.models.model import build_stage
 from executor.train.data import model_batch
 from executor.train.loss import cross_entropy, split_loss
 from executor.train.optimizers import local
-from simplan.spec.model import ModelSpec
-from simplan.spec.plan import Recompute
-from simplan.spec.shard import Shard
-from tests.executor.layer_runs import without_levels
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import Recompute
+from simplan.plan.shard import Shard
+from tests.executor.models.layer_runs import without_levels
 
 CPU = torch.device("cpu")
 NUM_RANKS = 2

@@ -1,0 +1,378 @@
+"""The catalogue: devices, links, clusters, models and software by name, every value with its source.
+
+The data lies in ``catalog`` beside this module: a file for each kind, for software a file for each profile. Files are
+parsed when something of their kind is first asked for, and once.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+import yaml
+
+from simplan.cluster.hardware import ClusterSpec, DeviceSpec, LinkSpec
+from simplan.cluster.machine import THIS_MACHINE, this_machine
+from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
+from simplan.model.model import ModelSpec
+from simplan.software.rates import KernelRates
+from simplan.software.software import SoftwareSpec
+
+__all__ = [
+    "Kind",
+    "NodeEntry",
+    "cluster",
+    "device",
+    "kernel_fields",
+    "kernel_rates",
+    "link",
+    "make_cluster",
+    "model",
+    "model_fields",
+    "names",
+    "network_link",
+    "node",
+    "published_parameters",
+    "software",
+    "unmeasured_link",
+]
+
+Kind = Literal["devices", "links", "clusters", "models", "software"]
+
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_MOST_LISTED = 24
+_NETWORK = re.compile(r"([a-z]+)-([0-9]+(?:\.[0-9]+)?)gbit")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEntry:
+    """What one node of a cluster holds.
+
+    Attributes:
+        id: Catalogue name of the cluster, or ``inline``.
+        device: Its devices.
+        devices_per_node: How many.
+        intra_link: Joins them; None when the device names none.
+        inter_link: Joins nodes; None when unknown.
+        source: Where the composition comes from.
+        host_memory_bytes: Memory of its host; None when unknown.
+        host_memory_bandwidth_bytes_per_s: Of that memory; None when unknown.
+    """
+
+    id: str
+    device: DeviceSpec
+    devices_per_node: int
+    intra_link: LinkSpec | None
+    inter_link: LinkSpec | None
+    source: str = field(default="", compare=False)
+    host_memory_bytes: int | None = None
+    host_memory_bandwidth_bytes_per_s: float | None = None
+
+
+def names(kind: Kind) -> tuple[str, ...]:
+    """All names of one kind, in the order of the catalogue."""
+    listed = tuple(_file(kind)[kind])
+    if kind == "links":
+        links = _file("links")
+        return (*listed, *(f"{network}-{gbit}gbit" for network in links["networks"] for gbit in links["gbit_per_s"]))
+    return (*listed, THIS_MACHINE) if kind == "clusters" else listed
+
+
+@cache
+def device(name: str) -> DeviceSpec:
+    """A device.
+
+    Raises:
+        SpecError: No such device; names the nearest.
+    """
+    entry = _entry("devices", name)
+    implied = kernel_fields(entry.get("architecture", "other"))
+    sources = _sources("devices", entry["sources"]) | implied["sources"]
+    return DeviceSpec.model_validate({"id": name, **entry, **implied, "sources": sources})
+
+
+def kernel_fields(architecture: str) -> dict[str, Any]:
+    """Fields of a device that its architecture implies: ``kernels``, and ``sources`` of them.
+
+    Raises:
+        SpecError: No such architecture; names the nearest.
+    """
+    known = ("other", *_parsed("kernels")["architectures"])
+    if architecture not in known:
+        fix = did_you_mean(architecture, known)
+        raise SpecError(Problem(field="architecture", value=architecture, rule="is not in the catalogue", fix=fix))
+    return {"kernels": kernel_rates(architecture).model_dump(), "sources": _kernel_sources(architecture)}
+
+
+@cache
+def kernel_rates(architecture: str, *, textbook: bool = False) -> KernelRates:
+    """What kernels of an architecture reach; what they usually reach where it is not in the catalogue.
+
+    Args:
+        architecture: Its name.
+        textbook: Without what training runs say (``kernels_fitted.yaml``): where a fit starts.
+    """
+    entry = dict(_parsed("kernels")["architectures"].get(architecture, {}))
+    entry.pop("sources", None)
+    if not textbook:
+        fitted = _parsed("kernels_fitted")
+        own = dict(fitted["architectures"].get(architecture, {}))
+        attention = dict(entry.get("attention", {}))
+        for name, sustained in own.pop("attention", {}).items():
+            attention[name] = attention[name] | {"sustained": sustained}
+        shared = dict(fitted["all"])
+        if not entry and not own:
+            del shared["unseen_std"]  # it is of architectures of which something is known
+        entry |= shared | own | {"attention": attention}
+    return KernelRates.model_validate(entry)
+
+
+@cache
+def link(name: str, *, textbook: bool = False) -> LinkSpec:
+    """A link; ``network-<n>gbit`` is a network of n Gbit/s per device, ``efa-<n>gbit`` one of a cloud's own transport.
+
+    Args:
+        name: Its name.
+        textbook: Without what measurements say (``links_fitted.yaml``): where a fit starts.
+
+    Raises:
+        SpecError: No such link; names the nearest.
+    """
+    match = _NETWORK.fullmatch(name)
+    if match is not None and match[1] in _file("links")["networks"] and float(match[2]) > 0:
+        return network_link(float(match[2]), match[1], textbook=textbook)
+    return _link(name, name, _entry("links", name), textbook=textbook)
+
+
+def network_link(gbit_per_device: float, kind: str = "network", *, textbook: bool = False) -> LinkSpec:
+    """The network between nodes.
+
+    Args:
+        gbit_per_device: Bandwidth of one device's share in one direction, Gbit/s (1e9 bit/s).
+        kind: InfiniBand and RoCE, or ``efa``.
+        textbook: As of ``link``.
+    """
+    entry = {"bytes_per_s": gbit_per_device * 1e9 / 8, **_file("links")["networks"][kind]}
+    return _link(f"{kind}-{gbit_per_device:g}gbit", kind, entry, textbook=textbook)
+
+
+def _link(name: str, kind: str, entry: dict[str, Any], *, textbook: bool) -> LinkSpec:
+    values = {"id": name, **entry, "sources": _sources("links", entry["sources"])}
+    if not textbook:
+        own = _parsed("links_fitted")["links"].get(kind, {})
+        for key in (key for key in own if key in values["sources"]):
+            values["sources"][key] = f"fitted, from {entry[key]:g} ({values['sources'][key]})"
+        values |= {**unmeasured_link(entry.get("library", "nccl")), **own}
+        if "launch_s" in values:
+            values["sources"]["launch_s"] = "fitted, one value for all links of GPUs"
+    return LinkSpec.model_validate(values)
+
+
+def unmeasured_link(library: str = "nccl") -> dict[str, Any]:
+    """Fields of a link that measurements of other links tell about: how sure its prices are, and time to launch.
+
+    Args:
+        library: Whose collectives run on it.
+    """
+    fitted = _parsed("links_fitted")
+    shared = {"relative_std": fitted["relative_std"]}
+    return {**shared, "launch_s": fitted["launch_s"]} if library == "nccl" else shared
+
+
+def _kernel_sources(architecture: str) -> dict[str, str]:
+    """Where rates of kernels come from; those that are not named are assumptions."""
+    textbook, kernels = kernel_rates(architecture, textbook=True), kernel_rates(architecture)
+    entry = _parsed("kernels")["architectures"].get(architecture, {})
+    sources = {f"kernels.{key}": source for key, source in _sources("kernels", entry.get("sources", {})).items()}
+    for name in (name for name in KernelRates.model_fields if name not in ("unseen_std", "between_nodes_std")):
+        before, now = getattr(textbook, name), getattr(kernels, name)
+        if before != now and isinstance(before, float):
+            key = f"kernels.{name}"
+            sources[key] = f"fitted, from {before:g} ({sources.get(key, 'an assumption')})"
+    return sources
+
+
+@cache
+def node(name: str) -> NodeEntry:
+    """What one node of a catalogue cluster holds (``this-machine`` is not one: see ``cluster``).
+
+    Raises:
+        SpecError: No such cluster; names the nearest.
+    """
+    entry = _entry("clusters", name)
+    its_device = device(entry["device"])
+    return NodeEntry(
+        id=name,
+        device=its_device,
+        devices_per_node=entry["devices_per_node"],
+        intra_link=None if its_device.intra_link is None else link(its_device.intra_link),
+        inter_link=network_link(entry["inter_link_gbit_per_device"]),
+        source=_sources("clusters", {"": entry["source"]})[""],
+        host_memory_bytes=entry["host_memory_bytes"],
+        host_memory_bandwidth_bytes_per_s=entry["host_memory_bandwidth_bytes_per_s"],
+    )
+
+
+def cluster(name: str, num_devices: int | None = None) -> ClusterSpec:
+    """A cluster.
+
+    Args:
+        name: Catalogue name.
+        num_devices: All devices of the job; None means one full node (for ``this-machine``, one rank per core).
+
+    Raises:
+        SpecError: No such cluster, or more ranks than this machine can hold.
+    """
+    if name == THIS_MACHINE:
+        return this_machine(num_devices, link("loopback"))
+    entry = node(name)
+    return make_cluster(entry, entry.devices_per_node if num_devices is None else num_devices)
+
+
+def make_cluster(entry: NodeEntry, num_devices: int) -> ClusterSpec:
+    """Enough nodes of one kind for ``num_devices``."""
+    return ClusterSpec(
+        id=entry.id,
+        device=entry.device,
+        devices_per_node=entry.devices_per_node,
+        num_devices=num_devices,
+        intra_link=entry.intra_link if entry.devices_per_node > 1 else None,
+        inter_link=entry.inter_link if num_devices > entry.devices_per_node else None,
+        host_link=None if entry.device.host_link is None else link(entry.device.host_link),
+        host_memory_bytes=entry.host_memory_bytes,
+        host_memory_bandwidth_bytes_per_s=entry.host_memory_bandwidth_bytes_per_s,
+        source=entry.source,
+    )
+
+
+@cache
+def model(name: str) -> ModelSpec:
+    """A model at the sequence length of its pretraining.
+
+    Raises:
+        SpecError: No such model; names the nearest.
+        NotModelledError: A model of a family that is not modelled yet.
+    """
+    return ModelSpec.model_validate(model_fields(name))
+
+
+def model_fields(name: str) -> dict[str, Any]:
+    """The fields the catalogue states for a model, to be overridden before ``ModelSpec`` derives the others.
+
+    Raises:
+        SpecError: As ``model``.
+    """
+    entry = dict(_entry("models", name))
+    del entry["published_parameters"]
+    source = _sources("models", {"": entry.pop("source")})[""]
+    return {"name": name, **entry, "sources": {"model": source}}
+
+
+def published_parameters(name: str) -> int:
+    """The parameter count the model's source prints, perhaps rounded.
+
+    Raises:
+        SpecError: As ``model``.
+    """
+    return int(_entry("models", name)["published_parameters"])
+
+
+@cache
+def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
+    """A software profile.
+
+    Args:
+        name: Its name.
+        textbook: Without what training runs say (``kernels_fitted.yaml``): where a fit starts.
+
+    Raises:
+        SpecError: No such profile; names the nearest.
+        NotModelledError: A framework that is not modelled yet.
+    """
+    entry = _entry("software", name)
+    fields = {"id": name, **entry, "sources": _sources("software", entry["sources"])}
+    fitted = {} if textbook else _parsed("kernels_fitted")["software"].get(name, {})
+    if fitted:
+        fields["rates"] = entry.get("rates", {}) | fitted
+        fields["sources"] = {"rates": ""} | fields["sources"]
+        fields["sources"]["rates"] = f"{fields['sources']['rates']}; fitted on {fitted['fitted_on']}".removeprefix("; ")
+    return SoftwareSpec.model_validate(fields)
+
+
+def _file(kind: Kind) -> dict[str, Any]:
+    if kind != "software":
+        return _parsed(kind)
+    return _software_files()
+
+
+@cache
+def _software_files() -> dict[str, Any]:
+    """One file each; torch comes first."""
+    folder = resources.files("simplan.catalog").joinpath("software")
+    names = sorted(
+        (file.name.removesuffix(".yaml") for file in folder.iterdir()), key=lambda name: (name != "torch", name)
+    )
+    entries = {name: _software_entry(name) for name in names}
+    references = {key: value for entry in entries.values() for key, value in entry.pop("references").items()}
+    return {"software": entries, "references": references}
+
+
+def _software_entry(name: str) -> dict[str, Any]:
+    """What a profile states, over what the one that it is ``like`` states."""
+    own = dict(_parsed(f"software/{name}"))
+    base = own.pop("like", None)
+    if base is None:
+        return own
+    entry = _software_entry(base)
+    nested = {key: entry[key] | own.pop(key, {}) for key in ("references", "sources")}
+    return entry | own | nested
+
+
+@cache
+def _parsed(name: str) -> dict[str, Any]:
+    """A file of the catalogue."""
+    text = resources.files("simplan.catalog").joinpath(*f"{name}.yaml".split("/")).read_text(encoding="utf-8")
+    data: dict[str, Any] = yaml.load(text, Loader=_LOADER)
+    return data
+
+
+_INSTEAD: dict[str, str] = {
+    "devices": "docs/own-device.md says how to describe another",
+    "clusters": "or give device and devices_per_node in place of a preset",
+}
+"""What to do without an entry."""
+
+
+def _entry(kind: Kind, name: str) -> dict[str, Any]:
+    data = _file(kind)
+    singular = kind.removesuffix("s")
+    if name in data[kind]:
+        entry: dict[str, Any] = data[kind][name]
+        return entry
+    missing: dict[str, str] = data.get("not_modelled", {})
+    if name in missing:
+        modelled = tuple(data[kind])
+        known = (
+            f"modelled: {', '.join(modelled)}" if len(modelled) <= _MOST_LISTED else f"`simplan show {kind}` lists all"
+        )
+        rule = f"{missing[name]} is not modelled yet"
+        raise NotModelledError(Problem(field=singular, value=name, rule=rule, fix=known))
+    fix = did_you_mean(name, (*names(kind), *missing)) or f"`simplan show {kind}` lists them"
+    if kind in _INSTEAD:
+        fix += f"{' ' if fix.endswith('?') else '; '}{_INSTEAD[kind]}"
+    raise SpecError(Problem(field=singular, value=name, rule="is not in the catalogue", fix=fix))
+
+
+def _sources(kind: Kind | Literal["kernels"], sources: dict[str, str]) -> dict[str, str]:
+    """Sources with the file's short references written out: ``mamf: shape`` names the reference and a detail."""
+    file = _parsed(kind) if kind == "kernels" else _file(kind)
+    references: dict[str, str] = file["references"]
+
+    def written_out(source: str) -> str:
+        name, colon, detail = source.partition(": ")
+        return references[name] + colon + detail if name in references else source
+
+    return {key: written_out(source) for key, source in sources.items()}

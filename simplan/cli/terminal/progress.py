@@ -1,0 +1,72 @@
+"""Progress of long commands on stderr: a bar on a terminal, else a line at every quarter."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from simplan.cli.terminal.output import say
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+__all__ = ["Progress"]
+
+_QUARTERS = 4
+
+
+class Progress:
+    """A bar for one piece of work; a context manager.
+
+    Args:
+        title: What is being done.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._bar: RichProgress | None = None
+        self._task: TaskID | None = None
+        self._quarter = 0
+
+    def __enter__(self) -> Self:
+        if not sys.stderr.isatty():
+            say(f"{self._title} ...")
+            return self
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as RichProgress
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[what]}"),
+            TimeElapsedColumn(),
+        )
+        self._bar = RichProgress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task(self._title, total=None, what="")
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, done: int, of: int, what: str = "") -> None:
+        """Tells how far the work is.
+
+        Args:
+            done: Parts done.
+            of: Parts in all.
+            what: The part at hand.
+        """
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=done, total=of, what=what or f"{done}/{of}")
+            return
+        quarter = _QUARTERS * done // max(of, 1)
+        if quarter > self._quarter:
+            self._quarter = quarter
+            say(f"{self._title}: {done} of {of}")

@@ -1,0 +1,1 @@
+"""Devices, links and the clusters they form."""

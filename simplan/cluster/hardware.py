@@ -1,0 +1,157 @@
+"""What a plan runs on: devices, links and the cluster they form."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from simplan.base import Count, NonNegative, Positive, Spec
+from simplan.software.rates import KernelRates
+from simplan.units import MIB
+
+__all__ = ["ClusterSpec", "DeviceSpec", "Dtype", "HostBytes", "LinkSpec", "Spread"]
+
+Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8"]
+HostBytes = Annotated[int, Field(ge=1, le=10**15)]
+"""Memory of one node; a rack that is one NVLink domain has more than a ``Count`` goes to."""
+_Part = Annotated[float, Field(gt=0, le=1)]
+
+
+class DeviceSpec(Spec):
+    """One accelerator (or, on a CPU, one rank's share of the machine).
+
+    Attributes:
+        id: Catalogue name, e.g. ``h100-sxm-80gb``.
+        kind: ``cpu`` devices have no kernels in flight: host and compute are one, and ranks share the cores.
+        memory_bytes: Capacity as the driver reports it; None when the sources do not say.
+        memory_bandwidth_bytes_per_s: Datasheet bandwidth of the device memory.
+        peak_flop_per_s: Dense peak (no sparsity) by dtype.
+        matmul_flop_per_s: Best measured matmul rate by dtype, where somebody published or calibrated one.
+        architecture: Whose kernels it runs (``catalog/kernels.yaml``).
+        num_sms: Multiprocessors that tiles of products are dealt out to; None where they are not.
+        kernels: What kernels reach.
+        intra_link: Name of the link that joins devices of one node; None for PCIe-less or unknown.
+        host_link: Name of the link to memory of the host, each device its own; None for unknown, or a CPU.
+        sources: Field name -> where its value comes from.
+        warning: What the sources disagree about.
+    """
+
+    id: str
+    kind: Literal["gpu", "tpu", "cpu", "other"] = "gpu"
+    memory_bytes: Count | None = None
+    memory_bandwidth_bytes_per_s: Positive | None = None
+    peak_flop_per_s: dict[Dtype, Positive] = Field(default_factory=dict)
+    matmul_flop_per_s: dict[Dtype, Positive] = Field(default_factory=dict)
+    architecture: str = "other"
+    num_sms: Count | None = None
+    kernels: KernelRates = KernelRates()
+    intra_link: str | None = None
+    host_link: str | None = None
+    sources: dict[str, str] = Field(default_factory=dict)
+    warning: str | None = None
+
+
+class Spread(Spec):
+    """How far prices of messages are off: relative standard deviation by size.
+
+    Attributes:
+        small: Below 1 MiB, where latency counts.
+        medium: Below 64 MiB.
+        large: From 64 MiB on, where bandwidth counts.
+    """
+
+    small: NonNegative
+    medium: NonNegative
+    large: NonNegative
+
+    def of(self, num_bytes: float) -> float:
+        """Of a message of so many bytes."""
+        if num_bytes < MIB:
+            return self.small
+        return self.medium if num_bytes < 64 * MIB else self.large
+
+
+class LinkSpec(Spec):
+    """One tier of the network, and what a library of collectives reaches on it (``simplan.cost.communication``).
+
+    Attributes:
+        id: Catalogue name, e.g. ``nvlink4``.
+        bytes_per_s: Bandwidth in one direction, per device, by datasheet; of a torus, of one of a device's links.
+        latency_s: Time of one step to a neighbour, with buffers of the large-message protocol.
+        bandwidth_share: Part of ``bytes_per_s`` that large messages reach.
+        launch_s: From the start of a collective to its first byte, on top of what its library's own model says.
+        library: Whose algorithms run: ``nccl`` (RCCL likewise), ``xla`` on a torus, or ``gloo`` between processes.
+        switch_share: Part of ``bytes_per_s`` reached when the switch reduces and multicasts (NVLink SHARP, NVLS);
+            None where it cannot.
+        part_of_node: Where devices are wired to each other without a switch, by devices of a node: which part of
+            ``bytes_per_s`` a group of so many devices can use. A size that is not listed can use all.
+        torus_axes: Axes of a torus, each with two links of every device; None for a switch or direct links.
+        torus_wrap: Length from which an axis of it closes to a ring; None for a switch or direct links.
+        relative_std: How sure prices are.
+        fitted_on: Measurements that constants were fitted on; None where they are textbook values.
+        sources: Field name -> where its value comes from.
+    """
+
+    id: str
+    bytes_per_s: Positive
+    latency_s: NonNegative
+    bandwidth_share: _Part = 0.8
+    launch_s: NonNegative = 0.0
+    library: Literal["nccl", "xla", "gloo"] = "nccl"
+    switch_share: _Part | None = None
+    part_of_node: dict[Count, dict[Count, _Part]] = Field(default_factory=dict)
+    torus_axes: Annotated[int, Field(ge=1, le=3)] | None = None
+    torus_wrap: Count | None = None
+    relative_std: Spread = Spread(small=0.25, medium=0.25, large=0.25)
+    fitted_on: str | None = None
+    sources: dict[str, str] = Field(default_factory=dict)
+
+    def rate_of_group(self, num_ranks: int, devices_per_node: int) -> float:
+        """Bytes per second that each of so many devices of a node reaches with large messages."""
+        part = self.part_of_node.get(devices_per_node, {}).get(num_ranks, 1.0)
+        return self.bytes_per_s * self.bandwidth_share * part
+
+
+class ClusterSpec(Spec):
+    """A number of equal nodes.
+
+    Attributes:
+        id: Catalogue name, or ``inline``.
+        device: The device all nodes are filled with.
+        devices_per_node: Devices in one ``intra_link`` domain; need not divide ``num_devices``.
+        num_devices: All devices of the job.
+        intra_link: Joins devices of one node; None for a node of one device.
+        inter_link: Joins nodes, as bandwidth per device; None for a single node.
+        host_link: Joins each device with memory of its host; None for unknown, or a CPU.
+        host_memory_bytes: Memory of the host of one node; None for unknown, or a CPU.
+        host_memory_bandwidth_bytes_per_s: Datasheet bandwidth of that memory, all sockets together; None for unknown.
+        cores_per_node: CPU cores the ranks of one node share, when the device is a CPU; else None.
+        source: Where the composition comes from.
+    """
+
+    id: str
+    device: DeviceSpec
+    devices_per_node: Count
+    num_devices: Count
+    intra_link: LinkSpec | None = None
+    inter_link: LinkSpec | None = None
+    host_link: LinkSpec | None = None
+    host_memory_bytes: HostBytes | None = None
+    host_memory_bandwidth_bytes_per_s: Positive | None = None
+    cores_per_node: Count | None = None
+    source: str = ""
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes needed for ``num_devices``, the last one perhaps not full."""
+        return -(-self.num_devices // self.devices_per_node)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Devices of the job in a full node."""
+        return min(self.devices_per_node, self.num_devices)
+
+    def node_of(self, rank: int) -> int:
+        """Ranks fill nodes in order."""
+        return rank // self.devices_per_node

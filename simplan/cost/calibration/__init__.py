@@ -1,0 +1,1 @@
+"""Measured prices of a machine: their format, where they lie, and costs from them."""

@@ -1,0 +1,331 @@
+"""Costs from a calibration: layers that were timed, kernels of its grid for all others, collectives and copies."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from simplan.cluster.hardware import ClusterSpec
+from simplan.cost.base import CostModel, Price, Provenance
+from simplan.cost.calibration.format import (
+    Calibration,
+    CommunicationTiming,
+    HostCopyTiming,
+    KernelTiming,
+    LayerTiming,
+    Mixed,
+    Sample,
+    way_of_mixing,
+)
+from simplan.cost.communication.collectives import bus_factor, message_price
+from simplan.cost.compute.grid import KernelGrid
+from simplan.cost.compute.grid_cost import GridCost
+from simplan.cost.compute.kernel_weights import weight_share
+from simplan.errors import Problem, SpecError
+from simplan.model.layer import CollectiveKind
+from simplan.model.low_precision import DEFAULT_RECIPE, Fp8Recipe
+from simplan.program.program import HostCopy, HostWait, LayerWork, Message, Phase
+from simplan.training.optimizer import UpdateName
+from simplan.units import format_bytes, format_time
+
+__all__ = ["CalibratedCost"]
+
+_SYSTEMATIC_STD = 0.04
+"""A timing of a layer alone differs from the layer inside a step by about so much, whatever its repeats say."""
+_EXTRAPOLATED_STD = 0.3
+_OF_PARAMETERS = (Phase.GATHER_COPY, Phase.REDUCE_COPY, Phase.SCALE, Phase.NORM, Phase.OPTIMIZER)
+_READ_ONLY = 0.5  # of what a division of gradients moves, their norm reads one half
+
+
+class CalibratedCost:
+    """A ``CostModel`` that looks timings up, and says so when it has to extrapolate.
+
+    Timings were taken with all ranks busy. Where these asked for more cores than there are, a timing holds the wait for
+    a core; a price is the time alone, for the simulator shares the cores out itself, so that wait is taken off.
+
+    Args:
+        calibration: The timings.
+        dtype: Precision of the run.
+        optimizer: Optimizer of the run.
+        num_ranks: Ranks of the run on each machine.
+        fp8_recipe: Scaling of linear layers, if the precision is FP8.
+        mixed: How the run comes by half precision; no matter to others.
+        cluster: Where messages go; groups that were not timed across its nodes are priced from its network. None for
+            one machine.
+        otherwise: Prices messages and copies that were not timed, of devices that the catalogue knows.
+        traffic: As of ``GridCost``.
+    """
+
+    def __init__(
+        self,
+        calibration: Calibration,
+        *,
+        dtype: str,
+        optimizer: UpdateName,
+        num_ranks: int,
+        fp8_recipe: Fp8Recipe = DEFAULT_RECIPE,
+        mixed: Mixed = "autocast",
+        cluster: ClusterSpec | None = None,
+        otherwise: CostModel | None = None,
+        traffic: float = 1.0,
+    ) -> None:
+        self._calibration = calibration
+        self._dtype = dtype
+        self._num_ranks = num_ranks
+        self._cluster = cluster
+        self._otherwise = otherwise
+        self._grid_timings = timed = _grid_timings(calibration, dtype, num_ranks)
+        self._grid_ranks = timed[0].num_ranks if timed else num_ranks
+        self._grid = None
+        if timed:
+            accumulates = way_of_mixing(dtype, sharded=mixed == "cast") != "cast"
+            self._grid = GridCost(KernelGrid(timed), optimizer=optimizer, accumulates=accumulates, traffic=traffic)
+        self._layers: dict[tuple[str, int], LayerTiming] = {
+            (timing.key, timing.microbatch_size): timing
+            for timing in calibration.layers
+            if (timing.dtype, timing.optimizer, timing.num_ranks) == (dtype, optimizer, num_ranks)
+            and timing.mixed == way_of_mixing(dtype, sharded=mixed == "cast")
+            and timing.fp8_recipe == fp8_recipe
+        }
+
+    def covers(
+        self,
+        layer_keys: Collection[str],
+        microbatch_size: int,
+        kinds: Collection[CollectiveKind] = (),
+        *,
+        host_copies: bool = False,
+    ) -> bool:
+        """Whether all of this was timed with so many ranks on the machine; kernels of a grid do not count as layers.
+
+        Args:
+            layer_keys: Layers.
+            microbatch_size: Sequences.
+            kinds: Ways in which bytes move (``simplan.cost.calibration.kinds``).
+            host_copies: Whether bytes move between device and host.
+        """
+        if host_copies and not self._host_copies():
+            return False
+        here = (t for t in self._calibration.communication if t.num_nodes == 1)
+        timed = {t.kind for t in here if t.world_size == self._num_ranks}
+        return timed.issuperset(kinds) and all((key, microbatch_size) in self._layers for key in layer_keys)
+
+    def reference_s(self, layer_keys: Collection[str], microbatch_size: int) -> float | None:
+        """What the executor's reference product took while these layers were timed, or else the kernels of the grid.
+
+        Args:
+            layer_keys: Layers of the run.
+            microbatch_size: Sequences.
+
+        Returns:
+            Mean seconds; None where it was not timed.
+        """
+        layers = (self._layers.get((key, microbatch_size)) for key in layer_keys)
+        timings = [timing for timing in layers if timing is not None] or self._grid_timings
+        found = [timing.reference_s for timing in timings if timing.reference_s is not None]
+        return statistics.fmean(found) if found else None
+
+    @property
+    def compute_slowdown(self) -> float | None:
+        """Time of computing beside collectives over its time alone; on CPUs of as many ranks, else None."""
+        is_gpu = self._calibration.device_kind == "gpu"
+        found = [t.compute_slowdown for t in self._calibration.overlaps if is_gpu or t.num_ranks == self._num_ranks]
+        return statistics.median(found) if found else None
+
+    @property
+    def taken_share(self) -> float:
+        """See ``CostModel``: as measured, else as without a calibration; nothing on CPUs, whose cores ranks share."""
+        if self._calibration.device_kind != "gpu":
+            return 0.0
+        slowdown = self.compute_slowdown
+        if slowdown is not None:
+            return 1 - 1 / slowdown
+        return 0.0 if self._otherwise is None else self._otherwise.taken_share
+
+    def compute(self, work: LayerWork) -> Price:
+        """See ``CostModel``.
+
+        Raises:
+            SpecError: Nothing in the calibration comes near.
+        """
+        if work.on_host and self._otherwise is not None:  # a CPU that is not the device was not timed
+            return self._otherwise.compute(work)
+        timing = self._layers.get((work.layer.key, work.microbatch_size))
+        if timing is None:
+            return self._untimed_compute(work)
+        return self._priced(work, timing, 1.0, Provenance.CALIBRATED)
+
+    def _priced(self, work: LayerWork, timing: LayerTiming, factor: float, provenance: Provenance) -> Price:
+        sample = _sample(timing, work.phase)
+        if sample is None:
+            return Price(0.0, provenance, 0.0, "nothing needs the gradient of the layer's input")
+        if work.phase in _OF_PARAMETERS:
+            timed = work.layer.num_parameters if work.phase is Phase.GATHER_COPY else work.layer.num_trained
+            factor = work.num_parameters / (timed or 1)
+            if work.phase is Phase.NORM:
+                factor, provenance = _READ_ONLY * factor, Provenance.EXTRAPOLATED
+        else:
+            factor *= weight_share(work)
+        std = (sample.round_std**2 + _SYSTEMATIC_STD**2) ** 0.5
+        if provenance is Provenance.EXTRAPOLATED:
+            std = max(std, _EXTRAPOLATED_STD)
+        times = "" if factor == 1.0 else f" x {factor:.3g}"
+        crowding = self._crowding(timing.num_ranks, max(1, self._calibration.num_cores // timing.num_ranks))
+        if crowding > 1.0:
+            times += f" / {crowding:.3g} (ranks per core)"
+        return Price(
+            sample.mean_s * factor / crowding,
+            provenance,
+            std,
+            f"{format_time(sample.mean_s)}{times} (mean of {sample.num_repeats}, "
+            f"p10 to p90 {format_time(sample.low_s)} to {format_time(sample.high_s)})",
+        )
+
+    def _crowding(self, num_ranks: int, threads: int) -> float:
+        """Cores that all ranks asked for while they were timed, over those there are; 1 on devices of their own."""
+        if self._calibration.device_kind != "cpu":
+            return 1.0
+        return max(1.0, num_ranks * threads / self._calibration.num_cores)
+
+    def _untimed_compute(self, work: LayerWork) -> Price:
+        """From the grid, else from the nearest timed microbatch size of the same layer."""
+        if self._grid is not None:
+            price = self._grid.price(work)
+            threads = max(1, self._calibration.num_cores // self._grid_ranks)
+            return replace(price, seconds=price.seconds / self._crowding(self._grid_ranks, threads))
+        same = [t for (key, _), t in self._layers.items() if key == work.layer.key]
+        if same:
+            nearest = min(same, key=lambda t: abs(t.microbatch_size - work.microbatch_size))
+            factor = work.microbatch_size / nearest.microbatch_size
+            return self._priced(work, nearest, factor, Provenance.EXTRAPOLATED)
+        others = sorted({t.dtype for t in self._calibration.kernels})
+        grid = f", and its kernels are in {' and '.join(others)} or of ranks with another number of threads"
+        raise SpecError(
+            Problem(
+                field="calibration",
+                rule=f"has no timing of the layer {work.layer.key} in {self._dtype} on {self._num_ranks} ranks"
+                f"{grid if others else ''}",
+                fix=f"run `simplan calibrate SCENARIO` with this scenario, or `simplan calibrate --dtype {self._dtype} "
+                f"--ranks {self._num_ranks}` for any",
+            )
+        )
+
+    def message(self, message: Message) -> Price:
+        """See ``CostModel``.
+
+        Raises:
+            SpecError: No message of this kind was timed.
+        """
+        kind, n = message.kind, len(message.ranks)
+        if n == 1:
+            return Price(0.0, Provenance.CALIBRATED, 0.0, "a group of one")
+        num_nodes = 1 if self._cluster is None else len({self._cluster.node_of(rank) for rank in message.ranks})
+        timings = [t for t in self._calibration.communication if t.kind == kind and t.num_nodes == num_nodes]
+        if self._otherwise is not None and not any(t.num_ranks == n for t in timings):
+            return self._otherwise.message(message)
+        if self._cluster is not None and num_nodes > 1 and not timings:
+            return message_price(message, self._cluster)
+        if not timings:
+            raise SpecError(
+                Problem(
+                    field="calibration",
+                    rule=f"has no timing of {kind}",
+                    fix=f"run `simplan calibrate --ranks {self._num_ranks}`",
+                )
+            )
+        # the same group in the same world is best, then the nearest in either
+        nearest = min(timings, key=lambda t: (abs(t.num_ranks - n), abs(t.world_size - self._num_ranks)))
+        group = (nearest.num_ranks, nearest.world_size)
+        curve = sorted(
+            (t for t in timings if (t.num_ranks, t.world_size) == group), key=lambda timing: timing.num_bytes
+        )
+        seconds, inside = _interpolate(curve, message.num_bytes)
+        exact = group == (n, self._num_ranks) and inside
+        seconds *= bus_factor(kind, n) / bus_factor(kind, nearest.num_ranks)
+        seconds /= self._crowding(nearest.world_size, 1)
+        spread = statistics.median(t.seconds.round_std for t in curve)
+        return Price(
+            seconds,
+            Provenance.CALIBRATED if exact else Provenance.EXTRAPOLATED,
+            (spread**2 + (0.1 if exact else _EXTRAPOLATED_STD) ** 2) ** 0.5,
+            f"{kind} of {format_bytes(message.num_bytes)} over {n} ranks, between timed sizes "
+            f"{format_bytes(curve[0].num_bytes)} and {format_bytes(curve[-1].num_bytes)}",
+        )
+
+    def host_copy(self, copy: HostCopy) -> Price:
+        """See ``CostModel``.
+
+        Raises:
+            SpecError: No such copy was timed with so many ranks.
+        """
+        curve = self._host_copies()
+        if not curve and self._otherwise is not None:
+            return self._otherwise.host_copy(copy)
+        if not curve:
+            rule = f"has no timing of copies between device and host on {self._num_ranks} ranks"
+            fix = "run `simplan calibrate SCENARIO` with this scenario"
+            raise SpecError(Problem(field="calibration", rule=rule, fix=fix))
+        seconds, inside = _interpolate(curve, copy.num_bytes)
+        spread = statistics.median(t.seconds.round_std for t in curve)
+        return Price(
+            seconds / self._crowding(self._num_ranks, 1),
+            Provenance.CALIBRATED if inside else Provenance.EXTRAPOLATED,
+            (spread**2 + (0.1 if inside else _EXTRAPOLATED_STD) ** 2) ** 0.5,
+            f"copy of {format_bytes(copy.num_bytes)}, between timed sizes {format_bytes(curve[0].num_bytes)} and "
+            f"{format_bytes(curve[-1].num_bytes)}",
+        )
+
+    def host_wait(self, wait: HostWait) -> Price:
+        """See ``CostModel``."""
+        if self._otherwise is not None:
+            return self._otherwise.host_wait(wait)
+        return Price(0.0, Provenance.CALIBRATED, 0.0, "a bare loop was timed")
+
+    def _host_copies(self) -> list[HostCopyTiming]:
+        """Timings with as many ranks, smallest first."""
+        found = (t for t in self._calibration.host_copies if t.world_size == self._num_ranks)
+        return sorted(found, key=lambda timing: timing.num_bytes)
+
+
+def _grid_timings(calibration: Calibration, dtype: str, num_ranks: int) -> list[KernelTiming]:
+    """The grid of a precision; on CPUs, of ranks with as many threads, of those the one of the nearest number."""
+    cores = calibration.num_cores
+    found = [
+        t
+        for t in calibration.kernels
+        if t.dtype == dtype
+        and (calibration.device_kind == "gpu" or max(1, cores // t.num_ranks) == max(1, cores // num_ranks))
+    ]
+    nearest = min({t.num_ranks for t in found}, key=lambda ranks: abs(ranks - num_ranks), default=0)
+    return [t for t in found if t.num_ranks == nearest]
+
+
+def _sample(timing: LayerTiming, phase: Phase) -> Sample | None:
+    """None for nothing to do: where the input has no gradient, the whole backward is in its second part."""
+    return {
+        Phase.FORWARD: timing.forward_s,
+        Phase.RECOMPUTE: timing.forward_s,
+        Phase.BACKWARD: timing.backward_s,
+        Phase.BACKWARD_INPUT: timing.backward_input_s,
+        Phase.BACKWARD_WEIGHT: timing.backward_weight_s or timing.backward_s,
+        Phase.GATHER_COPY: timing.gather_copy_s,
+        Phase.REDUCE_COPY: timing.reduce_copy_s,
+        Phase.ACCUMULATE: timing.scale_s,
+        Phase.SCALE: timing.scale_s,
+        Phase.NORM: timing.scale_s,
+        Phase.OPTIMIZER: timing.optimizer_s,
+    }[phase]
+
+
+def _interpolate(curve: Sequence[CommunicationTiming | HostCopyTiming], num_bytes: int) -> tuple[float, bool]:
+    """Time of a message between timed sizes, linear in bytes; beyond the largest along the last slope."""
+    first, last = curve[0], curve[-1]
+    if num_bytes <= first.num_bytes or len(curve) == 1:
+        scale = max(1.0, num_bytes / first.num_bytes)
+        return first.seconds.mean_s * scale, num_bytes <= first.num_bytes
+    upper = next((i for i, t in enumerate(curve) if t.num_bytes >= num_bytes), len(curve) - 1)
+    low, high = curve[upper - 1], curve[upper]
+    slope = (high.seconds.mean_s - low.seconds.mean_s) / (high.num_bytes - low.num_bytes)
+    seconds = low.seconds.mean_s + max(0.0, slope) * (num_bytes - low.num_bytes)
+    return seconds, num_bytes <= last.num_bytes

@@ -1,0 +1,1 @@
+"""Time of collectives, P2P sends and copies to the host."""

@@ -1,0 +1,206 @@
+"""NCCL's ways to carry out a message (RCCL's likewise), from its own model of itself.
+
+NCCL gives every algorithm and protocol a latency and a bandwidth and takes the fastest for the size at hand; so do we,
+with the latency of one step and the bandwidth of each link from the catalogue. The table of protocols is its own, as
+ratios to the step of a ring with protocol Simple: NVIDIA/nccl, src/graph/tuning.cc at 5067397c2676 (``baseLatencies``,
+``hwLatencies``, ``llMaxBws``, ``ncclTopoTuneModel``). With n ranks, k of them in each of N nodes, B bytes:
+
+========= ==================== ============================ =========================================================
+algorithm collectives          steps                        bytes over a link
+========= ==================== ============================ =========================================================
+ring      all                  laps x (n - 1), laps x (N-1) laps x (n-1)/n x B, at the smaller of a device's rate
+                               of them between nodes        inside and k devices' on the network (broadcast: B)
+tree      all_reduce           2 (k - 1) along a chain in   2 (k-1)/k x B inside; on the network B for two nodes,
+                               each node, 2 ceil(log2 N)    else 2 B, as inner nodes of a double binary tree send to
+                               between nodes                a parent and two children half of B each
+NVLS      all_reduce, inside   one through the switch, 2    (1 + 1/k) x B inside: the switch reads a buffer of every
+          a node all_gather,   ceil(log2 N) between nodes   device and writes an n-th of the sum to each; then it
+          reduce_scatter                                    takes that n-th and multicasts it. Network as of a tree
+pairwise  all_to_all           one, and posting n - 2 more  (n-1)/n x B, the parts of both tiers at the same time
+          ring, send           one                          B
+========= ==================== ============================ =========================================================
+
+Laps are 2 for an all_reduce, else 1. Rings: Patarasuk and Yuan 2009; double binary trees: Sanders, Speck and Traff
+2009; NVLS: NVIDIA/nccl-tests doc/PERFORMANCE.md and Klenk et al. 2020 (in-network reduction over NVLink). Not modelled:
+CollNet and SHARP on InfiniBand, PAT, registered buffers, copy engines, NCCL_* settings, that clouds' transports have no
+LL128, that trees are slower at medium sizes (``treeCorrectionFactor``: tried, no gain on published measurements), and
+that NCCL's choice is at times not the fastest.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from simplan.cost.communication.algorithm import Move, Way
+from simplan.cost.communication.route import Route, Tier
+from simplan.model.layer import CollectiveKind
+from simplan.program.program import Message
+
+__all__ = ["LAPS", "nccl_ways"]
+
+LAPS = {
+    CollectiveKind.ALL_REDUCE: 2,
+    CollectiveKind.ALL_GATHER: 1,
+    CollectiveKind.REDUCE_SCATTER: 1,
+    CollectiveKind.BROADCAST: 1,
+}
+
+
+class _Terms(NamedTuple):
+    """A protocol on one tier: steps over the step of a ring with Simple, and the part of the bandwidth it leaves."""
+
+    ring_step: float
+    tree_step: float
+    share: float
+
+
+class _Protocol(NamedTuple):
+    """Every 8 bytes of LL carry 4 bytes of flags, every 128 of LL128 carry 8; Simple moves whole buffers."""
+
+    name: str
+    start_s: float
+    inside: _Terms
+    between: _Terms
+    post_s: float
+
+
+# hwLatencies NVLINK: ring 0.6, 1.9, 3.4 us, tree 0.6, 1.25, 4.0; NET: ring 2.7, 4, 14, tree 5, 8.5, 14.
+# LL: llMaxBws over the bus bandwidth, 0.36 to 0.42 inside a node and 0.11 between. LL128: 0.92, in its text.
+# post_s: getNetOverhead, 1 us to 2 us for each message, three times for Simple.
+_LL = _Protocol("LL", 6.6e-6, _Terms(0.18, 0.18, 0.39), _Terms(0.19, 0.36, 0.11), 1e-6)
+_LL128 = _Protocol("LL128", 14.0e-6, _Terms(0.56, 0.37, 0.92), _Terms(0.29, 0.61, 0.92), 1e-6)
+_SIMPLE = _Protocol("Simple", 8.4e-6, _Terms(1.0, 1.18, 1.0), _Terms(1.0, 1.0, 1.0), 3e-6)
+_PROTOCOLS = (_LL, _LL128, _SIMPLE)
+_OF_PAIRS = (_LL, _SIMPLE)
+
+_TREE_SHARE = 0.92  # ncclTopoTuneModel: busBw * .92
+_NVLS_STEP_INSIDE, _NVLS_STEP_BETWEEN = 7.35, 1.49  # hwLatencies: 25 of 3.4 us; 20.9 of 14 us
+
+
+def nccl_ways(message: Message, route: Route) -> list[Way]:
+    """The ways that NCCL has; it takes the fastest.
+
+    Args:
+        message: Among two ranks or more.
+        route: Where they are.
+    """
+    match message.kind:
+        case CollectiveKind.SEND | CollectiveKind.RING:
+            return [_hop(protocol, route) for protocol in _OF_PAIRS]
+        case CollectiveKind.ALL_TO_ALL:
+            return [_pairwise(protocol, message, route) for protocol in _OF_PAIRS]
+    ways = [_ring(protocol, message.kind, route) for protocol in _PROTOCOLS]
+    if message.kind is CollectiveKind.ALL_REDUCE:
+        ways += [_tree(protocol, route) for protocol in _PROTOCOLS]
+    if route.inside is not None and route.inside.link.switch_share is not None and _switch_can(message.kind, route):
+        ways.append(_nvls(message.kind, route, route.inside, route.inside.link.switch_share))
+    return ways
+
+
+def _hop(protocol: _Protocol, route: Route) -> Way:
+    """Neighbour to neighbour; of a ring's hops the slowest counts."""
+    tier, terms = route.slowest, protocol.inside if route.between is None else protocol.between
+    start_s = tier.link.launch_s + protocol.start_s
+    move = Move(1.0, terms.share * tier.pair_bytes_per_s)
+    return Way(protocol.name, start_s, ((1, terms.ring_step * tier.latency_s),), (move,))
+
+
+def _ring(protocol: _Protocol, kind: CollectiveKind, route: Route) -> Way:
+    laps, n, hops_between = LAPS[kind], route.num_ranks, route.num_nodes - 1
+    inside, between = route.inside, route.between
+    steps: tuple[tuple[int, float], ...] = ()
+    rate = math.inf
+    if inside is not None:
+        step_s = protocol.inside.ring_step * inside.latency_s
+        if between is not None:
+            step_s = max(step_s, protocol.post_s)  # a step inside waits for the host to post those outside
+        steps = ((laps * (n - 1 - hops_between), step_s),)
+        rate = protocol.inside.share * inside.group_bytes_per_s
+    if between is not None:
+        # with one rank in a node, latencies show in full: those of a tree
+        relative = protocol.between.tree_step if inside is None else protocol.between.ring_step
+        steps = ((laps * hops_between, relative * between.latency_s), *steps)
+        rate = min(rate, protocol.between.share * between.group_bytes_per_s)
+    if kind is CollectiveKind.BROADCAST:
+        move = Move(1.0, rate)
+    else:
+        move = Move(laps * (n - 1) / n, rate, "2 ({n}-1)/{n} x " if laps == 2 else "({n}-1)/{n} x ", n)
+    return Way(f"ring {protocol.name}", route.slowest.link.launch_s + protocol.start_s, steps, (move,))
+
+
+def _tree(protocol: _Protocol, route: Route) -> Way:
+    steps: tuple[tuple[int, float], ...] = ()
+    moves = []
+    if route.inside is not None:
+        k = route.local
+        steps = ((2 * (k - 1), protocol.inside.tree_step * route.inside.latency_s),)
+        rate = protocol.inside.share * _TREE_SHARE * route.inside.group_bytes_per_s
+        moves.append(Move(2 * (k - 1) / k, rate, "2 ({n}-1)/{n} x ", k))
+    if route.between is not None:
+        steps = (_tree_steps(route, route.between, protocol.between.tree_step), *steps)
+        moves.append(_tree_move(route, route.between, protocol.between.share * _TREE_SHARE))
+    start_s = route.slowest.link.launch_s + protocol.start_s
+    return Way(f"tree {protocol.name}", start_s, steps, (max(moves, key=_per_byte),))
+
+
+def _switch_can(kind: CollectiveKind, route: Route) -> bool:
+    """Between nodes only all_reduce goes on as a tree."""
+    return kind is CollectiveKind.ALL_REDUCE or (route.between is None and kind is not CollectiveKind.BROADCAST)
+
+
+def _nvls(kind: CollectiveKind, route: Route, inside: Tier, switch_share: float) -> Way:
+    k, rate = route.local, inside.link.bytes_per_s * switch_share
+    steps: tuple[tuple[int, float], ...] = ((1, _NVLS_STEP_INSIDE * inside.latency_s),)
+    moves = [Move(1 + 1 / k, rate, "(1 + 1/{n}) x ", k) if kind is CollectiveKind.ALL_REDUCE else Move(1.0, rate)]
+    if route.between is not None:
+        steps = (_tree_steps(route, route.between, _NVLS_STEP_BETWEEN), *steps)
+        moves.append(_tree_move(route, route.between, 1.0))
+    name = "NVLS" if route.between is None else "NVLS tree"
+    return Way(name, route.slowest.link.launch_s, steps, (max(moves, key=_per_byte),))
+
+
+def _tree_steps(route: Route, between: Tier, relative: float) -> tuple[int, float]:
+    """Up and down again."""
+    return 2 * (route.num_nodes - 1).bit_length(), relative * between.latency_s
+
+
+def _tree_move(route: Route, between: Tier, share: float) -> Move:
+    """What the network of a node sends."""
+    rate = share * between.group_bytes_per_s
+    return Move(1.0, rate) if route.num_nodes == 2 else Move(2.0, rate, "2 x ")
+
+
+def _pairwise(protocol: _Protocol, message: Message, route: Route) -> Way:
+    """Every rank sends one n-th to every other; both tiers carry their part at the same time, the slower one counts.
+
+    Tokens for experts may go to each node once, and inside of it to all ranks that have some of their experts.
+    """
+    n, k, nodes = route.num_ranks, route.local, route.num_nodes
+    once = message.draw if route.between is not None and route.inside is not None else None
+    tiers: list[tuple[int, Tier, _Terms, Move]] = []
+    if route.inside is not None:
+        rate = protocol.inside.share * route.inside.group_bytes_per_s
+        move = Move((k - 1) / (n if once is None else k), rate, f"{k - 1}/{{n}} x ", n if once is None else k)
+        tiers.append((k - 1, route.inside, protocol.inside, move))
+    if route.between is not None:
+        rate = protocol.between.share * route.between.pair_bytes_per_s
+        if once is None:
+            tiers.append((n - k, route.between, protocol.between, Move((n - k) / n, rate, f"{n - k}/{{n}} x ", n)))
+        else:
+            part = once.places(nodes) / once.places(n) * (nodes - 1) / nodes
+            tiers.append((nodes - 1, route.between, protocol.between, Move(part, rate, "{n} x ", part)))
+    ways = [
+        Way(
+            f"pairwise {protocol.name}" if once is None else f"once a node, {protocol.name}",
+            tier.link.launch_s + protocol.start_s,
+            ((1, terms.ring_step * tier.latency_s), (peers - 1, protocol.post_s)),
+            (move,),
+        )
+        for peers, tier, terms, move in tiers
+    ]
+    return max(ways, key=lambda way: way.seconds(message.num_bytes))
+
+
+def _per_byte(move: Move) -> float:
+    return move.factor / move.bytes_per_s

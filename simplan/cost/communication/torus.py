@@ -1,0 +1,75 @@
+"""Messages on a torus of chips that are wired to their neighbours (TPU), as XLA carries them out.
+
+A slice of S chips on a torus of A axes has S**(1/A) chips along each. A group of n of them spans some of the axes,
+round(A log n / log S), at least one; each of these has two links of every chip, of bandwidth W one way, where the axis
+is long enough to close to a ring, and else one that counts. With B bytes:
+
+============================ ===========================================================================
+all_gather, reduce_scatter   B / (2 W axes), and half the way round each axis one hop after the other
+all_reduce                   both of them
+all_to_all                   on axes of s chips, where a part goes s/4 hops on average: s B / 4 / (2 W)
+broadcast                    as an all_gather
+ring, send                   one hop over one link
+============================ ===========================================================================
+
+Source: jax-ml/scaling-book, sharding.md and tpus.md at 0819a7d8c55d. Slices are joined by another network: what leaves
+them goes round a ring over the slices, every chip with its own part, before or after its part inside.
+"""
+
+from __future__ import annotations
+
+import math
+
+from simplan.cluster.hardware import LinkSpec
+from simplan.cost.communication.algorithm import Move, Way
+from simplan.cost.communication.nccl import LAPS
+from simplan.cost.communication.route import Route, Tier
+from simplan.model.layer import CollectiveKind
+from simplan.program.program import Message
+
+__all__ = ["torus_way"]
+
+
+def torus_way(message: Message, route: Route) -> Way:
+    """The way over a torus.
+
+    Args:
+        message: Among two ranks or more.
+        route: Where they are; its link inside, if it uses that, is a torus.
+    """
+    kind = message.kind
+    if kind in (CollectiveKind.SEND, CollectiveKind.RING):
+        tier = route.slowest
+        return Way("hop", 0.0, ((1, tier.latency_s),), (Move(1.0, tier.pair_bytes_per_s),))
+    tiers = []
+    if route.inside is not None:
+        tiers.append(_inside(kind, route, route.inside.link))
+    if route.between is not None:
+        tiers.append(_between(kind, route, route.between))
+    name = "ring" if route.inside is None else "torus"
+    return Way(name, 0.0, tuple(step for step, _ in tiers), tuple(move for _, move in tiers))
+
+
+def _inside(kind: CollectiveKind, route: Route, link: LinkSpec) -> tuple[tuple[int, float], Move]:
+    """Of the ranks of one slice."""
+    n = route.local
+    axes = max(1, round((link.torus_axes or 1) * math.log(n) / math.log(route.devices_per_slice)))
+    side = n ** (1 / axes)
+    closes = round(side) >= (link.torus_wrap or 1)
+    rate = link.bytes_per_s * link.bandwidth_share * (2 if closes else 1)
+    hops = max(1, math.ceil(axes * (side / 2 if closes else side - 1)))
+    if kind is CollectiveKind.ALL_TO_ALL:
+        return (hops, link.latency_s), Move(side / 4, rate, "{n} / 4 x ", side)
+    laps = LAPS[kind]
+    text = "2 ({n}-1)/{n} x " if laps == 2 else "({n}-1)/{n} x "
+    return (laps * hops, link.latency_s), Move(laps * (n - 1) / n, axes * rate, text, n)
+
+
+def _between(kind: CollectiveKind, route: Route, tier: Tier) -> tuple[tuple[int, float], Move]:
+    """Of the slices: every chip moves its part of the buffer over its own share of the network."""
+    nodes, k = route.num_nodes, 1 if kind is CollectiveKind.ALL_TO_ALL else route.local
+    laps = LAPS.get(kind, 1)
+    text = f"{'2 ' if laps == 2 else ''}({{n}}-1)/{{n}} x 1/{k} x "
+    return (laps * (nodes - 1), tier.latency_s), Move(
+        laps * (nodes - 1) / nodes / k, tier.pair_bytes_per_s, text, nodes
+    )

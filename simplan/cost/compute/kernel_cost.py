@@ -1,0 +1,164 @@
+"""What kernels take on a device of the catalogue, as a framework runs them."""
+
+from __future__ import annotations
+
+import math
+
+from simplan.cluster.hardware import DeviceSpec, Dtype
+from simplan.cost.base import Provenance
+from simplan.cost.compute.attention import AttentionRates
+from simplan.cost.compute.kernels import KernelCost
+from simplan.cost.compute.matmul import ProductRates
+from simplan.errors import Problem, SpecError
+from simplan.software.rates import AttentionKernel, AttentionShare, KernelRates, StackRates
+from simplan.software.software import SoftwareSpec, StateBytes
+from simplan.training.optimizer import UpdateName
+from simplan.training.training import Precision
+
+__all__ = ["kernel_cost"]
+
+_SIXTEEN_BITS: tuple[Dtype, ...] = ("bf16", "fp16")
+_FP4_BITS = 4
+_UNKNOWN_SHARE = AttentionShare(forward=0.6, backward=0.5)  # FlashAttention-2 on A100 (Dao 2023, figures 5 and 6)
+
+
+def kernel_cost(
+    device: DeviceSpec,
+    precision: Precision,
+    state: StateBytes,
+    optimizer: UpdateName,
+    software: SoftwareSpec,
+    *,
+    num_devices: int,
+    shards_parameters: bool,
+    num_microbatches: int = 1,
+    host_bytes_per_s: float | None = None,
+) -> KernelCost:
+    """What kernels take on a device of the catalogue.
+
+    Args:
+        device: The device.
+        precision: Of the training.
+        state: Element widths.
+        optimizer: Which optimizer, and how its step is computed.
+        software: The framework.
+        num_devices: Devices that wait for each other.
+        shards_parameters: FSDP reduces gradients, which is priced where it is done.
+        num_microbatches: Of a step, over which casts of weights are spread that are done once in it.
+        host_bytes_per_s: As of ``KernelCost``.
+
+    Raises:
+        SpecError: The catalogue has no peak for the precision, or no memory bandwidth.
+    """
+    wanted: list[Precision] = [precision] if state.linear is None else ["bf16", precision]
+    _check(device, precision, wanted)
+    rates, stack = device.kernels, software.rates
+    (ceiling, provenance), *lower = [_ceiling(device, dtype) for dtype in wanted]
+    products = _product_rates(device, ceiling * rates.matmul_share * stack.stack_share, stack)
+    share = _attention_share(rates, stack.attention_kernel)
+    return KernelCost(
+        products=products,
+        attention=AttentionRates(
+            products,
+            ceiling * stack.stack_share,
+            share,
+            rates.half_keys if share.half_keys is None else share.half_keys,
+            rates.narrow_heads if share.narrow_heads is None else share.narrow_heads,
+            state.activation,
+            rates.score_traffic,
+            state.linear,
+            next((rate for name, rate in rates.low_attention.items() if name == precision), None),
+            software.traffic,
+        ),
+        state=state,
+        optimizer=optimizer,
+        provenance=lower[0][1] if lower else provenance,
+        relative_std=_relative_std(rates, stack),
+        experts_std=rates.experts_std,
+        slowest=1 + rates.jitter * math.sqrt(2 * math.log(num_devices)),
+        traffic=software.traffic,
+        accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,
+        low=_low_rates(device, state, lower[0][0], stack) if lower else None,
+        joined=software.layers.joined_products,
+        weight_casts=1.0 if state.linear is None or state.linear.weights == "microbatch" else 1 / num_microbatches,
+        any_order=rates.any_order,
+        split_s=rates.split_s,
+        host_bytes_per_s=host_bytes_per_s,
+    )
+
+
+def _relative_std(rates: KernelRates, stack: StackRates) -> float:
+    """As sure as predictions of the framework's other runs, if there are any, on an architecture that was seen."""
+    return rates.unseen_std if rates.fitted_on is None or stack.relative_std is None else stack.relative_std
+
+
+def _low_rates(device: DeviceSpec, state: StateBytes, ceiling: float, stack: StackRates) -> ProductRates:
+    """Of products in 8 or 4 bits."""
+    assert state.linear is not None
+    rates = device.kernels
+    scaled = rates.row_scale_share if state.linear.recipe.startswith("rowwise") else 1.0
+    share = rates.fp4_share if state.linear.element_bits == _FP4_BITS else rates.low_share
+    return _product_rates(device, ceiling * share * stack.stack_share * scaled, stack)
+
+
+def _product_rates(device: DeviceSpec, flop_per_s: float, stack: StackRates) -> ProductRates:
+    assert device.memory_bandwidth_bytes_per_s is not None
+    rates = device.kernels
+    return ProductRates(
+        flop_per_s,
+        device.memory_bandwidth_bytes_per_s * rates.bandwidth_share,
+        rates.kernel_s,
+        device.num_sms,
+        rates.tile_s,
+        rates.half_depth,
+        rates.last_wave,
+        rates.aligned,
+        rates.odd_share,
+        rates.misaligned_share,
+        rates.tile_share,
+        rates.stream_overlap,
+    )
+
+
+def _attention_share(rates: KernelRates, newest: AttentionKernel) -> AttentionShare:
+    found = rates.kernel_of(newest)
+    return _UNKNOWN_SHARE if found is None else rates.attention[found]
+
+
+def _check(device: DeviceSpec, precision: Precision, wanted: list[Precision]) -> None:
+    problems = []
+    for dtype in wanted:
+        if dtype not in device.peak_flop_per_s and dtype not in device.matmul_flop_per_s:
+            known = ", ".join(sorted(device.peak_flop_per_s)) or "none"
+            problems.append(
+                Problem(
+                    field="training.precision",
+                    value=precision,
+                    rule=f"{device.id} has no published dense peak for {'it' if dtype == precision else dtype}",
+                    fix=f"known: {known}; or give cluster.device.peak_flop_per_s yourself",
+                )
+            )
+    if device.memory_bandwidth_bytes_per_s is None:
+        problems.append(
+            Problem(
+                field="cluster.device",
+                value=device.id,
+                rule="has no published memory bandwidth",
+                fix="give cluster.device.memory_bandwidth_bytes_per_s yourself",
+            )
+        )
+    if problems:
+        raise SpecError(problems)
+
+
+def _ceiling(device: DeviceSpec, dtype: Precision) -> tuple[float, Provenance]:
+    """The best that products were ever measured at, else a share of the peak; both kinds of 16 bits are alike."""
+    alike: list[Dtype] = [dtype]
+    if dtype in _SIXTEEN_BITS:
+        alike += [
+            other for other in _SIXTEEN_BITS if device.peak_flop_per_s.get(other) == device.peak_flop_per_s.get(dtype)
+        ]
+    for name in alike:
+        if name in device.matmul_flop_per_s:
+            return device.matmul_flop_per_s[name], Provenance.PUBLISHED
+    return device.peak_flop_per_s[dtype] * device.kernels.ceiling_share, Provenance.DATASHEET

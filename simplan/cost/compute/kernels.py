@@ -1,0 +1,239 @@
+"""Time of compute on a device that nobody calibrated: a sum over the kernels of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from simplan.cost.base import Price, Provenance
+from simplan.cost.compute.attention import AttentionRates
+from simplan.cost.compute.low_precision import LinearCost, LinearRates
+from simplan.cost.compute.matmul import Product, ProductRates
+from simplan.model.fused_gemms import joined_gemms
+from simplan.model.layer import Attention, Exchange, Gemm, Kernel, Lookup, Pointwise, Role, has_backward
+from simplan.model.low_precision import quantized_linears
+from simplan.program.memory.split_footprint import weighted_kernels
+from simplan.program.program import LayerWork, Phase
+from simplan.software.software import StateBytes
+from simplan.training.optimizer import UPDATES, UpdateName
+from simplan.units import format_bytes, format_count, format_flop_per_s, format_rate, format_time
+
+__all__ = ["KernelCost", "running_kernels"]
+
+_BACKWARD_POINTWISE = 2
+_ACTIVATION_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_INPUT)
+_WEIGHT_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
+_BACKWARD = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+_SCALE_BYTES = 8
+_NORM_BYTES = 4
+_ACCUMULATE_BYTES = 12
+_HOST_STD = 0.5
+"""CPUs, their threads and the bandwidth of their memory differ more than devices do."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCost:
+    """What kernels take on one device, in one precision, as one framework runs them.
+
+    Attributes:
+        products: Matrix products in the precision of activations.
+        attention: The attention core.
+        state: Element widths.
+        optimizer: Which optimizer, and how its step is computed.
+        provenance: Of the rate of products.
+        relative_std: How sure prices are.
+        experts_std: The same of layers with experts.
+        slowest: What the slowest device takes of what they all take on average.
+        traffic: As of ``StackRates``.
+        accumulation_bytes: Read and written for every gradient of a matrix, to add it to those that are held.
+        low: Products of the linear layers where ``state.linear`` says that they are in a lower precision.
+        joined: Matrices with one input are one, as of ``LayerStyle.joined_products``.
+        weight_casts: Part of the microbatches in which weights of such products are cast.
+        any_order, split_s: As of ``KernelRates``.
+        host_bytes_per_s: As of ``host_memory_rate``.
+    """
+
+    products: ProductRates
+    attention: AttentionRates
+    state: StateBytes
+    optimizer: UpdateName
+    provenance: Provenance
+    relative_std: float
+    experts_std: float = 0.0
+    slowest: float = 1.0
+    traffic: float = 1.0
+    accumulation_bytes: int = 0
+    low: ProductRates | None = None
+    joined: bool = False
+    weight_casts: float = 1.0
+    any_order: bool = False
+    split_s: float = 0.0
+    host_bytes_per_s: float | None = None
+
+    def price(self, work: LayerWork) -> Price:
+        """Sum over the kernels that run.
+
+        Of a backward in two parts the first has one product of each matrix and all else but lookups, the second the
+        other product, the lookups, and what reads activations and gradients once more for the weights of norms.
+        Copies, the division of gradients and the optimizer stream so many bytes a parameter.
+        """
+        if width := self._streamed_bytes(work.phase):
+            of_host = " (memory of the host)" if self._host_rate(work) else ""
+            rate = format_rate(self._host_rate(work) or self.products.bytes_per_s)
+            return Price(
+                self.seconds(work),
+                Provenance.DATASHEET,
+                _HOST_STD if of_host else self.relative_std,
+                f"{width} B x {format_count(work.num_parameters)} parameters / {rate}{of_host}",
+            )
+        experts = bool(work.layer.kernels_with(Role.EXPERTS))
+        relative_std = max(self.relative_std, self.experts_std) if experts else self.relative_std
+        return Price(self.seconds(work), self.provenance, relative_std, self._formula(work))
+
+    def seconds(self, work: LayerWork) -> float:
+        """Of ``price``, without what it says."""
+        width = self._streamed_bytes(work.phase)
+        if width:
+            num_bytes = width * work.num_parameters
+            host_rate = self._host_rate(work)
+            return num_bytes / host_rate if host_rate else self.slowest * num_bytes / self.products.bytes_per_s
+        low, wide = self._split(running_kernels(work), work)
+        linear = self._linear_cost(low, work)
+        wide_s = sum(self._kernel_s(kernel, work.microbatch_size, work.phase) for kernel in wide)
+        return self.slowest * (wide_s + linear.products_s + linear.casts_s) + work.cuts * self.split_s
+
+    def _host_rate(self, work: LayerWork) -> float | None:
+        """Bytes per second of work that a CPU does which is not the device."""
+        return self.host_bytes_per_s if work.on_host else None
+
+    def _split(self, kernels: list[Kernel], work: LayerWork) -> tuple[list[Gemm], list[Kernel]]:
+        """Linear layers in low precision among kernels, and the others."""
+        form = self.state.linear
+        quantized = set(quantized_linears(work.layer, form)) if self.low and form else set()
+        gemms = [kernel for kernel in kernels if isinstance(kernel, Gemm)]
+        low, wide = [k for k in gemms if k in quantized], [k for k in gemms if k not in quantized]
+        if self.joined:
+            low, wide = joined_gemms(low), joined_gemms(wide)
+        return low, [*wide, *(kernel for kernel in kernels if not isinstance(kernel, Gemm))]
+
+    def _linear_cost(self, kernels: list[Gemm], work: LayerWork) -> LinearCost:
+        """Of linear layers in low precision."""
+        total = LinearCost()
+        if self.low is None or not kernels:
+            return total
+        assert self.state.linear is not None
+        form, casts = self.state.linear, (self.traffic, self.weight_casts, self.any_order)
+        rates = LinearRates(form, self.state, self.low, self.products, *casts)
+        for kernel in kernels:
+            total = total.plus(rates.cost(kernel, work.microbatch_size, work.phase))
+            total = total.plus(LinearCost(products_s=self._weights_s(kernel, work.phase)))
+        return total
+
+    def _formula(self, work: LayerWork) -> str:
+        low, wide = self._split(running_kernels(work), work)
+        linear, num_kernels = self._linear_cost(low, work), len(low) + len(wide)
+        flops = sum(_flops(kernel, work.phase) for kernel in wide if isinstance(kernel, Gemm | Attention))
+        flops = flops * work.microbatch_size + linear.wide_flops
+        counted = f"{num_kernels} kernel{'s' if num_kernels != 1 else ''}"
+        bytes_per_s = format_rate(self.products.bytes_per_s)
+        if not flops and not linear.flops:
+            return f"{counted} at {bytes_per_s}"
+        found = [counted]
+        if linear.flops:
+            assert self.state.linear is not None
+            assert self.low is not None
+            precision, rate = self.state.linear.precision, format_flop_per_s(self.low.flop_per_s)
+            found.append(f"{format_count(linear.flops)} FLOPs in {precision} at up to {rate}")
+            moved = f"{format_bytes(linear.cast_bytes)} of {linear.num_casts} casts to {precision}"
+            found.append(f"{moved} in {format_time(linear.casts_s)}")
+        if flops:
+            found.append(f"{format_count(flops)} FLOPs at up to {format_flop_per_s(self.products.flop_per_s)}")
+        found.append(f"the rest at {bytes_per_s}")
+        if work.cuts:
+            found.append(f"{work.cuts} x {format_time(self.split_s)} to cut products into parts")
+        return ", ".join(found)
+
+    def _streamed_bytes(self, phase: Phase) -> int:
+        """Bytes read and written for each parameter; 0 for phases that run kernels."""
+        match phase:
+            case Phase.GATHER_COPY | Phase.REDUCE_COPY:
+                return 2 * self.state.gathered
+            case Phase.ACCUMULATE:
+                return _ACCUMULATE_BYTES
+            case Phase.SCALE:
+                return _SCALE_BYTES
+            case Phase.OPTIMIZER:
+                return UPDATES[self.optimizer].streamed_bytes
+            case Phase.NORM:
+                return _NORM_BYTES
+            case Phase.FORWARD | Phase.RECOMPUTE | Phase.BACKWARD | Phase.BACKWARD_INPUT | Phase.BACKWARD_WEIGHT:
+                return 0
+
+    def _kernel_s(self, kernel: Kernel, b: int, phase: Phase) -> float:
+        match kernel:
+            case Gemm():
+                products = self._products(kernel, b, phase)
+                launches_s = self.products.launches_s(kernel.num_groups, kernel.streams)
+                more_s = len(products) * (launches_s - self.products.kernel_s)
+                return sum(map(self.products.seconds, products)) + more_s + self._weights_s(kernel, phase)
+            case Attention():
+                return self.attention.seconds(kernel, b, backward=phase in _ACTIVATION_GRADIENTS)
+            case Pointwise(reads=reads, writes=writes, moves=moves, launches=launches):
+                backward = phase in _ACTIVATION_GRADIENTS
+                times = _BACKWARD_POINTWISE if backward and not moves else 1
+                num_bytes = b * (reads + writes) * self.state.activation * self.traffic * times
+                return self._streaming_s(num_bytes, launches[backward])
+            case Lookup(rows=rows, width=columns):
+                return self._streaming_s(b * rows * columns * (self.state.activation + self.state.gathered))
+            case Exchange():
+                raise AssertionError("an exchange is a message")
+
+    def _weights_s(self, kernel: Gemm, phase: Phase) -> float:
+        """Of kernels beside the products: copies of weights for them, and gradients added to those that are held."""
+        if phase is Phase.FORWARD and self.state.weight_copy:
+            width = int(self.state.parameter) + self.state.weight_copy
+        elif phase in _WEIGHT_GRADIENTS and kernel.trained:
+            width = self.accumulation_bytes
+        else:
+            return 0.0
+        return kernel.weight_elements * width / self.products.bytes_per_s
+
+    def _streaming_s(self, num_bytes: float, launches: int = 1) -> float:
+        return num_bytes / self.products.bytes_per_s + launches * self.products.kernel_s
+
+    def _products(self, kernel: Gemm, b: int, phase: Phase) -> list[Product]:
+        """That of forward, or those of backward: for the input's gradient and for the weight's."""
+        rows, n, k, groups = b * kernel.m / kernel.num_groups, kernel.n, kernel.k, kernel.num_groups
+        elements = b * (kernel.m * n + kernel.input_elements) + kernel.weight_elements
+        num_bytes = elements * self.state.activation
+        sizes: list[tuple[float, int, float]] = []
+        if phase not in _BACKWARD:
+            sizes.append((rows, n, k))
+        if phase in _ACTIVATION_GRADIENTS and kernel.propagates:
+            sizes.append((rows, k, n))
+        if phase in _WEIGHT_GRADIENTS and kernel.trained:
+            sizes.append((n, k, rows))
+        operands: Literal["whole", "padded"] = "padded" if kernel.image_elements else "whole"
+        return [Product(*each, groups, num_bytes, operands) for each in sizes]
+
+
+def running_kernels(work: LayerWork) -> list[Kernel]:
+    """Kernels of a layer that run in a phase, exchanges left out."""
+    all_kernels = work.layer.kernels
+    indices = range(len(all_kernels)) if work.kernels is None else work.kernels
+    kernels = [all_kernels[index] for index in indices if not isinstance(all_kernels[index], Exchange)]
+    if work.phase is Phase.BACKWARD_WEIGHT:
+        weighted = weighted_kernels(work.layer)
+        kernels = [kernel for kernel in kernels if kernel in weighted]
+    elif work.phase is Phase.BACKWARD_INPUT:
+        kernels = [kernel for kernel in kernels if not isinstance(kernel, Lookup)]
+    if work.phase in _BACKWARD:
+        kernels = [kernel for kernel in kernels if has_backward(kernel)]
+    return kernels
+
+
+def _flops(kernel: Gemm | Attention, phase: Phase) -> int:
+    """What a formula says of a kernel; of attention as many products as model FLOPs count."""
+    if phase is not Phase.BACKWARD:
+        return kernel.computed_flops
+    return kernel.computed_flops * (kernel.backward_products if isinstance(kernel, Gemm) else 2)

@@ -1,0 +1,1 @@
+"""The model: operators, layers, and how ranks split them."""

@@ -1,0 +1,190 @@
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): low-rank adapters beside matrices, all other weights frozen.
+
+The layers of a family are transformed: a matrix W (n x k) that is a target gets A (r x k) and B (n x r), and gives
+y = x W^T + scale (x A^T) B^T (equation 3). What backward then has to compute and keep is what torch's autograd does: a
+frozen matrix needs no product for its weight and keeps no input; what nothing trained is below of has no gradient at
+all. The embedding is frozen, so that in the first block this holds for all before its first adapter.
+
+Under tensor parallelism B of a matrix that is split by columns is split as well and A is whole, of which every rank has
+a part of the gradient; of one that is split by rows A is split and B whole. No exchange is added: the product of the
+adapter is summed over ranks together with that of the matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from simplan.model.layer import (
+    Exchange,
+    Gemm,
+    Kernel,
+    LayerKind,
+    LayerSpec,
+    Lookup,
+    Operator,
+    ParameterSpec,
+    Pointwise,
+    Role,
+    Tensor,
+)
+
+if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
+    from simplan.model.model import ModelSpec
+    from simplan.plan.shard import Shard
+
+__all__ = ["adapted_layers", "adapter_targets"]
+
+
+def adapter_targets(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[str, ...]]:
+    """By what ``ModelSpec.lora_targets`` can name, the matrices of a model's blocks that it stands for.
+
+    Each matrix stands for itself; ``attention`` and ``mlp`` for those of these parts, ``all`` for both, and ``qkv`` for
+    those that make queries, keys and values.
+    """
+    block = next(layer for layer in layers if layer.kind is LayerKind.BLOCK)
+    matrices = {
+        operator.kernel.name: operator.roles for operator in block.operators if isinstance(operator.kernel, Gemm)
+    }
+
+    def named(*roles: Role) -> tuple[str, ...]:
+        return tuple(name for name, having in matrices.items() if not having.isdisjoint(roles))
+
+    by_rows = named(Role.ROW_PARALLEL)
+    groups = {
+        "all": named(Role.ATTENTION, Role.MLP),
+        "attention": named(Role.ATTENTION),
+        "qkv": tuple(name for name in named(Role.ATTENTION) if name not in by_rows),
+        "mlp": named(Role.MLP),
+    }
+    return {name: (name,) for name in matrices} | {word: names for word, names in groups.items() if names}
+
+
+def adapted_layers(layers: Sequence[LayerSpec], model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
+    """The layers of a model with adapters beside the matrices of its blocks, and all else frozen.
+
+    Args:
+        layers: As its family makes them.
+        model: Its ``lora_rank`` is at least 1.
+        shard: How layers are split.
+    """
+    known = adapter_targets(layers)
+    targets = frozenset(name for target in model.lora_targets for name in known.get(target, ()))
+    assert targets, model.lora_targets
+    made: dict[tuple[str, bool], LayerSpec] = {}
+    adapted = []
+    for index, layer in enumerate(layers):
+        first = index == 1  # after the embedding, which is frozen
+        if (layer.key, first) not in made:
+            made[layer.key, first] = _adapted(layer, targets, model.lora_rank, shard, first=first)
+        adapted.append(made[layer.key, first])
+    return tuple(adapted)
+
+
+def _adapted(layer: LayerSpec, targets: frozenset[str], rank: int, shard: Shard, *, first: bool) -> LayerSpec:
+    frozen = tuple(replace(p, frozen=True, partial_gradient=False) for p in layer.parameters)
+    if layer.kind is LayerKind.EMBEDDING:
+        operators = tuple(
+            replace(operator, kernel=_without_backward(operator.kernel), parameters=()) for operator in layer.operators
+        )
+        return replace(layer, key=f"{layer.key},frozen", parameters=frozen, operators=operators)
+    if layer.kind is LayerKind.HEAD:
+        targets = frozenset()
+    named = f"lora{rank}:{'+'.join(kernel.name for kernel in layer.kernels if kernel.name in targets)}"
+    return replace(
+        layer,
+        key=f"{layer.key},{named if targets else 'frozen'}{',first' if first else ''}",
+        parameters=tuple(_with_adapters(layer, frozen, targets, rank, shard)),
+        operators=tuple(_operators(layer, targets, rank, first=first)),
+        needs_input_gradient=not first,
+    )
+
+
+def _with_adapters(
+    layer: LayerSpec, parameters: Sequence[ParameterSpec], targets: frozenset[str], rank: int, shard: Shard
+) -> Iterator[ParameterSpec]:
+    """A module's adapters come after its own weight and bias."""
+    split = shard.tp > 1
+    row_parallel = {layer.kernels[index].name for index in layer.kernels_with(Role.ROW_PARALLEL)}
+    for parameter, following in zip(parameters, [*parameters[1:], None], strict=True):
+        yield parameter
+        name = parameter.name.rpartition(".")[0]
+        if name not in targets or (following is not None and following.name == f"{name}.bias"):
+            continue
+        n, k = next(p.shape for p in parameters if p.name == f"{name}.weight")
+        by_rows = name in row_parallel
+        yield ParameterSpec(f"{name}.lora_a.weight", (rank, k), partial_gradient=split and not by_rows)
+        yield ParameterSpec(f"{name}.lora_b.weight", (n, rank), partial_gradient=split and by_rows)
+
+
+def _operators(layer: LayerSpec, targets: frozenset[str], rank: int, *, first: bool) -> Iterator[Operator]:
+    """The operators with adapters beside matrices; what nothing trained is below of has no backward."""
+    needed = set() if first else {tensor.name for tensor in layer.inputs}
+    followers: dict[int, set[str]] = {}  # what all operators of one kernel read
+    for operator, place in zip(layer.operators, layer.places, strict=True):
+        followers.setdefault(place, set()).update(operator.reads)
+    for operator, place in zip(layer.operators, layer.places, strict=True):
+        kernel, brings = operator.kernel, not needed.isdisjoint(operator.reads)
+        trains = isinstance(kernel, Gemm) and kernel.name in targets
+        if isinstance(kernel, Gemm):
+            found = list(_matrix(operator, kernel, rank if kernel.name in targets else 0, propagates=brings))
+        else:
+            whole = brings or (isinstance(kernel, Pointwise) and not needed.isdisjoint(followers[place]))
+            whole &= not (operator.passes and operator.parameters)  # a frozen bias: gradients pass it by
+            found = [replace(operator, kernel=kernel if whole else _without_backward(kernel), parameters=())]
+        yield from found
+        if brings or trains:
+            needed.update(tensor.name for each in found for tensor in each.makes)
+
+
+def _matrix(operator: Operator, kernel: Gemm, rank: int, *, propagates: bool) -> Iterator[Operator]:
+    """A frozen matrix and, with a rank, its adapter: A, then B, whose result is scaled and added."""
+    frozen = replace(operator, kernel=replace(kernel, trained=False, propagates=propagates), parameters=())
+    if not rank:
+        yield frozen
+        return
+    name, m, n, k, joint = kernel.name, kernel.m, kernel.n, kernel.k, kernel.joint
+    roles = operator.roles | {Role.ADAPTER}
+    (result,) = operator.makes
+    product, low = Tensor(f"{name} product", m * n), Tensor(f"{name}.lora_a output", m * rank)
+    adapted, scaled = Tensor(f"{name}.lora_b output", m * n), Tensor(f"{name}.lora_b output, scaled", m * n)
+    yield replace(frozen, makes=(product,))
+    yield replace(
+        operator,
+        kernel=Gemm(f"{name}.lora_a", m, rank, k, propagates=propagates, joint=joint and f"{joint}.lora_a"),
+        makes=(low,),
+        parameters=(f"{name}.lora_a.weight",),
+        roles=roles,
+    )
+    yield Operator(
+        kernel=Gemm(f"{name}.lora_b", m, n, rank, joint=joint and f"{joint}.lora_b"),
+        reads=(low.name,),
+        makes=(adapted,),
+        saves=(low.name,),
+        parameters=(f"{name}.lora_b.weight",),
+        roles=roles,
+    )
+    # the sum scales what it adds; of the gradient, that makes another tensor
+    yield Operator(reads=(adapted.name,), makes=(scaled,), in_place=True)
+    yield Operator(
+        kernel=Pointwise(f"{name}.lora_sum", 2 * m * n, m * n),
+        reads=(product.name, scaled.name),
+        makes=(result,),
+        passes=True,
+        roles=roles,
+    )
+
+
+def _without_backward(kernel: Kernel | None) -> Kernel | None:
+    match kernel:
+        case None:
+            return None
+        case Gemm():
+            return replace(kernel, trained=False, propagates=False)
+        case Lookup():
+            return replace(kernel, trained=False)
+        case Exchange():
+            return replace(kernel, backward=None)
+        case _:
+            return replace(kernel, propagates=False)

@@ -1,0 +1,34 @@
+"""Families of models, each a builder of layers in a module of its own.
+
+To add one: a module with a ``Family`` (its builder puts layers together from parts), its name here, fields that are new
+in ``ModelSpec``, and modules that run it in the executor (``CONTRIBUTING.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from simplan.model.families.bert import BERT
+from simplan.model.families.deepseek import DEEPSEEK
+from simplan.model.families.family import Family
+from simplan.model.families.gemma2 import GEMMA2
+from simplan.model.families.gpt import GPT
+from simplan.model.families.llama import LLAMA
+from simplan.model.families.moe import MOE
+from simplan.model.families.mpt import MPT
+from simplan.model.families.neox import NEOX
+from simplan.model.families.resnet import RESNET
+from simplan.model.families.t5 import T5
+from simplan.model.families.vit import VIT
+
+__all__ = ["FAMILIES", "Family"]
+
+FAMILIES: Mapping[str, Family] = {"gpt": GPT, "llama": LLAMA, "mpt": MPT, "bert": BERT, "vit": VIT} | {
+    "moe": MOE,
+    "deepseek": DEEPSEEK,
+    "t5": T5,
+    "resnet": RESNET,
+    "gemma2": GEMMA2,
+    "neox": NEOX,
+}
+"""By name, as in ``ModelSpec.family``."""

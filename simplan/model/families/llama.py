@@ -1,0 +1,89 @@
+"""Llama's architecture: RMSNorm, rotary grouped-query attention, RMSNorm, gated SiLU MLP; no biases.
+
+Its switches make Qwen2.5 of it (biases of q, k and v), Qwen3 (norms of queries and keys) and Mistral 7B v0.1 (attention
+in a window).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from simplan.model.families.family import LORA, PACKED, TOKENS, TRANSFORMER, Family, transformer_defaults
+from simplan.model.families.mtp import MTP, depth_layers
+from simplan.model.layer import LayerKind, LayerSpec
+from simplan.model.parts.attention import AttentionForm, Biases, self_attention
+from simplan.model.parts.embedding_and_head import token_table
+from simplan.model.parts.keys import block_key, embedding_key
+from simplan.model.parts.mlp import gated_mlp
+from simplan.model.parts.part import NormKind, Part, hidden_input, layer_of, norm, residual
+from simplan.model.parts.prenorm import vocabulary_head
+from simplan.model.share import Share, share_of
+
+if TYPE_CHECKING:
+    from simplan.model.model import ModelSpec
+    from simplan.plan.shard import Shard
+
+__all__ = ["ATTENTION", "LLAMA", "attention_of"]
+
+ATTENTION = frozenset({"attention_bias", "qkv_bias", "qk_norm", "sliding_window", "sliding_window_pattern"})
+"""Fields that switch its attention."""
+
+_NORM = NormKind(statistics=1, bias=False)
+
+
+def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
+    share = share_of(model, shard)
+    embedding = layer_of(
+        embedding_key(model, share),
+        LayerKind.EMBEDDING,
+        [token_table(share)],
+        inputs=(),
+        output_shapes=share.hidden_shapes,
+    )
+    forms = {window: _block(model, share, window) for window in set(model.windows)}
+    blocks = {
+        window: layer_of(key, LayerKind.BLOCK, parts, inputs=(hidden_input(share),), output_shapes=share.hidden_shapes)
+        for window, (key, parts) in forms.items()
+    }
+    later = depth_layers(model, share, _NORM, *forms[model.windows[-1]])
+    return (embedding, *(blocks[window] for window in model.windows), *later, vocabulary_head(model, share, _NORM))
+
+
+def attention_of(model: ModelSpec, share: Share, window: int) -> tuple[Part, list[str]]:
+    """The attention of a block with a window (0 for none), and what it adds to the block's key."""
+    biased: Biases = "all" if model.attention_bias else "qkv" if model.qkv_bias else "none"
+    form = AttentionForm(
+        fused=False,
+        bias=biased,
+        rotated=1.0,
+        qk_norm=model.qk_norm or "none",
+        window=window,
+        sinks=model.attention_sinks,
+    )
+    switches = [f"bias:{biased}"] * (biased != "none") + [f"w{window}"] * (window > 0) + ["sinks"] * form.sinks
+    if form.qk_norm != "none":
+        switches.insert(int(biased != "none"), "qknorm" if form.qk_norm == "head" else "qknorm:projection")
+    return self_attention("norm1 output", form, share), switches
+
+
+def _block(model: ModelSpec, share: Share, window: int) -> tuple[str, list[Part]]:
+    """Its key and its parts."""
+    attention, switches = attention_of(model, share, window)
+    return block_key(model, share, *switches), [
+        norm("norm1", "input", _NORM, share),
+        attention,
+        residual("residual1", "input", "proj output", share),
+        norm("norm2", "residual1", _NORM, share),
+        gated_mlp("norm2 output", share),
+        residual("residual2", "residual1", "down output", share),
+    ]
+
+
+LLAMA = Family(
+    layers=_layers,
+    fields=TRANSFORMER | TOKENS | LORA | PACKED | ATTENTION | MTP,
+    defaults=transformer_defaults(tied_embeddings=False),
+    gated_mlp=True,
+    rotary="head_dim",
+)
+"""Touvron et al. 2023."""

@@ -1,0 +1,1 @@
+"""How frameworks compute layers, where that differs from eager torch modules."""

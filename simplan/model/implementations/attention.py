@@ -1,0 +1,139 @@
+"""How a framework runs attention cores, where it differs from the cores that families build.
+
+Each function takes the operators of a layer as they are by now and gives them as the framework has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from simplan.model.layer import Attention, CollectiveKind, Exchange, LayerSpec, Operator, Pointwise, Tensor
+from simplan.model.operator import bypassed
+from simplan.model.parts.attention import JOIN, MASK, SINKS
+from simplan.model.parts.mla import CUT_VALUES
+from simplan.model.parts.part import FP32_BYTES, MASK_BYTES
+
+__all__ = [
+    "in_one_call",
+    "is_core",
+    "is_masked_for_gathering",
+    "skipping_keys",
+    "unfused",
+    "with_core",
+    "with_narrow_values",
+    "with_repeated_keys",
+    "without_mask",
+]
+
+
+def is_masked_for_gathering(layer: LayerSpec) -> bool:
+    """Whether attention in it has a table for no other reason than that keys are gathered."""
+    cores = [kernel for kernel in layer.kernels if isinstance(kernel, Attention)]
+    gathers = any(isinstance(k, Exchange) and k.axis == "cp" for k in layer.kernels)
+    return gathers and bool(cores) and not any(core.masked for core in cores)
+
+
+def is_core(operator: Operator, holds: Callable[[Attention], bool] = lambda _: True) -> bool:
+    """Whether an operator is an attention core, and one of some kind."""
+    return isinstance(operator.kernel, Attention) and holds(operator.kernel)
+
+
+def with_core(operator: Operator, **changes: Any) -> Operator:
+    """The same with a changed attention core, if it is one."""
+    if not isinstance(operator.kernel, Attention):
+        return operator
+    return replace(operator, kernel=replace(operator.kernel, **changes))
+
+
+def unfused(operator: Operator, *, dropout: bool) -> Iterator[Operator]:
+    """Attention whose scores are a tensor, with scaling, mask and softmax in one kernel that saves its result.
+
+    Backward changes the gradient of the softmax in place.
+    """
+    core = operator.kernel
+    if not isinstance(core, Attention) or core.eager:
+        yield operator
+        return
+    eager = replace(core, eager=True, fused_softmax=True, dropout=dropout)
+    if not operator.makes:  # a part of ring attention
+        yield replace(operator, kernel=eager)
+        return
+    output = operator.makes[0]
+    scores, weights = (Tensor(f"{core.name} {word}", core.num_scores) for word in ("scores", "weights"))
+    through = Tensor(f"{core.name} weights let through", core.num_scores, MASK_BYTES)
+    after = Tensor(f"{core.name} weights after dropout", core.num_scores)
+    yield Operator(kernel=eager, reads=operator.reads, makes=(scores,), saves=operator.reads)
+    yield Operator(reads=(scores.name,), makes=(weights,), saves=(weights.name,), passes=True)
+    if dropout:
+        yield Operator(reads=(weights.name,), makes=(after, through), saves=(through.name,))
+    weighing = (after if dropout else weights).name
+    yield replace(
+        operator, kernel=None, reads=(weighing,), makes=(output,), saves=(weighing, *operator.reads), saves_for=()
+    )
+
+
+def with_repeated_keys(operators: Iterable[Operator]) -> Iterator[Operator]:
+    """The gather of keys and values for attention, and how gradients of these come home: as many hops as ranks."""
+    found = tuple(operators)
+    core = next((o.kernel for o in found if isinstance(o.kernel, Attention)), None)
+    for operator in found:
+        kernel = operator.kernel
+        gathers = isinstance(kernel, Exchange) and kernel.axis == "cp" and kernel.forward is CollectiveKind.ALL_GATHER
+        if core is None or not isinstance(kernel, Exchange) or not gathers:
+            yield operator
+            continue
+        elements = kernel.elements * core.num_heads // core.num_key_value_heads
+        yield replace(operator, kernel=replace(kernel, backward=CollectiveKind.ALL_GATHER, elements=elements))
+        home = Exchange("gradients of k and v", "cp", None, CollectiveKind.RING, elements, FP32_BYTES)
+        yield Operator(kernel=home)
+
+
+def in_one_call(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """Attention of documents whose outputs need not be joined."""
+    joins = (o for o in operators if isinstance(o.kernel, Pointwise) and o.kernel.name == JOIN)
+    without = bypassed(operators, [tensor.name for join in joins for tensor in join.makes])
+    return tuple(with_core(o, one_call=True) if is_core(o, lambda core: bool(core.documents)) else o for o in without)
+
+
+def skipping_keys(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """Attention whose kernel knows of windows and sinks."""
+    sinks = (o for o in operators if isinstance(o.kernel, Pointwise) and o.kernel.name == SINKS)
+    parameters = {name for operator in operators for name in operator.parameters if name.startswith(f"{SINKS}.")}
+    found = []
+    for operator in bypassed(operators, [tensor.name for sink in sinks for tensor in sink.makes]):
+        windowed = with_core(operator, masked=False) if is_core(operator, lambda core: core.window > 0) else operator
+        found.append(replace(windowed, parameters=(*parameters,)) if is_core(operator) and parameters else windowed)
+    return tuple(found)
+
+
+def with_narrow_values(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """Multi-head latent attention whose kernel takes values as they are: nothing is padded, or cut off afterwards."""
+    core = next((o for o in operators if is_core(o, lambda core: core.padded)), None)
+    if core is None or not isinstance(core.kernel, Attention):
+        return operators
+    kernel = core.kernel
+    padded, value = kernel.head_dim, kernel.value_head_dim
+    (source,), wide = core.reads, core.makes[0]
+    cut = next(o for o in operators if isinstance(o.kernel, Pointwise) and o.kernel.name == CUT_VALUES)
+    narrow = {
+        source: lambda tensor: replace(tensor, elements=tensor.elements * (2 * padded + value) // (3 * padded)),
+        wide.name: lambda tensor: replace(tensor, elements=tensor.elements * value // padded),
+    }
+    apart = next((o.makes[0].name for o in operators if o.reads == (wide.name,) and o is not cut), None)
+    if apart is not None:
+        narrow[apart] = narrow[wide.name]
+    without = bypassed(operators, [tensor.name for tensor in cut.makes])
+    return tuple(
+        replace(
+            with_core(o, padded=False) if o.kernel is kernel else o,
+            makes=tuple(narrow[t.name](t) if t.name in narrow else t for t in o.makes),
+        )
+        for o in without
+    )
+
+
+def without_mask(constants: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Tables of a layer whose attention needs none to know what counts."""
+    return tuple(table for table in constants if table.name != MASK)

@@ -1,0 +1,130 @@
+"""Attention whose scores are tensors of their own: what T5 has, since fused kernels give no gradient of a bias.
+
+Gemma 2 has it as well, whose scores pass through a tanh. Scores are products of queries and keys, plus a bias if there
+is one; their softmax, in FP32, weighs the values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from simplan.model.layer import Attention, Lookup, Operator, Role, Tensor
+from simplan.model.parts.mlp import row_linear
+from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, Part, joined, linear, with_role
+from simplan.model.share import Share
+
+__all__ = ["EagerForm", "eager_attention", "eager_core"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagerForm:
+    """Which attention.
+
+    Attributes:
+        name: Of its core.
+        prefix: Of the names of its matrices.
+        causal: Each query meets the keys up to its own.
+        table: The tensor of which a row for every pair of query and key, by their distance, is added to the scores of
+            all heads (Raffel et al. 2020, section 2.1); an input of the layer. Empty for none.
+    """
+
+    name: str = "attention"
+    prefix: str = ""
+    causal: bool = False
+    table: str = ""
+
+
+def eager_attention(form: EagerForm, source: str, keys: str, share: Share, num_keys: int) -> Part:
+    """Queries, keys and values without biases, the attention core, and the projection, ``{prefix}proj output``.
+
+    Args:
+        form: Which attention.
+        source: Name of the tensor that queries are made from.
+        keys: Name of the tensor that keys and values are made from.
+        share: Sizes on the side of the queries.
+        num_keys: Tokens that keys and values are made from: its own, or those of an encoder.
+    """
+    assert share.shard.tp == share.shard.cp == 1, "nothing is exchanged"
+    n, h, q, prefix = share.tokens, share.hidden, share.q, form.prefix
+    names = [f"{prefix}{name}" for name in ("q", "k", "v")]
+    core = Attention(
+        share.heads,
+        share.heads,
+        share.head_dim,
+        n,
+        causal=form.causal,
+        num_keys=0 if num_keys == n else num_keys,
+        eager=True,
+        name=form.name,
+    )
+    outputs = tuple(f"{name} output" for name in names)
+    attended = eager_core(core, outputs, f"{form.name} output", table=form.table)
+    joint = "+".join(names if keys == source else names[1:])
+    matrices = [linear(names[0], source, (n, q, h), joint=joint if keys == source else "")]
+    matrices += [linear(name, keys, (num_keys, q, h), joint=joint) for name in names[1:]]
+    return joined(
+        with_role(joined(*matrices), Role.ATTENTION, Role.COLUMN_PARALLEL),
+        Part(operators=tuple(attended), constants=_tables(form, n, num_keys)),
+        with_role(row_linear(f"{prefix}proj", f"{form.name} output", q, share), Role.ATTENTION),
+    )
+
+
+def eager_core(
+    core: Attention, names: tuple[str, ...], result: str, *, table: str = "", masked: bool = False
+) -> list[Operator]:
+    """Scores, what is done to them, the softmax in FP32, and the products of weights and values.
+
+    Keys and values are copied to as many heads as queries have.
+
+    Args:
+        core: The kernel.
+        names: Of queries, keys and values.
+        result: Name of the output.
+        table: Name of a table of which a row for every pair of query and key is added to the scores; empty for none.
+        masked: Scores that do not count are overwritten.
+    """
+    width = core.num_heads * core.head_dim
+    keys = (core.num_keys or core.seq_len) * width
+    sizes = (core.seq_len * width, keys, keys)
+    heads = tuple(Tensor(f"{name} in the order of heads", size) for name, size in zip(names, sizes, strict=True))
+    a, b, c = (tensor.name for tensor in heads)
+    found = [Operator(kernel=core, reads=names, makes=heads)]
+
+    def step(word: str, *reads: str, **fields: Any) -> str:
+        """The scores after one more operation on them."""
+        made = Tensor(f"{core.name} {word}", core.num_scores, fields.pop("width", None))
+        found.append(Operator(reads=reads, makes=(made,), **fields))
+        return made.name
+
+    scores = step("scores", a, b, saves=(a, b), saves_for=((a, b), (b, a)))
+    if core.soft_cap:
+        capped = f"{core.name} scores under tanh"
+        scores = step("scores, scaled", scores)
+        scores = step("scores under tanh", scores, saves=(capped,))
+        scores = step("scores, capped", scores)
+    if table:
+        bias = Tensor(f"{core.name} bias", core.num_scores, residual=True, of_microbatch=True)
+        lookup = Lookup(bias.name, core.num_scores // core.num_heads, core.num_heads)
+        found.insert(0, Operator(kernel=lookup, reads=(table,), makes=(bias,)))
+        scores = step("scores with bias", scores, bias.name, in_place=True, passes=True)
+    if masked:
+        scores = step("scores that count", scores, in_place=True)
+    wide = step("scores in FP32", scores, width=FP32_BYTES, is_cast=True)
+    softmax = f"{core.name} weights"
+    weights = step("weights", wide, width=FP32_BYTES, saves=(softmax,))
+    narrow = step("weights in 16 bits", weights, is_cast=True)
+    output = Tensor(result, core.seq_len * width)
+    operands = (narrow, c)
+    found.append(Operator(reads=operands, makes=(output,), saves=operands, saves_for=((narrow, c), (c, narrow))))
+    return found
+
+
+def _tables(form: EagerForm, num_queries: int, num_keys: int) -> tuple[Tensor, ...]:
+    """Which row of the table of positions each pair of query and key has, and which keys come later."""
+    if not form.table:
+        return ()
+    pairs = num_queries * num_keys
+    if not form.causal:
+        return (Tensor("rows of distances", pairs, INDEX_BYTES),)
+    return Tensor("rows of earlier distances", pairs, INDEX_BYTES), Tensor("later keys", pairs, MASK_BYTES)

@@ -1,0 +1,224 @@
+"""How a framework brings tokens to their experts, where it differs from copies by eager torch modules.
+
+===========  =======================================================  ================================================
+dispatch     what is exchanged                                        copies beside it
+===========  =======================================================  ================================================
+copies       every place of every expert                              tokens to places, places by expert; and back,
+                                                                      where results are weighed and added up
+all_to_all   the same                                                 each is one kernel, that reads or writes a token
+                                                                      once
+deepep       a token once for each rank that has some of its experts  there to places, and back
+hybridep     the same                                                 none: the exchange itself does them
+===========  =======================================================  ================================================
+
+``all_to_all`` is Megatron Core's dispatcher with moe_permute_fusion, whose kernels are Transformer Engine's
+(transformer_engine/pytorch/permutation.py); weights of experts are multiplied where their activation is computed
+(megatron/core/transformer/moe/experts.py, bias_act_func with permuted_probs, at 23e00ed), in all ways but ``copies``,
+so that what experts give is not kept for backward.
+``deepep`` (deepseek-ai/DeepEP) and ``hybridep`` (its branch hybrid-ep) are the backends of its flex dispatcher
+(megatron/core/transformer/moe/fused_a2a.py). With E experts on R ranks, of which a token takes k at random, it goes to
+R (1 - C(E - E/R, k) / C(E, k)) of them (``ExpertDraw``). Between nodes it is sent once to each of these, in
+whatever rank, and on from there (deepseek-ai/DeepEP, README: "asymmetric-domain bandwidth forwarding"), and what comes
+back is added up in a node before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from simplan.model.layer import Exchange, ExpertDraw, Gemm, LayerSpec, Operator, Pointwise
+from simplan.model.operator import kernels_of
+from simplan.model.parts.experts import DOWN, GATE_AND_UP
+
+__all__ = [
+    "TAKEN_SHARE",
+    "ExpertDispatch",
+    "dispatched",
+    "one_by_one",
+    "with_biases_apart",
+    "with_fused_experts",
+]
+
+ExpertDispatch = Literal["copies", "all_to_all", "deepep", "hybridep"]
+TAKEN_SHARE: Mapping[ExpertDispatch, float] = {
+    "copies": 0.0,
+    "all_to_all": 16 / 132,
+    "deepep": 20 / 132,
+    "hybridep": 32 / 148,
+}
+"""Part of the multiprocessors that exchanges run on: 20 of an H100's (NVIDIA/Megatron-LM, core_v0.15.2 to v0.18.0,
+transformer_config.py, moe_deepep_num_sms), 32 of a B200's (NVIDIA-NeMo/Megatron-Bridge, v0.2.0 to v0.6.0,
+scripts/performance, moe_hybridep_num_sms)."""
+
+_SORTS = ("sort by expert", "sort by rank")
+_MOVES = ("dispatch", *_SORTS)
+_BIAS_KERNELS = (2, 7)
+
+
+def dispatched(operators: tuple[Operator, ...], way: ExpertDispatch) -> tuple[Operator, ...]:
+    """Operators of a layer that brings tokens to its experts in this way.
+
+    Args:
+        operators: As ``simplan.model.parts.experts`` has them, or without experts.
+        way: How.
+    """
+    kernels = {kernel.name: kernel for kernel in kernels_of(operators)}
+    router, gate = kernels.get("router"), kernels.get(GATE_AND_UP[0])
+    if way == "copies" or not isinstance(router, Gemm) or not isinstance(gate, Gemm):
+        return operators
+    tokens, whole = router.m, router.m * router.k
+    num_ranks = router.n // gate.num_groups
+    operators = tuple(_summed(operators, whole))
+    if way == "all_to_all" or num_ranks == 1:
+        return tuple(_in_one_kernel(operator, whole) for operator in operators)
+    chosen = next(t.elements for o in operators for t in o.makes if t.name == "chosen experts")
+    draw = ExpertDraw(router.n, chosen // tokens)
+    sent = round(whole * draw.places(num_ranks))
+    found: list[Operator] = []
+    skipped: list[str] = []
+    for operator in operators:
+        kernel = operator.kernel
+        match kernel:
+            case Exchange(axis="ep"):
+                kernel = replace(kernel, elements=min(sent, kernel.elements), draw=draw)
+            case Pointwise(name="combine"):
+                kernel = replace(kernel, reads=sent, writes=whole, moves=True)
+            case Pointwise(name=name) if name in _SORTS and way == "deepep":
+                places = kernel.reads
+                reads, writes = (sent, places) if name == _SORTS[0] else (places, sent)
+                kernel = replace(kernel, reads=reads, writes=writes)
+            case Pointwise(name=name) if name in _MOVES:
+                skipped += (tensor.name for tensor in operator.makes)
+        found.append(replace(operator, kernel=kernel))
+    return _left_out(found, skipped)
+
+
+def _summed(operators: Iterable[Operator], whole: int) -> Iterator[Operator]:
+    """With results of experts that are taken back and added up at once: their weights are in them already."""
+    picked: Operator | None = None
+    for operator in operators:
+        if isinstance(operator.kernel, Pointwise) and operator.kernel.name == "combine":
+            picked = operator
+        elif picked is not None and operator.reads == ("their weights",):
+            pass
+        elif picked is not None and picked.makes[0].name in operator.reads:
+            yield replace(picked, makes=operator.makes)
+        else:
+            yield operator
+
+
+def _left_out(operators: Sequence[Operator], names: Sequence[str]) -> tuple[Operator, ...]:
+    """Without copies whose work is part of the exchange next to them, which then makes what the last of them made."""
+    found: list[Operator] = []
+    for operator in operators:
+        made = [tensor for tensor in operator.makes if tensor.name in names]
+        if made and found and found[-1].makes and found[-1].makes[0].name in operator.reads:
+            found[-1] = replace(found[-1], makes=tuple(made))
+        elif made:
+            found.append(replace(operator, kernel=None))  # the first copy, before the exchange
+        else:
+            found.append(operator)
+    return tuple(found)
+
+
+def one_by_one(operators: tuple[Operator, ...], streams: int) -> tuple[Operator, ...]:
+    """With every expert's matmul a kernel of its own.
+
+    Args:
+        operators: Of a layer.
+        streams: How many run at once.
+    """
+    return tuple(
+        replace(o, kernel=replace(o.kernel, streams=streams))
+        if isinstance(o.kernel, Gemm) and o.kernel.name in (*GATE_AND_UP, DOWN)
+        else o
+        for o in operators
+    )
+
+
+def with_biases_apart(layer: LayerSpec, operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """Experts with biases whose last one, and limits of whose activations, are passes of their own.
+
+    Megatron-LM at d7288711 (2026-04): megatron/core/transformer/moe/experts.py, TEGroupedMLP._apply_bias multiplies the
+    bias of the last matrix by the weights of tokens, which makes it fp32, adds it, joins what it got for each expert
+    and casts it back: 28 bytes a value that are read or written, and 40 in backward. fusions/fused_bias_geglu.py limits
+    both halves before the activation (gpt-oss, the one model with such biases) and joins them: 8 and 10 values. A pass
+    counts twice in backward but for what only moves, so both are stated as two. The biases of the first matrices are
+    part of the product. Each expert's bias is weighed and added by kernels of its own: two in forward, and in backward
+    seven: a cast, three that weigh, sum and cast the bias's gradient and one that adds it to those of other
+    microbatches, two for the gradients of the weights of tokens.
+
+    Args:
+        layer: As ``simplan.model.parts.experts`` has it.
+        operators: Its operators, as they are by now.
+    """
+    if not any(parameter.name == f"{DOWN}.bias" for parameter in layer.parameters):
+        return operators
+    found: list[Operator] = []
+    for operator in operators:
+        kernel = operator.kernel
+        if isinstance(kernel, Pointwise) and kernel.name == "experts_silu_multiply":
+            values = kernel.writes // 2
+            found += [
+                Operator(kernel=Pointwise("experts_limit", values, values), roles=operator.roles),
+                Operator(
+                    kernel=Pointwise("experts_join_halves", 3 * values, 3 * values, moves=True), roles=operator.roles
+                ),
+            ]
+        found.append(operator)
+        if isinstance(kernel, Gemm) and kernel.name == DOWN:
+            values, launches = kernel.m * kernel.n, _of_each(kernel.num_groups)
+            found += [
+                Operator(
+                    kernel=Pointwise("experts_weigh_bias", 3 * values, 3 * values, launches=launches),
+                    roles=operator.roles,
+                ),
+                Operator(
+                    kernel=Pointwise("experts_join_outputs", 4 * values, 4 * values, moves=True), roles=operator.roles
+                ),
+            ]
+    return tuple(found)
+
+
+def _of_each(experts: int) -> tuple[int, int]:
+    """Kernels that weigh and add a bias, and that take it back, of so many experts."""
+    forward, backward = _BIAS_KERNELS
+    return forward * experts, backward * experts
+
+
+def with_fused_experts(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """Experts whose activation, and its cast where products are in 8 bits, are part of the product before it.
+
+    Of backward likewise: gradients of the first two matrices' outputs come quantized from the kernel that makes them.
+
+    Args:
+        operators: Of a layer.
+    """
+    found: list[Operator] = []
+    for operator in operators:
+        kernel = operator.kernel
+        match kernel:
+            case Gemm(name=name) if name in GATE_AND_UP:
+                found.append(replace(operator, kernel=replace(kernel, cast_before=("gradient",))))
+            case Gemm(name=name) if name == DOWN:
+                found.append(replace(operator, kernel=replace(kernel, cast_before=("input",))))
+            case Pointwise(name="experts_silu_multiply"):
+                found.append(replace(operator, kernel=None))
+            case _:
+                found.append(operator)
+    return tuple(found)
+
+
+def _in_one_kernel(operator: Operator, whole: int) -> Operator:
+    """A copy that reads, or writes, a token once for all of its places."""
+    kernel = operator.kernel
+    match kernel:
+        case Pointwise(name="dispatch"):
+            return replace(operator, kernel=replace(kernel, reads=whole))
+        case Pointwise(name="combine"):
+            reads = (kernel.writes - whole) // 2
+            return replace(operator, kernel=replace(kernel, reads=reads, writes=whole, moves=True))
+        case _:
+            return operator

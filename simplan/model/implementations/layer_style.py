@@ -1,0 +1,289 @@
+"""How a framework computes the layers of a transformer, where it differs from eager torch modules.
+
+Families of models build their layers as torch would run them (``simplan.model.families``). A style changes what such a
+layer keeps for backward: unfused attention has its scores as tensors, dropout keeps which elements it let through,
+fused functions keep their inputs only; and what context-parallel ranks exchange. What it computes stays the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from simplan.base import Count, Spec
+from simplan.model.implementations.attention import (
+    in_one_call,
+    is_core,
+    is_masked_for_gathering,
+    skipping_keys,
+    unfused,
+    with_core,
+    with_narrow_values,
+    with_repeated_keys,
+    without_mask,
+)
+from simplan.model.implementations.expert_dispatch import (
+    ExpertDispatch,
+    dispatched,
+    one_by_one,
+    with_biases_apart,
+    with_fused_experts,
+)
+from simplan.model.implementations.transformers_code import as_transformers
+from simplan.model.kernel import LOSS, Exchange
+from simplan.model.layer import LayerKind, LayerSpec, Operator, Pointwise, Role, Tensor
+from simplan.model.share import biases_after_sums, regathered
+
+__all__ = ["LayerStyle", "Loss", "ModelCode", "SplitBackward", "styled", "styled_layers"]
+
+Loss = Literal["log_probabilities", "probabilities", "gradients", "logits"]
+SplitBackward = Literal["all", "products"]
+ModelCode = Literal["framework", "transformers"]
+
+_FP32_BYTES = 4
+_MASK_BYTES = 1
+COMPILED = "compiled"
+_KEPT_BY_LOSS: dict[Loss, tuple[str, int | None]] = {
+    "log_probabilities": ("log-probabilities", _FP32_BYTES),
+    "probabilities": ("probabilities", _FP32_BYTES),
+    "gradients": ("gradients of logits", None),
+    "logits": ("logits", None),
+}
+
+
+class LayerStyle(Spec):
+    """What differs.
+
+    Attributes:
+        model_code: Whose modules the model is built from: the framework's (torch's: those of simplan's executor), or
+            those of Hugging Face transformers (``models.transformers_code``).
+        attention: ``unfused``: scores are a tensor, their scaling, mask and softmax one kernel that keeps its result in
+            the precision of activations (Megatron-LM's masked_softmax_fusion).
+        dropout: Families whose models train with dropout after the embedding, after both branches of a block, and,
+            where attention is unfused, of its weights: masks of one byte are kept. A fused kernel draws them again.
+        joined_products: Matrices with one input are one: queries, keys and values, gate and up.
+        fused_gates: The activation of a gated MLP times its other half is one function, which keeps its inputs.
+        loss: What the cross-entropy keeps: the fp32 logarithms of probabilities beside the logits (torch, also its
+            loss_parallel where the vocabulary is split); the probabilities, in place of an fp32 copy of the logits,
+            which become their gradients (Megatron-LM); or the gradients in place of the logits, in their precision
+            (Transformer Engine's fused cross-entropy); or the logits alone, from which one kernel makes their
+            gradients (torch.compile).
+        repeated_keys: Before attention keys and values become as many heads as queries have, and these are what
+            context-parallel ranks gather, in forward and again in backward; their gradients go round a ring in fp32
+            (torch's context parallelism).
+        narrow_values: Values that are narrower than keys are not padded.
+        skips_keys: The kernel of attention in a window skips keys outside of it, for which torch has a table, and takes
+            sinks into its softmax, which else scale its output afterwards.
+        split_backward: What stays of a layer between the two parts of a backward: nearly ``all`` that forward kept
+            (torch), or of each product with weights its input and the gradient of its output (``products``).
+        gathered_keys: How queries of a part of a sequence attend to keys that are gathered from all context-parallel
+            ranks: at once, with a table of those that count, or to the keys of one rank after the other, for which
+            the kernel needs none.
+        documents_in_one_call: One kernel attends for all documents of a sequence, and its outputs are one tensor.
+        expert_dispatch: How tokens come to their experts (``models.expert_dispatch``), as the profile has it.
+        expert_streams: Products of experts, and their casts, are kernels of their own, of which so many run at once;
+            None for one kernel of all experts. Their last biases are then added apart.
+        fused_experts: Activations of experts, and their casts to 8 bits, are part of the products before, likewise.
+        eight_bit_attention: Fused attention is in 8 bits, likewise.
+        regathers_tokens: Matrices split by columns save each rank's own tokens, which backward gathers again
+            (Megatron-LM's linear_with_grad_accumulation); else the gathered tokens (torch's DTensor). Biases of
+            matrices split by rows are added to the sum over ranks, else to each rank's part.
+        compiled: Blocks are torch.compile's: a gate's activation is computed again in backward, and so is the sum in
+            the middle of a block, from the branch that is added, where that is narrower. What products with weights
+            have as input is kept, as backward would have to write it to memory all the same (the partitioner of
+            torch 2.13, torch/_functorch/config.py: ban_recompute_materialized_backward).
+        reruns_to_end: A block that backward runs again runs to its end, as an autograd function that calls it has it
+            (Megatron's CheckpointFunction, torch's reentrant checkpoint); else up to the last tensor that is needed.
+    """
+
+    model_code: ModelCode = "framework"
+    attention: Literal["fused", "unfused"] = "fused"
+    dropout: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    joined_products: bool = False
+    fused_gates: bool = False
+    loss: Loss = "log_probabilities"
+    repeated_keys: bool = False
+    narrow_values: bool = False
+    skips_keys: bool = False
+    split_backward: SplitBackward = "all"
+    gathered_keys: Literal["masked", "by_rank"] = "masked"
+    documents_in_one_call: bool = False
+    expert_dispatch: ExpertDispatch = Field(default="copies", exclude=True)
+    expert_streams: Count | None = None
+    fused_experts: bool = Field(default=False, exclude=True)
+    eight_bit_attention: bool = Field(default=False, exclude=True)
+    regathers_tokens: bool = False
+    compiled: bool = False
+    reruns_to_end: bool = False
+
+
+def styled_layers(layers: Iterable[LayerSpec], style: LayerStyle, family: str) -> tuple[LayerSpec, ...]:
+    """Layers of a model in a style; equal layers become one object.
+
+    Args:
+        layers: As the family builds them.
+        style: Of the framework.
+        family: Of the model.
+    """
+    made: dict[str, LayerSpec] = {}
+    found = []
+    for layer in layers:
+        if layer.key not in made:
+            made[layer.key] = styled(layer, style, dropout=family in style.dropout)
+        found.append(made[layer.key])
+    return tuple(found)
+
+
+def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
+    """One layer in a style.
+
+    Args:
+        layer: As its family builds it.
+        style: Of the framework.
+        dropout: The model trains with dropout.
+    """
+    if style.model_code == "transformers":
+        layer = as_transformers(layer)
+    operators, parameters = layer.operators, layer.parameters
+    if style.regathers_tokens:
+        operators, parameters = biases_after_sums(operators, parameters)
+        operators = tuple(regathered(operators))
+    as_megatron = operators != layer.operators
+    saved = operators
+    operators = dispatched(operators, style.expert_dispatch)
+    if style.fused_experts:
+        operators = with_fused_experts(operators)
+    elif style.expert_streams:
+        operators = with_biases_apart(layer, one_by_one(operators, style.expert_streams))
+    other_experts = operators != saved
+    if style.attention == "unfused":
+        operators = tuple(found for operator in operators for found in unfused(operator, dropout=dropout))
+    if style.repeated_keys:
+        operators = tuple(with_repeated_keys(operators))
+    one_call = style.documents_in_one_call and any(is_core(o, lambda core: bool(core.documents)) for o in operators)
+    if one_call:
+        operators = in_one_call(operators)
+    if style.narrow_values:
+        operators = with_narrow_values(operators)
+    skips = style.skips_keys and any(is_core(o, lambda core: core.masked and core.window > 0) for o in operators)
+    if style.skips_keys:
+        operators = skipping_keys(operators)
+    eight_bits = style.eight_bit_attention and any(is_core(o) for o in operators)
+    if eight_bits:
+        operators = tuple(with_core(operator, eight_bits=True) for operator in operators)
+    compiled = style.compiled and layer.kind is LayerKind.BLOCK
+    if style.fused_gates or compiled:
+        operators = tuple(found for operator in _pairs(operators) for found in operator)
+    if compiled:
+        operators = tuple(_summed_again(operator) for operator in operators)
+    if dropout:
+        operators = tuple(_with_masks(layer, operators))
+    if style.loss != "log_probabilities":
+        operators = tuple(_with_loss(operators, style.loss))
+    constants = layer.constants
+    if skips or (style.gathered_keys == "by_rank" and is_masked_for_gathering(layer)):
+        constants = without_mask(constants)
+    # ranks that split a block compile what runs again; of a whole block recomputation itself is compiled
+    split = compiled and any(isinstance(operator.kernel, Exchange) for operator in operators)
+    to_end = split or (style.reruns_to_end and layer.kind is LayerKind.BLOCK)
+    if not (compiled or to_end or (operators, constants) != (layer.operators, layer.constants)):
+        return layer
+    words = [style.attention, "dropout" * dropout, "gates" * style.fused_gates, style.loss]
+    words += ["repeated" * style.repeated_keys, "narrow" * style.narrow_values, "skips" * style.skips_keys]
+    words += ["one call" * one_call, _expert_words(style) * other_experts]
+    words += ["attention in 8 bits" * eight_bits, "as Megatron" * as_megatron]
+    words += ["by rank" * (constants != layer.constants), COMPILED * compiled, "to end" * to_end]
+    key = f"{layer.key},{'+'.join(word for word in words if word)}"
+    return replace(
+        layer,
+        key=key,
+        operators=operators,
+        parameters=parameters,
+        constants=constants,
+        compiled=compiled,
+        reruns_to_end=to_end,
+    )
+
+
+def _expert_words(style: LayerStyle) -> str:
+    how = "fused" if style.fused_experts else f"{style.expert_streams or 'all'} at once"
+    return f"experts by {style.expert_dispatch}, {how}"
+
+
+def _pairs(operators: Sequence[Operator]) -> Iterator[tuple[Operator, ...]]:
+    """Operators, with the activation of a gate and its product with the other half as one that saves both inputs."""
+    last: Operator | None = None
+    for operator in operators:
+        halves = last is not None and operator.kernel is None and last.gates and last.makes[0].name in operator.reads
+        if halves and last is not None:
+            gate, other = last.reads[0], next(name for name in operator.reads if name != last.makes[0].name)
+            yield (
+                replace(
+                    operator,
+                    kernel=last.kernel,
+                    reads=(gate, other),
+                    saves=(gate, other),
+                    saves_for=((other, gate),),
+                ),
+            )
+            last = None
+            continue
+        if last is not None:
+            yield (last,)
+        last = operator
+    if last is not None:
+        yield (last,)
+
+
+def _summed_again(operator: Operator) -> Operator:
+    """A sum of the residual stream that backward of a compiled block computes again, from the branch that is added."""
+    if not (operator.passes and isinstance(operator.kernel, Pointwise) and len(operator.reads) > 1):
+        return operator
+    return replace(operator, makes=tuple(replace(tensor, residual=False) for tensor in operator.makes))
+
+
+def _with_masks(layer: LayerSpec, operators: Sequence[Operator]) -> Iterator[Operator]:
+    """With masks of dropout where a branch joins the residual stream, and after the embedding."""
+    for number, operator in enumerate(operators, 1):
+        kernel = operator.kernel
+        joins = Role.RESIDUAL in operator.roles
+        ends = (
+            number == len(operators) if layer.kind is LayerKind.EMBEDDING else layer.kind is LayerKind.BLOCK and joins
+        )
+        if not ends:
+            yield operator
+            continue
+        name = kernel.name if isinstance(kernel, Pointwise) else "embedding"
+        mask = Tensor(f"{name} mask", operator.makes[0].elements, _MASK_BYTES)
+        yield replace(operator, makes=(*operator.makes, mask), saves=(*operator.saves, mask.name))
+
+
+def _with_loss(operators: Sequence[Operator], loss: Loss) -> Iterator[Operator]:
+    """The loss as another one computes it; what works on logits as they are needs no copy of them in FP32."""
+    reads = {o.reads[0] for o in operators if isinstance(o.kernel, Pointwise) and o.kernel.name == LOSS}
+    narrow = {o.makes[0].name: o.reads[0] for o in operators if o.is_cast and o.makes[0].name in reads}
+    as_they_are = loss in ("gradients", "logits")
+    for operator in operators:
+        if operator.is_cast and operator.makes[0].name in narrow and as_they_are:
+            continue
+        if not (isinstance(operator.kernel, Pointwise) and operator.kernel.name == LOSS):
+            yield operator
+            continue
+        (wide,), (kept,) = operator.reads, operator.makes
+        source = narrow[wide] if as_they_are else wide
+        name, width = _KEPT_BY_LOSS[loss]
+        kept = replace(kept, name=kept.name.replace("log-probabilities", name), bytes_per_element=width)
+        saves_source = loss == "logits"
+        yield replace(
+            operator,
+            reads=(source,),
+            makes=() if saves_source else (kept,),
+            saves=(source if saves_source else kept.name,),
+            in_place=loss in ("probabilities", "gradients"),
+            passes=loss in ("probabilities", "gradients"),
+            forward_scratch=(),
+            backward_scratch=(),
+        )

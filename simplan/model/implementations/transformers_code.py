@@ -1,0 +1,286 @@
+"""Layers as Hugging Face transformers 5.23 computes them, where that differs from the layers that families build.
+
+- Llama, Qwen2, Qwen3, Mixtral: RMSNorm is single operations in FP32. Backward needs the input in FP32 and the
+  normalized input beside one number a row (models/llama/modeling_llama.py, LlamaRMSNorm).
+- Under autocast every matrix casts its input for itself: queries, keys and values have three copies of one.
+- GPT-2: GELU is ``gelu_new``, eight operations whose backward needs four tensors (activations.py, NewGELUActivation);
+  matrices are stored as (inputs, outputs) (pytorch_utils.py, Conv1D).
+- Mixtral: gate and up of an expert are one matrix. Tokens are sorted by expert and multiplied by one grouped GEMM
+  without capacity: exactly ``top_k`` rows a token (integrations/moe.py, grouped_mm_experts_forward, the default).
+
+Parameters are in the order in which transformers' modules register them, under this package's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from simplan.model.kernel import Gemm, Pointwise
+from simplan.model.layer import LayerKind, LayerSpec, Operator, ParameterSpec, Role, Tensor
+from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, cast
+
+__all__ = ["as_transformers"]
+
+_ENDS_BYTES = 4
+_GELU_LAUNCHES = (8, 20)
+_NORM_LAUNCHES = (6, 16)
+_CONV1D = ("qkv.weight", "proj.weight", "up.weight", "down.weight")
+
+
+def as_transformers(layer: LayerSpec) -> LayerSpec:
+    """A layer of a GPT-2, Llama, Qwen2, Qwen3 or Mixtral as transformers has it.
+
+    Args:
+        layer: As its family builds it, on one rank that has all of it.
+    """
+    operators = tuple(found for operator in layer.operators for found in _operators(operator))
+    parameters = layer.parameters
+    if layer.kind is LayerKind.BLOCK:
+        is_gpt = any(parameter.name == "qkv.weight" for parameter in parameters)
+        if any(parameter.name == "router.weight" for parameter in parameters):
+            operators, parameters = _grouped_experts(operators, parameters)
+        operators = tuple(_cast_apart(_norms_of_heads_first(operators)))
+        parameters = _conv1d(parameters) if is_gpt else _attention_mlp_norms(parameters)
+    # rotary tables as wide as hidden states
+    tables = tuple(replace(table, bytes_per_element=None, residual=True) for table in layer.constants)
+    key = f"{layer.key},transformers"
+    return replace(layer, key=key, operators=operators, parameters=parameters, constants=tables)
+
+
+def _operators(operator: Operator) -> Iterator[Operator]:
+    """An operator as its single operations."""
+    match operator.kernel:
+        case Pointwise(like="rms_norm"):
+            yield from _rms_norm(operator, operator.kernel)
+        case Pointwise(name="gelu"):
+            yield from _gelu_new(operator, operator.kernel)
+        case _:
+            yield operator
+
+
+def _rms_norm(operator: Operator, kernel: Pointwise) -> Iterator[Operator]:
+    """x32 = x in FP32; r = rsqrt(mean(x32^2) + eps); y = x32 r in the precision of x; y times the weight."""
+    (source,), (result, statistics), size = operator.reads, operator.makes, kernel.writes
+    name = kernel.name
+    wide = Tensor(f"{name} input in FP32", size, FP32_BYTES)
+    normed_wide = Tensor(f"{name} normalized in FP32", size, FP32_BYTES)
+    # heads that autocast made 16 bits wide are so again once they are normalized
+    normed = Tensor(f"{name} normalized", size, residual=result.residual)
+    scratch = Tensor(f"{name} scratch", size, FP32_BYTES)
+    yield cast(source, wide)
+    yield Operator(
+        kernel=replace(kernel, reads=4 * size, writes=3 * size, launches=_NORM_LAUNCHES),
+        reads=(wide.name,),
+        makes=(normed_wide, statistics),
+        saves=(wide.name, statistics.name),
+        forward_scratch=(scratch,),
+        backward_scratch=(scratch, scratch),
+        roles=operator.roles,
+    )
+    yield cast(normed_wide.name, normed)
+    yield Operator(
+        reads=(normed.name,),
+        makes=(replace(result, residual=True),),  # a product with weights in FP32
+        saves=(normed.name,),
+        parameters=operator.parameters,
+        backward_scratch=(replace(result, name=f"{name} weight scratch", residual=True),),
+        roles=operator.roles,
+    )
+
+
+def _gelu_new(operator: Operator, kernel: Pointwise) -> Iterator[Operator]:
+    """0.5 x (1 + tanh(c (x + 0.044715 x^3))); autocast has the power in FP32, and so all that follows."""
+    (source,), size = operator.reads, kernel.writes
+    half = Tensor("gelu half input", size)
+    cubed = Tensor("gelu input for the cube", size, residual=True)
+    tanh, one = (Tensor(f"gelu {word}", size, residual=True) for word in ("tanh", "1 + tanh"))
+    product = Tensor("gelu product", size, residual=True)
+    scratch = Tensor("gelu scratch", size, residual=True)
+    yield Operator(
+        kernel=replace(kernel, reads=10 * size, writes=8 * size, launches=_GELU_LAUNCHES),
+        reads=(source,),
+        makes=(half,),
+        roles=operator.roles,
+    )
+    yield cast(source, cubed)
+    yield Operator(
+        reads=(cubed.name, source),
+        makes=(tanh,),
+        saves=(cubed.name, tanh.name),
+        forward_scratch=(scratch,),
+        backward_scratch=(scratch,),
+        roles=operator.roles,
+    )
+    yield Operator(reads=(tanh.name,), makes=(one,), passes=True, roles=operator.roles)
+    yield Operator(
+        reads=(half.name, one.name),
+        makes=(product,),
+        saves=(half.name, one.name),
+        saves_for=((half.name, one.name), (one.name, half.name)),
+        backward_scratch=(replace(scratch, widened=True),),
+        roles=operator.roles,
+    )
+    yield cast(product.name, operator.makes[0])
+
+
+def _grouped_experts(
+    operators: Sequence[Operator], parameters: Sequence[ParameterSpec]
+) -> tuple[tuple[Operator, ...], tuple[ParameterSpec, ...]]:
+    """The router's choice, and experts without capacity."""
+    names = [operator.kernel.name if operator.kernel else "" for operator in operators]
+    first = names.index("routing")
+    last = next(i for i, o in enumerate(operators) if any(t.name == "combined output" for t in o.makes))
+    gate, down = operators[names.index("experts_gate")].kernel, operators[names.index("experts_down")].kernel
+    assert isinstance(gate, Gemm)
+    assert isinstance(down, Gemm)
+    shapes = {parameter.name: parameter.shape for parameter in parameters}
+    experts, width, _ = shapes["experts_gate.weight"]
+    both = ParameterSpec("experts_gate_up.weight", (experts, 2 * width, shapes["experts_gate.weight"][2]))
+    chosen = sum(t.elements for t in operators[first].makes if t.name == "their weights")
+    tokens = operators[last].makes[0].elements // gate.k
+    made = tuple(
+        _of_experts(tokens, chosen, replace(gate, m=chosen, model_rows=0), replace(down, m=chosen, model_rows=0))
+    )
+    kept = [p for p in parameters if p.name not in ("experts_gate.weight", "experts_up.weight")]
+    kept.insert(next(i for i, p in enumerate(kept) if p.name == "experts_down.weight"), both)
+    return (*operators[:first], *made, *operators[last + 1 :]), tuple(kept)
+
+
+def _of_experts(tokens: int, chosen: int, gate: Gemm, down: Gemm) -> Iterator[Operator]:
+    h, width, experts = gate.k, gate.n, gate.num_groups
+    rows = chosen * h
+
+    def fp32(name: str, elements: int) -> Tensor:
+        return Tensor(name, elements, FP32_BYTES)
+
+    mlp, grouped = frozenset({Role.MLP}), frozenset({Role.MLP, Role.EXPERTS})
+    scores, best = fp32("probabilities of experts", tokens * experts), fp32("probabilities of chosen experts", chosen)
+    sums, weights = fp32("their sums", tokens), fp32("their weights", chosen)
+    which = Tensor("chosen experts", chosen, INDEX_BYTES)
+    yield Operator(
+        kernel=Pointwise("routing", 4 * tokens * experts, 3 * tokens * experts, launches=(6, 8)),
+        reads=("router output",),
+        makes=(weights, scores, best, sums, which),
+        saves=(scores.name, best.name, sums.name, which.name),
+        roles=mlp,
+    )
+    ends = Tensor("ends of experts", experts, _ENDS_BYTES, of_microbatch=True)
+    selected = Tensor("tokens by expert", rows)
+    rows_of = [Tensor(f"rows of {what}", chosen, INDEX_BYTES) for what in ("tokens", "weights", "results")]
+    sorted_weights = fp32("weights by expert", chosen)
+    yield Operator(
+        kernel=Pointwise("dispatch", rows, rows, moves=True, launches=(8, 2)),
+        reads=("norm2 output",),
+        makes=(selected, rows_of[0], ends),
+        saves=(rows_of[0].name,),
+        roles=mlp,
+    )
+    yield Operator(reads=(weights.name,), makes=(sorted_weights, rows_of[1]), saves=(rows_of[1].name,), roles=mlp)
+    output = Tensor("experts_gate_up output", 2 * chosen * width)
+    halves = [Tensor(f"experts_{half} output", chosen * width) for half in ("gate", "up")]
+    yield Operator(
+        kernel=replace(gate, name="experts_gate_up", n=2 * width, joint=""),
+        reads=(selected.name,),
+        makes=(output,),
+        saves=(selected.name, ends.name),
+        parameters=("experts_gate_up.weight",),
+        roles=grouped,
+    )
+    yield Operator(reads=(output.name,), makes=tuple(halves), splits=True, roles=grouped)
+    activated, product = (Tensor(f"experts_{word}", chosen * width) for word in ("silu output", "gated product"))
+    yield Operator(
+        kernel=Pointwise("experts_silu_multiply", 3 * chosen * width, 2 * chosen * width, like="silu_multiply"),
+        reads=(halves[0].name,),
+        makes=(activated,),
+        saves=(halves[0].name,),
+        gates=True,
+        roles=grouped,
+    )
+    yield Operator(
+        reads=(activated.name, halves[1].name),
+        makes=(product,),
+        saves=(activated.name, halves[1].name),
+        saves_for=((activated.name, halves[1].name), (halves[1].name, activated.name)),
+        roles=grouped,
+    )
+    result = Tensor("experts_down output", rows)
+    yield Operator(
+        kernel=down,
+        reads=(product.name,),
+        makes=(result,),
+        saves=(product.name, ends.name),
+        parameters=("experts_down.weight",),
+        roles=grouped,
+    )
+    weighed, unsorted_ = fp32("weighed results", rows), fp32("weighed results by token", rows)
+    upcast = replace(fp32("results of experts, upcast", rows), widened=True)
+    total = fp32("combined output in FP32", tokens * h)
+    yield Operator(
+        kernel=Pointwise("combine", 3 * rows, 2 * rows + tokens * h, launches=(5, 5)),
+        reads=(result.name, sorted_weights.name),
+        makes=(weighed,),
+        saves=(result.name, sorted_weights.name),
+        forward_scratch=(upcast,),
+        backward_scratch=(upcast, fp32("weighed results scratch", rows)),
+        roles=mlp,
+    )
+    yield Operator(reads=(weighed.name,), makes=(unsorted_, rows_of[2]), saves=(rows_of[2].name,), roles=mlp)
+    yield Operator(reads=(unsorted_.name,), makes=(total,), roles=mlp)
+    yield cast(total.name, Tensor("combined output", tokens * h))
+
+
+def _norms_of_heads_first(operators: Sequence[Operator]) -> Iterator[Operator]:
+    """Queries, their norm, keys, their norm, values: in this order transformers makes them (Qwen3)."""
+    of_norm = {
+        name: [o for o in operators if any(t.name.startswith(f"{name}_norm ") for t in o.makes)] for name in "qk"
+    }
+    moved = {id(o) for found in of_norm.values() for o in found}
+    for operator in operators:
+        if id(operator) in moved:
+            continue
+        yield operator
+        if isinstance(operator.kernel, Gemm) and operator.kernel.name in of_norm:
+            yield from of_norm[operator.kernel.name]
+
+
+def _cast_apart(operators: Iterable[Operator]) -> Iterator[Operator]:
+    """Matrices with one input, each with a cast of its own."""
+    casts: dict[str, Operator] = {}
+    used: set[str] = set()
+    for operator in operators:
+        if operator.is_cast:
+            casts[operator.makes[0].name] = operator
+        source = operator.reads[0] if operator.reads else ""
+        if not isinstance(operator.kernel, Gemm) or source not in casts:
+            yield operator
+            continue
+        if source in used:
+            copy = replace(casts[source].makes[0], name=f"{source} for {operator.kernel.name}")
+            yield cast(casts[source].reads[0], copy)
+            operator = replace(operator, reads=(copy.name,), saves=(copy.name,))
+        used.add(source)
+        yield operator
+
+
+def _conv1d(parameters: Sequence[ParameterSpec]) -> tuple[ParameterSpec, ...]:
+    """Matrices of GPT-2, (inputs, outputs)."""
+    return tuple(replace(p, shape=p.shape[::-1]) if p.name in _CONV1D else p for p in parameters)
+
+
+def _attention_mlp_norms(parameters: Sequence[ParameterSpec]) -> tuple[ParameterSpec, ...]:
+    """The order in which LlamaDecoderLayer registers them; LlamaAttention has norms of heads last."""
+    last = ("norm1.", "norm2.")
+    of_heads = ("q_norm.", "k_norm.")
+    attention = next(i for i, p in enumerate(parameters) if p.name.startswith("norm2."))
+
+    def without(some: Sequence[ParameterSpec], names: tuple[str, ...]) -> list[ParameterSpec]:
+        return [p for p in some if not p.name.startswith(names)]
+
+    before, after = parameters[:attention], parameters[attention:]
+    return (
+        *without(before, (*last, *of_heads)),
+        *(p for p in before if p.name.startswith(of_heads)),
+        *without(after, last),
+        *(p for p in parameters if p.name.startswith(last)),
+    )

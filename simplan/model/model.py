@@ -1,0 +1,314 @@
+"""The model, in Hugging Face's words, and the list of layers it unfolds into."""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from simplan.base import Count, Spec
+from simplan.model.adapters import adapted_layers
+from simplan.model.families import FAMILIES
+from simplan.model.layer import Attention, LayerKind, LayerSpec
+from simplan.model.packing import PackStatistics
+from simplan.numbers import either
+from simplan.plan.shard import Shard
+
+__all__ = ["ModelSpec"]
+
+_OF_ALL = frozenset({"name", "family", "packs", "sources"})
+_LARGEST_VOCABULARY = 10**8
+_TUPLES = ("depths", "document_lengths", "lora_targets")
+
+if TYPE_CHECKING:
+    FamilyName = str
+else:
+    FamilyName = Literal[tuple(FAMILIES)]
+
+
+class ModelSpec(Spec):
+    """A model of one of the families of ``simplan.model.families``, which says what its layers are.
+
+    The keys are those of Hugging Face's ``config.json`` as far as it has them. A family takes some of them, has
+    defaults for others, and refuses the rest by name; sizes that a family does not have are 0. Defaults of
+    transformers: ``num_key_value_heads`` as many as heads, ``head_dim = hidden_size / num_attention_heads``, and
+    ``max_position_embeddings`` = ``seq_len``.
+
+    Attributes:
+        name: For people; has no effect.
+        family: ``gpt``: learned positions, LayerNorm, biases, a two-matrix GELU MLP (GPT-2). ``llama``: rotary
+            positions, RMSNorm, no biases, a gated SiLU MLP, grouped queries. ``mpt``: as gpt, with ALiBi for positions
+            and no biases. ``bert``: a post-norm encoder trained on masked tokens. ``vit``: classes of images.
+            ``moe``: as llama, with experts in place of the MLP. ``deepseek``: the same with latent attention.
+            ``t5``: an encoder and a decoder. ``resnet``: classes of images by convolutions.
+        num_hidden_layers: Blocks; of T5's encoder.
+        num_decoder_layers: Blocks of T5's decoder, as many as of its encoder unless given.
+        seq_len: Tokens of one sequence; for images, their patches and the class token, which is the default. Of T5, in
+            the encoder.
+        decoder_seq_len: In the decoder, as many as in the encoder unless given.
+        document_lengths: Tokens of the documents that share every sequence, in their order; empty for one that fills
+            it. A token attends to those of its own document, and positions start anew in each. What documents leave of
+            a sequence is padding at its end: it attends to itself alone, is computed like other tokens, and is in no
+            loss (torchtune's PackedDataset).
+        packs: Of which packs these documents are one, where they were drawn (``simplan.model.packing``).
+        vocab_size: Rows of the embedding, padding included; but what software adds itself (``SoftwareSpec.padded``) may
+            be left out.
+        tied_embeddings: Input embedding and output head share one weight. With a pipeline each end holds a copy,
+            and their gradients are all-reduced every step.
+        attention_bias: Biases of q, k, v and the projection of the attention's output.
+        qkv_bias: Biases of q, k and v only (Qwen2).
+        qk_norm: ``head``: heads of queries and keys have an RMSNorm of one weight for all of them (Qwen3).
+            ``projection``: all heads together have one (OLMoE).
+        partial_rotary_factor: Part of the width of a head's queries and keys that is rotated (GPT-NeoX: a quarter).
+        attention_sinks: Each head has a score that takes part in the softmax and in nothing else (gpt-oss).
+        sliding_window: Every query meets at most so many keys up to its own (Mistral 7B v0.1); None for all of them.
+        sliding_window_pattern: Every so many blocks the last one has no window; 0 for a window in all of them.
+        gated_mlp: MLPs have a gate. Of T5 that is version 1.1, with a head of its own; all other families have one or
+            have none (``Family.gated_mlp``), and the other value is refused.
+        relative_attention_buckets: Distances between tokens that T5 tells apart.
+        type_vocab_size: Types that a token can have (BERT's first and second segment).
+        image_size: Pixels along each side of an image.
+        patch_size: The same of the patches that it is cut into.
+        num_channels: Colours of an image.
+        num_classes: Classes that an image can have.
+        depths: Blocks of each stage of a ResNet.
+        layer_type: Two convolutions in a block, or three, of which the first narrows and the last widens.
+        embedding_size: Channels of a ResNet's first stage, within its blocks; twice as many in each that follows.
+        num_experts: Experts of a block, of which a token uses ``top_k``.
+        top_k: Hugging Face's num_experts_per_tok.
+        moe_intermediate_size: As ``intermediate_size``, of one expert.
+        num_dense_layers: So many leading blocks have an MLP of ``intermediate_size`` instead (first_k_dense_replace).
+        shared_expert_intermediate_size: As ``intermediate_size``, of all experts together that every token uses.
+        shared_expert_gate: Their output is weighed by one number a token (Qwen1.5-MoE).
+        router_bias: Of the scores of experts (gpt-oss).
+        expert_bias: Biases of the experts' matrices (gpt-oss).
+        capacity_factor: Tokens of a sequence that an expert has places for, over its even share of them. It computes
+            all of its places: 1 is what balanced experts need.
+        expert_imbalance: What is expected of the fullest expert of a sequence: its tokens over the even share.
+        drop_tokens: Tokens that find no place skip the expert; else there must be places for all.
+        q_lora_rank: Width of what queries are made from; None for the hidden states (DeepSeek-V2-Lite).
+        kv_lora_rank: Width of what keys and values are made from.
+        qk_nope_head_dim: Width of a head's queries and keys that is not rotated.
+        qk_rope_head_dim: Width that is rotated; one for all heads of the keys.
+        v_head_dim: Width of a head's values.
+        mtp_num_layers: Layers after the last block, beyond ``num_hidden_layers``, that each predict one token further
+            ahead (num_nextn_predict_layers). DeepSeek-V3 has 1. Their work and their parameters count as the model's.
+        lora_rank: Rank of adapters beside matrices, all other weights frozen (``simplan.model.adapters``); 0 for none.
+        lora_targets: Which matrices, as layers call them (q, k, v or qkv, proj, gate, up, down), or ``attention``,
+            ``mlp`` or ``all`` of them.
+        sources: Field name -> where its value comes from.
+    """
+
+    name: str = "inline"
+    family: FamilyName
+    # the limits are written inside Annotated: after an equals sign they would lose against those of the type
+    num_hidden_layers: Annotated[int, Field(le=2_000)]
+    hidden_size: Annotated[int, Field(le=10**6)]
+    num_attention_heads: Annotated[int, Field(le=10**5)]
+    num_key_value_heads: Annotated[int, Field(le=10**5)]
+    head_dim: Annotated[int, Field(le=10**5)]
+    intermediate_size: Annotated[int, Field(le=10**7)]
+    vocab_size: Annotated[int, Field(le=_LARGEST_VOCABULARY)]
+    seq_len: Annotated[int, Field(le=10**8)]
+    document_lengths: Annotated[tuple[Count, ...], Field(max_length=10_000)] = ()
+    packs: PackStatistics | None = None
+    max_position_embeddings: Annotated[int, Field(le=10**8)]
+    tied_embeddings: bool
+    attention_bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: Literal["head", "projection"] | None = None
+    attention_sinks: bool = False
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    sliding_window: Annotated[Count, Field(le=10**8)] | None = None
+    sliding_window_pattern: Annotated[int, Field(ge=0, le=2_000)] = 0
+    num_decoder_layers: Annotated[int, Field(le=2_000)]
+    decoder_seq_len: Annotated[int, Field(le=10**8)]
+    gated_mlp: bool = False
+    relative_attention_buckets: Annotated[int, Field(le=10**6)]
+    type_vocab_size: Annotated[int, Field(le=10**6)]
+    image_size: Annotated[int, Field(le=10**5)]
+    patch_size: Annotated[int, Field(le=10**5)]
+    num_channels: Annotated[int, Field(le=10**5)]
+    num_classes: Annotated[int, Field(le=10**8)]
+    depths: Annotated[tuple[Count, ...], Field(max_length=8)]
+    layer_type: Literal["basic", "bottleneck"] = "bottleneck"
+    embedding_size: Annotated[int, Field(le=10**5)]
+    num_experts: Annotated[int, Field(le=10**5)]
+    top_k: Annotated[int, Field(le=10**4)]
+    moe_intermediate_size: Annotated[int, Field(le=10**7)]
+    num_dense_layers: Annotated[int, Field(ge=0, le=2_000)] = 0
+    shared_expert_intermediate_size: Annotated[int, Field(ge=0, le=10**7)] = 0
+    shared_expert_gate: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    capacity_factor: Annotated[float, Field(gt=0, le=10**4)] = 1.0
+    expert_imbalance: Annotated[float, Field(ge=1, le=10**4)] = 1.0
+    drop_tokens: bool = False
+    q_lora_rank: Annotated[Count, Field(le=10**6)] | None = None
+    kv_lora_rank: Annotated[int, Field(le=10**6)]
+    qk_nope_head_dim: Annotated[int, Field(le=10**5)]
+    qk_rope_head_dim: Annotated[int, Field(le=10**5)]
+    v_head_dim: Annotated[int, Field(le=10**5)]
+    mtp_num_layers: Annotated[int, Field(ge=0, le=100)] = 0
+    lora_rank: Annotated[int, Field(ge=0, le=10**5)] = 0
+    lora_targets: Annotated[tuple[str, ...], Field(min_length=1, max_length=16)] = ("all",)
+    sources: dict[str, str] = Field(default_factory=dict)
+
+    if TYPE_CHECKING:  # fields without a default may be left out when others imply them
+
+        def __init__(self, **fields: Any) -> None: ...
+
+    @property
+    def sample(self) -> str:
+        """What one input is called: ``sequence`` or ``image``."""
+        return "image" if FAMILIES[self.family].inputs == "images" else "sequence"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _dependent_defaults(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        lists = {field: tuple(data[field]) for field in _TUPLES if isinstance(data.get(field), list)}
+        data = data | lists  # a file has lists, and strict mode wants the tuple itself
+        name = data.get("family")
+        family = FAMILIES.get(name) if isinstance(name, str) else None
+        if family is None:  # an error of its own, beside which nothing else is missing
+            return {field: _nothing(field) for field in cls._sizes()} | data
+        absent = {field: _nothing(field) for field in cls._sizes() if field not in family.fields}
+        gate = {} if "gated_mlp" in family.fields else {"gated_mlp": family.gated_mlp}
+        return absent | gate | family.defaults(data) | data
+
+    @field_validator("*")
+    @classmethod
+    def _fits_the_family(cls, value: Any, info: ValidationInfo) -> Any:
+        """Fields of other families are refused, but for the value that says that there is nothing."""
+        name, chosen = info.field_name or "", info.data.get("family")
+        if name in _OF_ALL or chosen is None:
+            return value
+        field = cls.model_fields[name]
+        if name == "gated_mlp" and name not in FAMILIES[chosen].fields:
+            if value is not FAMILIES[chosen].gated_mlp:
+                raise ValueError(_other_gate(chosen))
+        elif name not in FAMILIES[chosen].fields:
+            if value != (_nothing(name) if field.is_required() else field.default):
+                having = either([other for other, family in FAMILIES.items() if name in family.fields])
+                raise ValueError(f"is for models of family {having}, and family = {chosen}; remove it")
+        elif field.is_required() and field.annotation is int and value < 1:
+            raise ValueError("must be at least 1")
+        return value
+
+    @classmethod
+    def _sizes(cls) -> list[str]:
+        """Fields that have no default of their own."""
+        return [name for name, field in cls.model_fields.items() if field.is_required() and name not in _OF_ALL]
+
+    @cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """All layers, whole, from the one that takes the input to the head with the loss."""
+        return self.layers_of(Shard())
+
+    def layers_of(self, shard: Shard) -> tuple[LayerSpec, ...]:
+        """The same layers, but only what one tensor- and context-parallel rank holds and does of each.
+
+        Args:
+            shard: How layers are split; the degrees divide what they split (``simplan.rules``).
+        """
+        layers = FAMILIES[self.family].layers(self, shard)
+        return adapted_layers(layers, self, shard) if self.lora_rank else layers
+
+    def padded(self, multiple: int) -> ModelSpec:
+        """The same with the next larger vocabulary that is a multiple; itself where it has none, or none so large."""
+        size = -(-self.vocab_size // multiple) * multiple
+        return self if size in (0, self.vocab_size) or size > _LARGEST_VOCABULARY else _with_vocabulary(self, size)
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Tokens of a sequence that attend to each other: its documents and its padding, or all of it."""
+        padding = self.seq_len - sum(self.document_lengths)
+        return (*self.document_lengths, padding) if padding or not self.document_lengths else self.document_lengths
+
+    @property
+    def document_share(self) -> float:
+        """Of the tokens of a sequence, those that are no padding."""
+        return sum(self.document_lengths) / self.seq_len if self.document_lengths else 1.0
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """By block, the window of its attention; 0 for none, also where no document is longer than it."""
+        window = self.sliding_window or 0
+        window = 0 if window >= max(self.segments) else window
+        every = self.sliding_window_pattern
+        return tuple(0 if every and (block + 1) % every == 0 else window for block in range(self.num_hidden_layers))
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Weights of the model, a tied embedding counted once."""
+        tied = sum(p.num_elements for layer in self.layers for p in layer.parameters if p.name in layer.tied)
+        return sum(layer.num_parameters for layer in self.layers) - tied
+
+    @cached_property
+    def num_trained_parameters(self) -> int:
+        """Those of them that are not frozen: all but with LoRA."""
+        frozen = sum(layer.num_parameters - layer.num_trained for layer in self.layers)
+        return self.num_parameters if not frozen else sum(layer.num_trained for layer in self.layers)
+
+    def flops_per_sequence(self, *, full_attention: bool = False) -> int:
+        """Model FLOPs of one sequence, forward and backward, no recomputation.
+
+        The vocabulary is the model's own, without what software adds (``SoftwareSpec.padded``).
+
+        Backward counts what has to be made: twice forward where all weights are trained; with LoRA no products for the
+        weights that are frozen, and nothing below the first adapter. A utilization is of these. Padding counts for
+        nothing, in attention and in the products of all tokens with weights. ``full_attention`` counts the whole square
+        of every document.
+        """
+        total = attention = 0
+        for layer in self.layers:
+            total += layer.flops(full_attention=full_attention) + layer.backward_flops(full_attention=full_attention)
+            for core in (kernel for kernel in layer.kernels if isinstance(kernel, Attention)):
+                products = 3 if core.propagates else 1
+                attention += products * (core.full_flops if full_attention else core.flops)
+        return attention + round((total - attention) * self.document_share)
+
+    @property
+    def num_blocks(self) -> int:
+        """Of encoder and decoder, or of all stages of a ResNet."""
+        return self.num_hidden_layers + self.num_decoder_layers + sum(self.depths)
+
+    @property
+    def num_last_layers(self) -> int:
+        """Layers after the last block, which are in the last stage of a pipeline: the head, and those before it."""
+        return 1 + self.mtp_num_layers
+
+    def block_indices(self) -> tuple[int, ...]:
+        """Indices of the blocks in ``layers``."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.kind is LayerKind.BLOCK)
+
+
+def _other_gate(chosen: str) -> str:
+    """Why a model of a family cannot have a gate in its MLPs, or be without, and which family can."""
+    own = FAMILIES[chosen]
+    having = [
+        name
+        for name, other in FAMILIES.items()
+        if "gated_mlp" not in other.fields
+        and (other.gated_mlp, other.task) == (not own.gated_mlp, own.task)
+        and ("num_experts" in other.fields) == ("num_experts" in own.fields)
+    ]
+    of = "experts" if "num_experts" in own.fields else "convolutions" if "depths" in own.fields else "MLPs"
+    rule = f"is not modelled: in family = {chosen} {of} have {'a' if own.gated_mlp else 'no'} gate"
+    if not having:
+        return f"{rule}; remove it"
+    return f"{rule}; remove it, or use family = {either(having)}, whose MLPs have {'none' if own.gated_mlp else 'one'}"
+
+
+def _nothing(name: str) -> int | bool | tuple[()]:
+    """What a field says of a model of a family that does not have it."""
+    return () if name == "depths" else False if name == "tied_embeddings" else 0
+
+
+@lru_cache(maxsize=64)
+def _with_vocabulary(model: ModelSpec, size: int) -> ModelSpec:
+    """Kept, because a search asks for the same few again and again."""
+    return model.model_copy(update={"vocab_size": size})

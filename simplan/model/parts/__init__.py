@@ -1,0 +1,1 @@
+"""Parts of layers that several model families share."""

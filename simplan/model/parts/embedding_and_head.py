@@ -1,0 +1,130 @@
+"""First and last layers of language models: embeddings of tokens, and the output distribution with its loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from simplan.model.kernel import LOSS, TOKEN_TABLE
+from simplan.model.layer import CollectiveKind, Exchange, Lookup, Operator, ParameterSpec, Pointwise, Tensor
+from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, Part, cast, joined, linear
+from simplan.model.share import Share, for_columns, sum_of_rows
+
+__all__ = ["output_distribution", "row_table", "token_lookup", "token_table"]
+
+
+def token_table(share: Share) -> Part:
+    """The embedding ``wte``; its result is ``wte output``."""
+    weight = ParameterSpec("wte.weight", (share.vocab, share.hidden))
+    lookup, *summed = token_lookup(share, f"{TOKEN_TABLE} output", parameters=(weight.name,))
+    return Part(parameters=(weight,), operators=(lookup, *summed))
+
+
+def token_lookup(share: Share, result: str, parameters: tuple[str, ...] = ()) -> list[Operator]:
+    """What looks tokens up in the embedding; each tensor-parallel rank has a part of the rows.
+
+    Args:
+        share: Sizes.
+        result: Name of the hidden states.
+        parameters: As of ``Operator``.
+    """
+    split = share.shard.tp > 1
+    made = Tensor(f"parts of {result}" if split else result, share.tokens * share.hidden, residual=True)
+    own = Tensor("tokens in the own part of the vocabulary", share.tokens, INDEX_BYTES)
+    foreign = Tensor("which tokens are not", share.tokens, MASK_BYTES)
+    masks = (own, foreign) if split else ()
+    lookup = Operator(
+        kernel=Lookup(TOKEN_TABLE, share.tokens, share.hidden),
+        makes=(made, *masks),
+        saves=tuple(tensor.name for tensor in masks),
+        parameters=parameters,
+    )
+    if not split:
+        return [lookup]
+    (summed, *_) = sum_of_rows(made.name, result, share, residual=True)
+    return [lookup, summed]
+
+
+def row_table(name: str, source: str, rows: int, share: Share, *, add: str = "add") -> Part:
+    """A table of which the own tokens of every sequence have the same rows, such as positions; added to the stream.
+
+    Args:
+        name: Of the table.
+        source: Name of the stream.
+        rows: All of its rows.
+        share: Sizes.
+        add: Name of the addition, and of its result.
+    """
+    own = share.own_tokens * share.hidden
+    found = Tensor(f"{name} output", own, residual=True, of_microbatch=True)
+    weight = ParameterSpec(f"{name}.weight", (rows, share.hidden), share.partial)
+    lookup = Lookup(name, share.own_tokens, share.hidden)
+    return Part(
+        parameters=(weight,),
+        operators=(
+            Operator(kernel=lookup, makes=(found,), parameters=(weight.name,)),
+            Operator(
+                kernel=Pointwise(add, 2 * own, own),
+                reads=(source, found.name),
+                makes=(Tensor(add, own, residual=True),),
+                passes=True,
+            ),
+        ),
+    )
+
+
+def output_distribution(
+    source: str, share: Share, *, name: str = "lm_head", bias: bool = False, rows: int = 0, again: str = ""
+) -> Part:
+    """The output projection and the cross-entropy of its logits.
+
+    Tensor-parallel ranks have their part of the vocabulary of all logits; the largest logit of every token, its sum of
+    exponentials and the logit of its target are all-reduced (Shoeybi et al. 2019, section 3). Temporaries are those of
+    torch 2.13 (torch/distributed/tensor/parallel/loss.py): shifted logits and their exponentials in forward, and in
+    backward the sum of two tensors times the gradient of the loss.
+
+    Args:
+        source: Name of the tensor it is applied to.
+        share: Sizes.
+        name: Of the projection.
+        bias: It has one.
+        rows: Rows of logits of one sequence; 0 for as many as there are tokens.
+        again: What tells its tensors from those of the same projection of another source; empty for the first one.
+    """
+    n, h, v = rows or share.tokens, share.hidden, share.vocab
+    gathered = for_columns(source, share, rows=n)
+    logits = f"{again}logits"
+    matrix = linear(name, gathered.name, (n, v, h), bias=bias, result=logits)
+    if again:  # its weights are there already
+        matrix = Part(operators=tuple(replace(operator, parameters=()) for operator in matrix.operators))
+    matrix = replace(matrix, operators=tuple(_of_logits(operator) for operator in matrix.operators))
+    wide = Tensor(f"{logits} in FP32", n * v, FP32_BYTES, logits=True)
+    kept = Tensor(f"{again}log-probabilities", n * v, FP32_BYTES, logits=True)
+    split = share.shard.tp > 1
+    loss = Operator(
+        kernel=Pointwise(LOSS, 2 * n * v, n * v, like="cross_entropy"),
+        reads=(wide.name,),
+        makes=(kept,),
+        saves=(kept.name,),
+        forward_scratch=(wide,) * split,
+        # torch's loss is made of two functions, of which each gives a gradient as large as the logits
+        backward_scratch=(wide,) * (1 + split),
+    )
+    exchanges: list[tuple[Operator, ...]] = [(), ()]
+    if split:
+        reduce = CollectiveKind.ALL_REDUCE
+        largest = Exchange("largest logits", "tp", reduce, None, n, FP32_BYTES)
+        sums, targets = (replace(largest, name=name) for name in ("sums of exponentials", "targets' logits"))
+        exchanges = [(Operator(kernel=largest),), (Operator(kernel=sums), Operator(kernel=targets))]
+    after, before = exchanges[1], exchanges[0]
+    operators = (*before, loss_cast(logits, wide), loss, *after)
+    return joined(Part(operators=gathered.before), matrix, Part(operators=operators))
+
+
+def loss_cast(logits: str, wide: Tensor) -> Operator:
+    """The copy of logits in FP32 that the loss is computed from."""
+    return cast(logits, wide)
+
+
+def _of_logits(operator: Operator) -> Operator:
+    """A matmul whose result belongs to the output distribution."""
+    return replace(operator, makes=tuple(replace(tensor, logits=True) for tensor in operator.makes))

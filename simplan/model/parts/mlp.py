@@ -1,0 +1,137 @@
+"""MLPs of transformer blocks, with their matrices split over tensor-parallel ranks in pairs."""
+
+from __future__ import annotations
+
+from simplan.model.layer import Operator, Pointwise, Role, Tensor
+from simplan.model.parts.part import Part, joined, linear, with_role
+from simplan.model.share import Share, for_columns, sum_of_rows
+
+__all__ = ["activated", "column_linears", "gated", "gated_mlp", "gelu_mlp", "relu_mlp", "row_linear"]
+
+
+def gelu_mlp(source: str, share: Share, *, bias: bool) -> Part:
+    """Up, GELU, down.
+
+    Args:
+        source: Name of the tensor it is applied to.
+        share: Sizes.
+        bias: Both matrices have one.
+    """
+    n, i = share.tokens, share.intermediate
+    mlp = joined(
+        column_linears({"up": i}, source, share, bias=bias),
+        activated("gelu", "up output", n * i),
+        row_linear("down", "gelu output", i, share, bias=bias),
+    )
+    return with_role(mlp, Role.MLP)
+
+
+def relu_mlp(source: str, share: Share) -> Part:
+    """Up, ReLU, down; no biases. The backward of ReLU needs its output only, which the last matrix needs anyway.
+
+    Args:
+        source: Name of the tensor it is applied to.
+        share: Sizes.
+    """
+    n, i = share.tokens, share.intermediate
+    mlp = joined(
+        column_linears({"up": i}, source, share),
+        activated("relu", "up output", n * i, saves="relu output"),
+        row_linear("down", "relu output", i, share),
+    )
+    return with_role(mlp, Role.MLP)
+
+
+def gated_mlp(source: str, share: Share, *, activation: str = "silu") -> Part:
+    """Gate and up, SiLU (or another function) of the one times the other, down; no biases.
+
+    Args:
+        source: Name of the tensor it is applied to.
+        share: Sizes.
+        activation: Name of the function.
+    """
+    n, i = share.tokens, share.intermediate
+    mlp = joined(
+        column_linears({"gate": i, "up": i}, source, share),
+        gated("", n * i, activation),
+        row_linear("down", "gated product", i, share),
+    )
+    return with_role(mlp, Role.MLP)
+
+
+def activated(name: str, source: str, elements: int, *, saves: str = "", result: Tensor | None = None) -> Part:
+    """A function of every element, whose backward needs its input.
+
+    Args:
+        name: Of the function.
+        source: Name of the tensor it is applied to.
+        elements: Of one sequence.
+        saves: What its backward needs instead.
+        result: What it makes; ``{name} output`` where that is not said.
+    """
+    made = result or Tensor(f"{name} output", elements)
+    kernel = Pointwise(name, elements, elements, like="gelu")
+    return Part(operators=(Operator(kernel=kernel, reads=(source,), makes=(made,), saves=(saves or source,)),))
+
+
+def gated(prefix: str, elements: int, activation: str = "silu") -> Part:
+    """The activation of one half times the other, ``{prefix}gate output`` and ``{prefix}up output``; one kernel.
+
+    Args:
+        prefix: Of all names.
+        elements: Of each half, of one sequence.
+        activation: Name of the function.
+    """
+    gate, up = f"{prefix}gate output", f"{prefix}up output"
+    function = Operator(
+        kernel=Pointwise(f"{prefix}{activation}_multiply", 3 * elements, 2 * elements, like="silu_multiply"),
+        reads=(gate,),
+        makes=(Tensor(f"{prefix}{activation} output", elements),),
+        saves=(gate,),
+        gates=True,
+    )
+    (made,) = function.makes
+    product = Operator(
+        reads=(made.name, up),
+        makes=(Tensor(f"{prefix}gated product", elements),),
+        saves=(made.name, up),
+        saves_for=((made.name, up), (up, made.name)),
+    )
+    return Part(operators=(function, product))
+
+
+def column_linears(widths: dict[str, int], source: str, share: Share, *, bias: bool = False, inner: int = 0) -> Part:
+    """Matrices of one input, split by columns; the result of each is ``{name} output``.
+
+    Args:
+        widths: Columns of each matrix on this rank, by name.
+        source: Name of their input, of the own tokens.
+        share: Sizes.
+        bias: They have biases.
+        inner: Columns of the input; 0 for the hidden size.
+    """
+    gathered = for_columns(source, share, width=inner)
+    k = inner or share.hidden
+    joint = "+".join(widths) if len(widths) > 1 else ""
+    linears = (
+        linear(name, gathered.name, (share.tokens, width, k), bias=bias, joint=joint) for name, width in widths.items()
+    )
+    matrices = with_role(joined(*linears), Role.COLUMN_PARALLEL)
+    return joined(Part(operators=gathered.before), matrices)
+
+
+def row_linear(name: str, source: str, inner: int, share: Share, *, bias: bool = False) -> Part:
+    """A matrix split by rows, whose parts are summed over ranks; its result is ``{name} output``.
+
+    Args:
+        name: Of the matrix.
+        source: Name of its input.
+        inner: Columns of the input on this rank.
+        share: Sizes.
+        bias: It has one, of which every rank adds its share to its part (torch's DTensor).
+    """
+    result = f"{name} output"
+    parts = f"parts of {result}" if share.shard.tp > 1 else result
+    part = linear(name, source, (share.tokens, share.hidden, inner), bias=bias, result=parts)
+    part = with_role(part, Role.ROW_PARALLEL)
+    return part if share.shard.tp == 1 else joined(part, Part(operators=tuple(sum_of_rows(parts, result, share))))

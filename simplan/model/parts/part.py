@@ -1,0 +1,265 @@
+"""Parts: what layers are put together from, and how.
+
+A part knows its own parameters, operators and constants. A layer is a sequence of parts, and a family is a builder that
+chooses them. Parts name the tensor that they are applied to, and those that they make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from simplan.model.layer import Gemm, LayerKind, LayerSpec, Operator, ParameterSpec, Pointwise, Role, Tensor
+from simplan.model.share import Share
+
+__all__ = [
+    "FP32_BYTES",
+    "INDEX_BYTES",
+    "MASK_BYTES",
+    "NormKind",
+    "Part",
+    "cast",
+    "concatenation",
+    "hidden_input",
+    "joined",
+    "layer_of",
+    "linear",
+    "norm",
+    "norm_operator",
+    "residual",
+    "rewired",
+    "with_role",
+]
+
+FP32_BYTES = 4  # statistics of norms and softmax, and the cross-entropy, are FP32 whatever the precision
+INDEX_BYTES = 8
+MASK_BYTES = 1
+_NORM_SCRATCH = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A piece of a layer; forward runs the pieces in order, backward in reverse.
+
+    Attributes:
+        parameters, operators, constants, buffers: As of ``LayerSpec``.
+    """
+
+    parameters: tuple[ParameterSpec, ...] = ()
+    operators: tuple[Operator, ...] = ()
+    constants: tuple[Tensor, ...] = ()
+    buffers: tuple[Tensor, ...] = ()
+
+
+def joined(*parts: Part) -> Part:
+    """Several parts as one."""
+    return Part(
+        parameters=tuple(parameter for part in parts for parameter in part.parameters),
+        operators=tuple(operator for part in parts for operator in part.operators),
+        constants=tuple(table for part in parts for table in part.constants),
+        buffers=tuple(table for part in parts for table in part.buffers),
+    )
+
+
+def layer_of(
+    key: str,
+    kind: LayerKind,
+    parts: Iterable[Part],
+    *,
+    inputs: tuple[Tensor, ...],
+    output_shapes: tuple[tuple[int, ...], ...],
+    outputs: tuple[str, ...] = (),
+    passed_outputs: tuple[int, ...] = (),
+    product_outputs: tuple[int, ...] = (),
+    tied: tuple[str, ...] = (),
+    mtp_depth: int = 0,
+) -> LayerSpec:
+    """A layer of parts.
+
+    Args:
+        key, kind, inputs, output_shapes, passed_outputs, product_outputs, tied, mtp_depth: As of ``LayerSpec``.
+        parts: In the order in which forward runs them.
+        outputs: As of ``LayerSpec``; the last tensor that is made where there is one output.
+    """
+    whole = joined(*parts)
+    last = tuple(tensor.name for tensor in whole.operators[-1].makes if tensor.bytes_per_element is None)
+    made = LayerSpec(
+        key=key,
+        kind=kind,
+        parameters=whole.parameters,
+        operators=whole.operators,
+        inputs=inputs,
+        outputs=() if kind is LayerKind.HEAD else (outputs or last),
+        output_shapes=output_shapes,
+        passed_outputs=passed_outputs,
+        product_outputs=product_outputs,
+        constants=whole.constants,
+        buffers=whole.buffers,
+        tied=tied,
+        mtp_depth=mtp_depth,
+    )
+    assert sorted(made.gradient_order) == list(range(len(made.parameters))), key
+    assert kind is LayerKind.HEAD or len(made.outputs) == len(output_shapes), key
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class NormKind:
+    """A normalization of every token.
+
+    Attributes:
+        statistics: Numbers a row that backward needs: mean and deviation (LayerNorm), or the scale alone (RMSNorm).
+        bias: It has one.
+    """
+
+    statistics: int
+    bias: bool
+
+
+def hidden_input(share: Share, name: str = "input", *, elsewhere: bool = False) -> Tensor:
+    """Hidden states that a layer gets; ``elsewhere`` as of ``Tensor``."""
+    return Tensor(name, share.own_tokens * share.hidden, residual=True, elsewhere=elsewhere)
+
+
+def rewired(part: Part, old: str, new: str) -> Part:
+    """The same, applied to another tensor.
+
+    Args:
+        part: What reads a tensor.
+        old: Name of the tensor.
+        new: Name of the one in its place.
+    """
+    operators = tuple(
+        replace(
+            operator,
+            reads=tuple(new if name == old else name for name in operator.reads),
+            saves=tuple(new if name == old else name for name in operator.saves),
+        )
+        for operator in part.operators
+    )
+    return replace(part, operators=operators)
+
+
+def with_role(part: Part, *roles: Role) -> Part:
+    """The same, all of whose operators have some roles as well."""
+    return replace(part, operators=tuple(replace(o, roles=o.roles.union(roles)) for o in part.operators))
+
+
+def cast(source: str, result: Tensor) -> Operator:
+    """The same in another width."""
+    return Operator(reads=(source,), makes=(result,), is_cast=True)
+
+
+def linear(
+    name: str,
+    source: str,
+    gemm: tuple[int, int, int],
+    *,
+    bias: bool = False,
+    partial: tuple[bool, bool] = (False, False),
+    result: str = "",
+    joint: str = "",
+) -> Part:
+    """A matrix of weights, and perhaps a bias, that a tensor is multiplied with.
+
+    Args:
+        name: Of the matrix.
+        source: Name of the tensor.
+        gemm: Rows of one sequence, columns of the result, columns of the input.
+        bias: It has one.
+        partial: Whether gradients of weight and bias are partial (``ParameterSpec``).
+        result: Name of the result.
+        joint: As of ``Gemm``.
+    """
+    m, n, k = gemm
+    weight = ParameterSpec(f"{name}.weight", (n, k), partial[0])
+    parameters = (weight, ParameterSpec(f"{name}.bias", (n,), partial[1])) if bias else (weight,)
+    operator = Operator(
+        kernel=Gemm(name, m, n, k, joint=joint),
+        reads=(source,),
+        makes=(Tensor(result or f"{name} output", m * n),),
+        saves=(source,),
+        parameters=tuple(parameter.name for parameter in reversed(parameters)),
+    )
+    return Part(parameters=parameters, operators=(operator,))
+
+
+def norm(name: str, source: str, kind: NormKind, share: Share, *, for_matmuls: bool = True) -> Part:
+    """A norm over the hidden size of the own tokens.
+
+    Args:
+        name: Of its weights.
+        source: Name of the tensor it is applied to.
+        kind: Which norm.
+        share: Sizes.
+        for_matmuls: Its result, ``{name} output``, goes into matmuls, in their precision; else it is of the residual
+            stream.
+    """
+    h, own = share.hidden, share.own_tokens * share.hidden
+    parameters = [ParameterSpec(f"{name}.weight", (h,), share.partial)]
+    if kind.bias:
+        parameters.append(ParameterSpec(f"{name}.bias", (h,), share.partial))
+    normed = Tensor(f"{name} result" if for_matmuls else f"{name} output", own, residual=True)
+    operators = [norm_operator(name, source, kind, normed, kind.statistics * share.own_tokens, parameters)]
+    if for_matmuls:
+        operators = [replace(operators[0], roles=frozenset({Role.NORM}))]
+        operators.append(cast(normed.name, Tensor(f"{name} output", own)))
+    return Part(parameters=tuple(parameters), operators=tuple(operators))
+
+
+def norm_operator(
+    name: str, source: str, kind: NormKind, result: Tensor, num_statistics: int, parameters: Iterable[ParameterSpec]
+) -> Operator:
+    """The operator of a norm, whose backward needs its input and statistics.
+
+    LayerNorm's backward is one kernel. RMSNorm's is composed of single operations where torch has no kernel for it: at
+    worst it has the normalized input, its gradient and a product of both in FP32, beside its result.
+    """
+    statistics = Tensor(f"{name} statistics", num_statistics, FP32_BYTES)
+    wide = Tensor(f"{name} scratch", result.elements, FP32_BYTES)
+    composed = (wide,) * _NORM_SCRATCH + (Tensor(f"{name} scratch", result.elements, FP32_BYTES, widened=True),)
+    return Operator(
+        kernel=Pointwise(
+            name, result.elements, result.elements, like="rms_norm" if kind.statistics == 1 else "layer_norm"
+        ),
+        reads=(source,),
+        makes=(result, statistics),
+        saves=(source, statistics.name),
+        parameters=tuple(parameter.name for parameter in parameters),
+        composed=kind.statistics == 1,
+        backward_scratch=composed if kind.statistics == 1 else (),
+    )
+
+
+def concatenation(name: str, sources: tuple[str, ...], share: Share) -> Part:
+    """Puts several tensors as wide as the hidden states side by side, for a matmul.
+
+    Args:
+        name: Of the result.
+        sources: Names of the tensors.
+        share: Sizes.
+    """
+    elements = len(sources) * share.own_tokens * share.hidden
+    kernel = Pointwise("concatenate", elements, elements, moves=True)
+    return Part(operators=(Operator(kernel=kernel, reads=sources, makes=(Tensor(name, elements),)),))
+
+
+def residual(name: str, stream: str, branch: str, share: Share) -> Part:
+    """Adds the output of a branch to the residual stream.
+
+    Args:
+        name: Of the sum.
+        stream: Name of the tensor it is added to.
+        branch: Name of the output of the branch.
+        share: Sizes.
+    """
+    own = share.own_tokens * share.hidden
+    add = Operator(
+        kernel=Pointwise(name, 2 * own, own),
+        reads=(stream, branch),
+        makes=(Tensor(name, own, residual=True),),
+        passes=True,
+        roles=frozenset({Role.RESIDUAL}),
+        forward_scratch=(Tensor(f"{branch}, upcast", own, residual=True, widened=True),),
+    )
+    return Part(operators=(add,))

@@ -1,0 +1,167 @@
+"""Recomputation of activations: what a layer still keeps in each mode, and what its backward runs again.
+
+The modes ``none``, ``selective`` and ``full`` are those of the executor's modules, the others those of the frameworks
+whose published runs use them. Embedding and head are never recomputed. What single modules of a block keep is in
+``simplan.model.recompute_modules``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+
+from simplan.model.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec, Role
+from simplan.model.recompute_modules import Recomputation, Rerun, recomputed_modules, token_lookups
+from simplan.plan.plan import ParallelPlan, Recompute, RecomputeModule
+
+__all__ = ["Recomputation", "Rerun", "recomputation", "recompute_of"]
+
+_ALL_TO_ALL = CollectiveKind.ALL_TO_ALL
+_LAYER_STRIDE = 2  # torchtitan's usual one for selective_layer
+_UNCOUNTED = {Role.GATING, Role.EXPERTS}  # to selective_op: torchtitan's gate, and grouped products, no aten.mm
+
+
+def recompute_of(layer: LayerSpec, plan: ParallelPlan, place: int) -> Recompute:
+    """What backward runs again of a layer. Not of one for later tokens where that is of the first blocks of a stage.
+
+    (NVIDIA/Megatron-LM at d98e8a6, megatron/core/transformer/multi_token_prediction.py, ``_checkpointed_forward``.)
+
+    Args:
+        layer: The layer.
+        plan: The plan.
+        place: Of the block among those of its stage, from 0.
+    """
+    return "none" if layer.mtp_depth and plan.recompute_layers is not None else plan.recompute_at(place)
+
+
+def recomputation(
+    layer: LayerSpec, mode: Recompute, block_index: int = 0, modules: Sequence[RecomputeModule] | None = None
+) -> Recomputation:
+    """What a layer keeps and repeats.
+
+    ``full`` keeps the input. ``selective`` keeps all but what some modules keep for themselves alone: the attention
+    core (Korthikanti et al. 2022), or others that are named. ``selective_op`` keeps the results of every second matrix
+    product beginning with the first, of a fused attention core, of reduce-scatters and of all-to-alls (torchtitan's
+    per-op policy), of which some are not needed; routers and products of experts run again and
+    do not count. ``selective_layer`` repeats every second block in full, the first not (torchtitan). ``minimal`` keeps
+    the results of matrix products, added up over ranks, as far as backward needs them (MaxText). ``qkv_proj_offloaded``
+    has q, k and v on the host, whose transfers are not counted, and repeats the rest (MaxText). There XLA makes
+    exchanges of tensor-parallel ranks part of the products that they feed or sum up, so that they run again only with
+    these.
+
+    Args:
+        layer: The layer.
+        mode: ``ParallelPlan.recompute``.
+        block_index: Which of the model's blocks it is, from 0; matters to ``selective_layer`` only.
+        modules: ``ParallelPlan.recompute_modules``.
+    """
+    if layer.kind is not LayerKind.BLOCK:
+        return Recomputation(_all_saved(layer))
+    match mode:
+        case "none":
+            return Recomputation(_all_saved(layer))
+        case "full":
+            return _keeping(layer, ())
+        case "selective":
+            return recomputed_modules(layer, ("core_attn",) if modules is None else modules)
+        case "selective_layer":
+            return _keeping(layer, ()) if block_index % _LAYER_STRIDE else Recomputation(_all_saved(layer))
+        case "selective_op":
+            counted = [index for index in _gemms(layer) if _UNCOUNTED.isdisjoint(layer.roles[index])]
+            kept = {index for number, index in enumerate(counted) if number % 2 == 0}
+            kept |= _where(layer, lambda k: isinstance(k, Attention) and not k.eager)
+            kept |= _where(layer, lambda k: _is_scattered(k) or (isinstance(k, Exchange) and k.forward is _ALL_TO_ALL))
+            return _keeping(layer, sorted(kept))
+        case "minimal":
+            products = _gemms(layer)[:-1]
+            parts = [index for index in products if _is_summed(layer.kernels[index + 1])]
+            sums = [index + 1 for index in parts]  # a product over ranks is kept as the one array that it is to JAX
+            found = _keeping(layer, sorted({*products, *sums} - {*parts}), parts)
+            return _without_lone_exchanges(layer, found)
+        case "qkv_proj_offloaded":
+            first_attention = min(_where(layer, lambda k: isinstance(k, Attention)))
+            on_host = [index for index in _gemms(layer) if index < first_attention]
+            return _without_lone_exchanges(layer, _keeping(layer, (), on_host))
+
+
+def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: list[int] | None = None) -> Recomputation:
+    """Keeps the input and the results of some kernels; the others run again as far as saved tensors need them.
+
+    Args:
+        layer: The layer.
+        kept: Indices of kernels whose results are kept.
+        elsewhere: Indices of kernels whose results are kept, but not on the device.
+    """
+    # the input itself, not what matrix products made of it
+    names = {tensor.name for tensor in layer.inputs if not tensor.elsewhere}
+    kept = sorted({*kept, *token_lookups(layer)})  # embeddings come into what runs again as the input does
+    for index in kept:
+        names |= _results(layer, index)
+    remade = {layer.makers[tensor.name] for tensor in layer.saved if tensor.name in layer.makers} - {*kept}
+    remade |= {index for index in _gemms(layer) if layer.kernels[index].name in layer.late_savers}
+    # torch ends the second forward with the last tensor that backward needs, others with its result
+    last = max(index for index in range(len(layer.kernels)) if layer.reruns_to_end or index in remade)
+    if any(not kernel.trained for kernel in layer.kernels if isinstance(kernel, Gemm)):
+        last = max(last, _last_product(layer) - 1)  # a frozen weight is such a tensor, too
+    skipped = {*kept, *(elsewhere or ())}
+    again = tuple(
+        index
+        for index, kernel in enumerate(layer.kernels[: last + 1])
+        if index not in skipped and not (isinstance(kernel, Exchange) and kernel.forward is None)
+    )
+    # a ring's attention kernels make one result together; a norm at the end needs its input before the last product
+    rerun = Rerun(again, max(last, _gemms(layer)[-1]))
+    return Recomputation(frozenset(names), (rerun,), from_start=True)
+
+
+def _is_summed(kernel: object) -> bool:
+    """Whether a kernel adds up what ranks have of a product."""
+    return isinstance(kernel, Exchange) and kernel.forward in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE)
+
+
+def _is_scattered(kernel: object) -> bool:
+    """Whether ranks sum up what they have of a layer's branch or of experts, each for its own tokens."""
+    axes = ("tp", "etp")
+    return isinstance(kernel, Exchange) and kernel.axis in axes and kernel.forward is CollectiveKind.REDUCE_SCATTER
+
+
+def _without_lone_exchanges(layer: LayerSpec, kept: Recomputation) -> Recomputation:
+    """Leaves out tensor-parallel exchanges of products that do not run again."""
+
+    def runs(index: int) -> bool:
+        kernel = layer.kernels[index]
+        if not isinstance(kernel, Exchange) or kernel.axis != "tp":
+            return True
+        gathers = kernel.forward is CollectiveKind.ALL_GATHER
+        near = range(index + 1, len(layer.kernels)) if gathers else range(index - 1, -1, -1)
+        products = takewhile(lambda other: isinstance(layer.kernels[other], Gemm), near)
+        return any(product in kept.kernels for product in products)
+
+    reruns = (rerun._replace(kernels=tuple(filter(runs, rerun.kernels))) for rerun in kept.reruns)
+    return kept._replace(reruns=tuple(reruns))
+
+
+def _results(layer: LayerSpec, index: int) -> set[str]:
+    """Names of what a kernel gives: all of it, or of what is no matmul or collective, as far as backward needs it."""
+    operators = [operator for operator, place in zip(layer.operators, layer.places, strict=True) if place == index]
+    if isinstance(layer.kernels[index], Gemm | Exchange):
+        return {tensor.name for operator in operators if operator.kernel is not None for tensor in operator.makes}
+    made = {tensor.name for operator in operators for tensor in operator.makes}
+    return made & {tensor.name for tensor in layer.saved}
+
+
+def _all_saved(layer: LayerSpec) -> frozenset[str]:
+    return frozenset(tensor.name for tensor in layer.saved)
+
+
+def _last_product(layer: LayerSpec) -> int:
+    """Index of the last matrix that backward has a product of."""
+    return max(_where(layer, lambda kernel: isinstance(kernel, Gemm) and kernel.backward_products > 0))
+
+
+def _gemms(layer: LayerSpec) -> list[int]:
+    return sorted(_where(layer, lambda kernel: isinstance(kernel, Gemm)))
+
+
+def _where(layer: LayerSpec, holds: Callable[[object], bool]) -> set[int]:
+    return {index for index, kernel in enumerate(layer.kernels) if holds(kernel)}

@@ -1,0 +1,240 @@
+"""Modules of a block that backward runs again alone: what they keep of forward, and when they run.
+
+The names are Megatron Core's (NVIDIA/Megatron-LM at d98e8a6, 2026-08: megatron/core/transformer/transformer_config.py,
+recompute_modules). A module that discards its output (``CheckpointWithoutOutput``) runs again when the gradient of what
+was made of that output arrives, and gives only what it made; one that is checkpointed as usual keeps its input, and
+runs again to its end when the gradient of its output arrives.
+
+===============  ==================================================================================================
+core_attn        the attention core; of a fused kernel only the sums that it keeps for backward are gone
+mla_up_proj      of latent attention, the products from narrow vectors to heads, and the rotation (output discarded)
+layernorm        norms that are no part of the product after them: before latent attention, and before experts (output
+                 discarded)
+moe_act          the activation between the products of experts (output discarded)
+mlp              the second half of a block without experts
+moe              the second half of a block with experts, with what is sent to them and back
+shared_experts   the expert that all tokens go to
+===============  ==================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from simplan.model.kernel import TOKEN_TABLE
+from simplan.model.layer import Attention, Exchange, Gemm, Kernel, LayerSpec, Lookup, Operator, Role
+from simplan.model.operator import saved_by
+from simplan.plan.plan import RecomputeModule
+
+__all__ = ["Recomputation", "Rerun", "has_module", "recomputed_modules", "token_lookups"]
+
+
+class Rerun(NamedTuple):
+    """What runs again in backward at one time.
+
+    Attributes:
+        kernels: Indices into ``LayerSpec.kernels`` of what runs again, in order.
+        needed_by: Index of the kernel before whose backward they run: the first that asks for a tensor that was not
+            kept. Backward of the kernels after it comes first.
+    """
+
+    kernels: tuple[int, ...]
+    needed_by: int
+
+
+class Recomputation(NamedTuple):
+    """What recomputation makes of a layer.
+
+    Attributes:
+        saved: Names of the tensors that forward saves for backward.
+        reruns: What runs again, in the order in which backward comes to it.
+        from_start: The layer runs again from its input on, but for what was kept; else parts of it alone.
+    """
+
+    saved: frozenset[str]
+    reruns: tuple[Rerun, ...] = ()
+    from_start: bool = False
+
+    @property
+    def kernels(self) -> tuple[int, ...]:
+        """Indices of all that runs again, in the order of forward."""
+        return tuple(sorted(index for rerun in self.reruns for index in rerun.kernels))
+
+
+class _Part(NamedTuple):
+    """What one module makes of a block: tensors that are not kept, and what runs again for them."""
+
+    dropped: frozenset[str]
+    rerun: Rerun
+
+
+def has_module(layer: LayerSpec, module: RecomputeModule) -> bool:
+    """Whether a block has such a module."""
+    return any(True for _ in _MODULES[module](layer))
+
+
+def recomputed_modules(layer: LayerSpec, modules: Sequence[RecomputeModule]) -> Recomputation:
+    """What a block keeps and repeats when single modules of it run again; those that it does not have are none.
+
+    Args:
+        layer: The block.
+        modules: Their names.
+    """
+    parts = [part for module in modules for part in _MODULES[module](layer)]
+    dropped = {name for part in parts for name in part.dropped}
+    together: dict[int, set[int]] = {}
+    for part in parts:
+        together.setdefault(part.rerun.needed_by, set()).update(part.rerun.kernels)
+    reruns = (Rerun(tuple(sorted(together[needed_by])), needed_by) for needed_by in sorted(together, reverse=True))
+    again = tuple(reruns)
+    places = {index for rerun in again for index in rerun.kernels}
+    read = {name for operator, place in _placed(layer) if place in places for name in operator.reads}
+    inputs = {name for name in read if layer.makers.get(name) not in places}  # of what runs again
+    return Recomputation(frozenset({tensor.name for tensor in layer.saved} - dropped | inputs), again)
+
+
+def _core_attn(layer: LayerSpec) -> Iterator[_Part]:
+    """Drops what only the attention core needs; its output is kept by the projection, where it is its input."""
+    cores = _where(layer, lambda kernel: isinstance(kernel, Attention | Lookup))  # a bias is looked up for its core
+    cores -= token_lookups(layer)
+    if all(isinstance(core := layer.kernels[index], Attention) and not core.propagates for index in cores):
+        return
+    for group in _cores(layer, cores):
+        first, last = min(group), max(group)
+        again = [index for index in range(first, last + 1) if index in group or _is_exchange_of_forward(layer, index)]
+        # torch.compile computes the projection's input again as well
+        others = () if layer.compiled else (o for o, place in _placed(layer) if place not in group)
+        elsewhere = {name for operator in others for name in saved_by(operator, layer.needed)}
+        yield _Part(_made_at(layer, group) - elsewhere, Rerun(tuple(again), last))
+
+
+def _cores(layer: LayerSpec, cores: set[int]) -> Iterator[set[int]]:
+    """The kernels of each attention core, with what is looked up for it before."""
+    group: set[int] = set()
+    for index in sorted(cores):
+        kernel, following = layer.kernels[index], min((other for other in cores if other > index), default=None)
+        group.add(index)
+        name = kernel.name if isinstance(kernel, Attention) else ""
+        if name and (following is None or layer.kernels[following].name != name):
+            yield group
+            group = set()
+
+
+def token_lookups(layer: LayerSpec) -> set[int]:
+    """Indices of what looks tokens up in a block: the lookup, and what adds up the parts of its ranks."""
+    return _where(layer, lambda kernel: kernel.name in (TOKEN_TABLE, f"{TOKEN_TABLE} output"))
+
+
+def _mla_up_proj(layer: LayerSpec) -> Iterator[_Part]:
+    """Its results are gone when the attention core has used them, and are made again for the core's backward."""
+    again = _forward_of(layer, layer.kernels_with(Role.UP_PROJECTION))
+    if again:
+        core = max(_where(layer, lambda kernel: isinstance(kernel, Attention)))
+        yield _Part(_made_at(layer, again), Rerun(again, core))
+
+
+def _layernorm(layer: LayerSpec) -> Iterator[_Part]:
+    """Each is made again when the gradient of the branch that begins with it arrives.
+
+    Others are part of the product after them (TELayerNormColumnParallelLinear, megatron/core/models/gpt/
+    gpt_layer_specs.py), and do not run again.
+    """
+    sums = layer.kernels_with(Role.RESIDUAL)
+    for norm in layer.kernels_with(Role.NORM):
+        readers = list(_readers(layer, norm))
+        if all(Role.COLUMN_PARALLEL in operator.roles for operator in readers):
+            continue
+        products = [operator.kernel.name for operator in readers if isinstance(operator.kernel, Gemm)]
+        dropped = _made_at(layer, {norm}) | _quantized_inputs(layer, products)
+        yield _Part(dropped, Rerun((norm,), min(index for index in sums if index > norm) - 1))
+
+
+def _moe_act(layer: LayerSpec) -> Iterator[_Part]:
+    """Where the activation is part of the product before it, the backward of the fused kernels computes it again."""
+    inside = layer.kernels_with(Role.EXPERTS)
+    products = [index for index in inside if isinstance(layer.kernels[index], Gemm)]
+    if not products:
+        return
+    *_, before, end = products
+    again = tuple(index for index in inside if before < index < end)
+    (last,) = (operator for operator, place in _placed(layer) if place == end and operator.kernel is not None)
+    product = {last.reads[0]} & {tensor.name for tensor in layer.saved}
+    dropped = product | _quantized_inputs(layer, [layer.kernels[end].name]) | _made_at(layer, again)
+    yield _Part(frozenset(dropped), Rerun(again, end))
+
+
+def _mlp(layer: LayerSpec) -> Iterator[_Part]:
+    if not layer.kernels_with(Role.EXPERTS):
+        yield from _all_of(layer, Role.MLP)
+
+
+def _moe(layer: LayerSpec) -> Iterator[_Part]:
+    if layer.kernels_with(Role.EXPERTS):
+        yield from _all_of(layer, Role.MLP)
+
+
+def _shared_experts(layer: LayerSpec) -> Iterator[_Part]:
+    yield from _all_of(layer, Role.SHARED_EXPERT)
+
+
+_MODULES: dict[RecomputeModule, Callable[[LayerSpec], Iterator[_Part]]] = {
+    "core_attn": _core_attn,
+    "mla_up_proj": _mla_up_proj,
+    "layernorm": _layernorm,
+    "moe_act": _moe_act,
+    "mlp": _mlp,
+    "moe": _moe,
+    "shared_experts": _shared_experts,
+}
+
+
+def _all_of(layer: LayerSpec, role: Role) -> Iterator[_Part]:
+    """All that has a role, again when the gradient of the branch that it is in arrives."""
+    places = layer.kernels_with(role)
+    if places:
+        end = max(layer.kernels_with(Role.MLP))
+        yield _Part(_made_at(layer, places), Rerun(_forward_of(layer, places), end))
+
+
+def _forward_of(layer: LayerSpec, places: Iterable[int]) -> tuple[int, ...]:
+    """Those of some kernels that forward runs."""
+    return tuple(i for i in places if not isinstance(layer.kernels[i], Exchange) or _is_exchange_of_forward(layer, i))
+
+
+def _readers(layer: LayerSpec, place: int) -> Iterator[Operator]:
+    """What reads the result of a kernel, be it cast or gathered from tensor-parallel ranks before."""
+    names = {t.name for operator, index in _placed(layer) if index == place for t in operator.makes}
+    for operator, index in _placed(layer):
+        if index == place or names.isdisjoint(operator.reads):
+            continue
+        if operator.is_cast or (isinstance(operator.kernel, Exchange) and operator.kernel.axis == "tp"):
+            names.update(tensor.name for tensor in operator.makes)
+        else:
+            yield operator
+
+
+def _quantized_inputs(layer: LayerSpec, products: Sequence[str]) -> frozenset[str]:
+    """What products keep of their inputs in 8 or 4 bits: nothing where the inputs are made again, from which it is.
+
+    (``set_save_original_input``, megatron/core/transformer/transformer_layer.py and moe/experts.py.)
+    """
+    return frozenset(t.name for t in layer.saved if t.name.startswith(tuple(f"{name} input in " for name in products)))
+
+
+def _made_at(layer: LayerSpec, places: Iterable[int]) -> frozenset[str]:
+    """Names of the saved tensors that some kernels make."""
+    wanted = {*places}
+    return frozenset(tensor.name for tensor in layer.saved if layer.makers.get(tensor.name) in wanted)
+
+
+def _placed(layer: LayerSpec) -> Iterator[tuple[Operator, int]]:
+    return zip(layer.operators, layer.places, strict=True)
+
+
+def _is_exchange_of_forward(layer: LayerSpec, index: int) -> bool:
+    return getattr(layer.kernels[index], "forward", None) is not None
+
+
+def _where(layer: LayerSpec, holds: Callable[[Kernel], bool]) -> set[int]:
+    return {index for index, kernel in enumerate(layer.kernels) if holds(kernel)}

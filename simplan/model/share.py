@@ -1,0 +1,243 @@
+"""What one tensor- and context-parallel rank has of a transformer's sizes, and what it exchanges with the others.
+
+Tensor parallelism is Megatron's (Shoeybi et al. 2019): the first matrix of a pair is split by columns, the second by
+rows. Without sequence parallelism outputs of the second are all-reduced in forward, gradients of the input of the first
+in backward. With it (Korthikanti et al. 2022) tokens are gathered before the first and reduced and scattered after the
+second. torch's DTensor saves the gathered tokens for backward; Megatron-LM saves the own ones and gathers them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from simplan.model.layer import CollectiveKind, Exchange, Gemm, Operator, ParameterSpec, Pointwise, Role, Tensor
+
+if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
+    from simplan.model.model import ModelSpec
+    from simplan.plan.shard import Shard
+
+__all__ = ["Gathered", "Share", "biases_after_sums", "for_columns", "regathered", "share_of", "sum_of_rows"]
+
+_K = CollectiveKind
+
+
+class Share(NamedTuple):
+    """Sizes on one rank, for one sequence.
+
+    Attributes:
+        shard: How layers are split.
+        tokens: Where matrices are applied.
+        own_tokens: Where norms and residuals are computed: fewer with sequence parallelism.
+        hidden: Of every token, whole.
+        heads, kv_heads, head_dim: Attention heads.
+        intermediate: Columns of the MLP.
+        vocab: Rows of the embedding, or classes of a model without one.
+        documents: Lengths of the documents that share a sequence; empty for one that fills it.
+    """
+
+    shard: Shard
+    tokens: int
+    own_tokens: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    documents: tuple[int, ...] = ()
+
+    @property
+    def q(self) -> int:
+        """Columns of the queries."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv(self) -> int:
+        """Columns of the keys, and of the values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def hidden_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the hidden states between layers."""
+        return ((self.own_tokens, self.hidden),)
+
+    @property
+    def logits_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the logits of every token."""
+        return ((self.tokens, self.vocab),)
+
+    @property
+    def partial(self) -> bool:
+        """Parameters that see only the own tokens have partial gradients."""
+        return self.shard.sequence_parallel
+
+    @property
+    def suffix(self) -> str:
+        """What a layer's key says about its split; nothing for a whole layer."""
+        shard = self.shard
+        parts = []
+        if shard.tp > 1:
+            parts += [f",tp{shard.tp}", ",sp" if shard.sequence_parallel else ""]
+        if shard.cp > 1:
+            parts.append(f",cp{shard.cp}:{shard.cp_comm}")
+        return "".join(parts)
+
+
+def share_of(model: ModelSpec, shard: Shard) -> Share:
+    """The sizes of a model on one rank; the degrees divide what they split."""
+    tp, tokens = shard.tp, model.seq_len // shard.cp
+    vocab = model.vocab_size or model.num_classes
+    for size in (model.num_attention_heads, model.num_key_value_heads, model.intermediate_size, vocab):
+        assert size % tp == 0, (size, tp)
+    assert shard.cp == 1 or model.seq_len % (2 * shard.cp) == 0
+    assert shard.cp == 1 or not model.document_lengths
+    split_tokens = tp if shard.sequence_parallel else 1
+    assert tokens % split_tokens == 0
+    return Share(
+        shard,
+        tokens,
+        tokens // split_tokens,
+        model.hidden_size,
+        model.num_attention_heads // tp,
+        model.num_key_value_heads // tp,
+        model.head_dim,
+        model.intermediate_size // tp,
+        vocab // tp,
+        model.document_lengths if len(model.segments) > 1 else (),
+    )
+
+
+class Gathered(NamedTuple):
+    """What tensor-parallel ranks do with the input of matrices split by columns.
+
+    Attributes:
+        before: Operators before the matrices.
+        name: Of the tensor that the matrices read.
+    """
+
+    before: tuple[Operator, ...]
+    name: str
+
+
+def for_columns(source: str, share: Share, rows: int = 0, width: int = 0) -> Gathered:
+    """The input of matrices split by columns, of all tokens.
+
+    Args:
+        source: Name of the tensor, of the own tokens.
+        share: Sizes.
+        rows: Rows of the input, of one sequence; 0 for as many as there are tokens.
+        width: Elements of a row; 0 for the hidden size.
+    """
+    elements = (rows or share.tokens) * (width or share.hidden)
+    if share.shard.tp == 1:
+        return Gathered((), source)
+    if not share.shard.sequence_parallel:
+        name = f"{source} of all ranks"
+        alike = Operator(
+            kernel=Exchange(source, "tp", None, _K.ALL_REDUCE, elements),
+            reads=(source,),
+            makes=(Tensor(name, elements),),
+            in_place=True,
+            passes=True,
+        )
+        return Gathered((alike,), name)
+    name = f"gathered {source}"
+    gather = Operator(
+        kernel=Exchange(source, "tp", _K.ALL_GATHER, _K.REDUCE_SCATTER, elements),
+        reads=(source,),
+        makes=(Tensor(name, elements),),
+    )
+    return Gathered((gather,), name)
+
+
+def regathered(operators: Sequence[Operator]) -> Iterator[Operator]:
+    """Operators whose matmuls save the own tokens of gathered ones, which backward gathers again (Megatron-LM).
+
+    Args:
+        operators: Of a layer, in the order of forward.
+    """
+    sources: dict[str, Exchange] = {}
+    last: dict[str, int] = {}
+    trained: set[str] = set()
+    for index, operator in enumerate(operators):
+        kernel = operator.kernel
+        if isinstance(kernel, Exchange) and (kernel.axis, kernel.forward) == ("tp", _K.ALL_GATHER) and operator.reads:
+            sources[operator.makes[0].name] = kernel
+        elif isinstance(kernel, Gemm) and operator.reads[0] in sources:
+            last[operator.reads[0]] = index
+            trained.update(operator.reads[:1] if kernel.trained else ())
+    for index, operator in enumerate(operators):
+        name = operator.reads[0] if operator.reads else ""
+        if name not in last or not isinstance(operator.kernel, Gemm):
+            yield operator
+            continue
+        gather = sources[name]
+        yield replace(operator, saves=tuple(gather.name if saved == name else saved for saved in operator.saves))
+        if index == last[name] and name in trained:
+            kernel = Exchange(f"{gather.name} again", "tp", None, _K.ALL_GATHER, gather.elements)
+            yield Operator(kernel=kernel, regathers=name)
+
+
+def sum_of_rows(source: str, result: str, share: Share, *, residual: bool = False) -> list[Operator]:
+    """What follows a matrix, or an embedding, that is split by rows.
+
+    Args:
+        source: Name of the part that a rank makes.
+        result: Name of the sum.
+        share: Sizes.
+        residual: The output is of the residual stream.
+    """
+    elements, own = share.tokens * share.hidden, share.own_tokens * share.hidden
+    summed = Tensor(result, own, residual=residual)
+    if share.shard.sequence_parallel:
+        exchange = Exchange(result, "tp", _K.REDUCE_SCATTER, _K.ALL_GATHER, elements, residual=residual)
+        return [Operator(kernel=exchange, reads=(source,), makes=(summed,))]
+    exchange = Exchange(result, "tp", _K.ALL_REDUCE, None, elements, residual=residual)
+    return [Operator(kernel=exchange, reads=(source,), makes=(summed,), in_place=True, passes=True)]
+
+
+def biases_after_sums(
+    operators: Sequence[Operator], parameters: Sequence[ParameterSpec]
+) -> tuple[tuple[Operator, ...], tuple[ParameterSpec, ...]]:
+    """Biases of matrices split by rows, added once to the sum over ranks (Megatron-LM's RowParallelLinear).
+
+    Where ranks split tokens, each adds it to its own, so that gradients are partial.
+
+    Args:
+        operators: Of a layer, in the order of forward.
+        parameters: Of the layer.
+    """
+    biases: dict[str, str] = {}  # by the part that a rank makes
+    partial: set[str] = set()
+    found: list[Operator] = []
+    for operator in operators:
+        kernel = operator.kernel
+        if isinstance(kernel, Gemm) and Role.ROW_PARALLEL in operator.roles and len(operator.parameters) > 1:
+            (made,) = operator.makes
+            if any(made.name in other.reads and isinstance(other.kernel, Exchange) for other in operators):
+                biases[made.name], *weights = operator.parameters
+                operator = replace(operator, parameters=tuple(weights))
+        bias = biases.get(operator.reads[0]) if isinstance(kernel, Exchange) and operator.reads else None
+        if bias is None:
+            found.append(operator)
+            continue
+        assert isinstance(kernel, Exchange)
+        (result,) = operator.makes
+        summed = replace(result, name=f"{result.name} without bias")
+        added = Pointwise(f"{result.name} bias", result.elements, result.elements)
+        found.append(replace(operator, makes=(summed,)))
+        found.append(
+            Operator(
+                kernel=added,
+                reads=(summed.name,),
+                makes=(result,),
+                parameters=(bias,),
+                passes=True,
+                roles=operator.roles,
+            )
+        )
+        if kernel.forward is _K.REDUCE_SCATTER:
+            partial.add(bias)
+    return tuple(found), tuple(replace(p, partial_gradient=p.partial_gradient or p.name in partial) for p in parameters)

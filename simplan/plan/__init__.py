@@ -1,0 +1,1 @@
+"""The parallel plan, its schedules, and the ranks of a mesh."""

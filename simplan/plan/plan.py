@@ -1,0 +1,331 @@
+"""How a training is spread over devices: the parallel plan, its stages and the ranks they sit on."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import AfterValidator, Field, model_validator
+
+from simplan.base import Count, Spec
+from simplan.plan.schedules import SCHEDULE_FACTS, check_schedule_name
+from simplan.plan.shard import Shard
+
+__all__ = ["Axis", "ParallelPlan", "Place", "RankMapping", "Recompute", "RecomputeModule", "StageAssignment"]
+
+Recompute = Literal["none", "selective", "selective_op", "selective_layer", "full", "minimal", "qkv_proj_offloaded"]
+RecomputeModule = Literal["core_attn", "mla_up_proj", "layernorm", "moe_act", "mlp", "moe", "shared_experts"]
+
+
+class ParallelPlan(Spec):
+    """One way to spread a training over devices; the words are torchtitan's, Megatron's where it has none.
+
+    Defaults that depend on other fields are filled in when the plan is made: ``zero_stage`` is 3 when ``dp_shard``
+    is above 1, ``sequence_parallel`` is on when ``tp`` is above 1, and ``schedule`` is ``1f1b`` when ``pp`` is above 1
+    (``interleaved_1f1b`` when ``virtual_stages`` is above 1), else ``none``; ``virtual_stages`` is 2 with schedules
+    that take two stages a rank. ``schedule`` is one that simplan has, one that an installed package brings, or a CSV
+    file with a table of actions. ``None`` in ``grad_dtype`` and ``bucket_bytes`` means the software's own value; in
+    ``stage_layers``, a balanced split; its first and last may be 0, for stages that have the embedding or the head
+    alone. ``recompute_modules`` says which modules of a block ``selective`` runs again, ``None`` the attention core,
+    and ``recompute_layers`` of how many blocks of every stage backward runs anything again, the first ones, ``None`` of
+    all. ``offload_optimizer`` is FSDP2's CPUOffloadPolicy: shards of parameters, their gradients and optimizer states
+    are in memory of the host, whose CPU updates them. ``offload_activations`` keeps there what blocks keep from forward
+    to backward; ``offload_layers`` says of how many blocks, the first ones, ``None`` of all.
+
+    Experts have a mesh of their own over the ranks of a stage (Liu et al. 2025, arXiv:2504.14960, MoE parallel
+    folding): ``etp`` ranks split every expert's matrices, ``ep`` of these groups have different experts, and the rest
+    have the same ones. So ``ep`` may go over tensor- and context-parallel ranks.
+    """
+
+    dp_replicate: Count = 1
+    dp_shard: Count = 1
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    reshard_after_forward: bool = True
+    tp: Count = 1
+    sequence_parallel: bool = False
+    cp: Count = 1
+    cp_comm: Literal["ring", "all_gather", "a2a"] = "ring"
+    ep: Count = 1
+    etp: Count = 1
+    pp: Count = 1
+    virtual_stages: Count = 1
+    schedule: Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(check_schedule_name)] = "none"
+    microbatch_size: Count = 1
+    recompute: Recompute = "none"
+    recompute_modules: tuple[RecomputeModule, ...] | None = None
+    recompute_layers: Count | None = None
+    stage_layers: tuple[Annotated[int, Field(ge=0, le=10**12)], ...] | None = None
+    grad_sync: Literal["step", "microbatch"] = "step"
+    grad_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    bucket_bytes: Count | None = None
+    offload_optimizer: bool = False
+    offload_activations: bool = False
+    offload_layers: Count | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _dependent_defaults(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        filled = dict(data)
+
+        def above_one(key: str) -> bool:
+            value = filled.get(key, 1)
+            return isinstance(value, int) and value > 1
+
+        filled.setdefault("zero_stage", 3 if above_one("dp_shard") else 0)
+        filled.setdefault("sequence_parallel", above_one("tp"))
+        if above_one("pp"):
+            filled.setdefault("schedule", "interleaved_1f1b" if above_one("virtual_stages") else "1f1b")
+            filled.setdefault("virtual_stages", _stages_of(filled["schedule"]))
+        for name in ("stage_layers", "recompute_modules"):  # a file has lists, and strict mode wants the tuple itself
+            if isinstance(filled.get(name), list):
+                filled[name] = tuple(filled[name])
+        return filled
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks: replicas times shards."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_devices(self) -> int:
+        """Devices the plan needs (``ep`` and ``etp`` fold into the ranks of a stage)."""
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def shard(self) -> Shard:
+        """The part of every layer that a rank has."""
+        return Shard(
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            cp=self.cp,
+            cp_comm=self.cp_comm,
+            ep=self.ep,
+            etp=self.etp,
+        )
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of a stage among which all experts are spread once or more: ``ep`` divides them."""
+        return self.dp * self.cp * self.tp // self.etp
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks among which FSDP shards every expert: those of a replica that have the same ones; 1 for none."""
+        ranks, groups = self.dp_shard * self.cp * self.tp, self.ep * self.etp
+        return ranks // groups if self.shards_parameters and ranks % groups == 0 else 1
+
+    @property
+    def is_layer_by_layer(self) -> bool:
+        """Whether collectives or copies of single layers run beside what is computed, so that layers are simulated."""
+        ring = self.cp > 1 and self.cp_comm == "ring"
+        return (self.pp == 1 and self.shards_parameters) or ring or self.offload_activations
+
+    @property
+    def shards_parameters(self) -> bool:
+        """FSDP: parameters and gradients are sharded over the shard group."""
+        return self.zero_stage >= 2 and self.dp_shard * self.cp > 1
+
+    @property
+    def shards_optimizer_only(self) -> bool:
+        """ZeRO-1: only optimizer states are sharded."""
+        return self.zero_stage == 1 and self.dp_shard * self.cp > 1
+
+    def recompute_at(self, place: int) -> Recompute:
+        """What backward runs again of a block of a stage, counted from 0."""
+        return self.recompute if self.recompute_layers is None or place < self.recompute_layers else "none"
+
+    @property
+    def recomputed(self) -> str:
+        """What backward runs again, in words."""
+        of_modules = "" if self.recompute_modules is None else f" of {', '.join(self.recompute_modules)}"
+        number = self.recompute_layers
+        blocks = "block" if number == 1 else f"{number} blocks"
+        of_each = " of each stage" if self.num_stages > 1 else ""
+        first = "" if number is None else f" in the first {blocks}{of_each}"
+        return f"{self.recompute}{of_modules}{first}"
+
+    @property
+    def num_stages(self) -> int:
+        """Model parts: pipeline ranks times virtual stages."""
+        return self.pp * self.virtual_stages
+
+
+def _stages_of(schedule: object) -> int:
+    """Stages of a rank that a schedule always has."""
+    facts = SCHEDULE_FACTS.get(schedule) if isinstance(schedule, str) else None
+    return 1 if facts is None else facts.virtual_stages or 1
+
+
+@dataclass(frozen=True, slots=True)
+class StageAssignment:
+    """Which layers each stage holds.
+
+    Attributes:
+        boundaries: ``num_stages + 1`` increasing indices into ``ModelSpec.layers``; stage s holds
+            ``layers[boundaries[s]:boundaries[s + 1]]``. Every layer is in exactly one stage.
+    """
+
+    boundaries: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.boundaries) >= 2
+        assert self.boundaries[0] == 0
+        assert all(a < b for a, b in zip(self.boundaries, self.boundaries[1:], strict=False)), self.boundaries
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.boundaries) - 1
+
+    def layer_range(self, stage: int) -> range:
+        """Indices of the stage's layers."""
+        return range(self.boundaries[stage], self.boundaries[stage + 1])
+
+    def place(self, layer: int) -> int:
+        """Which block of its stage a layer is, from 0; the embedding, layer 0, counts as none.
+
+        >>> [StageAssignment((0, 3, 5, 6)).place(layer) for layer in range(6)]
+        [0, 0, 1, 0, 1, 0]
+        """
+        first = self.boundaries[bisect_right(self.boundaries, layer) - 1]
+        return layer - max(1, first) if layer else 0
+
+
+class Place(NamedTuple):
+    """Coordinates of a rank on the mesh, outermost axis first."""
+
+    pp: int = 0
+    dp_replicate: int = 0
+    dp_shard: int = 0
+    cp: int = 0
+    tp: int = 0
+
+
+Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankMapping:
+    """Which rank sits where: the mesh ``[pp, dp_replicate, dp_shard, cp, tp]``, pp outermost, as in torchtitan.
+
+    Attributes:
+        pp, dp_replicate, dp_shard, cp, tp: Ranks along each axis.
+        ep: Neighbouring groups of ``etp`` ranks that have different experts.
+        etp: Neighbouring ranks that split every expert; 1 or ``tp``.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @classmethod
+    def of(cls, plan: ParallelPlan) -> RankMapping:
+        """The mesh of a plan."""
+        return cls(plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.ep, plan.etp)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return math.prod(self.sizes)
+
+    @property
+    def sizes(self) -> Place:
+        """Ranks along each axis."""
+        return Place(self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks that hold the same stages, or parts of them."""
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    def rank(self, place: Place) -> int:
+        """The rank at a place of the mesh."""
+        pp, dp_replicate, dp_shard, cp, tp = place
+        return (((pp * self.dp_replicate + dp_replicate) * self.dp_shard + dp_shard) * self.cp + cp) * self.tp + tp
+
+    def place(self, rank: int) -> Place:
+        """Where a rank sits."""
+        rank, tp = divmod(rank, self.tp)
+        rank, cp = divmod(rank, self.cp)
+        rank, dp_shard = divmod(rank, self.dp_shard)
+        pp, dp_replicate = divmod(rank, self.dp_replicate)
+        return Place(pp, dp_replicate, dp_shard, cp, tp)
+
+    def group(self, rank: int, *axes: Axis) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` along some axes only, ascending."""
+        first = self.rank(self.place(rank)._replace(**dict.fromkeys(axes, 0)))
+        return tuple(first + offset for offset in _offsets(self, axes))
+
+    def pp_group(self, rank: int) -> tuple[int, ...]:
+        """The rank's pipeline, first stage first."""
+        return self.group(rank, "pp")
+
+    def dp_group(self, rank: int) -> tuple[int, ...]:
+        """Ranks that average their gradients: they hold the same part of the same stages and see other tokens."""
+        return self.group(rank, "dp_replicate", "dp_shard", "cp")
+
+    def shard_group(self, rank: int) -> tuple[int, ...]:
+        """Ranks over which FSDP and ZeRO shard; context-parallel ranks are among them, as in torchtitan."""
+        return self.group(rank, "dp_shard", "cp")
+
+    def replicate_group(self, rank: int) -> tuple[int, ...]:
+        """Ranks that hold the same shard."""
+        return self.group(rank, "dp_replicate")
+
+    def tp_group(self, rank: int) -> tuple[int, ...]:
+        """Ranks that split the same layers."""
+        return self.group(rank, "tp")
+
+    def cp_group(self, rank: int) -> tuple[int, ...]:
+        """Ranks that split the same sequences."""
+        return self.group(rank, "cp")
+
+    def etp_group(self, rank: int) -> tuple[int, ...]:
+        """Ranks that split the same experts."""
+        first = rank - rank % self.etp
+        return tuple(range(first, first + self.etp))
+
+    def ep_group(self, rank: int) -> tuple[int, ...]:
+        """Ranks that exchange tokens, because each has other experts."""
+        size = self.ep * self.etp
+        first = rank - rank % self.ranks_per_stage % size
+        return tuple(range(first + rank % self.etp, first + size, self.etp))
+
+    def expert_group(self, rank: int) -> tuple[int, ...]:
+        """Ranks that sum the gradients of the same experts: they see other tokens."""
+        width, size = self.ranks_per_stage, self.ep * self.etp
+        first = rank - rank % width
+        return tuple(range(first + rank % width % size, first + width, size))
+
+    def expert_shard_group(self, rank: int) -> tuple[int, ...]:
+        """Ranks over which FSDP shards experts: of ``expert_group`` those of one replica."""
+        replica, size = self.dp_shard * self.cp * self.tp, self.ep * self.etp
+        first = rank - rank % replica
+        return tuple(range(first + rank % replica % size, first + replica, size)) if replica % size == 0 else (rank,)
+
+    def exchanging_groups(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Ranks that exchange something inside of layers, by the axis of ``Exchange``."""
+        groups = {"tp": self.tp_group, "cp": self.cp_group, "ep": self.ep_group, "etp": self.etp_group}
+        return {axis: group(rank) for axis, group in groups.items()}
+
+    def data_rank(self, rank: int) -> int:
+        """Which of the ``plan.dp`` parts of the batch a rank trains on."""
+        place = self.place(rank)
+        return place.dp_replicate * self.dp_shard + place.dp_shard
+
+
+@lru_cache(maxsize=256)
+def _offsets(mapping: RankMapping, axes: tuple[Axis, ...]) -> tuple[int, ...]:
+    """Of the group along some axes that rank 0 is in, all ranks, ascending."""
+    choices = [range(size) if axis in axes else (0,) for axis, size in zip(Place._fields, mapping.sizes, strict=True)]
+    return tuple(mapping.rank(Place(*coordinates)) for coordinates in itertools.product(*choices))

@@ -1,0 +1,449 @@
+"""FSDP2's hooks: what it gathers, frees and reduces around the layers of a rank, in torch's own order.
+
+Source: torch 2.13, torch/distributed/fsdp/_fully_shard and torch/distributed/pipelining/stage.py. Without a pipeline a
+unit is gathered before its forward, and, if it was resharded, before its backward, one unit ahead; its gradients are
+reduced after it. Experts that are sharded among the ranks that have the same ones are a unit inside of their layer's,
+gathered after it and reduced before it; both are around the whole layer here (torchtitan asks for both ahead,
+torchtitan/models/llama4/infra/parallelize.py). In a pipeline a whole stage is gathered at UNSHARD, its gradients add
+up unsharded and are reduced at REDUCE_GRAD. Frozen weights are gathered as others are, and have nothing to reduce; a
+frozen embedding is even asked for in backward, which does not come to it, and let go at its end.
+
+``plan.offload_optimizer`` is CPUOffloadPolicy: shards of parameters, their gradients and optimizer states are in pinned
+memory of the host. A unit's shards are copied to the device, as wide as they are kept, before each of its gathers, on
+the stream that copies into the gather's buffer; in a pipeline, whose gathers were asked for, on that of computation.
+What a reduction gives is copied to the host behind it. The host waits for these copies at the end of backward only, but
+where a microbatch before has left gradients, to which it adds at once. Where host and device are one memory, nothing is
+copied: a reduction's output is the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from simplan.model.layer import CollectiveKind
+from simplan.program.action import Action, ActionKind
+from simplan.program.lowering.hooks import Hooks
+from simplan.program.lowering.stage import Stages
+from simplan.program.lowering.units import Unit, merged_units, unit_of_layer, units_at
+from simplan.program.lowering.writer import RankWriter
+from simplan.program.program import LayerWork, MemoryCategory, MemoryEffect, Message, Phase, Stream
+from simplan.program.timeline import SpanKind
+
+__all__ = ["FsdpHooks"]
+
+_GATHERED, _BUFFERS, _GRADIENTS = MemoryCategory.GATHERED, MemoryCategory.BUFFERS, MemoryCategory.GRADIENTS
+_HOST = MemoryCategory.HOST
+
+
+class FsdpHooks(Hooks):
+    """Hooks of one rank.
+
+    Args:
+        stages, writer, level: As for ``Hooks``. At Level 1 a stage is one unit.
+        host_waits: The host waits for collectives that were not asked to run in the background, as with gloo.
+    """
+
+    STATE: ClassVar = (
+        "gathering",
+        "_gathered",
+        "_accumulated",
+        "_narrow",
+        "_copied",
+        "_forward_buffer_bytes",
+        "_reduce_buffer_bytes",
+        "_reduced_bytes",
+        "_last_scatter",
+        "last_reduction",
+        "_last_copy",
+        "_on_host",
+    )
+
+    def __init__(self, stages: Stages, writer: RankWriter, level: int, *, host_waits: bool) -> None:
+        super().__init__(stages, writer, level)
+        self._host_waits = host_waits
+        plan, state = stages.plan, stages.state
+        self._in_pipeline = plan.pp > 1
+        self._reshards = plan.zero_stage == 3 and plan.reshard_after_forward and not self._in_pipeline
+        self.shard_group = stages.mapping.shard_group(writer.rank)
+        self._expert_group = stages.mapping.expert_shard_group(writer.rank)
+        self._replicate_group = stages.mapping.replicate_group(writer.rank)
+        self.num_shards = len(self.shard_group)
+        self._casts = state.gathered != state.parameter
+        self._copies_to_host = plan.offload_optimizer and not host_waits
+        self.units: dict[int, tuple[Unit, ...]] = {
+            stage: stages.units[stage] if level == 2 else merged_units(stages.units[stage])
+            for stage in stages.stages_of(stages.mapping.place(writer.rank).pp)
+        }
+        self._unit_of = {stage: unit_of_layer(units) for stage, units in self.units.items()}
+        self._first = {s: units_at([unit.layers[0] for unit in units]) for s, units in self.units.items()}
+        self._last = {s: units_at([unit.layers[-1] for unit in units]) for s, units in self.units.items()}
+        self.gathering: dict[tuple[int, int], int] = {}  # (stage, unit) -> its all-gather, not yet waited for
+        self._gathered: set[tuple[int, int]] = set()
+        self._accumulated: set[tuple[int, int]] = set()  # units whose whole gradients are held
+        self._narrow: set[tuple[int, int]] = set()  # units with gradients that have not been added to these yet
+        self._copied: list[int] = []  # the last two copies out of gathered buffers
+        self._forward_buffer_bytes = 0  # of the last gather in forward, freed with the next
+        self._reduce_buffer_bytes = 0  # of the last reduction, freed with the next
+        self._reduced_bytes = 0  # outputs that hybrid sharding holds to the end
+        self._last_scatter: int | None = None
+        self.last_reduction: int | None = None
+        self._last_copy: int | None = None  # of reduced gradients to the host
+        self._on_host: set[tuple[int, int]] = set()  # units whose reduced gradients are there
+
+    @property
+    def knows_stages(self) -> bool:
+        """Of each stage, what is gathered and what adds up."""
+        return True
+
+    def expands(self, action: Action) -> bool:
+        """Without a pipeline, units are gathered and reduced between layers.
+
+        In one, whole gradients pile up from layer to layer in the first backward of a stage, and in every one where
+        they come in another precision than that in which they are added up.
+        """
+        if not self._in_pipeline or self.stages.state.gathered != self.stages.state.gradient:
+            return not self._in_pipeline or action.kind is not ActionKind.FORWARD
+        units = range(len(self.units[action.stage]))
+        return action.kind is not ActionKind.FORWARD and any((action.stage, i) not in self._accumulated for i in units)
+
+    def before_forward(self, action: Action, part: range) -> None:
+        """Gathers the units that begin here."""
+        if self._in_pipeline:
+            self._settle(action)
+            return
+        stage = action.stage
+        for index in self._beginning(action, part):
+            if (stage, index) not in self._gathered:
+                # the first one waits for all before it, the others for the buffer before the last to be copied out
+                waits = [self.writer.last_compute] if part.start == 0 else self._copied[-2:-1]
+                self.gather(action, index, waits)
+                self.copy_out(action, index, in_forward=True)
+        if self._at_head(stage, part):  # the last buffer goes between the model and the loss
+            freed = self._forward_buffer_bytes
+            self._forward_buffer_bytes = 0
+            effects = [*self.stages.loss_effects(stage, forward=True), MemoryEffect(_BUFFERS, 0, -freed)]
+            self.writer.compute(action, "model", memory=effects)
+
+    def after_forward(self, action: Action, part: range) -> None:
+        """Reshards the unit that ends here."""
+        if self._in_pipeline:
+            return
+        stage = action.stage
+        layers = self.stages.layers[stage]
+        effects: list[MemoryEffect] = []
+        for index in self._ending(action, part):
+            unit = self.units[stage][index]
+            if self._reshards and not unit.stays:
+                self._gathered.discard((stage, index))
+                effects.append(_free(_GATHERED, unit.padded * self.stages.state.gathered))
+        if part.stop == len(layers) and self._forward_buffer_bytes:
+            effects.append(_free(_BUFFERS, self._forward_buffer_bytes))
+            self._forward_buffer_bytes = 0
+        if effects:
+            self.writer.compute(action, "reshard", memory=effects)
+
+    def before_backward(self, action: Action, part: range) -> None:
+        """Waits for the unit that backward comes to, and asks for the one that comes next."""
+        stage = action.stage
+        index = self._unit_of[stage][part[-1]]
+        if self._in_pipeline:
+            self._settle(action)
+            return
+        unit = self.units[stage][index]
+        if unit.layers[-1] not in part or not unit.has_backward:
+            return
+        if self._at_head(stage, part):  # nothing is asked for before backward is through the loss
+            self.writer.compute(action, "loss", memory=self.stages.loss_effects(stage, forward=False))
+        for index in sorted(self._ending(action, part), reverse=True):  # experts after what is around them
+            if (stage, index) not in self._gathered:
+                if (stage, index) not in self.gathering:
+                    self.gather(action, index, [])
+                self.copy_out(action, index, in_forward=False)
+            for ahead in self.units_ahead(self.units[stage][index], index):
+                if (stage, ahead) not in self._gathered and (stage, ahead) not in self.gathering:
+                    self.gather(action, ahead, self._copied[-1:])
+
+    def units_ahead(self, unit: Unit, index: int) -> range:
+        """What backward asks for beside a unit."""
+        del unit
+        return range(index - 1, max(-1, index - 2), -1)
+
+    def after_backward(self, action: Action, part: range, ended: int) -> None:
+        """Whole gradients are there; where they are wanted, they are reduced."""
+        del ended
+        stage = action.stage
+        if self._in_pipeline:
+            self._hold_gradients(action, self._beginning(action, part))
+            return
+        index = self._unit_of[stage][part[0]]
+        if self.units[stage][index].layers[0] not in part:  # a tied weight has more gradients to come
+            return
+        for each in reversed(self._beginning(action, part)):
+            if self._synchronizes(action) and self.units[stage][each].trained:
+                self.reduce_unit(action, each, made_now=True)
+            else:
+                self._hold_gradients(action, [each])
+                self._reshard(action, [each])
+
+    def after_input_gradients(self, action: Action, part: range) -> None:
+        """Hooks find the gradients of the microbatch before, and widen them."""
+        self._widen(action, [index for index in self._beginning(action, part) if (action.stage, index) in self._narrow])
+
+    def after_weight_gradients(self, action: Action, part: range) -> None:
+        """Gradients of weights come past the hooks, in the precision of the weights."""
+        stage = action.stage
+        if self.stages.state.gathered == self.stages.state.gradient:
+            self._hold_gradients(action, self._beginning(action, part))
+            return
+        new = [index for index in self._beginning(action, part) if (stage, index) not in self._narrow]
+        self._narrow |= {(stage, index) for index in new}
+        held = sum(self.units[stage][index].trained for index in new) * self.stages.state.gathered
+        if held:
+            self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, held, held)])
+
+    def end_of_backward(self, action: Action) -> None:
+        """The end of backward waits for the last reduction, and for what was gathered to no purpose."""
+        if self._in_pipeline:
+            return
+        for stage, index in [key for key in self.gathering if key[0] == action.stage]:
+            self.writer.block_on(self.gathering.pop((stage, index)))
+            freed = self.units[stage][index].padded * self.stages.state.gathered
+            self.writer.compute(action, "drop", memory=[_free(_BUFFERS, freed)])
+        if self._synchronizes(action):
+            self._finish(action)
+
+    def unshard(self, action: Action) -> None:
+        """Asks for every unit of the stage at once; the stage's next computation waits for all of them."""
+        for index in self._in_order_of_modules(action):
+            self.gather(action, index, [self.writer.last_compute], in_background=True)
+
+    def reshard(self, action: Action) -> None:
+        """Frees what is still gathered of the stage."""
+        self._reshard(action, range(len(self.units[action.stage])), "{action}")
+
+    def reduce(self, action: Action) -> None:
+        """In a pipeline: all units of the stage."""
+        if not self._in_pipeline:
+            return
+        for index in self._in_order_of_modules(action):
+            self._widen(action, [index] if (action.stage, index) in self._narrow else [])
+            if self.units[action.stage][index].trained:
+                self.reduce_unit(action, index, made_now=False)
+            else:
+                self._reshard(action, [index])
+        self._finish(action)
+
+    def _at_head(self, stage: int, part: range) -> bool:
+        return self.level == 2 and part.stop == len(self.stages.layers[stage])
+
+    def _settle(self, action: Action) -> None:
+        """The first computation of a stage after UNSHARD copies its units out."""
+        for index in self._in_order_of_modules(action):
+            if (action.stage, index) in self.gathering:
+                self.copy_out(action, index, in_forward=False)
+
+    def _synchronizes(self, action: Action) -> bool:
+        each = self.stages.software.reduces_every(self.stages.plan)
+        return each or self.is_last_backward
+
+    def gather(self, action: Action, index: int, waits: Sequence[int | None], *, in_background: bool = False) -> None:
+        """Issues the all-gather of a unit."""
+        state, unit = self.stages.state, self.units[action.stage][index]
+        num_bytes = unit.padded * state.gathered
+        group = self._group(unit)
+        cast_bytes = unit.trained_padded * state.gathered // len(group) if self._casts else 0
+        if self._host_waits and not in_background:
+            waits = [self.writer.last_compute]
+        if self._copies_to_host:
+            fetched_bytes = unit.padded * state.parameter // len(group)
+            # parameter by parameter where they are cast, else all until they are in the gather's buffer
+            cast_bytes = cast_bytes if self._casts else fetched_bytes
+            name = self.name(action, index, "fetch")
+            waits = [self.writer.host_copy(action, name, fetched_bytes, waits, (), to_host=False)]
+            if in_background:  # on the stream of computation
+                self.writer.block_on(*waits)
+        gather = self.writer.collective(
+            action,
+            Stream.SHARD,
+            self.name(action, index, "all_gather"),
+            Message(CollectiveKind.ALL_GATHER, num_bytes, group),
+            waits,
+            [MemoryEffect(_BUFFERS, num_bytes + cast_bytes + self._copied_by_gloo(num_bytes), num_bytes)],
+        )
+        self.gathering[action.stage, index] = gather
+        if self._host_waits and not in_background:
+            self.writer.block_on(gather)
+
+    def copy_out(self, action: Action, index: int, *, in_forward: bool) -> None:
+        """Waits for a gathered unit and copies it to where it is used.
+
+        In forward the buffer of the unit before is let go of, but a variable of torch's holds it until after the copy.
+        """
+        unit = self.units[action.stage][index]
+        num_bytes = unit.padded * self.stages.state.gathered
+        freed = self._forward_buffer_bytes if in_forward else num_bytes
+        buffers = MemoryEffect(_BUFFERS, 0, -freed)
+        if in_forward:
+            self._forward_buffer_bytes = num_bytes
+        self.writer.block_on(self.gathering.pop((action.stage, index)))
+        memory = [MemoryEffect(_GATHERED, num_bytes, num_bytes), buffers]
+        copied = self.writer.compute(
+            action, self.name(action, index, "copy"), self._copy(action, index, Phase.GATHER_COPY), memory
+        )
+        self._copied = [*self._copied[-1:], copied]
+        self._gathered.add((action.stage, index))
+
+    def _in_order_of_modules(self, action: Action) -> list[int]:
+        """All units of a stage, layer by layer; what is inside of a layer comes after it."""
+        return self._beginning(action, range(len(self.stages.layers[action.stage])))
+
+    def _beginning(self, action: Action, part: range) -> list[int]:
+        """Units whose first layer is among these."""
+        first = self._first[action.stage]
+        return [index for layer in part for index in first.get(layer, ())]
+
+    def _ending(self, action: Action, part: range) -> list[int]:
+        """Those whose last layer is."""
+        last = self._last[action.stage]
+        return [index for layer in part for index in last.get(layer, ())]
+
+    def _group(self, unit: Unit) -> tuple[int, ...]:
+        """Ranks over which a unit is sharded."""
+        return self._expert_group if unit.experts else self.shard_group
+
+    def _widen(self, action: Action, indices: list[int]) -> None:
+        """Adds gradients in the precision of the weights to those that are held, and lets go of them."""
+        if not indices:
+            return
+        self._narrow -= {(action.stage, index) for index in indices}
+        freed = sum(self.units[action.stage][index].trained for index in indices) * self.stages.state.gathered
+        self._hold_gradients(action, indices)
+        self.writer.compute(action, "widen gradients", memory=[_free(_GRADIENTS, freed)])
+
+    def _hold_gradients(self, action: Action, indices: list[int]) -> None:
+        """Whole gradients of units stay until they are reduced; later ones are added to them."""
+        state = self.stages.state
+        new = [index for index in indices if (action.stage, index) not in self._accumulated]
+        self._accumulated |= {(action.stage, index) for index in new}
+        held = sum(self.units[action.stage][index].trained for index in new) * state.gradient
+        # gradients come in the precision of the weights and are widened, unit by unit
+        narrow = max(self.units[action.stage][index].trained for index in indices) * state.gathered if indices else 0
+        during = held + (narrow if state.gathered != state.gradient else 0)
+        if during:
+            self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, during, held)])
+
+    def reduce_unit(self, action: Action, index: int, *, made_now: bool) -> None:
+        """Reduce-scatter of a unit's gradients over its shards, then, with replicas, all-reduce of the shard.
+
+        Then its copy to the host, where shards are there.
+        """
+        state, unit, key = self.stages.state, self.units[action.stage][index], (action.stage, index)
+        whole_bytes, input_bytes = unit.trained * state.gathered, unit.trained_padded * state.reduced
+        group = self._group(unit)
+        output_bytes = input_bytes // len(group)
+        held_bytes = unit.trained * state.gradient if key in self._accumulated else 0
+        self._accumulated.discard(key)
+        # new gradients of the same precision are added in place to those that are held
+        adds_in_place = held_bytes > 0 and state.gathered == state.gradient
+        extra = whole_bytes if made_now and not adds_in_place else 0
+        memory = [
+            MemoryEffect(_GRADIENTS, extra, -held_bytes),
+            MemoryEffect(_BUFFERS, input_bytes - self._reduce_buffer_bytes, input_bytes - self._reduce_buffer_bytes),
+        ]
+        if key in self._gathered:  # resharded before the buffer is made
+            self._gathered.discard(key)
+            gathered_bytes = unit.padded * state.gathered
+            memory.append(MemoryEffect(_GATHERED, -gathered_bytes, -gathered_bytes))
+        self._reduce_buffer_bytes = input_bytes
+        self.writer.block_on(self._last_scatter)
+        copied = self.writer.compute(
+            action, self.name(action, index, "copy"), self._copy(action, index, Phase.REDUCE_COPY), memory
+        )
+        replicated = len(self._replicate_group) > 1
+        is_first = self.stages.plan.offload_optimizer and key not in self._on_host
+        self._on_host |= {key} if is_first else set()
+        stays = is_first and not self._copies_to_host  # the output is the gradient
+        held_until_end = output_bytes if replicated and not stays else 0
+        copy_bytes = self._copied_by_gloo(input_bytes)
+        reduction = self.writer.collective(
+            action,
+            Stream.SHARD,
+            self.name(action, index, "reduce_scatter"),
+            Message(CollectiveKind.REDUCE_SCATTER, input_bytes, group),
+            (copied, None if replicated else self._last_copy),  # copies to the host are behind the last collective
+            [
+                MemoryEffect(_BUFFERS, output_bytes + copy_bytes, held_until_end),
+                *([MemoryEffect(_HOST, 0, output_bytes)] if stays else []),
+            ],
+        )
+        self._last_scatter = reduction
+        if replicated:
+            self._reduced_bytes += held_until_end
+            reduction = self.writer.collective(
+                action,
+                Stream.REPLICATE,
+                self.name(action, index, "all_reduce"),
+                Message(CollectiveKind.ALL_REDUCE, output_bytes, self._replicate_group),
+                (reduction, self._last_copy),
+            )
+        if self._copies_to_host:
+            reduction = self._last_copy = self._send_home(action, index, reduction, is_first=is_first)
+        self.last_reduction = reduction
+        if self._host_waits:
+            self.writer.block_on(reduction)
+
+    def _send_home(self, action: Action, index: int, reduction: int, *, is_first: bool) -> int:
+        """Copies a unit's reduced gradients to the host, which adds them to those that are there; gives the copy."""
+        unit, state = self.units[action.stage][index], self.stages.state
+        num_shards = len(self._group(unit))
+        num_bytes = unit.trained_padded * state.gradient // num_shards
+        memory = [MemoryEffect(_HOST, num_bytes, num_bytes if is_first else 0)]
+        name = self.name(action, index, "offload")
+        copy = self.writer.host_copy(action, name, num_bytes, (reduction,), memory, to_host=True)
+        if not is_first:
+            self.writer.block_on(copy)
+            whole = self._work(action, index, Phase.ACCUMULATE)
+            work = tuple(w._replace(num_parameters=-(-w.num_parameters // num_shards), on_host=True) for w in whole)
+            self.writer.compute(action, self.name(action, index, "add"), work, kind=SpanKind.HOST)
+        return copy
+
+    def _reshard(self, action: Action, indices: Iterable[int], name: str = "reshard") -> None:
+        """Frees what is gathered of some units."""
+        gathered = [index for index in indices if (action.stage, index) in self._gathered]
+        self._gathered -= {(action.stage, index) for index in gathered}
+        num_bytes = sum(self.units[action.stage][index].padded for index in gathered) * self.stages.state.gathered
+        if num_bytes:
+            self.writer.compute(action, name, memory=[_free(_GATHERED, num_bytes)])
+
+    def _copied_by_gloo(self, num_bytes: int) -> int:
+        """Gloo reduces a copy of the input and gathers into a copy of the output (torch's ProcessGroupGloo.cpp)."""
+        return num_bytes if self._host_waits else 0
+
+    def _finish(self, action: Action) -> None:
+        """Waits for the last reduction and frees its buffers."""
+        freed = self._reduce_buffer_bytes + self._reduced_bytes
+        self._reduce_buffer_bytes = self._reduced_bytes = 0
+        self.writer.block_on(self.last_reduction)  # torch waits for all-reduces of replicas here only
+        self._last_scatter = self.last_reduction = self._last_copy = None
+        self.writer.compute(action, "wait for gradients", memory=[_free(_BUFFERS, freed)] if freed else [])
+
+    def _copy(self, action: Action, index: int, phase: Phase) -> tuple[LayerWork, ...]:
+        return () if self.stages.software.runtime == "xla" else self._work(action, index, phase)
+
+    def _work(self, action: Action, index: int, phase: Phase) -> tuple[LayerWork, ...]:
+        unit = self.units[action.stage][index]
+        return self.stages.work(action.stage, unit.layers, phase, of="experts" if unit.experts else "rest")
+
+    def name(self, action: Action, index: int, what: str) -> str:
+        """Of an operation on a unit."""
+        layers = self.units[action.stage][index].layers
+        if self.level == 1:
+            return what
+        of = " experts" if self.units[action.stage][index].experts else ""
+        return f"{what} {{{layers[0]}}}{of}"
+
+
+def _free(category: MemoryCategory, num_bytes: int) -> MemoryEffect:
+    """Frees before anything else happens."""
+    return MemoryEffect(category, -num_bytes, -num_bytes)

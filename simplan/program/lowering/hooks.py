@@ -1,0 +1,207 @@
+"""What data parallelism does around the layers of a rank: nothing, or DDP's reduction of gradients in buckets.
+
+FSDP's hooks are in ``simplan.program.lowering.fsdp``; which of them a plan has is decided in
+``simplan.program.lowering.lower``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from simplan.model.layer import CollectiveKind
+from simplan.program.action import Action
+from simplan.program.lowering.buckets import ddp_buckets
+from simplan.program.lowering.stage import Stages
+from simplan.program.lowering.writer import RankWriter
+from simplan.program.program import LayerWork, Message, Phase, Stream
+
+__all__ = ["DdpHooks", "Hooks"]
+
+_ENDLESS = 2**62
+
+
+class Hooks:
+    """No data parallelism: the calls that the lowering makes around layers and actions, all without effect.
+
+    Args:
+        stages: Facts about the stages.
+        writer: Takes the operations.
+        level: Of the Program.
+
+    Attributes:
+        is_first_forward: What is lowered is the first forward of its stage.
+        is_last_backward: It completes the gradients of its stage.
+    """
+
+    STATE: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, stages: Stages, writer: RankWriter, level: int) -> None:
+        self.stages, self.writer, self.level = stages, writer, level
+        self.is_first_forward = self.is_last_backward = False
+
+    @property
+    def knows_stages(self) -> bool:
+        """Whether what is done around a stage's layers depends on more than whether it is done first or last."""
+        return False
+
+    def expands(self, action: Action) -> bool:
+        """Whether the action must be written layer by layer, because something happens between layers."""
+        del action
+        return False
+
+    def before_forward(self, action: Action, part: range) -> None:
+        """Before some layers' forward."""
+
+    def after_forward(self, action: Action, part: range) -> None:
+        """After it."""
+
+    def before_backward(self, action: Action, part: range) -> None:
+        """Before some layers' backward."""
+
+    def scaling(self, action: Action, part: range) -> tuple[LayerWork, ...]:
+        """Divisions of gradients that belong to these layers' backward."""
+        del action, part
+        return ()
+
+    def after_backward(self, action: Action, part: range, ended: int) -> None:
+        """After it; ``ended`` is the index of its last operation."""
+
+    def after_input_gradients(self, action: Action, part: range) -> None:
+        """After the first part of a backward in two parts."""
+
+    def after_weight_gradients(self, action: Action, part: range) -> None:
+        """After the second part."""
+
+    def end_of_backward(self, action: Action) -> None:
+        """At the end of the action."""
+
+    def unshard(self, action: Action) -> None:
+        """At UNSHARD."""
+
+    def reshard(self, action: Action) -> None:
+        """At RESHARD."""
+
+    def reduce(self, action: Action) -> None:
+        """At REDUCE_GRAD, before gradients are divided."""
+
+
+class DdpHooks(Hooks):
+    """Gradients divided, then reduced in buckets as backward completes them, as torch's DistributedDataParallel does.
+
+    Where optimizer states are shared evenly each rank of the shard group gets the part of every bucket that it updates,
+    and replicas of this group then reduce this part.
+    """
+
+    STATE: ClassVar = ("_reducing", "_ended")
+
+    def __init__(self, stages: Stages, writer: RankWriter, level: int) -> None:
+        super().__init__(stages, writer, level)
+        software, plan = stages.software, stages.plan
+        shares = plan.shards_optimizer_only and software.optimizer_shards == "elements"
+        self._group = stages.mapping.dp_group(writer.rank)
+        self._kind = CollectiveKind.ALL_REDUCE
+        self._replicas: tuple[int, ...] = ()
+        if shares:
+            self._group, self._kind = stages.mapping.shard_group(writer.rank), CollectiveKind.REDUCE_SCATTER
+            self._replicas = stages.mapping.replicate_group(writer.rank)
+        if level == 1 or not software.grad_overlap:
+            self._limits = (_ENDLESS, _ENDLESS)
+        elif plan.bucket_bytes is not None:
+            self._limits = (plan.bucket_bytes, plan.bucket_bytes)
+        else:
+            self._limits = (software.bucket_bytes, software.first_bucket_bytes)
+        self._waits_late = software.waits_for_gradients == "step" and plan.grad_sync != "microbatch"
+        self._overlaps = software.grad_overlap
+        self._reducing: list[int] = []  # reductions of the last stage that nobody waited for yet
+        self._gathers = shares and software.gathers_ahead
+        self._gathering: dict[int, int] = {}  # by layer of the stage, the gather that it waits for
+        self._ended: dict[int, int] = {}
+
+    def expands(self, action: Action) -> bool:
+        """Only where buckets are reduced in between, or gathered."""
+        return self._reduces(action) or (self._gathers and self.is_first_forward)
+
+    def before_forward(self, action: Action, part: range) -> None:
+        """Parameters that the step before updated are gathered, the first layer's first."""
+        if not (self._gathers and self.is_first_forward):
+            return
+        if part.start == 0:
+            self._gathering = self._gather(action)
+        waited = [self._gathering.pop(layer, None) for layer in part]
+        self.writer.block_on(*dict.fromkeys(waited))
+
+    def _gather(self, action: Action) -> dict[int, int]:
+        """Gathers the parameters of a stage in buckets; gives by layer the gather that it waits for."""
+        stages = self.stages
+        found: dict[int, int] = {}
+        limit = self._limits[0] // stages.state.reduced
+        bucket: list[int] = []
+        filled = 0
+        trained, experts = stages.trained[action.stage], stages.experts[action.stage]
+        for layer, elements in enumerate(trained):
+            bucket.append(layer)
+            filled += elements - experts[layer]
+            if (filled < limit and layer + 1 < len(trained)) or not filled:
+                continue
+            message = Message(CollectiveKind.ALL_GATHER, filled * stages.state.parameter, self._group)
+            index = self.writer.collective(action, Stream.SHARD, "all_gather parameters", message, ())
+            found |= dict.fromkeys(bucket, index)
+            bucket, filled = [], 0
+        return found
+
+    def scaling(self, action: Action, part: range) -> tuple[LayerWork, ...]:
+        """Gradients are divided by the number of data-parallel ranks before they are summed."""
+        return self.stages.work(action.stage, part, Phase.SCALE, of="rest") if self._reduces(action) else ()
+
+    def after_backward(self, action: Action, part: range, ended: int) -> None:
+        """Remembers when gradients are there that are reduced now."""
+        if self._reduces(action):
+            self._ended.update(dict.fromkeys(part, ended))
+
+    def after_weight_gradients(self, action: Action, part: range) -> None:
+        """The same of a backward in two parts."""
+        last = self.writer.last_compute
+        assert last is not None
+        self.after_backward(action, part, last)
+
+    def end_of_backward(self, action: Action) -> None:
+        """Reductions of the stage's gradients, each from when its gradients are there, and mostly the wait for them."""
+        if not self._reduces(action) or (self._waits_late and not self._overlaps):
+            return
+        reduced = self._reductions(action)
+        if self._waits_late:
+            self._reducing = reduced
+        else:
+            self._wait(action, reduced)
+
+    def reduce(self, action: Action) -> None:
+        """The wait, where it is not in backward; reductions that do not run beside one begin only now."""
+        if self._waits_late:
+            self._wait(action, self._reducing or self._reductions(action))
+            self._reducing = []
+
+    def _reductions(self, action: Action) -> list[int]:
+        """Reduces all gradients of the stage in buckets; gives what has to be waited for."""
+        stages, writer = self.stages, self.writer
+        buckets = ddp_buckets(stages.layers[action.stage], stages.state.reduced, *self._limits)
+        reduced = []
+        for number, bucket in enumerate(buckets):
+            name = f"bucket {number}" if self.level == 2 else str(self._kind)
+            message = Message(self._kind, bucket.num_bytes, self._group)
+            index = writer.collective(action, Stream.DATA, name, message, (self._ended[bucket.ready_layer],))
+            if len(self._replicas) > 1:
+                part_bytes = -(-bucket.num_bytes // len(self._group))
+                message = Message(CollectiveKind.ALL_REDUCE, part_bytes, self._replicas)
+                index = writer.collective(action, Stream.REPLICATE, f"{name} of replicas", message, (index,))
+            reduced.append(index)
+        self._ended = {}
+        return reduced
+
+    def _wait(self, action: Action, reduced: Sequence[int]) -> None:
+        self.writer.block_on(*reduced)
+        self.writer.compute(action, "wait for gradients")
+
+    def _reduces(self, action: Action) -> bool:
+        each = self.stages.plan.grad_sync == "microbatch"
+        return each or self.is_last_backward

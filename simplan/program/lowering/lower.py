@@ -1,0 +1,533 @@
+"""Lowers a complete Level 1 table to a Program of Level 1 or Level 2 operations."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from simplan.job import Job
+from simplan.model.implementations.expert_dispatch import TAKEN_SHARE
+from simplan.model.layer import CollectiveKind
+from simplan.plan.plan import StageAssignment
+from simplan.program.action import Action, ActionKind, Table
+from simplan.program.folding import Folding, unfolded
+from simplan.program.lowering.fsdp import FsdpHooks
+from simplan.program.lowering.fsdp_lists import FsdpListHooks
+from simplan.program.lowering.hooks import DdpHooks, Hooks
+from simplan.program.lowering.offload import ActivationOffload
+from simplan.program.lowering.optimizer_step import step_optimizer
+from simplan.program.lowering.reduction import complete_gradients
+from simplan.program.lowering.rows import ActionVariant, row_of_actions
+from simplan.program.lowering.script import Scripts, Segment, in_order
+from simplan.program.lowering.stage import Stages
+from simplan.program.lowering.stamping import OpIndex, ProgramBuilder, restore_state, take_state
+from simplan.program.lowering.walk import ActionTemplate, Walker
+from simplan.program.lowering.writer import RankWriter
+from simplan.program.memory.states import RankStates
+from simplan.program.program import (
+    Excess,
+    HostWait,
+    MemoryCategory,
+    MemoryEffect,
+    Message,
+    Phase,
+    Program,
+    Stream,
+    Work,
+)
+from simplan.program.timeline import SpanKind
+from simplan.program.uncollected import uncollected
+
+__all__ = ["Lowerer", "Lowering", "lower"]
+
+_K = ActionKind
+_BACKWARD_PHASE = {
+    _K.BACKWARD: Phase.BACKWARD,
+    _K.BACKWARD_INPUT: Phase.BACKWARD_INPUT,
+    _K.BACKWARD_WEIGHT: Phase.BACKWARD_WEIGHT,
+}
+_AXIS_STREAM = {"tp": Stream.TENSOR, "cp": Stream.CONTEXT, "ep": Stream.EXPERT, "etp": Stream.EXPERT}
+_MESSAGE_STREAM = {
+    _K.SEND_F: Stream.SEND_F,
+    _K.RECV_F: Stream.RECV_F,
+    _K.SEND_B: Stream.SEND_B,
+    _K.RECV_B: Stream.RECV_B,
+}
+_ALIKE = frozenset((*_BACKWARD_PHASE, _K.FORWARD, *_MESSAGE_STREAM, _K.REDUCE_GRAD))
+
+
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """How a table is lowered.
+
+    Attributes:
+        level: 1: one operation for each action, and its communication in one piece. 2: layer by layer.
+        folding: Which ranks are written out; None for all.
+        expand_all: At Level 2, expand also the actions between whose layers nothing can be overlapped. Without, their
+            layers are one operation and their exchanges another; the step takes the same time. For large Programs.
+        host_waits: The host waits for collectives that do not run in the background by themselves (gloo on CPUs), and
+            for copies between memory of the host and of the device, which are one.
+    """
+
+    level: int = 2
+    folding: Folding | None = None
+    expand_all: bool = True
+    host_waits: bool = False
+
+
+@uncollected()
+def lower(
+    job: Job,
+    assignment: StageAssignment,
+    table: Table,
+    how: Lowering,
+) -> Program:
+    """The Program of one step.
+
+    What each action becomes: F, B, I and W compute the stage's layers (Level 2: one operation each, cut at the
+    exchanges of tensor, context and expert parallelism); B and I run again what was not kept; F, B and I wait for their
+    RECV. A message is issued when the host gets to it, that is, after the computation before it. What data parallelism
+    does in between is said by its hooks (``simplan.program.lowering.hooks``, ``simplan.program.lowering.fsdp``).
+    REDUCE_GRAD sums gradients of which tensor-parallel ranks have parts, averages those of experts, and divides all by
+    the number of microbatches. OPTIM waits for all sends and for a trainer's host, all-reduces gradients of tied
+    embeddings that sit on two ranks, clips gradients (``simplan.program.lowering.norms``), updates, and hands sharded
+    updates round, or gathers them (ZeRO-1).
+
+    Args:
+        job: What is run; its cluster is not looked at.
+        assignment: Which layers each stage holds.
+        table: A complete table that ``check_table`` accepts.
+        how: What to write out.
+    """
+    return Lowerer(job, assignment, table, how).program(table)
+
+
+class Lowerer:
+    """Lowers tables of one plan that differ in the number of microbatches; what they share is made once.
+
+    Args:
+        job, assignment, how: As of ``lower``.
+        table: Any of the tables: says on which rank each stage is.
+    """
+
+    def __init__(self, job: Job, assignment: StageAssignment, table: Table, how: Lowering) -> None:
+        assert how.level in (1, 2)
+        self._how = how
+        self._stages = Stages(job, assignment, table)
+        self._folding = how.folding or unfolded(self._stages.mapping)
+        self._builder = ProgramBuilder()
+        scripts = Scripts(self._stages)
+        self._ranks: dict[int, _AlikeRank] = {}
+        leaders: dict[Hashable, tuple[_RankLowering, list[int]]] = {}
+        for rank in self._folding.ranks:
+            key, own = _rank_key(self._stages, rank), self._stages.stages_of(self._stages.mapping.place(rank).pp)
+            if key not in leaders:
+                leaders[key] = _RankLowering(self._stages, scripts, rank, self._builder, how, self._folding), own
+            leader, stages = leaders[key]
+            self._ranks[rank] = _AlikeRank(leader, dict(zip(own, stages, strict=True)))
+
+    def program(self, table: Table) -> Program:
+        """The Program of a table."""
+        stages, builder = self._stages, self._builder
+        builder.restart()
+        for rank, (leader, leading) in self._ranks.items():
+            builder.start(rank, rank - leader.rank, stages.mapping.ranks_per_stage)
+            leader.run(table[stages.mapping.place(rank).pp], leading)
+        rebuilds, how, folding = stages.software.runtime == "torch", self._how, self._folding
+        return Program(
+            how.level,
+            table,
+            builder.columns(),
+            builder.names,
+            builder.works,
+            builder.effects,
+            folding.ranks,
+            folding.stands_for,
+            {rank: alike.leader.resting_bytes() for rank, alike in self._ranks.items()},
+            {rank: alike.leader.bucket_bytes() if rebuilds else 0 for rank, alike in self._ranks.items()},
+            one_memory=how.host_waits,
+            layer_names=stages.layer_names,
+            all_written_out=how.level == 2 and how.expand_all and len(folding.ranks) == len(folding.stands_for),
+        )
+
+
+class _AlikeRank(NamedTuple):
+    """A rank that does what another one does, on other stages and among other ranks.
+
+    Attributes:
+        leader: Lowers for both.
+        leading: By stage of the rank, that of the leader.
+    """
+
+    leader: _RankLowering
+    leading: dict[int, int]
+
+
+def _stage_key(stages: Stages, stage: int) -> Hashable:
+    """Stages with the same one have the same layers, which keep the same, and the same neighbours."""
+    own = stages.placement[stage]
+    around = [stages.placement.get(stage + step) for step in (-1, 1)]
+    return (
+        tuple(id(stages.facts(stage, position)) for position in range(len(stages.layers[stage]))),
+        tuple(layer.key for layer in stages.layers[stage]),
+        tuple(stages.trained[stage]),
+        tuple(stages.experts[stage]),
+        tuple(None if other is None else other - own for other in around),
+        tuple(map(tuple, stages.crossings[max(0, stage - 1) : stage + 1])),
+        stage == 0,
+    )
+
+
+def _rank_key(stages: Stages, rank: int) -> Hashable:
+    """Ranks with the same one do the same, but for their stages and for the ranks that they talk to."""
+    place, plan = stages.mapping.place(rank), stages.plan
+    deals = plan.shards_optimizer_only and stages.software.optimizer_shards != "elements"
+    if deals or plan.offload_activations:  # what is dealt out, or named, is of one rank
+        return rank
+    return place._replace(pp=-1), tuple(_stage_key(stages, stage) for stage in stages.stages_of(place.pp))
+
+
+class _RankLowering:
+    """Lowers the actions of a rank to templates, and stamps them for it and for all ranks that are alike."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        scripts: Scripts,
+        rank: int,
+        builder: ProgramBuilder,
+        how: Lowering,
+        folding: Folding,
+    ) -> None:
+        self.stages, self.rank, self.how = stages, rank, how
+        self.scripts = scripts
+        self.place = stages.mapping.place(rank)
+        self.pp_rank = self.place.pp
+        self.synchronous = stages.plan.schedule in stages.software.synchronous_schedules
+        ordered = not how.host_waits and not self.synchronous  # others are in one batch, and pass each other
+        ahead = stages.plan.schedule in stages.software.receives_ahead and not how.host_waits
+        self.builder = builder
+        self.walker = Walker()
+        self.numbers: dict[Hashable, int] = {}  # of actions that are told apart
+        self.writer = RankWriter(rank, builder, folding, ordered_messages=ordered, receives_ahead=ahead)
+        self.hooks = _hooks(stages, self.writer, how)
+        self.offload = ActivationOffload(stages, self.writer, host_waits=how.host_waits)
+        self.states = RankStates(stages, rank)
+        mapping = stages.mapping
+        self.groups = mapping.exchanging_groups(rank)
+        self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
+        self.merged_exchanges: dict[tuple[int, range, str, Phase, bool], tuple[Work, ...]] = {}
+        self.is_paired = self.receives = False
+        self.alike = self._alike_stages()
+        self.received: list[int] = []  # what the pass that is lowered needs of another stage
+        self.new_received: list[int] = []
+        self.sent: list[int] = []
+        self.sent_bytes = 0
+        self.stateful = (self.writer, self.hooks, self.offload)
+        self.first_shape = builder.shape(take_state(self.stateful)[0])
+
+    def run(self, row: Sequence[Action], leading: Mapping[int, int]) -> None:
+        """Stamps a row of the table: each action as it is lowered in the state in which the rank comes to it.
+
+        Args:
+            row: Of this rank, or of one that is alike.
+            leading: By stage of the row, the stage of this rank that stands for it.
+        """
+        overlaps = self.stages.software.expert_overlap and not self.how.host_waits
+        actions, stage, microbatch, variant, needs, variants = row_of_actions(
+            row, synchronous=self.synchronous, overlaps_experts=overlaps
+        )
+        self.offload.start(row)
+        leaders = [each.at_stage(leading) for each in variants]
+        numbers = [self._number(self._template_key(each)) for each in leaders]
+        kinds = np.array(numbers, np.int64)[variant]
+        if self.offload.expands:  # what is offloaded is known by its microbatch
+            kinds = np.array([self._number(pair) for pair in zip(kinds.tolist(), microbatch.tolist(), strict=True)])
+
+        def lowered(place: int, shape: int, num_inputs: int, sent_bytes: int) -> ActionTemplate:
+            of = leaders[variant[place]]
+            action = of.action._replace(microbatch=actions[place].microbatch)
+            return self._lowered(action, shape, num_inputs, sent_bytes, of)
+
+        walked = self.walker.run(kinds, needs, (self.first_shape, self.builder.num_ops), lowered)
+        self.builder.stamp(walked, stage, microbatch)
+
+    def _number(self, key: Hashable) -> int:
+        return self.numbers.setdefault(key, len(self.numbers))
+
+    def _template_key(self, variant: ActionVariant) -> Hashable:
+        """What tells templates of actions apart, besides the state in which the rank comes to them."""
+        kind, stage = variant.action.kind, variant.action.stage
+        between = kind in _ALIKE and not variant.is_first
+        return kind, self.alike[stage] if between else -1 - stage, *variant[1:]
+
+    def _alike_stages(self) -> dict[int, int]:
+        """By stage of the rank, the first one of whose passes the same operations are made.
+
+        Stages are told apart where hooks know them.
+        """
+        first: dict[Hashable, int] = {}
+        found = {}
+        for stage in self.stages.stages_of(self.pp_rank):
+            apart = self.hooks.knows_stages or self.offload.expands
+            found[stage] = first.setdefault(stage if apart else _stage_key(self.stages, stage), stage)
+        return found
+
+    def _lowered(
+        self, action: Action, shape: int, num_inputs: int, sent_bytes: int, variant: ActionVariant
+    ) -> ActionTemplate:
+        """Lowers an action in the state of a shape.
+
+        Args:
+            action: The action.
+            shape: Of the state of its rank.
+            num_inputs: Operations of which it needs something, besides those of the state.
+            sent_bytes: What sending holds by now.
+            variant: What tells it apart from others of its kind.
+        """
+        self.is_paired, self.receives = variant.is_paired, variant.receives
+        self.hooks.is_first_forward, self.hooks.is_last_backward = variant.is_first, variant.is_last
+        builder = self.builder
+        structure = builder.structure(shape)
+        num_indices = restore_state(self.stateful, structure)
+        self.writer.stage = action.stage
+        symbols: list[int] = [OpIndex(-1 - num_indices - k) for k in range(num_inputs)]
+        self.received, self.new_received, self.sent, self.sent_bytes = symbols, [], [], sent_bytes
+        self._write(action)
+        rows = self.writer.take_rows()
+        structure, indices = take_state(self.stateful)
+        return ActionTemplate(
+            builder.template_rows(rows),
+            len(rows),
+            builder.shape(structure),
+            tuple(indices),
+            tuple(self.new_received),
+            tuple(self.sent),
+            self.sent_bytes - sent_bytes,
+        )
+
+    def _write(self, action: Action) -> None:
+        match action.kind:
+            case _K.FORWARD:
+                self._forward(action)
+            case _K.BACKWARD | _K.BACKWARD_INPUT | _K.BACKWARD_WEIGHT:
+                self._backward(action)
+            case _K.SEND_F | _K.SEND_B:
+                self._message(action)
+            case _K.RECV_F | _K.RECV_B:
+                if not self.synchronous:
+                    self._message(action)
+            case _K.UNSHARD:
+                self.hooks.unshard(action)
+            case _K.RESHARD:
+                self.hooks.reshard(action)
+            case _K.REDUCE_GRAD:
+                self.hooks.reduce(action)
+                complete_gradients(action, self.stages, self.states, self.writer)
+            case _K.OPTIM:
+                self._optimizer(action)
+
+    def resting_bytes(self) -> dict[MemoryCategory, int]:
+        """What the rank holds between steps."""
+        stages, software = self.stages, self.stages.software
+        mine = stages.stages_of(self.pp_rank)
+        boundaries = [b for stage in mine for b in (stage - 1, stage) if 0 <= b < stages.num_stages - 1]
+        crossed = [b for b in boundaries if stages.placement[b] != stages.placement[b + 1]]
+        received_bytes = sum(stages.boundary_bytes[b] for b in crossed) * stages.num_microbatches
+        trained = self.states.gradient_elements
+        frozen = self.states.held_elements - trained
+        state = stages.state
+        parameter_bytes = trained * state.parameter + frozen * state.frozen
+        optimizer_bytes = self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer)
+        offloads = stages.plan.offload_optimizer  # gradients are there from the first reduction to the update only
+        return {
+            MemoryCategory.HOST: parameter_bytes + optimizer_bytes if offloads else 0,
+            MemoryCategory.PARAMETERS: (0 if offloads else parameter_bytes) + stages.quantized_weight_bytes(mine),
+            MemoryCategory.GRADIENTS: 0 if offloads else trained * (state.gradient + state.unaccumulated),
+            MemoryCategory.OPTIMIZER: 0 if offloads else optimizer_bytes,
+            MemoryCategory.BUFFERS: received_bytes if software.preallocated_receives else 0,
+            MemoryCategory.WORKSPACE: sum(stages.constant_bytes(stage) for stage in mine)
+            + stages.placeholder_bytes(mine)
+            + (stages.batch_bytes if 0 in mine else 0),
+        }
+
+    def bucket_bytes(self) -> int:
+        """Gradients in DDP's buckets."""
+        if not isinstance(self.hooks, DdpHooks):
+            return 0
+        return (self.states.gradient_elements - self.states.expert_elements) * self.stages.state.gradient
+
+    def _forward(self, action: Action) -> None:
+        self._receive(Action(action.stage, _K.RECV_F, action.microbatch))
+        if self.stages.software.waits_for_batch:
+            self.writer.compute(action, "{action} batch", (HostWait("batch"),), kind=SpanKind.HOST)
+        for part in self._parts(action):
+            self.offload.before_forward(action)
+            self.hooks.before_forward(action, part)
+            self._layers(action, part, Phase.FORWARD)
+            self.hooks.after_forward(action, part)
+            self.offload.after_forward(action, part)
+
+    def _backward(self, action: Action) -> None:
+        if action.kind is not _K.BACKWARD_WEIGHT:
+            self._receive(Action(action.stage, _K.RECV_B, action.microbatch))
+        phase = _BACKWARD_PHASE[action.kind]
+        if action.stage == 0:  # nobody waits for the gradient of tokens: W does all of it, as in torch's pipelines
+            if phase is Phase.BACKWARD_INPUT:
+                self.writer.compute(action, "{action}")
+                return
+            phase = Phase.BACKWARD
+        for part in in_order(self._parts(action), phase):
+            self.hooks.before_backward(action, part)
+            self.offload.before_backward(action, part)
+            ended = self._layers(action, part, phase)
+            match phase:
+                case Phase.BACKWARD_INPUT:
+                    self.hooks.after_input_gradients(action, part)
+                case Phase.BACKWARD_WEIGHT:
+                    self.hooks.after_weight_gradients(action, part)
+                case _:
+                    self.hooks.after_backward(action, part, ended)
+        if phase is not Phase.BACKWARD_INPUT:
+            self.hooks.end_of_backward(action)
+
+    def _layers(self, action: Action, part: range, phase: Phase) -> int:
+        """Writes a pass through some layers; gives the index of their last computation."""
+        stages, writer = self.stages, self.writer
+        whole = not self._expands(action)
+        if whole:
+            script = self.scripts.merged(action.stage, part, phase)
+        else:
+            script = self.scripts.layer(action.stage, part[0], phase)
+        name = "{action}" if len(part) == len(stages.layers[action.stage]) else f"{{{part[0]}}}"
+        scaling = self.hooks.scaling(action, part) if phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT) else ()
+        last, paired = (
+            next(i for i in range(len(script) - 1, -1, -1) if script[i].exchange is None),
+            self.is_paired,
+        )
+        before = (writer.last_compute, *writer.blocking)  # what the last segment waited for
+        ended = -1
+        for number, segment in enumerate(script):
+            if segment.exchange is None:
+                before = (writer.last_compute, *writer.blocking)
+                work = segment.work + scaling if number == last and scaling else segment.work
+                kind = SpanKind.RECOMPUTE if segment.recompute else SpanKind.COMPUTE
+                label = f"{name} recompute" if segment.recompute else name
+                ended = writer.compute(action, label, work, segment.memory, kind)
+            elif not whole and not (paired and segment.exchange.axis == "ep"):
+                self._exchange(action, name, segment, before)
+        for axis, stream in _AXIS_STREAM.items() if whole else [("ep", Stream.EXPERT)] if paired else ():
+            exchanges = self._exchanges(action.stage, part, axis, script, phase, paired=paired)
+            if exchanges:
+                writer.exposed(action, stream, f"{name} exchanges", exchanges)
+        return ended
+
+    def _exchanges(
+        self, stage: int, part: range, axis: str, script: Sequence[Segment], phase: Phase, *, paired: bool
+    ) -> tuple[Work, ...]:
+        """Exchanges of merged layers over one axis; the same object for equal layers, so that it is priced once.
+
+        Of those that run beside products, or beside another microbatch, only what goes beyond these is left.
+        """
+        key = (stage, part, axis, phase, paired)
+        found = self.merged_exchanges.get(key)
+        if found is None:
+            exchanges: list[Work] = []
+            taken = TAKEN_SHARE[self.stages.software.expert_dispatch]
+            for segment in script:
+                if segment.exchange is None or segment.exchange.axis != axis:
+                    continue
+                message, last = self._exchanged(segment), exchanges[-1] if exchanges else None
+                hidden = (
+                    paired if axis == "ep" else axis == "tp" and segment.exchange.beside and not self.how.host_waits
+                )
+                if not hidden:
+                    exchanges.append(message)
+                elif segment.beside is not None:
+                    exchanges.append(Excess((message,), segment.beside, taken if axis == "ep" else 0.0))
+                else:
+                    assert isinstance(last, Excess)
+                    exchanges[-1] = last._replace(messages=(*last.messages, message))
+            found = self.merged_exchanges[key] = tuple(exchanges)
+        return found
+
+    def _exchange(self, action: Action, name: str, segment: Segment, before: Sequence[int | None]) -> None:
+        """One exchange, which the next computation waits for; beside the last one, it waits for what that one did."""
+        assert segment.exchange is not None
+        exchange = segment.exchange
+        begins = before if exchange.beside and not self.how.host_waits else (self.writer.last_compute,)
+        waits = [*begins, *self.writer.blocking]
+        self.writer.block_on(
+            self.writer.collective(
+                action, _AXIS_STREAM[exchange.axis], f"{exchange.kind} {name}", self._exchanged(segment), waits
+            )
+        )
+
+    def _exchanged(self, segment: Segment) -> Message:
+        assert segment.exchange is not None
+        return segment.exchange.among(self.groups[segment.exchange.axis])
+
+    def _receive(self, action: Action) -> None:
+        """The next computation waits for what it needs of another stage; synchronous software asks for it only now."""
+        if self.receives:
+            self._message(action)
+            self.received, self.new_received = self.new_received, []
+        self.writer.block_on(*self.received)
+
+    def _message(self, action: Action) -> None:
+        stages, kind = self.stages, action.kind
+        sends = kind in (_K.SEND_F, _K.SEND_B)
+        forward = kind in (_K.SEND_F, _K.RECV_F)
+        other_stage = action.stage + (1 if forward == sends else -1)
+        other = self.rank + (stages.placement[other_stage] - self.pp_rank) * stages.mapping.ranks_per_stage
+        ends = (self.rank, other) if sends else (other, self.rank)
+        for number, tensor in enumerate(stages.crossings[min(action.stage, other_stage)]):
+            # a send keeps its tensor alive until it is waited for; one that only passes is in a receive buffer
+            sent = 0 if kind is _K.SEND_F and tensor.passes else tensor.num_bytes
+            held = sent if stages.software.runtime == "torch" else 0
+            effects = (MemoryEffect(MemoryCategory.BUFFERS, sent, held),) if sends else ()
+            num_bytes, gathered = tensor.num_bytes, None
+            if stages.splits_sends:
+                gathered = Message(CollectiveKind.ALL_GATHER, num_bytes, self.groups["tp"])
+                num_bytes = -(-num_bytes // stages.plan.tp)
+            stream = _MESSAGE_STREAM[kind]
+            index = self.writer.send(action, stream, num_bytes, ends, effects, number=number, gathered=gathered)
+            if sends:
+                self.sent.append(index)
+                self.sent_bytes += held
+            else:
+                self.new_received.append(index)
+            if sends and self.synchronous:
+                self.writer.send_first(index)
+
+    def _optimizer(self, action: Action) -> None:
+        """Once all that was sent is there, whose memory it lets go of."""
+        self.writer.block_on(*self.received)  # here all that was sent
+        held = self.sent_bytes
+        release = (MemoryEffect(MemoryCategory.BUFFERS, -held, -held),) if held else ()
+        if self.stages.software.trainer:
+            self.writer.compute(action, "host", (HostWait("step"),), kind=SpanKind.HOST)
+        step_optimizer(action, self.stages, self.states, self.writer, release)
+
+    def _parts(self, action: Action) -> Sequence[range]:
+        """Layers that one operation computes: all of them at Level 1, one at Level 2."""
+        num_layers = len(self.stages.layers[action.stage])
+        if self._expands(action):
+            return [range(i, i + 1) for i in range(num_layers)]
+        return (range(num_layers),)
+
+    def _expands(self, action: Action) -> bool:
+        """Whether its layers are written out one by one."""
+        needed = self.how.expand_all or self.overlaps or self.offload.expands or self.hooks.expands(action)
+        return self.how.level == 2 and needed
+
+
+def _hooks(stages: Stages, writer: RankWriter, how: Lowering) -> Hooks:
+    plan = stages.plan
+    if plan.shards_parameters:
+        hooks = FsdpListHooks if stages.software.lists_of_shards else FsdpHooks
+        return hooks(stages, writer, how.level, host_waits=how.host_waits)
+    return DdpHooks(stages, writer, how.level) if plan.dp * plan.cp > 1 else Hooks(stages, writer, how.level)

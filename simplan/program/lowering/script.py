@@ -1,0 +1,316 @@
+"""What a rank computes and exchanges in a pass through layers: cut at the exchanges, or merged.
+
+A pass is a forward, a backward, or one of the two parts of a backward (zero-bubble schedules): the gradients of
+activations, which other stages wait for, then those of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from itertools import groupby
+from typing import Literal, NamedTuple, TypeVar
+
+from simplan.model.layer import Attention, CollectiveKind, Exchange, ExpertDraw, Gemm, Kernel, LayerKind, LayerSpec
+from simplan.model.recompute import Recomputation
+from simplan.program.lowering.stage import Stages
+from simplan.program.memory.footprint import LayerFootprint, layers_effects
+from simplan.program.memory.split_footprint import SplitFootprint, split_effects
+from simplan.program.program import LayerWork, MemoryCategory, MemoryEffect, Message, Phase
+
+__all__ = ["Exchanged", "Scripts", "Segment", "in_order"]
+
+_T = TypeVar("_T")
+_FROM_THE_FIRST = (Phase.FORWARD, Phase.BACKWARD_WEIGHT)
+_OTHER_PASS = {Phase.FORWARD: Phase.BACKWARD, Phase.BACKWARD: Phase.FORWARD}
+
+
+class Exchanged(NamedTuple):
+    """An exchange between kernels.
+
+    Attributes:
+        axis: Of the mesh, whose ranks take part.
+        kind, num_bytes, draw: As of ``Message``.
+        beside: It runs beside the segment before it.
+    """
+
+    axis: Literal["tp", "cp", "ep", "etp"]
+    kind: CollectiveKind
+    num_bytes: int
+    beside: bool
+    draw: ExpertDraw | None = None
+
+    def among(self, ranks: tuple[int, ...]) -> Message:
+        """The message of one group."""
+        return Message(self.kind, self.num_bytes, ranks, self.draw)
+
+
+class Segment(NamedTuple):
+    """A piece of a pass through a layer: kernels, or an exchange between them.
+
+    Attributes:
+        work: What is computed; nothing for an exchange.
+        recompute: The work is forward run again.
+        memory: Its effects.
+        exchange: The exchange, if it is one.
+        beside: Of an exchange, what it and those after it run beside, which is nothing of these: products next to it,
+            or, of an exchange of tokens for experts, the layer's other pass, for another microbatch.
+    """
+
+    work: tuple[LayerWork, ...] = ()
+    recompute: bool = False
+    memory: tuple[MemoryEffect, ...] = ()
+    exchange: Exchanged | None = None
+    beside: LayerWork | None = None
+
+
+def in_order(layers: Sequence[_T], phase: Phase) -> Sequence[_T]:
+    """Layers as a pass comes to them: torch makes the gradients of weights in the order of forward."""
+    return layers if phase in _FROM_THE_FIRST else layers[::-1]
+
+
+class Scripts:
+    """Scripts of the layers of all stages, made once.
+
+    Args:
+        stages: Facts about the stages.
+    """
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self._of_layer: dict[tuple[int, int, Phase], tuple[Segment, ...]] = {}
+        self._merged: dict[tuple[int, range, Phase], tuple[Segment, ...]] = {}
+        # of layers that are alike: what is computed of them, and of passes through as many of them
+        self._of_alike: dict[tuple[str, int, Phase], tuple[Segment, ...]] = {}
+        self._merged_alike: dict[Hashable, tuple[Segment, ...]] = {}
+
+    def layer(self, stage: int, position: int, phase: Phase) -> tuple[Segment, ...]:
+        """A pass through one layer, cut at its exchanges."""
+        key = (stage, position, phase)
+        found = self._of_layer.get(key)
+        if found is None:
+            found = self._of_layer[key] = self._cut(stage, position, phase)
+        return found
+
+    def computed(self, stage: int, position: int, phase: Phase) -> list[Segment]:
+        """The same without what it does to memory."""
+        layer, kept = self._stages.layers[stage][position], self._stages.facts(stage, position).kept
+        key = layer.key, id(kept), phase  # facts are kept by the stages, and what they keep with them
+        found = self._of_alike.get(key)
+        if found is None:
+            found = self._of_alike[key] = tuple(self._computed_of(layer, kept, phase))
+        return list(found)
+
+    def _computed_of(self, layer: LayerSpec, kept: Recomputation, phase: Phase) -> list[Segment]:
+        segments = self._computed(layer, kept, phase)
+        other = _OTHER_PASS.get(phase)
+        first = next((i for i, s in enumerate(segments) if s.exchange is not None and s.exchange.axis == "ep"), None)
+        if self._stages.software.expert_overlap and other is not None and first is not None:
+            work = LayerWork(layer, other, self._stages.plan.microbatch_size, layer.num_parameters)
+            segments[first] = segments[first]._replace(beside=work)
+        return segments
+
+    def merged(self, stage: int, part: range, phase: Phase) -> tuple[Segment, ...]:
+        """A pass through some layers with nothing between them: all that is computed, then the exchanges."""
+        key = (stage, part, phase)
+        found = self._merged.get(key)
+        if found is not None:
+            return found
+        order = in_order(part, phase)
+        facts = [self._stages.facts(stage, position) for position in part]
+        alike = tuple([(self._stages.layers[stage][i].key, id(of)) for i, of in zip(part, facts, strict=True)])
+        whole = len(part) == len(self._stages.layers[stage])
+        if whole:
+            found = self._merged_alike.get((alike, phase))
+            if found is not None:
+                self._merged[key] = found
+                return found
+        segments = [segment for position in order for segment in self.computed(stage, position, phase)]
+        effects = self._effects(stage, order, phase, [self._stages.facts(stage, i).footprint for i in order])
+        merged = []
+        again = tuple(work for segment in segments if segment.recompute for work in segment.work)
+        if again:
+            merged.append(Segment(again, recompute=True))
+        once = tuple(work for segment in segments if not segment.recompute for work in segment.work)
+        merged.append(Segment(once, memory=effects))
+        merged += [segment for segment in segments if segment.exchange is not None]
+        found = self._merged[key] = tuple(merged)
+        if whole:
+            self._merged_alike[alike, phase] = found
+        return found
+
+    def _effects(
+        self, stage: int, positions: Sequence[int], phase: Phase, footprints: Sequence[LayerFootprint]
+    ) -> tuple[MemoryEffect, ...]:
+        if phase in (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT):
+            return self._split_effects(stage, positions, phase)
+        return layers_effects(footprints, forward=phase is Phase.FORWARD)
+
+    def _split_effects(self, stage: int, positions: Sequence[int], phase: Phase) -> tuple[MemoryEffect, ...]:
+        """What layers keep beyond their own end goes when the stage is done, not while others are at their worst."""
+        layers = range(len(self._stages.layers[stage]))
+        end = layers[0 if phase is Phase.BACKWARD_INPUT else -1]
+        effects = split_effects([self._stages.facts(stage, position).split() for position in positions], phase)
+        delayed = {
+            position: _goes_at_the_end(self._stages.facts(stage, position).split(), phase) for position in layers
+        }
+        late = [delayed[position] for position in positions] if end not in positions else []
+        early = [delayed[position] for position in layers if position not in positions] if end in positions else []
+        for category, place in ((MemoryCategory.ACTIVATIONS, 0), (MemoryCategory.LOGITS, 1)):
+            change = sum(amounts[place] for amounts in late) - sum(amounts[place] for amounts in early)
+            effects = _changed(effects, category, change)
+        return effects
+
+    def _around_hooks(self, stage: int, position: int) -> LayerFootprint:
+        """Without the loss where a hook of FSDP comes between it and its module (``Stages.loss_effects``)."""
+        plan, footprint = self._stages.plan, self._stages.facts(stage, position).footprint
+        has_loss = self._stages.layers[stage][position].kind is LayerKind.HEAD
+        if has_loss and plan.shards_parameters and plan.pp == 1:
+            return footprint._replace(forward=footprint.forward[1:], backward=footprint.backward[1:])
+        return footprint
+
+    def _cut(self, stage: int, position: int, phase: Phase) -> tuple[Segment, ...]:
+        segments = self.computed(stage, position, phase)
+        computing = [index for index, segment in enumerate(segments) if segment.exchange is None]
+        first, last = computing[0], computing[-1]
+        effects = self._effects(stage, (position,), phase, [self._around_hooks(stage, position)])
+        if first == last or phase is Phase.FORWARD:
+            segments[first] = segments[first]._replace(memory=effects)
+        else:  # what backward holds besides is there from its beginning, what it frees is freed at its end
+            segments[first] = segments[first]._replace(memory=tuple(e._replace(after_bytes=0) for e in effects))
+            segments[last] = segments[last]._replace(memory=tuple(e._replace(during_bytes=0) for e in effects))
+        return tuple(segments)
+
+    def _computed(self, layer: LayerSpec, kept: Recomputation, phase: Phase) -> list[Segment]:
+        end = len(layer.kernels)
+        if phase is Phase.FORWARD:
+            return self._pieces(layer, range(end), phase)
+        if phase is Phase.BACKWARD_WEIGHT:
+            again = [
+                self._exchange(layer, k, k.backward)
+                for k in layer.kernels
+                if isinstance(k, Exchange) and _of_weights(k)
+            ]
+            return [*again, self._computing(layer, range(end), phase)]
+        # what does not need the dropped tensors runs before they are made again, but for what runs beside a product
+        # that needs them
+        overlaps, segments = self._overlaps(layer, phase), list[Segment]()
+        for rerun in kept.reruns:
+            needed_by = rerun.needed_by
+            while needed_by + 1 < end and isinstance(then := layer.kernels[needed_by + 1], Exchange) and overlaps(then):
+                needed_by += 1
+            segments += self._pieces(layer, range(end - 1, needed_by, -1), phase)
+            segments += self._pieces(layer, rerun.kernels, Phase.RECOMPUTE)
+            end = needed_by + 1
+        return segments + self._pieces(layer, range(end - 1, -1, -1), phase)
+
+    def _pieces(self, layer: LayerSpec, order: Sequence[int], phase: Phase) -> list[Segment]:
+        """The kernels in this order, those without an exchange between them in one piece."""
+        segments: list[Segment] = []
+        run: list[int] = []
+        forward = phase in (Phase.FORWARD, Phase.RECOMPUTE)
+
+        def flush() -> None:
+            if run:
+                segments.append(self._computing(layer, sorted(run), phase))
+                run.clear()
+
+        ring = any(isinstance(kernel, Exchange) and kernel.beside_previous for kernel in layer.kernels)
+        overlaps = self._overlaps(layer, phase)
+        for together, indices in groupby(order, key=lambda index: overlaps(layer.kernels[index])):
+            group = list(indices)
+            kernels = [layer.kernels[index] for index in group]
+            beside = (
+                together and any(isinstance(k, Gemm) for k in kernels) and any(isinstance(k, Exchange) for k in kernels)
+            )
+            if beside:
+                flush()
+                run += [index for index in group if isinstance(layer.kernels[index], Gemm)]
+                flush()
+                segments[-1] = self._cut_up(segments[-1], kernels, phase)
+            for index in group:
+                kernel = layer.kernels[index]
+                if not isinstance(kernel, Exchange):
+                    if beside:
+                        continue
+                    if ring and isinstance(kernel, Attention):
+                        flush()  # only the core is beside a hop: what goes round is its input
+                    run.append(index)
+                    continue
+                kind = kernel.forward if forward else kernel.backward
+                if kind is None or (phase is Phase.BACKWARD_INPUT and _of_weights(kernel)):
+                    continue
+                flush()
+                product = segments[-1].work[0] if beside and segments[-1].work else None
+                segments.append(self._exchange(layer, kernel, kind, beside=beside)._replace(beside=product))
+        flush()
+        return segments
+
+    def _cut_up(self, products: Segment, kernels: Sequence[Kernel], phase: Phase) -> Segment:
+        """Products, where they are cut for the exchanges among these kernels."""
+        if not self._stages.software.cuts_products:
+            return products
+        forward = phase in (Phase.FORWARD, Phase.RECOMPUTE)
+        exchanges = [kernel for kernel in kernels if isinstance(kernel, Exchange)]
+        cuts = sum((kernel.forward if forward else kernel.backward) is not None for kernel in exchanges)
+        return products._replace(work=tuple(work._replace(cuts=cuts) for work in products.work))
+
+    def _overlaps(self, layer: LayerSpec, phase: Phase) -> Callable[[Kernel], bool]:
+        """Tells products of a block, and the exchanges that run beside products next to them, from all else."""
+        way, forward = self._stages.software.tp_overlap, phase in (Phase.FORWARD, Phase.RECOMPUTE)
+        if layer.kind is not LayerKind.BLOCK or way == "none" or (way == "backward" and forward):
+            return lambda kernel: False
+        if not forward and phase is not Phase.BACKWARD:
+            return lambda kernel: False
+
+        def overlaps(kernel: Kernel) -> bool:
+            if not isinstance(kernel, Exchange):
+                return isinstance(kernel, Gemm)
+            if kernel.axis != "tp" or kernel.bytes_per_element is not None:
+                return False
+            match way:
+                case "gathers":
+                    return (kernel.forward if forward else kernel.backward) is CollectiveKind.ALL_GATHER
+                case "backward":
+                    return kernel.forward is None or kernel.forward is CollectiveKind.ALL_GATHER
+                case _:
+                    return True
+
+        return overlaps
+
+    def _computing(self, layer: LayerSpec, indices: Sequence[int], phase: Phase) -> Segment:
+        kernels = None if len(indices) == len(layer.kernels) else tuple(indices)
+        work = LayerWork(layer, phase, self._stages.plan.microbatch_size, layer.num_parameters, kernels)
+        return Segment((work,), recompute=phase is Phase.RECOMPUTE)
+
+    def _exchange(
+        self, layer: LayerSpec, kernel: Exchange, kind: CollectiveKind | None, *, beside: bool = False
+    ) -> Segment:
+        assert kind is not None
+        state = self._stages.state
+        width = kernel.bytes_per_element or (state.residual if kernel.residual else state.activation)
+        quantized = self._stages.software.gathers_quantized(state) and layer.kind is LayerKind.BLOCK
+        if quantized and kernel.axis == "tp" and kind is CollectiveKind.ALL_GATHER:
+            width = 1
+        num_bytes = kernel.elements * self._stages.plan.microbatch_size * width
+        return Segment(exchange=Exchanged(kernel.axis, kind, num_bytes, beside or kernel.beside_previous, kernel.draw))
+
+
+def _goes_at_the_end(split: SplitFootprint, phase: Phase) -> tuple[int, int]:
+    """Activations and logits of a layer that stay until its stage is done."""
+    if phase is Phase.BACKWARD_INPUT:
+        return split.dropped, split.dropped_logits
+    return split.between_activations - split.released, split.between_logits
+
+
+def _changed(effects: tuple[MemoryEffect, ...], category: MemoryCategory, change: int) -> tuple[MemoryEffect, ...]:
+    """With more (or less) bytes of a category after the operation."""
+    if not change:
+        return effects
+    others = tuple(effect for effect in effects if effect.category is not category)
+    found = next((effect for effect in effects if effect.category is category), MemoryEffect(category, 0, 0))
+    return (*others, found._replace(after_bytes=found.after_bytes + change))
+
+
+def _of_weights(exchange: Exchange) -> bool:
+    """Brings back the input of matrices, which only the gradients of their weights need."""
+    return exchange.forward is None and exchange.backward is CollectiveKind.ALL_GATHER

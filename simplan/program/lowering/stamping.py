@@ -1,0 +1,363 @@
+"""Actions lowered once and stamped for every microbatch.
+
+What an action of a rank becomes depends on its kind and stage and on where its rank stands: what the next computation
+waits for, what is gathered or still under way. Two forwards of a stage that find their rank in the same state become
+the same operations, only later. So an action is lowered once for each state in which its rank comes to it, into an
+``ActionTemplate`` whose waits are relative, and a rank's row is then a list of templates
+(``simplan.program.lowering.walk``). numpy writes out all of them at once (``ProgramBuilder.columns``).
+
+The state of a rank is held by the objects that lower it: each names the attributes that change in ``STATE``. Their
+indices of operations (``OpIndex``) are taken out and kept beside the rest, the *shape*, which is all that decides what
+comes next. While an action is lowered they are symbols: a wait of -1 - k means the k-th index of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from enum import Enum
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.model.layer import CollectiveKind
+from simplan.program.action import ActionKind
+from simplan.program.lowering.walk import Integers, Walked
+from simplan.program.program import ACTION_KINDS, Excess, MemoryEffect, Message, OpColumns, Work
+
+__all__ = ["Meeting", "OpIndex", "ProgramBuilder", "TemplateRow", "restore_state", "take_state"]
+
+
+class OpIndex(int):
+    """Index of an operation: relative to the first one of the action that is lowered, or a symbol, negative."""
+
+    __slots__ = ()
+
+
+class Meeting(NamedTuple):
+    """Ranks that take part in something together.
+
+    Attributes:
+        what: The stream of a collective, or which of the messages between two ranks.
+        ranks: Those that are written out.
+        sends: It is a message from one rank to another.
+    """
+
+    what: Hashable
+    ranks: tuple[int, ...]
+    sends: bool = False
+
+
+class TemplateRow(NamedTuple):
+    """One operation of a template; codes and indices as in ``OpColumns``.
+
+    Attributes:
+        has_microbatch: Whether its action names the microbatch.
+        stage: Its stage, less that of the action that is lowered.
+        meeting: Index of the group that meets, -1 for none.
+        waits: Relative indices, or symbols.
+    """
+
+    stream: int
+    kind: int
+    name: int
+    stage: int
+    action: int
+    has_microbatch: bool
+    work: int
+    memory: int
+    meeting: int
+    waits: tuple[int, ...]
+
+
+class ProgramBuilder:
+    """Collects templates and the order in which ranks run them.
+
+    Attributes:
+        num_ops: Operations so far.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, int] = {}
+        self._works: list[tuple[Work, ...]] = []
+        self._work_of: dict[int, int] = {}
+        self._memory: dict[tuple[MemoryEffect, ...], int] = {(): 0}
+        self._meetings: dict[Meeting, int] = {}
+        self._met: list[Meeting] = []
+        self._moved: dict[tuple[int, int], int] = {}  # by work and by how much higher a rank is, its work
+        self._shapes: dict[Hashable, int] = {}
+        self._structures: list[Hashable] = []
+        self._rows: list[TemplateRow] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets what was stamped, and keeps templates and names."""
+        self.num_ops = 0
+        self._ranks: list[_RankStart] = []
+        # by row, of stamped templates: first row, operations, stage and microbatch; then what each may wait for
+        self._stamped: list[tuple[Integers, Integers, Integers, Integers]] = []
+        self._inputs: list[Integers] = []
+        self._num_inputs: list[Integers] = []
+
+    def start(self, rank: int, above: int, width: int) -> None:
+        """What is stamped from here on is of a rank.
+
+        Args:
+            rank: The rank.
+            above: How much higher it is than the rank of the templates.
+            width: Ranks of a pipeline stage.
+        """
+        self._ranks.append(_RankStart(self.num_ops, rank, above, width))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See ``Program``."""
+        return tuple(self._names)
+
+    @property
+    def works(self) -> tuple[tuple[Work, ...], ...]:
+        """See ``Program``."""
+        return tuple(self._works)
+
+    @property
+    def effects(self) -> tuple[tuple[MemoryEffect, ...], ...]:
+        """See ``Program``."""
+        return tuple(self._memory)
+
+    def name(self, text: str) -> int:
+        """Number of a name."""
+        return self._names.setdefault(text, len(self._names))
+
+    def work(self, work: tuple[Work, ...]) -> int:
+        """Number of a tuple of work; one object has one number."""
+        found = self._work_of.get(id(work))
+        if found is None:  # long to hash, and kept from here on, so that nothing else gets its identity
+            found = self._work_of[id(work)] = len(self._works)
+            self._works.append(work)
+        return found
+
+    def memory(self, effects: tuple[MemoryEffect, ...]) -> int:
+        """Number of a tuple of effects."""
+        return self._memory.setdefault(effects, len(self._memory))
+
+    def meeting(self, meeting: Meeting) -> int:
+        """Number of a group that meets: even for collectives, which meet in the order of issue, odd for messages."""
+        found = self._meetings.get(meeting)
+        if found is None:
+            found = self._meetings[meeting] = 2 * len(self._met) + meeting.sends
+            self._met.append(meeting)
+        return found
+
+    def shape(self, structure: Hashable) -> int:
+        """Number of a state without its indices."""
+        found = self._shapes.get(structure)
+        if found is None:
+            found = self._shapes[structure] = len(self._structures)
+            self._structures.append(structure)
+        return found
+
+    def structure(self, shape: int) -> Hashable:
+        """The state behind a number."""
+        return self._structures[shape]
+
+    def template_rows(self, rows: Sequence[TemplateRow]) -> int:
+        """Keeps the rows of a template; gives where they begin."""
+        self._rows.extend(rows)
+        return len(self._rows) - len(rows)
+
+    def stamp(self, walked: Walked, stage: Integers, microbatch: Integers) -> None:
+        """Adds a row to the rank.
+
+        Args:
+            walked: Its templates, and what they may wait for.
+            stage, microbatch: ``(actions,)`` Of its actions; -1 for no microbatch.
+        """
+        self._stamped.append((walked.first, walked.num_ops, stage, microbatch))
+        self._inputs.append(walked.inputs)
+        self._num_inputs.append(walked.num_inputs)
+        self.num_ops += int(walked.num_ops.sum())
+
+    def columns(self) -> OpColumns:
+        """All that was stamped, written out."""
+        first_row, num_ops, of_stage, microbatch = map(np.concatenate, zip(*self._stamped, strict=True))
+        start = np.cumsum(num_ops) - num_ops
+        # by operation: which stamped template it is of, and its row
+        of = np.repeat(np.arange(len(num_ops)), num_ops)
+        row = np.arange(self.num_ops) + (first_row - start)[of]
+        stream, kind, name, stage, action, has_microbatch, work, memory, group = (
+            np.array([each[column] for each in self._rows], np.int32)[row] for column in range(9)
+        )
+        stage = stage + of_stage[of].astype(np.int32)
+        number = np.where(has_microbatch, microbatch[of], -1)
+        counts = np.array([len(each.waits) for each in self._rows], np.int64)
+        waits = np.array([wait for each in self._rows for wait in each.waits], np.int64)
+        waits_from = np.cumsum(counts) - counts
+        wait_first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[row])])
+        waiting = np.repeat(np.arange(self.num_ops), counts[row])
+        relative = waits[np.arange(wait_first[-1]) + (waits_from[row] - wait_first[:-1])[waiting]]
+        inputs = np.concatenate([*self._inputs, np.zeros(1, np.int64)])
+        num_inputs = np.concatenate(self._num_inputs)
+        inputs_from = np.cumsum(num_inputs) - num_inputs
+        template = of[waiting]
+        symbol = np.where(relative < 0, inputs_from[template] - 1 - relative, 0)
+        wait = np.where(relative < 0, inputs[symbol], start[template] + relative)
+        self._among_own_ranks(work, group)
+        begins = np.array([each.first_op for each in self._ranks])
+        ranks = np.repeat([each.rank for each in self._ranks], np.diff(begins, append=self.num_ops))
+        return OpColumns(
+            ranks.astype(np.int32),
+            stream.astype(np.int8),
+            kind.astype(np.int8),
+            name,
+            stage,
+            action.astype(np.int8),
+            number.astype(np.int32),
+            work,
+            memory,
+            _meetings(group, number, stage + _SOURCE[action], ranks),
+            wait_first,
+            wait.astype(np.int32),
+        )
+
+    def _among_own_ranks(self, work: NDArray[np.int32], meeting: NDArray[np.int32]) -> None:
+        """Puts the ranks that talk to a rank in the place of those that talk to the rank of its templates."""
+        ends = [each.first_op for each in self._ranks[1:]] + [self.num_ops]
+        for start, end in zip(self._ranks, ends, strict=True):
+            if start.above:
+                here = slice(start.first_op, end)
+                work[here] = _replaced(work[here], partial(self._moved_work, start))
+                meeting[here] = _replaced(meeting[here], partial(self._moved_meeting, start))
+
+    def _moved_work(self, start: _RankStart, entry: int) -> int:
+        found = self._moved.get((entry, start.above))
+        if found is None:
+            work = self._works[entry]
+            moved = tuple([_moved(part, start) for part in work])
+            same = all(one is other for one, other in zip(work, moved, strict=True))
+            found = self._moved[entry, start.above] = entry if same else self.work(moved)
+        return found
+
+    def _moved_meeting(self, start: _RankStart, number: int) -> int:
+        if number < 0:
+            return number
+        meeting = self._met[number // 2]
+        return self.meeting(meeting._replace(ranks=start.moved(meeting.ranks, sends=meeting.sends)))
+
+
+class _RankStart(NamedTuple):
+    """Where the operations of a rank begin; as of ``ProgramBuilder.start``."""
+
+    first_op: int
+    rank: int
+    above: int
+    width: int
+
+    def moved(self, ranks: tuple[int, ...], *, sends: bool) -> tuple[int, ...]:
+        """Ranks of one pipeline stage are those of another one then; a group of several stages has both ranks."""
+        if not sends and len({rank // self.width for rank in ranks}) > 1:
+            return ranks
+        return tuple([rank + self.above for rank in ranks])
+
+
+def _moved(part: Work, start: _RankStart) -> Work:
+    if isinstance(part, Message):
+        return part._replace(ranks=start.moved(part.ranks, sends=part.kind is CollectiveKind.SEND))
+    if isinstance(part, Excess):
+        sends = CollectiveKind.SEND
+        messages = [m._replace(ranks=start.moved(m.ranks, sends=m.kind is sends)) for m in part.messages]
+        return part._replace(messages=tuple(messages))
+    return part
+
+
+def _replaced(column: NDArray[np.int32], other: Callable[[int], int]) -> NDArray[np.int32]:
+    others = np.bincount(1 + column).astype(np.int32)
+    used = np.flatnonzero(others)
+    others[used] = [other(entry - 1) for entry in used.tolist()]
+    return others[1 + column]
+
+
+_SOURCE = np.array(
+    [{ActionKind.RECV_F: -1, ActionKind.RECV_B: 1}.get(kind, 0) for kind in ACTION_KINDS], np.int32
+)  # stage that a message comes from, less that of the action
+
+
+def _meetings(
+    group: NDArray[np.int32], microbatch: NDArray[np.int64], source: NDArray[np.int32], rank: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Numbers of meetings.
+
+    A message is known by its microbatch and the stage it comes from, a collective by how many its rank had before.
+    """
+    found = np.full(len(group), -1, np.int64)
+    meets = np.flatnonzero(group >= 0)
+    if not len(meets):
+        return found
+    of_rank = group[meets] * (1 + rank.max()) + rank[meets]
+    order = np.argsort(of_rank, kind="stable")
+    begins = np.flatnonzero(np.diff(of_rank[order], prepend=-1))
+    sizes = np.diff(begins, append=len(order))
+    before = np.empty(len(meets), np.int64)
+    before[order] = np.arange(len(order)) - np.repeat(begins, sizes)
+    sent = microbatch[meets] * (2 + source.max()) + source[meets]
+    which = np.where(group[meets] % 2 == 1, sent, before)
+    found[meets] = group[meets].astype(np.int64) * (1 + which.max()) + which
+    return found
+
+
+def take_state(objects: Sequence[Any]) -> tuple[Hashable, list[int]]:
+    """The state of objects: its shape, and the indices of operations in it, in order."""
+    indices: list[int] = []
+    shape = tuple([_taken(getattr(each, name), indices) for each in objects for name in each.STATE])
+    return shape, indices
+
+
+def restore_state(objects: Sequence[Any], shape: Hashable) -> int:
+    """Puts objects into the state of a shape, with symbols for its indices: -1 for the first, -2 for the second.
+
+    Returns:
+        How many indices there are.
+    """
+    assert isinstance(shape, tuple)
+    symbols = map(OpIndex, count(-1, -1))
+    values = iter(shape)
+    for each in objects:
+        for name in each.STATE:
+            setattr(each, name, _restored(next(values), symbols))
+    return -1 - next(symbols)
+
+
+_INDEX = ("index",)
+_PLAIN = frozenset((int, bool, str, type(None)))
+
+
+def _taken(value: Any, indices: list[int]) -> Hashable:
+    kind = type(value)
+    if kind is OpIndex:
+        indices.append(int(value))
+        return _INDEX
+    if kind in _PLAIN or isinstance(value, Enum):
+        plain: Hashable = value
+        return plain
+    if kind is dict:
+        return dict, tuple([(key, _taken(each, indices)) for key, each in value.items()])
+    if kind is set:
+        return set, frozenset(value)
+    return kind, tuple([_taken(each, indices) for each in value])  # a list, a deque or a tuple
+
+
+def _restored(shape: Any, symbols: Iterator[OpIndex]) -> Any:
+    if shape is _INDEX:
+        return next(symbols)
+    if type(shape) is not tuple:
+        return shape
+    kind, values = shape
+    if kind is set:
+        return set(values)
+    if kind is dict:
+        return {key: _restored(each, symbols) for key, each in values}
+    items = [_restored(each, symbols) for each in values]
+    if kind is list:
+        return items
+    return kind(*items) if hasattr(kind, "_fields") else kind(items)

@@ -1,0 +1,1 @@
+"""Memory of a rank: tensors of layers, their liveness, and states."""

@@ -1,0 +1,124 @@
+"""The tensors of a layer: whose memory each has, how many bytes, and which of them forward saves for backward.
+
+Widths follow from the precision: casts between equal widths make no tensor, and under autocast a matmul saves a copy of
+its weight beside its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from simplan.model.layer import CollectiveKind, Exchange, Gemm, LayerSpec, Operator, Tensor
+from simplan.model.operator import saved_by, storages
+from simplan.model.recompute import Recomputation
+from simplan.program.memory.low_precision_footprint import copied_weight_bytes, forward_scratch_bytes
+from simplan.software.software import StateBytes
+
+__all__ = ["LayerTensors"]
+
+_REORDERED = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+
+
+class LayerTensors:
+    """Tensors of one layer for one microbatch. Those that share memory are known by one of them, their root.
+
+    Args:
+        layer: The layer.
+        microbatch_size: Sequences b.
+        state: Element widths.
+        recomputation: What of the layer is saved, and what is made again.
+
+    Attributes:
+        layer, microbatch_size, state, recomputation: As given.
+        roots: By tensor, its root.
+        gradient_roots: By tensor, that of its gradient.
+        needed: Roots of the gradients that backward makes.
+        saved: By root, bytes that the layer saves for backward and counts.
+        weight_copies: By matmul, bytes of the copy of its weight that it saves.
+        saves_copies: Forward keeps them; else they are made again.
+        last_savers: By root, the first operator that saves it: the last one whose backward needs it.
+    """
+
+    def __init__(self, layer: LayerSpec, microbatch_size: int, state: StateBytes, recomputation: Recomputation) -> None:
+        self.layer, self.microbatch_size, self.state, self.recomputation = layer, microbatch_size, state, recomputation
+        widths = state.activation, state.residual
+        self.roots = {name: tensor.name for name, tensor in layer.storages(*widths).items()}
+        apart = storages(layer.operators, layer.inputs, *widths, of_gradients=True)
+        self.gradient_roots = {name: tensor.name for name, tensor in apart.items()}
+        self.needed = frozenset(self.gradient_roots[name] for name in layer.needed)
+        counted = self._counted_elsewhere()
+        kept = {self.roots[name] for name in recomputation.saved}
+        self.saved = {root: self.bytes_of(root) for root in sorted(kept) if root not in counted}
+        copies = {k.name: copied_weight_bytes(layer, k, state) for k in layer.kernels if isinstance(k, Gemm)}
+        self.weight_copies = {name: num_bytes for name, num_bytes in copies.items() if num_bytes}
+        self.saves_copies = not recomputation.from_start
+        self.last_savers = {
+            root: index for index in reversed(range(len(layer.operators))) for root in self.saved_roots(index)
+        }
+
+    @property
+    def saved_logits(self) -> int:
+        """Bytes saved of the output distribution."""
+        return sum(size for root, size in self.saved.items() if self.is_logits(root))
+
+    @property
+    def saved_bytes(self) -> int:
+        """All other bytes saved for backward, copies of weights among them."""
+        copies = sum(self.weight_copies.values()) if self.saves_copies else 0
+        return sum(self.saved.values()) - self.saved_logits + copies
+
+    @property
+    def input_bytes(self) -> int:
+        """Of these, the inputs of the layer themselves."""
+        return sum(self.saved.get(tensor.name, 0) for tensor in self.layer.inputs)
+
+    def _counted_elsewhere(self) -> frozenset[str]:
+        """Inputs whose memory others count, and outputs, which the next layer saves."""
+        layer = self.layer
+        inputs = {tensor.name for tensor in layer.inputs if tensor.elsewhere}
+        handed_on = {self.roots[name] for name, tensor in layer.tensors.items() if tensor.handed_on}
+        outputs = {self.roots[name] for name in layer.outputs if name in layer.makers} - handed_on
+        return frozenset(inputs | outputs)
+
+    def bytes_of(self, name: str) -> int:
+        """Bytes of a tensor, or of its gradient."""
+        return self._bytes(self.layer.tensors[name])
+
+    def is_logits(self, name: str) -> bool:
+        """Whether a tensor is of the output distribution."""
+        return self.layer.tensors[name].logits
+
+    def saved_roots(self, index: int) -> Iterator[str]:
+        """What an operator saves for backward."""
+        return (self.roots[name] for name in saved_by(self.layer.operators[index], self.layer.needed))
+
+    def scratch_bytes(self, operator: Operator, *, forward: bool) -> int:
+        """Bytes that exist only while an operator runs, logits aside."""
+        tensors = operator.forward_scratch if forward else operator.backward_scratch
+        narrowest = min((self._width(self.layer.tensors[name]) for name in operator.reads), default=0)
+        there = (t for t in tensors if not t.logits and (not t.widened or narrowest < self._width(t)))
+        found = sum(self._bytes(tensor) for tensor in there)
+        kernel = operator.kernel
+        if isinstance(kernel, Exchange):
+            found += self._reordered_bytes(kernel, kernel.forward if forward else kernel.backward, forward=forward)
+        elif isinstance(kernel, Gemm) and forward:
+            found += forward_scratch_bytes(self.layer, kernel, self.microbatch_size, self.state)
+        return found
+
+    def logits_scratch_bytes(self, operator: Operator) -> int:
+        """The same of the output distribution, in backward."""
+        return sum(self._bytes(tensor) for tensor in operator.backward_scratch if tensor.logits)
+
+    def _width(self, tensor: Tensor) -> int:
+        return tensor.width(self.state.activation, self.state.residual)
+
+    def _bytes(self, tensor: Tensor) -> int:
+        return (1 if tensor.of_microbatch else self.microbatch_size) * tensor.elements * self._width(tensor)
+
+    def _reordered_bytes(self, kernel: Exchange, kind: CollectiveKind | None, *, forward: bool) -> int:
+        """What a collective along tokens copies into the order of ranks, or out of it."""
+        whole = kernel.elements * self.microbatch_size * self.state.activation
+        if kind is CollectiveKind.ALL_TO_ALL:
+            return 2 * whole if kernel.axis == "cp" and forward else 0  # autograd frees what gradients were copied from
+        along_tokens = kernel.axis in ("tp", "cp") and kind in _REORDERED and self.microbatch_size > 1
+        return whole if along_tokens else 0

@@ -1,0 +1,1 @@
+"""Action tables: made, completed, checked and read from files."""

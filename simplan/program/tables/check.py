@@ -1,0 +1,199 @@
+"""Proves a complete Level 1 table sound before anything simulates or runs it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+
+from simplan.errors import ProgramError
+from simplan.program.action import Action, ActionKind, Table
+from simplan.program.tables.complete import input_of, last_backwards, stage_to_rank
+
+__all__ = ["check_table"]
+
+_K = ActionKind
+_SENT_BY = {_K.SEND_F: (_K.FORWARD,), _K.SEND_B: (_K.BACKWARD, _K.BACKWARD_INPUT)}
+_RECEIVE_OF = {_K.SEND_F: (_K.RECV_F, 1), _K.SEND_B: (_K.RECV_B, -1)}
+_SEND_OF = {receive: (send, -step) for send, (receive, step) in _RECEIVE_OF.items()}
+_SHARDING = (_K.UNSHARD, _K.RESHARD)
+_RECEIVE_FOR = {_K.FORWARD: _K.RECV_F, _K.BACKWARD: _K.RECV_B, _K.BACKWARD_INPUT: _K.RECV_B}
+
+
+def check_table(table: Table, num_stages: int, num_microbatches: int) -> None:
+    """Proves that every list is complete, ordered and free of deadlock.
+
+    Complete: every stage has each microbatch's forward and backward (B, or I and W) exactly once, a SEND and a RECV
+    for every tensor that crosses ranks, one REDUCE_GRAD, and every rank one OPTIM. Ordered: in each list an action
+    comes after what it needs; a stage that has an UNSHARD computes only between an UNSHARD and the RESHARD after it.
+    Free of deadlock: the lists run to their ends when hosts block on what they need and messages between two ranks
+    pass in issue order, each once both ends have issued it (rendezvous, as NCCL does).
+
+    Raises:
+        ProgramError: With every violation of the first kind that has any (incomplete before unordered before stuck).
+    """
+    placement = stage_to_rank(table)
+    for check in (_incomplete, _unordered, _outside_windows, _stuck):
+        violations = check(table, num_stages, num_microbatches, placement)
+        if violations:
+            shown = violations[:10]
+            if len(violations) > len(shown):
+                shown.append(f"... and {len(violations) - len(shown)} more")
+            raise ProgramError("\n".join(shown))
+
+
+def _incomplete(table: Table, num_stages: int, num_microbatches: int, placement: dict[int, int]) -> list[str]:
+    found = Counter(action for row in table for action in row)
+    violations = [
+        f"action {a} occurs {n} times; once is right" for a, n in found.items() if n > 1 and a.kind not in _SHARDING
+    ]
+    violations += [f"stage {stage} is on no rank" for stage in range(num_stages) if stage not in placement]
+    expected: set[Action] = set()
+    for stage in range(num_stages):
+        expected.add(Action(stage, _K.REDUCE_GRAD))
+        for microbatch in range(num_microbatches):
+            split = Action(stage, _K.BACKWARD_INPUT, microbatch) in found
+            expected.add(Action(stage, _K.FORWARD, microbatch))
+            for kind in (_K.BACKWARD_INPUT, _K.BACKWARD_WEIGHT) if split else (_K.BACKWARD,):
+                expected.add(Action(stage, kind, microbatch))
+            for send, (receive, step) in _RECEIVE_OF.items():
+                peer = stage + step
+                if 0 <= peer < num_stages and placement.get(peer) != placement.get(stage):
+                    expected.add(Action(stage, send, microbatch))
+                    expected.add(Action(peer, receive, microbatch))
+    for rank, row in enumerate(table):
+        optim = [action for action in row if action.kind is _K.OPTIM]
+        if len(optim) != 1:
+            violations.append(f"rank {rank} has {len(optim)} OPTIM actions; one at its end is right")
+        expected.update(optim)
+    violations += [f"action {action} is missing" for action in sorted(expected - found.keys(), key=str)]
+    allowed = expected | {a for a in found if a.kind in _SHARDING and a.stage < num_stages}
+    violations += [
+        f"action {action} does not belong: there are {num_stages} stages and {num_microbatches} microbatches"
+        for action in sorted(found.keys() - allowed, key=str)
+    ]
+    return violations
+
+
+def _unordered(table: Table, num_stages: int, num_microbatches: int, placement: dict[int, int]) -> list[str]:
+    del num_microbatches
+    violations: list[str] = []
+    last = last_backwards(table)
+    for rank, row in enumerate(table):
+        seen: set[Action] = set()
+        for index, action in enumerate(row):
+            missing = [need for need in _needs(action, num_stages, placement, last) if not seen & set(need)]
+            violations += [f"rank {rank}: {action} comes before {' or '.join(map(str, need))}" for need in missing]
+            if action.kind is _K.OPTIM and index != len(row) - 1:
+                violations.append(f"rank {rank}: {action} is not the last action of its list")
+            seen.add(action)
+    return violations
+
+
+def _needs(
+    action: Action, num_stages: int, placement: dict[int, int], last: dict[int, Action]
+) -> list[tuple[Action, ...]]:
+    """Groups of alternatives on the same rank, one of each of which must come before the action."""
+    stage, kind, microbatch = action
+    needs: list[tuple[Action, ...]] = []
+    if kind in (_K.BACKWARD, _K.BACKWARD_INPUT):
+        needs.append((Action(stage, _K.FORWARD, microbatch),))
+    if kind is _K.BACKWARD_WEIGHT:
+        needs.append((Action(stage, _K.BACKWARD_INPUT, microbatch),))
+    if kind in _SENT_BY:
+        needs.append(tuple(Action(stage, maker, microbatch) for maker in _SENT_BY[kind]))
+    if kind is _K.REDUCE_GRAD:
+        needs.append((last[stage],))
+    source = input_of(action, num_stages)
+    if source is not None:
+        neighbour, made, _ = source
+        if placement[neighbour] != placement[stage]:
+            needs.append((Action(stage, _RECEIVE_FOR[kind], microbatch),))
+        elif made is _K.FORWARD:
+            needs.append((Action(neighbour, _K.FORWARD, microbatch),))
+        else:
+            needs.append(tuple(Action(neighbour, k, microbatch) for k in (_K.BACKWARD, _K.BACKWARD_INPUT)))
+    return needs
+
+
+def _outside_windows(table: Table, num_stages: int, num_microbatches: int, placement: dict[int, int]) -> list[str]:
+    """What torch refuses only in the middle of a step: a window that is opened twice, not used, or not there."""
+    del num_stages, num_microbatches, placement
+    violations: list[str] = []
+    sharded = {action.stage for row in table for action in row if action.kind in _SHARDING}
+    for rank, row in enumerate(table):
+        used: dict[int, bool] = {}  # the gathered stages; whether something was computed on them
+        for action in row:
+            stage = action.stage
+            if action.kind is _K.UNSHARD:
+                if stage in used:
+                    violations.append(f"rank {rank}: {action} comes twice without a RESHARD between")
+                used[stage] = False
+            elif action.kind is _K.RESHARD:
+                if not used.pop(stage, False):
+                    violations.append(f"rank {rank}: {action} without an UNSHARD and a computation before it")
+            elif action.kind.is_compute and stage in sharded:
+                if stage not in used:
+                    violations.append(f"rank {rank}: {action} is outside of an UNSHARD and a RESHARD of its stage")
+                used[stage] = True
+        violations += [f"rank {rank}: stage {stage} has no RESHARD after its last UNSHARD" for stage in used]
+    return violations
+
+
+def _stuck(table: Table, num_stages: int, num_microbatches: int, placement: dict[int, int]) -> list[str]:
+    """Runs the lists: hosts block on received data, each pair of ranks exchanges messages in issue order."""
+    del num_microbatches
+    position = [0] * len(table)
+    queues: dict[tuple[int, int], deque[Action]] = defaultdict(deque)  # (rank, peer) -> issued, not yet matched
+    received: set[Action] = set()
+    waiting: dict[Action, int] = {}
+    runnable = deque(range(len(table)))
+
+    def deliver(rank: int, peer: int) -> None:
+        mine, theirs = queues[rank, peer], queues[peer, rank]
+        while mine and theirs and _match(mine[0], theirs[0]):
+            for action in (mine.popleft(), theirs.popleft()):
+                if action.kind in _SEND_OF:
+                    received.add(action)
+                    if action in waiting:
+                        runnable.append(waiting.pop(action))
+
+    while runnable:
+        rank = runnable.popleft()
+        row = table[rank]
+        while position[rank] < len(row):
+            action = row[position[rank]]
+            peer = _peer(action, placement)
+            if peer is not None:
+                queues[rank, peer].append(action)
+                deliver(rank, peer)
+            receive = _awaited(action, num_stages, placement)
+            if receive is not None and receive not in received:
+                waiting[receive] = rank
+                break
+            position[rank] += 1
+    return [
+        f"deadlock: rank {rank} waits at {row[position[rank]]}"
+        + "".join(f"; its next message with rank {b} is {q[0]}" for (a, b), q in queues.items() if a == rank and q)
+        for rank, row in enumerate(table)
+        if position[rank] < len(row)
+    ] or [f"deadlock: {queue[0]} is never matched" for queue in queues.values() if queue]
+
+
+def _peer(action: Action, placement: dict[int, int]) -> int | None:
+    step = _RECEIVE_OF.get(action.kind) or _SEND_OF.get(action.kind)
+    return placement[action.stage + step[1]] if step else None
+
+
+def _match(one: Action, other: Action) -> bool:
+    send, receive = (one, other) if one.kind in _RECEIVE_OF else (other, one)
+    if send.kind not in _RECEIVE_OF:
+        return False
+    kind, step = _RECEIVE_OF[send.kind]
+    return receive == Action(send.stage + step, kind, send.microbatch)
+
+
+def _awaited(action: Action, num_stages: int, placement: dict[int, int]) -> Action | None:
+    """The RECV whose data a compute action blocks on."""
+    source = input_of(action, num_stages)
+    if source is None or placement[source[0]] == placement[action.stage]:
+        return None
+    return Action(action.stage, _RECEIVE_FOR[action.kind], action.microbatch)

@@ -1,0 +1,176 @@
+"""Refuses tables that torch would run wrongly without saying so, or that the executor cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from simplan.errors import NotModelledError, Problem, ProgramError
+from simplan.plan.plan import ParallelPlan
+from simplan.program.action import Action, ActionKind, Table
+from simplan.program.tables.check import check_table
+from simplan.software.software import SoftwareSpec
+
+__all__ = ["check_executable"]
+
+_SPLIT = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+
+
+def check_executable(table: Table, plan: ParallelPlan, software: SoftwareSpec) -> None:
+    """Checks a Level 1 table before ranks start on it.
+
+    On top of ``check_table`` (complete, nothing twice, REDUCE_GRAD after the last backward, one OPTIM at the end, only
+    neighbouring stages talk, no deadlock), this holds what was found by running torch 2.13:
+
+    - forwards of the last stage must be in the order of microbatches: torch takes the losses for each other's;
+    - split backward with FSDP that reshards after forward loses the gradients of all parameters;
+    - DistributedDataParallel with several stages on a rank fails in the second step, and it does not reduce the
+      gradients of a split backward;
+    - DDP reduces in the backward of the last forward it saw, so without a pipeline that must be the last backward's
+      (every backward's when it reduces every microbatch);
+    - in a pipeline FSDP computes only on stages that an UNSHARD has gathered, and reduces once a step.
+
+    Args:
+        table: The complete table.
+        plan: The plan it belongs to.
+        software: The framework profile, whose bucket sizes torch must be able to use.
+
+    Raises:
+        ProgramError: The table is wrong, or torch would run it wrongly.
+        NotModelledError: The executor cannot run it yet.
+    """
+    if len(table) != plan.pp:
+        raise ProgramError(f"the table has {len(table)} rows; plan.pp = {plan.pp} needs as many")
+    forwards = [action for row in table for action in row if action.kind is ActionKind.FORWARD]
+    if not forwards:
+        raise ProgramError("the table has no forward")
+    num_microbatches = 1 + max(action.microbatch or 0 for action in forwards)
+    check_table(table, plan.num_stages, num_microbatches)
+    wrong = [*_loss_order(table), *_lost_gradients(table, plan), *_several_ddp_stages(table, plan)]
+    wrong += [*_split_under_ddp(table, plan), *_unsynchronized(table, plan), *_sharding(table, plan)]
+    if wrong:
+        raise ProgramError("\n".join(wrong))
+    not_modelled = [
+        *_split_without_pipeline(table),
+        *_split_compiled(table, software),
+        *_reduced_every_microbatch(plan),
+        *_buckets(plan, software),
+    ]
+    if not_modelled:
+        raise NotModelledError(not_modelled)
+
+
+def _replicates(plan: ParallelPlan) -> bool:
+    """The plan runs on DistributedDataParallel: gradients are averaged, and parameters are whole on every rank."""
+    return plan.dp * plan.cp > 1 and not plan.shards_parameters
+
+
+def _loss_order(table: Table) -> Iterator[str]:
+    last = max(action.stage for row in table for action in row)
+    order = [action for row in table for action in row if action.stage == last and action.kind is ActionKind.FORWARD]
+    for before, after in pairwise(order):
+        if (before.microbatch or 0) > (after.microbatch or 0):
+            yield f"action {after} comes after {before}: the last stage must run forwards in order of microbatches"
+            return
+
+
+def _lost_gradients(table: Table, plan: ParallelPlan) -> Iterator[str]:
+    resharded = plan.shards_parameters and plan.zero_stage == 3 and plan.reshard_after_forward
+    split = _first(table, _SPLIT)
+    if resharded and split is not None:
+        yield (
+            f"action {split}: a split backward needs plan.reshard_after_forward = false, "
+            "else torch loses the gradients of resharded parameters"
+        )
+
+
+def _several_ddp_stages(table: Table, plan: ParallelPlan) -> Iterator[str]:
+    if not _replicates(plan):
+        return
+    for rank, row in enumerate(table):
+        stages = sorted({action.stage for action in row})
+        if len(stages) > 1:
+            yield (
+                f"rank {rank} has stages {stages}: torch's DistributedDataParallel takes one stage a rank; "
+                "use plan.virtual_stages = 1, or plan.dp_shard with plan.zero_stage = 2 or 3"
+            )
+            return
+
+
+def _split_under_ddp(table: Table, plan: ParallelPlan) -> Iterator[str]:
+    split = _first(table, _SPLIT)
+    if _replicates(plan) and split is not None:
+        yield (
+            f"action {split}: torch's DistributedDataParallel does not reduce the gradients of a split backward; "
+            "use plan.dp_shard with plan.zero_stage = 2"
+        )
+
+
+def _unsynchronized(table: Table, plan: ParallelPlan) -> Iterator[str]:
+    if plan.pp > 1 or not _replicates(plan):
+        return
+    compute = [action for action in table[0] if action.kind.is_compute]
+    reduced = [a for a in compute if a.kind is ActionKind.BACKWARD] if plan.grad_sync == "microbatch" else compute[-1:]
+    prepared = {after: before for before, after in pairwise(compute)}
+    for backward in reduced:
+        if prepared.get(backward) != Action(backward.stage, ActionKind.FORWARD, backward.microbatch):
+            which = "every" if plan.grad_sync == "microbatch" else "the last"
+            rule = "must directly follow its forward, where DDP prepares the reduction"
+            yield f"action {backward}: {which} backward {rule}"
+            return
+
+
+def _sharding(table: Table, plan: ParallelPlan) -> Iterator[str]:
+    """Which stages have UNSHARD and RESHARD; ``check_table`` has seen that they stand right where there are some."""
+    unshard = _first(table, (ActionKind.UNSHARD, ActionKind.RESHARD))
+    if plan.pp > 1 and plan.shards_parameters:
+        gathered = {action.stage for row in table for action in row if action.kind is ActionKind.UNSHARD}
+        missing = [str(stage) for stage in range(plan.num_stages) if stage not in gathered]
+        if missing:
+            yield f"stages {', '.join(missing)} have no UNSHARD: FSDP gathers the stages of a pipeline nowhere else"
+    elif unshard is not None and plan.shards_parameters:
+        yield f"action {unshard}: without a pipeline FSDP gathers layer by layer by itself; remove UNSHARD and RESHARD"
+    elif unshard is not None:
+        yield f"action {unshard}: the plan does not shard parameters; remove UNSHARD and RESHARD"
+
+
+def _reduced_every_microbatch(plan: ParallelPlan) -> Iterator[Problem]:
+    if plan.pp > 1 and plan.grad_sync == "microbatch" and plan.dp * plan.cp > 1:
+        yield Problem(
+            field="plan.grad_sync",
+            value=plan.grad_sync,
+            rule="torch's pipelines reduce gradients once a step, at REDUCE_GRAD",
+            fix="use step",
+        )
+
+
+def _split_without_pipeline(table: Table) -> Iterator[Problem]:
+    split = _first(table, _SPLIT) if len(table) == 1 else None
+    if split is not None:
+        yield Problem(
+            field="table", value=str(split), rule="a split backward needs a pipeline", fix=f"use {split.stage}B"
+        )
+
+
+def _split_compiled(table: Table, software: SoftwareSpec) -> Iterator[Problem]:
+    split = _first(table, _SPLIT) if software.compiled else None
+    if split is not None:
+        rule = f"the backward of a compiled block is one function, which {split} would run whole"
+        yield Problem(field="software.compiled", value="true", rule=rule, fix="use false, or a table without I and W")
+
+
+def _buckets(plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
+    """DDP has one first bucket of its own size only with its default sizes."""
+    torch_default = (2**20, 25 * 2**20)
+    uses_software = _replicates(plan) and plan.bucket_bytes is None
+    if uses_software and (software.first_bucket_bytes, software.bucket_bytes) != torch_default:
+        yield Problem(
+            field="software.bucket_bytes",
+            value=str(software.bucket_bytes),
+            rule="torch uses 1 MiB for the first bucket and 25 MiB for the others",
+            fix="set plan.bucket_bytes, which torch uses for all buckets",
+        )
+
+
+def _first(table: Table, kinds: tuple[ActionKind, ...]) -> Action | None:
+    return next((action for row in table for action in row if action.kind in kinds), None)

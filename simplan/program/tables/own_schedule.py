@@ -1,0 +1,101 @@
+"""Schedules of the user's own: a table of actions in a CSV file, or a function that an installed package brings."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+from simplan.errors import Problem, ProgramError, SpecError
+from simplan.plan.schedules import installed_schedules, is_table_file
+from simplan.program.action import Action, Table
+from simplan.program.schedules import PipelineShape, Schedule
+
+__all__ = ["own_schedule"]
+
+_MOST_BYTES = 64 * 1024**2
+
+
+def own_schedule(name: str) -> Schedule:
+    """The schedule of that name.
+
+    A file has one line for each pipeline rank and one action in each cell, in torch's text form (``0F1``); empty cells
+    are skipped. It holds the actions F, B, I and W, or all actions but OPTIM. A function takes a ``PipelineShape`` and
+    gives such a table: of actions, or of their text.
+
+    Args:
+        name: A CSV file, or an entry point of the group ``simplan.schedules``.
+
+    Raises:
+        SpecError: The file cannot be read, or the package cannot be loaded.
+        ProgramError: A cell is not an action.
+    """
+    if is_table_file(name):
+        table = _read(Path(name))
+        return lambda shape: _of_shape(table, shape, name)
+    point = installed_schedules()[name]
+    try:
+        function = point.load()
+    except Exception as error:  # whatever an import of foreign code may raise
+        raise SpecError(_wrong(name, f"cannot be loaded from {point.value}: {error}", "repair the package")) from error
+    return lambda shape: _of_shape(_called(function, shape, name), shape, name)
+
+
+def _read(file: Path) -> Table:
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise SpecError(_wrong(str(file), f"is larger than {_MOST_BYTES // 1024**2} MiB", "use a smaller table"))
+        with file.open(newline="", encoding="utf-8-sig") as opened:
+            lines = list(csv.reader(opened))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or "is not a text file with comma-separated values"
+        raise SpecError(_wrong(str(file), f"cannot be read: {reason}", "name a CSV file of actions")) from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(_row(line))
+        except ProgramError as error:
+            raise ProgramError(f"{file}, line {number}: {error}") from None
+    return tuple(row for row in rows if row)
+
+
+def _row(cells: Sequence[object]) -> tuple[Action, ...]:
+    """Actions of cells that are actions already, or their text."""
+    return tuple(
+        cell if isinstance(cell, Action) else Action.parse(str(cell))
+        for cell in cells
+        if isinstance(cell, Action) or str(cell).strip()
+    )
+
+
+def _called(function: Schedule, shape: PipelineShape, name: str) -> Table:
+    try:
+        return tuple(_row(row) for row in function(shape))
+    except ProgramError as error:
+        raise ProgramError(f"schedule {name}: {error}") from None
+    except Exception as error:  # whatever foreign code may raise
+        rule = f"failed for {shape.num_ranks} ranks and {shape.num_microbatches} microbatches: {error!r}"
+        raise SpecError(_wrong(name, rule, "repair the schedule")) from error
+
+
+def _of_shape(table: Table, shape: PipelineShape, name: str) -> Table:
+    """The table, if it is for this pipeline."""
+    stages = {action.stage for row in table for action in row}
+    microbatches = {action.microbatch for row in table for action in row if action.microbatch is not None}
+    if len(table) != shape.num_ranks:
+        rule = f"has {len(table)} rows, one for each pipeline rank, and pp = {shape.num_ranks}"
+        raise SpecError(_wrong(name, rule, f"use plan.pp = {len(table)}, or another table"))
+    if stages != set(range(shape.num_stages)):
+        rule = f"has {len(stages)} stages and the plan has {shape.num_stages}"
+        fix = "use another table"
+        if len(stages) % len(table) == 0 and stages == set(range(len(stages))):
+            fix = f"use plan.virtual_stages = {len(stages) // len(table)}, or another table"
+        raise SpecError(_wrong(name, rule, fix))
+    if microbatches != set(range(shape.num_microbatches)):
+        rule = f"has {len(microbatches)} microbatches and a step has {shape.num_microbatches}"
+        raise SpecError(_wrong(name, rule, "change training.global_batch_size or plan.microbatch_size, or the table"))
+    return table
+
+
+def _wrong(name: str, rule: str, fix: str) -> Problem:
+    return Problem(field="plan.schedule", value=name, rule=rule, fix=fix)

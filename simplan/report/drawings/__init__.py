@@ -1,0 +1,1 @@
+"""Pictures as text and SVG."""

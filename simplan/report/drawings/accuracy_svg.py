@@ -1,0 +1,190 @@
+"""Predicted over measured step times as SVG: a panel and a colour for each file, legible on light and on dark pages."""
+
+from __future__ import annotations
+
+import math
+from xml.etree import ElementTree
+
+from simplan.report.drawings.accuracy_plot import ERRORS, AccuracyPlot, Panel, Point, time_ticks
+from simplan.report.drawings.drawing_labels import clean
+from simplan.report.drawings.svg import DARK, PAPER, SOFT, Element, line, picture, rect, text, written
+from simplan.units import counted, format_percent, format_time
+
+__all__ = ["COLOURS", "NIGHT", "accuracy_svg"]
+
+COLOURS = (
+    "#2f7fc1", "#cf5f08", "#3a9147", "#d1495b", "#8d69c9", "#a0704f",
+    "#c2549d", "#7c7f86", "#86841a", "#1a8d9c", "#5f74e0", "#b57200",
+)  # fmt: skip
+"""Of the files, in turn: apart from white and from black paper alike."""
+
+NIGHT = {"paper": "#0d1117", "ink": "#e6edf3", "soft": "#9da7b3", "grid": "#30363d", "band": "#ffffff"}
+"""Colours of everything else where the reader prefers dark pages, by class."""
+
+_GRID, _BAND, _BAND_OPACITY = "#d3d8de", "#000000", "0.1"
+_WITHIN = 0.1  # the band around no error
+_WIDTH, _LEFT, _RIGHT, _GAP = 960, 72, 14, 16
+_TOP, _CAPTION, _HEIGHT, _DISTANCE = 72, 40, 140, 192
+_COLUMNS = 3
+_RADIUS = 3.0
+_LETTER_PX, _DIGIT_PX = 7.2, 6.7  # of a name of 13 px, bold, a mean; of a time of 12 px
+_OPACITY = "0.85"  # of dots, which may cover each other
+
+
+def accuracy_svg(plot: AccuracyPlot) -> str:
+    """The picture as an SVG document, 960 px wide, with its own background."""
+    columns = min(_COLUMNS, len(plot.panels))
+    bottom = _TOP + _DISTANCE * math.ceil(len(plot.panels) / columns)
+    height = bottom + 64
+    root = picture("Predicted step times beside measured ones", _WIDTH, height)
+    root.append(_style())
+    root.append(rect(0, 0, _WIDTH, height, PAPER, css="paper"))
+    root.append(_ink(_LEFT, 24, "Predicted step times beside measured ones", size=16, bold=True))
+    for number, words in enumerate(plot.heading.splitlines()):
+        root.append(_soft(_LEFT, 43 + 16 * number, words))
+    side = Element("g", {"transform": f"rotate(-90) translate({-(_TOP + bottom) / 2:g} 16)"})
+    side.append(_soft(0, 0, "error of the prediction, logarithmic", anchor="middle"))
+    root.append(side)
+    for number, panel in enumerate(plot.panels):
+        row, column = divmod(number, columns)
+        frame = _Frame(plot, column, columns, _TOP + row * _DISTANCE)
+        is_lowest = number + columns >= len(plot.panels)
+        root.extend(frame.axes(is_first=column == 0, is_lowest=is_lowest))
+        root.append(frame.group(panel, COLOURS[number % len(COLOURS)]))
+    root.append(_soft((_LEFT + _WIDTH - _RIGHT) / 2, bottom + 26, "measured step time, logarithmic", anchor="middle"))
+    root.extend(_legend(plot, bottom + 48))
+    return written(root)
+
+
+class _Frame:
+    """The place of a panel, and where in it a ratio and a time are."""
+
+    def __init__(self, plot: AccuracyPlot, column: int, columns: int, top: float) -> None:
+        self._plot = plot
+        self.width = (_WIDTH - _LEFT - _RIGHT - _GAP * (columns - 1)) / columns
+        self.left = _LEFT + column * (self.width + _GAP)
+        self.top = top + _CAPTION
+        self.limit = plot.largest_ratio
+
+    def x(self, time_s: float) -> float:
+        first_s, last_s = self._plot.times_s
+        return self.left + self.width * math.log(time_s / first_s) / math.log(last_s / first_s)
+
+    def y(self, ratio: float) -> float:
+        return self.top + _HEIGHT / 2 * (1 - math.log(ratio) / math.log(self.limit))
+
+    def axes(self, *, is_first: bool, is_lowest: bool) -> list[Element]:
+        """Band, grid and line of equality; labels at the left and the bottom of all panels only."""
+        right, bottom = self.left + self.width, self.top + _HEIGHT
+        high, low = self.y(1 + _WITHIN), self.y(1 - _WITHIN)
+        parts = [_band(self.left, high, self.width, low - high)]
+        for error in ERRORS[self.limit]:
+            y = self.y(1 + error)
+            colour, css = (_GRID, "grid") if error else (SOFT, "soft")
+            parts.append(line(self.left, y, right, y, colour, css=css))
+            if is_first:
+                parts.append(_soft(self.left - 6, y + 4, f"{100 * error:+.0f} %" if error else "0", anchor="end"))
+        for time_s in time_ticks(*self._plot.times_s):
+            x = self.x(time_s)
+            parts.append(line(x, self.top, x, bottom, _GRID, css="grid"))
+            if is_lowest:
+                words = f"{time_s:g} s"
+                half = len(words) * _DIGIT_PX / 2
+                middle = min(max(x, self.left + half), right - half)
+                parts.append(_soft(middle, bottom + 15, words, anchor="middle"))
+        parts.append(rect(self.left, self.top, self.width, _HEIGHT, "none", stroke=_GRID, css="grid"))
+        return parts
+
+    def group(self, panel: Panel, colour: str) -> Element:
+        """Name, figures and runs of a file."""
+        group = Element("g", {"class": "panel"})
+        group.append(_ink(self.left, self.top - 22, _clipped(panel.name, self.width), size=13, bold=True))
+        group.append(_soft(self.left, self.top - 7, _caption(panel)))
+        group.extend(self._mark(point, colour) for point in panel.points)
+        return group
+
+    def _mark(self, point: Point, colour: str) -> Element:
+        """A dot, hollow where the truth was outside of the interval, a triangle where it lies beyond the panel."""
+        filled = {"fill": colour, "fill-opacity": _OPACITY}
+        hollow = {"fill": "none", "stroke": colour, "stroke-width": "1.4"}
+        look = hollow if point.in_interval is False else filled
+        x = self.x(point.measured_s)
+        if 1 / self.limit <= point.ratio <= self.limit:
+            place = {"cx": f"{x:.1f}", "cy": f"{self.y(point.ratio):.1f}", "r": f"{_RADIUS:g}"}
+            mark = Element("circle", place | look)
+        else:
+            up = point.ratio > 1
+            mark = Element("path", {"d": _triangle(x, self.top if up else self.top + _HEIGHT, up)} | look)
+        ElementTree.SubElement(mark, "title").text = (
+            f"{clean(point.id)}: predicted {format_time(point.predicted_s)}, measured {format_time(point.measured_s)} "
+            f"({100 * (point.ratio - 1):+.1f} %)"
+        )
+        return mark
+
+
+def _triangle(x: float, edge: float, up: bool) -> str:
+    """At an edge of the panel, pointing out of it."""
+    base = edge + 7 if up else edge - 7
+    return f"M{x - 4:.1f} {base:.1f}H{x + 4:.1f}L{x:.1f} {edge:.1f}z"
+
+
+def _caption(panel: Panel) -> str:
+    found = panel.figures
+    assert found.errors.mape is not None, "a panel has runs"
+    words = f"{counted(found.errors.num, 'run')}, {format_percent(found.errors.mape)} off"
+    if found.interval_coverage is None:
+        return words
+    return f"{words}, {format_percent(found.interval_coverage, 0)} in their intervals"
+
+
+def _legend(plot: AccuracyPlot, top: float) -> list[Element]:
+    """What marks mean, those that occur."""
+    limit, points = plot.largest_ratio, plot.points
+    kinds = {point.in_interval for point in points}
+    filled, hollow = {"fill": SOFT, "class": "soft"}, {"fill": "none", "stroke": SOFT, "class": "soft"}
+    dot = {"cx": "6", "cy": "-4", "r": f"{_RADIUS:g}"}
+    entries = []
+    if True in kinds:
+        entries.append((Element("circle", dot | filled), "measured inside of the 90 % interval"))
+    if False in kinds:
+        entries.append((Element("circle", dot | hollow), "outside of it"))
+    if any(not 1 / limit <= point.ratio <= limit for point in points):
+        shape = {"d": _triangle(6, -8, up=True)}
+        entries.append((Element("path", shape | filled), "further off than the panel goes"))
+    entries.append((_band(0, -10, 12, 12), f"at most {100 * _WITHIN:.0f} % off"))
+    parts, left = [], float(_LEFT)
+    for mark, words in entries:
+        group = Element("g", {"transform": f"translate({left:g} {top:g})"})
+        group.append(mark)
+        group.append(_soft(18, 0, words))
+        parts.append(group)
+        left += 18 + 5.8 * len(words) + 26
+    return parts
+
+
+def _band(x: float, y: float, width: float, height: float) -> Element:
+    element = rect(x, y, width, height, _BAND, css="band")
+    element.set("fill-opacity", _BAND_OPACITY)
+    return element
+
+
+def _style() -> Element:
+    """A file's colour is the same by day and by night; all else changes with the reader's preference."""
+    style = Element("style")
+    rules = (f".{name}:not([fill=none]){{fill:{c}}}.{name}[stroke]{{stroke:{c}}}" for name, c in NIGHT.items())
+    style.text = "@media (prefers-color-scheme: dark) {" + "".join(rules) + "}"
+    return style
+
+
+def _ink(x: float, y: float, words: str, *, size: int, bold: bool) -> Element:
+    return text(x, y, words, size=size, colour=DARK, bold=bold, css="ink")
+
+
+def _soft(x: float, y: float, words: str, *, anchor: str = "start") -> Element:
+    return text(x, y, words, size=12, colour=SOFT, anchor=anchor, css="soft")
+
+
+def _clipped(name: str, width: float) -> str:
+    """The end of a name that is too long for its panel."""
+    name, most = clean(name), int(width / _LETTER_PX)
+    return name if len(name) <= most else "…" + name[1 - most :]

@@ -1,0 +1,82 @@
+"""A predicted and a measured step on one time axis, as plain data that the picture is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from simplan.report.drawings.drawing import Box, draw_timeline
+from simplan.runs.measurement import Measurement
+from simplan.validate.activity import Activity, Piece, Share, pieces_of, predicted_activity
+from simplan.validate.measured import measured_timeline, predicted_timeline
+from simplan.validate.measured_activity import measured_activity
+
+__all__ = ["ComparedRow", "ComparisonDrawing", "draw_comparison"]
+
+_MOST_RANKS = 16
+_STRIPES = (Share.EXPOSED_COMMUNICATION, Share.UNEXPLAINED)
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRow:
+    """One rank, predicted or measured.
+
+    Attributes:
+        rank: Global rank.
+        source: Which of the two.
+        boxes: Its actions.
+        stripes: Exposed communication and what is unexplained, between or inside of them; the rest is waiting.
+        step_time_s: Where its step ends.
+    """
+
+    rank: int
+    source: Literal["predicted", "measured"]
+    boxes: tuple[Box, ...]
+    stripes: tuple[Piece, ...]
+    step_time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonDrawing:
+    """The whole picture.
+
+    Attributes:
+        name: Of the job.
+        rows: Two for each rank that both have, predicted first.
+        num_hidden: Ranks that are left out.
+    """
+
+    name: str
+    rows: tuple[ComparedRow, ...]
+    num_hidden: int = 0
+
+    @property
+    def axis_s(self) -> float:
+        """Length of the axis: the longer of the two steps."""
+        return max(row.step_time_s for row in self.rows)
+
+
+def draw_comparison(prediction: Mapping[str, Any], measurement: Measurement) -> ComparisonDrawing:
+    """The picture of a prediction's JSON document and the recorded step of a measurement of the same job.
+
+    Args:
+        prediction: A prediction's JSON document.
+        measurement: A run with a recorded step.
+    """
+    predicted, measured = predicted_timeline(prediction), measured_timeline(measurement)
+    activities = predicted_activity(predicted), measured_activity(measurement)
+    both = sorted(activities[0].keys() & activities[1])
+    shown = both[:_MOST_RANKS]
+    drawings = [draw_timeline("", timeline, shown) for timeline in (predicted, measured)]
+    rows = []
+    for index, rank in enumerate(shown):
+        for source, drawing, activity in zip(("predicted", "measured"), drawings, activities, strict=True):
+            end_s = drawing.step_time_s
+            boxes, stripes = drawing.rows[index].boxes, _stripes(activity[rank], end_s)
+            rows.append(ComparedRow(rank, source, boxes, stripes, end_s))  # type: ignore[arg-type]
+    return ComparisonDrawing(measurement.job.name, tuple(rows), len(both) - len(shown))
+
+
+def _stripes(activity: Activity, step_time_s: float) -> tuple[Piece, ...]:
+    return tuple(piece for piece in pieces_of(activity, step_time_s) if piece.share in _STRIPES)

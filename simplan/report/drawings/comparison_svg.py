@@ -1,0 +1,118 @@
+"""A prediction drawn over its measurement: a pair of lanes for each rank, one time axis for all."""
+
+from __future__ import annotations
+
+from html import escape
+from xml.etree import ElementTree
+
+from simplan.program.action import ActionKind
+from simplan.report.drawings.comparison_drawing import ComparedRow, ComparisonDrawing
+from simplan.report.drawings.drawing import Box
+from simplan.report.drawings.drawing_labels import WORDS, clean, ticks
+from simplan.report.drawings.drawing_svg import COLOURS, fill_of, ink_on
+from simplan.report.drawings.svg import DARK, PAPER, SOFT, Element, line, picture, rect, text, written
+from simplan.units import format_time
+from simplan.validate.activity import Piece, Share
+
+__all__ = ["comparison_html", "comparison_svg"]
+
+_WIDTH, _LEFT, _RIGHT, _TOP = 1200, 132, 84, 76
+_LANE_HEIGHT, _PAIR_DISTANCE, _TICK_DISTANCE = 26, 66, 100
+_STRIPE_HEIGHT = 8
+_LANE, _GRID = "#eef0f3", "#c9ced6"
+_STRIPES = {Share.EXPOSED_COMMUNICATION: "#8e44ad", Share.UNEXPLAINED: "#c0392b"}
+_LABEL_PX, _LEGEND_PX = 7.0, 6.6
+
+
+def comparison_svg(drawing: ComparisonDrawing) -> str:
+    """The picture as an SVG document, 1200 px wide, with its own background."""
+    num_pairs = len(drawing.rows) // 2
+    bottom = _TOP + _PAIR_DISTANCE * num_pairs
+    heading = f"{clean(drawing.name)}: one step, predicted and measured"
+    root = picture(heading, _WIDTH, bottom + 84)
+    root.append(rect(0, 0, _WIDTH, bottom + 84, PAPER))
+    root.append(text(_LEFT, 26, heading, size=16, bold=True))
+    root.append(text(_LEFT, 46, _subheading(drawing), size=12, colour=SOFT))
+    for number, row in enumerate(drawing.rows):
+        root.extend(_lane(row, _top(number), drawing))
+    for tick in ticks(drawing.axis_s, (_WIDTH - _LEFT - _RIGHT) // _TICK_DISTANCE):
+        x = _x(tick.time_s, drawing)
+        root.append(line(x, _TOP - 6, x, bottom, _GRID))
+        root.append(text(x, bottom + 14, tick.label, size=12, colour=SOFT, anchor="middle"))
+    for number, row in enumerate(drawing.rows):
+        root.extend(_box(box, row, drawing, _top(number)) for box in row.boxes)
+        root.extend(_stripe(piece, drawing, _top(number)) for piece in row.stripes)
+        end = _x(row.step_time_s, drawing)
+        root.append(line(end, _top(number) - 2, end, _top(number) + _LANE_HEIGHT + 2, DARK))
+    root.extend(_legend(drawing, bottom + 40))
+    return written(root)
+
+
+def comparison_html(drawing: ComparisonDrawing) -> str:
+    """The same as a page of its own."""
+    title = f"<title>{escape(clean(drawing.name))}</title>"
+    head = f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">{title}</head>\n'
+    return f'{head}<body style="margin: 0">\n{comparison_svg(drawing)}</body>\n</html>\n'
+
+
+def _subheading(drawing: ComparisonDrawing) -> str:
+    predicted, measured = (drawing.rows[index].step_time_s for index in (0, 1))
+    hidden = f"; {drawing.num_hidden} more ranks are not drawn" if drawing.num_hidden else ""
+    return f"predicted {format_time(predicted)}, the recorded step {format_time(measured)}{hidden}"
+
+
+def _top(number: int) -> float:
+    return _TOP + number // 2 * _PAIR_DISTANCE + number % 2 * (_LANE_HEIGHT + 2)
+
+
+def _x(time_s: float, drawing: ComparisonDrawing) -> float:
+    return _LEFT + time_s / drawing.axis_s * (_WIDTH - _LEFT - _RIGHT)
+
+
+def _lane(row: ComparedRow, top: float, drawing: ComparisonDrawing) -> list[Element]:
+    middle = top + _LANE_HEIGHT / 2 + 4
+    words = f"rank {row.rank} {row.source}" if row.source == "predicted" else row.source
+    end = _x(row.step_time_s, drawing)
+    return [
+        rect(_LEFT, top, end - _LEFT, _LANE_HEIGHT, _LANE),
+        text(_LEFT - 8, middle, words, size=12, anchor="end", colour=DARK if row.source == "predicted" else SOFT),
+        text(_WIDTH - _RIGHT + 8, middle, format_time(row.step_time_s), size=12, colour=SOFT),
+    ]
+
+
+def _box(box: Box, row: ComparedRow, drawing: ComparisonDrawing, top: float) -> Element:
+    group = Element("g", {"class": "box"})
+    left, right = _x(box.start_s, drawing), _x(box.end_s, drawing)
+    tooltip = f"{row.source}, rank {row.rank}, {box.action}: {WORDS[box.action.kind]}, {format_time(box.duration_s)}"
+    ElementTree.SubElement(group, "title").text = f"{tooltip}, from {format_time(box.start_s)}"
+    stages = sorted({each.action.stage for each in row.boxes})
+    fill = fill_of(box.action.kind, stages.index(box.action.stage), len(stages))
+    group.append(rect(left, top, right - left, _LANE_HEIGHT, fill, stroke=PAPER if right - left >= 4 else None))
+    label = str(box.action) if box.action.microbatch is not None else ""
+    if label and _LABEL_PX * len(label) + 2 <= right - left:
+        place = (left + right) / 2, top + _LANE_HEIGHT / 2 + 2
+        group.append(text(*place, label, size=10, colour=ink_on(fill), anchor="middle"))
+    return group
+
+
+def _stripe(piece: Piece, drawing: ComparisonDrawing, top: float) -> Element:
+    group = Element("g", {"class": "stripe"})
+    ElementTree.SubElement(group, "title").text = f"{piece.part}, {format_time(piece.duration_s)}"
+    left, right = _x(piece.start_s, drawing), _x(piece.end_s, drawing)
+    place = left, top + _LANE_HEIGHT - _STRIPE_HEIGHT
+    group.append(rect(*place, right - left, _STRIPE_HEIGHT, _STRIPES[piece.share]))
+    return group
+
+
+def _legend(drawing: ComparisonDrawing, top: float) -> list[Element]:
+    kinds = {box.action.kind for row in drawing.rows for box in row.boxes}
+    entries = [(COLOURS[kind], WORDS[kind]) for kind in ActionKind if kind in kinds]
+    words = {Share.EXPOSED_COMMUNICATION: "exposed communication", Share.UNEXPLAINED: "unexplained"}
+    entries += [(_STRIPES[share], words[share]) for share in _STRIPES]
+    entries.append((_LANE, "waiting"))
+    parts, left = [], float(_LEFT)
+    for fill, entry in entries:
+        parts.append(rect(left, top, 12, 12, fill))
+        parts.append(text(left + 17, top + 10, entry, size=12))
+        left += 17 + _LEGEND_PX * len(entry) + 18
+    return parts

@@ -1,0 +1,215 @@
+"""One step of a pipeline as a picture: which rank did what when, as plain data that the text and the SVG are made from.
+
+A row is a pipeline rank, a box an action. Of the ranks at one place of the pipeline the first is drawn: it is written
+out also where ranks are folded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+from simplan.plan.plan import RankMapping
+from simplan.prediction import Prediction
+from simplan.program.action import Action, ActionKind
+from simplan.program.program import Stream
+from simplan.program.timeline import COMPUTING, Span, SpanKind, Timeline
+
+__all__ = ["Box", "DrawnRank", "PipelineDrawing", "draw_pipeline", "draw_timeline"]
+
+_SCHEMA_VERSION = 1
+_DRAWN = COMPUTING | {SpanKind.OPTIMIZER, SpanKind.HOST}
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """From the first to the last computation of one action.
+
+    Attributes:
+        action: What is done, to which stage, for which microbatch.
+        start_s: Start, seconds from the start of the step.
+        end_s: End.
+        recompute_s: Time in it that recomputes forward.
+    """
+
+    action: Action
+    start_s: float
+    end_s: float
+    recompute_s: float = 0.0
+
+    @property
+    def duration_s(self) -> float:
+        """From start to end."""
+        return self.end_s - self.start_s
+
+    @property
+    def recomputed_share(self) -> float:
+        """Recomputation as a share of the box."""
+        return self.recompute_s / self.duration_s
+
+
+@dataclass(frozen=True)
+class DrawnRank:
+    """One row.
+
+    Attributes:
+        rank: Global rank that is drawn.
+        boxes: In the order of time; they do not overlap.
+        idle_fraction: Share of the time from the first to the last computation of any drawn rank (without the
+            optimizer step) in which its compute stream idles; the mean over rows is the bubble fraction.
+        activations_in_flight: Most microbatches whose activations were alive at once, by stage; empty when unknown.
+    """
+
+    rank: int
+    boxes: tuple[Box, ...]
+    idle_fraction: float
+    activations_in_flight: Mapping[int, int] = field(default_factory=dict)
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """Stages that the rank works on, ascending."""
+        return tuple(sorted({box.action.stage for box in self.boxes}))
+
+
+@dataclass(frozen=True)
+class PipelineDrawing:
+    """The whole picture.
+
+    Attributes:
+        name: Of the scenario.
+        step_time_s: Length of the step.
+        ranks_per_row: Ranks at each place of the pipeline, of which the first is drawn.
+        rows: By pipeline rank.
+    """
+
+    name: str
+    step_time_s: float
+    ranks_per_row: int
+    rows: tuple[DrawnRank, ...]
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """All boxes, row by row."""
+        return tuple(box for row in self.rows for box in row.boxes)
+
+    @cached_property
+    def kinds(self) -> tuple[ActionKind, ...]:
+        """Kinds of actions that are drawn, in the order of ``ActionKind``."""
+        found = {box.action.kind for box in self.boxes}
+        return tuple(kind for kind in ActionKind if kind in found)
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """Microbatches of the step."""
+        return len({box.action.microbatch for box in self.boxes} - {None})
+
+    @cached_property
+    def several_stages(self) -> bool:
+        """Whether some rank has more than one stage."""
+        return any(len(row.stages) > 1 for row in self.rows)
+
+    @cached_property
+    def recomputes(self) -> bool:
+        """Whether some box recomputes forward."""
+        return any(box.recompute_s > 0 for box in self.boxes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The picture as the JSON document that the command line prints."""
+        return {
+            "schema_version": _SCHEMA_VERSION,
+            "kind": "drawing",
+            "name": self.name,
+            "step_time_s": self.step_time_s,
+            "num_microbatches": self.num_microbatches,
+            "ranks_per_row": self.ranks_per_row,
+            "rows": [
+                {
+                    "pipeline_rank": pipeline_rank,
+                    "rank": row.rank,
+                    "stages": list(row.stages),
+                    "idle_fraction": row.idle_fraction,
+                    "activations_in_flight": {str(k): v for k, v in row.activations_in_flight.items()},
+                    "boxes": [
+                        {
+                            "action": str(box.action),
+                            "kind": str(box.action.kind),
+                            "stage": box.action.stage,
+                            "microbatch": box.action.microbatch,
+                            "start_s": box.start_s,
+                            "end_s": box.end_s,
+                            "recompute_s": box.recompute_s,
+                        }
+                        for box in row.boxes
+                    ],
+                }
+                for pipeline_rank, row in enumerate(self.rows)
+            ],
+        }
+
+
+def draw_pipeline(prediction: Prediction) -> PipelineDrawing:
+    """The picture of a predicted step."""
+    mapping = RankMapping.of(prediction.job.plan)
+    return draw_timeline(
+        prediction.name,
+        prediction.timeline,
+        range(0, mapping.world_size, mapping.ranks_per_stage),
+        ranks_per_row=mapping.ranks_per_stage,
+        activations_in_flight={memory.rank: memory.activations_in_flight for memory in prediction.memory},
+    )
+
+
+def draw_timeline(
+    name: str,
+    timeline: Timeline,
+    ranks: Sequence[int],
+    *,
+    ranks_per_row: int = 1,
+    activations_in_flight: Mapping[int, Mapping[int, int]] | None = None,
+) -> PipelineDrawing:
+    """The picture of some ranks of a timeline.
+
+    Args:
+        name: For people.
+        timeline: Predicted or made by hand; every action on its compute streams is one of a table.
+        ranks: The ranks to draw, one a row.
+        ranks_per_row: How many ranks each of them is drawn for.
+        activations_in_flight: Rank -> stage -> most microbatches alive at once.
+
+    Raises:
+        ProgramError: A computation belongs to no action.
+    """
+    of_rank = timeline.by_rank()
+    spans = {rank: _computations(of_rank.get(rank, [])) for rank in ranks}
+    working = [span for found in spans.values() for span in found if span.kind in COMPUTING]
+    assert working, f"ranks {list(ranks)} compute nothing"
+    total_s = max(span.end_s for span in working) - min(span.start_s for span in working)
+    rows = tuple(
+        DrawnRank(
+            rank,
+            _boxes(found),
+            1.0 - sum(span.end_s - span.start_s for span in found if span.kind in COMPUTING) / total_s,
+            (activations_in_flight or {}).get(rank, {}),
+        )
+        for rank, found in spans.items()
+    )
+    return PipelineDrawing(name, timeline.step_time_s, ranks_per_row, rows)
+
+
+def _computations(spans: Iterable[Span]) -> list[Span]:
+    """What takes time on the compute stream of a rank, in the order of time."""
+    found = (span for span in spans if span.stream == Stream.COMPUTE and span.kind in _DRAWN)
+    return sorted((span for span in found if span.end_s > span.start_s), key=lambda span: span.start_s)
+
+
+def _boxes(spans: list[Span]) -> tuple[Box, ...]:
+    """Neighbours of one action form a box; an action that another one interrupts has several."""
+    boxes = []
+    for action, group in groupby(spans, key=lambda span: span.action):
+        inside = list(group)
+        recompute_s = sum(span.end_s - span.start_s for span in inside if span.kind is SpanKind.RECOMPUTE)
+        boxes.append(Box(Action.parse(action), inside[0].start_s, inside[-1].end_s, recompute_s))
+    return tuple(boxes)

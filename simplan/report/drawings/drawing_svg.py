@@ -1,0 +1,177 @@
+"""A pipeline drawn as SVG: a hue for what is done, a shade for the stage of a rank, the number of the microbatch."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+from simplan.program.action import ActionKind
+from simplan.report.drawings.drawing import Box, DrawnRank, PipelineDrawing
+from simplan.report.drawings.drawing_labels import IDLE_WORDS, WORDS, heading, labels, row_figures, subheading, ticks
+from simplan.report.drawings.svg import DARK, PAPER, SOFT, Element, line, picture, rect, text, written
+from simplan.units import format_time
+
+__all__ = ["COLOURS", "drawing_svg", "fill_of", "ink_on"]
+
+COLOURS = {
+    ActionKind.FORWARD: "#1d5fa8",
+    ActionKind.BACKWARD: "#2e7d32",
+    ActionKind.BACKWARD_INPUT: "#4db6ac",
+    ActionKind.BACKWARD_WEIGHT: "#f28e2b",
+    ActionKind.UNSHARD: "#b9a6cf",
+    ActionKind.REDUCE_GRAD: "#b9a6cf",
+    ActionKind.OPTIM: "#8a8f98",
+}
+"""Fill of a rank's first stage; they differ in lightness too."""
+
+_LANE, _GRID = "#eef0f3", "#c9ced6"
+_LIGHTEST = 0.5  # of the way to white for a rank's last stage
+_WIDTH, _LEFT, _RIGHT, _TOP = 1200, 76, 128, 84
+_ROW_HEIGHT, _ROW_DISTANCE = 28, 34
+_TICK_DISTANCE = 100
+_DIGIT_PX, _LETTER_PX, _W_PX, _LEGEND_PX = 6.0, 6.9, 9.6, 6.4  # in labels of 10 px; in the legend of 12 px, a mean
+_OUTLINED_PX = 4.0  # narrower boxes have no outline, which would hide them
+
+
+def drawing_svg(drawing: PipelineDrawing) -> str:
+    """The picture as an SVG document, 1200 px wide, with its own background."""
+    bottom = _TOP + _ROW_DISTANCE * len(drawing.rows)
+    legend = _legend(drawing, bottom + 34)
+    height = max(float(part.get("y", 0)) for part in legend) + 24
+    root = picture(heading(drawing), _WIDTH, height)
+    root.append(_recompute_pattern())
+    root.append(rect(0, 0, _WIDTH, height, PAPER))
+    root.append(text(_LEFT, 26, heading(drawing), size=16, bold=True))
+    root.append(text(_LEFT, 46, subheading(drawing), size=12, colour=SOFT))
+    root.append(text(_WIDTH - _RIGHT + 64, _TOP - 10, "idle", size=12, colour=SOFT, anchor="end"))
+    if any(row.activations_in_flight for row in drawing.rows):
+        root.append(text(_WIDTH - 10, _TOP - 10, "in flight", size=12, colour=SOFT, anchor="end"))
+    for number, row in enumerate(drawing.rows):
+        root.extend(_lane(row, _TOP + number * _ROW_DISTANCE))
+    root.extend(_axis(drawing, bottom))
+    for number, row in enumerate(drawing.rows):
+        root.extend(_box(box, row, drawing, _TOP + number * _ROW_DISTANCE) for box in row.boxes)
+    root.extend(legend)
+    return written(root)
+
+
+def fill_of(kind: ActionKind, place: int, num_stages: int) -> str:
+    """Colour of a box: the hue of its kind, lighter for later stages of the rank.
+
+    Args:
+        kind: What is done.
+        place: Which of the rank's stages, from 0.
+        num_stages: Stages of the rank.
+    """
+    share = _LIGHTEST * place / max(1, num_stages - 1)
+    channels = (int(COLOURS[kind][start : start + 2], 16) for start in (1, 3, 5))
+    return "#" + "".join(f"{round(channel + (255 - channel) * share):02x}" for channel in channels)
+
+
+def ink_on(fill: str) -> str:
+    """Black or white, whichever has the larger contrast (relative luminance as in WCAG 2.2)."""
+    linear = []
+    for start in (1, 3, 5):
+        channel = int(fill[start : start + 2], 16) / 255
+        linear.append(channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4)
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return DARK if luminance > 0.179 else PAPER  # (1 + 0.05) / (x + 0.05) = (x + 0.05) / 0.05
+
+
+def _lane(row: DrawnRank, top: float) -> list[Element]:
+    idle, in_flight = row_figures(row)
+    middle = top + _ROW_HEIGHT / 2 + 4
+    return [
+        rect(_LEFT, top, _WIDTH - _LEFT - _RIGHT, _ROW_HEIGHT, _LANE),
+        text(_LEFT - 8, middle, f"rank {row.rank}", size=12, anchor="end"),
+        text(_WIDTH - _RIGHT + 64, middle, idle, size=12, anchor="end"),
+        text(_WIDTH - 10, middle, in_flight, size=12, anchor="end"),
+    ]
+
+
+def _axis(drawing: PipelineDrawing, bottom: float) -> list[Element]:
+    parts = []
+    for tick in ticks(drawing.step_time_s, (_WIDTH - _LEFT - _RIGHT) // _TICK_DISTANCE):
+        x = _x(tick.time_s, drawing)
+        parts.append(line(x, _TOP - 4, x, bottom, _GRID))
+        parts.append(text(x, bottom + 14, tick.label, size=12, colour=SOFT, anchor="middle"))
+    return parts
+
+
+def _box(box: Box, row: DrawnRank, drawing: PipelineDrawing, top: float) -> Element:
+    """A group with a tooltip, the box, what of it recomputes, and its label where it fits."""
+    group = Element("g", {"class": "box"})
+    ElementTree.SubElement(group, "title").text = _tooltip(box)
+    left, right = _x(box.start_s, drawing), _x(box.end_s, drawing)
+    fill = fill_of(box.action.kind, row.stages.index(box.action.stage), len(row.stages))
+    outline = PAPER if right - left >= _OUTLINED_PX else None
+    group.append(rect(left, top, right - left, _ROW_HEIGHT, fill, stroke=outline))
+    if box.recompute_s > 0:
+        height = _ROW_HEIGHT * box.recomputed_share
+        group.append(rect(left, top + _ROW_HEIGHT - height, right - left, height, "url(#recompute)"))
+    label = _label(box, drawing, right - left)
+    if label:
+        middle = (left + right) / 2
+        group.append(text(middle, top + _ROW_HEIGHT / 2 + 4, label, size=10, colour=ink_on(fill), anchor="middle"))
+    return group
+
+
+def _label(box: Box, drawing: PipelineDrawing, width: float) -> str:
+    """The longest that fits, at least the number of the microbatch; else nothing."""
+    number = () if box.action.microbatch is None else (str(box.action.microbatch),)
+    found = (*labels(box, drawing.several_stages), *number)
+    return next((text for text in found if _label_width(text) + 2 <= width), "")
+
+
+def _label_width(text: str) -> float:
+    num_digits, num_w = sum(character.isdigit() for character in text), text.count("W")
+    return _DIGIT_PX * num_digits + _W_PX * num_w + _LETTER_PX * (len(text) - num_digits - num_w)
+
+
+def _tooltip(box: Box) -> str:
+    stage, microbatch = box.action.stage, box.action.microbatch
+    of = f"microbatch {microbatch} on stage {stage}" if microbatch is not None else f"stage {stage}"
+    recomputing = f", {format_time(box.recompute_s)} of it recomputing" if box.recompute_s > 0 else ""
+    return (
+        f"{box.action}: {WORDS[box.action.kind]}, {of}; "
+        f"starts at {format_time(box.start_s)}, takes {format_time(box.duration_s)}{recomputing}"
+    )
+
+
+def _legend(drawing: PipelineDrawing, top: float) -> list[Element]:
+    """Swatches with words, as many a line as fit; under them what the figures mean."""
+    entries = [(COLOURS[kind], False, f"{kind}: {WORDS[kind]}") for kind in drawing.kinds]
+    if drawing.recomputes:
+        entries.append((COLOURS[ActionKind.BACKWARD], True, "recomputing (its share of the box)"))
+    entries.append((_LANE, False, "idle"))
+    parts, left = [], float(_LEFT)
+    for fill, hatched, words in entries:
+        width = 18 + _LEGEND_PX * len(words) + 18
+        if left + width > _WIDTH and left > _LEFT:
+            left, top = float(_LEFT), top + 20
+        parts.append(rect(left, top, 12, 12, fill, stroke=_GRID if fill == _LANE else None))
+        if hatched:
+            parts.append(rect(left, top, 12, 12, "url(#recompute)"))
+        parts.append(text(left + 18, top + 10, words, size=12))
+        left += width
+    notes = [IDLE_WORDS]
+    if drawing.several_stages:
+        notes.append("lighter: a later stage of the same rank; 3F0: stage 3, forward of microbatch 0")
+    if any(row.activations_in_flight for row in drawing.rows):
+        holder = "each stage of a rank" if drawing.several_stages else "a rank"
+        notes.append(f"in flight: most microbatches whose activations {holder} holds at once")
+    for number, note in enumerate(notes, start=1):
+        parts.append(text(_LEFT, top + 14 + 18 * number, note, size=12, colour=SOFT))
+    return parts
+
+
+def _x(time_s: float, drawing: PipelineDrawing) -> float:
+    return _LEFT + time_s / drawing.step_time_s * (_WIDTH - _LEFT - _RIGHT)
+
+
+def _recompute_pattern() -> Element:
+    size = {"width": "5", "height": "5", "patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"}
+    pattern = Element("pattern", {"id": "recompute", **size})
+    ElementTree.SubElement(pattern, "rect", {"width": "2", "height": "5", "fill": PAPER, "fill-opacity": "0.6"})
+    definitions = Element("defs")
+    definitions.append(pattern)
+    return definitions

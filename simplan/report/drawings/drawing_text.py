@@ -1,0 +1,166 @@
+"""A pipeline drawn with characters: a line for each rank, time to the right; readable in a terminal and in a log."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from textwrap import wrap
+
+from simplan.program.action import ActionKind
+from simplan.report.drawings.drawing import Box, DrawnRank, PipelineDrawing
+from simplan.report.drawings.drawing_labels import (
+    IDLE_WORDS,
+    WORDS,
+    Tick,
+    heading,
+    labels,
+    row_figures,
+    subheading,
+    ticks,
+)
+
+__all__ = ["MIN_WIDTH", "drawing_text"]
+
+MIN_WIDTH = 60
+_TICK_WIDTH = 12
+_WIDEST_ADVICE = 500  # wider than this nobody makes a window or reads a log
+_RECOMPUTE = "≈"
+_FILLS = {
+    ActionKind.FORWARD: "─",
+    ActionKind.BACKWARD: "═",
+    ActionKind.BACKWARD_INPUT: "╌",
+    ActionKind.BACKWARD_WEIGHT: "▒",
+    ActionKind.UNSHARD: "·",
+    ActionKind.REDUCE_GRAD: "·",
+    ActionKind.OPTIM: "░",
+}
+
+Paint = Callable[[str, Box], str]
+
+
+def drawing_text(drawing: PipelineDrawing, width: int, paint: Paint = lambda text, _: text) -> str:
+    """The picture as lines.
+
+    A box begins with its label, or with the letter of its kind where the label does not fit. Starts and ends are
+    rounded to whole columns, so that boxes which meet in time meet here, and none is off by more than half a column at
+    either end; one that is left without a column is not drawn, and the last line says so.
+
+    Args:
+        drawing: What to draw.
+        width: Columns of a line, at least ``MIN_WIDTH``.
+        paint: Called for every box with its text; what it returns may only add what takes no column (colour).
+    """
+    names = [f"rank {row.rank}" for row in drawing.rows]
+    left = max(map(len, names))
+    figures = _figure_columns(drawing)
+    columns = _columns(width, left, figures)
+    lines = [f"{heading(drawing)}; {subheading(drawing)}", ""]
+    lines.append(" " * (left + columns + 3) + figures[0])
+    for name, row, shown in zip(names, drawing.rows, figures[1:], strict=True):
+        boxes = _row(row, drawing, columns, paint)
+        lines.append(f"{name:{left}} │{boxes}│{shown}")
+    lines.append(" " * (left + 2) + _axis(ticks(drawing.step_time_s, max(1, columns // _TICK_WIDTH)), drawing, columns))
+    lines += ["", *_wrapped(_legend(drawing), width)]
+    lines += _wrapped(_too_narrow(drawing, columns, width - columns), width)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _figure_columns(drawing: PipelineDrawing) -> list[str]:
+    """What stands right of the boxes: a title, then a line for each row, all of one width."""
+    cells = [("idle", "in flight"), *(row_figures(row) for row in drawing.rows)]
+    if not any(in_flight for _, in_flight in cells[1:]):
+        cells = [(idle, "") for idle, _ in cells]
+    idle_width, in_flight_width = (max(len(cell[column]) for cell in cells) for column in (0, 1))
+    return [f" {idle:>{idle_width}}  {in_flight:>{in_flight_width}}".rstrip() for idle, in_flight in cells]
+
+
+def _columns(width: int, left: int, figures: list[str]) -> int:
+    """Columns for the time axis: what names, two bars and figures leave, at least 10."""
+    return max(10, width - left - 3 - max(map(len, figures)))
+
+
+def _cells(box: Box, drawing: PipelineDrawing, columns: int) -> range:
+    """The columns of a box."""
+    scale = columns / drawing.step_time_s
+    return range(round(box.start_s * scale), round(box.end_s * scale))
+
+
+def _row(row: DrawnRank, drawing: PipelineDrawing, columns: int, paint: Paint) -> str:
+    text, position = "", 0
+    for box in row.boxes:
+        cells = _cells(box, drawing, columns)
+        if cells:
+            text += " " * (cells.start - position) + paint(_box(box, len(cells), drawing), box)
+            position = cells.stop
+    return text + " " * (columns - position)
+
+
+def _box(box: Box, width: int, drawing: PipelineDrawing) -> str:
+    label = _label(box, width, drawing) or str(box.action.kind)[0]
+    fill = _FILLS[box.action.kind] * width
+    recomputing = _RECOMPUTE * round(box.recomputed_share * width)
+    return (label + recomputing + fill[len(recomputing) :])[:width]
+
+
+def _label(box: Box, width: int, drawing: PipelineDrawing) -> str:
+    """The longest label that fits; empty when none does."""
+    return next((text for text in labels(box, drawing.several_stages) if _room(text) <= width), "")
+
+
+def _room(label: str) -> int:
+    """Columns that a label needs: one more when it begins with a stage, because 0F00F1 cannot be read."""
+    return len(label) + (1 if label[0].isdigit() else 0)
+
+
+def _axis(marks: Iterable[Tick], drawing: PipelineDrawing, columns: int) -> str:
+    line = ""
+    for mark in marks:
+        line = f"{line:{round(mark.time_s / drawing.step_time_s * columns)}}|{mark.label}"
+    return line
+
+
+def _legend(drawing: PipelineDrawing) -> Iterator[str]:
+    for kind in drawing.kinds:
+        yield f"{str(kind)[0]}{_FILLS[kind] * 2} {WORDS[kind]}"
+    if drawing.recomputes:
+        yield f"{_RECOMPUTE}{_RECOMPUTE} recomputing (its share of the box)"
+    if drawing.several_stages:
+        yield "3F0: stage 3, forward of microbatch 0"
+    yield IDLE_WORDS
+    if any(row.activations_in_flight for row in drawing.rows):
+        holder = "each stage of a rank" if drawing.several_stages else "a rank"
+        yield f"in flight: most microbatches whose activations {holder} holds at once"
+
+
+def _too_narrow(drawing: PipelineDrawing, columns: int, beside: int) -> Iterator[str]:
+    """What the width does not let one see, and which width would."""
+    widths = [len(_cells(box, drawing, columns)) for box in drawing.boxes]
+    rooms = [
+        1 if box.action.microbatch is None else _room(labels(box, drawing.several_stages)[0]) for box in drawing.boxes
+    ]
+    missing = widths.count(0)
+    short = sum(0 < width < room for width, room in zip(widths, rooms, strict=True))
+    if not missing and not short:
+        return
+    needed = max(room / box.duration_s for room, box in zip(rooms, drawing.boxes, strict=True))
+    enough = math.ceil(needed * drawing.step_time_s) + beside
+    advice = f"--width {enough} or -o FILE.svg" if enough <= _WIDEST_ADVICE else "-o FILE.svg"
+    parts = [
+        f"{missing} of {len(widths)} boxes are narrower than a column and not drawn" if missing else "",
+        f"{short} of {len(widths)} boxes have no room for their whole label" if short else "",
+    ]
+    yield f"{', '.join(part for part in parts if part)}: {advice} shows more"
+
+
+def _wrapped(parts: Iterable[str], width: int) -> Iterator[str]:
+    """Parts beside each other as long as a line holds them; one that no line holds is broken between words."""
+    line = ""
+    for part in parts:
+        if line and len(line) + 3 + len(part) > width:
+            yield line
+            line = ""
+        *full, rest = wrap(part, width)
+        yield from full
+        line = f"{line}   {rest}" if line else rest
+    if line:
+        yield line

@@ -1,0 +1,1 @@
+"""Files that planner and executor share: jobs, measurements, checkpoint headers."""

@@ -1,0 +1,91 @@
+"""Lower bounds on the memory and the step time of many candidates at once, from the same prices as ``predict``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from simplan.cost.calibration.format import Calibration
+from simplan.job import Job
+from simplan.plan.schedules import SCHEDULE_FACTS
+from simplan.search.bounds.layer_sums import Floats, LayerSumsCache, StageSums
+from simplan.search.bounds.memory_bound import MemoryBound
+from simplan.search.bounds.step_time_bound import Pipeline, StepTimeBound
+from simplan.search.candidates import Candidates, Column
+
+__all__ = ["Bounded", "Bounds"]
+
+_WAY = (
+    "tp", "sequence_parallel", "cp", "cp_comm", "ep", "microbatch_size", "recompute", "recompute_modules"
+)  # fmt: skip
+
+
+class Bounded(NamedTuple):
+    """Bounds by row.
+
+    Attributes:
+        device_bytes: Memory of the worst device, at least.
+        step_time_s: Seconds of a step, at least; infinite where nobody asked for it, as too much memory is needed.
+    """
+
+    device_bytes: Column
+    step_time_s: Floats
+
+
+class Bounds:
+    """Bounds on candidates.
+
+    Args:
+        job: What every candidate shares.
+        calibration: Timings of the device, if there are any.
+    """
+
+    def __init__(self, job: Job, calibration: Calibration | None = None) -> None:
+        self._job = job
+        self._sums = LayerSumsCache(job, calibration)
+        self._memory = MemoryBound(job)
+        self._times: StepTimeBound | None = None
+        schedules = ("none", *SCHEDULE_FACTS)
+        facts = [SCHEDULE_FACTS.get(name) for name in schedules]
+        self._splits = np.array([of is not None and of.splits_backward for of in facts])
+        self._in_v = np.array([of is not None and of.placement == "v" for of in facts])
+
+    def of(self, rows: Candidates, max_bytes: float | None = None) -> Bounded:
+        """Bounds of some candidates.
+
+        Args:
+            rows: They keep the rules.
+            max_bytes: The time of those that need more is not asked for; None for no limit.
+        """
+        num_bytes, seconds = np.zeros(len(rows), np.int64), np.full(len(rows), np.inf)
+        shapes = np.stack([
+            rows["pp"], rows["virtual_stages"], self._splits[rows["schedule"]], self._in_v[rows["schedule"]]
+        ])  # fmt: skip
+        _, place = np.unique(shapes, axis=1, return_inverse=True)
+        order = np.argsort(place.reshape(-1), kind="stable")
+        for here in np.split(order, np.flatnonzero(np.diff(place.reshape(-1)[order])) + 1) if len(rows) else ():
+            part = rows.take(here)
+            pipeline, ways = self._pipeline(part)
+            of_part = self._memory.bytes(part, pipeline.stages, ways, pipeline.placement)
+            num_bytes[here] = of_part
+            near = np.flatnonzero(of_part <= (np.inf if max_bytes is None else max_bytes))
+            if len(near):
+                if self._times is None:
+                    self._times = StepTimeBound(self._job, self._sums.prices(part.plan(0)))
+                seconds[here[near]] = self._times.seconds(part.take(near), pipeline, ways[near])
+        return Bounded(num_bytes, seconds)
+
+    def _pipeline(self, rows: Candidates) -> tuple[Pipeline, Column]:
+        """The pipeline that all rows have, and by row the way in which it splits layers."""
+        columns = [rows[name] for name in _WAY] + [rows.shards_parameters]
+        if self._sums.in_low_precision:
+            columns.append(self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"]))
+        _, first, ways = np.unique(np.stack(columns), axis=1, return_index=True, return_inverse=True)
+        plans = [rows.plan(row) for row in first.tolist()]
+        layers, boundaries = [self._sums.of(plan) for plan in plans], [self._sums.boundaries(plan) for plan in plans]
+        stages = np.arange(plans[0].num_stages)
+        in_v = bool(self._in_v[rows["schedule"][0]])
+        placement = np.minimum(stages, len(stages) - 1 - stages) if in_v else stages % plans[0].pp
+        splits = bool(self._splits[rows["schedule"][0]])
+        return Pipeline(layers, boundaries, StageSums.of(layers, boundaries), placement, splits), ways.reshape(-1)

@@ -1,0 +1,157 @@
+"""Instants of a step at which a rank of a pipeline holds much: what is under way then."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.plan.schedules import SCHEDULE_FACTS
+from simplan.program.action import ActionKind
+from simplan.program.schedules import SCHEDULES, PipelineShape
+from simplan.program.tables.own_schedule import own_schedule
+
+__all__ = ["Instants", "rank_instants"]
+
+_Integers = NDArray[np.int64]
+_F, _B, _I, _W = range(4)
+_KINDS = {
+    ActionKind.FORWARD: _F,
+    ActionKind.BACKWARD: _B,
+    ActionKind.BACKWARD_INPUT: _I,
+    ActionKind.BACKWARD_WEIGHT: _W,
+}
+_AHEAD = 3  # stages that FSDP gathers, as in ``simplan.program.tables.complete``
+_ROUNDS = 3  # of microbatches, as many as there are ranks each, that fill every schedule but GPipe
+
+
+class Instants(NamedTuple):
+    """Instants of one rank, each when an action begins; ``(instants, stages of the rank)`` unless said otherwise.
+
+    Attributes:
+        rank: The pipeline rank.
+        stages: ``(stages of the rank,)`` Its stages, ascending.
+        in_flight: Microbatches between forward and backward, or its first part.
+        between: Microbatches between the two parts of a backward.
+        adding_up: 1 where gradients of some microbatches, but not of all, have been made, else 0.
+        forwards, backwards: Passes that are over, backwards as far as they make what is sent on.
+        begins: 1 for the stage whose whole backward begins, else 0.
+        used: 1 for a stage that something is still to be computed of, else 0.
+        wanted: 1 for the next three of these, which FSDP gathers ahead, else 0.
+        late: ``(instants, 1)`` Whether it is in the second half of the step.
+        forwards_first: Whether all forwards come before all backwards.
+    """
+
+    rank: int
+    stages: _Integers
+    in_flight: _Integers
+    between: _Integers
+    adding_up: _Integers
+    forwards: _Integers
+    backwards: _Integers
+    begins: _Integers
+    used: _Integers
+    wanted: _Integers
+    late: NDArray[np.bool_]
+    forwards_first: bool
+
+    def of_longer(self, more: int) -> Instants:
+        """The same instants of a step with more microbatches in the middle.
+
+        What follows an instant of the second half is the same in both steps.
+        """
+        more_backwards = 0 if self.forwards_first else more * self.late
+        return self._replace(
+            in_flight=self.in_flight + (more * (self.forwards > 0) if self.forwards_first else 0),
+            forwards=self.forwards + more * (self.late | self.forwards_first),
+            backwards=self.backwards + more_backwards,
+        )
+
+
+def rank_instants(
+    schedule: str, pp: int, num_microbatches: int, virtual_stages: int, ranks: tuple[int, ...]
+) -> tuple[Instants, ...]:
+    """Instants of some ranks of a pipeline.
+
+    Of a long step those of a shorter one: as much is under way then, and more has been sent; of GPipe more is under way
+    as well.
+    """
+    few = _few(schedule, pp, num_microbatches)
+    instants = (_instants(schedule, pp, few, virtual_stages, rank) for rank in ranks)
+    return tuple(each.of_longer(num_microbatches - few) for each in instants)
+
+
+@lru_cache(maxsize=32)
+def _computations(schedule: str, pp: int, num_microbatches: int, virtual_stages: int) -> list[tuple[_Integers, ...]]:
+    """By rank, kinds and stages of what it computes."""
+    make = SCHEDULES.get(schedule) or own_schedule(schedule)
+    table = make(PipelineShape(pp, num_microbatches, virtual_stages))
+    rows = ([(_KINDS[action.kind], action.stage) for action in row if action.kind in _KINDS] for row in table)
+    return [tuple(np.array(row).T) for row in rows]
+
+
+def _few(schedule: str, pp: int, num_microbatches: int) -> int:
+    """Microbatches of a step in which as many are under way, at most."""
+    facts = SCHEDULE_FACTS.get(schedule)
+    if pp == 1:
+        return min(num_microbatches, 3)
+    if facts is None:
+        return num_microbatches
+    if facts.virtual_stages is None:  # rounds are as long as they are in the long step, or one shorter
+        num_rounds = max(1, num_microbatches // pp)
+        return num_microbatches // num_rounds * min(num_rounds, _ROUNDS)
+    return min(num_microbatches, _ROUNDS * pp + 1)
+
+
+def _peaks(numbers: _Integers) -> tuple[int, int]:
+    """When the first and the last of the actions begin that come after as many as there ever are."""
+    end = len(numbers) - 1
+    return min(int(np.argmax(numbers)) + 1, end), min(len(numbers) - int(np.argmax(numbers[::-1])), end)
+
+
+@lru_cache(maxsize=4096)
+def _instants(schedule: str, pp: int, num_microbatches: int, virtual_stages: int, rank: int) -> Instants:
+    """When the first backward begins, most microbatches are kept, all stages have gradients, one has them all."""
+    kinds, stages = _computations(schedule, pp, num_microbatches, virtual_stages)[rank]
+    own, place = np.unique(stages, return_inverse=True)
+    completes = np.flatnonzero((kinds == _B) | (kinds == _W))
+    first, last = np.zeros(len(own), np.int64), np.zeros(len(own), np.int64)
+    last[place[completes]] = completes  # of equal places the last one stays
+    first[place[completes[::-1]]] = completes[::-1]
+    under_way = np.cumsum(np.select([kinds == _F, kinds == _W], [1, 0], -1))  # until the first part of their backward
+    unfinished = np.cumsum(np.select([kinds == _F, kinds == _I], [1, 0], -1))
+    with_gradients = np.cumsum(np.select([kinds == _F, kinds == _I, kinds == _W], [1, 1, -2], -1))  # which count twice
+    backwards = np.flatnonzero((kinds == _B) | (kinds == _I))
+    all_began = backwards[backwards > first.max()][:1]
+    num_forwards = int((kinds == _F).sum())
+    forwards_first = bool(np.all(kinds[:num_forwards] == _F))
+    most = {time for numbers in (under_way, unfinished, with_gradients) for time in _peaks(numbers)}
+    times = sorted({int(backwards[0]), *most, *all_began.tolist(), int(last.min())})
+    done = [
+        np.stack([np.bincount(place[:t][kinds[:t] == kind], minlength=len(own)) for t in times]) for kind in range(4)
+    ]
+    forwards, wholes, inputs, weights = done
+    completed = wholes + weights
+    begins, used, wanted = (np.zeros((len(times), len(own)), np.int64) for _ in range(3))
+    for row, time in enumerate(times):
+        begins[row, place[time]] = kinds[time] == _B
+        ahead = list(dict.fromkeys(place[time:].tolist()))
+        used[row, ahead] = 1
+        wanted[row, ahead[:_AHEAD]] = 1
+    adding_up = (completed > 0) & (completed < forwards.max())
+    return Instants(
+        rank,
+        own,
+        forwards - wholes - inputs,
+        inputs - weights,
+        adding_up.astype(np.int64),
+        forwards,
+        wholes + inputs,
+        begins,
+        used,
+        wanted,
+        np.array([[2 * time >= len(kinds)] for time in times]),
+        forwards_first,
+    )

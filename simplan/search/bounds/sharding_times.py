@@ -1,0 +1,171 @@
+"""What FSDP's gathers and reductions take at least, by layer and by microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.job import Job
+from simplan.model.layer import CollectiveKind
+from simplan.plan.plan import ParallelPlan, RankMapping
+from simplan.program.lowering.units import Unit, fsdp_units
+from simplan.program.program import Message
+from simplan.search.bounds.layer_sums import Floats, Prices
+from simplan.search.candidates import Candidates
+
+__all__ = ["ShardingTimes", "UnitTimes"]
+
+
+class UnitTimes(NamedTuple):
+    """Seconds of the stages of a pipeline, ``(stages,)``.
+
+    Attributes:
+        gather_s: Gathers of all units, one after the other.
+        scatter_s: Reductions of all units, one after the other.
+    """
+
+    gather_s: Floats
+    scatter_s: Floats
+
+
+class _PassMessages(NamedTuple):
+    """Seconds of FSDP's messages in a microbatch without a pipeline.
+
+    Attributes:
+        first_gather_s: Of the first layer, which nothing runs beside.
+        forward_s: All gathers in forward.
+        backward_s: Those in backward that begin after the backward of the last layer.
+        scatter_s: All reduce-scatters.
+        last_reduction_s: Reduce-scatter and all-reduce of the first layer, which nothing runs beside.
+        all_reduce_s: The shortest reduce-scatter, and all all-reduces of replicas after it.
+    """
+
+    first_gather_s: float
+    forward_s: float
+    backward_s: float
+    scatter_s: float
+    last_reduction_s: float
+    all_reduce_s: float
+
+    def pass_times_s(self, forwards_s: Floats, backwards_s: Floats) -> tuple[float, float, float]:
+        """A forward, a backward that reduces gradients, and one that does not.
+
+        Messages of one kind take turns on their stream, and so do layers.
+
+        Args:
+            forwards_s, backwards_s: By layer.
+        """
+        forward_s = max(self.first_gather_s + forwards_s.sum(), self.forward_s + forwards_s[-1])
+        computed_s, last_s, first_s = backwards_s.sum(), backwards_s[-1], backwards_s[0]
+        plain_s = max(computed_s, last_s + self.backward_s + first_s)
+        reduced_s = max(
+            plain_s,
+            computed_s + self.last_reduction_s,
+            last_s + self.backward_s + self.scatter_s,
+            last_s + self.all_reduce_s,
+        )
+        return float(forward_s), float(reduced_s), float(plain_s)
+
+
+class ShardingTimes:
+    """Times of FSDP's messages.
+
+    Args:
+        job: What every candidate shares.
+        prices: Of messages.
+    """
+
+    def __init__(self, job: Job, prices: Prices) -> None:
+        self._job, self._prices = job, prices
+        self._alone: dict[Hashable, _PassMessages] = {}
+        self._by_layer: dict[Hashable, tuple[Floats, Floats]] = {}
+        self._units: dict[Hashable, tuple[Unit, ...]] = {}
+
+    def alone(self, rows: Candidates, row: int) -> _PassMessages:
+        """Of a plan without a pipeline."""
+        names = "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel", "ep", "zero_stage", "reshard_after_forward"
+        key = tuple(int(rows[name][row]) for name in names)
+        found = self._alone.get(key)
+        if found is None:
+            found = self._alone[key] = self._of_pass(rows.plan(row))
+        return found
+
+    def stages(self, rows: Candidates, row: int, boundaries: NDArray[np.int64]) -> UnitTimes:
+        """Of a plan with a pipeline."""
+        names = "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel", "ep"
+        key = tuple(int(rows[name][row]) for name in names)
+        found = self._by_layer.get(key)
+        if found is None:
+            found = self._by_layer[key] = self._of_layers(rows.plan(row))
+        return UnitTimes(*(np.diff(of[boundaries]) for of in found))
+
+    def _of_layers(self, plan: ParallelPlan) -> tuple[Floats, Floats]:
+        """``(layers + 1,)`` Sums of gathers, and of reductions, over the layers before one."""
+        units = self._units_of(plan)
+        gathers_s, scatters_s, _ = self._messages_s(plan, units)
+        found = np.zeros((2, len(self._job.model.layers) + 1))
+        for unit, gather_s, scatter_s in zip(units, gathers_s, scatters_s, strict=True):
+            found[:, unit.layers[0] + 1] += gather_s, scatter_s
+        gathered_s, scattered_s = found.cumsum(axis=1)
+        return gathered_s, scattered_s
+
+    def _of_pass(self, plan: ParallelPlan) -> _PassMessages:
+        software, units = self._job.software, self._units_of(plan)
+        gathers_s, scatters_s, all_reduces_s = self._messages_s(plan, units)
+        begins = [gather_s for unit, gather_s in zip(units, gathers_s, strict=True) if unit.layers[0] == 0]
+        reshards = plan.zero_stage == 3 and plan.reshard_after_forward
+        again_s = 0.0
+        if reshards and not software.lists_of_shards:
+            # the last two may be gathered beside the backward of the last layer
+            again_s = sum(s for unit, s in zip(units[:-2], gathers_s[:-2], strict=True) if not unit.stays)
+        last_s = [
+            scatter_s + reduce_s
+            for unit, scatter_s, reduce_s in zip(units, scatters_s, all_reduces_s, strict=True)
+            if unit.layers[0] == 0 and unit.trained
+        ]
+        reduced_s = [scatter_s for unit, scatter_s in zip(units, scatters_s, strict=True) if unit.trained]
+        return _PassMessages(
+            min(begins, default=0.0),
+            sum(gathers_s),
+            again_s,
+            sum(scatters_s),
+            min(last_s, default=0.0),
+            min(reduced_s, default=0.0) + sum(all_reduces_s),
+        )
+
+    def _units_of(self, plan: ParallelPlan) -> tuple[Unit, ...]:
+        num_shards = plan.dp_shard * plan.cp
+        key = plan.shard, num_shards, plan.expert_shards, plan.pp > 1
+        found = self._units.get(key)
+        if found is None:
+            layers = self._job.software.layers_of(self._job.model, plan)
+            found = fsdp_units(layers, num_shards, keep_last=plan.pp == 1, expert_shards=plan.expert_shards)
+            self._units[key] = found
+        return found
+
+    def _messages_s(self, plan: ParallelPlan, units: tuple[Unit, ...]) -> tuple[list[float], list[float], list[float]]:
+        """By unit: its gather, its reduce-scatter, and the all-reduce among replicas."""
+        mapping, state = RankMapping.of(plan), self._job.software.state(self._job.training, plan)
+        replicas = mapping.replicate_group(0)
+
+        def message_s(kind: CollectiveKind, num_bytes: int, group: tuple[int, ...]) -> float:
+            return self._prices.message_s(Message(kind, num_bytes, group)) if num_bytes else 0.0
+
+        known: dict[tuple[int, int, bool], tuple[float, float, float]] = {}
+        found = []
+        for unit in units:
+            key = unit.padded, unit.trained_padded, unit.experts
+            if key not in known:
+                group = mapping.expert_shard_group(0) if unit.experts else mapping.shard_group(0)
+                num_bytes = unit.trained_padded * state.reduced
+                known[key] = (
+                    message_s(CollectiveKind.ALL_GATHER, unit.padded * state.gathered, group),
+                    message_s(CollectiveKind.REDUCE_SCATTER, num_bytes, group),
+                    message_s(CollectiveKind.ALL_REDUCE, num_bytes // len(group), replicas),
+                )
+            found.append(known[key])
+        gathers_s, scatters_s, all_reduces_s = (list(each) for each in zip(*found, strict=True))
+        return gathers_s, scatters_s, all_reduces_s

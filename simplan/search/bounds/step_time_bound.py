@@ -1,0 +1,265 @@
+"""Lower bound on the step time: what the busiest pipeline rank computes, sends, waits for and updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.job import Job
+from simplan.model.layer import CollectiveKind
+from simplan.plan.plan import ParallelPlan, RankMapping
+from simplan.program.program import Message
+from simplan.search.bounds.layer_sums import Floats, LayerSums, Prices, StageSums
+from simplan.search.bounds.sharding_times import ShardingTimes, UnitTimes
+from simplan.search.candidates import Candidates, Column
+from simplan.software.software import StateBytes
+
+__all__ = ["Pipeline", "StepTimeBound"]
+
+
+class Pipeline(NamedTuple):
+    """What plans of one pipeline have in common: as many ranks and stages, one placement, backwards split or not.
+
+    Attributes:
+        layers: By way of splitting layers.
+        boundaries: By way, the first layer of each stage, and how many layers there are.
+        stages: Sums over the same.
+        placement: By stage, its rank.
+        splits: Backwards are in two parts.
+    """
+
+    layers: Sequence[LayerSums]
+    boundaries: Sequence[NDArray[np.int64]]
+    stages: StageSums
+    placement: Column
+    splits: bool
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks."""
+        return int(self.placement.max()) + 1
+
+    def of_ranks(self, of_stages: Floats) -> Floats:
+        """``(ways, ranks)`` Sums over the stages of every rank."""
+        ranks = [of_stages[:, self.placement == rank].sum(axis=1) for rank in range(self.num_ranks)]
+        return np.stack(ranks, axis=1)
+
+
+class _Tail(NamedTuple):
+    """Seconds of every rank after its last backward, ``(rows, ranks)``; of the first stage of a rank apart.
+
+    Attributes:
+        reduce_s: Reductions of gradients of stages but the rank's first one, which nothing runs beside.
+        first_reduce_s: The same of its first stage, which is the last to be done unless backwards are split.
+        update_s: Of the optimizer, and what follows it.
+    """
+
+    reduce_s: Floats
+    first_reduce_s: Floats
+    update_s: Floats
+
+
+class StepTimeBound:
+    """Seconds that a step takes at least.
+
+    A pipeline rank begins when the first microbatch has come through the first stages of the ranks before; computes all
+    microbatches with the exchanges inside of layers, one thing at a time, and waits for what it sends where the
+    software does so; and ends, unless backwards are split, with a backward that has to go back through those stages.
+    Then gradients are reduced, as far as that is not beside a backward, parameters updated, and gathered where ranks
+    updated parts of them. FSDP's gathers and reductions take turns on one stream.
+
+    Args:
+        job: What every candidate shares.
+        prices: Of messages, which cost the same under all plans.
+    """
+
+    def __init__(self, job: Job, prices: Prices) -> None:
+        self._job, self._prices = job, prices
+        kernels, software = job.cluster.device.kernels, job.software
+        self._shares_evenly = software.optimizer_shards == "elements"
+        self._host_s = kernels.step_s if software.trainer and prices.sends else 0.0
+        self._batch_s = kernels.batch_s if software.waits_for_batch and prices.sends else 0.0
+        self._states: dict[tuple[bool, bool], StateBytes] = {}
+        self._sharding = ShardingTimes(job, prices)
+
+    def seconds(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
+        """``(rows,)`` At least so many.
+
+        Args:
+            rows: Plans of the pipeline.
+            pipeline: It.
+            ways: By row, the way in which it splits layers.
+        """
+        found = np.zeros(len(rows))
+        sharded = rows.shards_parameters
+        alone = sharded & (rows["pp"] == 1) & self._prices.sends
+        for part in (alone, sharded & ~alone, ~sharded & ~alone):
+            here = np.flatnonzero(part)
+            if len(here):
+                make = self._alone_s if alone[here[0]] else self._pipelined_s
+                found[here] = make(rows.take(here), pipeline, ways[here])
+        return found + self._host_s
+
+    def _pipelined_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
+        """With a pipeline, or without sharded parameters."""
+        stages, num_ranks = pipeline.stages, pipeline.num_ranks
+        many = self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"])
+        forward_s = stages.forward_s + self._batch_s
+        hops_s = self._hops_s(rows, pipeline, ways)
+        none = np.zeros((len(stages.forward_s), 1))
+        first = slice(0, num_ranks)
+        before_s = np.hstack([none, (forward_s[:, first] + hops_s)[:, :-1].cumsum(axis=1)])[ways]
+        back_s = np.hstack([none, (stages.backward_s[:, first] + hops_s)[:, :-1].cumsum(axis=1)])[ways]
+        work_s = pipeline.of_ranks(forward_s + stages.backward_s)[ways]
+        done_s = before_s + many[:, None] * work_s + self._sends_s(rows, hops_s[ways], many)
+        units = (
+            [self._sharding.stages(rows, row, pipeline.boundaries[way]) for row, way in enumerate(ways.tolist())]
+            if rows.shards_parameters[0] and self._prices.sends
+            else []
+        )
+        if units:  # the first stage of the first rank is gathered before anything is computed
+            done_s = done_s + np.array([[max(0.0, of.gather_s[0] - self._batch_s)] for of in units])
+        tail = self._tail(rows, pipeline, ways, units)
+        ends_s = done_s + tail.reduce_s + tail.first_reduce_s + tail.update_s
+        if pipeline.splits:
+            return np.asarray(ends_s.max(axis=1))
+        last_s = (done_s + tail.reduce_s + back_s).max(axis=1) + tail.first_reduce_s[:, 0] + tail.update_s[:, 0]
+        return np.asarray(np.maximum(ends_s.max(axis=1), last_s))
+
+    def _hops_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
+        """``(ways, ranks)`` A message of a microbatch from every rank to the next one, from its first stage."""
+        num_ranks, sizes = pipeline.num_ranks, pipeline.stages.output_bytes
+        found = np.zeros((len(sizes), num_ranks))
+        if num_ranks == 1 or not self._prices.sends:
+            return found
+        splits = self._job.software.splits_sends
+        parts = np.ones(len(sizes))
+        parts[ways] = np.where(rows["sequence_parallel"] == 1, 1, rows["tp"]) if splits else 1
+        width, node_of = int(rows.num_devices[0]) // num_ranks, self._job.cluster.node_of
+        sent = -(-sizes[:, :num_ranks] // parts[:, None])
+        ends = [(rank * width, (rank + 1) % num_ranks * width) for rank in range(num_ranks)]
+        by_kind: dict[bool, tuple[int, int]] = {}  # messages inside of nodes cost the same, and those between nodes
+        for rank, (source, target) in enumerate(ends):
+            pair = by_kind.setdefault(node_of(source) == node_of(target), (source, target))
+            values, place = np.unique(sent[:, rank], return_inverse=True)
+            found[:, rank] = np.array([self._message_s(CollectiveKind.SEND, size, pair) for size in values])[place]
+        return found
+
+    def _sends_s(self, rows: Candidates, hops_s: Floats, many: Column) -> Floats:
+        """``(rows, ranks)`` What ranks of synchronous schedules wait for messages before they go on."""
+        num_ranks = hops_s.shape[1]
+        found = np.zeros_like(hops_s)
+        waits = np.zeros(len(rows), np.bool_)
+        for schedule in self._job.software.synchronous_schedules:
+            waits |= rows.has("schedule", schedule) if schedule in rows.values["schedule"] else False
+        if num_ranks == 1 or not waits.any():
+            return found
+        found[:, :-1] += many[:, None] * hops_s[:, :-1]  # each send is waited for by the next computation
+        found[:, 1:] += many[:, None] * hops_s[:, :-1]
+        found = np.maximum(0, found - hops_s.max(axis=1)[:, None])
+        return np.where(waits[:, None], found, 0.0)
+
+    def _tail(self, rows: Candidates, pipeline: Pipeline, ways: Column, units: Sequence[UnitTimes]) -> _Tail:
+        num_ranks, first = pipeline.num_ranks, slice(0, pipeline.num_ranks)
+        trained, experts = (pipeline.of_ranks(of)[ways] for of in (pipeline.stages.trained, pipeline.stages.experts))
+        update_s = self._update_s(rows, pipeline, ways, trained, experts)
+        if not self._prices.sends:
+            return _Tail(np.zeros_like(update_s), np.zeros_like(update_s), update_s)
+        if rows.shards_parameters[0]:
+            reduce_s = np.array([of.scatter_s for of in units])
+            of_first = reduce_s[:, first]
+            all_s = np.stack([reduce_s[:, pipeline.placement == r].sum(axis=1) for r in range(num_ranks)], axis=1)
+            return _Tail(all_s - of_first, of_first, update_s)
+        reduce_s, first_reduce_s = (np.zeros_like(update_s) for _ in range(2))
+        state, software = self._state(rows), self._job.software
+        of_first, of_first_experts = (of[:, first][ways] for of in (pipeline.stages.trained, pipeline.stages.experts))
+        beside_s = self._backward_but_last_layer_s(pipeline)[ways]
+        for here, plan in self._meshes(rows):
+            mapping, shares = RankMapping.of(plan), plan.shards_optimizer_only
+            evenly = shares and self._shares_evenly
+            if shares and not (evenly and software.gathers_ahead):
+                kind = CollectiveKind.ALL_GATHER if evenly else CollectiveKind.BROADCAST
+                update_s[here] += self._messages_s(kind, trained[here] * state.parameter, mapping.shard_group(0))
+            if of_first_experts.any():
+                kind = CollectiveKind.REDUCE_SCATTER if evenly else CollectiveKind.ALL_REDUCE
+                num_bytes = of_first_experts[here] * state.reduced
+                first_reduce_s[here] += self._messages_s(kind, num_bytes, mapping.expert_group(0))
+            own_s = self._reduced_s(of_first[here] * state.reduced, mapping, evenly=evenly)
+            if not software.grad_overlap and software.waits_for_gradients == "step":
+                first_reduce_s[here] += own_s
+                all_s = self._reduced_s(trained[here] * state.reduced, mapping, evenly=evenly)
+                reduce_s[here] += np.maximum(0, all_s - own_s)
+            elif not pipeline.splits:  # on a stream of their own, from when the first gradients are there
+                first_reduce_s[here] += np.maximum(0, own_s - beside_s[here])
+        return _Tail(reduce_s, first_reduce_s, update_s)
+
+    def _reduced_s(self, num_bytes: Floats, mapping: RankMapping, *, evenly: bool) -> Floats:
+        """Of gradients of ranks, in one message: no longer than in several."""
+        if not evenly:
+            return self._messages_s(CollectiveKind.ALL_REDUCE, num_bytes, mapping.dp_group(0))
+        group = mapping.shard_group(0)
+        scattered_s = self._messages_s(CollectiveKind.REDUCE_SCATTER, num_bytes, group)
+        return scattered_s + self._messages_s(
+            CollectiveKind.ALL_REDUCE, num_bytes / len(group), mapping.replicate_group(0)
+        )
+
+    def _backward_but_last_layer_s(self, pipeline: Pipeline) -> Floats:
+        """``(ways, ranks)`` What a backward of the first stage of a rank takes after its last layer."""
+        first = slice(0, pipeline.num_ranks)
+        last_s = [
+            np.diff(of.summed[1])[bounds[1:] - 1][first]
+            for of, bounds in zip(pipeline.layers, pipeline.boundaries, strict=True)
+        ]
+        return np.asarray(pipeline.stages.backward_s[:, first] - np.stack(last_s))
+
+    def _update_s(self, rows: Candidates, pipeline: Pipeline, ways: Column, trained: Floats, experts: Floats) -> Floats:
+        """``(rows, ranks)`` The optimizer on what a rank updates."""
+        shards = np.where(rows["zero_stage"] > 0, rows.num_shards, 1)[:, None]
+        all_ranks = np.where(rows["zero_stage"] > 0, rows.dp * rows["cp"] * rows["tp"], 1)[:, None]
+        return np.asarray(pipeline.stages.update_s[ways] * (trained / shards + experts / all_ranks))
+
+    def _alone_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
+        """FSDP without a pipeline."""
+        stages, software = pipeline.stages, self._job.software
+        update_s = self._update_s(rows, pipeline, ways, stages.trained[ways], stages.experts[ways])[:, 0]
+        many = self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"])
+        each = rows.has("grad_sync", "microbatch") | software.reduces_each_microbatch
+        batch_s = self._batch_s
+        found = np.zeros(len(rows))
+        for row, way in enumerate(ways.tolist()):
+            units = self._sharding.alone(rows, row)
+            forwards_s, backwards_s = np.diff(pipeline.layers[way].summed[:2])
+            forward_s, reduced_s, plain_s = units.pass_times_s(forwards_s, backwards_s)
+            num_reduced = int(many[row]) if each[row] else 1
+            passes_s = many[row] * (forward_s + batch_s) + num_reduced * reduced_s
+            found[row] = passes_s + (many[row] - num_reduced) * plain_s
+        return found + update_s
+
+    def _meshes(self, rows: Candidates) -> list[tuple[NDArray[np.int64], ParallelPlan]]:
+        """Rows with the same ranks on every axis, and one of their plans."""
+        names = "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero_stage"
+        table = np.stack([rows[name] for name in names])
+        _, first, place = np.unique(table, axis=1, return_index=True, return_inverse=True)
+        place = place.reshape(-1)
+        return [(np.flatnonzero(place == number), rows.plan(row)) for number, row in enumerate(first.tolist())]
+
+    def _messages_s(self, kind: CollectiveKind, num_bytes: Floats, group: tuple[int, ...]) -> Floats:
+        """Messages of many sizes in one group."""
+        if len(group) == 1:
+            return np.zeros_like(num_bytes)
+        sizes, place = np.unique(num_bytes.astype(np.int64), return_inverse=True)
+        found = np.array([self._message_s(kind, size, group) for size in sizes.tolist()])
+        return np.asarray(found[place].reshape(num_bytes.shape))
+
+    def _message_s(self, kind: CollectiveKind, num_bytes: float, group: tuple[int, ...]) -> float:
+        return self._prices.message_s(Message(kind, int(num_bytes), group)) if num_bytes > 0 else 0.0
+
+    def _state(self, rows: Candidates) -> StateBytes:
+        key = bool(rows.shards_parameters[0]), bool(rows["ep"][0] > 1)
+        found = self._states.get(key)
+        if found is None:
+            found = self._states[key] = self._job.software.state(self._job.training, rows.plan(0))
+        return found

@@ -1,1 +1,0 @@
-"""What is asked: devices and clusters, models, training, software, the plan, and the rules between them."""

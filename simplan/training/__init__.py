@@ -1,0 +1,1 @@
+"""Batch, precision and optimizer of a training."""

@@ -1,0 +1,83 @@
+"""Figures of a search: every plan is there with its numbers, and nothing of the front is dominated."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from app.components.downloads import csv_text
+from app.figures.plans import AXES, COLOURS, plan_rows, plans_figure, shares_figure, space_figure, space_rows
+from simplan.search import SearchResult, SearchSpace, search
+from simplan.units import GIB
+from tests.app.figures.drawn import checked
+from tests.search.jobs import small_job
+
+SPACE = SearchSpace(objectives=("step_time", "memory"), top=3, microbatch_size=(1, 2), schedule=("1f1b",))
+
+
+@pytest.fixture(scope="module")
+def result() -> SearchResult:
+    return search(small_job(num_devices=4), SPACE)
+
+
+def points(figure: Any) -> list[tuple[float, float]]:
+    return [pair for t in figure.data if t.mode == "markers" for pair in zip(t.x, t.y, strict=True)]
+
+
+def test_every_plan_is_a_row_and_a_point(result: SearchResult) -> None:
+    rows = plan_rows(result)
+    plans = {plan.plan.model_dump_json(): plan for plan in (*result.ranked, *result.pareto)}
+    assert len(rows) == len(plans)
+    assert [row["rank"] for row in rows[:3]] == [1, 2, 3]
+    assert sum(row["on_front"] for row in rows) == len(result.pareto)
+    figure = checked(plans_figure(rows, "step_time_s", "device_gib", "schedule"))
+    expected = sorted((plan.step_time_s, plan.device_bytes / GIB) for plan in plans.values())
+    assert sorted(points(figure)) == expected
+
+
+def test_rows_have_the_same_columns_where_one_plan_sets_what_others_do_not(result: SearchResult) -> None:
+    """As one that recomputes some blocks of every stage among those that recompute all: a file has one header."""
+    first, *others = result.ranked
+    some = replace(first, plan=first.plan.model_copy(update={"recompute": "full", "recompute_layers": 2}))
+    assert not any("recompute_layers" in row for row in plan_rows(result))
+    rows = plan_rows(replace(result, ranked=(*others, some)))
+    header, *lines = csv.reader(csv_text(rows).splitlines())
+    assert "recompute_layers" in header
+    assert {len(line) for line in lines} == {len(header)}
+    assert len(lines) == len(rows)
+
+
+def test_the_line_is_the_front_that_the_search_found(result: SearchResult) -> None:
+    [line] = [
+        t for t in checked(plans_figure(plan_rows(result), "step_time_s", "device_gib", "pp")).data if t.mode == "lines"
+    ]
+    found = list(zip(line.x, line.y, strict=True))
+    assert found == [(plan.step_time_s, plan.device_bytes / GIB) for plan in result.pareto]
+
+
+@pytest.mark.parametrize("colour", COLOURS)
+def test_any_two_axes_can_be_drawn_and_hover_tells_everything(result: SearchResult, colour: str) -> None:
+    rows = plan_rows(result)
+    for x, y in zip(AXES, reversed(list(AXES)), strict=True):
+        checked(plans_figure(rows, x, y, colour)).to_dict()
+    figure = checked(plans_figure(rows, "step_time_s", "device_gib", colour, pinned=[rows[0]["plan"]]))
+    hover = [text for t in figure.data if t.customdata is not None for [text] in t.customdata]
+    best = next(text for text in hover if text.startswith("<b>1."))
+    for words in ("step time:", "device memory", "MFU:", "pipeline ranks:", "limited by", "saves", "recompute:"):
+        assert words in best
+    assert sum(t.name == "pinned" for t in figure.data) == 1
+
+
+def test_shares_are_as_long_as_the_step(result: SearchResult) -> None:
+    figure = checked(shares_figure([(str(rank), plan) for rank, plan in enumerate(result.ranked, 1)]))
+    sums = [sum(column) for column in zip(*(trace.x for trace in figure.data), strict=True)]
+    assert sums == pytest.approx([plan.step_time_s for plan in result.ranked])
+
+
+def test_every_plan_of_the_space_went_somewhere(result: SearchResult) -> None:
+    assert sum(row["plans"] for row in space_rows(result.space)) == result.space.total
+    [bars] = checked(space_figure(result.space)).data
+    assert sum(bars.x) == result.space.total

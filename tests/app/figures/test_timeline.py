@@ -1,0 +1,116 @@
+"""The Timeline: its boxes are the step's, nothing overlaps, and what is waited for has just ended."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+
+from app.figures.gantt import gantt_figure
+from app.palette import ACTIONS, COMMUNICATION
+from app.results import timeline
+from app.results.timeline import timeline_result, trace_text
+from simplan.program.action import ActionKind
+from simplan.report.drawings.drawing import draw_pipeline
+from tests.app.figures.drawn import checked
+from tests.app.questions import predicted, text_of
+
+PIPELINES = ["zb-h1", "interleaved", "pipeline-hsdp"]
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_boxes_are_those_of_the_drawing(name: str) -> None:
+    """``simplan draw`` takes them from the spans of the timeline, this from the operations."""
+    result = timeline_result(text_of(name), 0)
+    drawing = draw_pipeline(predicted(name))
+    assert [lane.rank for lane in result.lanes] == [row.rank for row in drawing.rows]
+    for lane, row in zip(result.lanes, drawing.rows, strict=True):
+        assert [box.label for box in lane.compute] == [str(box.action) for box in row.boxes]
+        assert [box.start_s for box in lane.compute] == pytest.approx([box.start_s for box in row.boxes])
+        assert [box.recompute_s for box in lane.compute] == pytest.approx([box.recompute_s for box in row.boxes])
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "tensor-fsdp"])
+@pytest.mark.parametrize("layers", [False, True])
+def test_waits_fill_the_gaps(name: str, layers: bool) -> None:
+    result = timeline_result(text_of(name), 0, layers=layers)
+    for lane in result.lanes:
+        free_s = 0.0
+        for box in lane.compute:
+            assert box.start_s >= free_s - 1e-12
+            assert box.waited_s == pytest.approx(box.start_s - free_s, abs=1e-8 * result.step_time_s)
+            assert bool(box.waited_for) is (box.waited_s > 0)
+            free_s = box.end_s
+            if box.waited_for not in ("", "other ranks"):
+                ended = [m.end_s for m in lane.messages if m.label == box.waited_for]
+                assert min(abs(end_s - box.start_s) for end_s in ended) <= 3e-9 * result.step_time_s
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "fsdp", "offload-activations"])
+def test_memory_peaks_at_what_was_predicted(name: str) -> None:
+    result, prediction = timeline_result(text_of(name), 0), predicted(name)
+    allocated = {memory.rank: memory.allocated_bytes for memory in prediction.memory}
+    for curve in result.memory:
+        assert max(curve.total_bytes) == allocated[curve.rank]
+        assert list(curve.times_s) == sorted(curve.times_s)
+
+
+def test_a_window_holds_what_runs_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = timeline_result(text_of("zb-h1"), 0)
+    half = timeline_result(text_of("zb-h1"), 0, start=0.5)
+    assert half.num_boxes == whole.num_boxes
+    assert sum(len(lane.compute) for lane in half.lanes) < sum(len(lane.compute) for lane in whole.lanes)
+    assert all(box.end_s >= 0.5 * whole.step_time_s for lane in half.lanes for box in lane.compute)
+    monkeypatch.setattr(timeline, "MOST_BOXES", 40)
+    few = timeline_result(text_of("zb-h1"), 0)
+    assert few.window_s[1] < whole.step_time_s
+    assert sum(len(lane.compute) + len(lane.messages) for lane in few.lanes) <= 40 + 2 * len(few.lanes) + 1
+
+
+def test_the_figure_is_to_scale_with_rank_0_on_top() -> None:
+    result = timeline_result(text_of("zb-h1"), 0)
+    figure = checked(gantt_figure([result]))
+    bars = [trace for trace in figure.data if trace.type == "bar"]
+    colours = {trace.name: trace.marker.color for trace in bars}
+    assert colours["forward"] == ACTIONS[ActionKind.FORWARD]
+    assert colours["backward of inputs"] == ACTIONS[ActionKind.BACKWARD_INPUT]
+    assert colours["communication"] == COMMUNICATION
+    drawn_s = sum(sum(trace.x) for trace in bars if trace.name != "communication") * 1e-3
+    assert drawn_s == pytest.approx(sum(box.end_s - box.start_s for lane in result.lanes for box in lane.compute))
+    low, high = figure.layout.yaxis.range
+    assert low > high
+    assert figure.layout.yaxis.ticktext[0] == "rank 0"
+    assert len(bars) <= 8, "a trace for each kind, never one for each action"
+
+
+def test_several_schedules_share_one_axis() -> None:
+    results = [timeline_result(text_of(name), 0) for name in ("zb-h1", "interleaved")]
+    figure = checked(gantt_figure(results))
+    assert {trace.xaxis for trace in figure.data} == {None}, "all on one axis of time"
+    assert figure.layout.xaxis.range[1] * 1e-3 >= max(result.step_time_s for result in results)
+    lines = [trace for trace in figure.data if trace.type == "scatter"]
+    assert [len(trace.x) > 2 for trace in lines] == [True, True]
+
+
+def test_results_travel_and_the_trace_is_whole() -> None:
+    result = timeline_result(text_of("zb-h1"), 0)
+    assert pickle.loads(pickle.dumps(result)) == result
+    events = json.loads(trace_text(text_of("zb-h1"), 0))["traceEvents"]
+    assert {event["pid"] for event in events if event["ph"] == "X"} == {lane.rank for lane in result.lanes}
+
+
+def test_hover_says_what_was_waited_for_the_bytes_and_the_formula() -> None:
+    result = timeline_result(text_of("zb-h1"), 0)
+    hover = [str(text) for trace in checked(gantt_figure([result])).data for text in _flat(trace.customdata)]
+    boxes = [box for lane in result.lanes for box in (*lane.compute, *lane.messages)]
+    for box in boxes:
+        [*_, said] = [text for text in hover if text.startswith(f"<b>{box.label}</b>")]
+        assert box.formula in said
+    assert sum("waited" in text for text in hover) == sum(bool(box.waited_s) for box in boxes)
+    assert sum("moves" in text for text in hover) == sum(bool(box.num_bytes) for box in boxes)
+
+
+def _flat(customdata: Any) -> list[Any]:
+    return [] if customdata is None else [one[0] if isinstance(one, list | tuple) else one for one in customdata]

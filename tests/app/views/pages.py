@@ -1,0 +1,49 @@
+"""Pages run without a browser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from streamlit.testing.v1 import AppTest
+
+from app.link import Link, encode
+from tests.app.figures.drawn import checked
+
+MAIN = Path(__file__).resolve().parents[3] / "app" / "main.py"
+
+SMALL: Mapping[str, object] = {
+    "model": {"preset": "gpt2-124m", "vocab_size": 50304},
+    "cluster": {"preset": "dgx-h100", "num_devices": 4},
+    "training": {"global_batch_size": 16},
+    "software": "torch",
+    "plan": {"pp": 2, "dp_replicate": 2},
+}
+"""A scenario that is answered in a moment."""
+
+
+def opened(page: str = "", document: Mapping[str, object] = SMALL, view: Mapping[str, object] | None = None) -> AppTest:
+    """A page as a link opens it."""
+    test = AppTest.from_file(str(MAIN), default_timeout=120)
+    if page:
+        test.run()
+        test.switch_page(f"views/{page}.py")
+    test.query_params.clear()
+    for key, value in encode(Link(dict(document), dict(view or {}))).items():
+        test.query_params[key] = value
+    return test.run()
+
+
+def query_of(test: AppTest) -> dict[str, str]:
+    """The query of its address."""
+    values = {key: test.query_params[key] for key in test.query_params}
+    return {key: value if isinstance(value, str) else value[0] for key, value in values.items()}
+
+
+def assert_no_bug(test: AppTest) -> None:
+    """No stack trace, nothing that only a bug of ours explains, and figures that Plotly understands."""
+    assert not test.exception, test.exception
+    assert not [shown.value for shown in test.error if "bug of simplan" in shown.value]
+    for chart in test.get("plotly_chart"):
+        checked(json.loads(chart.proto.spec))

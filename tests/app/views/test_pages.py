@@ -1,0 +1,180 @@
+"""Plan, Timeline and Learn without a browser: what they say, links that reproduce it, and that nothing breaks them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from app.link import decode
+from simplan.plan.schedules import SCHEDULE_FACTS
+from simplan.predict import predict
+from simplan.scenario import parse_scenario
+from simplan.units import format_time
+from tests.app.views.pages import SMALL, assert_no_bug, opened, query_of
+
+PLANS = st.fixed_dictionaries(
+    {},
+    optional={
+        "tp": st.sampled_from([1, 2, 3, 8, 0, -1, "two", None, 2.5]),
+        "pp": st.sampled_from([1, 2, 4, 7]),
+        "cp": st.sampled_from([1, 2]),
+        "dp_replicate": st.sampled_from([1, 2, 4]),
+        "dp_shard": st.sampled_from([1, 2, 4]),
+        "zero_stage": st.sampled_from([0, 1, 2, 3, 4, "3"]),
+        "schedule": st.sampled_from(
+            ["1f1b", "gpipe", "interleaved_1f1b", "zb-h1", "zb-v", "dualpipe-v", "own.csv", "x"]
+        ),
+        "virtual_stages": st.sampled_from([1, 2, 3]),
+        "microbatch_size": st.sampled_from([1, 2, 5]),
+        "recompute": st.sampled_from(["none", "full", "selective", "all"]),
+        "ep": st.sampled_from([1, 2]),
+        "offload_optimizer": st.booleans(),
+        "bogus": st.just(1),
+    },
+)
+DOCUMENTS = st.fixed_dictionaries(
+    {
+        "model": st.sampled_from(
+            [
+                {"preset": "gpt2-124m"},
+                {"preset": "bert-tiny"},
+                {"preset": "resnet-50"},
+                {"preset": "gpt2-124m", "seq_len": 256},
+                {"preset": "nothing"},
+                {"hf_config": "config.json"},
+                "gpt2",
+                None,
+                {},
+            ]
+        ),
+        "cluster": st.sampled_from(
+            [
+                {"preset": "dgx-h100", "num_devices": 4},
+                {"preset": "dgx-h100"},
+                {"preset": "dgx-a100-80gb", "num_nodes": 2},
+                {"preset": "this-machine", "num_devices": 2},
+                {"device": "h100-sxm-80gb", "devices_per_node": 4},
+                {"preset": 5},
+                [1],
+            ]
+        ),
+        "training": st.sampled_from(
+            [{"global_batch_size": 8}, {"global_batch_size": 16, "precision": "fp8"}, {"global_batch_size": "many"}, {}]
+        ),
+        "plan": st.one_of(PLANS, st.sampled_from([None, [], "pp 2"])),
+    },
+    optional={"software": st.sampled_from(["torch", "megatron-core", "none", 3]), "name": st.sampled_from(["a b", 7])},
+)
+VIEWS = st.fixed_dictionaries(
+    {},
+    optional={
+        "price": st.sampled_from([2.5, -1, "x", 1e300]),
+        "tokens": st.sampled_from([10, 0, None]),
+        "rank": st.sampled_from([0, 1, 99, "0"]),
+        "schedules": st.sampled_from([["1f1b", "gpipe"], ["zb-h1", "x"], "1f1b", []]),
+        "boxes": st.sampled_from(["layer", "action", 3]),
+        "window": st.sampled_from([[0.2, 0.4], [1, 0], ["a", 2], 5]),
+        "memory_rank": st.sampled_from([1, "x"]),
+    },
+)
+EASY = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+def whole(document: dict[str, Any]) -> Any:
+    asked = parse_scenario(yaml.safe_dump(document))
+    return predict(asked.job, name="x")
+
+
+def test_the_plan_says_what_predict_says() -> None:
+    page = opened()
+    assert_no_bug(page)
+    prediction = whole(dict(SMALL))
+    metrics = {metric.label: metric.value for metric in page.metric}
+    assert metrics["Step time"] == format_time(prediction.step_time_s)
+    assert metrics["MFU"] == f"{100 * prediction.mfu:.1f} %"
+    assert "**Fits**" in page.success[0].value
+    assert len(page.get("plotly_chart")) == 2
+
+
+def test_a_change_of_the_form_changes_answer_and_link() -> None:
+    page = opened()
+    before = page.metric[0].value
+    page.number_input(key="document:training.global_batch_size").set_value(64).run()
+    assert_no_bug(page)
+    assert page.metric[0].value != before
+    link = decode(query_of(page))
+    assert link.document["training"]["global_batch_size"] == 64
+    again = opened(document=link.document, view=link.view)
+    assert [metric.value for metric in again.metric] == [metric.value for metric in page.metric]
+
+
+def test_what_axes_leave_is_data_parallel() -> None:
+    page = opened()
+    page.select_slider(key="document:plan.pp").set_value(1).run()
+    page.select_slider(key="document:plan.tp").set_value(2).run()
+    page.selectbox(key="document:plan.zero_stage").set_value(3).run()
+    assert_no_bug(page)
+    plan = decode(query_of(page)).document["plan"]
+    assert (plan["tp"], plan["dp_shard"], plan["zero_stage"]) == (2, 2, 3)
+    assert "schedule" not in plan
+    assert page.success
+
+
+def test_what_is_wrong_is_a_sentence() -> None:
+    page = opened(document={**SMALL, "plan": {"dp_replicate": 3}})
+    assert_no_bug(page)
+    assert "needs 3 devices" in page.warning[0].value
+    page = opened(document={**SMALL, "model": {"hf_config": "/etc/hostname"}})
+    assert "names a file" in page.warning[0].value.replace("\\", "")
+
+
+def test_schedules_stand_over_each_other() -> None:
+    page = opened("timeline", view={"schedules": ["1f1b", "gpipe"]})
+    assert_no_bug(page)
+    [chart] = page.get("plotly_chart")
+    titles = [note.get("text", "") for note in json.loads(chart.proto.spec)["layout"]["annotations"]]
+    assert [title.split("<b>")[1].split("<")[0] for title in titles if "<b>" in title] == ["1f1b", "gpipe"]
+
+
+def test_learning() -> None:
+    page = opened("learn", view={"lesson": "zb-h1", "lesson_p": 3})
+    assert_no_bug(page)
+    [chart] = page.get("plotly_chart")
+    assert len(json.loads(chart.proto.spec)["frames"]) > 10
+
+
+@settings(EASY, max_examples=6)
+@given(document=DOCUMENTS, view=VIEWS)
+def test_no_link_breaks_a_page(document: dict[str, Any], view: dict[str, Any]) -> None:
+    assert_no_bug(opened(document=document, view=view))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["", "timeline"])
+@settings(EASY, max_examples=150)
+@given(document=DOCUMENTS, view=VIEWS)
+def test_no_link_breaks_any_page(page: str, document: dict[str, Any], view: dict[str, Any]) -> None:
+    assert_no_bug(opened(page, document=document, view=view))
+
+
+LESSONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "lesson": st.sampled_from([*SCHEDULE_FACTS, "nonsense", 7, None]),
+        "lesson_p": st.sampled_from([*range(-1, 12), "x", None]),
+        "lesson_m": st.sampled_from([*range(-1, 40), 2.5, "x"]),
+        "lesson_v": st.sampled_from([*range(6), "x"]),
+    },
+)
+
+
+@pytest.mark.slow
+@settings(EASY, max_examples=150)
+@given(view=LESSONS)
+def test_no_link_breaks_learn(view: dict[str, Any]) -> None:
+    assert_no_bug(opened("learn", view=view))

@@ -1,0 +1,53 @@
+"""The page Scale: no combination of inputs shows an exception."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from streamlit.testing.v1 import AppTest
+
+from app.results.scale import AXES
+from tests.app.questions import TINY
+
+ROOT = Path(__file__).resolve().parents[3]
+PLANS = [{"dp_shard": 4}, {"dp_replicate": 2, "pp": 2}, {"tp": 4}, {"cp": 2, "dp_shard": 2}, {"tp": 3}, {}, 7, None]
+VIEWS = st.fixed_dictionaries(
+    {},
+    optional={
+        "axis": st.sampled_from([*AXES, "nonsense"]),
+        "batch": st.sampled_from(["same", "follows", 1]),
+        "slower": st.sampled_from([5, 10, 100, 7, "x"]),
+        "price": st.sampled_from([0, 2.5, -1, "free"]),
+        "tokens": st.sampled_from([0.001, 1e9, None]),
+    },
+)
+
+
+def opened(plan: Any, view: dict[str, Any]) -> list[str]:
+    page = AppTest.from_file(str(ROOT / "app" / "main.py"), default_timeout=60)
+    page.session_state["simplan document"] = {**TINY, "plan": plan}
+    page.session_state["simplan view"] = view
+    page.switch_page("views/scale.py")
+    page.run()
+    return [str(element.value) for element in (*page.exception, *page.error)]
+
+
+def test_it_opens() -> None:
+    assert opened({"dp_replicate": 2, "pp": 2}, {}) == []
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(PLANS), VIEWS)
+def test_no_view_shows_an_exception(plan: Any, view: dict[str, Any]) -> None:
+    assert opened(plan, view) == []
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(PLANS), VIEWS)
+def test_no_view_of_many_shows_an_exception(plan: Any, view: dict[str, Any]) -> None:
+    assert opened(plan, view) == []

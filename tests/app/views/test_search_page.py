@@ -1,0 +1,150 @@
+"""The page Search: nothing starts by itself, plans appear, and no combination of inputs shows an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from streamlit.testing.v1 import AppTest
+
+from app import basket
+from app.figures.plans import AXES, COLOURS
+from app.jobs.job import Job, Jobs, State
+from app.jobs.messages import Question, Update
+from app.jobs.server import searches
+from app.jobs.tasks import search_plans
+from simplan.plan.plan import ParallelPlan
+from simplan.scenario import parse_scenario
+from simplan.search.result import NearestMiss
+from simplan.search.space import OBJECTIVES
+from simplan.units import format_time
+from tests.app.questions import TINY
+
+ROOT = Path(__file__).resolve().parents[3]
+PLANS = [ParallelPlan(dp_replicate=4), ParallelPlan(dp_replicate=2, pp=2, schedule="1f1b"), ParallelPlan(tp=4)]
+
+
+@pytest.fixture(autouse=True)
+def no_jobs_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("app.jobs.job.Jobs.warm", lambda _: None)
+    yield
+    searches().close()
+    searches.cache_clear()
+
+
+def opened(view: dict[str, Any] | None = None, document: Mapping[str, Any] = TINY) -> AppTest:
+    page = AppTest.from_file(str(ROOT / "app" / "main.py"), default_timeout=60)
+    page.session_state["simplan document"] = dict(document)
+    page.session_state["simplan view"] = view or {}
+    page.switch_page("views/search.py")
+    return page.run()
+
+
+def button(page: AppTest, label: str) -> Any:
+    return next(button for button in page.button if button.label == label)
+
+
+def complaints(page: AppTest) -> list[str]:
+    return [str(element.value) for element in (*page.exception, *page.error)]
+
+
+def test_a_link_starts_no_search() -> None:
+    page = AppTest.from_file(str(ROOT / "app" / "main.py"), default_timeout=60)
+    page.query_params.update({"v.compare": "true", "v.start": "true", "v.by": "step_time"})
+    page.switch_page("views/search.py")
+    page.run()
+    assert complaints(page) == []
+    assert button(page, "Search")
+    assert not searches().busy()
+
+
+def test_plans_are_found_pinned_and_compared() -> None:
+    page = button(opened(), "Search").click().run(timeout=240)  # the page is drawn anew until the search is done
+    assert complaints(page) == []
+    assert "Best of" in page.success[0].value
+    button(page, "Pin").click().run()
+    button(page, "Compare").click().run()
+    assert complaints(page) == []
+    assert any("a step (" in markdown.value for markdown in page.markdown)
+    [pinned] = page.session_state["simplan view"]["pins"]
+    again = opened({"pins": [pinned, "nonsense", {"tp": -1}]})
+    assert complaints(again) == []
+
+
+def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = {"objectives": ["step_time", "memory"], "top": 3}
+    text = yaml.safe_dump({**{key: TINY[key] for key in TINY if key != "plan"}, "search": section})
+    told: list[Update] = []
+    whole = search_plans(text, told.append)
+    later = [update for update in told if update.doing.startswith("explaining")]
+    assert [sum(plan.explanation is not None for plan in update.value.ranked) for update in later] == [0, 1, 2]
+    assert all(not update.value.interrupted and update.value.space == whole.space for update in later)
+    assert [plan.plan for plan in later[0].value.ranked] == [plan.plan for plan in whole.ranked]
+    job = Job(Question(search_plans, (text,)))
+    job.state, job.update, job.value = State.RUNNING, later[1], later[1].value
+    monkeypatch.setattr(Jobs, "find", lambda *_: job)
+    monkeypatch.setattr("app.components.progress.follow", lambda *_: None)
+    page = opened()
+    assert complaints(page) == []
+    assert "Best of" in page.success[0].value
+    assert button(page, "Open as the plan")
+    best = told[-1].value.ranked[0]
+    shown = [str(markdown.value) for markdown in page.markdown]
+    [why] = [text for text in shown if "**Limited by**" in text]
+    low_s, high_s = best.explanation.step_time_interval_s
+    assert f"In 9 of 10 cases a step takes {format_time(low_s)} to {format_time(high_s)}." in why
+    assert f"of the step of rank {best.explanation.busiest_rank}, which waits least." in why
+    assert not any("Nearest misses" in str(header.value) for header in page.subheader)
+    missed = NearestMiss(plan=PLANS[0], num_devices=4, device_bytes=3 * 2**30, lacking_bytes=2**30)
+    job.value = replace(later[1].value, nearest_misses=(missed,))
+    page = opened()
+    assert any("Nearest misses" in str(header.value) for header in page.subheader)
+    assert any("1.00 GiB too much, 3.00 GiB in all" in str(markdown.value) for markdown in page.markdown)
+    job.value = replace(later[1].value, interrupted=True)  # the update comes a moment before its value
+    assert not opened().success
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_is_taken_away_is_the_plan(plan: ParallelPlan) -> None:
+    document = basket.with_plan({**TINY, "cluster": {"preset": "dgx-h100", "num_nodes": 1}}, plan)
+    assert parse_scenario(yaml.safe_dump(document)).job.plan == plan
+
+
+def numbers(least: float, most: float) -> st.SearchStrategy[Any]:
+    return st.one_of(st.floats(least, most), st.integers(-5, 5), st.text(max_size=3), st.none())
+
+
+views = st.fixed_dictionaries(
+    {},
+    optional={
+        "by": st.sampled_from([*OBJECTIVES, "nonsense"]),
+        "share": numbers(-10, 200),
+        "deadline": numbers(-1, 100),
+        "dollars": numbers(-1, 100),
+        "x": st.sampled_from([*AXES, "y"]),
+        "y": st.sampled_from([*AXES, 3]),
+        "colour": st.sampled_from([*COLOURS, None]),
+        "compare": st.booleans(),
+        "pins": st.lists(st.sampled_from([{"tp": 4}, {"dp_shard": 4}, {"tp": 0}, 7, None, {"pp": 3}]), max_size=8),
+        "plan": st.integers(-2, 12),
+    },
+)
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(views)
+def test_no_view_shows_an_exception(view: dict[str, Any]) -> None:
+    assert complaints(opened(view)) == []
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(views)
+def test_no_view_of_many_shows_an_exception(view: dict[str, Any]) -> None:
+    assert complaints(opened(view)) == []

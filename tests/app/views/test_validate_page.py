@@ -1,0 +1,131 @@
+"""The page Validate: a link starts nothing, and no combination of inputs shows an exception."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from streamlit.testing.v1 import AppTest
+
+from app.components import published
+from app.jobs.job import Job, Jobs
+from app.jobs.messages import Question
+from app.jobs.server import runs, searches
+from app.jobs.tasks import predict_published
+from simplan.cli.dashboard import RUN_FLAG
+from tests.app.test_uploads import made
+from tests.app.views.pages import SMALL, assert_no_bug, opened
+
+HERE = {**SMALL, "cluster": {"preset": "this-machine", "num_devices": 4}}
+
+
+@pytest.mark.parametrize(
+    "view", [{}, {"held": "measured"}, {"held": "run"}, {"held": 7, "source": "nonsense", "steps": 0}]
+)
+def test_it_opens(view: dict[str, Any]) -> None:
+    assert_no_bug(opened("validate", view=view))
+
+
+@pytest.mark.parametrize("flag", ["0", "1"])
+def test_a_link_starts_no_run(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUN_FLAG, flag)
+    view = {"held": "run", "start run": True, "run": True, "steps": 5}
+    page = opened("validate", HERE, view)
+    assert_no_bug(page)
+    assert runs().last is None
+    assert not searches().busy()
+    assert ("Run it here" in [button.label for button in page.button]) is (flag == "1")
+
+
+VIEWS = st.fixed_dictionaries(
+    {},
+    optional={
+        "held": st.sampled_from(["published", "measured", "run", "nonsense", 7, None]),
+        "source": st.sampled_from(
+            ["zero_bubble", "all sources", "heldout/papers", "a file of your own", "../secret", 3, None]
+        ),
+        "steps": st.sampled_from([5, 10, 7, "x", -1]),
+        "start run": st.booleans(),
+    },
+)
+CLUSTERS = st.sampled_from(
+    [{"preset": "this-machine", "num_devices": 2}, {"preset": "this-machine"}, {"preset": "dgx-h100"}, {"preset": 5}, 7]
+)
+MODELS = st.sampled_from([SMALL["model"], {"preset": "resnet-50"}, {"preset": "nothing"}, None])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["0", "1"])
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(view=VIEWS, cluster=CLUSTERS, model=MODELS)
+def test_no_link_shows_an_exception(view: dict[str, Any], cluster: object, model: object, flag: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(RUN_FLAG, flag)
+        assert_no_bug(opened("validate", {**SMALL, "cluster": cluster, "model": model}, view))
+    assert runs().last is None
+    assert not searches().busy()
+
+
+def test_published_runs_of_the_repository_are_offered() -> None:
+    page = opened("validate")
+    [source] = [box for box in page.selectbox if box.label == "Source"]
+    assert "zero_bubble" in source.options
+    assert "papers (no fit has seen it)" in source.options
+    assert "bridge_experts (looked at)" in source.options
+    assert "Predict them" in [button.label for button in page.button]
+
+
+@pytest.mark.parametrize(("source", "words"), [("zero_bubble", "in-sample"), ("heldout/papers", "was fitted on these")])
+def test_a_source_is_said_to_be_fitted_or_held_out(source: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = published._read(source)
+    assert read.runs
+    job = Job(Question(predict_published, ([replace(read, runs=read.runs[:1])],), tells=True))
+    job.run_here()
+    monkeypatch.setattr(Jobs, "find", lambda *_: job)
+    page = opened("validate", view={"source": source})
+    assert_no_bug(page)
+    [caption] = [caption.value for caption in page.caption if caption.value.startswith("A cross")]
+    assert words in caption
+
+
+def test_terms_of_a_comparison_sum_to_its_error() -> None:
+    def page() -> None:
+        from app import uploads
+        from app.components.measured import show_comparison_of
+        from tests.app.test_uploads import made
+
+        prediction, measurement = made()
+        show_comparison_of(uploads.prediction_of("p", prediction), uploads.measurement_of("m", measurement))
+
+    shown = AppTest.from_function(page, default_timeout=120).run()
+    assert_no_bug(shown)
+    _, terms, splits = (table.value for table in shown.dataframe)
+    prediction, measurement = (json.loads(content) for content in made())
+    measured_s = statistics.median(measurement["step_times_s"])
+    assert terms["difference, ms"].sum() == pytest.approx(1e3 * (prediction["step_time_s"] - measured_s), abs=0.01)
+    for _, split in splits.groupby("rank"):
+        assert split["predicted, ms"].sum() == pytest.approx(1e3 * prediction["step_time_s"], abs=0.01)
+
+
+def test_a_log_is_shown_beside_the_prediction() -> None:
+    def page() -> None:
+        from app import uploads
+        from app.components.measured import show_logged
+        from simplan.validate.logged import LoggedRun
+        from tests.app.test_uploads import made
+
+        logged = uploads.measured_of("log.yaml", b"step_times_s: [0.4, 0.4]\npeak_device_gib: 20\n")
+        assert isinstance(logged, LoggedRun)
+        show_logged(uploads.prediction_of("p", made()[0]), logged)
+
+    shown = AppTest.from_function(page, default_timeout=120).run()
+    assert_no_bug(shown)
+    assert {metric.label: metric.value for metric in shown.metric}["Measured step"] == "400 ms"
+    [parts] = [table.value for table in shown.dataframe]
+    prediction_s = json.loads(made()[0])["step_time_s"]
+    assert parts["predicted, ms"].sum() == pytest.approx(1e3 * prediction_s, rel=0.02)

@@ -1,0 +1,108 @@
+"""What real ranks issued is what Level 2 of the simulated Program says: kind, group, bytes and order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.run import run_job
+from simplan import catalog
+from simplan.job import Job
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
+from simplan.predict import predict, run_spec_of
+from simplan.prediction import Prediction
+from simplan.runs.measurement import Measurement
+from simplan.training.training import Precision, TrainingSpec
+from simplan.units import KIB
+from simplan.validate.compare import compare
+from simplan.validate.structure import (
+    Issued,
+    issued_as_predicted,
+    predicted_messages,
+    ran_as_predicted,
+    reduces_between_exchanges,
+)
+from tests.executor.conftest import Run
+
+GPT = ModelSpec(family="gpt", num_hidden_layers=4, hidden_size=192, num_attention_heads=4, vocab_size=2000, seq_len=16)
+LLAMA = ModelSpec(
+    family="llama",
+    num_hidden_layers=4,
+    hidden_size=192,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=500,
+    vocab_size=1500,
+    seq_len=16,
+)
+CASES: dict[str, tuple[ModelSpec, ParallelPlan, int, Precision]] = {
+    "ddp with torch's own buckets, tied": (GPT, ParallelPlan(dp_replicate=2), 4, "fp32"),
+    "ddp in bf16": (LLAMA, ParallelPlan(dp_replicate=2, bucket_bytes=300 * KIB), 2, "bf16"),
+    "zero-1 with torch's own buckets": (GPT, ParallelPlan(dp_shard=2, zero_stage=1), 4, "fp32"),
+    "fsdp in bf16": (LLAMA, ParallelPlan(dp_shard=2), 4, "bf16"),
+    "1f1b x ddp with torch's own buckets": (LLAMA, ParallelPlan(pp=2, dp_replicate=2), 4, "fp32"),
+    "1f1b x fsdp in bf16": (LLAMA, ParallelPlan(pp=2, dp_shard=2), 4, "bf16"),
+    "hsdp in bf16": (GPT, ParallelPlan(dp_replicate=2, dp_shard=2), 4, "bf16"),
+    "tp x fsdp in bf16": (LLAMA, ParallelPlan(tp=2, dp_shard=2), 4, "bf16"),
+}
+
+
+QUICK = ("fsdp in bf16",)
+
+
+def case(name: str) -> Any:
+    return pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+
+
+def run_predicted(
+    model: ModelSpec, plan: ParallelPlan, batch: int, precision: Precision, folder: Path
+) -> tuple[Prediction, Measurement]:
+    """A plan as it is predicted for GPUs, and one step of it on ranks of this machine."""
+    cluster = catalog.cluster("dgx-a100-80gb", num_devices=plan.num_devices)
+    training = TrainingSpec(global_batch_size=batch, precision=precision)
+    prediction = predict(Job(model, cluster, training, plan, catalog.software("torch")), name="test")
+    job = run_spec_of(prediction, num_steps=1, num_warmup_steps=2, device="cpu", profile_memory=False)
+    return prediction, run_job(job, folder)
+
+
+@pytest.mark.parametrize("name", [case(name) for name in CASES])
+def test_issued_as_predicted(name: str, tmp_path: Path) -> None:
+    prediction, measurement = run_predicted(*CASES[name], tmp_path)
+    job = measurement.job
+    assert len(job.predicted_memory_bytes) == job.plan.num_devices
+    assert compare(prediction.to_json(), measurement).structure_equal
+    for rank, predicted in predicted_messages(job).items():
+        assert issued(measurement, rank) == predicted
+    assert issued_as_predicted(measurement)
+
+
+def test_every_strategy_issues_what_is_predicted(finished_run: Run) -> None:
+    assert_issued_as_predicted(finished_run)
+
+
+def assert_issued_as_predicted(finished_run: Run) -> None:
+    """These runs are in float64: as in float32 with buckets of half the bytes, but everything twice as wide."""
+    job = finished_run.job
+    assert ran_as_predicted(finished_run.measurement)
+    half = None if job.plan.bucket_bytes is None else job.plan.bucket_bytes // 2
+    narrow = job.model_copy(update={"plan": job.plan.model_copy(update={"bucket_bytes": half})})
+    for rank, predicted in predicted_messages(narrow).items():
+        wide = [(kind, ranks, 2 * num_bytes, action) for kind, ranks, num_bytes, action in predicted]
+        found = issued(finished_run.measurement, rank)
+        for copies_last in (wide, found):  # hooks reduce gradients in the middle of a backward
+            copies_last.sort(key=lambda issue: issue[0].endswith("host"))
+        if reduces_between_exchanges(job.plan):  # a bucket may be full between two exchanges of one layer
+            wide.sort(key=kind_and_group)
+            found.sort(key=kind_and_group)
+        assert found == wide
+
+
+def kind_and_group(message: Issued) -> tuple[str, tuple[int, ...]]:
+    return message[:2]
+
+
+def issued(measurement: Measurement, rank: int) -> list[Issued]:
+    return [(c.kind, c.ranks, c.num_bytes, c.action) for c in measurement.ranks[rank].collectives]

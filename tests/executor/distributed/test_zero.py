@@ -1,0 +1,91 @@
+"""ZeRO-1 by torch's ZeroRedundancyOptimizer: owners, ranks without parameters, and a limit of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from executor.distributed.mesh import Peers
+from executor.distributed.zero import ShardedOptimizer
+from executor.dry_run.rehearse import rehearse
+from simplan.program.memory.partition_states import partition_states
+from simplan.training.optimizer import OptimizerName
+from simplan.training.training import TrainingSpec
+from simplan.validate.structure import predicted_messages
+from tests.executor.conftest import MakeJob, MakeModel
+from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
+
+ZERO_1 = {"zero_stage": 1}
+
+
+@contextmanager
+def fake_peers(num_ranks: int) -> Iterator[Peers]:
+    """Rank 0 of a process group that communicates nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        assert dist.group.WORLD is not None
+        yield Peers.of(dist.group.WORLD, tuple(range(num_ranks)), 0, None)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize("sizes", [(3, 1, 2, 5, 5, 4, 4, 1, 1, 7), (6, 6, 6, 6, 6), (9, 1, 1)])
+def test_predicted_owners_are_those_of_torch(sizes: tuple[int, ...], num_ranks: int) -> None:
+    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    with fake_peers(num_ranks) as peers:
+        optimizer = ShardedOptimizer(parameters, peers, lambda groups: torch.optim.SGD(groups, lr=0.1))
+        (buckets,) = optimizer._buckets
+    storages = [bucket.untyped_storage().data_ptr() for bucket in buckets]
+    owners = [storages.index(parameter.untyped_storage().data_ptr()) for parameter in parameters]
+    assert partition_states(sizes, num_ranks) == owners
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "sgd_momentum", "lars", "lamb"])
+def test_more_ranks_than_parameters_issue_what_is_predicted(
+    optimizer: OptimizerName, make_job: MakeJob, make_model: MakeModel
+) -> None:
+    """Ranks without parameters broadcast as well, and take part in no norms of LARS and LAMB."""
+    plan = {"tp": 2, "dp_shard": 64, **ZERO_1}
+    training = TrainingSpec(global_batch_size=512, precision="fp32", optimizer=optimizer)
+    job = make_job(model=make_model(vocab_size=96), plan=plan, training=training)
+    for rank in (0, 127):
+        found = [
+            (c.kind, c.ranks, c.num_bytes) for c in rehearse(job, rank, fake=True).collectives if "OPT" in c.action
+        ]
+        assert found == [message[:3] for message in predicted_messages(job)[rank] if "OPT" in message[3]]
+        assert min(num_bytes for kind, _, num_bytes in found if kind == "broadcast") == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_more_ranks_than_parameters_equal_one_process(
+    optimizer: OptimizerName, make_job: MakeJob, make_model: MakeModel, tmp_path: Path
+) -> None:
+    model = make_model("llama", lora_rank=4, lora_targets=("q",), num_hidden_layers=1)
+    job = make_job(model=model, plan={"dp_shard": 4, **ZERO_1}, dtype="fp64")
+    training = TrainingSpec(
+        global_batch_size=job.training.global_batch_size, precision="fp32", task="lora", optimizer=optimizer
+    )
+    assert_equal_to_one_process(run_in_float64(job.model_copy(update={"training": training}), tmp_path))
+
+
+def test_torch_cannot_mix_tensors_with_dtensors() -> None:
+    """So ZeRO-1 needs tensor-parallel shards as plain tensors."""
+    with fake_peers(2) as peers:
+        mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
+        parameters = [
+            nn.Parameter(torch.zeros(4)),
+            nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Replicate()])),
+        ]
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            ShardedOptimizer(parameters, peers, lambda groups: torch.optim.SGD(groups, lr=0.1))

@@ -1,0 +1,310 @@
+"""Models of Hugging Face transformers as the executor trains them, against their layers and the executor's own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from executor import checks
+from executor.models.model import Stage, build_stage
+from executor.run import run_job
+from executor.train.data import model_batch
+from executor.train.loss import cross_entropy
+from simplan import catalog
+from simplan.errors import NotModelledError
+from simplan.job import Job
+from simplan.model.implementations.layer_style import LayerStyle, styled_layers
+from simplan.model.layer import Gemm, LayerKind, LayerSpec
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan, Recompute
+from simplan.predict import predict, run_spec_of
+from simplan.runs.run_spec import RunSpec
+from simplan.training.training import TrainingSpec
+from simplan.validate.compare import compare
+from tests.executor.models import layer_runs
+from tests.executor.models.layer_runs import BATCH, SHARDS, LayerRun, traced, without_levels
+
+pytest.importorskip("transformers")
+
+CPU = torch.device("cpu")
+STYLE = LayerStyle(model_code="transformers")
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 500, "seq_len": 32,
+}  # fmt: skip
+GROUPED: dict[str, Any] = {"family": "llama", "num_key_value_heads": 2, "intermediate_size": 96}
+MODELS: dict[str, ModelSpec] = {
+    "gpt2": ModelSpec(family="gpt", **SIZES),
+    "llama": ModelSpec(**GROUPED, **SIZES),
+    "qwen2": ModelSpec(**GROUPED, **SIZES, qkv_bias=True, tied_embeddings=True),
+    "qwen3": ModelSpec(**GROUPED, **SIZES, qk_norm="head", head_dim=32),
+    "mixtral": ModelSpec(
+        **SIZES, family="moe", num_key_value_heads=2, moe_intermediate_size=96, num_experts=4, top_k=2,
+        tied_embeddings=False,
+    ),
+}  # fmt: skip
+PRECISIONS = [
+    (name, precision)
+    for name in MODELS
+    for precision in ("fp32", "autocast", "cast")
+    if (name, precision) != ("mixtral", "autocast")  # refused
+]
+NUMBERS_BYTES = 24
+"""Constants of gelu_new that autograd holds as tensors: five in FP32 or 64 bits."""
+
+
+def layers_of(name: str) -> tuple[LayerSpec, ...]:
+    return styled_layers(MODELS[name].layers, STYLE, MODELS[name].family)
+
+
+@pytest.fixture
+def _cuda_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's autocast has powers in FP32, the CPU's has not (torch.amp, "CUDA Ops that can autocast to float32")."""
+    from transformers import activations
+
+    power = torch.pow
+
+    def wide(x: Tensor, exponent: float) -> Tensor:
+        return power(x.float() if torch.is_autocast_enabled("cpu") else x, exponent)
+
+    patched = type("torch", (), {"pow": staticmethod(wide), "tanh": torch.tanh})
+    monkeypatch.setattr(activations, "torch", patched)
+
+
+def layer_run(name: str, index: int, recompute: Recompute, precision: str, monkeypatch: pytest.MonkeyPatch) -> LayerRun:
+    monkeypatch.setattr(layer_runs, "build_stage", partial(build_stage, model_code="transformers"))
+    run = LayerRun(MODELS[name], index, recompute, precision)
+    run.layer = layers_of(name)[index]
+    return run
+
+
+@pytest.mark.usefixtures("_cuda_lists")
+@pytest.mark.parametrize(("name", "precision"), PRECISIONS)
+@pytest.mark.parametrize("index", [1, -1])
+def test_saved_bytes_are_those_of_the_layer(
+    name: str, precision: str, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte, by torch's hooks for what autograd saves: each storage once, weights aside."""
+    run, spec = layer_run(name, index, "none", precision, monkeypatch), MODELS[name]
+    held: list[Tensor] = []
+
+    def kept(x: Tensor) -> Tensor:
+        held.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(kept, lambda x: x):
+        outputs = run.forward()
+    weights = {p.untyped_storage().data_ptr() for p in run._stage.parameters()}
+    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
+    found = sum(size for pointer, size in sizes.items() if pointer not in weights)
+    widths = run.state.activation, run.state.residual
+    roots = run.layer.storages(*widths)
+    saved = {root.name: root for tensor in run.layer.saved for root in [roots[tensor.name]]}
+    wanted = sum((1 if t.of_microbatch else BATCH) * t.elements * t.width(*widths) for t in saved.values())
+    wanted += sum(table.elements * table.width(*widths) for table in run.layer.constants)
+    if precision == "autocast":
+        wanted += sum(2 * k.weight_elements for k in run.layer.kernels if isinstance(k, Gemm))
+    if precision == "cast" and name == "gpt2":  # statistics of LayerNorm: FP32 on CUDA only
+        wanted -= sum(2 * BATCH * t.elements for t in saved.values() if t.name.endswith("statistics"))
+    if run.layer.kind is LayerKind.HEAD:
+        wanted += BATCH * spec.seq_len * 8  # targets
+    # and scalars: the weight of the loss, and numbers of gelu_new
+    assert 0 <= found - wanted <= NUMBERS_BYTES
+    del outputs
+
+
+@pytest.mark.usefixtures("_cuda_lists")
+@pytest.mark.parametrize(("name", "precision"), PRECISIONS)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_kept_bytes_and_peak_are_those_of_the_layer(
+    name: str, precision: str, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch's trace of allocations; the peak within 3 %."""
+    run = layer_run(name, 1, recompute, precision, monkeypatch)
+    made = BATCH * run.layer.output_bytes(run.state.activation, run.state.residual)[0]
+    outputs, held, _ = traced(run.forward)
+    del outputs
+    assert 0 <= held - made - run.kept_bytes() <= NUMBERS_BYTES
+    if (name, precision, recompute) == ("gpt2", "autocast", "full"):
+        pytest.xfail("predicted 5.9 % more: what is made again for gelu_new is gone earlier than is known")
+    run.assert_peak()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_and_order_of_gradients_are_those_of_the_layers(name: str) -> None:
+    """Shapes in the order of registration, and which gradient follows which, on which DDP's buckets depend."""
+    spec, layers = MODELS[name], layers_of(name)
+    stage = build_stage(spec, range(len(layers)), torch.float32, CPU, 0, model_code="transformers")
+    order: list[int] = []
+    for parameter in stage.parameters():
+        hook = partial(lambda number, _: order.append(number), id(parameter))
+        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    inputs, targets = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=BATCH)
+    cross_entropy(stage(inputs), targets).backward()  # type: ignore[no-untyped-call]
+    wanted: list[int] = []
+    for layer, module in reversed(list(zip(layers, stage.layers.values(), strict=True))):
+        parameters = list(module.parameters())
+        assert [tuple(p.shape) for p in parameters] == [p.shape for p in layer.parameters]
+        here = [parameters[i] for i in layer.gradient_order if layer.parameters[i].name not in layer.tied]
+        wanted += map(id, here)
+    assert order == wanted
+
+
+@pytest.mark.parametrize("precision", ["fp32", "cast"])
+@pytest.mark.parametrize("shard", ["tensor", "sequence"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_kept_bytes_of_split_layers(name: str, shard: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte. Peaks in bf16 are 10 % higher with whole tokens: gradients that are summed are copied first."""
+    for index in (1, -1):
+        monkeypatch.setattr(layer_runs, "build_stage", partial(build_stage, model_code="transformers"))
+        run = LayerRun(MODELS[name], index, "none", precision, SHARDS[shard])
+        run.layer = styled_layers(MODELS[name].layers_of(SHARDS[shard]), STYLE, MODELS[name].family)[index]
+        run.assert_kept()
+        if precision == "fp32":
+            run.assert_peak()
+
+
+def weights_of(block: nn.Module, name: str) -> dict[str, Tensor]:
+    """Weights of a block of transformers, as LayerSpec calls them; queries, keys and values grouped by heads."""
+    own: dict[str, Tensor] = dict(zip((p.name for p in layers_of(name)[1].parameters), block.parameters(), strict=True))
+    if name == "gpt2":
+        own = {n: w.T if w.dim() > 1 else w for n, w in own.items()}
+        heads = MODELS[name].num_attention_heads
+        grouped = {
+            n: torch.unflatten(w, 0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
+            for n, w in own.items()
+            if n.startswith("qkv.")
+        }
+        return own | grouped
+    if name == "mixtral":
+        both = own.pop("experts_gate_up.weight")
+        own["experts_gate.weight"], own["experts_up.weight"] = both.chunk(2, dim=1)
+    return own
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_own_blocks_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor's own block with the same weights: outputs and gradients of the input. GELU as GPT-2's tanh."""
+    if name == "gpt2":
+        monkeypatch.setattr(functional, "gelu", partial(functional.gelu, approximate="tanh"))
+    spec = MODELS[name]
+    if name == "mixtral":  # places for all tokens
+        spec = spec.model_copy(update={"capacity_factor": 2.0})
+    theirs = build_stage(MODELS[name], [1], torch.float32, CPU, 0, model_code="transformers")
+    ours = build_stage(spec, [1], torch.float32, CPU, 1)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.mul_(3.0)  # else all gates are nearly the same
+    weights = weights_of(theirs.layers["1"], name)
+    ours.layers["1"].load_state_dict({n: weights[without_levels(n)] for n in ours.layers["1"].state_dict()})
+    x = torch.randn(BATCH, spec.seq_len, spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    results = []
+    for stage in (ours, theirs):
+        leaf = x.clone().requires_grad_()
+        out = stage(leaf)
+        assert isinstance(out, Tensor)
+        out.square().sum().backward()  # type: ignore[no-untyped-call]
+        results.append((out.detach(), leaf.grad))
+    for own, other in zip(*results, strict=True):
+        torch.testing.assert_close(own, other, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_together_are_the_whole_model(name: str) -> None:
+    """Logits of transformers' own forward, with the same weights."""
+    from executor.models.transformers_models import whole_model
+
+    spec = MODELS[name]
+    stage: Stage = build_stage(spec, range(len(spec.layers)), torch.float32, CPU, 0, model_code="transformers")
+    model: Any = whole_model(spec)
+    with torch.no_grad():
+        for own, other in zip(stage.parameters(), model.parameters(), strict=True):
+            other.copy_(own)
+    tokens, _ = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=2)
+    torch.testing.assert_close(stage(tokens), model(tokens).logits)
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "ddp": {"dp_replicate": 2},
+    "fsdp": {"dp_shard": 2},
+    "fsdp-recompute": {"dp_shard": 2, "recompute": "full"},
+    "zero1": {"dp_shard": 2, "zero_stage": 1},
+    "1f1b": {"pp": 2},
+    "tp": {"tp": 2},
+    "tp-whole-tokens": {"tp": 2, "sequence_parallel": False},
+}
+
+
+def predicted(name: str, plan: dict[str, Any], **training: Any) -> Any:
+    job = Job(
+        MODELS[name],
+        catalog.cluster("dgx-h100", num_devices=2),
+        TrainingSpec(global_batch_size=8, **{"precision": "fp32", **training}),
+        ParallelPlan(microbatch_size=2, **plan),
+        catalog.software("transformers"),
+    )
+    return predict(job, name=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("gpt2", "ddp"),
+        ("gpt2", "1f1b"),
+        ("llama", "zero1"),
+        ("qwen2", "fsdp-recompute"),
+        ("qwen3", "ddp"),
+        ("mixtral", "fsdp"),
+        ("qwen2", "tp"),
+        ("qwen3", "tp-whole-tokens"),
+    ],
+)
+def test_ranks_do_what_is_predicted(name: str, plan: str, tmp_path: Any) -> None:
+    """Actions and collectives, byte by byte."""
+    prediction = predicted(name, PLANS[plan])
+    spec = run_spec_of(prediction, num_steps=4, num_warmup_steps=2, profile_memory=False, device="cpu")
+    measurement = run_job(spec, tmp_path)
+    assert compare(prediction, measurement).structure_equal
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
+    "splits of Conv1D": ("gpt2", {}, {"tp": 2}, {}, "plan.tp = 2: tensor parallelism of transformers' GPT-2"),
+    "splits of experts": ("mixtral", {}, {"tp": 2}, {}, "plan.tp = 2: tensor parallelism of transformers' Mixtral"),
+    "splits in autocast": ("llama", {}, {"tp": 2}, {"precision": "bf16"}, "under autocast, where every matrix casts"),
+    "selective": ("llama", {}, {"dp_shard": 2, "recompute": "selective"}, {}, "recomputing parts of transformers'"),
+    "split backward": ("llama", {}, {"pp": 2, "schedule": "zb-h1"}, {}, "a split backward of transformers' code"),
+    "window": ("llama", {"sliding_window": 8}, {"dp_shard": 2}, {}, "model.sliding_window = 8: this with"),
+    "mpt": ("gpt2", {"family": "mpt"}, {"dp_shard": 2}, {}, "model.family = mpt: transformers' code"),
+    "experts in autocast": ("mixtral", {}, {"dp_replicate": 2}, {"precision": "bf16"}, "under autocast"),
+    "fp8": ("llama", {}, {"dp_shard": 2}, {"precision": "fp8"}, "this precision with transformers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses_by_name(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, fields, plan, training, words = REFUSED[case]
+    changed = ModelSpec(**{**MODELS[name].model_dump(exclude_unset=True), **fields})
+    monkeypatch.setitem(MODELS, name, changed)
+    with pytest.raises(NotModelledError, match=words):
+        predicted(name, plan, **training)
+
+
+def job_of(name: str) -> RunSpec:
+    return run_spec_of(predicted(name, PLANS["ddp"]), num_steps=1, num_warmup_steps=0, device="cpu")
+
+
+def test_needs_transformers_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda _: None)
+    with pytest.raises(
+        NotModelledError, match=r"software = transformers: needs .* pip install 'simplan\[transformers\]'"
+    ):
+        checks.check_job(job_of("llama"))
+
+
+def test_is_not_rehearsed() -> None:
+    with pytest.raises(NotModelledError, match="software = transformers: has modules whose tensors a rehearsal"):
+        checks.check_rehearsal(job_of("llama"), 0, fake=True)

@@ -1,0 +1,183 @@
+"""Recorded steps: the steady ones are found, a rank slower than its peers is told, a loaded machine has none."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from executor.launch.rank import RankFiles
+from executor.profiling.recorder import StepRecord
+from executor.profiling.results import RunSegment, gather, written_here
+from executor.profiling.steps import (
+    MIN_SLOWDOWN,
+    MIN_STEADY_STEPS,
+    compute_s,
+    find_slow_ranks,
+    slow_rank_sentence,
+    steady_from,
+)
+from executor.run import run_job
+from simplan.program.timeline import SpanKind
+from simplan.runs.measurement import MeasuredCollective, MeasuredSpan, SlowRank
+from simplan.runs.run_spec import RunSpec
+
+SLOWER_S = 0.9
+"""As in rank_programs/faulty_worker.py."""
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {"dp": 2},
+    "fsdp": {"plan": {"dp_shard": 2}},
+    "tp": {"plan": {"tp": 2}},
+}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(fields, marks=[] if name == "ddp" else pytest.mark.slow) for name, fields in STRATEGIES.items()],
+    ids=STRATEGIES,
+)
+def test_a_slow_rank_is_told(
+    strategy: dict[str, Any], tmp_path: Path, make_job: Any, make_model: Any, with_fault: Any
+) -> None:
+    """What the other rank waits for it is not counted as computing."""
+    job = make_job(model=make_model(vocab_size=96), num_steps=5, **strategy)
+    notes: list[str] = []
+    run = run_job(job, tmp_path, rank_module=with_fault("slow"), on_note=notes.append)
+    (slow,) = run.slow_ranks
+    assert (slow.rank, slow.compared_with) == (1, (0,))
+    assert slow.compute_s > SLOWER_S > slow.others_compute_s
+    assert slow.factor == slow.compute_s / slow.others_compute_s
+    assert list(run.notes) == notes == [slow_rank_sentence(slow)]
+    assert notes[0].startswith(f"rank 1 computes {slow.factor:.1f} times as long as rank 0, which has the same to do: ")
+
+
+def record(duration_s: float, waits: tuple[tuple[float, float], ...] = ()) -> StepRecord:
+    span = MeasuredSpan(action="0B0", kind=SpanKind.COMPUTE, start_s=0.0, end_s=duration_s)
+    collectives = tuple(
+        MeasuredCollective(kind="all_reduce", action="0B0", ranks=(0, 1), num_bytes=1, start_s=low, end_s=high)
+        for low, high in waits
+    )
+    return StepRecord(step=0, start_s=0.0, end_s=duration_s, losses=(), spans=(span,), collectives=collectives)
+
+
+def test_only_what_a_rank_computes_counts() -> None:
+    waits = ((1.0, 3.0), (2.0, 4.0), (9.0, 12.0))
+    assert compute_s(record(10.0, waits), buckets=False, cuda=False) == pytest.approx(1.0 + 5.0)
+    # of DDP's, only what is beyond the last one's start is known to be waiting
+    assert compute_s(record(10.0, waits), buckets=True, cuda=False) == pytest.approx(9.0)
+    assert compute_s(record(10.0, waits), buckets=False, cuda=True) == 0.0
+    assert compute_s(record(10.0), buckets=True, cuda=True) == 10.0
+
+
+def found(job: RunSpec, times_s: Any) -> tuple[SlowRank, ...]:
+    return find_slow_ranks(job, [tuple(record(float(x)) for x in step) for step in times_s], cuda=False)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_steps=st.integers(10, 40),
+    spread=st.floats(0.0, 1.0),
+    hiccup=st.floats(0.0, 0.15),
+)
+def test_equal_ranks_that_scatter_are_not_slow(
+    make_job: Any, seed: int, num_steps: int, spread: float, hiccup: float
+) -> None:
+    """Step times as of a loaded machine: log-normal, and now and then much longer."""
+    random = np.random.default_rng(seed)
+    steps = np.exp(spread * random.normal(size=(num_steps, 1)))  # what disturbs both alike
+    own = np.exp(0.05 * random.normal(size=(num_steps, 2)))
+    own *= np.where(random.random((num_steps, 2)) < hiccup, 5.0, 1.0)
+    assert found(make_job(dp=2), steps * own) == ()
+
+
+@given(factor=st.floats(1.0, 5.0), seed=st.integers(0, 2**32 - 1))
+def test_a_rank_is_slow_from_a_factor_on(make_job: Any, factor: float, seed: int) -> None:
+    times_s = np.exp(0.01 * np.random.default_rng(seed).normal(size=(20, 4)))
+    times_s[:, 2] *= factor
+    slow = found(make_job(dp=4), times_s)
+    if factor > 1.05 * MIN_SLOWDOWN:
+        (one,) = slow
+        assert one.rank == 2
+        assert 2 not in one.compared_with
+        assert len(one.compared_with) == 2
+        assert one.factor == pytest.approx(factor, rel=0.05)
+    if factor < MIN_SLOWDOWN / 1.05:
+        assert slow == ()
+
+
+def test_stages_are_not_compared(make_job: Any) -> None:
+    """The second stage may have more to do than the first."""
+    times_s = np.tile([1.0, 1.0, 3.0, 3.0], (10, 1))
+    assert found(make_job("1f1b", pp=2, dp=2), times_s) == ()
+    times_s[:, 3] = 6.0
+    (slow,) = found(make_job("1f1b", pp=2, dp=2), times_s)
+    assert (slow.rank, slow.factor, slow.compared_with) == (3, 2.0, (2,))
+
+
+def test_a_short_run_says_nothing(make_job: Any) -> None:
+    times_s = np.tile([1.0, 3.0], (10, 1))
+    assert found(make_job(dp=2), times_s)
+    assert found(make_job(dp=2), times_s[:4]) == ()
+    assert found(make_job(dp=2), 0.06 * times_s) == ()
+
+
+def test_what_is_said() -> None:
+    slow = SlowRank(rank=3, factor=2.14, compared_with=(0, 1), compute_s=0.0412, others_compute_s=0.0193)
+    assert slow_rank_sentence(slow) == (
+        "rank 3 computes 2.1 times as long as rank 0 and rank 1, which have the same to do: "
+        "41.2 ms of every step beside 19.3 ms"
+    )
+    assert "than 5 others" not in slow_rank_sentence(slow.model_copy(update={"compared_with": (0, 1, 2, 4, 5)}))
+    assert "as 5 others, which have" in slow_rank_sentence(slow.model_copy(update={"compared_with": (0, 1, 2, 4, 5)}))
+
+
+def write_steps(job: RunSpec, times_s: list[float], folder: Path) -> None:
+    """What a rank of a run would have written."""
+    assert len(times_s) == job.num_all_steps
+    with RankFiles(folder, 0).steps.open("w") as file:
+        for step, time_s in enumerate(times_s):
+            print(record(time_s).model_copy(update={"step": step, "losses": (1.0,)}).model_dump_json(), file=file)
+
+
+def noisy(seed: int, num_steps: int) -> list[float]:
+    draw = random.Random(seed)
+    return [1.0 + draw.gauss(0.0, 0.01) for _ in range(num_steps)]
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2, 4, 7])
+@pytest.mark.parametrize("seed", range(5))
+def test_slow_first_steps_are_left_out(slow: int, seed: int) -> None:
+    """With a hundredth of noise, MSER leaves out all of the slow steps, and few others."""
+    times = [2.0, 1.6, 1.5, 1.4, 1.35, 1.3, 1.2][:slow] + noisy(seed, 20)
+    assert slow <= steady_from(times) <= slow + 8
+
+
+def test_a_slow_step_in_the_second_half_counts() -> None:
+    times = [1.0] * 20
+    times[15] = 3.0
+    assert steady_from(times) <= 10
+    assert len(times) - steady_from(times) >= MIN_STEADY_STEPS
+
+
+@given(st.lists(st.floats(1e-4, 1e3), max_size=40))
+def test_no_less_than_half_and_five_steps_count(times: list[float]) -> None:
+    found = steady_from(times)
+    assert 0 <= found <= len(times) // 2
+    assert len(times) - found >= min(len(times), MIN_STEADY_STEPS)
+
+
+def test_a_run_without_a_number_of_warmup_steps_finds_them(make_job: Any, tmp_path: Path) -> None:
+    job = make_job(num_steps=6, num_warmup_steps=None)
+    assert job.num_all_steps == 6 + MIN_STEADY_STEPS
+    write_steps(job, [9.0, 5.0, *noisy(0, 9)], tmp_path)
+    found = gather([RunSegment(job)], written_here(tmp_path, 1))
+    assert found.warmup_step_times_s[:2] == (9.0, 5.0)
+    assert len(found.step_times_s) >= MIN_STEADY_STEPS
+    assert found.step_time_s == pytest.approx(1.0, abs=0.03)
+    assert len(found.warmup_step_times_s) + len(found.step_times_s) == 11

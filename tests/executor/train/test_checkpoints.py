@@ -1,0 +1,231 @@
+"""Runs that go on from checkpoints compute what undisturbed runs compute."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.run import run_job
+from executor.train.checkpoint_folder import newest_checkpoint
+from simplan.errors import RunError, SpecError
+from simplan.runs.checkpoint import CheckpointHeader, Checkpointing
+from simplan.runs.measurement import Measurement
+from simplan.runs.run_spec import RunSpec
+from simplan.training.training import TrainingSpec
+from tests.executor.conftest import RANK_PROGRAMS
+
+NUM_STEPS = 6
+"""All of them: one warm-up step and the steady ones."""
+
+
+def with_checkpoints(job: RunSpec, folder: Path, num_steps: int = NUM_STEPS, **asked: Any) -> RunSpec:
+    checkpointing = Checkpointing(**{"folder": str(folder), "every": 2, **asked})
+    return job.model_copy(update={"checkpointing": checkpointing, "num_steps": num_steps - (job.num_warmup_steps or 0)})
+
+
+def in_two_parts(job: RunSpec, other: RunSpec, folder: Path) -> tuple[Measurement, Measurement]:
+    """The first four steps as ``job``, the others as ``other``, which goes on from their checkpoint."""
+    first = run_job(with_checkpoints(job, folder / "kept", 4), folder / "first")
+    return first, run_job(with_checkpoints(other, folder / "kept", resume=True), folder / "second")
+
+
+def undisturbed(job: RunSpec, folder: Path) -> Measurement:
+    return run_job(job.model_copy(update={"num_steps": NUM_STEPS - (job.num_warmup_steps or 0)}), folder)
+
+
+def test_a_resumed_run_computes_the_same(make_job: Any, tmp_path: Path) -> None:
+    job = make_job(dp=2, num_steps=NUM_STEPS - 1)
+    whole = undisturbed(job, tmp_path / "whole")
+    first, second = in_two_parts(job, job, tmp_path)
+    assert first.losses == whole.losses[:4]
+    assert second.losses == whole.losses[4:]
+    assert second.first_step == 4
+    assert second.notes == ("resuming after step 4",)
+    assert [timing.step for timing in first.checkpoints] == [2, 4]
+    assert all(timing.failure is None for timing in first.checkpoints)
+    header, notes = newest_checkpoint(tmp_path / "kept")
+    assert header is not None
+    assert (header.step, notes) == (6, [])
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["step-00000004", "step-00000006"]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "lamb-fsdp": {
+        "plan": {"dp_shard": 2},
+        "training": TrainingSpec(global_batch_size=16, precision="fp32", optimizer="lamb", clip_grad_norm=0.3),
+    },
+    "momentum-zero1": {
+        "plan": {"dp_shard": 2, "zero_stage": 1},
+        "training": TrainingSpec(global_batch_size=16, precision="fp32", optimizer="sgd_momentum"),
+    },
+    "fsdp": {"plan": {"dp_shard": 2}},
+    "zero1": {"plan": {"dp_shard": 2, "zero_stage": 1}},
+    "1f1b": {"schedule": "1f1b", "pp": 2},
+    "tp": {"plan": {"tp": 2}},
+    "interleaved-fsdp": {"schedule": "interleaved_1f1b", "pp": 2, "plan": {"virtual_stages": 2, "dp_shard": 2}},
+    "tp-fsdp": {"plan": {"tp": 2, "dp_shard": 2}},
+    "hsdp": {"plan": {"dp_shard": 2, "dp_replicate": 2}},
+    "zb-v": {"schedule": "zb-v", "pp": 2},
+}
+
+
+def job_of(make_job: Any, make_model: Any, case: dict[str, Any], **fields: Any) -> RunSpec:
+    tied = case.get("schedule") != "interleaved_1f1b"
+    sizes = {key: value for key, value in case.items() if key in LLAMA}
+    case = {key: value for key, value in case.items() if key not in LLAMA}
+    model = make_model(vocab_size=96, num_hidden_layers=4, tied_embeddings=tied, **sizes)
+    job: RunSpec = make_job(model=model, **{**case, **fields})
+    return job
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_strategy_goes_on_to_the_last_bit(
+    case: dict[str, Any], make_job: Any, make_model: Any, tmp_path: Path
+) -> None:
+    job = job_of(make_job, make_model, case)
+    whole = undisturbed(job, tmp_path / "whole")
+    _, second = in_two_parts(job, job, tmp_path)
+    assert second.losses == whole.losses[4:]
+
+
+LLAMA = {"family": "llama", "num_attention_heads": 4, "num_key_value_heads": 4}
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ddp 2 to plain": ({"dp": 2}, {}),
+    "plain to ddp 2": ({}, {"dp": 2}),
+    "fsdp 4 to fsdp 2": ({"plan": {"dp_shard": 4}}, {"plan": {"dp_shard": 2}}),
+    "fsdp 2 to hsdp 2x2": ({"plan": {"dp_shard": 2}}, {"plan": {"dp_shard": 2, "dp_replicate": 2}}),
+    "fsdp 2 to zero1 4": ({"plan": {"dp_shard": 2}}, {"plan": {"dp_shard": 4, "zero_stage": 1}}),
+    "zero1 2 to fsdp 2": ({"plan": {"dp_shard": 2, "zero_stage": 1}}, {"plan": {"dp_shard": 2}}),
+    "1f1b to 1f1b x ddp 2": ({"schedule": "1f1b", "pp": 2}, {"schedule": "1f1b", "pp": 2, "dp": 2}),
+    "tp x ddp 2 to tp": ({"plan": {"tp": 2}, "dp": 2}, {"plan": {"tp": 2}}),
+    "tp x ddp 2 to one": ({"plan": {"tp": 2}, "dp": 2}, {}),
+    "tp to fsdp": ({**LLAMA, "plan": {"tp": 2}}, {**LLAMA, "plan": {"dp_shard": 2}}),
+    "fsdp x tp to tp 4": ({**LLAMA, "plan": {"tp": 2, "dp_shard": 2}}, {**LLAMA, "plan": {"tp": 4}}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_other_ranks_go_on(
+    change: tuple[dict[str, Any], dict[str, Any]], make_job: Any, make_model: Any, tmp_path: Path
+) -> None:
+    """The same samples, summed in another order."""
+    training = TrainingSpec(global_batch_size=16, precision="fp32")
+
+    def job(case: dict[str, Any]) -> RunSpec:
+        """Four microbatches on every data-parallel rank."""
+        made = job_of(make_job, make_model, case, dtype="fp64", training=training)
+        plan = made.plan.model_copy(update={"microbatch_size": 4 // made.plan.dp})
+        return made.model_copy(update={"plan": plan})
+
+    before, after = map(job, change)
+    whole = undisturbed(before, tmp_path / "whole")
+    _, second = in_two_parts(before, after, tmp_path)
+    assert second.losses == pytest.approx(whole.losses[4:], rel=1e-9)
+
+
+def test_a_run_that_may_not_go_on_is_refused(make_job: Any, tmp_path: Path) -> None:
+    """What is compared is the header, so that one without files will do."""
+    job = with_checkpoints(make_job(dp=2), tmp_path / "kept")
+    folder = tmp_path / "kept" / "step-00000002"
+    folder.mkdir(parents=True)
+    header = CheckpointHeader(
+        step=2, model=job.model, training=job.training, plan=job.plan, seed=0, dtype="fp32", file_bytes={}
+    )
+    (folder / "checkpoint.json").write_text(header.model_dump_json())
+
+    def refused(**changes: Any) -> str:
+        with pytest.raises(SpecError) as caught:
+            run_job(job.model_copy(update=changes), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        return str(caught.value)
+
+    def resume(**changes: Any) -> dict[str, Any]:
+        return {"checkpointing": with_checkpoints(job, tmp_path / "kept", resume=True).checkpointing, **changes}
+
+    assert refused() == (
+        f"--checkpoint-dir = {tmp_path / 'kept'}: has checkpoints already, the newest of step 2; "
+        "add --resume to go on from it, or name another folder"
+    )
+    other = job.training.model_copy(update={"optimizer": "sgd"})
+    assert refused(**resume(training=other)) == (
+        f"{folder}: training.optimizer = sgd: the checkpoint is of a training with adamw; "
+        "use adamw, or another folder for checkpoints"
+    )
+    assert "seed = 7: the checkpoint is of a training with 0" in refused(**resume(seed=7))
+    assert "the newest checkpoint has done all 2 steps of the run already" in refused(**resume(num_steps=1))
+
+
+def test_half_a_checkpoint_is_passed_over(make_job: Any, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    first = run_job(with_checkpoints(make_job(), kept, 4), tmp_path / "first")
+    assert [timing.step for timing in first.checkpoints] == [2, 4]
+    damaged = next((kept / "step-00000004").glob("*.distcp"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    (kept / ".unfinished-step-00000006").mkdir()
+    second = run_job(with_checkpoints(make_job(), kept, resume=True), tmp_path / "second")
+    assert second.first_step == 2
+    assert second.notes == (
+        f"{kept / 'step-00000004'} is passed over: {damaged.name} is not as it was written",
+        "resuming after step 2",
+    )
+    assert sorted(path.name for path in kept.iterdir()) == ["step-00000004", "step-00000006"]
+
+
+@pytest.mark.slow
+def test_a_folder_that_ranks_do_not_share_is_refused(
+    make_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has a file system of its own at that place, as another host would."""
+    trial = ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(trial, check=False, capture_output=True).returncode:
+        pytest.skip("a file system of one's own takes root, who may mount")
+    monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path / "kept"))
+    with pytest.raises(RunError) as caught:
+        run_job(with_checkpoints(make_job(dp=2), tmp_path / "kept"), tmp_path / "out", rank_module="apart_worker")
+    assert str(caught.value).startswith(
+        f"rank 1 raised RunError: {tmp_path / 'kept'} is not the folder that rank 0 has; name one that all nodes share"
+    )
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False, capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_is_told_and_training_goes_on(
+    make_job: Any, make_model: Any, full_disk: Path, tmp_path: Path
+) -> None:
+    job = make_job(dp=2, model=make_model(vocab_size=6000))
+    run = run_job(with_checkpoints(job, full_disk / "kept"), tmp_path / "out")
+    assert run.complete
+    assert len(run.losses) == NUM_STEPS
+    notes = [note for note in run.notes if note.startswith("the checkpoint")]
+    assert len(notes) == 3
+    # Which it is depends on how much of its file a rank had written when the other one filled the disk.
+    cause = r"(a file could not be written to its end|No space left on device)"
+    for step, note in zip((2, 4, 6), notes, strict=True):
+        assert re.search(
+            rf"^the checkpoint of step {step} was not written \(rank [01]: {cause}; .* are free there\);"
+            r" training went on$",
+            note,
+        )
+    assert list((full_disk / "kept").iterdir()) == []

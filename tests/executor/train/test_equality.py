@@ -1,0 +1,128 @@
+"""Losses and gradients of every strategy against one process that knows nothing of plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from executor.distributed.mesh import ParallelDims, Peers
+from executor.models.model import build_stage, own_weight
+from executor.run import run_job
+from executor.train.data import model_batch
+from executor.train.loss import cross_entropy
+from simplan.plan.plan import RankMapping
+from simplan.runs.run_spec import RunSpec
+from simplan.training.training import TrainingSpec
+from tests.executor.conftest import RANK_PROGRAMS, Run
+from tests.executor.train.reference_optimizers import reference_optimizer
+
+RELATIVE = 1e-9
+
+
+def one_process(job: RunSpec, num_steps: int) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """Mean loss and gradients of each step: one mean over all microbatches of all ranks, then the update."""
+    model = build_stage(job.model, range(len(job.model.layers)), torch.float64, torch.device("cpu"), job.seed)
+    optimizer = reference_optimizer(job.training, list(model.parameters()))
+    num_samples = job.training.global_batch_size
+    num_parts = num_samples // job.plan.microbatch_size
+    losses, gradients = [], []
+    for step in range(num_steps):
+        inputs, targets = model_batch(job.model, seed=job.seed, step=step, first_sample=0, num_samples=num_samples)
+        inputs = inputs.double() if inputs.is_floating_point() else inputs
+        parts = [
+            cross_entropy(model(x), y) for x, y in zip(inputs.chunk(num_parts), targets.chunk(num_parts), strict=True)
+        ]
+        loss = torch.stack(parts).mean()
+        model.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if job.training.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), job.training.clip_grad_norm)
+        losses.append(loss.item())
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+    return losses, gradients
+
+
+def run_in_float64(job: RunSpec, folder: Path) -> Run:
+    """Real ranks, which write down their gradients."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
+        return Run(job, run_job(job, folder, rank_module="dumping_worker"), folder)
+
+
+def own_part(job: RunSpec, rank: int, name: str, whole: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """What a rank has of a gradient, where tensors are split or experts are dealt out."""
+    plan, mapping = job.plan, RankMapping.of(job.plan)
+    tp = Peers(plan.tp, mapping.place(rank).tp)
+    dims = ParallelDims(plan.shard, tp=tp, ep=Peers(plan.ep, mapping.ep_group(rank).index(rank)))
+    return own_weight(whole, name, found, dims)
+
+
+def test_losses_and_gradients_equal_one_process(finished_run: Run) -> None:
+    assert_equal_to_one_process(finished_run)
+
+
+def assert_equal_to_one_process(finished_run: Run) -> None:
+    """Losses and gradients of every step."""
+    job = finished_run.job
+    num_steps = job.num_all_steps
+    losses, gradients = one_process(job, num_steps)
+    assert finished_run.measurement.losses == pytest.approx(losses, rel=RELATIVE)
+    for step, wanted in enumerate(gradients):
+        largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+        seen = set()
+        for rank in range(job.plan.num_devices):
+            file = finished_run.out_dir / f"gradients.rank{rank}.step{step}.pt"
+            for name, found in torch.load(file).items():
+                # Of a tied weight on two stages, the head's copy is the embedding's tensor.
+                name = name if name in wanted else "layers.0.wte.weight"
+                expected = own_part(job, rank, name, wanted[name], found)
+                # biases of keys change no softmax: their gradients are nothing but rounding
+                scale = max(float(expected.abs().max()), RELATIVE * largest)
+                assert float((found - expected).abs().max()) < RELATIVE * scale, (step, rank, name)
+                seen.add(name)
+        assert seen == set(wanted)
+
+
+MIXED = {
+    "ddp": ({"dp_replicate": 2, "bucket_bytes": 40_000}, "gpt", {"all_reduce": 4}),
+    "fsdp": ({"dp_shard": 2}, "llama", {"all_gather": 2, "reduce_scatter": 4}),
+    "pipeline": ({"pp": 2}, "gpt", {"send": 4, "recv": 4, "all_reduce": 4}),
+    "pipeline of fsdp": ({"pp": 2, "dp_shard": 2}, "llama", {"all_gather": 2, "send": 2, "reduce_scatter": 4}),
+}
+"""Plan, family, and bytes an element of some messages."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "fsdp")) for n in MIXED])
+def test_bf16_is_close_to_one_process(name: str, tmp_path: Path, make_job: Any, make_model: Any) -> None:
+    """Gradients that are averaged, and what FSDP or a stage hands on, have the widths of mixed precision."""
+    plan, family, widths = MIXED[name]
+    model = make_model(family, vocab_size=96)
+    batch = 8 * plan.get("dp_replicate", 1) * plan.get("dp_shard", 1)
+    training = TrainingSpec(global_batch_size=batch, precision="bf16")
+    schedule = "1f1b" if "pp" in plan else "none"
+    job = make_job(schedule, model=model, plan=plan, training=training, dtype="bf16")
+    measurement = run_job(job, tmp_path)
+    losses, _ = one_process(job, 3)
+    assert measurement.losses == pytest.approx(losses, rel=2e-3)
+    assert measurement.losses != pytest.approx(losses, rel=1e-7)
+    assignment = job.assignment
+    for rank in measurement.ranks:
+        stage = RankMapping.of(job.plan).place(rank.rank).pp
+        stage_elements = sum(model.layers[i].num_parameters for i in assignment.layer_range(stage))
+        if model.tied_embeddings and job.plan.pp == 1:
+            stage_elements -= model.vocab_size * model.hidden_size
+        for kind, width in widths.items():
+            found = [c.num_bytes for c in rank.collectives if c.kind == kind]
+            hidden = job.plan.microbatch_size * model.seq_len * model.hidden_size
+            if kind in ("send", "recv"):
+                assert set(found) == {width * hidden}
+            elif kind == "all_reduce" and job.plan.pp > 1:
+                assert found == [width * model.vocab_size * model.hidden_size]
+            elif kind != "all_gather" or job.plan.pp > 1:
+                assert sum(found) == width * stage_elements
+            else:
+                assert max(found) == width * max(layer.num_parameters for layer in model.layers)

@@ -1,0 +1,148 @@
+"""Every optimizer, and clipped gradients, with every sharding of parameters: against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.run import run_job
+from simplan.errors import NotModelledError
+from simplan.program.program import MemoryCategory
+from simplan.training.optimizer import OPTIMIZERS
+from simplan.training.training import TrainingSpec
+from tests.executor.conftest import MakeJob, MakeModel
+from tests.executor.distributed.test_level2 import assert_issued_as_predicted
+from tests.executor.dry_run.accounting import account, predicted_peak
+from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
+
+PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+    "one": ("none", {}),
+    "ddp": ("none", {"dp_replicate": 2, "bucket_bytes": 40_000}),
+    "zero-1": ("none", {"dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000}),
+    "fsdp": ("none", {"dp_shard": 2}),
+    "fsdp on host": ("none", {"dp_shard": 2, "offload_optimizer": True}),
+    "hsdp": ("none", {"dp_shard": 2, "dp_replicate": 2}),
+    "tp": ("none", {"tp": 2}),
+    "tp x zero-1": ("none", {"tp": 2, "dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000}),
+    "tp x fsdp": ("none", {"tp": 2, "dp_shard": 2}),
+    "cp x fsdp": ("none", {"cp": 2, "cp_comm": "a2a", "dp_shard": 2}),
+    "1f1b": ("1f1b", {"pp": 2}),
+    "zb-v": ("zb-v", {"pp": 2}),
+    "1f1b x zero-1": ("1f1b", {"pp": 2, "dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000}),
+    "1f1b x fsdp": ("1f1b", {"pp": 2, "dp_shard": 2}),
+    "1f1b x fsdp on host": ("1f1b", {"pp": 2, "dp_shard": 2, "offload_optimizer": True}),
+    "1f1b x tp": ("1f1b", {"pp": 2, "tp": 2}),
+}
+CLIP = 0.3  # below the norm in every step, so that gradients are scaled
+
+UPDATES: dict[str, dict[str, Any]] = {
+    **{name: {"optimizer": name, "clip_grad_norm": CLIP} for name in ("sgd_momentum", "lars", "lamb")},
+    "adamw foreach": {"optimizer": "adamw", "fused_optimizer": False},
+    "adam fused": {"optimizer": "adam", "fused_optimizer": True},
+    "sgd_momentum foreach": {"optimizer": "sgd_momentum", "fused_optimizer": False},
+    "sgd fused": {"optimizer": "sgd", "fused_optimizer": True},
+}
+QUICK = {
+    ("tp x fsdp", "lamb"),
+    ("zero-1", "lamb"),
+    ("1f1b", "lars"),
+    ("fsdp", "sgd_momentum"),
+    ("fsdp", "adamw foreach"),
+    ("fsdp on host", "lamb"),
+}
+
+
+def job_of(plan: str, training: dict[str, Any], make_job: MakeJob, make_model: MakeModel) -> Any:
+    schedule, fields = PLANS[plan]
+    fields = dict(fields)
+    sharded_ends = "pp" in fields and "dp_shard" in fields and "zero_stage" not in fields
+    pp = fields.pop("pp", 1)
+    layers = 4 if schedule == "zb-v" else 2
+    model = make_model("llama" if sharded_ends else "gpt", vocab_size=96, num_hidden_layers=layers)
+    batch = 8 * fields.get("dp_shard", 1) * fields.get("dp_replicate", 1)
+    return make_job(
+        schedule,
+        pp=pp,
+        model=model,
+        plan=fields,
+        training=TrainingSpec(global_batch_size=batch, precision="fp32", **training),
+        dtype="fp64",
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "update"),
+    [
+        pytest.param(plan, update, marks=[] if (plan, update) in QUICK else [pytest.mark.slow])
+        for plan in PLANS
+        for update in UPDATES
+    ],
+)
+def test_run_equals_one_process_and_issues_what_is_predicted(
+    plan: str, update: str, tmp_path: Path, make_job: MakeJob, make_model: MakeModel
+) -> None:
+    """Later losses follow from updates, gradients are as clipping leaves them."""
+    run = run_in_float64(job_of(plan, UPDATES[update], make_job, make_model), tmp_path)
+    assert_equal_to_one_process(run)
+    assert_issued_as_predicted(run)
+
+
+@pytest.mark.parametrize(
+    ("plan", "optimizer"), [("zero-1", "adamw"), *(pytest.param("one", o, marks=pytest.mark.slow) for o in OPTIMIZERS)]
+)
+def test_workspace_of_foreach_step_is_as_predicted(
+    plan: str, optimizer: str, make_job: MakeJob, make_model: MakeModel
+) -> None:
+    """In a dry run, with so few tokens that Adam's step is the peak."""
+    fused = False if optimizer in ("adam", "adamw", "sgd", "sgd_momentum") else None
+    job = job_of(plan, {"optimizer": optimizer, "fused_optimizer": fused}, make_job, make_model)
+    model = make_model("llama", vocab_size=96, hidden_size=256, num_hidden_layers=2, seq_len=4)
+    job = job.model_copy(update={"dtype": "fp32", "model": model})
+    found, predicted = account(job, 0), predicted_peak(job, 0)
+    if optimizer.startswith("adam"):
+        assert found.action == predicted.action == "0OPTIM"
+        updated = predicted.by_category[MemoryCategory.OPTIMIZER] // 2
+        assert found.by_category[MemoryCategory.WORKSPACE] == pytest.approx(updated, abs=4096)  # activations' tables
+        assert found.total_bytes == pytest.approx(predicted.total_bytes, rel=1e-3)
+    else:
+        assert found.action != "0OPTIM"
+        assert predicted.action != "0OPTIM"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("plan", [pytest.param("one", marks=pytest.mark.slow), "1f1b x fsdp"])
+def test_optimizer_states_are_as_large_as_predicted(
+    plan: str, optimizer: str, make_job: MakeJob, make_model: MakeModel
+) -> None:
+    """In a dry run; the step allocates nothing else."""
+    job = job_of(plan, {"optimizer": optimizer, "clip_grad_norm": CLIP}, make_job, make_model)
+    job = job.model_copy(update={"dtype": "fp32"})
+    found, predicted = account(job, 0), predicted_peak(job, 0)
+    states = predicted.by_category.get(MemoryCategory.OPTIMIZER, 0)
+    assert found.by_category.get(MemoryCategory.OPTIMIZER, 0) == pytest.approx(states, abs=400)  # counts of steps
+    assert found.total_bytes == pytest.approx(predicted.total_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("training", "plan", "said"),
+    [
+        ({"clip_grad_norm": 1.0}, {"ep": 2, "dp_replicate": 2}, "training.clip_grad_norm = 1: clipping with experts"),
+        ({"optimizer": "lamb"}, {"ep": 1, "tp": 2}, "training.optimizer = lamb: with experts that tensor-parallel"),
+        (
+            {"optimizer": "lamb", "fused_optimizer": True},
+            {},
+            "training.fused_optimizer = true: is of torch's optimizers",
+        ),
+    ],
+)
+def test_unmodeled_optimizer_settings_are_refused(
+    training: dict[str, Any], plan: dict[str, Any], said: str, tmp_path: Path, make_job: MakeJob, make_model: MakeModel
+) -> None:
+    experts = {"num_experts": 4, "top_k": 2, "moe_intermediate_size": 48}
+    model = make_model("moe", **experts) if "ep" in plan else make_model()
+    batch = 8 * plan.get("dp_replicate", 1)
+    job = make_job(model=model, plan=plan, training=TrainingSpec(global_batch_size=batch, precision="fp32", **training))
+    with pytest.raises(NotModelledError, match=said):
+        run_job(job, tmp_path)

@@ -1,0 +1,96 @@
+"""Explanations: parts sum to wholes, and differences to differences."""
+
+from __future__ import annotations
+
+import pytest
+
+from simplan import catalog
+from simplan.explain import Explanation, difference, explain
+from simplan.explain.exposure import exposed_s
+from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
+from simplan.predict import Simulated, predict_step
+from simplan.prediction import Prediction
+from simplan.report.explanation import difference_text, explanation_text
+from simplan.training.training import TrainingSpec
+
+PLANS = {
+    "ddp": ParallelPlan(dp_replicate=4, microbatch_size=2),
+    "fsdp": ParallelPlan(dp_shard=4, microbatch_size=2, recompute="full"),
+    "pipeline-fsdp": ParallelPlan(pp=2, dp_shard=2, microbatch_size=2),
+    "tensor": ParallelPlan(tp=4, microbatch_size=2),
+    "lists": ParallelPlan(dp_shard=4, microbatch_size=1),
+}
+LISTS = catalog.software("torch").model_copy(update={"lists_of_shards": True})
+
+
+def predicted(plan: ParallelPlan) -> tuple[Prediction, Simulated]:
+    model = catalog.model("gpt2-124m").model_copy(update={"vocab_size": 50304, "tied_embeddings": False})
+    cluster = catalog.cluster("dgx-h100", num_devices=4)
+    software = LISTS if plan == PLANS["lists"] else catalog.software("torch")
+    return predict_step(Job(model, cluster, TrainingSpec(global_batch_size=16), plan, software), name="test")
+
+
+@pytest.fixture(scope="module")
+def explained() -> dict[str, Explanation]:
+    return {name: explain(*predicted(plan)) for name, plan in PLANS.items()}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_parts_sum_to_the_step_and_to_the_memory(name: str, explained: dict[str, Explanation]) -> None:
+    found = explained[name]
+    assert sum(part.value for part in found.time) == pytest.approx(found.step_time_s, rel=1e-9)
+    assert sum(part.value for part in found.memory) == pytest.approx(found.device_bytes, rel=1e-12)
+    assert all(part.formula for part in (*found.time, *found.memory, *found.figures))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_groups_are_the_split_of_the_rank(name: str, explained: dict[str, Explanation]) -> None:
+    """The same numbers by another way: ``predict`` gets them from spans."""
+    found, split = explained[name], predicted(PLANS[name])[0].splits[explained[name].rank]
+    for group, seconds in {
+        "compute": split.compute_s,
+        "recompute": split.recompute_s,
+        "exposed communication": split.exposed_communication_s,
+        "host": split.host_s,
+        "optimizer": split.optimizer_s,
+    }.items():
+        total_s = sum(part.value for part in found.time if part.group == group)
+        assert total_s == pytest.approx(seconds, rel=1e-9, abs=1e-12)
+
+
+def test_a_formula_holds_its_numbers(explained: dict[str, Explanation]) -> None:
+    """124,439,808 parameters of GPT-2, of which the head is not tied here and the vocabulary padded."""
+    (parameters,) = [part for part in explained["ddp"].memory if part.name == "parameters"]
+    assert parameters.formula.startswith(f"{124_439_808 + 50_304 * 768 + 47 * 768:,} parameters x 4 B")
+
+
+def test_differences_sum_to_the_difference(explained: dict[str, Explanation]) -> None:
+    first, second = explained["ddp"], explained["fsdp"]
+    found = difference(first, second)
+    assert sum(row.difference for row in found.time) == pytest.approx(second.step_time_s - first.step_time_s)
+    assert sum(row.difference for row in found.memory) == pytest.approx(second.device_bytes - first.device_bytes)
+    assert any(row.group == "recompute" and row.first == 0.0 for row in found.time)
+    assert all(row.difference == 0 for row in difference(first, first).time)
+
+
+def test_texts_name_every_part(explained: dict[str, Explanation]) -> None:
+    text = explanation_text(explained["fsdp"])
+    for part in (*explained["fsdp"].time, *explained["fsdp"].memory):
+        assert part.name.replace("_", " ") in text.replace("_", " ")
+    assert "-> test: a step" in difference_text(difference(explained["ddp"], explained["fsdp"]))
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_exposure_is_shared_by_what_moves_at_once() -> None:
+    """Computing from 2 to 5; one message from 0 to 4, another from 1 to 7."""
+    found = exposed_s([(2.0, 5.0)], [("a", (0.0, 4.0)), ("b", (1.0, 7.0))])
+    assert found == {"a": 1.0 + 0.5, "b": 0.5 + 2.0}
+
+
+def test_microbatches_in_flight_are_named_at_the_peak() -> None:
+    """Stage 0 of two holds two microbatches at the worst instant of 1F1B, which is inside a backward."""
+    plan = ParallelPlan(pp=2, tp=2, sequence_parallel=False, microbatch_size=1, stage_layers=(8, 4))
+    found = explain(*predicted(plan))
+    (activations,) = [part for part in found.memory if part.name == "activations"]
+    assert "2 microbatches of stage 0 x" in activations.formula

@@ -1,0 +1,164 @@
+"""Formats of linear layers against their published definitions, and torchao's own count of what casts move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from simplan import catalog
+from simplan.errors import SpecError
+from simplan.job import Job
+from simplan.model.low_precision import LinearFormat, casts, linear_format, linears
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
+from simplan.plan.shard import Shard
+from simplan.rules import check_job
+from simplan.training.training import TrainingSpec
+
+TORCH = catalog.software("torch")
+LLAMA = catalog.model("llama3-8b")
+
+
+def form(precision: Any, recipe: Any = None, kept: Any = "wide") -> LinearFormat:
+    return linear_format(precision, recipe, kept)
+
+
+@pytest.mark.parametrize(
+    ("precision", "recipe", "bits"),
+    [
+        ("fp8", None, 8),
+        ("fp8", "rowwise", 8 + 32 / 4096),
+        ("fp8", "blockwise", 8.25),
+        ("mxfp8", None, 8.25),
+        ("nvfp4", None, 4.5),
+    ],
+)
+def test_bits_of_an_element_and_its_share_of_the_scales(precision: str, recipe: str | None, bits: float) -> None:
+    """mxfp8: 8 bits and an 8-bit scale for 32 (OCP MX 1.0); nvfp4: 4 and 8 for 16 (arXiv:2509.25149); DeepSeek-V3:
+    fp32 for 128."""
+    made = form(precision, recipe).quantized_bytes(4096, 4096)
+    assert made == pytest.approx(4096 * 4096 * bits / 8, abs=4)
+
+
+def test_blocks_of_deepseeks_weights_are_128_by_128() -> None:
+    assert form("fp8", "blockwise").quantized_bytes(256, 384, weight=True) == 256 * 384 + 2 * 3 * 4
+
+
+# bytes an element over forward and backward, of torchao/testing/training/roofline_utils.py at 36027d82: input (and
+# gradient) and weight
+TORCHAO = {
+    ("fp8", "tensorwise"): (2 + 2 + 2 * 1, 2 + (2 + 1) + (2 + 1)),
+    ("fp8", "rowwise"): ((2 + 1 + 2) + (2 + 1), (2 + 1) + 2 * 2 + (2 + 1)),
+    ("fp8", "rowwise_with_gw_hp"): (2 + 1, (2 + 1) + (2 + 1)),
+    ("mxfp8", None): ((2 + 1) + (2 + 1), (2 + 1) + (2 + 1)),
+}
+AGAIN = {
+    ("fp8", "tensorwise"): (2 + 2, 2),  # reads for the largest element, and the input for its second copy, once more
+    ("fp8", "rowwise"): (2, 0),  # the input is read once more, in backward
+    ("fp8", "rowwise_with_gw_hp"): (0, 2),  # the largest element of the weight is looked for once more
+    ("mxfp8", None): (0, 0),
+}
+"""What is more where nothing but 16-bit tensors are kept from forward to backward."""
+
+
+@pytest.mark.parametrize("case", list(TORCHAO))
+def test_casts_move_the_bytes_that_torchao_counts(case: tuple[str, str | None]) -> None:
+    moved = {"input": 0, "weight": 0, "gradient": 0}
+    for cast in casts(form(*case)):
+        moved[cast.operand] += 2 * (cast.reads + cast.wide_writes) + cast.writes
+    (activation, weight), again = TORCHAO[case], AGAIN[case]
+    assert moved == {"input": activation + again[0], "weight": weight + again[1], "gradient": activation}
+
+
+@pytest.mark.parametrize(
+    ("trained", "propagates", "copies"),
+    [
+        (True, True, {"input": 2, "weight": 2, "gradient": 2}),
+        (False, True, {"input": 1, "weight": 2, "gradient": 1}),
+        (False, False, {"input": 1, "weight": 1}),
+    ],
+)
+def test_what_no_product_of_backward_takes_is_not_quantized(
+    trained: bool, propagates: bool, copies: dict[str, int]
+) -> None:
+    """Each product takes two operands: forward input and weight, then gradient and weight, gradient and input."""
+    found = list(casts(form("fp8", kept="quantized"), trained=trained, propagates=propagates))
+    assert {cast.operand: cast.writes for cast in found} == copies
+    assert sum(copies.values()) == 2 * (1 + trained + propagates)
+
+
+def test_kept_quantized_operands_are_not_cast_again() -> None:
+    """nvfp4_linear of torchao: one pass for the largest, one that writes rows and columns, of each of the three."""
+    assert [(c.operand, c.backward, c.reads, c.writes) for c in casts(form("nvfp4", kept="quantized"))] == [
+        ("input", False, 2, 2),
+        ("weight", False, 2, 2),
+        ("gradient", True, 2, 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("preset", "names"),
+    [
+        ("gpt2-124m", {"qkv", "proj", "up", "down"}),
+        ("llama3-8b", {"q", "k", "v", "proj", "gate", "up", "down"}),
+        ("mixtral-8x7b", {"q", "k", "v", "proj"}),
+    ],
+)
+def test_linear_layers_of_blocks_only(preset: str, names: set[str]) -> None:
+    layers = catalog.model(preset).layers_of(Shard())
+    assert {gemm.name for gemm in linears(layers[1])} == names
+    assert not linears(layers[0])
+    assert not linears(layers[-1])
+
+
+def refusals(training: dict[str, Any], plan: dict[str, Any] | None = None, model: ModelSpec = LLAMA) -> list[str]:
+    made = ParallelPlan.model_validate({"microbatch_size": 1, **(plan or {})})
+    cluster = catalog.cluster("dgx-b200", made.num_devices)
+    asked = TrainingSpec.model_validate({"global_batch_size": 64, **training})
+    with pytest.raises(SpecError) as caught:
+        check_job(Job(model, cluster, asked, made, TORCH))
+    return [problem.sentence() for problem in caught.value.problems]
+
+
+def gpt(**fields: Any) -> ModelSpec:
+    sizes = {"hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 2048, "seq_len": 320, "num_hidden_layers": 4}
+    return ModelSpec(**{"family": "gpt", **sizes, **fields})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ({"precision": "fp8", "fp8_recipe": "delayed"},),
+            "training.fp8_recipe = delayed: linear layers of torch have no such recipe; use tensorwise, rowwise, "
+            "rowwise_with_gw_hp or blockwise",
+        ),
+        (
+            ({"precision": "mxfp8", "fp8_recipe": "rowwise"},),
+            "training.fp8_recipe = rowwise: is for training.precision = fp8, not for mxfp8; remove it",
+        ),
+        (
+            ({"precision": "fp8"}, {"pp": 4, "schedule": "zb-h1"}),
+            "plan.schedule = zb-h1: a backward in two parts is not modelled with training.precision = fp8: a linear "
+            "layer in low precision is one function of autograd, which makes the gradients of input and weight "
+            "together; use 1f1b, or precision bf16",
+        ),
+        (
+            ({"precision": "fp8"}, {}, catalog.model("resnet-50")),
+            "training.precision = fp8: is not modelled yet for resnet: its matrix products are convolutions; use bf16",
+        ),
+        (
+            ({"precision": "fp8"}, {}, gpt(intermediate_size=4100)),
+            "model = 4100 inputs of down: linear layers in fp8 (tensorwise) need sizes that are multiples of 16; use "
+            "training.precision = bf16",
+        ),
+        (
+            ({"precision": "nvfp4"}, {}, gpt()),
+            "plan.microbatch_size = 1: gives 320 tokens, and the gradients of weights in nvfp4 (nvfp4) need a multiple "
+            "of 128; use a multiple of 2",
+        ),
+    ],
+)
+def test_what_is_not_modelled_or_cannot_be_is_refused_by_name(arguments: Any, sentence: str) -> None:
+    assert refusals(*arguments) == [sentence]

@@ -1,0 +1,165 @@
+"""T5's layers: published counts of work, what goes from layer to layer, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from simplan import catalog
+from simplan.errors import NotModelledError, SpecError
+from simplan.job import Job
+from simplan.model.layer import LayerKind
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
+from simplan.problems import parse_model
+from simplan.program.lowering.lower import Lowering, lower
+from simplan.program.program import Program
+from simplan.program.tables.partition import assign_stage_layers
+from simplan.program.tables.table import plan_table
+from simplan.rules import check_job
+from simplan.training.training import Precision, TrainingSpec
+from tests.jobs import job_to_lower
+
+SIZES: dict[str, Any] = {
+    "family": "t5",
+    "num_hidden_layers": 3,
+    "num_decoder_layers": 5,
+    "hidden_size": 96,
+    "num_attention_heads": 12,
+    "vocab_size": 240,
+    "seq_len": 48,
+    "decoder_seq_len": 20,
+}
+TABLES = 2 * 32 * 12
+
+
+def model(**fields: Any) -> ModelSpec:
+    return parse_model(ModelSpec, {**SIZES, **fields}, prefix=("model",))
+
+
+def check(plan: ParallelPlan, **fields: Any) -> None:
+    cluster = catalog.cluster("dgx-h100", num_devices=plan.num_devices)
+    check_job(Job(model(**fields), cluster, TrainingSpec(global_batch_size=24), plan, catalog.software("torch")))
+
+
+def test_flops_are_those_of_the_paper() -> None:
+    """Raffel et al. 2020, section 3.2.1: an encoder and a decoder of as many layers together cost as much as one stack
+    of them that has all tokens: each token passes through half of the blocks, with cross-attention in the decoder's."""
+    spec = model(num_hidden_layers=6, num_decoder_layers=6, decoder_seq_len=48)
+    blocks = [spec.layers[i] for i in spec.block_indices()]
+    encoder, decoder = (
+        sum(b.flops(full_attention=True) for b in blocks[:6]),
+        sum(b.flops(full_attention=True) for b in blocks[6:]),
+    )
+    n, h, a, d, i = 48, 96, 12, 8, 384
+    attention = 2 * n * 4 * h * a * d + 4 * n * n * a * d
+    assert encoder == 6 * (attention + 2 * n * 2 * h * i)
+    assert decoder - encoder == 6 * attention
+
+
+def test_cross_attention_meets_the_encoders_tokens() -> None:
+    """Keys and values of 48 tokens, queries of 20; none of the scores is masked, as half of the decoder's own are."""
+    block = model().layers[-2]
+    n, m, h, q, i = 20, 48, 96, 96, 384
+    own = 2 * n * 4 * h * q + 4 * n * n * q // 2
+    cross = 2 * (2 * n * h * q + 2 * m * h * q) + 4 * n * m * q
+    assert block.flops() == own + cross + 2 * n * 2 * h * i
+
+
+def test_kinds_of_layers() -> None:
+    """The last encoder block differs in its norm alone; all decoder blocks are equal."""
+    layers = model().layers
+    assert [layer.kind for layer in layers] == [LayerKind.EMBEDDING, *[LayerKind.BLOCK] * 8, LayerKind.HEAD]
+    keys = [layer.key for layer in layers]
+    assert len(set(keys[1:3])) == 1 == len(set(keys[4:9]))
+    assert layers[3].num_parameters - layers[2].num_parameters == 96
+    assert model().num_blocks == 8
+    gated = model(gated_mlp=True).layers
+    assert not set(keys) & {layer.key for layer in gated[1:]}
+
+
+def program_of(precision: Precision) -> Program:
+    """Four stages: embedding and a block of the encoder, one more, the last one and two of the decoder, the rest."""
+    spec, plan = model(tied_embeddings=False), ParallelPlan(pp=4, microbatch_size=2)
+    assignment = assign_stage_layers((1, 1, 3, 3))
+    training = TrainingSpec(global_batch_size=8, precision=precision)
+    return lower(
+        job_to_lower(spec, training, plan, catalog.software("torch")), assignment, plan_table(plan, 4), Lowering()
+    )
+
+
+def messages(program: Program, action: str) -> list[tuple[int, int]]:
+    """Bytes of each, and how many of them are held until it is done."""
+    ops = [op for op in program.ops if str(op.action) == action and op.message is not None]
+    return [(op.message.num_bytes, sum(e.after_bytes for e in op.memory)) for op in ops if op.message is not None]
+
+
+@pytest.mark.parametrize(("precision", "narrow"), [("fp32", 4), ("bf16", 2)])
+def test_every_boundary_carries_three_tensors(precision: Precision, narrow: int) -> None:
+    """States of the encoder and the decoder, and the tables; the encoder's output is in 16 bits under autocast.
+
+    What only passes through a stage is in its receive buffer and held nowhere else. All of them have gradients.
+    """
+    program = program_of(precision)
+    encoder, decoder, tables = 2 * 48 * 96, 4 * 2 * 20 * 96, 4 * 2 * TABLES
+    assert messages(program, "0SEND_F0") == [(size, size) for size in (4 * encoder, decoder, tables)]
+    assert messages(program, "1SEND_F0") == [(4 * encoder, 4 * encoder), (decoder, 0), (tables, 0)]
+    output = narrow * encoder
+    assert messages(program, "2SEND_F0") == [(output, output), (decoder, decoder), (tables, 0)]
+    assert messages(program, "3SEND_B0") == [(size, size) for size in (output, decoder, tables)]
+    assert messages(program, "2SEND_B0") == [(size, size) for size in (4 * encoder, decoder, tables)]
+    assert [size for size, _ in messages(program, "1RECV_B0")] == [4 * encoder, decoder, tables]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"num_key_value_heads": 4}, "model.num_key_value_heads = 4: is for models of family"),
+        ({"max_position_embeddings": 512}, "model.max_position_embeddings = 512: is for models of family"),
+        ({"decoder_seq_len": 0}, "model.decoder_seq_len = 0: must be at least 1"),
+        ({"family": "gpt"}, "is for models of family t5, and family = gpt; remove it"),
+    ],
+)
+def test_fields_are_refused_by_name(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        model(**fields)
+    assert sentence in str(caught.value)
+
+
+def test_buckets_are_halved_twice() -> None:
+    with pytest.raises(SpecError, match=r"buckets = 30: must be a multiple of 4: .*; use 28 or 32"):
+        check(ParallelPlan(), relative_attention_buckets=30)
+
+
+def test_defaults() -> None:
+    spec = model(num_decoder_layers=3, decoder_seq_len=48)
+    short = {
+        key: value for key, value in SIZES.items() if not key.startswith("num_decoder") and key != "decoder_seq_len"
+    }
+    assert parse_model(ModelSpec, short, prefix=("model",)) == spec
+    assert (spec.tied_embeddings, spec.intermediate_size, spec.head_dim) == (True, 4 * 96, 8)
+    assert not model(gated_mlp=True).tied_embeddings
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        ({"tp": 2, "sequence_parallel": False}, "plan.tp = 2: tensor parallelism of an encoder and a decoder is not"),
+        ({"cp": 2}, "plan.cp = 2: context parallelism of an encoder and a decoder is not modelled yet; use 1"),
+        ({"pp": 2, "dp_shard": 2}, "model.tied_embeddings = true: sharding of an embedding whose two copies"),
+    ],
+)
+def test_plans_that_are_not_modelled(plan: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(NotModelledError) as caught:
+        check(ParallelPlan(**plan))
+    assert sentence in str(caught.value)
+
+
+def test_stages_are_counted_in_blocks_of_both_stacks() -> None:
+    check(ParallelPlan(pp=8))
+    check(ParallelPlan(pp=2, stage_layers=(5, 3)))
+    with pytest.raises(SpecError, match="16 stages must be at most the 8 blocks"):
+        check(ParallelPlan(pp=8, virtual_stages=2, schedule="interleaved_1f1b"))
+    with pytest.raises(SpecError, match="sums to 7 and the model has the 8 blocks"):
+        check(ParallelPlan(pp=2, stage_layers=(4, 3)))

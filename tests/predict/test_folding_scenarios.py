@@ -1,0 +1,48 @@
+"""Every scenario: folded as unfolded, one step time and memory, large ones by whole actions; compiled as simulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from simplan.cost.pricing import price_program
+from simplan.predict import build_program, cost_model, simulate_program
+from simplan.scenario import load_scenario
+from simplan.sim.memory import memory_peak
+from tests.laws import check_engines
+
+SCENARIOS = sorted((Path(__file__).parents[2] / "scenarios").glob("*.yaml"))
+MOST_OPERATIONS = 40_000
+LARGE = ("four-dimensions", "moe-pipeline", "three-dimensions")
+"""Smaller ones combine the same axes two by two."""
+
+ALL = [pytest.param(file, marks=[pytest.mark.slow] if file.stem in LARGE else [], id=file.stem) for file in SCENARIOS]
+
+
+@pytest.mark.parametrize("file", ALL)
+def test_folded_is_unfolded(file: Path) -> None:
+    scenario = load_scenario(file)
+    prediction = scenario.predict()
+    folded, level = build_program(prediction), 2
+    if len(folded.ops) / len(folded.ranks) * scenario.job.plan.num_devices > MOST_OPERATIONS:
+        folded, level = build_program(prediction, level=1), 1
+    whole = build_program(prediction, level=level, folded=False)
+    cost = cost_model(scenario.job, None)
+    once, every = (
+        simulate_program(program, cost, scenario.job.cluster).times.step_time_s for program in (folded, whole)
+    )
+    assert once == pytest.approx(every, rel=1e-9)
+    peaks = [memory_peak(whole, rank).total_bytes for rank in whole.ranks]
+    assert peaks == [memory_peak(folded, rank).total_bytes for rank in folded.stands_for]
+    if level == 2:
+        assert prediction.step_time_s == pytest.approx(every, rel=1e-9)
+        assert [memory.allocated_bytes for memory in prediction.memory] == peaks
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("file", ALL)
+def test_compiled_is_simulated(file: Path, level: int) -> None:
+    scenario = load_scenario(file)
+    program = build_program(scenario.predict(), level=level)
+    check_engines(program, price_program(program, cost_model(scenario.job, None)).durations_s)

@@ -1,0 +1,245 @@
+"""Predictions as a whole: against closed forms, published counts and each other."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simplan import catalog
+from simplan.errors import SpecError
+from simplan.job import Job
+from simplan.model.layer import CollectiveKind
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
+from simplan.predict import build_program, cost_model, predict
+from simplan.predict.simulated import simulate_program
+from simplan.prediction import Prediction
+from simplan.program.program import MemoryCategory, Message, Stream
+from simplan.training.training import TrainingSpec
+from simplan.units import GIB
+
+TORCH = catalog.software("torch")
+GPT2 = catalog.model("gpt2-124m")
+
+
+def ask(plan: ParallelPlan, *, batch: int = 32, model: ModelSpec = GPT2, cluster: str = "dgx-h100") -> Prediction:
+    return predict(
+        Job(
+            model,
+            catalog.cluster(cluster, num_devices=plan.num_devices),
+            TrainingSpec(global_batch_size=batch),
+            plan,
+            TORCH,
+        ),
+        name="test",
+    )
+
+
+def test_a_single_device_has_no_bubble_and_no_communication() -> None:
+    found = ask(ParallelPlan(microbatch_size=4))
+    assert found.bubble_fraction == pytest.approx(0.0, abs=1e-12)
+    (split,) = found.splits
+    assert split.exposed_communication_s == 0.0
+    assert split.compute_s + split.optimizer_s == pytest.approx(found.step_time_s)
+
+
+def test_mfu_is_model_flops_over_peak() -> None:
+    """6 N per token and 12 L h s per token of full attention (PaLM, appendix B), by hand; causal counts half."""
+    found = ask(ParallelPlan(dp_replicate=8, microbatch_size=2), batch=64)
+    matrices = 12 * 12 * 768**2 + 50257 * 768
+    tokens = 64 * 1024
+    full = tokens * (6 * matrices + 12 * 12 * 768 * 1024)
+    causal = tokens * (6 * matrices + 6 * 12 * 768 * 1024)
+    peak = 8 * 989e12 * found.step_time_s
+    assert found.mfu_full_attention == pytest.approx(full / peak, rel=1e-9)
+    assert found.mfu == found.hfu == pytest.approx(causal / peak, rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 8)])
+def test_bubble_is_near_the_closed_form_of_equal_stages(schedule: str, p: int, m: int) -> None:
+    """Stages are equal up to embedding and head, whose share is small here; communication is nearly free."""
+    model = GPT2.model_copy(update={"num_hidden_layers": 48 * p, "vocab_size": 64, "max_position_embeddings": 1024})
+    found = ask(ParallelPlan(pp=p, schedule=schedule), batch=m, model=model)
+    closed = (p - 1) / p if schedule == "naive" else (p - 1) / (m + p - 1)
+    assert found.bubble_fraction == pytest.approx(closed, abs=0.02)
+
+
+def test_states_of_data_parallel_ranks_are_16_bytes_a_parameter() -> None:
+    found = ask(ParallelPlan(dp_replicate=4), batch=4)
+    for rank in found.memory:
+        states = (MemoryCategory.PARAMETERS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER)
+        assert sum(rank.by_category[c] for c in states) == 16 * GPT2.num_parameters
+
+
+def test_a_pipeline_spreads_the_states() -> None:
+    """The tied embedding is held twice, once at each end."""
+    found = ask(ParallelPlan(pp=4), batch=8)
+    held = sum(rank.by_category[MemoryCategory.PARAMETERS] for rank in found.memory)
+    assert held == 4 * (GPT2.num_parameters + 50257 * 768)
+
+
+def test_tied_embeddings_cost_an_all_reduce_between_the_ends() -> None:
+    tied = ask(ParallelPlan(pp=2), batch=8)
+    untied = ask(ParallelPlan(pp=2), batch=8, model=GPT2.model_copy(update={"tied_embeddings": False}))
+
+    def all_reduces(found: Prediction) -> list[Message]:
+        ops = build_program(found, folded=False).ops
+        return [m for op in ops if (m := op.message) and m.kind is CollectiveKind.ALL_REDUCE]
+
+    assert all_reduces(untied) == []
+    assert all_reduces(tied) == [Message(CollectiveKind.ALL_REDUCE, 4 * 50257 * 768, (0, 1))] * 2
+    assert tied.step_time_s > untied.step_time_s
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(["gpipe", "1f1b", "naive"]),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2, 5]),
+)
+def test_bytes_are_conserved_and_replicas_fold(schedule: str, p: int, dp: int, b: int, m: int) -> None:
+    """What is sent is received; every gradient is reduced once; folding a replica changes nothing."""
+    model = GPT2.model_copy(
+        update={
+            "num_hidden_layers": 4,
+            "hidden_size": 96,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 24,
+            "intermediate_size": 384,
+            "vocab_size": 500,
+            "seq_len": 32,
+        }
+    )
+    plan = ParallelPlan(
+        pp=p,
+        dp_replicate=dp,
+        microbatch_size=b,
+        schedule=schedule if p > 1 else "none",
+    )
+    found = ask(plan, batch=b * m * dp, model=model)
+    program = build_program(found, folded=False)
+    sent = [op.message for op in program.ops if op.action.kind.value.startswith("SEND")]
+    received = [op.message for op in program.ops if op.action.kind.value.startswith("RECV")]
+    assert sorted(map(str, sent)) == sorted(map(str, received))
+    assert len(sent) == 2 * m * (p - 1) * dp
+    assert all(
+        w is not None and w.num_bytes == b * 32 * 96 * found.job.software.state_bytes["bf16"].boundary for w in sent
+    )
+    reduced = sum(op.message.num_bytes for op in program.ops if op.message and op.stream is Stream.DATA)
+    held = sum(program.resting_bytes[rank][MemoryCategory.GRADIENTS] for rank in program.ranks)
+    assert reduced == (held if dp > 1 else 0)
+    folded = build_program(found)
+    assert len(folded.ops) * dp == len(program.ops)
+    assert [split.total_s for split in found.splits] == pytest.approx([found.step_time_s] * (p * dp), rel=1e-9)
+
+
+def test_json_has_what_others_rely_on() -> None:
+    found = ask(ParallelPlan(pp=2, dp_replicate=2), batch=8)
+    document = json.loads(json.dumps(found.to_json()))
+    assert document["step_time_s"] == found.step_time_s
+    low, high = document["step_time_interval_s"]
+    assert low < found.step_time_s < high
+    assert document["fits"] is True
+    assert set(document["peak_memory_gib"]) == {"allocated", "reserved", "device"}
+    worst = document["ranks"][document["worst_rank"]]
+    assert sum(worst["memory_gib"].values()) * GIB == pytest.approx(
+        found.worst_memory.allocated_bytes + worst["memory_gib"]["context"] * GIB
+    )
+    assert [rank["rank"] for rank in document["ranks"]] == [0, 1, 2, 3]
+    assert sum(worst["split"].values()) == pytest.approx(found.step_time_s)
+
+
+def test_what_does_not_fit_still_has_a_time() -> None:
+    found = ask(ParallelPlan(dp_replicate=8), batch=8, model=catalog.model("llama3-8b"))
+    assert found.fits is False
+    assert found.worst_memory.by_category[MemoryCategory.PARAMETERS] == 4 * 8_030_261_248
+    assert found.step_time_s > 0
+
+
+def test_this_machine_without_a_calibration_says_what_to_run() -> None:
+    plan, training = ParallelPlan(dp_replicate=2), TrainingSpec(global_batch_size=2, precision="fp32")
+    cluster = catalog.cluster("this-machine", num_devices=2)
+    with pytest.raises(SpecError, match=r"this-machine: needs a calibration.*run `simplan calibrate SCENARIO`"):
+        predict(Job(GPT2, cluster, training, plan, TORCH), name="test")
+
+
+def test_terms_add_up_to_what_ranks_spend() -> None:
+    """Seconds times occurrences a rank, over everything that computes, is the mean of the ranks' compute shares."""
+    found = ask(ParallelPlan(pp=2), batch=8)
+    computing = [t for t in found.terms if not t.name.startswith(("send", "all_reduce"))]
+    spent_s = sum(t.seconds * t.count for t in computing)
+    shares_s = [split.compute_s + split.optimizer_s for split in found.splits]
+    assert spent_s == pytest.approx(sum(shares_s) / len(shares_s), rel=1e-9)
+
+
+@pytest.mark.parametrize(("num_devices", "written_out"), [(8, 1), (12, 2), (16, 1)])
+def test_one_replica_stands_for_those_that_use_the_same_links(num_devices: int, written_out: int) -> None:
+    """Twelve devices in nodes of eight, two stages: only some of the six pipelines cross nodes."""
+    plan = ParallelPlan(pp=2, dp_replicate=num_devices // 2)
+    found = ask(plan, batch=2 * num_devices, cluster="dgx-a100-80gb")
+    whole = build_program(found, folded=False)
+    cost = cost_model(found.job, None)
+    step_time_s = simulate_program(whole, cost, found.job.cluster).times.step_time_s
+    assert found.step_time_s == pytest.approx(step_time_s, rel=1e-9)
+    assert len(build_program(found).ranks) == 2 * written_out
+
+
+def test_interval_of_a_single_device_by_hand() -> None:
+    """Nothing overlaps, so the step is a sum; all of it is computation, whose prices err together."""
+    found = ask(ParallelPlan(microbatch_size=4))
+    longer = 1 + sum(t.seconds * t.count * t.relative_std for t in found.terms) / found.step_time_s
+    low_s, high_s = found.step_time_interval_s
+    assert math.log(high_s / found.step_time_s) == pytest.approx(1.645 * math.log(longer))
+    assert math.log(found.step_time_s / low_s) == pytest.approx(1.645 * math.log(longer))
+
+
+def test_what_the_host_does_errs_apart_from_what_the_device_computes() -> None:
+    """As of one device, whose step is a sum, but of software that waits for the batch before every forward."""
+    software = catalog.software("megatron-lm-2023")
+    training = TrainingSpec(global_batch_size=32)
+    found = predict(
+        Job(GPT2, catalog.cluster("dgx-a100-80gb", num_devices=1), training, ParallelPlan(), software), name="host"
+    )
+    deviations_s = {"host": 0.0, "device": 0.0}
+    for term in found.terms:
+        deviations_s["host" if "host" in term.name else "device"] += term.seconds * term.count * term.relative_std
+    assert all(deviations_s.values())
+    longer = [math.log1p(deviation_s / found.step_time_s) for deviation_s in deviations_s.values()]
+    _, high_s = found.step_time_interval_s
+    assert math.log(high_s / found.step_time_s) == pytest.approx(1.645 * math.hypot(*longer))
+
+
+def test_scores_of_gemma_2_are_said_to_be_tensors() -> None:
+    """Of 8,192 tokens they are most of what a block keeps; Llama's blocks, under the same plan, have none."""
+    asked = catalog.cluster("dgx-h100"), TrainingSpec(global_batch_size=8), ParallelPlan(dp_shard=8)
+    jobs = (Job(catalog.model(name), *asked, catalog.software("torch")) for name in ("gemma2-2b", "llama3-8b"))
+    said = [any("flex_attention" in line for line in predict(job).assumptions) for job in jobs]
+    assert said == [True, False]
+
+
+def test_what_of_deepseek_is_not_modelled_is_said() -> None:
+    model = catalog.model("deepseek-v2-lite")
+    training = TrainingSpec(global_batch_size=8)
+    plan = ParallelPlan(dp_shard=8, ep=8)
+    found = predict(Job(model, catalog.cluster("dgx-h100"), training, plan, catalog.software("torch")), name="experts")
+    assert any("no layer predicts a second token" in sentence for sentence in found.assumptions)
+
+
+def test_stages_have_as_many_blocks_under_megatron_and_nemo() -> None:
+    """As these build a stage (get_num_layers_to_build); the head makes the last stage slowest, unlike balanced ones."""
+    model, cluster = GPT2.model_copy(update={"num_hidden_layers": 6}), catalog.cluster("dgx-h100", num_devices=2)
+    asked = model, cluster, TrainingSpec(global_batch_size=8), ParallelPlan(pp=2)
+    found = {
+        name: predict(Job(*asked, catalog.software(name)), name="x").assignment.boundaries
+        for name in ("torch", "megatron-lm-2022", "megatron-core", "megatron-bridge", "nemo")
+    }
+    assert found.pop("torch") == (0, 5, 8), "the head counts for blocks"
+    assert {*found.values()} == {(0, 4, 8)}

@@ -1,0 +1,102 @@
+"""Marginal values against predictions made anew and closed forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from simplan import catalog
+from simplan.errors import NotModelledError
+from simplan.job import Job
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
+from simplan.predict import Resource, Simulated, marginal_values, predict, predict_step
+from simplan.predict.sensitivity import improved
+from simplan.prediction import Prediction
+from simplan.program.program import Stream
+from simplan.scenario import load_scenario
+from simplan.sim.engine import CoreUse
+from simplan.training.training import TrainingSpec
+
+SCENARIOS = Path(__file__).parents[2] / "scenarios"
+TORCH = catalog.software("torch")
+GPT2 = catalog.model("gpt2-1.5b")
+
+
+def predicted(name: str) -> tuple[Prediction, Simulated]:
+    return load_scenario(SCENARIOS / f"{name}.yaml").predict_step()
+
+
+def asked(plan: ParallelPlan, batch: int, model: ModelSpec = GPT2) -> tuple[Prediction, Simulated]:
+    cluster = catalog.cluster("dgx-h100", num_devices=plan.num_devices)
+    training = TrainingSpec(global_batch_size=batch)
+    return predict_step(Job(model, cluster, training, plan, TORCH), name="test")
+
+
+def pinned(found: Prediction) -> ParallelPlan:
+    """The plan with its stages as they are: other rates can balance layers otherwise."""
+    if found.job.plan.num_stages == 1:
+        return found.job.plan
+    ranges = [found.assignment.layer_range(stage) for stage in range(found.job.plan.num_stages)]
+    blocks = [len(layers) - (stage == 0) - (stage == len(ranges) - 1) for stage, layers in enumerate(ranges)]
+    return found.job.plan.model_copy(update={"stage_layers": tuple(blocks)})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tensor-fsdp",
+        "pipeline-ddp",
+        pytest.param("hsdp", marks=pytest.mark.slow),
+        pytest.param("three-dimensions", marks=pytest.mark.slow),
+        pytest.param("recompute-selective", marks=pytest.mark.slow),
+    ],
+)
+def test_a_marginal_value_is_what_a_prediction_on_better_hardware_says(name: str) -> None:
+    found, simulated = predicted(name)
+    values = {value.resource: value.relative_change for value in marginal_values(found, simulated)}
+    for resource in Resource:
+        cluster = improved(found.job.cluster, resource)
+        assert (resource in values) == (cluster is not None)
+        if cluster is not None:
+            again = predict(replace(found.job, cluster=cluster, plan=pinned(found)), name=name)
+            assert again.assignment == found.assignment
+            assert again.step_time_s / found.step_time_s - 1 == pytest.approx(values[resource], abs=1e-12)
+    assert list(values.values()) == sorted(values.values())
+
+
+def test_all_rates_together_scale_the_step() -> None:
+    """One device, no time beyond the work of kernels: compute and memory share the whole of one percent."""
+    cluster = catalog.cluster("dgx-h100", num_devices=1)
+    kernels = cluster.device.kernels.model_copy(update={"kernel_s": 0.0, "tile_s": 0.0})
+    cluster = cluster.model_copy(update={"device": cluster.device.model_copy(update={"kernels": kernels})})
+    training = TrainingSpec(global_batch_size=8)
+    found, simulated = predict_step(Job(GPT2, cluster, training, ParallelPlan(microbatch_size=8), TORCH), name="test")
+    values = {value.resource: value.relative_change for value in marginal_values(found, simulated)}
+    assert set(values) == {Resource.COMPUTE, Resource.MEMORY_BANDWIDTH, Resource.INTRA_LINK}
+    assert values[Resource.INTRA_LINK] == 0.0
+    assert values[Resource.COMPUTE] + values[Resource.MEMORY_BANDWIDTH] == pytest.approx(1 / 1.01 - 1, rel=1e-3)
+
+
+def test_a_link_is_worth_its_time_on_the_path() -> None:
+    """Exchanges of tensor-parallel ranks, which nothing hides: bandwidth times 1.01, latency as it was."""
+    found, simulated = asked(ParallelPlan(tp=8), 8, catalog.model("llama3-8b"))
+    values = {value.resource: value.relative_change for value in marginal_values(found, simulated)}
+    link = found.job.cluster.intra_link
+    assert link is not None
+    moved_s = 0.0
+    for op in simulated.program.ops:
+        if op.stream is Stream.TENSOR and op.message is not None:
+            # large ones go round a ring with protocol Simple, small reductions twice with LL, at 0.39 of the rate
+            laps, share = (2, 0.39) if op.message.kind == "all_reduce" else (1, 1.0)
+            moved_s += laps * 7 / 8 * op.message.num_bytes / (450e9 * link.bandwidth_share * share)
+    assert values[Resource.INTRA_LINK] * found.step_time_s == pytest.approx(moved_s * (1 / 1.01 - 1))
+
+
+def test_ranks_that_share_cores_have_none() -> None:
+    found, simulated = asked(ParallelPlan(dp_replicate=2), 2)
+    cores = CoreUse(2, [0] * len(simulated.program.ops), [1.0] * len(simulated.program.ops))
+    with pytest.raises(NotModelledError, match="ranks share 2 cores"):
+        marginal_values(found, replace(simulated, sharing=cores))

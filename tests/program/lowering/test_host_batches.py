@@ -1,0 +1,98 @@
+"""Stages that wait for the host to take a microbatch before each forward: closed forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from simplan import catalog
+from simplan.job import Job
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
+from simplan.predict import predict
+from simplan.predict.step_summary import summarize_step
+from simplan.program.action import ActionKind
+from simplan.program.lowering.lower import Lowering, lower
+from simplan.program.program import LayerWork, Op
+from simplan.program.schedules import PipelineShape, interleaved_1f1b, one_f_one_b
+from simplan.program.tables.complete import complete_table
+from simplan.program.tables.partition import assign_stage_layers
+from simplan.program.timeline import SpanKind
+from simplan.sim.engine import simulate
+from simplan.training.training import TrainingSpec
+from tests.jobs import job_to_lower
+
+FORWARD_S, BACKWARD_S, BATCH_S = 1.0, 2.0, 0.25
+
+
+def model(num_hidden_layers: int) -> ModelSpec:
+    return ModelSpec(
+        family="gpt", num_hidden_layers=num_hidden_layers, hidden_size=64, num_attention_heads=4, vocab_size=256,
+        seq_len=16, tied_embeddings=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("waits", "p", "v"),
+    [
+        *((waits, p, 1) for waits in (False, True) for p in (1, 2, 4)),
+        *((True, p, v) for p, v in ((2, 2), (4, 3))),
+    ],
+)
+def test_a_step_is_longer_by_the_batches_that_stages_wait_for(waits: bool, p: int, v: int) -> None:
+    """A forward is longer by one, as are all m v + p - 1 steps of the pipeline."""
+    m, stages = 2 * p, p * v
+    shape = PipelineShape(p, m, v)
+    program = lower(
+        job_to_lower(
+            model(stages),
+            TrainingSpec(global_batch_size=m, precision="fp16"),
+            ParallelPlan(pp=p, virtual_stages=v),
+            catalog.software("megatron-lm-2022").model_copy(
+                update={"waits_for_batch": waits, "runtime": "xla", "trainer": False}
+            ),
+        ),
+        assign_stage_layers([1] * stages),
+        complete_table(one_f_one_b(shape) if v == 1 else interleaved_1f1b(shape)),
+        Lowering(1),
+    )
+
+    def seconds(op: Op) -> float:
+        if op.kind is SpanKind.HOST:
+            return BATCH_S
+        if not any(isinstance(work, LayerWork) for work in op.work):
+            return 0.0
+        return {ActionKind.FORWARD: FORWARD_S, ActionKind.BACKWARD: BACKWARD_S}.get(op.action.kind, 0.0)
+
+    steps = m * v + p - 1
+    found = simulate(program, [seconds(op) for op in program.ops])
+    assert found.step_time_s == pytest.approx(steps * (FORWARD_S + BACKWARD_S + waits * BATCH_S))
+
+
+@pytest.mark.parametrize(
+    ("software", "plan"),
+    [
+        ("megatron-lm-2022", {}),
+        ("megatron-lm-2022", {"pp": 4}),
+        ("megatron-lm-2021", {"pp": 2, "virtual_stages": 2}),
+        ("megatron-lm-2023", {"pp": 2, "schedule": "zb-1p"}),
+        ("megatron-deepspeed", {"pp": 4}),
+    ],
+)
+def test_predictions_hold_them_as_time_of_the_host(software: str, plan: dict[str, Any]) -> None:
+    """Of every rank as often as it waits; in a brief prediction as in a whole one."""
+    found, asked = catalog.software(software), ParallelPlan(**plan)
+    training = TrainingSpec(global_batch_size=8, precision="fp16")
+    cluster = catalog.cluster("dgx-a100-80gb", asked.num_devices)
+    whole = predict(Job(model(8), cluster, training, asked, found), name="host")
+    brief = summarize_step(Job(model(8), cluster, training, asked, found))
+    assert brief.step_time_s == pytest.approx(whole.step_time_s, rel=1e-9)
+    kernels = cluster.device.kernels
+    for rank in range(asked.num_devices):
+        of_host_s = sum(
+            span.end_s - span.start_s
+            for span in whole.timeline.spans
+            if span.rank == rank and span.kind is SpanKind.HOST
+        )
+        assert of_host_s == pytest.approx(kernels.step_s + 8 * asked.virtual_stages * kernels.batch_s)

@@ -1,0 +1,223 @@
+"""Experts on a mesh of their own beside tensor and context parallelism, by hand: one dense block, two with experts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from simplan import catalog
+from simplan.model.layer import CollectiveKind, Gemm
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan, StageAssignment
+from simplan.program.action import ActionKind
+from simplan.program.lowering.lower import Lowering, lower
+from simplan.program.program import LayerWork, MemoryCategory, Message, Phase, Program, Stream
+from simplan.program.tables.table import plan_table
+from simplan.training.training import TrainingSpec
+from tests.jobs import job_to_lower
+from tests.program.lowering.test_lower_moe import EXPERT, EXPERTS, MODEL, TOKENS, WIDTH, H, messages, program
+from tests.test_random_plans import keeps_the_laws
+
+LATENT = ModelSpec(
+    family="deepseek",
+    num_hidden_layers=4,
+    hidden_size=H,
+    num_attention_heads=4,
+    num_experts=EXPERTS,
+    top_k=2,
+    moe_intermediate_size=WIDTH,
+    shared_expert_intermediate_size=WIDTH,
+    num_dense_layers=1,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=4,
+    v_head_dim=10,
+    vocab_size=256,
+    seq_len=TOKENS,
+)
+SPLIT = [  # plan; ranks that rank 5 of 8 exchanges tokens with, and those that sum gradients of its experts
+    ({"dp_replicate": 4, "tp": 2, "ep": 4}, (4, 5, 6, 7), (1, 5)),
+    ({"dp_replicate": 4, "tp": 2, "ep": 2}, (4, 5), (1, 3, 5, 7)),
+    ({"dp_replicate": 4, "tp": 2}, (), tuple(range(8))),
+    ({"dp_replicate": 4, "tp": 2, "ep": 2, "etp": 2}, (5, 7), (1, 5)),
+    ({"dp_replicate": 2, "cp": 2, "tp": 2, "ep": 8}, tuple(range(8)), ()),
+    ({"dp_replicate": 4, "cp": 2, "cp_comm": "a2a", "ep": 2}, (4, 5), (1, 3, 5, 7)),
+]
+
+
+@pytest.mark.parametrize(("fields", "exchanging", "alike"), SPLIT)
+def test_experts_go_over_ranks_that_split_attention(
+    fields: dict[str, Any], exchanging: tuple[int, ...], alike: tuple[int, ...]
+) -> None:
+    """Of b sequences each rank sends its own part of the tokens; gradients of its experts are theirs alone."""
+    plan = ParallelPlan.model_validate({**fields, "microbatch_size": 3})
+    found = program(plan, m=2)
+    own = TOKENS // (plan.tp * plan.cp)
+    places = EXPERTS * math.ceil(1.5 * own * 2 / EXPERTS)
+    sent = messages(found, Stream.EXPERT, rank=5)
+    wanted = {Message(CollectiveKind.ALL_TO_ALL, 4 * 3 * places * H, exchanging)} if exchanging else set()
+    if plan.etp > 1:
+        kinds = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+        wanted |= {Message(kind, 4 * 3 * places * H * plan.etp, (4, 5)) for kind in kinds}
+    assert {message for _, message in sent} == wanted
+    assert len(sent) == 2 * 2 * 4 * ((plan.ep > 1) + (plan.etp > 1))  # microbatches, blocks, there and back twice
+    matrix = Message(CollectiveKind.ALL_REDUCE, 4 * (EXPERTS // plan.ep) * H * WIDTH // plan.etp, alike)
+    assert messages(found, Stream.EXPERT_DATA, rank=5) == [("0REDUCE_GRAD", matrix)] * (6 if alike else 0)
+
+
+@pytest.mark.parametrize(("fields", "exchanging", "alike"), SPLIT)
+def test_every_weight_is_somewhere_once_and_so_is_its_work(
+    fields: dict[str, Any], exchanging: tuple[int, ...], alike: tuple[int, ...]
+) -> None:
+    """Over all ranks: experts as often as ranks have the same ones; states, and products, by hand."""
+    del exchanging
+    plan = ParallelPlan.model_validate(fields)
+    found = program(plan)
+    experts = 2 * EXPERTS * EXPERT
+    copies = max(1, len(alike))
+    held = sum(resting[MemoryCategory.PARAMETERS] for resting in found.resting_bytes.values()) // 4
+    assert sum(_experts_of(found, rank) for rank in found.ranks) == copies * experts
+    whole = [p.num_elements for layer in MODEL.layers_of(plan.shard) for p in layer.parameters if not p.expert]
+    assert held == copies * experts + plan.num_devices * sum(whole)
+    products = sum(
+        kernel.computed_flops
+        for op in found.ops
+        for work in op.work
+        if isinstance(work, LayerWork) and work.phase is Phase.FORWARD
+        for index, kernel in enumerate(work.layer.kernels)
+        if isinstance(kernel, Gemm) and kernel.name.startswith("experts_")
+        if work.kernels is None or index in work.kernels
+    )
+    own = TOKENS // (plan.tp * plan.cp)
+    places = EXPERTS * math.ceil(1.5 * own * 2 / EXPERTS)
+    assert products == plan.num_devices * 2 * (2 * places * 3 * H * WIDTH)
+
+
+def _experts_of(found: Program, rank: int) -> int:
+    works = [w for index in found.by_rank[rank] for w in found.ops[index].work if isinstance(w, LayerWork)]
+    updated = {id(w): w.layer for w in works if w.phase is Phase.OPTIMIZER}
+    return sum(p.num_elements for layer in updated.values() for p in layer.parameters if p.expert)
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "ep", "etp"), [(2, 1, 2, 1), (2, 1, 4, 1), (2, 1, 2, 2), (2, 2, 8, 1), (1, 2, 2, 1)]
+)
+def test_megatron_divides_states_of_experts_on_a_mesh_of_their_own(tp: int, cp: int, ep: int, etp: int) -> None:
+    """12 bytes of states a weight: of experts over dp x cp x tp / (ep x etp) ranks, of all others over dp x cp."""
+    software = catalog.software("megatron-core")
+    plan = ParallelPlan(
+        dp_shard=4,
+        zero_stage=1,
+        tp=tp,
+        sequence_parallel=tp > 1,
+        cp=cp,
+        cp_comm="a2a" if cp > 1 else "ring",
+        ep=ep,
+        etp=etp,
+    )
+    training = TrainingSpec(global_batch_size=8)
+    assignment = StageAssignment((0, len(MODEL.layers)))
+    found = lower(job_to_lower(MODEL, training, plan, software), assignment, plan_table(plan, 2), Lowering(level=2))
+    layers = MODEL.layers_of(plan.shard)
+    own = sum(p.num_elements for layer in layers for p in layer.parameters if p.expert)
+    rest = sum(p.num_elements for layer in layers for p in layer.parameters) - own
+    assert own * ep * etp == 2 * EXPERTS * EXPERT
+    alike = 4 * cp * tp // (ep * etp)
+    for resting in found.resting_bytes.values():
+        assert resting[MemoryCategory.OPTIMIZER] == pytest.approx(12 * (own / alike + rest / (4 * cp)), abs=12 * 60)
+    reduced = [m for _, m in messages(found, Stream.EXPERT_DATA) if m.kind is CollectiveKind.REDUCE_SCATTER]
+    assert {len(m.ranks) for m in reduced} == ({alike} if alike > 1 else set())
+    assert sum(m.num_bytes for m in reduced) == (4 * own if alike > 1 else 0)
+
+
+SHARDED = [  # plan; ranks among which rank 5 shards its experts, and those that have the same shard
+    ({"dp_shard": 8, "ep": 2}, (1, 3, 5, 7), ()),
+    ({"dp_shard": 4, "dp_replicate": 2, "ep": 2}, (5, 7), (1, 5)),
+    ({"dp_shard": 4, "tp": 2, "ep": 4}, (1, 5), ()),
+    ({"dp_shard": 4, "tp": 2}, tuple(range(8)), ()),
+    ({"dp_shard": 4, "tp": 2, "ep": 2, "etp": 2}, (1, 5), ()),
+    ({"dp_shard": 2, "dp_replicate": 2, "cp": 2, "cp_comm": "a2a", "ep": 2}, (5, 7), (1, 5)),
+]
+
+
+@pytest.mark.parametrize(("fields", "shards", "replicas"), SHARDED)
+def test_fsdp_shards_experts_among_ranks_that_have_the_same(
+    fields: dict[str, Any], shards: tuple[int, ...], replicas: tuple[int, ...]
+) -> None:
+    """torchtitan's two meshes: every expert on dp_shard x cp x tp / (ep x etp) ranks, all else on dp_shard x cp."""
+    plan = ParallelPlan.model_validate(fields)
+    found = program(plan)
+    layers = MODEL.layers_of(plan.shard)
+    own = sum(p.num_elements for p in layers[-2].parameters if p.expert)
+    rest = sum(p.num_elements for layer in layers for p in layer.parameters if not p.expert)
+    assert own * plan.ep * plan.etp == EXPERTS * EXPERT
+    held = rest // (plan.dp_shard * plan.cp) + 2 * own // len(shards)
+    for resting in found.resting_bytes.values():
+        assert resting[MemoryCategory.PARAMETERS] == resting[MemoryCategory.GRADIENTS] == 4 * held
+        assert resting[MemoryCategory.OPTIMIZER] == 8 * held
+    moved = [message for _, message in messages(found, Stream.SHARD, rank=5) if message.ranks == shards]
+    gather, scatter = (
+        Message(kind, 4 * own, shards) for kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+    )
+    if plan.dp_shard * plan.cp != len(shards):  # else other units have this group, too
+        assert Counter(moved) == {gather: 2 * 2, scatter: 2}
+    copies = [m for _, m in messages(found, Stream.REPLICATE, rank=5) if m.num_bytes == 4 * own // len(shards)]
+    assert copies == [Message(CollectiveKind.ALL_REDUCE, 4 * own // len(shards), replicas)] * (2 if replicas else 0)
+    assert not messages(found, Stream.EXPERT_DATA, rank=5)
+
+
+def test_experts_are_gathered_after_the_rest_of_their_layer_and_reduced_before_it() -> None:
+    found = program(ParallelPlan(dp_shard=4, ep=2))
+    names = [found.ops[i].name for i in found.by_rank[0] if found.ops[i].stream is Stream.SHARD]
+    blocks = [name for name in names if "block 1" in name or "block 2" in name]
+    forward = [f"all_gather block {n}{of}" for n in (1, 2) for of in ("", " experts")]
+    backward = [
+        "all_gather block 2",
+        "all_gather block 2 experts",
+        "all_gather block 1",
+        "reduce_scatter block 2 experts",
+    ]
+    backward += ["reduce_scatter block 2", "all_gather block 1 experts", "reduce_scatter block 1 experts"]
+    assert blocks == [*forward, *backward, "reduce_scatter block 1"]
+
+
+def test_in_a_pipeline_both_ways_experts_come_after_the_rest_of_their_layer() -> None:
+    """torch gathers and reduces a stage's units in the order of its modules, which has parents first."""
+    found = program(ParallelPlan(dp_shard=4, ep=2, pp=2))
+    ops = [found.ops[i] for i in found.by_rank[found.ranks[-1]] if found.ops[i].stream is Stream.SHARD]
+    units = ["block 2", "block 2 experts", "head"]
+    assert [op.name for op in ops if op.action.kind is ActionKind.UNSHARD][-3:] == [f"all_gather {u}" for u in units]
+    assert [op.name for op in ops if op.action.kind is ActionKind.REDUCE_GRAD][-3:] == [
+        f"reduce_scatter {u}" for u in units
+    ]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"dp_shard": 4, "ep": 2},
+        {"dp_shard": 2, "dp_replicate": 2, "tp": 2, "ep": 2, "recompute": "full"},
+        {"dp_shard": 4, "pp": 2, "ep": 2},
+        {"dp_shard": 2, "cp": 2, "cp_comm": "all_gather", "ep": 2, "reshard_after_forward": False},
+    ],
+)
+def test_experts_sharded_by_fsdp_keep_the_laws(plan: dict[str, Any]) -> None:
+    made = ParallelPlan.model_validate(plan)
+    keeps_the_laws(MODEL, "dgx-h100", made.num_devices, TrainingSpec(global_batch_size=2 * made.dp), made)
+
+
+@pytest.mark.parametrize(
+    ("plan", "software"),
+    [
+        ({"tp": 2, "dp_shard": 2, "zero_stage": 1, "ep": 4, "pp": 2, "recompute": "full"}, "megatron-bridge"),
+        ({"tp": 2, "ep": 2, "etp": 2, "dp_shard": 2, "zero_stage": 1}, "megatron-core"),
+    ],
+)
+def test_latent_attention_beside_tensor_parallelism_keeps_the_laws(plan: dict[str, Any], software: str) -> None:
+    made = ParallelPlan.model_validate(plan)
+    training = TrainingSpec(global_batch_size=3 * made.dp)
+    keeps_the_laws(LATENT, "dgx-h100", made.num_devices, training, made, catalog.software(software))

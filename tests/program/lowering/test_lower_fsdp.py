@@ -1,0 +1,250 @@
+"""What FSDP issues, by hand: two blocks, so units are embedding, block 0, block 1 and head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from simplan import catalog
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan, StageAssignment
+from simplan.program.lowering.lower import Lowering, lower
+from simplan.program.program import HostCalls, LayerWork, MemoryCategory, Phase, Program, Stream
+from simplan.program.tables.table import plan_table
+from simplan.sim.memory import memory_peak
+from simplan.training.training import TrainingSpec
+from tests.jobs import job_to_lower
+
+TORCH = catalog.software("torch")
+
+
+def model(**fields: Any) -> ModelSpec:
+    sizes: dict[str, Any] = {
+        "family": "gpt",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+        "seq_len": 16,
+        "tied_embeddings": False,
+    }
+    return ModelSpec(**{**sizes, **fields})
+
+
+def program(plan: ParallelPlan, *, m: int = 1, level: int = 2, **fields: Any) -> Program:
+    training = TrainingSpec(global_batch_size=m * plan.dp, precision="fp32")
+    found = model(**fields)
+    boundaries = tuple(range(0, 5, 4 // plan.num_stages))
+    table = plan_table(plan, m)
+    return lower(job_to_lower(found, training, plan, TORCH), StageAssignment(boundaries), table, Lowering(level))
+
+
+def issued(found: Program, rank: int = 0) -> list[str]:
+    """``action: collective unit`` of everything that moves, in order of issue."""
+    ops = [found.ops[index] for index in found.by_rank[rank]]
+    return [f"{op.action}: {op.name}" for op in ops if op.message and op.stream in (Stream.SHARD, Stream.REPLICATE)]
+
+
+FORWARD = [f"0F0: all_gather {unit}" for unit in ("embedding", "block 0", "block 1", "head")]
+RESHARDED = [
+    "0B0: all_gather block 1",  # the head stayed; the unit before it is gathered ahead
+    "0B0: reduce_scatter head",
+    "0B0: all_gather block 0",
+    "0B0: reduce_scatter block 1",
+    "0B0: all_gather embedding",
+    "0B0: reduce_scatter block 0",
+    "0B0: reduce_scatter embedding",
+]
+KEPT = [f"0B0: reduce_scatter {unit}" for unit in ("head", "block 1", "block 0", "embedding")]
+
+
+def test_resharding_gathers_again_one_unit_ahead() -> None:
+    assert issued(program(ParallelPlan(dp_shard=2))) == FORWARD + RESHARDED
+
+
+@pytest.mark.parametrize("fields", [{"reshard_after_forward": False}, {"zero_stage": 2}])
+def test_without_resharding_backward_only_reduces(fields: dict[str, Any]) -> None:
+    assert issued(program(ParallelPlan(dp_shard=2, **fields))) == FORWARD + KEPT
+
+
+def test_replicas_all_reduce_the_shard() -> None:
+    found = issued(program(ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=2)))
+    assert found[4:] == [line for kept in KEPT for line in (kept, kept.replace("reduce_scatter", "all_reduce"))]
+
+
+def test_tied_weights_are_one_unit_that_stays() -> None:
+    found = issued(program(ParallelPlan(dp_shard=2), tied_embeddings=True))
+    assert found == [
+        *(f"0F0: all_gather {unit}" for unit in ("embedding", "block 0", "block 1")),
+        "0B0: all_gather block 1",
+        "0B0: all_gather block 0",
+        "0B0: reduce_scatter block 1",
+        "0B0: reduce_scatter block 0",
+        "0B0: reduce_scatter embedding",
+    ]
+
+
+def test_gradients_are_reduced_once_a_step_or_every_microbatch() -> None:
+    once = issued(program(ParallelPlan(dp_shard=2, zero_stage=2), m=3))
+    each = issued(program(ParallelPlan(dp_shard=2, zero_stage=2, grad_sync="microbatch"), m=3))
+    assert sum("reduce_scatter" in line for line in once) == 4
+    assert all(line.startswith("0B2") for line in once if "reduce_scatter" in line)
+    assert sum("reduce_scatter" in line for line in each) == 12
+    assert sum("all_gather" in line for line in once) == sum("all_gather" in line for line in each) == 12
+
+
+def test_a_pipeline_gathers_stages_and_reduces_at_the_end() -> None:
+    found = issued(program(ParallelPlan(pp=2, dp_shard=2, schedule="gpipe"), m=2))
+    assert found == [
+        "0UNSHARD: all_gather embedding",
+        "0UNSHARD: all_gather block 0",
+        "0REDUCE_GRAD: reduce_scatter embedding",
+        "0REDUCE_GRAD: reduce_scatter block 0",
+    ]
+
+
+@pytest.mark.parametrize("m", [1, 3])
+def test_bytes_of_a_step(m: int) -> None:
+    """ZeRO-3 moves every parameter twice a microbatch (but the head, which stays) and every gradient once a step."""
+    found = program(ParallelPlan(dp_shard=2), m=m)
+    messages = [op.message for op in found.ops if op.rank == 0 and op.message]
+    gathered = sum(message.num_bytes for message in messages if message.kind == "all_gather")
+    reduced = sum(message.num_bytes for message in messages if message.kind == "reduce_scatter")
+    parameters, head = model().num_parameters, model().layers[-1].num_parameters
+    assert gathered == 4 * m * (2 * parameters - head)
+    assert reduced == 4 * parameters
+
+
+def test_rows_that_do_not_divide_are_padded() -> None:
+    """Three shards of 256 rows hold 86 each; each of the other tensors is padded by rows of its own width."""
+    found = program(ParallelPlan(dp_shard=3))
+    layers = model().layers
+    padded = sum(
+        4 * -(-p.shape[0] // 3) * 3 * (p.num_elements // p.shape[0]) for layer in layers for p in layer.parameters
+    )
+    gathers = [op.message.num_bytes for op in found.ops if op.rank == 0 and op.message and "all_gather" in op.name]
+    assert sum(gathers[:4]) == padded
+    assert found.resting_bytes[0][MemoryCategory.PARAMETERS] == padded // 3
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(dp_shard=2),
+        ParallelPlan(dp_shard=2, zero_stage=2),
+        ParallelPlan(dp_shard=2, grad_sync="microbatch"),
+        ParallelPlan(dp_shard=2, dp_replicate=2),
+        ParallelPlan(dp_shard=2, pp=2),
+        ParallelPlan(dp_shard=2, zero_stage=1),
+    ],
+)
+def test_memory_comes_back_to_its_base_and_is_a_sum(plan: ParallelPlan, m: int, level: int) -> None:
+    found = program(plan, m=m, level=level)
+    for rank in found.ranks:
+        peak = memory_peak(found, rank)  # asserts the base
+        assert peak.total_bytes >= sum(found.resting_bytes[rank].values())
+        assert min(peak.by_category.values()) >= 0
+
+
+def test_whole_gradients_wait_for_reduce_grad() -> None:
+    """In a pipeline gradients add up unsharded: a rank holds its shard, all of its stage's and a new one."""
+    found = program(ParallelPlan(pp=2, dp_shard=2, schedule="gpipe"), m=2, vocab_size=16384)
+    peak = memory_peak(found, 0)
+    layers = model(vocab_size=16384).layers[:2]
+    stage = sum(layer.num_parameters for layer in layers)
+    assert peak.by_category[MemoryCategory.GRADIENTS] == 4 * (stage + stage // 2 + 16384 * 64)
+
+
+def test_the_all_reduce_of_a_shard_does_not_hold_up_the_next_unit() -> None:
+    """torch reuses the buffer of the reduce-scatter, and waits for all-reduces at the end of backward only."""
+    found = program(ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=2))
+    ops = [found.ops[index] for index in found.by_rank[0]]
+    copies = [op for op in ops if str(op.action) == "0B0" and op.name.startswith("copy")]
+    awaited = {found.ops[wait].stream for op in copies for wait in op.waits}
+    assert awaited == {Stream.SHARD}
+    (last,) = [op for op in ops if op.name == "wait for gradients"]
+    assert Stream.REPLICATE in {found.ops[wait].stream for wait in last.waits}
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_framework_without_flat_buffers_copies_nothing(copies: bool) -> None:
+    plan, training = ParallelPlan(dp_shard=4), TrainingSpec(global_batch_size=4, precision="fp32")
+    software = TORCH.model_copy(update={"runtime": "torch" if copies else "xla"})
+    found = lower(
+        job_to_lower(model(), training, plan, software), StageAssignment((0, 4)), plan_table(plan, 1), Lowering(2)
+    )
+    phases = {work.phase for op in found.ops for work in op.work if isinstance(work, LayerWork)}
+    assert ({Phase.GATHER_COPY, Phase.REDUCE_COPY} <= phases) == copies
+    assert copies or not {Phase.GATHER_COPY, Phase.REDUCE_COPY} & phases
+
+
+def _with_lists(limit: int | None, **plan: Any) -> Program:
+    """Units have 1 to 4 matrices: of a block of width h these are 3 h^2, h^2, 4 h^2 and 4 h^2, of the embedding two."""
+    software = TORCH.model_copy(update={"lists_of_shards": True, "live_elements": limit})
+    found, training = model(), TrainingSpec(global_batch_size=4, precision="fp32")
+    how = ParallelPlan(dp_shard=4, **plan)
+    return lower(job_to_lower(found, training, how, software), StageAssignment((0, 4)), plan_table(how, 1), Lowering(2))
+
+
+def test_a_host_lists_the_parts_of_every_matrix_for_every_rank() -> None:
+    """Gathers of 4, 4, 4 and 1 (head) matrices in forward, of all but the head again in backward, and reductions."""
+    found = _with_lists(None)
+    calls = [(op.name, w.num_calls) for op in found.ops if op.rank == 0 for w in op.work if isinstance(w, HostCalls)]
+    of_unit = {"embedding": 2 * 4, "block 0": 4 * 4, "block 1": 4 * 4, "head": 1 * 4}
+    assert all(number == of_unit[name.split(" parts ")[1]] for name, number in calls)
+    assert sorted(name for name, _ in calls) == sorted(
+        f"{what} parts {unit}"
+        for what in ("list", "copy")
+        for unit in of_unit
+        for _ in range(2 if unit == "head" else 3)
+    )
+    assert issued(found) == issued(program(ParallelPlan(dp_shard=4)))
+
+
+def test_what_is_let_go_of_between_a_second_forward_and_backward_is_gathered_again() -> None:
+    """Until backward of (3, 1, 4, 4) h^2 twice what comes after them is used: (18, 16, 8, 0) h^2."""
+    h2 = 64 * 64
+    for limit, again in ((17 * h2, 3 * h2), (9 * h2, 4 * h2), (5 * h2, 8 * h2)):
+        found = _with_lists(limit, recompute="full")
+        gathered = [op.message.num_bytes for op in found.ops if op.rank == 0 and "again" in op.name and op.message]
+        assert gathered == [again * 4] * 2
+
+
+def test_beside_a_matrix_that_leaves_no_room_nothing_is_gathered() -> None:
+    """Then every gather waits for all that was computed before it."""
+    for limit, alone in ((64 * 64 * 4, True), (64 * 256 * 4, False)):
+        found = _with_lists(limit)
+        gathers = [i for i, op in enumerate(found.ops) if op.rank == 0 and op.name == "all_gather block 1"]
+        forward = found.ops[gathers[0]]
+        block_0 = next(i for i, op in enumerate(found.ops) if op.rank == 0 and op.name == "block 0")
+        assert any(wait >= block_0 for wait in forward.waits) == alone
+
+
+def test_copies_are_launched_while_a_gather_moves_bytes_and_before_a_reduction() -> None:
+    """A gather waits for the views of its parts, a reduction for the copies too, and the host for the reduction."""
+    found = _with_lists(64 * 64 * 4)
+    ops = [found.ops[index] for index in found.by_rank[0]]
+    names = {index: found.ops[index].name for index in found.by_rank[0]}
+    gather = next(op for op in ops if op.name == "all_gather block 1")
+    assert "list parts block 1" in {names[wait] for wait in gather.waits}
+    order = [op.name for op in ops if "block 1" in op.name and "forward" not in op.name]
+    assert order.index("list parts block 1") < order.index("all_gather block 1") < order.index("copy parts block 1")
+    last = len(order) - 1 - order[::-1].index("reduce_scatter block 1")
+    assert order[last - 3 : last - 1] == ["list parts block 1", "copy parts block 1"]
+    after = next(op for op in ops if any(names[wait] == "reduce_scatter block 1" for wait in op.waits))
+    assert "block 0" in after.name
+
+
+def test_a_ring_sends_keys_once_they_are_made() -> None:
+    """A hop waits for the projections of its own block, and runs beside the attention core only."""
+    found = program(ParallelPlan(cp=4), seq_len=32)
+    ops = [found.ops[index] for index in found.by_rank[0]]
+    hops = [op for op in ops if op.stream is Stream.CONTEXT and str(op.action) == "0F0" and "ring" in op.name]
+    assert len(hops) == 2 * 3
+    for hop in hops:
+        assert {found.ops[wait].name for wait in hop.waits if found.ops[wait].stream is Stream.COMPUTE} == {
+            hop.name.removeprefix("ring ")
+        }

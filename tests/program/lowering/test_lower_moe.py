@@ -1,0 +1,300 @@
+"""What expert parallelism exchanges, reduces and holds, by hand: one dense block, two with experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from simplan import catalog
+from simplan.errors import NotModelledError
+from simplan.job import Job
+from simplan.model.layer import CollectiveKind
+from simplan.model.low_precision import linears
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan, RankMapping, StageAssignment
+from simplan.predict.build import cost_model
+from simplan.program.folding import fold
+from simplan.program.lowering.lower import Lowering, lower
+from simplan.program.lowering.units import padded_elements, shard_dimension
+from simplan.program.memory.low_precision_footprint import keeping_quantized, kept_weight_bytes, resting_weight_bytes
+from simplan.program.program import LayerWork, MemoryCategory, Message, Phase, Program, Stream
+from simplan.program.tables.table import plan_table
+from simplan.program.timeline import SpanKind
+from simplan.rules import check_job
+from simplan.training.training import TrainingSpec
+from tests.jobs import job_to_lower
+from tests.test_random_plans import keeps_the_laws
+
+TORCH = catalog.software("torch")
+H, WIDTH, EXPERTS, TOKENS = 64, 48, 8, 16
+MODEL = ModelSpec(
+    family="moe",
+    num_hidden_layers=3,
+    hidden_size=H,
+    num_attention_heads=4,
+    num_experts=EXPERTS,
+    top_k=2,
+    moe_intermediate_size=WIDTH,
+    num_dense_layers=1,
+    capacity_factor=1.5,
+    vocab_size=256,
+    seq_len=TOKENS,
+)
+EXPERT = 3 * H * WIDTH  # weights of one
+PLACES = EXPERTS * 6  # of a sequence: each expert has 1.5 times its even share of 16 x 2 / 8
+
+
+def program(plan: ParallelPlan, *, m: int = 1, level: int = 2, folded: bool = False, **fields: Any) -> Program:
+    training = TrainingSpec(global_batch_size=m * plan.dp * plan.microbatch_size, precision="fp32")
+    model = MODEL.model_copy(update=fields)
+    last = len(model.layers)
+    boundaries = tuple(round(stage * last / plan.num_stages) for stage in range(plan.num_stages + 1))
+    folding = fold(RankMapping.of(plan), lambda rank: rank // 4, lambda rank: 0) if folded else None
+    how = Lowering(level, folding)
+    return lower(job_to_lower(model, training, plan, TORCH), StageAssignment(boundaries), plan_table(plan, m), how)
+
+
+def messages(found: Program, stream: Stream, rank: int = 0) -> list[tuple[str, Message]]:
+    """By action, in order of issue."""
+    ops = [found.ops[index] for index in found.by_rank[rank] if found.ops[index].stream is stream]
+    return [(str(op.action), op.message) for op in ops if op.message]
+
+
+def test_every_block_with_experts_exchanges_twice_each_way() -> None:
+    found = messages(program(ParallelPlan(dp_replicate=4, ep=2, microbatch_size=3), m=2), Stream.EXPERT, rank=3)
+    assert [action for action, _ in found] == [a for a in ("0F0", "0B0", "0F1", "0B1") for _ in range(4)]
+    assert {message for _, message in found} == {Message(CollectiveKind.ALL_TO_ALL, 4 * 3 * PLACES * H, (2, 3))}
+
+
+@pytest.mark.parametrize(("recompute", "exchanges"), [("full", 8), ("selective", 4)])
+def test_what_runs_again_exchanges_again(recompute: Any, exchanges: int) -> None:
+    """In backward: two blocks, each there and back, and with full recomputation there and back before that."""
+    found = messages(program(ParallelPlan(dp_replicate=2, ep=2, recompute=recompute)), Stream.EXPERT)
+    assert [action for action, _ in found].count("0B0") == exchanges
+
+
+def test_what_experts_gave_is_there_again_before_it_is_weighed_backwards() -> None:
+    """The last block's backward does the sum of the residual stream, runs forward again, and only then goes on."""
+    found = program(ParallelPlan(dp_replicate=2, ep=2, recompute="full"))
+    passes = [op for op in found.ops if op.rank == 0 and str(op.action) == "0B0" and op.name.startswith("block 2")]
+    works = [(op.kind, work) for op in passes for work in op.work if isinstance(work, LayerWork)]
+    (first, work), (second, _) = works[:2]
+    assert (first, second) == (SpanKind.COMPUTE, SpanKind.RECOMPUTE)
+    assert [work.layer.kernels[index].name for index in work.kernels or ()] == ["residual2"]
+
+
+def test_zero_1_deals_out_all_but_the_experts() -> None:
+    """What the ranks of a shard group update: every shared weight once, all experts, each by the rank that has it."""
+    found = program(ParallelPlan(dp_shard=2, zero_stage=1, ep=2))
+    works = [w for op in found.ops for w in op.work if isinstance(w, LayerWork) and w.phase is Phase.OPTIMIZER]
+    assert sum(work.num_parameters for work in works) == MODEL.num_parameters
+    own = 2 * EXPERTS * EXPERT // 2
+    for rank in (0, 1):
+        resting = found.resting_bytes[rank]
+        assert resting[MemoryCategory.OPTIMIZER] >= 8 * own
+        assert resting[MemoryCategory.PARAMETERS] == 4 * (MODEL.num_parameters - own)
+
+
+@pytest.mark.parametrize(
+    ("plan", "group", "experts"),
+    [
+        (ParallelPlan(dp_replicate=4, ep=2), (1, 3), 4),
+        (ParallelPlan(dp_replicate=4, ep=4), None, 2),
+        (ParallelPlan(dp_shard=4, ep=4), None, 2),
+        (ParallelPlan(dp_replicate=2, dp_shard=2, ep=2), (1, 3), 4),
+        (ParallelPlan(dp_replicate=2, dp_shard=2, ep=4), None, 2),
+        (ParallelPlan(dp_replicate=4), None, 0),
+    ],
+)
+def test_experts_are_averaged_over_the_ranks_that_have_them(
+    plan: ParallelPlan, group: tuple[int, ...] | None, experts: int
+) -> None:
+    found = messages(program(plan, m=2), Stream.EXPERT_DATA, rank=1)
+    matrix = Message(CollectiveKind.ALL_REDUCE, 4 * experts * H * WIDTH, group or ())
+    assert found == [("0REDUCE_GRAD", matrix)] * (6 if group else 0)
+
+
+def test_ddp_reduces_all_but_the_experts() -> None:
+    whole = MODEL.num_parameters - 2 * EXPERTS * EXPERT
+    found = messages(program(ParallelPlan(dp_replicate=4, ep=2)), Stream.DATA)
+    assert sum(message.num_bytes for _, message in found) == 4 * whole
+    assert {message.ranks for _, message in found} == {(0, 1, 2, 3)}
+
+
+def test_fsdp_gathers_and_reduces_all_but_the_experts() -> None:
+    """The router has 8 rows, and all others divide by 4, too: nothing is padded."""
+    whole = MODEL.num_parameters - 2 * EXPERTS * EXPERT
+    found = messages(program(ParallelPlan(dp_shard=4, ep=4)), Stream.SHARD)
+    for kind, passes in (("all_gather", 2), ("reduce_scatter", 1)):
+        moved = sum(message.num_bytes for _, message in found if message.kind == kind)
+        kept = MODEL.layers[-1].num_parameters if kind == "all_gather" else 0  # the head stays from forward to backward
+        assert moved == 4 * (passes * whole - kept)
+
+
+@pytest.mark.parametrize(
+    ("plan", "sharded"),
+    [(ParallelPlan(dp_replicate=4, ep=4), 1), (ParallelPlan(dp_shard=4, ep=4), 4), (ParallelPlan(dp_shard=4), 4)],
+)
+def test_states_are_those_of_own_experts_and_own_shards(plan: ParallelPlan, sharded: int) -> None:
+    experts = 2 * EXPERTS * EXPERT
+    rest = MODEL.num_parameters - experts
+    held = rest // sharded + experts // 4 if plan.ep > 1 else MODEL.num_parameters // 4
+    resting = program(plan).resting_bytes[0]
+    assert resting[MemoryCategory.PARAMETERS] == resting[MemoryCategory.GRADIENTS] == 4 * held
+    assert resting[MemoryCategory.OPTIMIZER] == 8 * held
+
+
+def test_ddp_rebuilds_buckets_without_experts() -> None:
+    whole = MODEL.num_parameters - 2 * EXPERTS * EXPERT
+    assert program(ParallelPlan(dp_replicate=4, ep=2)).rebuild_bytes[0] == 4 * whole
+
+
+def test_more_places_need_more_memory() -> None:
+    """A place takes a row of h, four of an expert's width, in fp32, in each of two blocks; and an index."""
+
+    def kept(factor: float) -> int:
+        found = program(ParallelPlan(dp_replicate=2, ep=2), capacity_factor=factor)
+        forward = [op for op in found.ops if op.rank == 0 and str(op.action) == "0F0"]
+        effects = [effect for op in forward for effect in op.memory]
+        return sum(effect.after_bytes for effect in effects if effect.category is MemoryCategory.ACTIVATIONS)
+
+    assert kept(3.0) - kept(1.5) == 2 * PLACES * (4 * (H + 4 * WIDTH) + 8)
+
+
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"dp_replicate": 4, "ep": 2},
+        {"dp_replicate": 4, "ep": 4},
+        {"dp_shard": 4},
+        {"dp_shard": 4, "ep": 4},
+        {"dp_shard": 2, "dp_replicate": 2, "ep": 2, "reshard_after_forward": False},
+        {"dp_shard": 2, "dp_replicate": 2, "zero_stage": 1, "ep": 2},
+        {"pp": 2, "dp_replicate": 2, "ep": 2},
+        {"pp": 2, "virtual_stages": 2, "dp_shard": 2, "dp_replicate": 2, "ep": 4, "zero_stage": 2},
+        {"cp": 2, "cp_comm": "a2a", "dp_shard": 2},
+        {"tp": 2, "dp_replicate": 2, "ep": 4},
+        {"tp": 2, "pp": 2, "ep": 2, "etp": 2, "dp_replicate": 2},
+        {"tp": 2, "cp": 2, "cp_comm": "all_gather", "ep": 2},
+    ],
+)
+def test_every_plan_keeps_the_laws(plan: dict[str, Any], recompute: str) -> None:
+    made = ParallelPlan.model_validate({**plan, "recompute": recompute, "microbatch_size": 2})
+    training = TrainingSpec(global_batch_size=6 * made.dp)
+    keeps_the_laws(MODEL.model_copy(update={"num_hidden_layers": 4}), "dgx-h100", made.num_devices, training, made)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(dp_replicate=8, ep=2),
+        ParallelPlan(dp_replicate=8, ep=8),
+        ParallelPlan(dp_replicate=2, dp_shard=4, ep=4),
+        ParallelPlan(dp_replicate=2, dp_shard=2, pp=2, ep=2),
+    ],
+)
+def test_folded_ranks_do_what_they_stand_for(plan: ParallelPlan, level: int) -> None:
+    """On nodes of 4 devices: exchanges inside of one node or over both, the same for all ranks that fold."""
+    whole, folded = program(plan, m=2, level=level), program(plan, m=2, level=level, folded=True)
+    assert len(folded.ranks) == plan.pp
+    for rank, leader in enumerate(folded.stands_for):
+        for stream in (Stream.EXPERT, Stream.EXPERT_DATA):
+            mine, its = messages(folded, stream, leader), messages(whole, stream, rank)
+            assert [(a, m._replace(ranks=())) for a, m in mine] == [(a, m._replace(ranks=())) for a, m in its]
+            assert {len(m.ranks) for _, m in mine} == {len(m.ranks) for _, m in its}
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 2), (0, 1, 0, 2)])
+def test_groups_that_cross_nodes_unlike_do_not_fold(nodes: tuple[int, ...]) -> None:
+    """Of the groups that exchange, or else of those that average, one lies in a node and the other one does not."""
+    plan = ParallelPlan(dp_replicate=4, ep=2)
+    assert len(fold(RankMapping.of(plan), lambda rank: nodes[rank], lambda rank: 0).ranks) == 2
+
+
+@pytest.mark.parametrize(("shards", "replicas", "pp"), [(8, 1, 1), (4, 1, 2), (4, 2, 1)])
+def test_megatron_divides_states_of_experts_among_the_ranks_that_have_the_same(
+    shards: int, replicas: int, pp: int
+) -> None:
+    """Also where experts are on fewer ranks than the optimizer is sharded over; torch's ZeRO-1 has whole tensors."""
+    software = catalog.software("megatron-core")
+    pipeline = {"pp": pp, "schedule": "1f1b"} if pp > 1 else {}
+    plan = ParallelPlan(dp_shard=shards, dp_replicate=replicas, zero_stage=1, ep=2, **pipeline)  # type: ignore[arg-type]
+    training = TrainingSpec(global_batch_size=4 * plan.dp)
+    keeps_the_laws(MODEL, "dgx-h100", plan.num_devices, training, plan, software)
+    last = len(MODEL.layers)
+    assignment = StageAssignment(tuple(round(stage * last / pp) for stage in range(pp + 1)))
+    found = lower(job_to_lower(MODEL, training, plan, software), assignment, plan_table(plan, 4), Lowering(level=2))
+    states = sum(resting[MemoryCategory.OPTIMIZER] for resting in found.resting_bytes.values())
+    assert states == 12 * MODEL.num_parameters * replicas - 12 * (replicas - 1) * 2 * EXPERTS * EXPERT
+    last_rank = messages(found, Stream.EXPERT_DATA, rank=plan.num_devices - 1)
+    reduced = {message for _, message in last_rank if message.kind is CollectiveKind.REDUCE_SCATTER}
+    assert {len(message.ranks) for message in reduced} == {plan.dp // 2}
+    with pytest.raises(NotModelledError, match="sharding one expert over several"):
+        check_job(Job(MODEL, catalog.cluster("dgx-h100", num_devices=plan.num_devices), training, plan, TORCH))
+
+
+@pytest.mark.parametrize("ep", [1, 2, EXPERTS])
+@pytest.mark.parametrize("shared", [0, WIDTH])
+@pytest.mark.parametrize("width", [WIDTH, H])
+def test_transformer_engine_quantizes_the_inputs_of_experts(ep: int, shared: int, width: int) -> None:
+    """Their places and the gated products, once each; the router reads the norm's output in 16 bits, which stays."""
+    software, plan = catalog.software("megatron-bridge"), ParallelPlan(dp_replicate=ep, ep=ep)
+    model = MODEL.model_copy(update={"shared_expert_intermediate_size": shared, "moe_intermediate_size": width})
+    training = TrainingSpec(global_batch_size=ep, precision="fp8")
+    state = software.state(training, plan)
+    block = keeping_quantized(software.layers_of(model, plan)[2], state.linear, joined=True)
+    scale = 4
+    found = {tensor.name: tensor.elements - scale for tensor in block.saved if tensor.name.endswith("in fp8")}
+    wanted = {
+        "q input in fp8": TOKENS * H,
+        "proj input in fp8": TOKENS * H,
+        "experts_gate input in fp8": PLACES * H,
+        "experts_down input in fp8": PLACES * width,
+    }
+    if shared:
+        wanted |= {"shared_gate input in fp8": TOKENS * H, "shared_down input in fp8": TOKENS * WIDTH}
+    assert found == wanted
+    names = {tensor.name for tensor in block.saved}
+    assert "norm2 output" in names
+    assert not names & {"norm1 output", "places of experts", "experts gated product", "shared gated product"}
+
+
+def test_experts_in_8_bits_are_the_software_s_choice() -> None:
+    """TE has grouped linear layers, torchao's are not grouped. Megatron Core has matrices with one input as one."""
+    cluster = catalog.cluster("dgx-h100", num_devices=1)
+    training, plan = TrainingSpec(global_batch_size=1, precision="fp8"), ParallelPlan()
+    low: dict[str, int] = {}
+    for name in ("megatron-bridge", "torch"):
+        software = catalog.software(name)
+        cost = cost_model(Job(MODEL, cluster, training, plan, software), None)
+        work = LayerWork(software.layers_of(MODEL, plan)[2], Phase.FORWARD, 1, 0)
+        text = cost.compute(work).formula
+        low[name] = int(text.split(" casts")[0].split()[-1])
+        resting = resting_weight_bytes(work.layer, software.state(training, plan))
+        assert (resting != 0) == (name == "megatron-bridge")
+    # an input and a weight each of q, k and v in one, proj, gate and up in one, and down; of q, k, v and proj
+    assert low == {"megatron-bridge": 4 * 2, "torch": 4 * 2}
+    form = catalog.software("megatron-bridge").state(training, plan).linear
+    assert form is not None
+    experts = next(gemm for gemm in linears(work.layer, experts=True) if gemm.name == "experts_gate")
+    assert kept_weight_bytes(replace(form, weights="microbatch"), experts) == EXPERTS * (H * WIDTH + 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "shards", "dimension", "padded"),
+    [
+        ((8, 14336, 4096), 64, 1, 8 * 14336 * 4096),
+        ((8, 14336, 4096), 8, 0, 8 * 14336 * 4096),
+        ((8, 100, 4096), 64, 0, 64 * 100 * 4096),  # torch shards no other dimension than the first one unevenly
+        ((100, 4096), 64, 0, 128 * 4096),
+    ],
+)
+def test_matrices_of_few_experts_are_sharded_along_their_rows(
+    shape: tuple[int, ...], shards: int, dimension: int, padded: int
+) -> None:
+    assert (shard_dimension(shape, shards), padded_elements(shape, shards)) == (dimension, padded)

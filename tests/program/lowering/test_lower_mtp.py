@@ -1,0 +1,129 @@
+"""Layers for multi-token prediction in a pipeline: what its last rank holds, keeps and exchanges, by hand."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from simplan import catalog
+from simplan.job import Job
+from simplan.model.layer import CollectiveKind
+from simplan.model.model import ModelSpec
+from simplan.model.recompute import recomputation
+from simplan.plan.plan import ParallelPlan
+from simplan.predict import cost_model, predict
+from simplan.predict.build import assign_layers
+from simplan.program.lowering.lower import Lowering, lower
+from simplan.program.memory.footprint import layer_footprint
+from simplan.program.program import MemoryCategory, Message, Program, Stream
+from simplan.program.tables.table import plan_table
+from simplan.training.training import TrainingSpec
+from tests.test_random_plans import keeps_the_laws
+
+H, TOKENS, VOCAB, WIDTH = 64, 32, 128, 32
+MODEL = ModelSpec(
+    family="moe",
+    num_hidden_layers=6,
+    hidden_size=H,
+    num_attention_heads=8,
+    num_experts=8,
+    top_k=2,
+    moe_intermediate_size=WIDTH,
+    vocab_size=VOCAB,
+    seq_len=TOKENS,
+)
+CORE = catalog.software("megatron-core")
+BLOCK = 4 * H * H + 2 * H + 8 * H + 8 * 3 * H * WIDTH
+DEPTH = BLOCK + 2 * H * H + 3 * H  # with the norm of its head
+
+
+def program(plan: ParallelPlan, depths: int, **fields: Any) -> Program:
+    model = MODEL.model_copy(update={"mtp_num_layers": depths, **fields})
+    training = TrainingSpec(global_batch_size=4 * plan.dp, precision="bf16")
+    job = Job(model, catalog.cluster("dgx-h100", plan.num_devices), training, plan, CORE)
+    assignment = assign_layers(job, cost_model(job, None))
+    return lower(job, assignment, plan_table(plan, 4), Lowering(2))
+
+
+def held(found: Program, rank: int) -> list[int]:
+    """Bytes of weights, gradients and optimizer states."""
+    categories = (MemoryCategory.PARAMETERS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER)
+    return [found.resting_bytes[rank][category] for category in categories]
+
+
+@pytest.mark.parametrize("depths", [1, 2])
+@pytest.mark.parametrize(("pp", "tied"), [(1, False), (1, True), (2, False), (2, True)])
+def test_the_last_rank_holds_them_and_one_copy_of_the_embedding(pp: int, tied: bool, depths: int) -> None:
+    """Where the embedding is on another rank and the output projection is not a copy of it."""
+    plan = ParallelPlan(pp=pp, stage_layers=(3, 3) if pp == 2 else None)
+    without, found = (program(plan, number, tied_embeddings=tied) for number in (0, depths))
+    more = depths * DEPTH + (VOCAB * H if pp == 2 and not tied else 0)
+    widths = (2, 4, 12)  # bf16 weights, fp32 gradients, fp32 copies and two moments
+    assert [a - b for a, b in zip(held(found, pp - 1), held(without, pp - 1), strict=True)] == [
+        w * more for w in widths
+    ]
+    if pp == 2:
+        assert held(found, 0) == held(without, 0)
+    sums = [op.message for op in found.ops if op.stream is Stream.TIED]
+    assert sums == [Message(CollectiveKind.ALL_REDUCE, 4 * VOCAB * H, (0, 1))] * (2 if pp == 2 else 0)
+
+
+@pytest.mark.parametrize(("pp", "virtual_stages"), [(1, 1), (2, 1), (3, 2)])
+def test_they_are_in_the_last_stage(pp: int, virtual_stages: int) -> None:
+    found = program(ParallelPlan(pp=pp, virtual_stages=virtual_stages), 2)
+    last = pp * virtual_stages - 1
+    names = {op.name: (op.rank, op.action.stage) for op in found.ops if op.name.startswith(("mtp", "head"))}
+    assert names == dict.fromkeys(("mtp 1", "mtp 2", "head"), (pp - 1, last))
+
+
+def test_a_stage_may_have_no_block_beside_them() -> None:
+    """As Megatron Bridge's layout "Et|(tt|)*30mL" has it."""
+    plan = ParallelPlan(pp=2, virtual_stages=2, stage_layers=(2, 2, 2, 0))
+    training = TrainingSpec(global_batch_size=4, precision="bf16")
+    model = MODEL.model_copy(update={"mtp_num_layers": 1})
+    found = predict(Job(model, catalog.cluster("dgx-h100", 2), training, plan, CORE), name="x")
+    assert [b - a for a, b in pairwise(found.assignment.boundaries)] == [3, 2, 2, 2]
+    assert {"mtp forward", "mtp backward"} <= {term.name for term in found.terms}
+
+
+def test_a_pass_needs_what_one_through_a_block_does_beside_gradients_of_what_it_hands_on() -> None:
+    """Of the hidden states that the head, or the next of them, takes as well."""
+    state = CORE.state(TrainingSpec(global_batch_size=1, precision="bf16"), ParallelPlan())
+    model = MODEL.model_copy(update={"mtp_num_layers": 2})
+    block, *later = (
+        layer_footprint(layer, 3, state, recomputation(layer, "none"))
+        for layer in (model.layers[1], *model.layers[-3:-1])
+    )
+    handed_on = 3 * TOKENS * H * 2
+    assert [each.forward_workspace for each in later] == [block.forward_workspace] * 2
+    assert [each.backward_workspace - block.backward_workspace for each in later] == [handed_on, 2 * handed_on]
+
+
+def test_the_head_keeps_logits_of_every_depth_and_computes_those_of_one_at_a_time() -> None:
+    state = CORE.state(TrainingSpec(global_batch_size=1, precision="bf16"), ParallelPlan())
+    heads = [
+        CORE.layers_of(MODEL.model_copy(update={"mtp_num_layers": depths}), ParallelPlan())[-1] for depths in (0, 2)
+    ]
+    alone, several = (layer_footprint(head, 3, state, recomputation(head, "none")) for head in heads)
+    assert several.logits == 3 * alone.logits == 3 * (3 * TOKENS * VOCAB * 2)
+    assert several.forward_workspace == alone.forward_workspace
+    assert several.backward_workspace <= alone.backward_workspace
+
+
+PLANS: dict[str, tuple[int, bool, dict[str, Any]]] = {
+    "1f1b, whole layers again": (1, False, {"pp": 2, "dp_shard": 2, "zero_stage": 1, "recompute": "full"}),
+    "interleaved, tied": (1, True, {"pp": 2, "virtual_stages": 2, "stage_layers": (1, 2, 2, 1)}),
+    "experts apart beside tensor parallelism": (2, False, {"dp_shard": 2, "zero_stage": 1, "ep": 2, "tp": 2, "etp": 1}),
+    "context parallelism, modules again": (1, False, {"cp": 2, "cp_comm": "a2a", "pp": 2, "recompute": "selective"}),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_keep_the_laws(name: str) -> None:
+    depths, tied, fields = PLANS[name]
+    plan = ParallelPlan.model_validate(fields)
+    model = MODEL.model_copy(update={"mtp_num_layers": depths, "tied_embeddings": tied})
+    training = TrainingSpec(global_batch_size=3 * plan.dp, precision="bf16")
+    keeps_the_laws(model, "dgx-h100", plan.num_devices, training, plan, CORE)
