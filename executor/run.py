@@ -15,8 +15,8 @@ from executor.profiling.results import RunSegment, gather, written_here
 from executor.train.checkpoint_folder import check_resume, newest_checkpoint
 from simplan.errors import RunError, SimplanError
 from simplan.files import write_whole
+from simplan.runs.fewer_nodes import Nodes
 from simplan.runs.measurement import Measurement
-from simplan.runs.nodes import Nodes
 from simplan.runs.run_spec import RunSpec
 from simplan.units import counted
 

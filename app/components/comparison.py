@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pandas as pd
 import streamlit as st
 
@@ -10,16 +12,16 @@ from app.components.downloads import csv_text, download, show_figure
 from app.components.problems import escaped, show_problems
 from app.fields import remembered_choice
 from app.figures.difference import difference_figure, difference_rows, difference_words
-from app.results.explained import explained
+from app.results.plan import predicted_step
 from app.work import awaited
 from simplan.errors import SpecError
-from simplan.explain import Difference, Explanation, difference
+from simplan.explain import Difference, Explanation, difference, explain
 from simplan.plan.plan import ParallelPlan
 from simplan.scenario import SearchScenario
 from simplan.search import SearchResult
 from simplan.units import GIB, format_bytes, format_time
 
-__all__ = ["show_comparison"]
+__all__ = ["explained", "show_comparison"]
 
 
 def show_comparison(asked: SearchScenario, result: object) -> None:
@@ -106,3 +108,17 @@ def _show(found: Difference, key: str) -> None:
     with st.expander(f"All {len(rows)} terms with their formulas"):
         st.dataframe(pd.DataFrame(rows), hide_index=True)
     download("Terms", "difference of two plans", "csv", csv_text(rows))
+
+
+@lru_cache(maxsize=8)
+def explained(text: str, calibrated_at: int) -> Explanation:
+    """Takes the plan of a scenario apart.
+
+    Args:
+        text: The scenario's YAML.
+        calibrated_at: When this machine's calibration was written, for caches.
+
+    Raises:
+        SpecError: As ``predict``.
+    """
+    return explain(*predicted_step(text, calibrated_at))

@@ -21,7 +21,7 @@ __all__ = ["ShardedOptimizer"]
 class ShardedOptimizer(ZeroRedundancyOptimizer):
     """Optimizer whose states are partitioned over a group; each owner broadcasts its parameters as one bucket.
 
-    torch assigns parameters to ranks as ``simplan.program.memory.partition_states`` does. A rank without parameters
+    torch assigns parameters to ranks as ``simplan.program.memory.states`` does. A rank without parameters
     broadcasts a bucket of one FP32 number.
 
     Args:

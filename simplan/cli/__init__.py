@@ -1,5 +1,5 @@
 """The command line: ``simplan COMMAND``. Results go to stdout, progress and messages to stderr."""
 
-from simplan.cli.main import main
+from simplan.cli.app import main
 
 __all__ = ["main"]

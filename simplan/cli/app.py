@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,8 +23,10 @@ from simplan.cli.terminal.options import (
     ScenarioPaths,
     TimedPrecision,
 )
+from simplan.cli.terminal.output import complain
+from simplan.errors import SimplanError
 
-__all__ = ["app"]
+__all__ = ["app", "main"]
 
 app = typer.Typer(
     name="simplan",
@@ -506,3 +510,44 @@ def demo(
     from simplan.cli.demo import demo_command
 
     return demo_command(output, as_json=json)
+
+
+_BAD_USAGE = 2
+_BUG = 70
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: Arguments after the program's name; None takes those of this process.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        code = app(args=None if argv is None else list(argv), prog_name="simplan", standalone_mode=False)
+    except SimplanError as error:
+        complain(str(error))
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        complain("interrupted")
+        return _INTERRUPTED
+    except OSError as error:
+        complain(f"{error.filename or 'what is printed cannot be written'}: {error.strerror or error}")
+        return _BAD_USAGE
+    except Exception as error:
+        if hasattr(error, "format_message"):  # bad usage; the class's place differs between versions of typer
+            complain(f"{error.format_message()}\n`simplan --help` and `simplan COMMAND --help` list what there is")
+            return _BAD_USAGE
+        if os.environ.get("SIMPLAN_DEBUG"):
+            raise
+        complain(
+            f"this is a bug of simplan ({type(error).__name__}: {error}); "
+            "with SIMPLAN_DEBUG=1 in the environment it shows where, please report that"
+        )
+        return _BUG
+    if code == _INTERRUPTED:
+        complain("interrupted")
+    return code if isinstance(code, int) else 0

@@ -29,7 +29,7 @@ from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.io import write_model
 from simplan.model.layer import CollectiveKind
 from simplan.model.low_precision import DEFAULT_RECIPE
-from simplan.runs.nodes import Nodes
+from simplan.runs.fewer_nodes import Nodes
 from simplan.scenario import Scenario, SearchScenario
 
 __all__ = [

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from simplan.cli.bless import bless
+import yaml
+
 from simplan.cli.calibrations import covers, is_needed, read
 from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cost.calibration.format import Calibration
@@ -19,14 +21,14 @@ from simplan.report.checks import (
     checks_json,
     checks_text,
     count,
+    github_annotations,
+    junit_xml,
     markdown_summary,
 )
-from simplan.report.github import github_annotations
-from simplan.report.junit import junit_xml
-from simplan.scenario import evaluate, load_scenario
+from simplan.scenario import METRICS, Expectation, evaluate, load_scenario
 from simplan.scenario.file import scenario_from
 
-__all__ = ["check_command"]
+__all__ = ["bless", "check_command"]
 
 _SUFFIXES = (".yaml", ".yml")
 _MEASURED_BY_OTHERS = {"published", "heldout", "looked-at"}
@@ -119,3 +121,59 @@ def check_file(file: Path, calibration: Calibration | None) -> CheckedFile:
         line, _ = document.place(("expect", index))
         cases.append(CheckedCase(expectation.metric, status, result.message, expectation.why, line))
     return CheckedFile(str(file), tuple(cases))
+
+
+_MARK = "blessed"
+
+
+def bless(file: Path, prediction: Mapping[str, Any]) -> list[str]:
+    """Rewrites the blessed values of a scenario file that no longer hold.
+
+    Args:
+        file: A valid scenario file.
+        prediction: ``Prediction.to_json()`` of it.
+
+    Returns:
+        One line per change: file, metric, old and new value.
+    """
+    with file.open(encoding="utf-8", newline="") as stream:  # newline="": line ends stay as they are
+        text = stream.read()
+    changes, edits = [], []
+    for expectation, node in zip(load_scenario(file).expect, _value_nodes(text), strict=True):
+        if node is None or not expectation.why.startswith(_MARK) or evaluate(expectation, prediction).passed:
+            continue
+        actual = METRICS[expectation.metric].read(prediction)
+        if actual is None:
+            continue
+        new = _written(expectation, actual, prediction)
+        edits.append((node.start_mark.index, node.end_mark.index, new))
+        changes.append(f"{file}:{node.start_mark.line + 1}: {expectation.metric}: {node.value} -> {new}")
+    for start, end, new in reversed(edits):
+        text = text[:start] + new + text[end:]
+    if edits:
+        write_text(file, text)
+    return changes
+
+
+def _written(expectation: Expectation, actual: float | bool, prediction: Mapping[str, Any]) -> str:
+    """With 12 digits, or with as many as the tolerance asks for."""
+    if isinstance(actual, bool):
+        return str(actual).lower()
+    short = f"{actual:.12g}"
+    holds = evaluate(expectation.model_copy(update={"value": float(short)}), prediction).passed
+    return short if holds else repr(actual)
+
+
+def _value_nodes(text: str) -> Iterator[yaml.ScalarNode | None]:
+    """The scalar after ``value:`` of each expectation, None where there is none."""
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    expectations = _child(root, "expect")
+    for item in expectations.value if isinstance(expectations, yaml.SequenceNode) else ():
+        value = _child(item, "value")
+        yield value if isinstance(value, yaml.ScalarNode) else None
+
+
+def _child(node: yaml.Node | None, key: str) -> yaml.Node | None:
+    if not isinstance(node, yaml.MappingNode):
+        return None
+    return next((value for name, value in node.value if name.value == key), None)

@@ -8,11 +8,9 @@ from pathlib import Path
 from simplan.cli.calibrations import Wanted, covers, ensure, is_needed, measure, read, request_across, requests_for
 from simplan.cli.drawing import print_drawing, refuse_other_suffix, write_drawing
 from simplan.cli.execute import RunOptions, default_folder, execute, join, refuse_other_software
-from simplan.cli.fewer_nodes import scenarios_on_fewer
-from simplan.cli.nodes import Meeting, nodes_of, nodes_to_time, refuse_without_nodes
+from simplan.cli.nodes import Meeting, nodes_of, nodes_to_time, refuse_without_nodes, scenarios_on_fewer
 from simplan.cli.search import scenarios_to_time
 from simplan.cli.terminal.output import emphasize, print_json, print_result, say
-from simplan.cli.traces import predicted_trace, write_predicted_trace
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.store import default_path
@@ -23,6 +21,7 @@ from simplan.report.comparison import comparison_text
 from simplan.report.drawings.drawing import draw_pipeline
 from simplan.report.explanation import difference_text, explanation_text
 from simplan.report.text import prediction_text, verdict
+from simplan.report.trace import predicted_trace, write_predicted_trace
 from simplan.scenario import Scenario, load_scenario
 
 __all__ = [

@@ -10,20 +10,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from simplan.cli.fewer_nodes import fewer_nodes, scenarios_on_fewer
+from simplan.cli.nodes import fewer_nodes, scenarios_on_fewer
 from simplan.cli.terminal.output import say
 from simplan.cli.terminal.processes import run_executor
 from simplan.cli.terminal.progress import Progress
-from simplan.cli.traces import write_measured_trace, write_predicted_trace
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import NotModelledError, Problem, RunError, SpecError
 from simplan.io import read_model, write_json, write_model
 from simplan.predict import Simulated, run_spec_of
 from simplan.prediction import Prediction
 from simplan.report.text import verdict
+from simplan.report.trace import write_measured_trace, write_predicted_trace
 from simplan.runs.checkpoint import Checkpointing
+from simplan.runs.fewer_nodes import Nodes
 from simplan.runs.measurement import Measurement
-from simplan.runs.nodes import Nodes
 from simplan.runs.run_spec import RunSpec
 from simplan.scenario import Scenario
 from simplan.units import GIB

@@ -9,7 +9,7 @@ from simplan.cost.analytic import AnalyticCost
 from simplan.cost.base import CostModel
 from simplan.cost.calibration.calibrated import CalibratedCost
 from simplan.cost.calibration.format import Calibration, way_of_mixing
-from simplan.cost.calibration.match import refuse_other_device
+from simplan.cost.calibration.store import refuse_other_device
 from simplan.cost.communication.host_link import host_memory_rate
 from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.errors import Problem, SpecError

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+from xml.etree import ElementTree
 
 from pydantic_core import to_jsonable_python
 
 from simplan.units import counted
 
-__all__ = ["CheckStatus", "CheckedCase", "CheckedFile", "checks_json", "checks_text", "count", "markdown_summary"]
+__all__ = [
+    "CheckStatus",
+    "CheckedCase",
+    "CheckedFile",
+    "checks_json",
+    "checks_text",
+    "count",
+    "github_annotations",
+    "junit_xml",
+    "markdown_summary",
+]
 
 
 class CheckStatus(StrEnum):
@@ -106,3 +118,62 @@ def _worst(file: CheckedFile) -> CheckStatus:
         if status in statuses:
             return status
     return CheckStatus.PASSED
+
+
+_LEVELS = {CheckStatus.FAILED: "error", CheckStatus.ERROR: "error", CheckStatus.SKIPPED: "notice"}
+
+
+def github_annotations(files: Iterable[CheckedFile]) -> Iterator[str]:
+    """One ``::error file=F,line=N,title=T::message`` for each case that did not pass."""
+    for file in files:
+        for case in file.cases:
+            if case.status not in _LEVELS:
+                continue
+            properties = {"file": file.file, "line": str(case.line or 1), "title": f"simplan check: {case.name}"}
+            listed = ",".join(f"{key}={_escape_property(value)}" for key, value in properties.items())
+            why = f" ({case.why})" if case.why else ""
+            yield f"::{_LEVELS[case.status]} {listed}::{_escape(case.message + why)}"
+
+
+def _escape(text: str) -> str:
+    """A newline would end the command: GitHub reads percent codes."""
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _escape_property(text: str) -> str:
+    return _escape(text).replace(":", "%3A").replace(",", "%2C")
+
+
+_TAGS = {CheckStatus.FAILED: "failure", CheckStatus.ERROR: "error", CheckStatus.SKIPPED: "skipped"}
+_NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def junit_xml(files: Iterable[CheckedFile]) -> str:
+    """The XML text, as continuous integration services read it."""
+    files = tuple(files)
+    root = ElementTree.Element("testsuites", {"name": "simplan check"} | _counts(files))
+    for file in files:
+        suite = ElementTree.SubElement(root, "testsuite", {"name": _clean(file.file)} | _counts((file,)))
+        for number, case in enumerate(file.cases, start=1):
+            attributes = {"classname": _clean(file.file), "name": f"{number} {_clean(case.name)}"}
+            attributes |= {"file": _clean(file.file)} | ({} if case.line is None else {"line": str(case.line)})
+            element = ElementTree.SubElement(suite, "testcase", attributes)
+            if case.status in _TAGS:
+                found = ElementTree.SubElement(element, _TAGS[case.status], message=_clean(case.message))
+                found.text = _clean(case.why or case.message)
+    ElementTree.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _counts(files: tuple[CheckedFile, ...]) -> dict[str, str]:
+    return {
+        "tests": str(sum(len(file.cases) for file in files)),
+        "failures": str(count(files, CheckStatus.FAILED)),
+        "errors": str(count(files, CheckStatus.ERROR)),
+        "skipped": str(count(files, CheckStatus.SKIPPED)),
+    }
+
+
+def _clean(text: str) -> str:
+    """Without the characters that XML cannot hold."""
+    return _NOT_XML.sub("?", text)

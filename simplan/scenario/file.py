@@ -42,12 +42,20 @@ from simplan.rules import check_job
 from simplan.scenario.clusters import read_cluster
 from simplan.scenario.collecting import Sections
 from simplan.scenario.expectation import Expectation
-from simplan.scenario.idle import refuse_idle_options
 from simplan.scenario.sections import read_expectations, read_model, read_software
 from simplan.software.software import SoftwareSpec
 from simplan.training.training import TrainingSpec
 
-__all__ = ["Parts", "Scenario", "load_scenario", "parts_of", "read_parts", "scenario_from", "scenario_of"]
+__all__ = [
+    "Parts",
+    "Scenario",
+    "load_scenario",
+    "parts_of",
+    "read_parts",
+    "refuse_idle_options",
+    "scenario_from",
+    "scenario_of",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,3 +235,31 @@ def _read_plan(sections: Sections, data: dict[str, Any], folder: Path | None) ->
     if plan is None or folder is None or not is_table_file(plan.schedule):
         return plan
     return plan.model_copy(update={"schedule": str(folder / plan.schedule)})
+
+
+_OF_EXPERTS = ("expert_dispatch", "expert_overlap", "fused_experts")
+
+
+def refuse_idle_options(
+    sections: Sections, data: Mapping[str, Any], model: ModelSpec, software: SoftwareSpec, profile: SoftwareSpec
+) -> None:
+    """Keeps a problem for each.
+
+    Args:
+        sections: Of the file.
+        data: The file.
+        model, software: As they were read.
+        profile: The software without its options.
+    """
+    for option in _OF_EXPERTS:
+        value = getattr(software, option)
+        if not model.num_experts and value != getattr(profile, option):
+            rule = f"is for models with experts, and family {model.family} has none"
+            sections.refuse(("software", option), rule, value=value, fix="remove it")
+    written, width = data.get("model"), model.moe_intermediate_size
+    if not isinstance(written, dict) or "intermediate_size" not in written:
+        return
+    if model.num_experts and not model.num_dense_layers and model.intermediate_size != width:
+        rule = f"is the width of leading dense layers, and num_dense_layers = 0; experts have {width:,}"
+        fix = "use moe_intermediate_size for experts, or remove it"
+        sections.refuse(("model", "intermediate_size"), rule, value=model.intermediate_size, fix=fix)

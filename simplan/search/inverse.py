@@ -13,7 +13,7 @@ from simplan.job import Job
 from simplan.model.families import FAMILIES
 from simplan.plan.plan import ParallelPlan
 from simplan.search.enumeration import Enumeration
-from simplan.search.first_fit import first_fit
+from simplan.search.explore import first_fit
 from simplan.search.jobs import check_without_plan
 from simplan.search.space import SearchSpace, that_it_has
 

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from simplan.cli.execute import RunOptions
-from simplan.cli.fewer_nodes import scenarios_on_fewer
-from simplan.cli.nodes import Meeting, nodes_of, numbers_of_nodes
+from simplan.cli.nodes import Meeting, nodes_of, numbers_of_nodes, scenarios_on_fewer
 from simplan.errors import SpecError
 from simplan.runs.checkpoint import Checkpointing
-from simplan.runs.nodes import Nodes
+from simplan.runs.fewer_nodes import Nodes
 from simplan.scenario import load_scenario
 
 Simplan = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -7,9 +7,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from simplan.report.checks import CheckedCase, CheckedFile, CheckStatus, checks_json, checks_text, markdown_summary
-from simplan.report.github import github_annotations
-from simplan.report.junit import junit_xml
+from simplan.report.checks import (
+    CheckedCase,
+    CheckedFile,
+    CheckStatus,
+    checks_json,
+    checks_text,
+    github_annotations,
+    junit_xml,
+    markdown_summary,
+)
 
 
 @pytest.fixture

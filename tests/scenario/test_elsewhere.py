@@ -8,7 +8,7 @@ import pytest
 
 from simplan.errors import SpecError
 from simplan.scenario import load_scenario, load_search
-from simplan.scenario.elsewhere import _OTHER_WORDS, _SECTIONS, where_keys_belong
+from simplan.scenario.collecting import _OTHER_WORDS, _SECTIONS, where_keys_belong
 
 CASE = """\
 model: {preset: llama3-8b, tp: 2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from simpy import Environment
 
-from simplan.sim.cores import SharedCores
+from simplan.sim.engine import SharedCores
 
 
 def ends(num_cores: int, jobs: list[tuple[float, float, float]]) -> list[float]:

@@ -27,10 +27,10 @@ from simplan.program.lowering.hooks import Hooks
 from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.units import Unit, merged_units, unit_of_layer, units_at
 from simplan.program.lowering.writer import RankWriter
-from simplan.program.program import LayerWork, MemoryCategory, MemoryEffect, Message, Phase, Stream
+from simplan.program.program import HostCalls, LayerWork, MemoryCategory, MemoryEffect, Message, Phase, Stream
 from simplan.program.timeline import SpanKind
 
-__all__ = ["FsdpHooks"]
+__all__ = ["FsdpHooks", "FsdpListHooks"]
 
 _GATHERED, _BUFFERS, _GRADIENTS = MemoryCategory.GATHERED, MemoryCategory.BUFFERS, MemoryCategory.GRADIENTS
 _HOST = MemoryCategory.HOST
@@ -447,3 +447,60 @@ class FsdpHooks(Hooks):
 def _free(category: MemoryCategory, num_bytes: int) -> MemoryEffect:
     """Frees before anything else happens."""
     return MemoryEffect(category, -num_bytes, -num_bytes)
+
+
+class FsdpListHooks(FsdpHooks):
+    """Hooks of one rank; arguments as for ``FsdpHooks``."""
+
+    def units_ahead(self, unit: Unit, index: int) -> range:
+        """Nothing beside a unit that leaves no room."""
+        return range(0) if self._leaves_no_room(unit) else super().units_ahead(unit, index)
+
+    def gather(self, action: Action, index: int, waits: Sequence[int | None], *, in_background: bool = False) -> None:
+        """The host makes views first, and copies while bytes move.
+
+        Where there is room the bytes move beside what is computed before, matrix by matrix.
+        """
+        unit = self.units[action.stage][index]
+        alone = self._leaves_no_room(unit)
+        listed = self._list_parts(action, index, len(unit.matrices), copies=False)
+        super().gather(action, index, [listed] if alone else waits, in_background=in_background)
+        self._list_parts(action, index, len(unit.matrices), copies=True)
+        if alone:
+            self.writer.block_on(self.gathering[action.stage, index])
+
+    def copy_out(self, action: Action, index: int, *, in_forward: bool) -> None:
+        """In backward, what was let go of since it ran again is gathered once more."""
+        super().copy_out(action, index, in_forward=in_forward)
+        limit, unit = self.stages.software.live_elements, self.units[action.stage][index]
+        repeats = any(self.stages.facts(action.stage, layer).kept.kernels for layer in unit.layers)
+        if in_forward or limit is None or self.level == 1 or not repeats:
+            return
+        again = [size for i, size in enumerate(unit.matrices) if 2 * sum(unit.matrices[i + 1 :]) >= limit]
+        if again:
+            listed = self._list_parts(action, index, len(again), copies=False)
+            message = Message(CollectiveKind.ALL_GATHER, sum(again) * self.stages.state.gathered, self.shard_group)
+            name = self.name(action, index, "all_gather again")
+            gathered = self.writer.collective(action, Stream.SHARD, name, message, [listed])
+            self._list_parts(action, index, len(again), copies=True)
+            self.writer.block_on(gathered)
+
+    def reduce_unit(self, action: Action, index: int, *, made_now: bool) -> None:
+        """The host makes views and copies from them first, and waits for what comes out."""
+        num_matrices = len(self.units[action.stage][index].matrices)
+        self._list_parts(action, index, num_matrices, copies=False)
+        self._list_parts(action, index, num_matrices, copies=True)
+        super().reduce_unit(action, index, made_now=made_now)
+        self.writer.block_on(self.last_reduction)
+
+    def _list_parts(self, action: Action, index: int, num_matrices: int, *, copies: bool) -> int | None:
+        """The host handles the part of every rank of so many matrices."""
+        if not num_matrices:
+            return self.writer.last_compute
+        calls = HostCalls(num_matrices * self.num_shards, copies)
+        name = self.name(action, index, "copy parts" if copies else "list parts")
+        return self.writer.compute(action, name, (calls,), kind=SpanKind.HOST)
+
+    def _leaves_no_room(self, unit: Unit) -> bool:
+        limit = self.stages.software.live_elements
+        return limit is not None and max(unit.matrices, default=0) >= limit

@@ -14,12 +14,10 @@ from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import StageAssignment
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.folding import Folding, unfolded
-from simplan.program.lowering.fsdp import FsdpHooks
-from simplan.program.lowering.fsdp_lists import FsdpListHooks
+from simplan.program.lowering.fsdp import FsdpHooks, FsdpListHooks
 from simplan.program.lowering.hooks import DdpHooks, Hooks
 from simplan.program.lowering.offload import ActivationOffload
-from simplan.program.lowering.optimizer_step import step_optimizer
-from simplan.program.lowering.reduction import complete_gradients
+from simplan.program.lowering.optimizer_step import complete_gradients, step_optimizer
 from simplan.program.lowering.rows import ActionVariant, row_of_actions
 from simplan.program.lowering.script import Scripts, Segment, in_order
 from simplan.program.lowering.stage import Stages
@@ -93,8 +91,8 @@ def lower(
     does in between is said by its hooks (``simplan.program.lowering.hooks``, ``simplan.program.lowering.fsdp``).
     REDUCE_GRAD sums gradients of which tensor-parallel ranks have parts, averages those of experts, and divides all by
     the number of microbatches. OPTIM waits for all sends and for a trainer's host, all-reduces gradients of tied
-    embeddings that sit on two ranks, clips gradients (``simplan.program.lowering.norms``), updates, and hands sharded
-    updates round, or gathers them (ZeRO-1).
+    embeddings that sit on two ranks, clips gradients (``simplan.program.lowering.optimizer_step``), updates, and hands
+    sharded updates round, or gathers them (ZeRO-1).
 
     Args:
         job: What is run; its cluster is not looked at.

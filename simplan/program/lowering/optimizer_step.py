@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from simplan.model.layer import CollectiveKind
 from simplan.program.action import Action
-from simplan.program.lowering.norms import clip_gradients, norms_of_parameters
 from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.writer import RankWriter
 from simplan.program.memory.states import RankStates
-from simplan.program.program import MemoryCategory, MemoryEffect, Message, Stream
+from simplan.program.program import LayerWork, MemoryCategory, MemoryEffect, Message, Phase, Stream
 from simplan.program.timeline import SpanKind
+from simplan.training.optimizer import OPTIMIZERS
 
-__all__ = ["step_optimizer"]
+__all__ = ["clip_gradients", "complete_gradients", "norms_of_parameters", "step_optimizer"]
 
 
 def step_optimizer(
@@ -65,3 +65,103 @@ def _temporaries(stages: Stages, states: RankStates) -> tuple[MemoryEffect, ...]
     if stages.plan.offload_optimizer:
         return (MemoryEffect(MemoryCategory.HOST, copied, -states.gradient_elements * stages.state.gradient),)
     return (MemoryEffect(MemoryCategory.WORKSPACE, copied, 0),) if copied else ()
+
+
+_NORM_BYTES = 4  # in fp32, as gradients and states are
+
+
+def clip_gradients(action: Action, stages: Stages, states: RankStates, writer: RankWriter) -> None:
+    """Squares of all gradients of the rank, summed over ranks with other parts of the model, then all are scaled.
+
+    What several ranks hold alike one of them counts. As in torchtitan each axis of the mesh has one all-reduce of a
+    number, the pipeline's last.
+
+    Args:
+        action: The OPTIM.
+        stages: Facts about the stages.
+        states: Of the rank.
+        writer: Takes the operations.
+    """
+    if stages.training.clip_grad_norm is None:
+        return
+    mine = stages.stages_of(stages.mapping.place(writer.rank).pp)
+    ended = writer.compute(
+        action, "gradient norm", tuple(work for stage in mine for work in states.work(stage, Phase.NORM))
+    )
+    pipeline = (Stream.PIPELINE, stages.mapping.pp_group(writer.rank))
+    for stream, group in (*_groups_with_parts(stages, writer.rank), pipeline):
+        if len(group) > 1:
+            ended = _summed(action, stream, group, _NORM_BYTES, ended, writer)
+    writer.block_on(ended)
+    writer.compute(action, "clip gradients", tuple(work for stage in mine for work in states.work(stage, Phase.SCALE)))
+
+
+def norms_of_parameters(action: Action, stages: Stages, states: RankStates, writer: RankWriter) -> None:
+    """Sums over ranks for the norms of the optimizer, of all parameters that the rank updates at once.
+
+    Their own passes over memory are part of the update; arguments as above.
+    """
+    num_norms = OPTIMIZERS[stages.training.optimizer].num_norms
+    num_bytes = num_norms * states.num_updated_tensors * _NORM_BYTES if num_norms else 0
+    if not num_bytes:
+        return
+    ended = writer.last_compute
+    for stream, group in _groups_with_parts(stages, writer.rank):
+        if len(group) > 1:
+            ended = _summed(action, stream, group, num_bytes, ended, writer)
+    writer.block_on(ended)
+
+
+def _groups_with_parts(stages: Stages, rank: int) -> Iterator[tuple[Stream, tuple[int, ...]]]:
+    """Ranks that have other parts of the same tensors."""
+    if stages.plan.shards_parameters:
+        yield Stream.SHARD, stages.mapping.shard_group(rank)
+    yield Stream.TENSOR, stages.mapping.tp_group(rank)
+
+
+def _summed(
+    action: Action, stream: Stream, group: tuple[int, ...], num_bytes: int, after: int | None, writer: RankWriter
+) -> int:
+    message = Message(CollectiveKind.ALL_REDUCE, num_bytes, group)
+    return writer.collective(action, stream, "all_reduce norms", message, (*writer.blocking, after))
+
+
+def complete_gradients(action: Action, stages: Stages, states: RankStates, writer: RankWriter) -> None:
+    """Completes the gradients of a stage and divides them by the number of microbatches, where the loss was not.
+
+    Args:
+        action: The REDUCE_GRAD.
+        stages: Facts about the stages.
+        states: Of the rank.
+        writer: Takes the operations.
+    """
+    partial = states.partial_elements(action.stage)
+    if partial:
+        group = stages.mapping.tp_group(writer.rank)
+        message = Message(CollectiveKind.ALL_REDUCE, partial * stages.state.gradient, group)
+        waits = [writer.last_compute, *writer.blocking]
+        writer.block_on(writer.collective(action, Stream.TENSOR, "all_reduce partial gradients", message, waits))
+    _average_experts(action, stages, states, writer)
+    divides = stages.num_microbatches > 1 and stages.software.runtime != "megatron"
+    writer.compute(action, "{action}", states.work(action.stage, Phase.SCALE) if divides else ())
+
+
+def _average_experts(action: Action, stages: Stages, states: RankStates, writer: RankWriter) -> None:
+    """Gradients of experts are divided by the ranks that average gradients, and summed over those with the same ones.
+
+    Tokens of the other expert-parallel ranks are already in them, and those of tensor-parallel ranks add up.
+    """
+    elements = states.expert_gradients(action.stage)
+    if not elements:
+        return
+    own = zip(stages.layers[action.stage], stages.experts[action.stage], strict=True)
+    plan = stages.plan
+    work = tuple(LayerWork(layer, Phase.SCALE, plan.microbatch_size, number) for layer, number in own if number)
+    divided = writer.compute(action, "divide experts", work if plan.dp * plan.cp > 1 else ())
+    group = stages.mapping.expert_group(writer.rank)
+    if len(group) == 1:
+        return
+    kind = CollectiveKind.REDUCE_SCATTER if states.shares_evenly else CollectiveKind.ALL_REDUCE
+    for number in elements:
+        message = Message(kind, number * stages.state.reduced, group)
+        writer.block_on(writer.collective(action, Stream.EXPERT_DATA, f"{kind} experts", message, (divided,)))

@@ -8,11 +8,10 @@ from typing import NamedTuple
 from simplan.model.layer import CollectiveKind, ParameterSpec
 from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.units import shard_elements
-from simplan.program.memory.partition_states import partition_states
 from simplan.program.program import LayerWork, Message, Phase
 from simplan.training.optimizer import UPDATES
 
-__all__ = ["LayerStates", "RankStates", "layer_states"]
+__all__ = ["LayerStates", "RankStates", "layer_states", "partition_states"]
 
 
 class LayerStates(NamedTuple):
@@ -201,3 +200,13 @@ class RankStates:
         for stage in self._mine:
             for position, parameters in enumerate(self._stages.brought[stage]):
                 yield from ((stage, position, p.num_elements) for p in parameters if not (p.expert or p.frozen))
+
+
+def partition_states(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """Owner of each parameter: the largest first, each to the rank that has least so far."""
+    owners = [0] * len(sizes)
+    filled = [0] * num_ranks
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        owners[index] = filled.index(min(filled))
+        filled[owners[index]] += sizes[index]
+    return owners

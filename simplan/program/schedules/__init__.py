@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from simplan.program.schedules.dualpipe_v import dualpipe_v
-from simplan.program.schedules.gpipe import gpipe
+from simplan.program.schedules.gpipe import gpipe, naive
 from simplan.program.schedules.interleaved import interleaved_1f1b
-from simplan.program.schedules.naive import naive
 from simplan.program.schedules.one_f_one_b import one_f_one_b
 from simplan.program.schedules.shape import PipelineShape, Schedule, StageTimes
 from simplan.program.schedules.zb_v import zb_v

@@ -5,7 +5,7 @@ from __future__ import annotations
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.schedules.shape import PipelineShape
 
-__all__ = ["gpipe"]
+__all__ = ["gpipe", "naive"]
 
 
 def gpipe(shape: PipelineShape) -> Table:
@@ -22,6 +22,25 @@ def gpipe(shape: PipelineShape) -> Table:
             Action(rank, kind, microbatch)
             for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
             for microbatch in range(shape.num_microbatches)
+        )
+        for rank in range(shape.num_ranks)
+    )
+
+
+def naive(shape: PipelineShape) -> Table:
+    """Forward and backward of a microbatch end before the next one starts; all ranks but one are idle.
+
+    Bubble fraction (p-1)/p; one microbatch in flight.
+
+    Args:
+        shape: The pipeline; one stage a rank.
+    """
+    assert shape.virtual_stages == 1, shape
+    return tuple(
+        tuple(
+            Action(rank, kind, microbatch)
+            for microbatch in range(shape.num_microbatches)
+            for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
         )
         for rank in range(shape.num_ranks)
     )

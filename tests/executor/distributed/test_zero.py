@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from executor.distributed.mesh import Peers
 from executor.distributed.zero import ShardedOptimizer
 from executor.dry_run.rehearse import rehearse
-from simplan.program.memory.partition_states import partition_states
+from simplan.program.memory.states import partition_states
 from simplan.training.optimizer import OptimizerName
 from simplan.training.training import TrainingSpec
 from simplan.validate.structure import predicted_messages

@@ -16,9 +16,8 @@ import pytest
 from simplan.plan.plan import ParallelPlan
 from simplan.program.action import format_table
 from simplan.program.tables.table import plan_table
-from simplan.runs.fewer_nodes import FewerNodes, on_fewer_devices
+from simplan.runs.fewer_nodes import FewerNodes, Nodes, on_fewer_devices
 from simplan.runs.measurement import Measurement
-from simplan.runs.nodes import Nodes
 from simplan.runs.run_spec import RunSpec
 from simplan.training.training import TrainingSpec
 from tests.executor.launch.test_faults import wait_until_gone

@@ -21,8 +21,8 @@ from simplan.cost.calibration.calibrated import CalibratedCost
 from simplan.cost.calibration.format import CalibrationRequest
 from simplan.cost.calibration.store import load
 from simplan.model.layer import CollectiveKind
+from simplan.runs.fewer_nodes import Nodes
 from simplan.runs.measurement import Measurement
-from simplan.runs.nodes import Nodes
 from simplan.runs.run_spec import RunSpec
 from tests.executor.launch.node_runs import (
     PATIENCE_S,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from simplan.model.model import ModelSpec
-from simplan.program.lowering.buckets import ddp_buckets
+from simplan.program.lowering.hooks import ddp_buckets
 from simplan.units import MIB
 
 MODELS = [
