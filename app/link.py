@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["MAX_CHARS", "Link", "decode", "encode", "num_chars"]
+__all__ = ["MAX_CHARS", "ShareLink", "decode", "encode", "num_chars"]
 
 MAX_CHARS = 6_000
 """Of keys and values together; browsers and proxies cut longer addresses."""
@@ -22,7 +22,7 @@ _MAX_KEYS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class ShareLink:
     """What an address says.
 
     Attributes:
@@ -34,7 +34,7 @@ class Link:
     view: dict[str, Any] = field(default_factory=dict)
 
 
-def encode(link: Link) -> dict[str, str]:
+def encode(link: ShareLink) -> dict[str, str]:
     """The query of an address, by key."""
     query: dict[str, str] = {}
     for section, value in link.document.items():
@@ -46,11 +46,11 @@ def encode(link: Link) -> dict[str, str]:
     return query | {f"{_VIEW}.{key}": _text(value) for key, value in link.view.items()}
 
 
-def decode(query: Mapping[str, str]) -> Link:
+def decode(query: Mapping[str, str]) -> ShareLink:
     """What a query says; of one that is too long, nothing."""
     if len(query) > _MAX_KEYS or num_chars(query) > 4 * MAX_CHARS:
-        return Link()
-    found = Link()
+        return ShareLink()
+    found = ShareLink()
     for key, text in query.items():
         section, dot, rest = key.partition(".")
         value = _value(text)

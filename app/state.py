@@ -11,7 +11,7 @@ from typing import Any
 import streamlit as st
 import yaml
 
-from app.link import MAX_CHARS, Link, decode, encode, num_chars
+from app.link import MAX_CHARS, ShareLink, decode, encode, num_chars
 
 __all__ = ["START", "document", "document_text", "open_link", "set_document", "set_view", "view", "write_link"]
 
@@ -77,7 +77,7 @@ def open_link() -> None:
 
 def write_link() -> bool:
     """Puts what is asked into the address; False, with none there, when it is too long for one."""
-    query = encode(Link(document(), st.session_state.get(_VIEW, {})))
+    query = encode(ShareLink(document(), st.session_state.get(_VIEW, {})))
     fits = num_chars(query) <= MAX_CHARS
     query = query if fits else {}
     if dict(st.query_params) != query:

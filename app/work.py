@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import streamlit as st
 
-from app.jobs.job import Job
+from app.jobs.job import BackgroundJob
 from app.jobs.messages import Question
 from app.jobs.server import answering
 from simplan.errors import SpecError
@@ -72,7 +72,7 @@ def give_way() -> None:
     st.session_state.get(_ANY)
 
 
-def _result(job: Job) -> Any:
+def _result(job: BackgroundJob) -> Any:
     if job.error is not None:
         raise job.error
     return job.value
@@ -84,7 +84,7 @@ def _key(task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 @contextmanager
-def _asked(task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Job]:
+def _asked(task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[BackgroundJob]:
     """A job while somebody waits for it."""
     key = _key(task, args, kwargs)
     question = Question(task, args, kwargs)

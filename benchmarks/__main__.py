@@ -22,12 +22,12 @@ from benchmarks.large_plan import large_plan
 from benchmarks.predict_speed import predict_speed
 from benchmarks.search_speed import search_speed
 from benchmarks.shaped_hosts import shaped_hosts
-from benchmarks.table import HEADER, Row, to_markdown
+from benchmarks.table import HEADER, BenchmarkRow, to_markdown
 from benchmarks.transformers_models import transformers_models
 from benchmarks.workbench import WORKBENCH
 from simplan.cli.terminal.processes import ending_signals_raise
 
-_ALL: dict[str, Callable[[], Iterable[Row]]] = {
+_ALL: dict[str, Callable[[], Iterable[BenchmarkRow]]] = {
     "closed-forms": closed_forms,
     "engine-speed": engine_speed,
     "compiled-speed": compiled_speed,

@@ -10,8 +10,8 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.accuracy_cases import MICROBATCH_SIZE, TRAINING, Case, cases
-from benchmarks.table import Row
+from benchmarks.accuracy_cases import MICROBATCH_SIZE, TRAINING, AccuracyCase, cases
+from benchmarks.table import BenchmarkRow
 from executor.calibration.calibrate import calibrate
 from executor.run import run_job
 from simplan.cost.calibration.format import Calibration, CalibrationRequest, ShapeRequest
@@ -29,7 +29,7 @@ _STEPS = 5
 _GOAL = 0.12
 
 
-def accuracy() -> list[Row]:
+def accuracy() -> list[BenchmarkRow]:
     """One row per model and plan, and their mean; more ranks than cores are reported and not judged by their time."""
     found = cases()
     calibrations: list[Calibration] = []
@@ -56,7 +56,7 @@ def accuracy() -> list[Row]:
             errors.append(error)
             held += [comparison.interval_holds for comparison in compared]
         rows.append(
-            Row(
+            BenchmarkRow(
                 f"step time, {case.name}, {case.num_ranks} ranks",
                 "",
                 f"predicted {1e3 * middle_s:.0f} ms ({1e3 * min(predicted_s):.0f} to {1e3 * max(predicted_s):.0f}), "
@@ -68,19 +68,21 @@ def accuracy() -> list[Row]:
     largest = max(map(abs, errors))
     return [
         *rows,
-        Row(
+        BenchmarkRow(
             "step time, mean absolute error, 2 ranks",
             "at most 12 %",
             f"{mean:.1%} (largest {largest:.1%})",
             mean <= _GOAL,
         ),
-        Row(
+        BenchmarkRow(
             "actions and collectives as predicted",
             "all",
             f"{sum(structures)} of {len(structures)} runs",
             all(structures),
         ),
-        Row("measured step inside the predicted 90 % interval, 2 ranks", "", f"{sum(held)} of {len(held)} runs", True),
+        BenchmarkRow(
+            "measured step inside the predicted 90 % interval, 2 ranks", "", f"{sum(held)} of {len(held)} runs", True
+        ),
     ]
 
 
@@ -89,7 +91,7 @@ def _run(prediction: Prediction, folder: Path) -> Measurement:
     return run_job(run_spec_of(prediction, **options), folder)
 
 
-def _calibrate(found: list[Case]) -> Calibration:
+def _calibrate(found: list[AccuracyCase]) -> Calibration:
     """What all cases need, timed once for each number of ranks."""
     total: Calibration | None = None
     for num_ranks, budget_s in _CALIBRATION_S.items():

@@ -13,7 +13,7 @@ from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.training.training import TrainingSpec
 
-__all__ = ["MICROBATCH_SIZE", "TRAINING", "Case", "cases"]
+__all__ = ["MICROBATCH_SIZE", "TRAINING", "AccuracyCase", "cases"]
 
 MICROBATCH_SIZE = 2
 _MODELS = (
@@ -74,7 +74,7 @@ TRAINING = TrainingSpec(global_batch_size=16, precision="fp32")
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class AccuracyCase:
     """A model and a plan."""
 
     model: ModelSpec
@@ -113,7 +113,7 @@ class Case:
         )
 
 
-def cases() -> list[Case]:
+def cases() -> list[AccuracyCase]:
     """Every plan with one of the models in turn, the basic ones with both; FSDP in pipelines wants untied weights."""
     _, llama = _MODELS
     found = []
@@ -121,5 +121,5 @@ def cases() -> list[Case]:
         models = _MODELS if name in _BOTH_MODELS else (_MODELS[number % len(_MODELS)],)
         if plan.pp > 1 and plan.shards_parameters:
             models = (llama,)
-        found += [Case(model, name) for model in models]
+        found += [AccuracyCase(model, name) for model in models]
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from benchmarks.table import Row
+from benchmarks.table import BenchmarkRow
 from simplan import catalog
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec, LinkSpec
 from simplan.cost.communication.collectives import message_price
@@ -29,7 +29,7 @@ __all__ = ["closed_forms"]
 _GRID = [(p, m) for p in (1, 2, 3, 4, 6, 8, 12, 16) for m in (1, 2, 3, 4, 7, 8, 16, 32, 64)]
 
 
-def closed_forms() -> list[Row]:
+def closed_forms() -> list[BenchmarkRow]:
     """Bubbles, microbatches in flight, ring all-reduce, bytes a parameter."""
     bubbles = flights = 0
     for p, m in _GRID:
@@ -51,16 +51,20 @@ def closed_forms() -> list[Row]:
     ]
     bytes_right = [_bytes_per_parameter(*case) == expected for case, expected in _STATES]
     return [
-        Row("bubble of GPipe and 1F1B, p to 16, m to 64", "(p-1)/(m+p-1)", f"{bubbles} of {total}", bubbles == total),
-        Row("microbatches in flight by stage", "m; min(p-r, m)", f"{flights} of {total}", flights == total),
-        Row(
+        BenchmarkRow(
+            "bubble of GPipe and 1F1B, p to 16, m to 64", "(p-1)/(m+p-1)", f"{bubbles} of {total}", bubbles == total
+        ),
+        BenchmarkRow("microbatches in flight by stage", "m; min(p-r, m)", f"{flights} of {total}", flights == total),
+        BenchmarkRow(
             "bubble of interleaved 1F1B, m a multiple of p, v to 4",
             "(p-1)/(v m+p-1)",
             f"{sum(interleaved)} of {len(interleaved)}",
             all(interleaved),
         ),
-        Row("ring all-reduce, 2 to 64 ranks", "2 (n-1)/n x bytes", f"{sum(rings)} of {len(rings)}", all(rings)),
-        Row(
+        BenchmarkRow(
+            "ring all-reduce, 2 to 64 ranks", "2 (n-1)/n x bytes", f"{sum(rings)} of {len(rings)}", all(rings)
+        ),
+        BenchmarkRow(
             "bytes a parameter by optimizer and precision",
             "16, 16, 18, 8",
             f"{sum(bytes_right)} of {len(bytes_right)}",

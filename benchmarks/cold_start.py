@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.table import Row
+from benchmarks.table import BenchmarkRow
 
 __all__ = ["cold_start"]
 
@@ -16,7 +16,7 @@ _ROUNDS = 9
 _SCENARIO = Path(__file__).resolve().parent.parent / "scenarios" / "1f1b.yaml"
 
 
-def cold_start() -> list[Row]:
+def cold_start() -> list[BenchmarkRow]:
     """Wall time of whole processes, in turn."""
     imports = [sys.executable, "-c", "import numpy, simpy, pydantic, yaml, typer"]
     predict = [sys.executable, "-m", "simplan", "predict", str(_SCENARIO)]
@@ -28,7 +28,7 @@ def cold_start() -> list[Row]:
     ratios = [ours / base for ours, base in zip(predict_s, base_s, strict=True)]
     ratio = statistics.median(ratios)
     return [
-        Row(
+        BenchmarkRow(
             "`simplan predict` from cold over importing numpy, simpy, pydantic, yaml, typer",
             "at most 3",
             f"{ratio:.2f} (of {_ROUNDS} rounds {min(ratios):.2f} to {max(ratios):.2f}; "

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.alone import alone
 from benchmarks.engine_speed import program_of
-from benchmarks.table import Row
+from benchmarks.table import BenchmarkRow
 from simplan import catalog
 from simplan.cost.base import CostModel
 from simplan.cost.pricing import price_program
@@ -42,16 +42,16 @@ _SECONDS = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}
 _SEND_S = 0.1
 
 
-def compiled_speed() -> list[Row]:
+def compiled_speed() -> list[BenchmarkRow]:
     """Rows of the table."""
     return [_ratio_row(), _folded_row(), _unfolded_row(), _interleaved_row()]
 
 
-def _ratio_row() -> Row:
+def _ratio_row() -> BenchmarkRow:
     found = alone("benchmarks.compiled_speed", "ratio")
     ratios = [simpy_s / compiled_s for simpy_s, compiled_s in zip(found["simpy_s"], found["vector_s"], strict=True)]
     simpy_s, vector_s, compile_s = (statistics.median(found[key]) for key in ("simpy_s", "vector_s", "compile_s"))
-    return Row(
+    return BenchmarkRow(
         "SimPy over compiled engine, Level 2 step of Llama 3 70B, tp 8, pp 4, 32 microbatches, a duration vector",
         "",
         f"{statistics.median(ratios):.0f} (of {_ROUNDS} rounds {min(ratios):.0f} to {max(ratios):.0f}; "
@@ -61,11 +61,11 @@ def _ratio_row() -> Row:
     )
 
 
-def _folded_row() -> Row:
+def _folded_row() -> BenchmarkRow:
     runs = [alone("benchmarks.compiled_speed", "folded") for _ in range(_ROUNDS)]
     step_s, predict_s = ([run[key] for run in runs] for key in ("step_s", "predict_s"))
     middle_s = statistics.median(step_s)
-    return Row(
+    return BenchmarkRow(
         "Llama 3.1 405B on 16,384 H100 (tp 8, pp 16, FSDP over 128 without resharding, 16 sequences of 8,192 tokens "
         "a data rank), Level 2: fold, lower, price, simulate",
         "under 1 s",
@@ -76,10 +76,10 @@ def _folded_row() -> Row:
     )
 
 
-def _unfolded_row() -> Row:
+def _unfolded_row() -> BenchmarkRow:
     run = alone("benchmarks.compiled_speed", "unfolded")
     total_s = run["lower_s"] + run["price_s"] + run["simpy_s"]
-    return Row(
+    return BenchmarkRow(
         "the same at Level 1 with all 16,384 ranks written out, in SimPy, no Timeline: lower, price, simulate",
         "under 120 s, under 8 GiB",
         f"{total_s:.0f} s ({run['lower_s']:.0f} + {run['price_s']:.0f} + {run['simpy_s']:.0f}), "
@@ -89,9 +89,9 @@ def _unfolded_row() -> Row:
     )
 
 
-def _interleaved_row() -> Row:
+def _interleaved_row() -> BenchmarkRow:
     run = alone("benchmarks.compiled_speed", "interleaved")
-    return Row(
+    return BenchmarkRow(
         f"interleaved 1F1B, p={_P}, m={_M}, v={_V}, Level 1, in SimPy",
         "under 5 s",
         f"{run['simpy_s']:.2f} s ({run['num_ops']:,} operations, which take {run['lower_s']:.1f} s to write; "

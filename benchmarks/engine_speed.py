@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 
 from simpy import Environment, Event
 
-from benchmarks.table import Row
+from benchmarks.table import BenchmarkRow
 from simplan import catalog
 from simplan.job import Job
 from simplan.model.model import ModelSpec
@@ -32,7 +32,7 @@ _SECONDS = {_F: 1.0, _B: 2.0}
 _SEND_S = 0.1
 
 
-def engine_speed() -> list[Row]:
+def engine_speed() -> list[BenchmarkRow]:
     """1F1B of 16 ranks and 128 microbatches: 4,096 actions and 3,840 sends."""
     compute = one_f_one_b(PipelineShape(_P, _M))
     program = program_of(compute, _P, _M)
@@ -53,7 +53,7 @@ def engine_speed() -> list[Row]:
         ratios.append(ours_s[-1] / bare_s[-1])
     ratio = statistics.median(ratios)
     return [
-        Row(
+        BenchmarkRow(
             "SimPy engine over a bare SimPy loop, 1F1B p=16 m=128, memory on",
             "at most 2.5",
             f"{ratio:.2f} (of {_ROUNDS} rounds {min(ratios):.2f} to {max(ratios):.2f}; "

@@ -46,7 +46,7 @@ from simplan.runs.measurement import IssuedKind
 from simplan.runs.run_spec import RunSpec
 from simplan.training.training import TrainingSpec
 
-__all__ = ["CASES", "Case"]
+__all__ = ["CASES", "SpeedCase"]
 
 _MICROBATCHES = 4
 _MICROBATCH_SIZE = 2
@@ -71,7 +71,7 @@ Step = Callable[[Tensor, Tensor], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SpeedCase:
     """One comparison.
 
     Attributes:
@@ -84,13 +84,17 @@ class Case:
 
 
 CASES = {
-    "one device": Case(ParallelPlan(microbatch_size=_MICROBATCH_SIZE), "a plain loop"),
-    "2 ranks, DDP": Case(ParallelPlan(dp_replicate=2, microbatch_size=_MICROBATCH_SIZE), "DistributedDataParallel"),
-    "2 ranks, FSDP": Case(ParallelPlan(dp_shard=2, microbatch_size=_MICROBATCH_SIZE), "fully_shard of every layer"),
-    "2 ranks, pipeline": Case(
+    "one device": SpeedCase(ParallelPlan(microbatch_size=_MICROBATCH_SIZE), "a plain loop"),
+    "2 ranks, DDP": SpeedCase(
+        ParallelPlan(dp_replicate=2, microbatch_size=_MICROBATCH_SIZE), "DistributedDataParallel"
+    ),
+    "2 ranks, FSDP": SpeedCase(
+        ParallelPlan(dp_shard=2, microbatch_size=_MICROBATCH_SIZE), "fully_shard of every layer"
+    ),
+    "2 ranks, pipeline": SpeedCase(
         ParallelPlan(pp=2, schedule="1f1b", microbatch_size=_MICROBATCH_SIZE), "Schedule1F1B of two PipelineStages"
     ),
-    "2 ranks, tensor parallelism": Case(
+    "2 ranks, tensor parallelism": SpeedCase(
         ParallelPlan(tp=2, sequence_parallel=True, microbatch_size=_MICROBATCH_SIZE),
         "parallelize_module and loss_parallel",
     ),
@@ -127,7 +131,7 @@ class _SilentRecorder(Recorder):
         pass
 
 
-def _job(case: Case) -> RunSpec:
+def _job(case: SpeedCase) -> RunSpec:
     plan = case.plan
     num_layers, num_stages = len(MODEL.layers), plan.num_stages
     return RunSpec(

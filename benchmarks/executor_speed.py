@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.executor_ranks import CASES
-from benchmarks.table import Row
-from executor.launch.launcher import Launch, launch_ranks
+from benchmarks.table import BenchmarkRow
+from executor.launch.launcher import RankLaunch, launch_ranks
 
 __all__ = ["executor_speed"]
 
@@ -21,7 +21,7 @@ _TIMEOUT_S = 300.0
 _WALL, _CPU = 0, 1  # of a step's times
 
 
-def executor_speed() -> list[Row]:
+def executor_speed() -> list[BenchmarkRow]:
     """Ratios of step times, plain over executor: 1 is as fast; steps of both in turn, in one run of the same ranks.
 
     A ratio is of one round, in which each has two steps around those of the other. A step takes as long as its slowest
@@ -32,7 +32,7 @@ def executor_speed() -> list[Row]:
     for name, case in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
             launch_ranks(
-                Launch("benchmarks.executor_ranks", (name, folder), case.plan.num_devices, Path(folder), _TIMEOUT_S)
+                RankLaunch("benchmarks.executor_ranks", (name, folder), case.plan.num_devices, Path(folder), _TIMEOUT_S)
             )
             ranks = [
                 json.loads((Path(folder) / f"times{rank}.json").read_text()) for rank in range(case.plan.num_devices)
@@ -46,11 +46,13 @@ def executor_speed() -> list[Row]:
             shown += f" of CPU time, {_said(clock.ratios('plain', 'executor'))} by the clock"
         step_ms = 1e3 * statistics.median(clock.by_way["executor"])
         against = f"{name}: plain PyTorch's step time / the executor's ({case.against})"
-        rows.append(Row(against, f">= {goal}", f"{shown}; {step_ms:.0f} ms a step", found[1] >= goal))
+        rows.append(BenchmarkRow(against, f">= {goal}", f"{shown}; {step_ms:.0f} ms a step", found[1] >= goal))
         cost = [ratio - 1 for ratio in recording]
         said = f"{cost[1]:+.1%} ({cost[0]:+.1%} to {cost[2]:+.1%})"
         rows.append(
-            Row(f"{name}: what recording adds to a step", f"<= {_MOST_RECORDING:.0%}", said, cost[1] <= _MOST_RECORDING)
+            BenchmarkRow(
+                f"{name}: what recording adds to a step", f"<= {_MOST_RECORDING:.0%}", said, cost[1] <= _MOST_RECORDING
+            )
         )
     return rows
 

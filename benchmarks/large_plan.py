@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from benchmarks.alone import alone
-from benchmarks.table import Row
+from benchmarks.table import BenchmarkRow
 from simplan import catalog
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
@@ -25,14 +25,14 @@ __all__ = ["large_plan"]
 _ROUNDS = 3
 
 
-def large_plan() -> list[Row]:
+def large_plan() -> list[BenchmarkRow]:
     """Llama 3 70B, tp 8, pp 4, 32 microbatches: every layer, segment and collective of a step, folded to 4 ranks."""
     runs = [alone("benchmarks.large_plan") for _ in range(_ROUNDS)]
     step_s = statistics.median(run["step_s"] for run in runs)
     predict_s = statistics.median(run["predict_s"] for run in runs)
     peak_bytes = max(run["peak_bytes"] for run in runs)
     return [
-        Row(
+        BenchmarkRow(
             "Level 2 step of Llama 3 70B, tp 8, pp 4, 32 microbatches, folded: lower, price, simulate",
             "under 3 s, under 1 GiB",
             f"{step_s:.2f} s, {peak_bytes / 2**30:.2f} GiB ({runs[0]['ops']:,} operations of {runs[0]['ranks']} "
@@ -43,7 +43,7 @@ def large_plan() -> list[Row]:
     ]
 
 
-def _found_schedule() -> Row:
+def _found_schedule() -> BenchmarkRow:
     """zb-2p with the stage times of a 28.3 B model on 32 A100s (Qi et al. 2024, arXiv:2401.10241, table 6)."""
     shape = PipelineShape(32, 256, times=StageTimes.equal(32, 10.402e-3, 10.248e-3, 7.698e-3, 0.46e-3))
     seconds = []
@@ -53,7 +53,7 @@ def _found_schedule() -> Row:
         seconds.append(time.perf_counter() - start_s)
     middle_s = statistics.median(seconds)
     found = f"{middle_s:.2f} s (of {_ROUNDS} rounds {min(seconds):.2f} to {max(seconds):.2f})"
-    return Row("finding zb-2p for p = 32, m = 256", "under 2 s", found, middle_s < 2)
+    return BenchmarkRow("finding zb-2p for p = 32, m = 256", "under 2 s", found, middle_s < 2)
 
 
 def _measured() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from benchmarks.table import Row
+from benchmarks.table import BenchmarkRow
 from simplan import catalog
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
@@ -39,7 +39,7 @@ _GOALS_S = {
 _TRUNCATED_S = 0.015
 
 
-def predict_speed() -> list[Row]:
+def predict_speed() -> list[BenchmarkRow]:
     """Processor seconds of a warm ``predict`` with memory and interval, and of a truncated step with memory."""
     rows = []
     for name, goal_s in _GOALS_S.items():
@@ -71,7 +71,7 @@ def _job(size: str, framework: str, schedule: str) -> Job:
     return Job(model, cluster, training, ParallelPlan(**fields), catalog.software(framework))
 
 
-def _row(what: str, goal_s: float, run: Callable[[], object]) -> Row:
+def _row(what: str, goal_s: float, run: Callable[[], object]) -> BenchmarkRow:
     run()  # once to warm what is kept
     seconds = []
     for _ in range(_ROUNDS):
@@ -80,4 +80,4 @@ def _row(what: str, goal_s: float, run: Callable[[], object]) -> Row:
         seconds.append(time.process_time() - start_s)
     middle_s = statistics.median(seconds)
     found = f"{middle_s:.3f} s (of {_ROUNDS} {min(seconds):.3f} to {max(seconds):.3f})"
-    return Row(what, f"at most {goal_s} s", found, middle_s <= goal_s)
+    return BenchmarkRow(what, f"at most {goal_s} s", found, middle_s <= goal_s)

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from benchmarks.alone import alone
-from benchmarks.table import Row
+from benchmarks.table import BenchmarkRow
 from simplan import catalog
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
@@ -33,14 +33,14 @@ _GOALS_S = {
 _PEAK_BYTES = 2**29
 
 
-def search_speed() -> list[Row]:
+def search_speed() -> list[BenchmarkRow]:
     """GPT-3 175B on 1,024 A100s and Llama 3 70B on 128 H100s."""
     return [_row(size, framework, goal_s) for (size, framework), goal_s in _GOALS_S.items()]
 
 
-def _row(size: str, framework: str, goal_s: float) -> Row:
+def _row(size: str, framework: str, goal_s: float) -> BenchmarkRow:
     found = alone("benchmarks.search_speed", size, framework)
-    return Row(
+    return BenchmarkRow(
         f"the default space of {size} under {framework}, exactly, on 2 cores",
         f"at most {goal_s} s, 0.5 GiB",
         f"{found['taken_s']:.1f} s, {found['peak_bytes'] / 2**30:.2f} GiB in the largest process "

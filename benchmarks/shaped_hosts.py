@@ -19,7 +19,7 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.table import Row
+from benchmarks.table import BenchmarkRow
 from simplan.validate.compare import AT_THIS_SPEED
 from tests.hosts import Host, hosts, unavailable
 
@@ -78,11 +78,11 @@ class _Cell:
 _CELLS = [_Cell(n, mbit, plan) for n, mbit, plan in product(_NUM_HOSTS, _MBIT_PER_S, ("DDP", "FSDP", "1F1B"))]
 
 
-def shaped_hosts() -> Iterator[Row]:
+def shaped_hosts() -> Iterator[BenchmarkRow]:
     """A row for every plan, number of hosts and bandwidth; one that says why where no hosts can be made."""
     reason = unavailable()
     if reason is not None:
-        yield Row("shaped hosts", "", f"not run: {reason}", ok=True)
+        yield BenchmarkRow("shaped hosts", "", f"not run: {reason}", ok=True)
         return
     _KEPT.mkdir(parents=True, exist_ok=True)
     for (num_hosts, mbit_per_s), cells in groupby(_CELLS, lambda cell: (cell.num_hosts, cell.mbit_per_s)):
@@ -90,7 +90,7 @@ def shaped_hosts() -> Iterator[Row]:
     shutil.rmtree(_KEPT)
 
 
-def _on_one_network(num_hosts: int, mbit_per_s: int, cells: list[_Cell]) -> Iterator[Row]:
+def _on_one_network(num_hosts: int, mbit_per_s: int, cells: list[_Cell]) -> Iterator[BenchmarkRow]:
     """What was not kept is measured."""
     if all(cell.file.exists() for cell in cells):
         yield from map(_row, cells)
@@ -152,7 +152,7 @@ def _end(process: subprocess.Popen[str]) -> str:
     return out
 
 
-def _row(cell: _Cell) -> Row:
+def _row(cell: _Cell) -> BenchmarkRow:
     """A cell's errors; only steps that are bound by communication have a goal.
 
     Judged is the prediction with its computing as fast as it was in the run: what is tested is the network, and the
@@ -173,7 +173,7 @@ def _row(cell: _Cell) -> Row:
         f"predicted {_moving(comparison['terms'], 'predicted_s') / _moving(comparison['terms'], 'measured_s') - 1:+.1%}"
     )
     bound = moving >= _BOUND
-    return Row(cell.name, f"within {_GOAL:.0%}" if bound else "", found, abs(error) <= _GOAL or not bound)
+    return BenchmarkRow(cell.name, f"within {_GOAL:.0%}" if bound else "", found, abs(error) <= _GOAL or not bound)
 
 
 def _moving(terms: list[dict[str, Any]], which: str) -> float:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["HEADER", "Row", "to_markdown"]
+__all__ = ["HEADER", "BenchmarkRow", "to_markdown"]
 
 HEADER = "| what | goal | found | met |\n|---|---|---|---|"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchmarkRow:
     """One number.
 
     Attributes:
@@ -30,6 +30,6 @@ class Row:
         return f"| {self.what} | {self.goal} | {self.found} | {'yes' if self.ok else '**no**'} |"
 
 
-def to_markdown(rows: list[Row]) -> str:
+def to_markdown(rows: list[BenchmarkRow]) -> str:
     """A table of the rows."""
     return "\n".join([HEADER, *(row.to_markdown() for row in rows)])

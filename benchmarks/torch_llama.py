@@ -23,7 +23,7 @@ __all__ = ["TorchLlama", "tensor_parallel_llama"]
 _ROTARY_BASE = 10_000.0
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     """Rotary causal attention; (batch, tokens, hidden_size) to the same."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -64,13 +64,13 @@ class Mlp(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """Attention and MLP, each after an RMSNorm."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(spec.hidden_size), nn.RMSNorm(spec.hidden_size)
-        self.attention, self.mlp = Attention(spec), Mlp(spec)
+        self.attention, self.mlp = LlamaAttention(spec), Mlp(spec)
 
     def forward(self, x: Tensor) -> Tensor:
         """Hidden states to hidden states."""
@@ -85,7 +85,7 @@ class TorchLlama(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.embedding = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.num_hidden_layers))
+        self.blocks = nn.ModuleList(LlamaBlock(spec) for _ in range(spec.num_hidden_layers))
         self.norm = nn.RMSNorm(spec.hidden_size)
         self.head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.table import Row
+from benchmarks.table import BenchmarkRow
 from executor.calibration.calibrate import calibrate
 from executor.run import run_job
 from simplan import catalog
@@ -44,10 +44,10 @@ _CALIBRATION_S = 25.0
 _STEPS = 15
 
 
-def transformers_models() -> Iterator[Row]:
+def transformers_models() -> Iterator[BenchmarkRow]:
     """One row for the time and one for the peak of each model and plan."""
     if find_spec("transformers") is None:
-        yield Row(
+        yield BenchmarkRow(
             "models of transformers", "", "transformers is not installed: pip install 'simplan[transformers]'", True
         )
         return
@@ -67,7 +67,9 @@ def _calibrated(model: ModelSpec) -> Calibration:
     return calibrate(request)
 
 
-def _rows(model: ModelSpec, name: str, plan: ParallelPlan, calibration: Calibration, folder: Path) -> Iterator[Row]:
+def _rows(
+    model: ModelSpec, name: str, plan: ParallelPlan, calibration: Calibration, folder: Path
+) -> Iterator[BenchmarkRow]:
     cluster = catalog.cluster("this-machine", num_devices=2)
     job = Job(model, cluster, _TRAINING, plan, catalog.software("transformers"))
     prediction = predict(job, name=f"{model.name} {name}", calibration=calibration)
@@ -76,7 +78,7 @@ def _rows(model: ModelSpec, name: str, plan: ParallelPlan, calibration: Calibrat
     predicted_s, measured_s = prediction.step_time_s, statistics.median(run.step_times_s)
     at_this_speed = next((row for row in comparison.rows if row.name == AT_THIS_SPEED), None)
     also = "" if at_this_speed is None else f", {_found(at_this_speed.predicted, measured_s)} at the speed of the run"
-    yield Row(
+    yield BenchmarkRow(
         f"step time, {model.name} {name}",
         "",
         f"predicted {_found(predicted_s, measured_s)}{also}, measured {1e3 * measured_s:.0f} ms "
@@ -84,14 +86,14 @@ def _rows(model: ModelSpec, name: str, plan: ParallelPlan, calibration: Calibrat
         True,
     )
     (peak,) = (row for row in comparison.rows if row.name.startswith("peak memory, allocated"))
-    yield Row(
+    yield BenchmarkRow(
         f"peak memory, {model.name} {name}",
         "at most 5 %",
         f"predicted {1024 * peak.predicted:.1f} MiB, measured {1024 * peak.measured:.1f} MiB: "
         f"{peak.predicted / peak.measured - 1:+.1%}",
         abs(peak.predicted / peak.measured - 1) <= 0.05,
     )
-    yield Row(
+    yield BenchmarkRow(
         f"actions and collectives, {model.name} {name}",
         "as predicted",
         "as predicted" if comparison.structure_equal else "differ",

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.table import Row
+from benchmarks.table import BenchmarkRow
 from tests.browser.serving import DRAWN, PAGES, browser, opened, serving, settled
 
 __all__ = ["WORKBENCH"]
@@ -22,7 +22,7 @@ __all__ = ["WORKBENCH"]
 _ROUNDS = 5
 _USERS, _LOOK_MS = 10, 50
 _WINDOW = {"width": 1440, "height": 1000}
-_Number = Callable[[Any, str, int], Iterable[Row]]
+_Number = Callable[[Any, str, int], Iterable[BenchmarkRow]]
 _PLAN = "model.preset=llama3-70b&model.seq_len=8192&cluster.preset=dgx-h100&cluster.num_devices=64&software=torch"
 _PLAN += "&training.global_batch_size=128&training.precision=bf16&plan.tp=8&plan.dp_shard=8&plan.recompute=full"
 _GPT3 = "model.preset=gpt3-175b&model.vocab_size=51200&model.tied_embeddings=false&cluster.preset=dgx-a100-80gb"
@@ -80,21 +80,23 @@ _PLANS = """
 """From the click on Search to the first plans, and the longest time in which the page could do nothing else."""
 
 
-def _measured(number: _Number) -> Iterator[Row]:
+def _measured(number: _Number) -> Iterator[BenchmarkRow]:
     """On a server of its own; with its browser it ends however the measurement does."""
     if find_spec("playwright") is None:
-        yield Row("workbench in a browser", "", "not measured: `make test-browser` installs what it needs", ok=True)
+        yield BenchmarkRow(
+            "workbench in a browser", "", "not measured: `make test-browser` installs what it needs", ok=True
+        )
         return
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as (url, pid), browser() as chromium:
         yield from number(chromium, url, pid)
 
 
-def _first_paint(page: str, chromium: Any, url: str, _: int) -> Iterator[Row]:
+def _first_paint(page: str, chromium: Any, url: str, _: int) -> Iterator[BenchmarkRow]:
     address = f"{url}/{'' if page == 'plan' else page}?{_PLAN}"
     seen = [_load(chromium, address) for _ in range(_ROUNDS + 1)][1:]  # the first one asks what is not known yet
     first, whole = ([one[key] / 1e3 for one in seen] for key in ("first_ms", "whole_ms"))
     found = f"{_spread(first)}; all of it drawn {_spread(whole)}"
-    yield Row(f"workbench: {page}, first paint", "under 2 s", found, statistics.median(first) < 2)
+    yield BenchmarkRow(f"workbench: {page}, first paint", "under 2 s", found, statistics.median(first) < 2)
 
 
 def _load(chromium: Any, address: str) -> dict[str, float]:
@@ -109,7 +111,7 @@ def _load(chromium: Any, address: str) -> dict[str, float]:
     return seen
 
 
-def _slider(chromium: Any, url: str, _: int) -> Iterator[Row]:
+def _slider(chromium: Any, url: str, _: int) -> Iterator[BenchmarkRow]:
     """Pipeline and tensor-parallel ranks, there and back: every position is a question that nobody asked before."""
     tab = chromium.new_context(viewport=_WINDOW).new_page()
     taken_ms: list[float] = []
@@ -126,10 +128,10 @@ def _slider(chromium: Any, url: str, _: int) -> Iterator[Row]:
             settled(tab)
     tab.context.close()
     what = "workbench: a slider of Plan to the new step time, 64 devices"
-    yield Row(what, "under 300 ms", _spread(taken_ms, "ms", 0), statistics.median(taken_ms) < 300)
+    yield BenchmarkRow(what, "under 300 ms", _spread(taken_ms, "ms", 0), statistics.median(taken_ms) < 300)
 
 
-def _search(chromium: Any, url: str, _: int) -> Iterator[Row]:
+def _search(chromium: Any, url: str, _: int) -> Iterator[BenchmarkRow]:
     tab = chromium.new_context(viewport=_WINDOW).new_page()
     opened(tab, f"{url}/search?{_GPT3}")
     tab.wait_for_timeout(8_000)  # the worker that waits ready has loaded what it needs
@@ -142,12 +144,12 @@ def _search(chromium: Any, url: str, _: int) -> Iterator[Row]:
     tab.locator("[data-testid=stMainBlockContainer]").get_by_role("button", name="Stop").click()
     tab.context.close()
     name = "workbench: search of GPT-3 175B on 1,024 devices"
-    yield Row(f"{name}, first plans", "under 2 s", f"{first_s:.2f} s", first_s < 2)
+    yield BenchmarkRow(f"{name}, first plans", "under 2 s", f"{first_s:.2f} s", first_s < 2)
     found = f"another page opens in {other:.2f} s meanwhile; the searching one is busy for {longest_s:.2f} s at most"
-    yield Row(f"{name}, responsiveness", "under 2 s", found, other < 2)
+    yield BenchmarkRow(f"{name}, responsiveness", "under 2 s", found, other < 2)
 
 
-def _users(chromium: Any, url: str, pid: int) -> Iterator[Row]:
+def _users(chromium: Any, url: str, pid: int) -> Iterator[BenchmarkRow]:
     """Ten tabs open ten different questions at once and ask one more each."""
     tabs, before = [], _used_s(pid)
     for user in range(_USERS):
@@ -165,11 +167,11 @@ def _users(chromium: Any, url: str, pid: int) -> Iterator[Row]:
     for tab in tabs:
         tab.context.close()
     what = f"workbench: {_USERS} users open a page each at once"
-    yield Row(f"{what}: errors", "none", f"{bad}; first paint {_spread(first)}, beside ten browsers", not bad)
+    yield BenchmarkRow(f"{what}: errors", "none", f"{bad}; first paint {_spread(first)}, beside ten browsers", not bad)
     found = f"{(server_s - before[0]) / _USERS:.2f} s a user, its workers {(workers_s - before[1]) / _USERS:.1f} s"
-    yield Row(f"{what}: processor time of the server", "", found, ok=True)
+    yield BenchmarkRow(f"{what}: processor time of the server", "", found, ok=True)
     found = f"{used / 2**30:.2f} GiB in {len(_family(pid))} processes (proportional set size)"
-    yield Row(f"{what}: memory of server and workers", "under 1.5 GiB", found, used < 1.5 * 2**30)
+    yield BenchmarkRow(f"{what}: memory of server and workers", "under 1.5 GiB", found, used < 1.5 * 2**30)
 
 
 def _family(pid: int) -> list[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from executor.checks import check_job
 from executor.launch.errors import RanksError
-from executor.launch.launcher import Launch, Start, launch_ranks
+from executor.launch.launcher import RankLaunch, Start, launch_ranks
 from executor.launch.nodes import Rendezvous
 from executor.launch.rank import RankFiles, folder_of
 from executor.launch.watchdog import Beats
@@ -120,7 +120,7 @@ class _Run:
         write_whole(job_file, job.model_dump_json(indent=1))
         for old in out_dir.rglob("rank*.jsonl"):
             old.unlink(missing_ok=True)
-        launch = Launch(
+        launch = RankLaunch(
             rank_module,
             (str(job_file), str(out_dir)),
             job.plan.num_devices if rendezvous is None else rendezvous.nodes.ranks_per_node,

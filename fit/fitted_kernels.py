@@ -6,15 +6,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fit.rates import ALL, ARCHITECTURE, KERNELS, SOFTWARE
-from fit.rows import Row, Values
-from fit.spread import Spread
+from fit.rows import FitRow, Values
+from fit.spread import SpreadEstimate
 
 __all__ = ["fitted_text"]
 
 _DIGITS = 4
 
 
-def fitted_text(values: Values, rows: Sequence[Row], spread: Spread, unseen: float) -> str:
+def fitted_text(values: Values, rows: Sequence[FitRow], spread: SpreadEstimate, unseen: float) -> str:
     """The file.
 
     Args:
@@ -26,7 +26,7 @@ def fitted_text(values: Values, rows: Sequence[Row], spread: Spread, unseen: flo
     return "\n".join([*_lines(values, rows, spread, unseen), ""])
 
 
-def _lines(values: Values, rows: Sequence[Row], spread: Spread, unseen: float) -> Iterator[str]:
+def _lines(values: Values, rows: Sequence[FitRow], spread: SpreadEstimate, unseen: float) -> Iterator[str]:
     yield "# Written by `make fit` (python -m fit.step_times), from kernels.yaml and scenarios/published."
     yield "all:"
     for field in ALL:
@@ -55,8 +55,8 @@ def _fields(owner: str, fields: Iterable[str], values: Values) -> Iterator[str]:
             yield f"    {field}: {_number(values[f'{owner}.{field}'])}"
 
 
-def _by(rows: Sequence[Row], owner_of: Callable[[Row], str]) -> list[tuple[str, list[Row]]]:
-    found: dict[str, list[Row]] = defaultdict(list)
+def _by(rows: Sequence[FitRow], owner_of: Callable[[FitRow], str]) -> list[tuple[str, list[FitRow]]]:
+    found: dict[str, list[FitRow]] = defaultdict(list)
     for row in rows:
         found[owner_of(row)].append(row)
     return sorted(found.items())
@@ -68,7 +68,7 @@ def _number(value: float) -> str:
     return text if "e" not in text or "." in text else text.replace("e", ".0e")
 
 
-def _ids(rows: Sequence[Row]) -> str:
+def _ids(rows: Sequence[FitRow]) -> str:
     """How many runs of which files; which ones is the rule that all with a step time are used."""
     names = ", ".join(f"{source} ({len(own)})" for source, own in _by(rows, lambda row: row.source))
     return f"{len(rows)} runs of scenarios/published: {names}"

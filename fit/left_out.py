@@ -18,7 +18,7 @@ import numpy as np
 import yaml
 from joblib import Parallel, delayed
 
-from fit.rows import Row, Values, fold_of, question_at
+from fit.rows import FitRow, Values, fold_of, question_at
 from simplan.accuracy.question import question_of_run
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.schema import PublishedRun
@@ -32,7 +32,7 @@ _RUNS_OF_FILE = 4
 _DIGITS = 4
 
 
-def left_out_text(rows: Sequence[Row], folds: Sequence[Values]) -> str:
+def left_out_text(rows: Sequence[FitRow], folds: Sequence[Values]) -> str:
     """The file.
 
     Args:

@@ -9,20 +9,20 @@ import numpy as np
 from joblib import Parallel, delayed
 from numpy.typing import NDArray
 
-from fit.rows import Prices, Row, Values, between_nodes, question_at
+from fit.rows import FitCosts, FitRow, Values, between_nodes, question_at
 from simplan.accuracy.question import RunQuestion
 from simplan.cost.pricing import Pricing
 from simplan.predict.simulated import sources_of_error
 from simplan.predict.step_summary import summarized_step
 from simplan.program.program import Excess, LayerWork, Message, Program, Work
 
-__all__ = ["BETWEEN", "Parts", "parts_of"]
+__all__ = ["BETWEEN", "MovedParts", "parts_of"]
 
 BETWEEN = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.5, 2.5)
 """Relative standard deviations of messages between nodes that steps are looked at with."""
 
 
-class Parts(NamedTuple):
+class MovedParts(NamedTuple):
     """What moves the step time of a run.
 
     Attributes:
@@ -38,7 +38,7 @@ class Parts(NamedTuple):
     shorter: tuple[float, ...]
 
 
-def parts_of(rows: Sequence[Row], values: Values, jobs: int = -1) -> list[Parts]:
+def parts_of(rows: Sequence[FitRow], values: Values, jobs: int = -1) -> list[MovedParts]:
     """What moves steps.
 
     Args:
@@ -46,7 +46,7 @@ def parts_of(rows: Sequence[Row], values: Values, jobs: int = -1) -> list[Parts]
         values: Constants.
         jobs: Processes; -1 for one a core.
     """
-    prices, computing = Prices(values), []
+    prices, computing = FitCosts(values), []
     for row in rows:
         computing_s = sum(
             t.times * prices.seconds(row.question.job, t) for t in row.terms if isinstance(t.work, LayerWork)
@@ -54,7 +54,7 @@ def parts_of(rows: Sequence[Row], values: Values, jobs: int = -1) -> list[Parts]
         computing.append(computing_s / row.predicted_s(prices))
     moves = Parallel(n_jobs=jobs)(delayed(_moves)(question_at(row.question, values)) for row in rows)
     named = zip(rows, computing, moves, strict=True)
-    return [Parts(row.question.job.software.id, share, longer, shorter) for row, share, (longer, shorter) in named]
+    return [MovedParts(row.question.job.software.id, share, longer, shorter) for row, share, (longer, shorter) in named]
 
 
 def _messages_of(work: Work) -> tuple[Message, ...]:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from simplan.software.rates import AttentionKernel
 
-__all__ = ["ALL", "ARCHITECTURE", "KERNELS", "NEVER_APART", "SOFTWARE", "SUSTAINED", "TOGETHER", "Bounds"]
+__all__ = ["ALL", "ARCHITECTURE", "KERNELS", "NEVER_APART", "SOFTWARE", "SUSTAINED", "TOGETHER", "ParameterBounds"]
 
 
-class Bounds(NamedTuple):
+class ParameterBounds(NamedTuple):
     """Of a constant.
 
     Attributes:
@@ -24,27 +24,27 @@ class Bounds(NamedTuple):
     high: float
 
 
-ARCHITECTURE: Mapping[str, Bounds] = MappingProxyType(
+ARCHITECTURE: Mapping[str, ParameterBounds] = MappingProxyType(
     {
-        "matmul_share": Bounds(0.1, 0.4, 1.0),
-        "low_share": Bounds(0.3, 0.3, 1.0),
-        "fp4_share": Bounds(0.4, 0.2, 1.0),
-        "bandwidth_share": Bounds(0.1, 0.5, 1.0),
+        "matmul_share": ParameterBounds(0.1, 0.4, 1.0),
+        "low_share": ParameterBounds(0.3, 0.3, 1.0),
+        "fp4_share": ParameterBounds(0.4, 0.2, 1.0),
+        "bandwidth_share": ParameterBounds(0.1, 0.5, 1.0),
     }
 )
 """Of every architecture, with the kernels of attention that run on it (at most two were seen on any)."""
 
 KERNELS: tuple[AttentionKernel, ...] = ("flash1", "flash2", "flash3")
-SUSTAINED = Bounds(0.2, 0.3, 2.0)
+SUSTAINED = ParameterBounds(0.2, 0.3, 2.0)
 """Of each kernel of attention on an architecture: ``AttentionShare.sustained``."""
 
-SOFTWARE: Mapping[str, Bounds] = MappingProxyType(
+SOFTWARE: Mapping[str, ParameterBounds] = MappingProxyType(
     {
-        "traffic": Bounds(0.5, 0.3, 4.0),
-        "compiled_traffic": Bounds(0.5, 0.2, 4.0),
-        "stack_share": Bounds(0.07, 0.7, 1.3),
-        "intra_slowdown": Bounds(0.3, 0.3, 3.0),
-        "inter_slowdown": Bounds(0.5, 0.3, 4.0),
+        "traffic": ParameterBounds(0.5, 0.3, 4.0),
+        "compiled_traffic": ParameterBounds(0.5, 0.2, 4.0),
+        "stack_share": ParameterBounds(0.07, 0.7, 1.3),
+        "intra_slowdown": ParameterBounds(0.3, 0.3, 3.0),
+        "inter_slowdown": ParameterBounds(0.5, 0.3, 4.0),
     }
 )
 """Of every software profile."""
@@ -55,21 +55,21 @@ TOGETHER = 0.3
 off as others, fits follow what these few have of their own (errors of runs left out are then a third larger). Names of
 owners begin so; their deviations are so much narrower."""
 
-ALL: Mapping[str, Bounds] = MappingProxyType(
+ALL: Mapping[str, ParameterBounds] = MappingProxyType(
     {
-        "tile_s": Bounds(0.5, 0.1e-6, 20e-6),
-        "half_keys": Bounds(0.5, 30.0, 2000.0),
-        "narrow_heads": Bounds(0.1, 0.4, 1.0),
-        "misaligned_share": Bounds(0.3, 0.02, 1.0),
-        "last_wave": Bounds(0.5, 0.05, 1.0),
-        "score_traffic": Bounds(0.3, 0.7, 3.0),
-        "row_scale_share": Bounds(0.15, 0.4, 1.0),
-        "jitter": Bounds(0.7, 0.001, 0.05),
-        "kernel_s": Bounds(0.7, 1e-6, 60e-6),
-        "taken_share": Bounds(0.5, 0.01, 0.5),
-        "split_s": Bounds(0.7, 1e-6, 300e-6),
-        "step_s": Bounds(0.7, 1e-3, 0.1),
-        "batch_s": Bounds(0.7, 0.05e-3, 5e-3),
+        "tile_s": ParameterBounds(0.5, 0.1e-6, 20e-6),
+        "half_keys": ParameterBounds(0.5, 30.0, 2000.0),
+        "narrow_heads": ParameterBounds(0.1, 0.4, 1.0),
+        "misaligned_share": ParameterBounds(0.3, 0.02, 1.0),
+        "last_wave": ParameterBounds(0.5, 0.05, 1.0),
+        "score_traffic": ParameterBounds(0.3, 0.7, 3.0),
+        "row_scale_share": ParameterBounds(0.15, 0.4, 1.0),
+        "jitter": ParameterBounds(0.7, 0.001, 0.05),
+        "kernel_s": ParameterBounds(0.7, 1e-6, 60e-6),
+        "taken_share": ParameterBounds(0.5, 0.01, 0.5),
+        "split_s": ParameterBounds(0.7, 1e-6, 300e-6),
+        "step_s": ParameterBounds(0.7, 1e-3, 0.1),
+        "batch_s": ParameterBounds(0.7, 0.05e-3, 5e-3),
     }
 )
 """Common to all."""

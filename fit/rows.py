@@ -26,8 +26,8 @@ from simplan.software.rates import AttentionKernel
 from simplan.software.software import SoftwareSpec
 
 __all__ = [
-    "Prices",
-    "Row",
+    "FitCosts",
+    "FitRow",
     "Values",
     "between_nodes",
     "fold_of",
@@ -41,7 +41,7 @@ Values = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class FitRow:
     """A run, and what its step waits for.
 
     Attributes:
@@ -72,12 +72,12 @@ class Row:
         """The generation of fused attention that runs."""
         return self.question.job.cluster.device.kernels.kernel_of(self.question.job.software.rates.attention_kernel)
 
-    def predicted_s(self, prices: Prices) -> float:
+    def predicted_s(self, prices: FitCosts) -> float:
         """At given constants, along the paths that were found."""
         return sum(term.times * prices.seconds(self.question.job, term) for term in self.terms)
 
 
-class Prices:
+class FitCosts:
     """What terms take at given constants; what several runs ask for is worked out once.
 
     Args:
@@ -150,7 +150,7 @@ class Prices:
         )
 
 
-_UNCHANGED = Prices({})
+_UNCHANGED = FitCosts({})
 
 
 def fold_of(job: Job, folds: int) -> int:
@@ -201,7 +201,7 @@ def between_nodes(cluster: ClusterSpec, message: Message) -> bool:
     return any(cluster.node_of(rank) != first for rank in message.ranks)
 
 
-def load_rows(paths: Sequence[Path], values: Values, jobs: int = -1) -> list[Row]:
+def load_rows(paths: Sequence[Path], values: Values, jobs: int = -1) -> list[FitRow]:
     """All runs with a step time that can be predicted.
 
     Args:
@@ -219,7 +219,7 @@ def load_rows(paths: Sequence[Path], values: Values, jobs: int = -1) -> list[Row
     return [row for row in found if row is not None]
 
 
-def _row(source: str, run: PublishedRun, values: Values, own: Recipes = NO_RECIPES) -> Row | None:
+def _row(source: str, run: PublishedRun, values: Values, own: Recipes = NO_RECIPES) -> FitRow | None:
     try:
         question = question_of_run(run, own)
     except SimplanError:
@@ -229,4 +229,4 @@ def _row(source: str, run: PublishedRun, values: Values, own: Recipes = NO_RECIP
         terms = step_terms(question.job, steps_overlap=question.steps_overlap)
     except SimplanError:
         return None
-    return Row(source, run, question, terms)
+    return FitRow(source, run, question, terms)

@@ -22,10 +22,10 @@ from math import gamma, pi
 
 import numpy as np
 
-from fit.moved import BETWEEN, Parts
+from fit.moved import BETWEEN, MovedParts
 from fit.robust import Floats
 
-__all__ = ["Spread", "fit_spread", "interval_score", "unseen_std", "within", "within_left_out"]
+__all__ = ["SpreadEstimate", "fit_spread", "interval_score", "unseen_std", "within", "within_left_out"]
 
 _INSIDE = 0.9
 _NINE_IN_TEN = 1.645  # as of intervals of predictions
@@ -37,7 +37,7 @@ _BETWEEN_USUAL, _BETWEEN_LOG_STD = 0.3, 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class SpreadEstimate:
     """How sure predictions are.
 
     Attributes:
@@ -50,14 +50,14 @@ class Spread:
     common: float
     between_nodes: float
 
-    def half_widths(self, parts: Sequence[Parts]) -> tuple[Floats, Floats]:
+    def half_widths(self, parts: Sequence[MovedParts]) -> tuple[Floats, Floats]:
         """How far 90 % intervals reach down and up, in logarithms."""
         own = [self.computing.get(part.software, self.common) for part in parts]
         down, up = _deviations(parts, np.array(own), self.between_nodes)
         return _NINE_IN_TEN * down, _NINE_IN_TEN * up
 
 
-def fit_spread(parts: Sequence[Parts], errors: Floats) -> Spread:
+def fit_spread(parts: Sequence[MovedParts], errors: Floats) -> SpreadEstimate:
     """The spread of highest posterior.
 
     Args:
@@ -68,7 +68,7 @@ def fit_spread(parts: Sequence[Parts], errors: Floats) -> Spread:
     own = np.array([[part.software == name for part in parts] for name in names], dtype=float)
     logs = np.log(_SCALES)
     drawn = (logs[:, None] - logs) ** 2 / 2 / _TOGETHER**2  # by common scale and own
-    best, found = -np.inf, Spread({}, 0.0, 0.0)
+    best, found = -np.inf, SpreadEstimate({}, 0.0, 0.0)
     for between in _BETWEEN:
         down, up = _deviations(parts, _SCALES[:, None], float(between))
         unusual = np.log(between / _BETWEEN_USUAL) ** 2 / 2 / _BETWEEN_LOG_STD**2
@@ -80,11 +80,11 @@ def fit_spread(parts: Sequence[Parts], errors: Floats) -> Spread:
             best = float(total[common])
             scales = _SCALES[each[:, common].argmax(axis=1)]
             computing = dict(zip(names, map(float, scales), strict=True))
-            found = Spread(computing, float(_SCALES[common]), float(between))
+            found = SpreadEstimate(computing, float(_SCALES[common]), float(between))
     return found
 
 
-def unseen_std(parts: Sequence[Parts], errors: Floats, sources: Sequence[str], spread: Spread) -> float:
+def unseen_std(parts: Sequence[MovedParts], errors: Floats, sources: Sequence[str], spread: SpreadEstimate) -> float:
     """Relative standard deviation of computation of a framework that nothing was fitted to.
 
     Nine in ten runs are within, each source counting alike.
@@ -107,13 +107,13 @@ def unseen_std(parts: Sequence[Parts], errors: Floats, sources: Sequence[str], s
     return float(needed[order][np.searchsorted(reached, _INSIDE)])
 
 
-def within(parts: Sequence[Parts], errors: Floats, spread: Spread) -> Floats:
+def within(parts: Sequence[MovedParts], errors: Floats, spread: SpreadEstimate) -> Floats:
     """Whether measured step times are inside of 90 % intervals about predictions with such errors."""
     down, up = spread.half_widths(parts)
     return np.asarray((errors <= down) & (-errors <= up), dtype=float)
 
 
-def within_left_out(parts: Sequence[Parts], errors: Floats, folds: Sequence[Hashable]) -> tuple[Floats, Floats]:
+def within_left_out(parts: Sequence[MovedParts], errors: Floats, folds: Sequence[Hashable]) -> tuple[Floats, Floats]:
     """The same with a spread that has not seen the fold of the run either.
 
     Returns:
@@ -130,7 +130,7 @@ def within_left_out(parts: Sequence[Parts], errors: Floats, folds: Sequence[Hash
     return inside, scores
 
 
-def interval_score(parts: Sequence[Parts], errors: Floats, spread: Spread) -> Floats:
+def interval_score(parts: Sequence[MovedParts], errors: Floats, spread: SpreadEstimate) -> Floats:
     """Width of the interval, and 20 times what is missing where it does not hold the truth; of the prediction."""
     down, up = spread.half_widths(parts)
     low, high, truth = np.exp(-down), np.exp(up), np.exp(-errors)
@@ -138,7 +138,7 @@ def interval_score(parts: Sequence[Parts], errors: Floats, spread: Spread) -> Fl
     return np.asarray(high - low + 2 / (1 - _INSIDE) * missing)
 
 
-def _deviations(parts: Sequence[Parts], computing: Floats, between: float) -> tuple[Floats, Floats]:
+def _deviations(parts: Sequence[MovedParts], computing: Floats, between: float) -> tuple[Floats, Floats]:
     """Of step times, down and up; computation and messages err independently, messages together."""
     shares = np.array([part.computing for part in parts])
     shorter, longer = _messages(parts, between)
@@ -146,7 +146,7 @@ def _deviations(parts: Sequence[Parts], computing: Floats, between: float) -> tu
     return np.hypot(down, shorter), np.hypot(up, longer)
 
 
-def _messages(parts: Sequence[Parts], between: float) -> tuple[Floats, Floats]:
+def _messages(parts: Sequence[MovedParts], between: float) -> tuple[Floats, Floats]:
     """What messages, and hosts, shorten and lengthen steps by."""
     sides = ([part.shorter for part in parts], [part.longer for part in parts])
     shorter, longer = (np.array([np.interp(between, BETWEEN, own) for own in side]) for side in sides)

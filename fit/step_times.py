@@ -31,7 +31,7 @@ from fit.left_out import FOLDS, LEFT_OUT_FILE, left_out_text
 from fit.moved import parts_of
 from fit.rates import ALL, ARCHITECTURE, KERNELS, NEVER_APART, SOFTWARE, SUSTAINED, TOGETHER
 from fit.robust import Constant, Floats, minimize
-from fit.rows import Prices, Row, Values, fold_of, load_rows, part_of
+from fit.rows import FitCosts, FitRow, Values, fold_of, load_rows, part_of
 from fit.spread import fit_spread, unseen_std, within, within_left_out
 from simplan import catalog
 
@@ -91,7 +91,7 @@ def main() -> None:
         print(f"wrote {FITTED_FILE.name} and {LEFT_OUT_FILE.name}")
 
 
-def fit(rows: Sequence[Row], start: Values, iterations: int = _ITERATIONS) -> dict[str, float]:
+def fit(rows: Sequence[FitRow], start: Values, iterations: int = _ITERATIONS) -> dict[str, float]:
     """Constants by name.
 
     Args:
@@ -104,7 +104,7 @@ def fit(rows: Sequence[Row], start: Values, iterations: int = _ITERATIONS) -> di
     measured = np.log([row.measured_s for row in rows])
 
     def residuals(x: Floats, indices: Sequence[int]) -> Floats:
-        prices = Prices(dict(zip(names, map(float, x), strict=True)))
+        prices = FitCosts(dict(zip(names, map(float, x), strict=True)))
         return np.array([(np.log(rows[i].predicted_s(prices)) - measured[i]) / _STD for i in indices])
 
     sizes = Counter(row.source for row in rows)
@@ -113,7 +113,7 @@ def fit(rows: Sequence[Row], start: Values, iterations: int = _ITERATIONS) -> di
     return dict(zip(names, map(float, found), strict=True))
 
 
-def constants_of(rows: Sequence[Row]) -> list[Constant]:
+def constants_of(rows: Sequence[FitRow]) -> list[Constant]:
     """What can be fitted on some runs."""
     by_name: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
@@ -128,7 +128,7 @@ def constants_of(rows: Sequence[Row]) -> list[Constant]:
     return [_constant(owner, field, indices) for (owner, field), indices in sorted(by_name.items())]
 
 
-def _architecture_fields(row: Row) -> list[str]:
+def _architecture_fields(row: FitRow) -> list[str]:
     """Of its architecture, what a run depends on."""
     linear = row.question.job.software.state(row.question.job.training, row.question.job.plan).linear
     low = None if linear is None else "fp4_share" if row.question.job.training.precision == "nvfp4" else "low_share"
@@ -151,14 +151,14 @@ def _constant(owner: str, field: str, rows: Sequence[int]) -> Constant:
     return Constant(f"{owner}.{field}", textbook, *bounds, rows)
 
 
-def log_errors(rows: Sequence[Row], values: Values) -> Floats:
+def log_errors(rows: Sequence[FitRow], values: Values) -> Floats:
     """Logarithm of predicted over measured step time, by row."""
-    prices = Prices(values)
+    prices = FitCosts(values)
     return np.array([np.log(row.predicted_s(prices) / row.measured_s) for row in rows])
 
 
 def left_out(
-    rows: Sequence[Row], part_of: Callable[[Row], Hashable], start: Values
+    rows: Sequence[FitRow], part_of: Callable[[FitRow], Hashable], start: Values
 ) -> tuple[Floats, dict[Hashable, dict[str, float]]]:
     """Errors of rows by fits that have not seen the part they belong to, and the constants by part.
 
@@ -176,7 +176,7 @@ def left_out(
     return errors, {part: values for part, (_, values) in zip(names, found, strict=True)}
 
 
-def _without(rows: Sequence[Row], held: Sequence[bool], start: Values) -> tuple[Floats, dict[str, float]]:
+def _without(rows: Sequence[FitRow], held: Sequence[bool], start: Values) -> tuple[Floats, dict[str, float]]:
     seen = [row for row, out in zip(rows, held, strict=True) if not out]
     values = _textbook(rows) | fit(seen, start, _ITERATIONS_LEFT_OUT)
     return log_errors([row for row, out in zip(rows, held, strict=True) if out], values), values
@@ -195,11 +195,11 @@ def _textbook_values() -> dict[str, float]:
     return values
 
 
-def _textbook(rows: Sequence[Row]) -> dict[str, float]:
+def _textbook(rows: Sequence[FitRow]) -> dict[str, float]:
     return {constant.name: constant.textbook for constant in constants_of(rows)}
 
 
-def _constants_text(values: Values, rows: Sequence[Row]) -> list[str]:
+def _constants_text(values: Values, rows: Sequence[FitRow]) -> list[str]:
     lines = [f"{'constant':36}{'fitted':>10}{'textbook':>10}{'bounds':>18}{'runs':>6}"]
     for constant in constants_of(rows):
         value = values[constant.name]
@@ -210,7 +210,7 @@ def _constants_text(values: Values, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _errors_text(rows: Sequence[Row], tables: dict[str, Floats]) -> list[str]:
+def _errors_text(rows: Sequence[FitRow], tables: dict[str, Floats]) -> list[str]:
     """Mean, median and 90th percentile of absolute percentage errors by source."""
     groups: dict[str, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):

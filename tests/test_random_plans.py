@@ -22,7 +22,7 @@ from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict import Simulated, cost_model, folding_of, predict_step, simulate_program
 from simplan.program.lowering import lower as lower_module
 from simplan.program.lowering.lower import Lowering, _RankLowering, lower
-from simplan.program.lowering.rows import Row, row_of_actions
+from simplan.program.lowering.rows import RankRow, row_of_actions
 from simplan.program.program import Program
 from simplan.software.software import SoftwareSpec
 from simplan.training.training import TrainingSpec
@@ -105,7 +105,7 @@ def _check_stamped(stamped: Program, lowered: Callable[[], Program]) -> None:
     """Actions that are lowered once and stamped, for ranks that are alike, too, are the actions lowered one by one."""
     number = count()
 
-    def every_one_alone(*args: Any, **options: Any) -> Row:
+    def every_one_alone(*args: Any, **options: Any) -> RankRow:
         row = row_of_actions(*args, **options)
         each = zip(row.actions, row.variant.tolist(), strict=True)
         variants = [row.variants[number]._replace(action=action) for action, number in each]

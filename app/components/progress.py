@@ -17,7 +17,7 @@ from streamlit.delta_generator import DeltaGenerator
 from app.components.problems import escaped
 from app.work import give_way
 
-__all__ = ["Following", "Progress", "follow", "show_progress", "stage"]
+__all__ = ["Following", "ProgressBar", "follow", "show_progress", "stage"]
 
 _LOOK_S = 0.1
 
@@ -25,7 +25,7 @@ Following = Callable[[], None]
 """What a page does when all of it is drawn."""
 
 
-class Progress(NamedTuple):
+class ProgressBar(NamedTuple):
     """How far something is.
 
     Attributes:
@@ -37,7 +37,7 @@ class Progress(NamedTuple):
     words: str
 
 
-def show_progress(now: Progress, stop: Callable[[], None] | None = None) -> DeltaGenerator:
+def show_progress(now: ProgressBar, stop: Callable[[], None] | None = None) -> DeltaGenerator:
     """A bar, with a button beside it where something can be stopped.
 
     Args:
@@ -70,7 +70,7 @@ def stage(name: str, names: Sequence[str]) -> DeltaGenerator:
     return places[name].container()
 
 
-def follow(place: DeltaGenerator, look: Callable[[], Progress | None]) -> None:
+def follow(place: DeltaGenerator, look: Callable[[], ProgressBar | None]) -> None:
     """Shows how far it is until there is something new to draw, then draws the page anew.
 
     Whatever the user asks meanwhile ends it.
@@ -89,5 +89,5 @@ def follow(place: DeltaGenerator, look: Callable[[], Progress | None]) -> None:
     st.rerun()
 
 
-def _draw(place: DeltaGenerator, now: Progress) -> None:
+def _draw(place: DeltaGenerator, now: ProgressBar) -> None:
     place.progress(min(1.0, max(0.0, now.share)), text=escaped(now.words))

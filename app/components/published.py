@@ -12,10 +12,10 @@ import streamlit as st
 from app import uploads
 from app.components.downloads import csv_text, download, show_figure
 from app.components.problems import escaped
-from app.components.progress import Following, Progress, follow, show_progress, stage
+from app.components.progress import Following, ProgressBar, follow, show_progress, stage
 from app.fields import remembered_choice
 from app.figures.validation import errors_figure, runs_figure
-from app.jobs.job import Job, State
+from app.jobs.job import BackgroundJob, State
 from app.jobs.messages import Question
 from app.jobs.server import searches
 from app.jobs.tasks import predict_published
@@ -134,19 +134,19 @@ def _start(key: Any, files: list[ReadFile]) -> None:
     searches().start(key, Question(predict_published, (files,), tells=True))
 
 
-def _watch(job: Job) -> Following:
-    def look() -> Progress | None:
+def _watch(job: BackgroundJob) -> Following:
+    def look() -> ProgressBar | None:
         job.watch()
         return None if job.state is State.ENDED else _progress(job)
 
     return partial(follow, show_progress(_progress(job), job.stop), look)
 
 
-def _progress(job: Job) -> Progress:
+def _progress(job: BackgroundJob) -> ProgressBar:
     update = job.update
     if update is None:
-        return Progress(0.0, "starting")
-    return Progress(update.done / max(1, update.total), f"{update.done:,} of {update.total:,} predicted")
+        return ProgressBar(0.0, "starting")
+    return ProgressBar(update.done / max(1, update.total), f"{update.done:,} of {update.total:,} predicted")
 
 
 def _show(accuracy: Accuracy, about: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from app.figures.style import Figure, across, bar, figure, numbered, scatter
 from app.palette import ACTIONS, COMMUNICATION, MEMORY, MUTED, PLANS
-from app.results.timeline import Box, MemoryCurve, TimelineResult
+from app.results.timeline import MemoryCurve, TimelineBox, TimelineResult
 from simplan.program.action import ActionKind
 from simplan.report.drawings.drawing_labels import WORDS
 from simplan.report.drawings.drawing_svg import ink_on
@@ -136,7 +136,7 @@ def _title(result: TimelineResult, *, several: bool) -> str:
 
 def _boxes(result: TimelineResult, scale: _Scale, legend: set[str], *, texts: bool) -> Iterable[dict[str, Any]]:
     """A trace for each kind of action, and one for messages."""
-    by_look: dict[tuple[int, bool, str], list[tuple[int, Box]]] = {}
+    by_look: dict[tuple[int, bool, str], list[tuple[int, TimelineBox]]] = {}
     for number, lane in enumerate(result.lanes):
         for box in lane.compute:
             fill = shade(ACTIONS.get(box.kind, MUTED), lane.stages.index(box.stage), len(lane.stages))
@@ -198,13 +198,13 @@ def _first(name: str, seen: set[str]) -> bool:
     return new
 
 
-def _text(box: Box, *, several: bool) -> str:
+def _text(box: TimelineBox, *, several: bool) -> str:
     if box.microbatch is None:
         return str(box.kind) if len(str(box.kind)) <= 2 else ""
     return f"{box.stage if several else ''}{box.kind}{box.microbatch}"
 
 
-def _hover(box: Box) -> str:
+def _hover(box: TimelineBox) -> str:
     of = f"microbatch {box.microbatch}, stage {box.stage}" if box.microbatch is not None else f"stage {box.stage}"
     lines = [
         f"<b>{box.label}</b>  {of}",

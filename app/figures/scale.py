@@ -7,7 +7,7 @@ from typing import Any
 
 from app.figures.style import Figure, across, bar, empty, figure, scatter
 from app.palette import MUTED, PLANS
-from app.results.scale import Point, SlowRank
+from app.results.scale import DelayedRank, ScalePoint
 from simplan.predict.sensitivity import MarginalValue
 from simplan.report.table import format_ranks
 from simplan.units import GIB, format_number
@@ -26,7 +26,7 @@ _WIDEST = 0.12  # of the axis: a single bar is no wall
 
 
 def scale_rows(
-    points: Sequence[Point], budget: float | None = None, price: float | None = None
+    points: Sequence[ScalePoint], budget: float | None = None, price: float | None = None
 ) -> list[dict[str, Any]]:
     """A row for each point that has an answer.
 
@@ -168,7 +168,7 @@ def worth_figure(values: Sequence[MarginalValue]) -> Figure:
     )
 
 
-def slow_figure(found: Sequence[SlowRank], slower: float) -> Figure:
+def slow_figure(found: Sequence[DelayedRank], slower: float) -> Figure:
     """How much longer the step takes by slow rank; the dashed line is the rank's own delay."""
     labels = [f"{format_ranks(list(one.ranks))} " for one in found]
     bars = bar(

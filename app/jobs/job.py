@@ -18,7 +18,7 @@ from typing import Any
 from app.jobs.messages import Done, Failed, Question, Update
 from simplan.errors import RunError, SimplanError
 
-__all__ = ["Job", "Jobs", "State", "python"]
+__all__ = ["BackgroundJob", "Jobs", "State", "python"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _GRACE_S = 10.0
@@ -51,7 +51,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.communicate()
 
 
-class Job:
+class BackgroundJob:
     """One piece of work. Its attributes are read by pages while a thread of its own changes them.
 
     Attributes:
@@ -183,7 +183,7 @@ class Jobs:
     def __init__(self, at_once: int, *, keep: bool = False) -> None:
         self._at_once, self._keep = at_once, keep
         self._slots = threading.Semaphore(at_once)
-        self._jobs: OrderedDict[Hashable, Job] = OrderedDict()
+        self._jobs: OrderedDict[Hashable, BackgroundJob] = OrderedDict()
         self._lock = threading.Lock()
         self._idle: list[subprocess.Popen[bytes]] = []
 
@@ -194,7 +194,7 @@ class Jobs:
             while len(self._idle) < (self._at_once if self._keep else 1):
                 self._idle.append(_worker())
 
-    def find(self, key: Hashable) -> Job | None:
+    def find(self, key: Hashable) -> BackgroundJob | None:
         """The job of a question, if it was asked."""
         with self._lock:
             return self._jobs.get(key)
@@ -216,7 +216,7 @@ class Jobs:
         with self._lock:
             return sum(job.state is State.WAITING for job in self._jobs.values())
 
-    def start(self, key: Hashable, question: Question) -> Job:
+    def start(self, key: Hashable, question: Question) -> BackgroundJob:
         """The job of a question: the one that runs or has its answer, else a new one.
 
         Args:
@@ -228,7 +228,7 @@ class Jobs:
             if job is not None and (job.state is not State.ENDED or not (job.stopped or job.error)):
                 self._jobs.move_to_end(key)
                 return job
-            job = self._jobs[key] = Job(question)
+            job = self._jobs[key] = BackgroundJob(question)
             self._jobs.move_to_end(key)
             for old in [old for old, other in self._jobs.items() if other.state is State.ENDED][:-_MOST_KEPT]:
                 del self._jobs[old]
@@ -250,7 +250,7 @@ class Jobs:
         for child in idle:
             _end(child)
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: BackgroundJob) -> None:
         with self._slots:
             if job.state is State.ENDED:
                 return

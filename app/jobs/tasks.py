@@ -10,7 +10,7 @@ from app.jobs.messages import Tell, Update
 from simplan.accuracy.evaluate import predict_runs
 from simplan.accuracy.reading import ReadFile
 from simplan.scenario import parse_search
-from simplan.search import Progress, SearchResult, search
+from simplan.search import SearchProgress, SearchResult, search
 
 __all__ = ["SEARCHING", "predict_published", "search_plans", "warm_up"]
 
@@ -38,7 +38,7 @@ def search_plans(text: str, tell: Tell) -> SearchResult:
     asked = parse_search(text)
     told_s, had = 0.0, False
 
-    def on_progress(progress: Progress) -> None:
+    def on_progress(progress: SearchProgress) -> None:
         nonlocal told_s, had
         found = progress.best_step_time_s is not None
         if time.monotonic() - told_s >= _PAUSE_S or (found and not had) or progress.doing != SEARCHING:
@@ -48,7 +48,7 @@ def search_plans(text: str, tell: Tell) -> SearchResult:
     return search(asked.job, asked.space, name=asked.name, on_progress=on_progress)
 
 
-def _known(progress: Progress) -> SearchResult:
+def _known(progress: SearchProgress) -> SearchResult:
     """What is known so far; once all plans are looked at that is no interrupted search, only not explained yet."""
     return replace(progress.so_far(), interrupted=progress.doing == SEARCHING)
 

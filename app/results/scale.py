@@ -19,7 +19,7 @@ from simplan.prediction import Prediction
 from simplan.scenario import Scenario, parse_scenario
 from simplan.sim.compiled import compile_program
 
-__all__ = ["AXES", "Point", "ScaleAxis", "SlowRank", "place_on", "slow_ranks", "sweep", "worth"]
+__all__ = ["AXES", "DelayedRank", "ScaleAxis", "ScalePoint", "place_on", "slow_ranks", "sweep", "worth"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ AXES: Mapping[str, ScaleAxis] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ScalePoint:
     """The plan with one thing changed.
 
     Attributes:
@@ -97,7 +97,7 @@ def place_on(asked: Scenario, axis: str) -> float:
     return 1.0
 
 
-def sweep(text: str, axis: str, batch_follows: bool) -> tuple[Point, ...]:
+def sweep(text: str, axis: str, batch_follows: bool) -> tuple[ScalePoint, ...]:
     """The plan of a scenario over one axis; every point is predicted anew.
 
     Args:
@@ -164,22 +164,22 @@ def _on_devices(data: dict[str, Any], asked: Scenario, devices: int, *, batch_fo
     return found
 
 
-def _with_rate(asked: Scenario, resource: Resource, factor: float) -> Point:
+def _with_rate(asked: Scenario, resource: Resource, factor: float) -> ScalePoint:
     cluster = improved(asked.job.cluster, resource, factor)
     if cluster is None:
-        return Point(factor, "the cluster has no such link, or its rate is unknown")
+        return ScalePoint(factor, "the cluster has no such link, or its rate is unknown")
     return _point(factor, lambda: replace(asked, job=replace(asked.job, cluster=cluster)))
 
 
-def _point(value: float, scenario: Callable[[], Scenario]) -> Point:
+def _point(value: float, scenario: Callable[[], Scenario]) -> ScalePoint:
     try:
         asked = scenario()
         found = summarize_step(asked.job)
     except SpecError as error:
-        return Point(value, "; ".join(problem.sentence() for problem in error.problems))
+        return ScalePoint(value, "; ".join(problem.sentence() for problem in error.problems))
     samples_per_s = asked.job.training.global_batch_size / found.step_time_s
     tokens = 0 if asked.job.model.sample == "image" else asked.job.model.seq_len
-    return Point(
+    return ScalePoint(
         value,
         "",
         asked.job.cluster.num_devices,
@@ -202,7 +202,7 @@ def worth(text: str) -> tuple[MarginalValue, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class SlowRank:
+class DelayedRank:
     """A rank that computes more slowly.
 
     Attributes:
@@ -214,7 +214,7 @@ class SlowRank:
     relative_change: float
 
 
-def slow_ranks(text: str, slower: float) -> tuple[SlowRank, ...]:
+def slow_ranks(text: str, slower: float) -> tuple[DelayedRank, ...]:
     """How much longer a step takes when one rank, of each kind of ranks, needs so much longer to compute.
 
     Ranks that do the same are simulated as one, so all of them are slow here; as they wait for each other at every
@@ -242,6 +242,6 @@ def slow_ranks(text: str, slower: float) -> tuple[SlowRank, ...]:
     for rank, stands_in in enumerate(program.stands_for):
         alike.setdefault(stands_in, []).append(rank)
     return tuple(
-        SlowRank(tuple(alike.get(rank, [rank])), seconds / before_s - 1)
+        DelayedRank(tuple(alike.get(rank, [rank])), seconds / before_s - 1)
         for rank, seconds in zip(program.ranks, after_s, strict=True)
     )

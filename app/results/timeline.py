@@ -20,7 +20,7 @@ from simplan.report.trace import trace_document
 from simplan.sim.memory import memory_trace
 from simplan.units import format_time
 
-__all__ = ["MOST_BOXES", "Box", "Lane", "MemoryCurve", "TimelineResult", "timeline_result", "trace_text"]
+__all__ = ["MOST_BOXES", "Lane", "MemoryCurve", "TimelineBox", "TimelineResult", "timeline_result", "trace_text"]
 
 MOST_BOXES = 5_000
 """More are not drawn at once: the window ends before them."""
@@ -30,7 +30,7 @@ _SAME = 1e-9  # of the step: instants that are so near are one
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class TimelineBox:
     """Something that ran on a stream.
 
     Attributes:
@@ -72,8 +72,8 @@ class Lane:
 
     rank: int
     stages: tuple[int, ...]
-    compute: tuple[Box, ...]
-    messages: tuple[Box, ...]
+    compute: tuple[TimelineBox, ...]
+    messages: tuple[TimelineBox, ...]
     idle_fraction: float
 
 
@@ -187,7 +187,7 @@ def trace_text(text: str, calibrated_at: int) -> str:
     return json_text(trace_document(prediction.timeline, prediction.name, memory, program.stands_for))
 
 
-def _compute_boxes(simulated: Simulated, rank: int, *, layers: bool) -> list[Box]:
+def _compute_boxes(simulated: Simulated, rank: int, *, layers: bool) -> list[TimelineBox]:
     """What runs on the compute stream: neighbours of one action in one box, or each layer in its own."""
     ops, times = simulated.program.ops, simulated.times
     running = [
@@ -208,7 +208,7 @@ def _compute_boxes(simulated: Simulated, rank: int, *, layers: bool) -> list[Box
             float(times.end_s[index] - times.start_s[index]) for index in group if ops[index].kind is SpanKind.RECOMPUTE
         )
         found.append(
-            Box(
+            TimelineBox(
                 kind=first.action.kind,
                 label=first.name if layers else str(first.action),
                 stage=first.action.stage,
@@ -222,7 +222,7 @@ def _compute_boxes(simulated: Simulated, rank: int, *, layers: bool) -> list[Box
     return found
 
 
-def _messages(simulated: Simulated, rank: int) -> list[Box]:
+def _messages(simulated: Simulated, rank: int) -> list[TimelineBox]:
     ops, times = simulated.program.ops, simulated.times
     found = []
     for index in simulated.program.by_rank[rank]:
@@ -231,7 +231,7 @@ def _messages(simulated: Simulated, rank: int) -> list[Box]:
             continue
         message = op.message
         found.append(
-            Box(
+            TimelineBox(
                 kind=op.action.kind,
                 label=f"{op.name} ({str(op.stream).replace('_', ' ')})",
                 stage=op.action.stage,
@@ -263,8 +263,8 @@ def _formula(simulated: Simulated, ops: Iterable[Op]) -> str:
 
 
 def _explained(
-    simulated: Simulated, rank: int, compute: Sequence[Box], messages: Sequence[Box], step_s: float
-) -> Iterator[Box]:
+    simulated: Simulated, rank: int, compute: Sequence[TimelineBox], messages: Sequence[TimelineBox], step_s: float
+) -> Iterator[TimelineBox]:
     """Boxes with what they waited for: what ended at the instant at which they begin, a message of this rank first."""
     ends = np.array(sorted((message.end_s, number) for number, message in enumerate(messages)) or [(np.inf, 0)])
     free_s = 0.0
@@ -280,7 +280,7 @@ def _explained(
         yield replace(box, waited_s=waited_s, waited_for=waited_for)
 
 
-def _inside(boxes: Iterable[Box], start_s: float, end_s: float) -> Iterator[Box]:
+def _inside(boxes: Iterable[TimelineBox], start_s: float, end_s: float) -> Iterator[TimelineBox]:
     return (box for box in boxes if box.end_s >= start_s and box.start_s <= end_s)
 
 

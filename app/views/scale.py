@@ -12,7 +12,7 @@ from app.components.verdict import kept_budget, show_budget
 from app.fields import remembered_choice
 from app.figures.scale import scale_figures, scale_rows, slow_figure, worth_figure
 from app.page import run_page
-from app.results.scale import AXES, Point, place_on, slow_ranks, sweep, worth
+from app.results.scale import AXES, ScalePoint, place_on, slow_ranks, sweep, worth
 from app.work import awaited
 from simplan.scenario import Scenario
 from simplan.units import counted, format_number
@@ -57,7 +57,9 @@ def show() -> None:
         _show_slow(text)
 
 
-def _show_curves(asked: Scenario, axis: str, points: tuple[Point, ...], budget: float, price: float | None) -> None:
+def _show_curves(
+    asked: Scenario, axis: str, points: tuple[ScalePoint, ...], budget: float, price: float | None
+) -> None:
     unit = "images" if asked.job.model.sample == "image" else "tokens"
     rows = scale_rows(points, budget, price)
     now = place_on(asked, axis)

@@ -12,10 +12,10 @@ from app import basket, state
 from app.components.comparison import show_comparison
 from app.components.plans import show_plans, show_plans_so_far
 from app.components.problems import escaped
-from app.components.progress import Following, Progress, follow, show_progress, stage
+from app.components.progress import Following, ProgressBar, follow, show_progress, stage
 from app.components.question import show_question
 from app.fields import remembered_choice, remembered_number
-from app.jobs.job import Job, State
+from app.jobs.job import BackgroundJob, State
 from app.jobs.messages import Question
 from app.jobs.server import searches
 from app.jobs.tasks import SEARCHING, search_plans
@@ -128,7 +128,7 @@ def _start(key: Any, text: str) -> None:
     searches().start(key, Question(search_plans, (text,), tells=True))
 
 
-def _show_running(job: Job) -> Following:
+def _show_running(job: BackgroundJob) -> Following:
     """How far it is, often; its plans, which take a browser longer to draw, less often."""
     known = job.value
     had_plans = isinstance(known, SearchResult)
@@ -137,7 +137,7 @@ def _show_running(job: Job) -> Following:
         show_plans_so_far(known)
     drawn_s = time.monotonic()
 
-    def look() -> Progress | None:
+    def look() -> ProgressBar | None:
         job.watch()
         if job.state is State.ENDED or _is_searched(job):
             return None
@@ -148,7 +148,7 @@ def _show_running(job: Job) -> Following:
     return partial(follow, place, look)
 
 
-def _is_searched(job: Job) -> bool:
+def _is_searched(job: BackgroundJob) -> bool:
     """Whether the ranking is final, and only explanations are missing. One look: the job goes on meanwhile."""
     known = job.value
     return isinstance(known, SearchResult) and not known.interrupted
@@ -158,21 +158,21 @@ def _num_explained(result: SearchResult) -> int:
     return sum(plan.explanation is not None for plan in result.ranked)
 
 
-def _progress(job: Job) -> Progress:
+def _progress(job: BackgroundJob) -> ProgressBar:
     update = job.update
     if job.state is State.WAITING:
-        return Progress(0.0, f"waiting for other searches on this server to end ({searches().waiting()} wait)")
+        return ProgressBar(0.0, f"waiting for other searches on this server to end ({searches().waiting()} wait)")
     if job.state is State.STOPPING:
-        return Progress(1.0, "stopping with the best so far")
+        return ProgressBar(1.0, "stopping with the best so far")
     if update is None:
-        return Progress(0.0, "starting")
+        return ProgressBar(0.0, "starting")
     if update.doing != SEARCHING:
-        return Progress(1.0, f"{update.total:,} plans looked at; {update.doing}")
+        return ProgressBar(1.0, f"{update.total:,} plans looked at; {update.doing}")
     share = update.done / max(1, update.total)
-    return Progress(share, f"{update.done:,} of {update.total:,} plans looked at{_left(job, share)}")
+    return ProgressBar(share, f"{update.done:,} of {update.total:,} plans looked at{_left(job, share)}")
 
 
-def _left(job: Job, share: float) -> str:
+def _left(job: BackgroundJob, share: float) -> str:
     """The time left, once it is worth a word."""
     passed_s = time.monotonic() - job.started_s
     if passed_s < _SAID_AFTER_S or not share:
@@ -184,7 +184,7 @@ def _left(job: Job, share: float) -> str:
     return f", about {minutes:,.0f} min left{slowly}"
 
 
-def _show_found(asked: SearchScenario, job: Job, key: Any, text: str) -> Following | None:
+def _show_found(asked: SearchScenario, job: BackgroundJob, key: Any, text: str) -> Following | None:
     """The answer; drawn anew when more plans of a ranking that is final are explained."""
     job.watch()
     is_whole = job.state is State.ENDED
@@ -211,9 +211,9 @@ def _show_found(asked: SearchScenario, job: Job, key: Any, text: str) -> Followi
         )
     known = _num_explained(result)
 
-    def progress() -> Progress:
+    def progress() -> ProgressBar:
         words = job.update.doing if job.update is not None else ""
-        return Progress(known / max(1, len(result.ranked)), f"{words}; all else is final")
+        return ProgressBar(known / max(1, len(result.ranked)), f"{words}; all else is final")
 
     place = st.empty() if is_whole else show_progress(progress())
     show_plans(asked, result)
@@ -221,7 +221,7 @@ def _show_found(asked: SearchScenario, job: Job, key: Any, text: str) -> Followi
         st.caption(f":material/keep: pinned: {escaped(name)}")
     drawn_s = time.monotonic()
 
-    def look() -> Progress | None:
+    def look() -> ProgressBar | None:
         job.watch()
         if job.state is State.ENDED:
             return None

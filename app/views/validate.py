@@ -9,7 +9,7 @@ import streamlit as st
 from app import answers, state, uploads
 from app.components.measured import show_comparison_of, show_uploaded
 from app.components.problems import escaped
-from app.components.progress import Following, Progress, follow, show_progress, stage
+from app.components.progress import Following, ProgressBar, follow, show_progress, stage
 from app.components.published import show_published
 from app.components.question import show_question
 from app.fields import remembered_choice
@@ -78,10 +78,10 @@ def _show_start() -> None:
 
 
 def _watch(run: Run) -> Following:
-    def progress() -> Progress:
+    def progress() -> ProgressBar:
         done = run.steps_done
         words = f"step {done}" if done else (run.said.splitlines() or ["starting"])[-1]
-        return Progress(done / (run.num_steps + 2), "stopping the ranks" if run.stopped else words)
+        return ProgressBar(done / (run.num_steps + 2), "stopping the ranks" if run.stopped else words)
 
     place = show_progress(progress(), run.stop)
     return partial(follow, place, lambda: progress() if run.is_going else None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from executor.launch.errors import RanksError
-from executor.launch.launcher import Launch, launch_ranks
+from executor.launch.launcher import RankLaunch, launch_ranks
 from executor.launch.nodes import Rendezvous
 from executor.launch.watchdog import Beats
 from simplan.cost.calibration.format import Calibration, CalibrationRequest
@@ -81,7 +81,9 @@ def _run_ranks(
     request_file = folder / "request.json"
     request_file.write_text(request.model_dump_json())
     module, args = "executor.calibration.calibrate_worker", (str(request_file), str(result_file))
-    launch_ranks(Launch(module, args, request.num_ranks, folder, _TIMEOUT_S + request.budget_s, rendezvous), on_poll)
+    launch_ranks(
+        RankLaunch(module, args, request.num_ranks, folder, _TIMEOUT_S + request.budget_s, rendezvous), on_poll
+    )
 
 
 def _problems(request: CalibrationRequest) -> Iterator[Problem]:

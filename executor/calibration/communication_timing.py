@@ -72,7 +72,7 @@ def time_links(
     watch, per_node = Stopwatch(bench.device), bench.num_ranks
     num_ranks = per_node * num_nodes
     buffers = [torch.zeros(2, b // _ELEMENT_BYTES, device=bench.device).unbind() for b in _SIZES_BYTES]
-    links: list[Link] = []
+    links: list[TimedLink] = []
     if set(kinds) - {CollectiveKind.SEND}:
         for (_, nodes_of_group), groups in group_shapes(num_ranks, per_node).items():
             group = _my_group(groups)
@@ -102,7 +102,7 @@ def time_links(
     ]
 
 
-def warmed_up(links: list[Link], watch: Stopwatch, budget_s: float) -> list[Link]:
+def warmed_up(links: list[TimedLink], watch: Stopwatch, budget_s: float) -> list[TimedLink]:
     """Runs every link once, smallest sizes first; leaves out those that take too long, judged by the size before.
 
     Args:
@@ -125,7 +125,7 @@ def warmed_up(links: list[Link], watch: Stopwatch, budget_s: float) -> list[Link
     return short_enough
 
 
-def _time(link: Link, watch: Stopwatch, number: int) -> None:
+def _time(link: TimedLink, watch: Stopwatch, number: int) -> None:
     """Times a link once, all ranks together except the late one."""
     together()
     late = link.root if link.root is not None else number % link.num_ranks
@@ -160,7 +160,7 @@ def receiving_s(took_s: float, late_s: float) -> float:
 
 
 @dataclass(slots=True)
-class Link:
+class TimedLink:
     """Collective or P2P send to time.
 
     Attributes:
@@ -200,7 +200,7 @@ def _my_group(groups: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
 
 def _collectives(
     kinds: Sequence[CollectiveKind], group: dist.ProcessGroup, num_nodes: int, whole: Tensor, spare: Tensor
-) -> Iterator[Link]:
+) -> Iterator[TimedLink]:
     """Collectives of every kind on buffers of one size, cut to a multiple of the group's size."""
     members = dist.get_process_group_ranks(group)
     n, mine = len(members), dist.get_rank(group)
@@ -217,7 +217,9 @@ def _collectives(
     }
     roots = {CollectiveKind.BROADCAST: 0}
     return (
-        Link(kind, n, num_nodes, whole.nbytes, calls[kind], mine, roots.get(kind)) for kind in kinds if kind in calls
+        TimedLink(kind, n, num_nodes, whole.nbytes, calls[kind], mine, roots.get(kind))
+        for kind in kinds
+        if kind in calls
     )
 
 
@@ -228,7 +230,7 @@ def _pass_on(sent: Tensor, received: Tensor, to: int, source: int, group: dist.P
         work.wait()
 
 
-def _send(buffer: Tensor, num_ranks: int, distance: int, ranks_per_node: int) -> Link:
+def _send(buffer: Tensor, num_ranks: int, distance: int, ranks_per_node: int) -> TimedLink:
     """Sends there and back between pairs of ranks at a distance: half of the time is one way."""
     rank = dist.get_rank()
     first = rank // distance % 2 == 0
@@ -236,7 +238,7 @@ def _send(buffer: Tensor, num_ranks: int, distance: int, ranks_per_node: int) ->
     num_nodes = 1 if distance < ranks_per_node else 2
     times = _SENDS_PER_TIMING if buffer.nbytes < MIB else 1
     run = partial(_there_and_back, buffer, pair, times, first=first) if pair < num_ranks else None
-    return Link(CollectiveKind.SEND, 2, num_nodes, buffer.nbytes, run, repeats=2 * times, counts=first)
+    return TimedLink(CollectiveKind.SEND, 2, num_nodes, buffer.nbytes, run, repeats=2 * times, counts=first)
 
 
 def _there_and_back(buffer: Tensor, pair: int, times: int, *, first: bool) -> None:

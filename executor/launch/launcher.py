@@ -70,7 +70,7 @@ OnStart = Callable[[Start, RunError | None], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class RankLaunch:
     """Request to run ranks.
 
     Attributes:
@@ -120,7 +120,7 @@ class Logs(DefaultLogsSpecs):
 class Agent:
     """torchrun's elastic agent in the main thread; tests replace this class by one that forks ranks."""
 
-    def run(self, launch: Launch, logs: Logs) -> None:
+    def run(self, launch: RankLaunch, logs: Logs) -> None:
         """Returns when all ranks have finished.
 
         Raises:
@@ -165,7 +165,7 @@ def rank_environment(rendezvous: Rendezvous | None = None) -> dict[str, str]:
 
 
 def launch_ranks(
-    launch: Launch, on_poll: Callable[[Beats], None] | None = None, on_start: OnStart | None = None
+    launch: RankLaunch, on_poll: Callable[[Beats], None] | None = None, on_start: OnStart | None = None
 ) -> None:
     """Runs this node's ranks until all have finished.
 
@@ -207,7 +207,7 @@ def launch_ranks(
     watch.poll()  # the last steps
 
 
-def _too_few(launch: Launch) -> str:
+def _too_few(launch: RankLaunch) -> str:
     assert launch.rendezvous is not None
     nodes = launch.rendezvous.nodes
     least = nodes.min_nodes if nodes.min_nodes == nodes.max_nodes else f"at least {nodes.min_nodes}"
@@ -222,7 +222,7 @@ class _Watch:
     """
 
     def __init__(
-        self, launch: Launch, agent: Agent, on_poll: Callable[[Beats], None] | None, on_start: OnStart | None
+        self, launch: RankLaunch, agent: Agent, on_poll: Callable[[Beats], None] | None, on_start: OnStart | None
     ) -> None:
         self._launch, self._agent, self._on_poll, self._on_start = launch, agent, on_poll, on_start
         self._done, self._lock = threading.Event(), threading.Lock()

@@ -15,7 +15,7 @@ from executor.models.attention_cores import LayerRequest
 from executor.models.norms import RMSNorm
 from simplan.model.parts.attention import Biases
 
-__all__ = ["Attention", "FusedAttention", "RotaryPositions", "split_heads"]
+__all__ = ["FusedAttention", "RotaryPositions", "SeparateAttention", "split_heads"]
 
 
 class RotaryPositions(nn.Module):
@@ -78,7 +78,7 @@ class FusedAttention(nn.Module):
         return out
 
 
-class Attention(nn.Module):
+class SeparateAttention(nn.Module):
     """Queries, keys and values by three matrices; queries and keys are perhaps normed, then perhaps rotated.
 
     Args:

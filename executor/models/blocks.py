@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from executor.models.attention import Attention, FusedAttention
+from executor.models.attention import FusedAttention, SeparateAttention
 from executor.models.attention_cores import LayerRequest
 from executor.models.norms import compute_dtype, make_norm
 from simplan.model.model import ModelSpec
@@ -148,7 +148,7 @@ def mpt_block(request: LayerRequest) -> nn.Module:
 
 def bert_block(request: LayerRequest) -> nn.Module:
     """BERT's: biases throughout, queries, keys and values by three matrices."""
-    return PostNormBlock(request.spec, Attention(request, biases="all"), GeluMlp(request.spec, bias=True))
+    return PostNormBlock(request.spec, SeparateAttention(request, biases="all"), GeluMlp(request.spec, bias=True))
 
 
 def neox_block(request: LayerRequest) -> nn.Module:
@@ -172,8 +172,8 @@ def llama_block(request: LayerRequest) -> nn.Module:
     return Block(spec, llama_attention(request), GatedMlp(spec.hidden_size, spec.intermediate_size))
 
 
-def llama_attention(request: LayerRequest) -> Attention:
+def llama_attention(request: LayerRequest) -> SeparateAttention:
     """Rotary attention, with biases (Qwen2) and norms of queries and keys (Qwen3, OLMo 2) where the model has them."""
     spec = request.spec
     biases: Biases = "all" if spec.attention_bias else "qkv" if spec.qkv_bias else "none"
-    return Attention(request, biases=biases, rotary=True, norms=spec.qk_norm)
+    return SeparateAttention(request, biases=biases, rotary=True, norms=spec.qk_norm)

@@ -30,7 +30,7 @@ from executor.models.attention_cores import LayerRequest
 from simplan.model.layer import LayerKind
 from simplan.model.model import ModelSpec
 
-__all__ = ["Head", "RotaryTables", "TokenEmbedding", "make_layer", "whole_model"]
+__all__ = ["RotaryTables", "TokenEmbedding", "TransformersHead", "make_layer", "whole_model"]
 
 _EPS = 1e-5
 _ROTARY_BASE = 10_000.0  # RoPE, arXiv:2104.09864, as of the executor's own models
@@ -52,12 +52,12 @@ def make_layer(request: LayerRequest) -> nn.Module:
         case LayerKind.EMBEDDING:
             layer = TokenEmbedding(body.wte, body.wpe) if is_gpt else TokenEmbedding(body.embed_tokens)
         case LayerKind.HEAD:
-            layer = Head(body.ln_f if is_gpt else body.norm, model.lm_head)
+            layer = TransformersHead(body.ln_f if is_gpt else body.norm, model.lm_head)
         case _:
-            layer = Block((body.h if is_gpt else body.layers)[request.block])
+            layer = TransformersBlock((body.h if is_gpt else body.layers)[request.block])
     if isinstance(layer, TokenEmbedding) and is_gpt:
         layer.positions = request.stage.own_positions().unsqueeze(0)
-    elif isinstance(layer, Block) and not is_gpt:
+    elif isinstance(layer, TransformersBlock) and not is_gpt:
         with torch.device("cpu"):
             rotary = type(body.rotary_emb)(model.config)
         layer.tables = RotaryTables(rotary, spec.seq_len, request.stage.tables)
@@ -140,7 +140,7 @@ class RotaryTables:
         return self._shared[cos], self._shared[sin]
 
 
-class Block(nn.Module):
+class TransformersBlock(nn.Module):
     """A decoder block of transformers, hidden states (batch, tokens, hidden_size) to hidden states."""
 
     def __init__(self, block: nn.Module) -> None:
@@ -155,7 +155,7 @@ class Block(nn.Module):
         return out
 
 
-class Head(nn.Module):
+class TransformersHead(nn.Module):
     """Final norm and output projection: hidden states to logits (batch, tokens, vocab_size)."""
 
     def __init__(self, norm: nn.Module, lm_head: nn.Linear) -> None:

@@ -12,7 +12,7 @@ from simplan.accuracy.reading import read_published
 from simplan.accuracy.result import Accuracy
 from simplan.cli.drawing import refuse_other_suffix
 from simplan.cli.terminal.output import print_json, print_result, say
-from simplan.cli.terminal.progress import Progress
+from simplan.cli.terminal.progress import ProgressLine
 from simplan.io import write_text
 from simplan.report.accuracy import accuracy_markdown, accuracy_text, run_rows
 from simplan.report.drawings.accuracy_plot import accuracy_plot
@@ -42,7 +42,7 @@ def accuracy_command(
     if stage_times is not None:
         outcomes = predict_from_profiles(files, read_profiles(stage_times))
     else:
-        with Progress("predicting published runs") as progress:
+        with ProgressLine("predicting published runs") as progress:
             outcomes = predict_runs(files, jobs=jobs, on_progress=progress.update)
     result = Accuracy(tuple(outcomes), without_runs)
     if csv_file is not None:

@@ -157,7 +157,7 @@ def run(
     """
     from simplan.cli.commands import run_command
     from simplan.cli.execute import RunOptions, checkpointing
-    from simplan.cli.nodes import Meeting, numbers_of_nodes
+    from simplan.cli.nodes import NodeRendezvous, numbers_of_nodes
 
     options = RunOptions(
         num_steps=steps,
@@ -165,7 +165,7 @@ def run(
         timeout_s=timeout,
         checkpointing=checkpointing(checkpoint_dir, checkpoint_every, restarts=max_restarts, resume=resume),
     )
-    meeting = Meeting(numbers_of_nodes(nnodes), rdzv_endpoint, rdzv_conf)
+    meeting = NodeRendezvous(numbers_of_nodes(nnodes), rdzv_endpoint, rdzv_conf)
     return run_command(
         scenario, as_json=json, output=output, calibration_file=calibration, options=options, meeting=meeting
     )
@@ -295,7 +295,7 @@ def calibrate(
     """
     from simplan.cli.calibrations import Wanted
     from simplan.cli.commands import calibrate_command
-    from simplan.cli.nodes import Meeting
+    from simplan.cli.nodes import NodeRendezvous
 
     return calibrate_command(
         scenarios or [],
@@ -304,7 +304,7 @@ def calibrate(
         budget_s=budget,
         calibration_file=calibration,
         wanted=Wanted(device, tuple(map(str, dtype or ()))),
-        meeting=Meeting((nnodes, nnodes), rdzv_endpoint, rdzv_conf),
+        meeting=NodeRendezvous((nnodes, nnodes), rdzv_endpoint, rdzv_conf),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from simplan.cli.terminal.output import say
 from simplan.cli.terminal.processes import require_executor, run_executor
-from simplan.cli.terminal.progress import Progress
+from simplan.cli.terminal.progress import ProgressLine
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cluster.machine import THIS_MACHINE, num_cores, num_nvidia_devices
 from simplan.cost.calibration.calibrated import CalibratedCost
@@ -246,7 +246,7 @@ def _run(request: CalibrationRequest, result_file: Path, title: str, nodes: Node
     if nodes is not None:
         write_model(nodes_file, nodes)
         arguments += ["--nodes", str(nodes_file)]
-    with Progress(title) as progress:
+    with ProgressLine(title) as progress:
         run_executor(arguments, lambda event: progress.update(event["done"], event["of"], event.get("what", "")))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from simplan.cli.calibrations import Wanted, covers, ensure, is_needed, measure, read, request_across, requests_for
 from simplan.cli.drawing import print_drawing, refuse_other_suffix, write_drawing
 from simplan.cli.execute import RunOptions, default_folder, execute, join, refuse_other_software
-from simplan.cli.nodes import Meeting, nodes_of, nodes_to_time, refuse_without_nodes, scenarios_on_fewer
+from simplan.cli.nodes import NodeRendezvous, nodes_of, nodes_to_time, refuse_without_nodes, scenarios_on_fewer
 from simplan.cli.search import scenarios_to_time
 from simplan.cli.terminal.output import emphasize, print_json, print_result, say
 from simplan.cluster.machine import THIS_MACHINE
@@ -119,7 +119,7 @@ def run_command(
     output: Path | None,
     calibration_file: Path | None,
     options: RunOptions,
-    meeting: Meeting,
+    meeting: NodeRendezvous,
 ) -> int:
     """``simplan run``."""
     scenario = load_scenario(file)
@@ -154,7 +154,7 @@ def calibrate_command(
     budget_s: float,
     calibration_file: Path | None,
     wanted: Wanted,
-    meeting: Meeting,
+    meeting: NodeRendezvous,
 ) -> int:
     """``simplan calibrate``."""
     scenarios = [scenario for file in files for scenario in scenarios_to_time(file)]

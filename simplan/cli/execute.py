@@ -13,7 +13,7 @@ from typing import Any
 from simplan.cli.nodes import fewer_nodes, scenarios_on_fewer
 from simplan.cli.terminal.output import say
 from simplan.cli.terminal.processes import run_executor
-from simplan.cli.terminal.progress import Progress
+from simplan.cli.terminal.progress import ProgressLine
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import NotModelledError, Problem, RunError, SpecError
 from simplan.io import read_model, write_json, write_model
@@ -164,7 +164,7 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
         write_json(folder / f"prediction.{number}-nodes.json", other.to_json())
     write_model(job_file, job)
     try:
-        with Progress(f"running {scenario.name}") as progress:
+        with ProgressLine(f"running {scenario.name}") as progress:
             arguments = ["run", str(job_file), "--out", str(folder)]
             if options.nodes is not None:
                 write_model(folder / "nodes.json", options.nodes)
@@ -196,7 +196,7 @@ def join(nodes: Nodes, folder: Path) -> None:
     request = folder / f"{socket.gethostname()}.nodes.json"  # nodes may share a file system
     write_model(request, nodes)
     out = folder / socket.gethostname()
-    with Progress("running") as progress:
+    with ProgressLine("running") as progress:
         run_executor(["run", "--nodes", str(request), "--out", str(out)], lambda event: _show(event, progress))
 
 
@@ -235,7 +235,7 @@ def _steps_on_fewer(
     return found
 
 
-def _show(event: dict[str, Any], progress: Progress) -> None:
+def _show(event: dict[str, Any], progress: ProgressLine) -> None:
     if event["event"] == "note":
         say(f"note: {event['text']}")
     else:

@@ -18,7 +18,7 @@ from simplan.scenario import Scenario
 from simplan.units import counted
 
 __all__ = [
-    "Meeting",
+    "NodeRendezvous",
     "fewer_nodes",
     "nodes_of",
     "nodes_to_time",
@@ -36,7 +36,7 @@ _CONF = {"join_timeout": 300.0, "last_call_timeout": 30.0, "is_host": -1.0}  # t
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class NodeRendezvous:
     """The options of ``simplan run`` and ``calibrate`` about nodes, as given.
 
     Attributes:
@@ -69,7 +69,7 @@ def numbers_of_nodes(text: str) -> tuple[int, int]:
     return least, number
 
 
-def nodes_of(scenario: Scenario, options: RunOptions, meeting: Meeting) -> Nodes | None:
+def nodes_of(scenario: Scenario, options: RunOptions, meeting: NodeRendezvous) -> Nodes | None:
     """The request to the other nodes; None for a run on this machine alone.
 
     Raises:
@@ -105,7 +105,7 @@ def refuse_other_number(scenario: Scenario, num_nodes: int) -> None:
         raise SpecError(Problem(field="--nnodes", value=str(num_nodes), rule=rule, fix=fix), file=scenario.file)
 
 
-def nodes_to_time(meeting: Meeting, request: CalibrationRequest) -> Nodes:
+def nodes_to_time(meeting: NodeRendezvous, request: CalibrationRequest) -> Nodes:
     """The request to the other nodes of a calibration of what joins them.
 
     Raises:
@@ -115,7 +115,7 @@ def nodes_to_time(meeting: Meeting, request: CalibrationRequest) -> Nodes:
     return _nodes(meeting, request.num_ranks, asked | {"--budget": f"{request.budget_s:g}"})
 
 
-def refuse_without_nodes(meeting: Meeting) -> None:
+def refuse_without_nodes(meeting: NodeRendezvous) -> None:
     """Options about several nodes mean nothing on one.
 
     Raises:
@@ -127,7 +127,7 @@ def refuse_without_nodes(meeting: Meeting) -> None:
             raise SpecError(Problem(field=option, value=value, rule=rule, fix="give --nnodes too"))
 
 
-def _nodes(meeting: Meeting, ranks_per_node: int, asked: dict[str, str]) -> Nodes:
+def _nodes(meeting: NodeRendezvous, ranks_per_node: int, asked: dict[str, str]) -> Nodes:
     host, port = _endpoint(meeting.endpoint)
     conf, (least, number) = _conf(meeting.conf), meeting.nodes
     return Nodes(

@@ -10,7 +10,7 @@ from simplan.cli.calibrations import ensure, is_needed, read
 from simplan.cli.execute import RunOptions, refuse_other_software, run_spec_of_scenario
 from simplan.cli.terminal.output import print_json, print_result
 from simplan.cli.terminal.processes import run_executor
-from simplan.cli.terminal.progress import Progress
+from simplan.cli.terminal.progress import ProgressLine
 from simplan.errors import Problem, SpecError
 from simplan.io import read_model, write_json, write_model
 from simplan.prediction import Prediction
@@ -91,7 +91,7 @@ def _rehearse(job: RunSpec, rank: int, *, fake: bool) -> Rehearsal:
         job_file, result_file = Path(folder) / "job.json", Path(folder) / "rehearsal.json"
         write_model(job_file, job)
         command = ["rehearse", str(job_file), "--out", str(result_file), "--rank", str(rank)]
-        with Progress(f"rehearsing rank {rank} of {job.plan.num_devices}") as progress:
+        with ProgressLine(f"rehearsing rank {rank} of {job.plan.num_devices}") as progress:
             run_executor(
                 [*command, "--fake"] if fake else command,
                 lambda event: progress.update(event["step"], event["of"], f"step {event['step']} of {event['of']}"),

@@ -16,7 +16,7 @@ import yaml
 
 from simplan.cli.calibrations import read, refuse_unneeded
 from simplan.cli.terminal.output import emphasize, print_json, print_result, say
-from simplan.cli.terminal.progress import Progress as Bar
+from simplan.cli.terminal.progress import ProgressLine as Bar
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import NoFeasiblePlanError, Problem, SpecError, did_you_mean
@@ -26,7 +26,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.problems import parse_model
 from simplan.report.search import search_plan_words, search_text, search_verdict
 from simplan.scenario import Scenario, SearchScenario, load_scenario, load_search, plan_document
-from simplan.search import Progress, SearchResult, SearchSpace, largest, search
+from simplan.search import SearchProgress, SearchResult, SearchSpace, largest, search
 from simplan.search.enumeration import Enumeration
 from simplan.search.inverse import QUANTITIES
 from simplan.search.jobs import check_without_plan
@@ -229,7 +229,7 @@ class _Watch:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: SearchProgress) -> None:
         """Shows how far a search is."""
         if self._bar is None:
             return

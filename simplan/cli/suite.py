@@ -20,13 +20,13 @@ from simplan.children import ask_to_end, exit_code
 from simplan.cli.calibrations import read
 from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.processes import run_executor
-from simplan.cli.terminal.progress import Progress
+from simplan.cli.terminal.progress import ProgressLine
 from simplan.cost.calibration.store import refuse_other_device
 from simplan.errors import Problem, SpecError
 from simplan.io import read_model, write_json, write_model, write_text
 from simplan.report.suite import suite_markdown, suite_summary
 from simplan.scenario import load_scenario
-from simplan.validate.suite import Case, Suite, case_of_rehearsal, case_of_run
+from simplan.validate.suite import Suite, SuiteCase, case_of_rehearsal, case_of_run
 
 __all__ = ["SuiteOptions", "suite_command"]
 
@@ -82,7 +82,7 @@ def suite_command(
     (output / "cases").mkdir(parents=True, exist_ok=True)
     calibration = calibration_file or _calibrated(files, output / "calibration.json", clock, options)
     cases, not_reached = [], []
-    with Progress(f"{len(files)} scenarios") as progress:
+    with ProgressLine(f"{len(files)} scenarios") as progress:
         for number, file in enumerate(files):
             progress.update(number, len(files), file.stem)
             case = _case(file, output / "cases" / file.stem, calibration, clock, options)
@@ -167,12 +167,12 @@ def _runs_here(file: Path) -> bool:
         return False  # told when its turn comes
 
 
-def _case(file: Path, folder: Path, calibration: Path | None, clock: _Clock, options: SuiteOptions) -> Case | None:
+def _case(file: Path, folder: Path, calibration: Path | None, clock: _Clock, options: SuiteOptions) -> SuiteCase | None:
     """One scenario: what an earlier call found, else a run or a rehearsal; None when there is no time for it."""
     kind: Literal["run", "rehearsal"] = "rehearsal" if file.stem.startswith(_REHEARSED) else "run"
     digest = hashlib.sha256(file.read_bytes() + simplan.__version__.encode()).hexdigest()[:16]
     kept = folder.with_suffix(".case.json")
-    if kept.exists() and (found := read_model(kept, Case)).digest == digest:
+    if kept.exists() and (found := read_model(kept, SuiteCase)).digest == digest:
         return found
     if clock.left_s < _LEAST_S:
         return None
@@ -185,9 +185,9 @@ def _case(file: Path, folder: Path, calibration: Path | None, clock: _Clock, opt
         if limit_s < options.limit_s:
             return None
         failure = f"it took more than {options.limit_s:g} s"
-        case = Case(name=file.stem, digest=digest, kind=kind, failure=failure)
+        case = SuiteCase(name=file.stem, digest=digest, kind=kind, failure=failure)
     except SpecError as error:
-        case = Case(name=file.stem, digest=digest, kind=kind, failure=str(error))
+        case = SuiteCase(name=file.stem, digest=digest, kind=kind, failure=str(error))
     write_model(kept, case)
     return case
 

@@ -2,6 +2,6 @@
 
 from simplan.explain.difference import Difference, DifferenceRow, difference
 from simplan.explain.explanation import Explanation, explain
-from simplan.explain.part import Part
+from simplan.explain.part import ExplainedTerm
 
-__all__ = ["Difference", "DifferenceRow", "Explanation", "Part", "difference", "explain"]
+__all__ = ["Difference", "DifferenceRow", "ExplainedTerm", "Explanation", "difference", "explain"]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from simplan.explain.explanation import Explanation
-from simplan.explain.part import Part
+from simplan.explain.part import ExplainedTerm
 
 __all__ = ["Difference", "DifferenceRow", "difference"]
 
@@ -17,7 +17,7 @@ class DifferenceRow:
     """One term in both; 0 where one does not have it.
 
     Attributes:
-        group, name, unit: As in ``Part``.
+        group, name, unit: As in ``ExplainedTerm``.
         first, second: Its values.
         first_formula, second_formula: How they come about; empty where it is absent.
     """
@@ -76,7 +76,7 @@ def difference(first: Explanation, second: Explanation) -> Difference:
     )
 
 
-def _lined_up(first: Iterable[Part], second: Iterable[Part]) -> tuple[DifferenceRow, ...]:
+def _lined_up(first: Iterable[ExplainedTerm], second: Iterable[ExplainedTerm]) -> tuple[DifferenceRow, ...]:
     """Terms of one name are added up; groups keep together, the largest difference first in each."""
     ones, others = _by_name(first), _by_name(second)
     groups = list(dict.fromkeys(group for group, _ in (*ones, *others)))
@@ -97,8 +97,8 @@ def _lined_up(first: Iterable[Part], second: Iterable[Part]) -> tuple[Difference
     return tuple(sorted(rows, key=lambda row: (groups.index(row.group), -abs(row.difference))))
 
 
-def _by_name(parts: Iterable[Part]) -> dict[tuple[str, str], list[Part]]:
-    found: dict[tuple[str, str], list[Part]] = {}
+def _by_name(parts: Iterable[ExplainedTerm]) -> dict[tuple[str, str], list[ExplainedTerm]]:
+    found: dict[tuple[str, str], list[ExplainedTerm]] = {}
     for part in parts:
         found.setdefault((part.group, part.name), []).append(part)
     return found

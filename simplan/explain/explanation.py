@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from simplan.explain.memory import memory_parts
-from simplan.explain.part import Part
+from simplan.explain.part import ExplainedTerm
 from simplan.explain.time import time_parts
 from simplan.predict import Simulated
 from simplan.prediction import Prediction
@@ -36,12 +36,12 @@ class Explanation:
     name: str
     rank: int
     step_time_s: float
-    time: tuple[Part, ...]
+    time: tuple[ExplainedTerm, ...]
     memory_rank: int
     device_bytes: int
     memory_action: str
-    memory: tuple[Part, ...]
-    figures: tuple[Part, ...]
+    memory: tuple[ExplainedTerm, ...]
+    figures: tuple[ExplainedTerm, ...]
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
@@ -74,7 +74,7 @@ def _busy_s(split: Split) -> float:
     return split.compute_s + split.recompute_s + split.optimizer_s
 
 
-def _figures(prediction: Prediction) -> Iterator[Part]:
+def _figures(prediction: Prediction) -> Iterator[ExplainedTerm]:
     """Throughput and utilization."""
     model, training, cluster = prediction.job.model, prediction.job.training, prediction.job.cluster
     step, devices = format_time(prediction.step_time_s), counted(cluster.num_devices, "device")
@@ -84,10 +84,10 @@ def _figures(prediction: Prediction) -> Iterator[Part]:
     else:
         found, each = prediction.tokens_per_s_per_device, f" x {model.seq_len} tokens"
     what = f"{'tokens' if each else 'images'} per second and device"
-    yield Part("figures", what, found, "", f"{samples}{each} / ({step} x {devices})")
+    yield ExplainedTerm("figures", what, found, "", f"{samples}{each} / ({step} x {devices})")
     if (documents := prediction.document_tokens_per_s_per_device) < prediction.tokens_per_s_per_device:
         share = f"the same x {documents / found:.4g}, the share of documents in all tokens"
-        yield Part("figures", "tokens of documents per second and device", documents, "", share)
+        yield ExplainedTerm("figures", "tokens of documents per second and device", documents, "", share)
     peak = cluster.device.peak_flop_per_s.get(training.precision)
     if prediction.mfu is None or prediction.mfu_full_attention is None or prediction.hfu is None or peak is None:
         return
@@ -99,9 +99,9 @@ def _figures(prediction: Prediction) -> Iterator[Part]:
 
     causal = prediction.mfu != prediction.mfu_full_attention
     how = " (causal attention)" if causal else ""
-    yield Part("figures", "MFU", prediction.mfu, "", f"{tera(False)}{how} / {below}")
+    yield ExplainedTerm("figures", "MFU", prediction.mfu, "", f"{tera(False)}{how} / {below}")
     if causal:
         full = prediction.mfu_full_attention
-        yield Part("figures", "MFU, full attention", full, "", f"{tera(True)} (PaLM's count) / {below}")
+        yield ExplainedTerm("figures", "MFU, full attention", full, "", f"{tera(True)} (PaLM's count) / {below}")
     again = prediction.hfu / prediction.mfu
-    yield Part("figures", "HFU", prediction.hfu, "", f"MFU x {again:.4g}, with what is computed again")
+    yield ExplainedTerm("figures", "HFU", prediction.hfu, "", f"MFU x {again:.4g}, with what is computed again")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from simplan.explain.part import Part
+from simplan.explain.part import ExplainedTerm
 from simplan.plan.plan import RankMapping
 from simplan.prediction import Prediction
 from simplan.program.memory.low_precision_footprint import resting_weight_bytes
@@ -17,7 +17,7 @@ from simplan.units import format_bytes
 __all__ = ["memory_parts"]
 
 
-def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
+def memory_parts(prediction: Prediction, program: Program) -> Iterator[ExplainedTerm]:
     """Parts that sum to the device memory of the rank that needs most.
 
     Args:
@@ -74,14 +74,14 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Part]:
         else:
             tables = f", {format_bytes(kept)} of it tables that stay" if kept else ""
             formula = f"gradients and temporaries inside of {worst.peak_action or 'nothing'}{tables}"
-        yield Part(str(category), str(category), num_bytes, "bytes", formula)
+        yield ExplainedTerm(str(category), str(category), num_bytes, "bytes", formula)
     rounding = worst.reserved_bytes - worst.allocated_bytes
     if rounding:
         share = job.software.reserve_fraction
         more = f", {share:.0%} more than comes and goes," if share else ""
         if worst.short_bytes:
             more += f" but {format_bytes(worst.short_bytes)} that the device has not,"
-        yield Part(
+        yield ExplainedTerm(
             "reserved", "allocator", rounding, "bytes", f"rounded up{more} to what the caching allocator reserves"
         )
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Part"]
+__all__ = ["ExplainedTerm"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExplainedTerm:
     """A part of a whole, or a figure.
 
     Attributes:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from simplan.cost.base import Price
 from simplan.cost.pricing import PricedTerm
 from simplan.explain.exposure import exposed_s
-from simplan.explain.part import Part
+from simplan.explain.part import ExplainedTerm
 from simplan.predict import Simulated
 from simplan.prediction import Prediction
 from simplan.program.program import Stream, Work
@@ -20,7 +20,7 @@ __all__ = ["time_parts"]
 _GROUPS: Mapping[SpanKind, str] = {kind: str(kind) for kind in SpanKind if kind is not SpanKind.COMMUNICATION}
 
 
-def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Iterator[Part]:
+def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
     """Parts that sum to the step: terms of what is computed, what is seen of messages, and what is left.
 
     Args:
@@ -46,21 +46,25 @@ def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Itera
         for name, count, price in _merged(counts[group], simulated.pricing.by_work):
             left_s -= count * price.seconds
             formula = f"{count} x {format_time(price.seconds)}; each {price.formula}"
-            yield Part(group, name, count * price.seconds, "s", formula, str(price.provenance), price.relative_std)
+            yield ExplainedTerm(
+                group, name, count * price.seconds, "s", formula, str(price.provenance), price.relative_std
+            )
         if abs(left_s) > 1e-9 * prediction.step_time_s:
             yield _longer(simulated, group, left_s)
     yield from _messages(simulated, written_out)
-    yield Part("wait", "idle", split.wait_s, "s", _idle_formula(prediction))
+    yield ExplainedTerm("wait", "idle", split.wait_s, "s", _idle_formula(prediction))
 
 
-def _longer(simulated: Simulated, group: str, seconds: float) -> Part:
+def _longer(simulated: Simulated, group: str, seconds: float) -> ExplainedTerm:
     """What computing takes longer than alone."""
     beside = simulated.pricing.beside
     if beside is None:
         rule = "ranks and their messages share the cores: what it takes longer than alone"
-        return Part(group, "waiting for a core", seconds, "s", rule)
+        return ExplainedTerm(group, "waiting for a core", seconds, "s", rule)
     rule = f"{format_percent(simulated.pricing.taken_share)} of the device while messages move beside it"
-    return Part(group, "beside messages", seconds, "s", rule, str(beside.price.provenance), beside.price.relative_std)
+    return ExplainedTerm(
+        group, "beside messages", seconds, "s", rule, str(beside.price.provenance), beside.price.relative_std
+    )
 
 
 def _merged(counts: Counter[Work], terms: Mapping[Work, PricedTerm]) -> list[tuple[str, int, Price]]:
@@ -74,7 +78,7 @@ def _merged(counts: Counter[Work], terms: Mapping[Work, PricedTerm]) -> list[tup
     return [(name, count, price) for (name, price), count in found.items()]
 
 
-def _messages(simulated: Simulated, rank: int) -> Iterator[Part]:
+def _messages(simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
     """Messages by name: what of them is exposed, with the price of each."""
     program, times, by_work = simulated.program, simulated.times, simulated.pricing.by_work
     computing = []
@@ -104,7 +108,7 @@ def _messages(simulated: Simulated, rank: int) -> Iterator[Part]:
         more = f"; and {counted(len(prices) - 2, 'more size')}" if len(prices) > 2 else ""
         hidden = f"{format_time(busy_s[label] - seconds)} of {format_time(busy_s[label])} beside other things; "
         first = prices[0][0]
-        yield Part(
+        yield ExplainedTerm(
             "exposed communication",
             label,
             seconds,

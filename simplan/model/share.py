@@ -18,12 +18,12 @@ if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
     from simplan.model.model import ModelSpec
     from simplan.plan.shard import Shard
 
-__all__ = ["Gathered", "Share", "biases_after_sums", "for_columns", "regathered", "share_of", "sum_of_rows"]
+__all__ = ["Gathered", "RankShare", "biases_after_sums", "for_columns", "regathered", "share_of", "sum_of_rows"]
 
 _K = CollectiveKind
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """Sizes on one rank, for one sequence.
 
     Attributes:
@@ -85,7 +85,7 @@ class Share(NamedTuple):
         return "".join(parts)
 
 
-def share_of(model: ModelSpec, shard: Shard) -> Share:
+def share_of(model: ModelSpec, shard: Shard) -> RankShare:
     """The sizes of a model on one rank; the degrees divide what they split."""
     tp, tokens = shard.tp, model.seq_len // shard.cp
     vocab = model.vocab_size or model.num_classes
@@ -95,7 +95,7 @@ def share_of(model: ModelSpec, shard: Shard) -> Share:
     assert shard.cp == 1 or not model.document_lengths
     split_tokens = tp if shard.sequence_parallel else 1
     assert tokens % split_tokens == 0
-    return Share(
+    return RankShare(
         shard,
         tokens,
         tokens // split_tokens,
@@ -121,7 +121,7 @@ class Gathered(NamedTuple):
     name: str
 
 
-def for_columns(source: str, share: Share, rows: int = 0, width: int = 0) -> Gathered:
+def for_columns(source: str, share: RankShare, rows: int = 0, width: int = 0) -> Gathered:
     """The input of matrices split by columns, of all tokens.
 
     Args:
@@ -180,7 +180,7 @@ def regathered(operators: Sequence[Operator]) -> Iterator[Operator]:
             yield Operator(kernel=kernel, regathers=name)
 
 
-def sum_of_rows(source: str, result: str, share: Share, *, residual: bool = False) -> list[Operator]:
+def sum_of_rows(source: str, result: str, share: RankShare, *, residual: bool = False) -> list[Operator]:
     """What follows a matrix, or an embedding, that is split by rows.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from simplan.report.table import format_table_text
 from simplan.units import GIB, format_bytes, format_time
-from simplan.validate.activity import Share
+from simplan.validate.activity import ActivityShare
 from simplan.validate.compare import Comparison
 from simplan.validate.rows import ComparisonRow
 
@@ -95,7 +95,9 @@ def _splits(comparison: Comparison) -> Iterator[str]:
     """Every rank's step, predicted over measured, without shares that nobody has."""
     if not comparison.splits:
         return
-    shares = [s for s in Share if any(split.predicted_s[s] or split.measured_s[s] for split in comparison.splits)]
+    shares = [
+        s for s in ActivityShare if any(split.predicted_s[s] or split.measured_s[s] for split in comparison.splits)
+    ]
     rows = []
     for split in comparison.splits[:_MOST_RANKS]:
         rows.append([f"{split.rank}", "predicted", *(format_time(split.predicted_s[share]) for share in shares)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from simplan.explain import Difference, DifferenceRow, Explanation, Part
+from simplan.explain import Difference, DifferenceRow, ExplainedTerm, Explanation
 from simplan.report.table import format_table_text
 from simplan.units import format_bytes, format_percent, format_time
 
@@ -30,7 +30,7 @@ def explanation_text(explanation: Explanation) -> str:
     )
 
 
-def _parts(parts: Iterable[Part], whole: float) -> Iterator[str]:
+def _parts(parts: Iterable[ExplainedTerm], whole: float) -> Iterator[str]:
     """A line for each group, under it its parts, each with its formula on a line of its own."""
     for group, found in groupby(parts, key=lambda part: part.group):
         members = list(found)
@@ -44,7 +44,7 @@ def _parts(parts: Iterable[Part], whole: float) -> Iterator[str]:
             yield from _wrapped(part.formula, indent=" " * (24 if named else 22))
 
 
-def _how_sure(part: Part) -> str:
+def _how_sure(part: ExplainedTerm) -> str:
     if part.provenance is None or part.relative_std is None:
         return ""
     return f"  [{part.provenance}, +/- {format_percent(part.relative_std)}]"
@@ -95,7 +95,7 @@ def _table(rows: Iterable[DifferenceRow]) -> str:
     return format_table_text(["", "first", "second", "difference"], cells)
 
 
-def _value(part: Part) -> str:
+def _value(part: ExplainedTerm) -> str:
     return _number(part.value, part.unit)
 
 

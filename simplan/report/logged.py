@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from simplan.report.comparison import comparison_rows, signed_time
 from simplan.report.table import format_table_text
 from simplan.units import format_time
-from simplan.validate.activity import Share
+from simplan.validate.activity import ActivityShare
 from simplan.validate.logged import LoggedComparison, UnsurePart
 
 __all__ = ["could_come_from", "logged_text"]
@@ -62,7 +62,7 @@ def _parts(parts: tuple[UnsurePart, ...]) -> str:
 def _cells(part: UnsurePart) -> Iterator[str]:
     yield part.part
     yield format_time(part.predicted_s)
-    yield format_time(part.hidden_s) if part.share is Share.EXPOSED_COMMUNICATION else ""
+    yield format_time(part.hidden_s) if part.share is ActivityShare.EXPOSED_COMMUNICATION else ""
     yield f"+/- {100 * part.relative_std:.0f} %"
     yield f"+/- {format_time(part.std_s)}"
     yield "" if part.times_as_long is None else f"x {part.times_as_long:.2f}" if part.times_as_long < 100 else "x > 100"

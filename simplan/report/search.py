@@ -9,7 +9,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.report.table import format_table_text
 from simplan.report.text import plan_words
 from simplan.search.incumbents import NOISE
-from simplan.search.result import Alike, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
+from simplan.search.result import Alike, NearestMiss, RankedPlan, SearchExplanation, SearchResult, SpaceCount
 from simplan.search.space import Objective
 from simplan.units import counted, format_bytes, format_percent, format_time
 
@@ -132,7 +132,7 @@ def _best(best: RankedPlan, unit: str) -> Iterator[str]:
         yield from (f"  {title:11}  {words}" for title, words in zip(("would help", ""), _helps(why), strict=False))
 
 
-def _shares(why: Explanation) -> str:
+def _shares(why: SearchExplanation) -> str:
     """The shares of the busiest rank's step, largest first."""
     shares = sorted(((share, name) for name, share in why.shares.items() if share >= 0.0005), reverse=True)
     words = [f"{_share_name(name)} {format_percent(share)}" for share, name in shares]
@@ -143,7 +143,7 @@ def _share_name(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _helps(why: Explanation) -> list[str]:
+def _helps(why: SearchExplanation) -> list[str]:
     """What 10 % more of each resource saves: the most, then the others."""
     if not why.saved:
         return ["nothing that was tried: prices come from this machine's calibration"]

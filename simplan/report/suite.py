@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from simplan.report.comparison import format_error
 from simplan.units import format_bytes, format_percent, format_time
-from simplan.validate.suite import MEASURES, Case, Suite, errors_of
+from simplan.validate.suite import MEASURES, Suite, SuiteCase, errors_of
 
 __all__ = ["suite_markdown", "suite_summary"]
 
@@ -68,7 +68,7 @@ def _overall(suite: Suite) -> str:
     return _table(["", "cases", "mean absolute error", "bias", "worst", "of"], rows)
 
 
-def _cases(cases: Iterable[Case]) -> str:
+def _cases(cases: Iterable[SuiteCase]) -> str:
     headers = ["scenario", "step time", "predicted", "error", "spread", "MFU", "peak allocated", "predicted", "error"]
     rows = [
         [

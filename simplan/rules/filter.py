@@ -31,7 +31,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.rules.book import RULES
 from simplan.rules.rule import Rule
 
-__all__ = ["PlanFilter", "Stage"]
+__all__ = ["FilterStage", "PlanFilter"]
 
 
 class PlanFilter:
@@ -45,9 +45,9 @@ class PlanFilter:
     def __init__(self, job: Job, rules: Sequence[Rule] = RULES) -> None:
         self._job, self._rules = job, tuple(rules)
         self._fixed = {name: getattr(job.plan, name) for name in ParallelPlan.model_fields}
-        self._whole: Stage | None = None
+        self._whole: FilterStage | None = None
 
-    def stages(self, *steps: str) -> list[Stage]:
+    def stages(self, *steps: str) -> list[FilterStage]:
         """One function for each step.
 
         Rules that read no field of any step are asked in the first one, those that are asked after all others in the
@@ -69,7 +69,7 @@ class PlanFilter:
                 and (number == len(steps) or not rule.after_others)
             ]
             asked |= {rule.name for _, rule in now}
-            made.append(Stage(now, fields, self._job, self._fixed))
+            made.append(FilterStage(now, fields, self._job, self._fixed))
         return made
 
     def first_violated(self, plan: ParallelPlan) -> str | None:
@@ -79,7 +79,7 @@ class PlanFilter:
         return self._whole(tuple(getattr(plan, name) for name in self._fixed))
 
 
-class Stage:
+class FilterStage:
     """The rules of one step, together where they read the same fields.
 
     Args:

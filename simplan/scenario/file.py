@@ -47,8 +47,8 @@ from simplan.software.software import SoftwareSpec
 from simplan.training.training import TrainingSpec
 
 __all__ = [
-    "Parts",
     "Scenario",
+    "ScenarioParts",
     "load_scenario",
     "parts_of",
     "read_parts",
@@ -143,7 +143,7 @@ def scenario_from(document: Document, path: str | Path) -> Scenario:
     return scenario_of(parts_of(document, str(path)), file.resolve().parent)
 
 
-def scenario_of(parts: Parts, folder: Path | None) -> Scenario:
+def scenario_of(parts: ScenarioParts, folder: Path | None) -> Scenario:
     """The scenario that the parts of a document make.
 
     Args:
@@ -168,7 +168,7 @@ def scenario_of(parts: Parts, folder: Path | None) -> Scenario:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ScenarioParts:
     """What scenarios of plans and of searches have in common; None for what was wrong, its problems kept."""
 
     name: str
@@ -189,7 +189,7 @@ class Parts:
         return self.model, self.cluster, self.training, self.software
 
 
-def read_parts(path: str | Path) -> Parts:
+def read_parts(path: str | Path) -> ScenarioParts:
     """Reads a scenario file but for its plan, its search and its expectations.
 
     Raises:
@@ -198,7 +198,7 @@ def read_parts(path: str | Path) -> Parts:
     return parts_of(read_yaml(path), str(path))
 
 
-def parts_of(document: Document, file: str) -> Parts:
+def parts_of(document: Document, file: str) -> ScenarioParts:
     """The same of a document that was read.
 
     Args:
@@ -220,7 +220,9 @@ def parts_of(document: Document, file: str) -> Parts:
     training = sections.read(TrainingSpec, data["training"], ("training",)) if "training" in data else None
     if model is not None and software is not None:
         refuse_idle_options(sections, data, model, software, catalog.software(software.id))
-    return Parts(data.get("name", Path(file).stem), data, document.lines, sections, model, cluster, training, software)
+    return ScenarioParts(
+        data.get("name", Path(file).stem), data, document.lines, sections, model, cluster, training, software
+    )
 
 
 def _read_plan(sections: Sections, data: dict[str, Any], folder: Path | None) -> ParallelPlan | None:

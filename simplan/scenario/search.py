@@ -23,7 +23,7 @@ from simplan.io import folder_of
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.problems import find_place, in_file_order
-from simplan.scenario.file import Parts, read_parts
+from simplan.scenario.file import ScenarioParts, read_parts
 from simplan.search import SearchResult, SearchSpace, search
 from simplan.search.space import that_it_has
 
@@ -70,7 +70,7 @@ def load_search(path: str | Path) -> SearchScenario:
     return search_of(read_parts(path))
 
 
-def search_of(parts: Parts) -> SearchScenario:
+def search_of(parts: ScenarioParts) -> SearchScenario:
     """The search that the parts of a document ask for.
 
     Raises:

@@ -9,7 +9,7 @@ from simplan.errors import Problem, SpecError
 from simplan.io import MAX_YAML_BYTES
 from simplan.plan.schedules import is_table_file
 from simplan.problems import find_place, render_value
-from simplan.scenario.file import Parts, Scenario, parts_of, scenario_of
+from simplan.scenario.file import Scenario, ScenarioParts, parts_of, scenario_of
 from simplan.scenario.search import SearchScenario, search_of
 
 __all__ = ["parse_scenario", "parse_search"]
@@ -39,7 +39,7 @@ def parse_search(text: str, name: str = "scenario") -> SearchScenario:
     return search_of(_parts(text, name))
 
 
-def _parts(text: str, name: str) -> Parts:
+def _parts(text: str, name: str) -> ScenarioParts:
     if len(text.encode("utf-8", errors="replace")) > MAX_YAML_BYTES:
         raise SpecError(Problem(field="", rule=f"is larger than {MAX_YAML_BYTES // 2**20} MiB"), file=name)
     document = parse_yaml(text, name)

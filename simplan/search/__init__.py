@@ -7,22 +7,22 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from simplan.search.api import Progress, search
+from simplan.search.api import SearchProgress, search
 from simplan.search.inverse import Largest, largest
 from simplan.search.objective import Goal
-from simplan.search.result import Alike, Change, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
+from simplan.search.result import Alike, Change, NearestMiss, RankedPlan, SearchExplanation, SearchResult, SpaceCount
 from simplan.search.space import RANGES, SearchSpace
 
 __all__ = [
     "RANGES",
     "Alike",
     "Change",
-    "Explanation",
     "Goal",
     "Largest",
     "NearestMiss",
-    "Progress",
     "RankedPlan",
+    "SearchExplanation",
+    "SearchProgress",
     "SearchResult",
     "SearchSpace",
     "SpaceCount",

@@ -23,18 +23,18 @@ from simplan.search.incumbents import Group, Incumbents, Timed
 from simplan.search.jobs import capacity_bytes, check_without_plan, with_num_devices
 from simplan.search.objective import Goal
 from simplan.search.partial import explore_partial, has_partial
-from simplan.search.result import Alike, Change, Explanation, NearestMiss, RankedPlan, SearchResult, SpaceCount
+from simplan.search.result import Alike, Change, NearestMiss, RankedPlan, SearchExplanation, SearchResult, SpaceCount
 from simplan.search.space import SearchSpace, that_it_has
 from simplan.search.statistics import ROUNDING, Limits, Miss, Statistics, rounded
 from simplan.software.software import SoftwareSpec
 
-__all__ = ["Progress", "search"]
+__all__ = ["SearchProgress", "search"]
 
 _LIMITS = {"memory": "the worst device must hold it", "max_step_time_s": "a step must be within the deadline"}
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class SearchProgress:
     """How far a search is.
 
     Attributes:
@@ -60,7 +60,7 @@ def search(
     calibration: Calibration | None = None,
     jobs: int = 1,
     explain: bool = True,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[SearchProgress], None] | None = None,
 ) -> SearchResult:
     """The best plans of a space, exactly: no plan of the space is better by the model of ``predict``.
 
@@ -99,10 +99,10 @@ class _Search:
         space: SearchSpace,
         calibration: Calibration | None,
         jobs: int,
-        on_progress: Callable[[Progress], None] | None,
+        on_progress: Callable[[SearchProgress], None] | None,
     ) -> None:
         self._name, self._job, self._space, self._calibration = name, job, space, calibration
-        self._explained: dict[ParallelPlan, Explanation] = {}
+        self._explained: dict[ParallelPlan, SearchExplanation] = {}
         self._confirmed: set[ParallelPlan] = set()
         self._on_progress = on_progress or (lambda _: None)
         sizes = sorted(set(space.num_devices or _default_sizes(space, job)))
@@ -229,7 +229,7 @@ class _Search:
     def _tell(self, doing: str = "searching") -> None:
         ranked, done = self._incumbents.ranked, self._statistics.done
         best = ranked[0].step_time_s if ranked else None
-        self._on_progress(Progress(done, self._total, best, lambda: self._answer(interrupted=True), doing))
+        self._on_progress(SearchProgress(done, self._total, best, lambda: self._answer(interrupted=True), doing))
 
     def _explain(self) -> None:
         ranked = self._incumbents.ranked

@@ -14,7 +14,7 @@ from simplan.numbers import divisors, either
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.problems import render_value
 from simplan.rules import RULES, SEARCH_RULES
-from simplan.rules.filter import PlanFilter, Stage
+from simplan.rules.filter import FilterStage, PlanFilter
 from simplan.search.candidates import Candidates, categories
 from simplan.search.space import SearchSpace, given_ranges
 from simplan.software.software import SoftwareSpec
@@ -47,12 +47,12 @@ _OF_REDUCTION = [rule for rule in RULES if "grad_sync" in rule.reads]
 class _Steps(NamedTuple):
     """Which rule forbids what has been decided, by step."""
 
-    mesh: Stage
-    sharding: Stage
-    pipeline: Stage
-    exchanges: Stage
-    recompute: Stage
-    batch: Stage
+    mesh: FilterStage
+    sharding: FilterStage
+    pipeline: FilterStage
+    exchanges: FilterStage
+    recompute: FilterStage
+    batch: FilterStage
 
 
 class Mesh(NamedTuple):

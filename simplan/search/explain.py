@@ -10,7 +10,7 @@ from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.predict import predict
 from simplan.search.evaluate import Evaluator, evaluate
-from simplan.search.result import Explanation
+from simplan.search.result import SearchExplanation
 from simplan.search.statistics import Waiting
 
 __all__ = ["MORE", "explain_plan", "more_memory"]
@@ -22,7 +22,7 @@ _MOST_TRIED = 32  # plans
 _NOTICED = 1e-4  # a smaller share of the step is nothing that anybody would pay for
 
 
-def explain_plan(name: str, job: Job, calibration: Calibration | None) -> Explanation:
+def explain_plan(name: str, job: Job, calibration: Calibration | None) -> SearchExplanation:
     """The prediction of a plan, and the step time again with 10 % more of every resource.
 
     Args:
@@ -42,7 +42,7 @@ def explain_plan(name: str, job: Job, calibration: Calibration | None) -> Explan
         "host": split.host_s,
         "optimizer": split.optimizer_s,
     }
-    return Explanation(
+    return SearchExplanation(
         step_time_interval_s=prediction.step_time_interval_s,
         mfu=prediction.mfu,
         allocated_bytes=worst.allocated_bytes,

@@ -19,9 +19,9 @@ __all__ = [
     "SEARCH_SCHEMA_VERSION",
     "Alike",
     "Change",
-    "Explanation",
     "NearestMiss",
     "RankedPlan",
+    "SearchExplanation",
     "SearchResult",
     "SpaceCount",
 ]
@@ -30,7 +30,7 @@ SEARCH_SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class SearchExplanation:
     """Why a plan takes as long as it does.
 
     Attributes:
@@ -99,7 +99,7 @@ class RankedPlan:
     headroom_bytes: int | None
     tokens_per_s_per_device: float
     cost_dollars: float | None = None
-    explanation: Explanation | None = None
+    explanation: SearchExplanation | None = None
     alike: Alike = Alike()
 
     def to_json(self) -> dict[str, Any]:

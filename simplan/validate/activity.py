@@ -20,9 +20,9 @@ from simplan.program.timeline import Span, SpanKind, Timeline
 __all__ = [
     "UNEXPLAINED",
     "Activity",
+    "ActivityShare",
     "Busy",
     "Piece",
-    "Share",
     "Transfer",
     "busy_span",
     "pieces_of",
@@ -37,7 +37,7 @@ _WAITING = "waiting"
 _NO_TIME_S = 1e-12
 
 
-class Share(StrEnum):
+class ActivityShare(StrEnum):
     """Exclusive shares of a rank's step: those of ``Split``, and what nothing was seen of."""
 
     COMPUTE = "compute"
@@ -55,7 +55,7 @@ class Busy:
 
     start_s: float
     end_s: float
-    share: Share
+    share: ActivityShare
     part: str
 
 
@@ -90,7 +90,7 @@ class Activity:
     busy: list[Busy] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     waiting: list[tuple[float, float]] = field(default_factory=list)
-    idle: Share = Share.WAIT
+    idle: ActivityShare = ActivityShare.WAIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Piece:
 
     start_s: float
     end_s: float
-    share: Share
+    share: ActivityShare
     part: str
     transfer: Transfer | None = None
 
@@ -145,11 +145,11 @@ def _gap(start_s: float, end_s: float, transfers: Sequence[Transfer], activity: 
     for low, high in pairwise(sorted(time for time in times if start_s <= time <= end_s)):
         moving = next((t for t in reversed(inside) if t.start_s <= low and t.end_s >= high), None)
         if moving is not None:
-            piece = Piece(low, high, Share.EXPOSED_COMMUNICATION, moving.part, moving)
+            piece = Piece(low, high, ActivityShare.EXPOSED_COMMUNICATION, moving.part, moving)
         elif any(first <= low and last >= high for first, last in waits):
-            piece = Piece(low, high, Share.WAIT, _WAITING)
+            piece = Piece(low, high, ActivityShare.WAIT, _WAITING)
         else:
-            piece = Piece(low, high, activity.idle, _WAITING if activity.idle is Share.WAIT else UNEXPLAINED)
+            piece = Piece(low, high, activity.idle, _WAITING if activity.idle is ActivityShare.WAIT else UNEXPLAINED)
         before = pieces[-1] if pieces else None
         if before is not None and (before.share, before.part, before.transfer) == (
             piece.share,
@@ -163,9 +163,9 @@ def _gap(start_s: float, end_s: float, transfers: Sequence[Transfer], activity: 
 
 
 _SHARES = {
-    SpanKind.COMPUTE: Share.COMPUTE,
-    SpanKind.OPTIMIZER: Share.OPTIMIZER,
-    SpanKind.HOST: Share.HOST,
+    SpanKind.COMPUTE: ActivityShare.COMPUTE,
+    SpanKind.OPTIMIZER: ActivityShare.OPTIMIZER,
+    SpanKind.HOST: ActivityShare.HOST,
 }
 _WORDS = {
     ActionKind.FORWARD: "forward",
@@ -190,7 +190,7 @@ _STREAMS = {
 def busy_span(action: str, kind: SpanKind, start_s: float, end_s: float) -> Busy:
     """A span of the compute stream."""
     if kind is SpanKind.RECOMPUTE:
-        return Busy(start_s, end_s, Share.RECOMPUTE, "recomputation")
+        return Busy(start_s, end_s, ActivityShare.RECOMPUTE, "recomputation")
     parsed = Action.parse(action).kind
     return Busy(start_s, end_s, _SHARES[kind], _WORDS.get(parsed, str(parsed)))
 

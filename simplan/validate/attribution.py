@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from simplan.program.timeline import Timeline
 from simplan.runs.measurement import Measurement
-from simplan.validate.activity import Piece, Share, pieces_of, predicted_activity
+from simplan.validate.activity import ActivityShare, Piece, pieces_of, predicted_activity
 from simplan.validate.measured import times_recomputation
 from simplan.validate.measured_activity import measured_activity
 from simplan.validate.path import critical_pieces
@@ -29,7 +29,7 @@ class TermDifference:
     """
 
     part: str
-    share: Share
+    share: ActivityShare
     predicted_s: float
     measured_s: float
 
@@ -49,8 +49,8 @@ class RankSplit:
     """
 
     rank: int
-    predicted_s: dict[Share, float]
-    measured_s: dict[Share, float]
+    predicted_s: dict[ActivityShare, float]
+    measured_s: dict[ActivityShare, float]
 
 
 def attribute(
@@ -74,7 +74,7 @@ def attribute(
     found = {rank: pieces_of(activity, recorded_s) for rank, activity in of_measured.items()}
     predicted_terms = _by_part(critical_pieces(expected, predicted.step_time_s))
     measured_terms = _by_part(critical_pieces(found, recorded_s))
-    measured_terms[_OTHER_STEPS, Share.UNEXPLAINED] = measurement.step_time_s - recorded_s
+    measured_terms[_OTHER_STEPS, ActivityShare.UNEXPLAINED] = measurement.step_time_s - recorded_s
     terms = [
         TermDifference(part, share, predicted_terms.get((part, share), 0.0), measured_terms.get((part, share), 0.0))
         for part, share in dict.fromkeys((*predicted_terms, *measured_terms))
@@ -85,15 +85,15 @@ def attribute(
     return tuple(sorted(terms, key=lambda term: -abs(term.difference_s))), splits
 
 
-def _by_part(pieces: Sequence[Piece]) -> dict[tuple[str, Share], float]:
-    found: dict[tuple[str, Share], float] = defaultdict(float)
+def _by_part(pieces: Sequence[Piece]) -> dict[tuple[str, ActivityShare], float]:
+    found: dict[tuple[str, ActivityShare], float] = defaultdict(float)
     for piece in pieces:
         found[piece.part, piece.share] += piece.duration_s
     return found
 
 
-def _by_share(pieces: Sequence[Piece]) -> dict[Share, float]:
-    found = dict.fromkeys(Share, 0.0)
+def _by_share(pieces: Sequence[Piece]) -> dict[ActivityShare, float]:
+    found = dict.fromkeys(ActivityShare, 0.0)
     for piece in pieces:
         found[piece.share] += piece.duration_s
     return found

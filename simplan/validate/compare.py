@@ -15,7 +15,7 @@ from simplan.program.program import Program
 from simplan.program.timeline import Timeline
 from simplan.runs.measurement import Measurement
 from simplan.units import GIB, counted
-from simplan.validate.activity import UNEXPLAINED, Share
+from simplan.validate.activity import UNEXPLAINED, ActivityShare
 from simplan.validate.attribution import RankSplit, TermDifference, attribute
 from simplan.validate.measured import measured_timeline, predicted_timeline, times_recomputation
 from simplan.validate.rows import ComparisonRow, compared, relative_spread
@@ -26,7 +26,7 @@ __all__ = ["AT_THIS_SPEED", "Comparison", "compare"]
 AT_THIS_SPEED = "step time, computing as fast as in the run"
 """The row in which what is predicted of computing is slowed down as the reference product was."""
 
-_COMPUTING = (Share.COMPUTE, Share.RECOMPUTE, Share.OPTIMIZER)
+_COMPUTING = (ActivityShare.COMPUTE, ActivityShare.RECOMPUTE, ActivityShare.OPTIMIZER)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from simplan.base import Positive, Spec
 from simplan.errors import Problem, SpecError
 from simplan.program.timeline import SpanKind, Timeline
 from simplan.units import GIB, format_time
-from simplan.validate.activity import Piece, Share, pieces_of, predicted_activity, stream_words
+from simplan.validate.activity import ActivityShare, Piece, pieces_of, predicted_activity, stream_words
 from simplan.validate.measured import predicted_timeline
 from simplan.validate.path import critical_pieces
 from simplan.validate.rows import ComparisonRow, compared, relative_spread
@@ -36,13 +36,16 @@ __all__ = [
 ]
 
 _KINDS = {
-    Share.COMPUTE: SpanKind.COMPUTE,
-    Share.RECOMPUTE: SpanKind.RECOMPUTE,
-    Share.EXPOSED_COMMUNICATION: SpanKind.COMMUNICATION,
-    Share.OPTIMIZER: SpanKind.OPTIMIZER,
-    Share.HOST: SpanKind.HOST,
+    ActivityShare.COMPUTE: SpanKind.COMPUTE,
+    ActivityShare.RECOMPUTE: SpanKind.RECOMPUTE,
+    ActivityShare.EXPOSED_COMMUNICATION: SpanKind.COMMUNICATION,
+    ActivityShare.OPTIMIZER: SpanKind.OPTIMIZER,
+    ActivityShare.HOST: SpanKind.HOST,
 }
-_OWN_WORDS = {Share.RECOMPUTE: "recomputation", Share.HOST: "the host"}  # whatever the action they are part of
+_OWN_WORDS = {
+    ActivityShare.RECOMPUTE: "recomputation",
+    ActivityShare.HOST: "the host",
+}  # whatever the action they are part of
 _WARMUP = 1.5  # times the median
 _SAME_JOB = 0.02  # a throughput and a step time of one job agree within the digits of a log
 
@@ -113,7 +116,7 @@ class UnsurePart:
     """
 
     part: str
-    share: Share
+    share: ActivityShare
     predicted_s: float
     relative_std: float
     times_as_long: float | None
@@ -216,7 +219,7 @@ def _unsure_parts(prediction: Mapping[str, Any], longer_s: float) -> tuple[Unsur
     activity = predicted_activity(timeline)
     rows = {rank: pieces_of(busy, timeline.step_time_s) for rank, busy in activity.items()}
     hidden_s = _hidden_s(timeline, rows)
-    on_path_s = dict.fromkeys(((Share.EXPOSED_COMMUNICATION, part) for part in hidden_s), 0.0)
+    on_path_s = dict.fromkeys(((ActivityShare.EXPOSED_COMMUNICATION, part) for part in hidden_s), 0.0)
     for piece in critical_pieces(rows, timeline.step_time_s):
         key = piece.share, _OWN_WORDS.get(piece.share, piece.part)
         on_path_s[key] = on_path_s.get(key, 0.0) + piece.duration_s
@@ -228,7 +231,7 @@ def _unsure_parts(prediction: Mapping[str, Any], longer_s: float) -> tuple[Unsur
             predicted_s=seconds,
             relative_std=stds.get(_KINDS[share], 0.0),
             times_as_long=1 + longer_s / seconds if seconds and seconds + longer_s > 0 else None,
-            hidden_s=hidden_s.get(part, 0.0) if share is Share.EXPOSED_COMMUNICATION else 0.0,
+            hidden_s=hidden_s.get(part, 0.0) if share is ActivityShare.EXPOSED_COMMUNICATION else 0.0,
         )
         for (share, part), seconds in on_path_s.items()
         if share in _KINDS
@@ -245,7 +248,7 @@ def _hidden_s(timeline: Timeline, rows: Mapping[int, Sequence[Piece]]) -> dict[s
             beside_s[stream_words(span.stream), span.rank] += span.end_s - span.start_s
     for rank, pieces in rows.items():
         for piece in pieces:
-            if piece.share is Share.EXPOSED_COMMUNICATION:
+            if piece.share is ActivityShare.EXPOSED_COMMUNICATION:
                 beside_s[piece.part, rank] -= piece.duration_s
     longest_s: dict[str, float] = {}
     for (part, _), seconds in beside_s.items():

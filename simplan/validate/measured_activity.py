@@ -14,7 +14,7 @@ from typing import NamedTuple
 from simplan.plan.plan import RankMapping
 from simplan.program.action import Action, ActionKind
 from simplan.runs.measurement import MeasuredCollective, Measurement, RankMeasurement
-from simplan.validate.activity import Activity, Busy, Share, Transfer, busy_span, stream_words
+from simplan.validate.activity import Activity, ActivityShare, Busy, Transfer, busy_span, stream_words
 from simplan.validate.measured import computed_spans, stream_of
 
 __all__ = ["measured_activity"]
@@ -64,7 +64,7 @@ def _keyed(collectives: Iterable[MeasuredCollective]) -> Iterator[_Moved]:
 
 def _busy_activity(measurement: Measurement, rank: RankMeasurement, moved: list[_Moved]) -> Activity:
     """Actions without the time in which they stand still."""
-    activity = Activity(idle=Share.UNEXPLAINED)
+    activity = Activity(idle=ActivityShare.UNEXPLAINED)
     synchronous = measurement.environment.get("backend") != "nccl"
     plan = measurement.job.plan
     buckets = plan.dp > 1 and not plan.shards_parameters

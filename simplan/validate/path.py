@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from simplan.validate.activity import Piece, Share
+from simplan.validate.activity import ActivityShare, Piece
 
 __all__ = ["critical_pieces"]
 
@@ -34,7 +34,7 @@ def critical_pieces(rows: Mapping[int, Sequence[Piece]], step_time_s: float) -> 
     now_s, jumps, path = step_time_s, 0, []
     while now_s > 0.0:
         index, piece = at(rank, now_s)
-        if piece.share is Share.WAIT and jumps <= len(rows):
+        if piece.share is ActivityShare.WAIT and jumps <= len(rows):
             following = rows[rank][index + 1] if index + 1 < len(rows[rank]) else None
             cause = None if following is None or following.transfer is None else following.transfer.last_rank
             if cause is not None and cause != rank and cause in rows:
@@ -54,7 +54,7 @@ def _idle_tail_s(row: Sequence[Piece]) -> float:
     """How long a rank has nothing to do at the end of the step."""
     tail_s = 0.0
     for piece in reversed(row):
-        if piece.share not in (Share.WAIT, Share.UNEXPLAINED):
+        if piece.share not in (ActivityShare.WAIT, ActivityShare.UNEXPLAINED):
             break
         tail_s += piece.duration_s
     return tail_s

@@ -11,7 +11,7 @@ from pydantic import Field
 from simplan.base import Spec
 from simplan.units import GIB
 
-__all__ = ["MEASURES", "Case", "Errors", "Measure", "Suite", "case_of_rehearsal", "case_of_run", "errors_of"]
+__all__ = ["MEASURES", "Errors", "Measure", "Suite", "SuiteCase", "case_of_rehearsal", "case_of_run", "errors_of"]
 
 Measure = Literal["step_time", "memory"]
 """Step time, and peak memory by tensors."""
@@ -19,7 +19,7 @@ Measure = Literal["step_time", "memory"]
 MEASURES: tuple[Measure, ...] = ("step_time", "memory")
 
 
-class Case(Spec):
+class SuiteCase(Spec):
     """One scenario.
 
     Attributes:
@@ -83,10 +83,10 @@ class Suite(Spec):
     schema_version: Literal[1] = 1
     environment: dict[str, str | int | float | None] = Field(default_factory=dict)
     calibration_file: str | None = None
-    cases: tuple[Case, ...] = ()
+    cases: tuple[SuiteCase, ...] = ()
     not_reached: tuple[str, ...] = ()
 
-    def of_kind(self, kind: str) -> tuple[Case, ...]:
+    def of_kind(self, kind: str) -> tuple[SuiteCase, ...]:
         """Cases of one kind."""
         return tuple(case for case in self.cases if case.kind == kind)
 
@@ -105,7 +105,7 @@ class Suite(Spec):
         return {**document, "kind": "suite", "overall": overall}
 
 
-def errors_of(cases: Iterable[Case], measure: Measure) -> Errors | None:
+def errors_of(cases: Iterable[SuiteCase], measure: Measure) -> Errors | None:
     """The errors of those cases that have one; None when there are none."""
     found = [(value, case.name) for case in cases if (value := case.error(measure)) is not None]
     if not found:
@@ -120,7 +120,7 @@ def errors_of(cases: Iterable[Case], measure: Measure) -> Errors | None:
     )
 
 
-def case_of_run(name: str, digest: str, document: Mapping[str, Any]) -> Case:
+def case_of_run(name: str, digest: str, document: Mapping[str, Any]) -> SuiteCase:
     """A case from what ``simplan run --json`` printed.
 
     Args:
@@ -131,7 +131,7 @@ def case_of_run(name: str, digest: str, document: Mapping[str, Any]) -> Case:
     rank = max(measured["ranks"], key=lambda rank: rank["peak_memory"]["allocated_bytes"] or 0)
     of_rank = next(other for other in predicted["ranks"] if other["rank"] == rank["rank"])
     step_time_s, mfu = measured["step_time_s"], predicted["mfu"]
-    return Case(
+    return SuiteCase(
         name=name,
         digest=digest,
         kind="run",
@@ -144,12 +144,12 @@ def case_of_run(name: str, digest: str, document: Mapping[str, Any]) -> Case:
     )
 
 
-def case_of_rehearsal(name: str, digest: str, document: Mapping[str, Any]) -> Case:
+def case_of_rehearsal(name: str, digest: str, document: Mapping[str, Any]) -> SuiteCase:
     """A case from what ``simplan rehearse --json`` printed; arguments as above."""
     compared = document["comparison"]
     rehearsed = compared["rehearsed"]
     allocated = next((row for row in compared["peaks"] if row["name"] == "allocated"), None)
-    return Case(
+    return SuiteCase(
         name=name,
         digest=digest,
         kind="rehearsal",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from app.jobs.job import Job, Jobs, State
+from app.jobs.job import BackgroundJob, Jobs, State
 from app.jobs.messages import Failed, Question
 from app.jobs.tasks import search_plans
 from simplan.errors import SpecError
@@ -41,7 +41,7 @@ def searching(text: str) -> Question:
     return Question(search_plans, (text,), tells=True)
 
 
-def until(job: Job, holds: Callable[[Job], bool]) -> None:
+def until(job: BackgroundJob, holds: Callable[[BackgroundJob], bool]) -> None:
     deadline_s = time.monotonic() + 240
     while not holds(job):
         assert time.monotonic() < deadline_s

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from app import answers, work
-from app.jobs.job import Job
+from app.jobs.job import BackgroundJob
 from app.jobs.messages import Done, Question, Tell
 from app.jobs.server import WORKERS, answering
 from simplan.errors import NotModelledError, Problem, RunError, SpecError
@@ -97,7 +97,7 @@ def test_processes_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_nobody_waits_for_is_not_begun() -> None:
-    job = Job(Question(double, (3,)))
+    job = BackgroundJob(Question(double, (3,)))
     assert job.join()
     assert job.join()
     job.leave()

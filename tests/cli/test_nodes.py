@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from simplan.cli.execute import RunOptions
-from simplan.cli.nodes import Meeting, nodes_of, numbers_of_nodes, scenarios_on_fewer
+from simplan.cli.nodes import NodeRendezvous, nodes_of, numbers_of_nodes, scenarios_on_fewer
 from simplan.errors import SpecError
 from simplan.runs.checkpoint import Checkpointing
 from simplan.runs.fewer_nodes import Nodes
@@ -101,7 +101,7 @@ def test_nobody_at_the_endpoint(simplan: Simplan, two: Path) -> None:
 
 def test_nodes_are_asked_the_same_about_checkpoints(two: Path) -> None:
     """What a node keeps and goes on from is part of what all must agree on."""
-    scenario, meeting = load_scenario(two), Meeting((2, 2), "a:1")
+    scenario, meeting = load_scenario(two), NodeRendezvous((2, 2), "a:1")
 
     def asked(checkpointing: Checkpointing | None) -> dict[str, str]:
         nodes = nodes_of(scenario, RunOptions(checkpointing=checkpointing), meeting)
@@ -131,7 +131,7 @@ def test_numbers_of_nodes() -> None:
 def test_a_run_that_is_to_go_on_without_a_node_must_be_able_to(two: Path) -> None:
     """It needs a checkpoint, a restart, and a plan for fewer nodes."""
     kept = Checkpointing(folder="/kept", max_restarts=1)
-    meeting = Meeting((1, 2), "a:1")
+    meeting = NodeRendezvous((1, 2), "a:1")
 
     def asked(file: Path, checkpointing: Checkpointing | None) -> Nodes:
         nodes = nodes_of(load_scenario(file), RunOptions(checkpointing=checkpointing), meeting)
@@ -153,7 +153,7 @@ def test_a_run_that_is_to_go_on_without_a_node_must_be_able_to(two: Path) -> Non
 
 
 def test_torchruns_own_settings_of_the_rendezvous(two: Path) -> None:
-    meeting = Meeting((2, 2), "a:1", "last_call_timeout=5,join_timeout=7.5")
+    meeting = NodeRendezvous((2, 2), "a:1", "last_call_timeout=5,join_timeout=7.5")
     nodes = nodes_of(load_scenario(two), RunOptions(), meeting)
     assert nodes is not None
     assert (nodes.last_call_timeout_s, nodes.join_timeout_s, nodes.leads) == (5.0, 7.5, False)

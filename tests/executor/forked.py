@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import executor.launch.launcher
-from executor.launch.launcher import Agent, Launch, Logs, rank_environment
+from executor.launch.launcher import Agent, Logs, RankLaunch, rank_environment
 from tests.forking import ForkServer
 
 __all__ = ["forked_ranks"]
@@ -52,7 +52,7 @@ class ForkingAgent(Agent):
         """As said."""
         self._stopped.set()
 
-    def run(self, launch: Launch, logs: Logs) -> None:
+    def run(self, launch: RankLaunch, logs: Logs) -> None:
         """As said."""
         assert launch.rendezvous is None, "only torchrun meets other nodes"
         number = str(launch.num_ranks)

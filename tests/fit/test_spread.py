@@ -7,22 +7,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fit.moved import BETWEEN, Parts
-from fit.spread import Spread, fit_spread, interval_score, unseen_std, within, within_left_out
+from fit.moved import BETWEEN, MovedParts
+from fit.spread import SpreadEstimate, fit_spread, interval_score, unseen_std, within, within_left_out
 
 MADE = {"steady": 0.04, "usual": 0.08, "erratic": 0.2}
-TRUTH = Spread(MADE, 0.08, 0.6)
+TRUTH = SpreadEstimate(MADE, 0.08, 0.6)
 
 
-def part(name: str, computing: float, waits: float = 0.0, hidden: float = 0.0) -> Parts:
+def part(name: str, computing: float, waits: float = 0.0, hidden: float = 0.0) -> MovedParts:
     """A step that waits for messages between nodes for a share, and has others that may take as long before it does."""
     spread = np.array(BETWEEN)
     longer = np.log1p(waits * spread + np.maximum(0.0, hidden * spread - hidden))
     shorter = -np.log1p(-waits * spread / (1 + spread))
-    return Parts(name, computing, tuple(longer), tuple(shorter))
+    return MovedParts(name, computing, tuple(longer), tuple(shorter))
 
 
-def made_up(runs: int, truth: Spread = TRUTH, seed: int = 0) -> tuple[list[Parts], np.ndarray]:
+def made_up(runs: int, truth: SpreadEstimate = TRUTH, seed: int = 0) -> tuple[list[MovedParts], np.ndarray]:
     """So many runs of every framework, some of which wait for messages between nodes, and their errors."""
     rng = np.random.default_rng(seed)
     parts = [
@@ -53,7 +53,7 @@ def test_intervals_hold_nine_in_ten_of_what_they_were_not_calibrated_on() -> Non
     errors = rng.normal(0.0, (down + up) / 2 / 1.645)
     inside, scores = within_left_out(parts, errors, [index % 3 for index in range(len(parts))])
     assert inside.mean() == pytest.approx(0.9, abs=0.05)
-    too_wide = Spread({name: 3 * std for name, std in MADE.items()}, 0.2, 2.0)
+    too_wide = SpreadEstimate({name: 3 * std for name, std in MADE.items()}, 0.2, 2.0)
     assert scores.mean() < interval_score(parts, errors, too_wide).mean()
 
 
@@ -77,7 +77,7 @@ def test_a_framework_of_few_runs_is_drawn_to_the_others() -> None:
 
 def test_of_a_framework_that_was_never_seen_nine_in_ten_are_inside_each_source_counting_alike() -> None:
     """By hand: nine sources of one run 10 % off, and a tenth of many that are much further off."""
-    plain = Spread({}, 0.1, 0.5)
+    plain = SpreadEstimate({}, 0.1, 0.5)
     parts = [part("any", 0.5)] * 59
     late = -np.array([0.1] * 9 + [0.5] * 50)
     sources = [f"source {index}" for index in range(9)] + ["tenth"] * 50
@@ -95,12 +95,12 @@ def test_what_an_unseen_framework_needs_is_what_holds_nine_in_ten() -> None:
     parts = [part("any", 0.6, 0.1), part("any", 0.9), part("any", 0.8, 0.02, 0.3)] * 40
     errors = rng.normal(0.0, 0.2, len(parts))
     needed = unseen_std(parts, errors, ["one"] * len(parts), TRUTH)
-    found = Spread({}, needed * 1.0001, TRUTH.between_nodes)
+    found = SpreadEstimate({}, needed * 1.0001, TRUTH.between_nodes)
     assert within(parts, errors, found).mean() == pytest.approx(0.9, abs=0.01)
 
 
 def test_an_interval_by_hand() -> None:
-    spread = Spread({"one": 0.1}, 0.3, 0.5)
+    spread = SpreadEstimate({"one": 0.1}, 0.3, 0.5)
     parts = [part("one", 0.8, 0.1)]
     up = 1.645 * np.hypot(np.log(1.08), np.log(1.05))
     down = 1.645 * np.hypot(np.log(1 - 0.8 * 0.1 / 1.1), np.log(1 - 0.1 * 0.5 / 1.5))
@@ -115,7 +115,7 @@ def test_an_interval_by_hand() -> None:
 
 
 def test_what_hides_behind_computation_reaches_up_only() -> None:
-    [down], [up] = Spread({}, 0.05, 1.5).half_widths([part("any", 1.0, hidden=0.4)])
-    [plain_down], [plain_up] = Spread({}, 0.05, 1.5).half_widths([part("any", 1.0)])
+    [down], [up] = SpreadEstimate({}, 0.05, 1.5).half_widths([part("any", 1.0, hidden=0.4)])
+    [plain_down], [plain_up] = SpreadEstimate({}, 0.05, 1.5).half_widths([part("any", 1.0)])
     assert down == plain_down
     assert up > 2 * plain_up

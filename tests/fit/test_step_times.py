@@ -14,8 +14,8 @@ from fit.fitted_kernels import fitted_text
 from fit.left_out import LEFT_OUT_FILE, sample_errors, sampled_runs
 from fit.moved import parts_of
 from fit.robust import minimize
-from fit.rows import Prices, Row, _row, load_rows
-from fit.spread import Spread
+from fit.rows import FitCosts, FitRow, _row, load_rows
+from fit.spread import SpreadEstimate
 from fit.step_times import FITTED_FILE, constants_of, fit, log_errors
 from simplan import catalog
 from simplan.accuracy.question import question_of_run
@@ -27,7 +27,7 @@ LEFT_OUT = yaml.safe_load(LEFT_OUT_FILE.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
+def rows() -> list[FitRow]:
     """Small runs of one file: three devices' worth of shapes, no pipeline."""
     found = load_rows([FOLDER / "megatron_sc21_and_2020.yaml"], {}, jobs=1)
     return [row for row in found if row.question.job.plan.pp == 1 and not row.question.job.plan.shards_parameters]
@@ -47,8 +47,8 @@ def test_what_a_step_waits_for_adds_up_to_its_time(name: str) -> None:
     assert backwards_s < 0.01 * whole_s
 
 
-def test_rows_are_priced_as_predictions_are(rows: list[Row]) -> None:
-    prices = Prices({})
+def test_rows_are_priced_as_predictions_are(rows: list[FitRow]) -> None:
+    prices = FitCosts({})
     for row in rows:
         assert row.predicted_s(prices) == pytest.approx(sum(t.seconds * t.times for t in row.terms))
 
@@ -69,17 +69,17 @@ def test_terms_at_other_constants_add_up_to_what_is_predicted_with_them(name: st
     before, after = _row(file, run, {}), _row(file, run, changed)
     assert before is not None
     assert after is not None
-    moved_s, predicted_s = before.predicted_s(Prices(changed)), after.predicted_s(Prices({}))
+    moved_s, predicted_s = before.predicted_s(FitCosts(changed)), after.predicted_s(FitCosts({}))
     assert moved_s == pytest.approx(predicted_s, rel=0.01)
-    assert abs(predicted_s / before.predicted_s(Prices({})) - 1) > 0.02
+    assert abs(predicted_s / before.predicted_s(FitCosts({})) - 1) > 0.02
 
 
-def test_constants_that_made_step_times_are_found_again(rows: list[Row]) -> None:
+def test_constants_that_made_step_times_are_found_again(rows: list[FitRow]) -> None:
     """Measured times made up by other constants; the fit is drawn a little to the textbook."""
     wanted = {"ampere.matmul_share": 0.75, "megatron-lm-2021.traffic": 1.6}
-    prices = Prices(wanted)
+    prices = FitCosts(wanted)
 
-    def made_up(row: Row) -> Row:
+    def made_up(row: FitRow) -> FitRow:
         measured = row.run.measured.model_copy(update={"step_time_s": row.predicted_s(prices)})
         return replace(row, run=row.run.model_copy(update={"measured": measured}))
 
@@ -91,11 +91,11 @@ def test_constants_that_made_step_times_are_found_again(rows: list[Row]) -> None
     assert np.abs(left).mean() < np.abs(start).mean() / 5
 
 
-def test_the_file_says_what_was_fitted_to_what(rows: list[Row]) -> None:
+def test_the_file_says_what_was_fitted_to_what(rows: list[FitRow]) -> None:
     values = {constant.name: constant.textbook for constant in constants_of(rows)}
     values["ampere.matmul_share"] = 0.71234
     values |= dict.fromkeys(("row_scale_share", "narrow_heads"), 1.0)
-    text = yaml.safe_load(fitted_text(values, rows, Spread({"megatron-lm-2021": 0.1234}, 0.1, 0.5), 0.2))
+    text = yaml.safe_load(fitted_text(values, rows, SpreadEstimate({"megatron-lm-2021": 0.1234}, 0.1, 0.5), 0.2))
     assert text["architectures"]["ampere"]["matmul_share"] == 0.7123
     assert text["software"]["megatron-lm-2021"]["relative_std"] == 0.123
     spread = {"unseen_std": 0.2, "between_nodes_std": 0.5}
@@ -135,7 +135,7 @@ def test_intervals_are_as_wide_as_the_fit_says() -> None:
     rates, own = question.job.cluster.device.kernels, question.job.software.rates.relative_std
     assert own is not None
     assert rates.between_nodes_std is not None
-    spread = Spread({question.job.software.id: own}, 0.0, rates.between_nodes_std)
+    spread = SpreadEstimate({question.job.software.id: own}, 0.0, rates.between_nodes_std)
     [part] = parts_of([row], {}, jobs=1)
     assert part.longer[-1] > 0.3
     [[down], [up]] = spread.half_widths([part])

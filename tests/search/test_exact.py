@@ -11,7 +11,7 @@ import pytest
 from simplan import catalog
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
-from simplan.search import Progress, SearchResult, SearchSpace, search
+from simplan.search import SearchProgress, SearchResult, SearchSpace, search
 from simplan.search.evaluate import Evaluator
 from simplan.units import MIB
 from tests.search.brute_force import Row, every_plan, front, shown
@@ -206,7 +206,7 @@ def test_what_is_ranked_is_predicted_whole_and_ranked_again(monkeypatch: pytest.
 
     monkeypatch.setattr(Evaluator, "numbers", short)
     monkeypatch.setattr(Evaluator, "is_approximate", lambda *_: True)
-    seen: list[Progress] = []
+    seen: list[SearchProgress] = []
     result = search(asked_for(), space, explain=False, on_progress=seen.append)
     assert [plan.step_time_s for plan in result.ranked] == [plan.step_time_s for plan in truth.ranked]
     assert counts_add_up(result)

@@ -11,7 +11,7 @@ import pytest
 import simplan
 from simplan.errors import SpecError
 from simplan.problems import parse_model
-from simplan.search import Progress, SearchResult, SearchSpace, search
+from simplan.search import SearchProgress, SearchResult, SearchSpace, search
 from tests.search.jobs import small_job
 
 SPACE = SearchSpace(objectives=("step_time", "memory"), top=3, microbatch_size=(1, 2), schedule=("1f1b",))
@@ -34,7 +34,7 @@ def test_a_result_goes_into_pandas_and_json() -> None:
 
 
 def test_a_stopped_search_gives_the_best_so_far() -> None:
-    def stop(progress: Progress) -> None:
+    def stop(progress: SearchProgress) -> None:
         if progress.best_step_time_s is not None:
             raise KeyboardInterrupt
 
@@ -46,7 +46,7 @@ def test_a_stopped_search_gives_the_best_so_far() -> None:
 
 
 def test_progress_ends_at_the_total() -> None:
-    seen: list[Progress] = []
+    seen: list[SearchProgress] = []
     result = search(ASKED, SPACE, explain=False, on_progress=seen.append)
     assert [progress.done for progress in seen] == sorted(progress.done for progress in seen)
     assert seen[-1].done == seen[-1].total == result.space.total

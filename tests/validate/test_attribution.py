@@ -17,7 +17,7 @@ from simplan.program.timeline import SpanKind, Timeline
 from simplan.report.drawings.comparison_drawing import draw_comparison
 from simplan.report.drawings.comparison_svg import comparison_html, comparison_svg
 from simplan.runs.measurement import MeasuredCollective, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
-from simplan.validate.activity import Activity, Busy, Share, Transfer, pieces_of
+from simplan.validate.activity import Activity, ActivityShare, Busy, Transfer, pieces_of
 from simplan.validate.attribution import attribute
 from simplan.validate.path import critical_pieces
 from tests.validate.test_compare import predicted
@@ -59,21 +59,21 @@ def message(text: str, ranks: tuple[int, int], start_s: float, end_s: float) -> 
 def test_pieces_by_hand() -> None:
     """Computing hides the first half of a transfer; the rank then waits for nobody knows what."""
     activity = Activity(
-        busy=[Busy(1.0, 3.0, Share.COMPUTE, "forward"), Busy(6.0, 7.0, Share.COMPUTE, "backward")],
+        busy=[Busy(1.0, 3.0, ActivityShare.COMPUTE, "forward"), Busy(6.0, 7.0, ActivityShare.COMPUTE, "backward")],
         transfers=[Transfer(2.0, 4.0, "bytes")],
         waiting=[(0.5, 1.0), (4.0, 5.0)],
-        idle=Share.UNEXPLAINED,
+        idle=ActivityShare.UNEXPLAINED,
     )
     found = [(p.start_s, p.end_s, p.share) for p in pieces_of(activity, 8.0)]
     assert found == [
-        (0.0, 0.5, Share.UNEXPLAINED),
-        (0.5, 1.0, Share.WAIT),
-        (1.0, 3.0, Share.COMPUTE),
-        (3.0, 4.0, Share.EXPOSED_COMMUNICATION),
-        (4.0, 5.0, Share.WAIT),
-        (5.0, 6.0, Share.UNEXPLAINED),
-        (6.0, 7.0, Share.COMPUTE),
-        (7.0, 8.0, Share.UNEXPLAINED),
+        (0.0, 0.5, ActivityShare.UNEXPLAINED),
+        (0.5, 1.0, ActivityShare.WAIT),
+        (1.0, 3.0, ActivityShare.COMPUTE),
+        (3.0, 4.0, ActivityShare.EXPOSED_COMMUNICATION),
+        (4.0, 5.0, ActivityShare.WAIT),
+        (5.0, 6.0, ActivityShare.UNEXPLAINED),
+        (6.0, 7.0, ActivityShare.COMPUTE),
+        (7.0, 8.0, ActivityShare.UNEXPLAINED),
     ]
 
 
@@ -81,9 +81,13 @@ def test_the_path_goes_where_the_late_one_is() -> None:
     """Rank 0 computes for 2 s and sends for 1 s; rank 1, done after 1 s, waits, receives and computes for 3 s."""
     sent = Transfer(2.0, 3.0, "message", last_rank=0)
     rows = {
-        0: pieces_of(Activity([Busy(0.0, 2.0, Share.COMPUTE, "first")], [sent]), 6.0),
+        0: pieces_of(Activity([Busy(0.0, 2.0, ActivityShare.COMPUTE, "first")], [sent]), 6.0),
         1: pieces_of(
-            Activity([Busy(0.0, 1.0, Share.COMPUTE, "second"), Busy(3.0, 6.0, Share.COMPUTE, "third")], [sent]), 6.0
+            Activity(
+                [Busy(0.0, 1.0, ActivityShare.COMPUTE, "second"), Busy(3.0, 6.0, ActivityShare.COMPUTE, "third")],
+                [sent],
+            ),
+            6.0,
         ),
     }
     path = [(p.part, p.duration_s) for p in critical_pieces(rows, 6.0)]
@@ -109,7 +113,7 @@ def test_shares_of_a_prediction_are_those_it_was_split_into(plan: ParallelPlan) 
     assert len(splits) > 0
     for split in splits:
         for share in SPLIT:
-            assert split.predicted_s[Share(share)] == pytest.approx(written[split.rank][share], abs=1e-9)
+            assert split.predicted_s[ActivityShare(share)] == pytest.approx(written[split.rank][share], abs=1e-9)
     assert sum(term.predicted_s for term in terms) == pytest.approx(found.step_time_s, rel=1e-9)
 
 
@@ -154,7 +158,7 @@ def test_recomputation_is_a_share_of_its_own_where_the_run_timed_it() -> None:
     )
     _, splits = attribute(found.timeline, measured(found, actions, {0: [], 1: []}, 6.0, again))
     assert {k: v for k, v in splits[0].measured_s.items() if v} == pytest.approx({"compute": 4.5, "recompute": 1.5})
-    assert splits[0].predicted_s[Share.RECOMPUTE] > 0
+    assert splits[0].predicted_s[ActivityShare.RECOMPUTE] > 0
 
 
 def test_recomputation_that_was_not_timed_is_a_part_of_computing_on_both_sides() -> None:
@@ -163,9 +167,9 @@ def test_recomputation_that_was_not_timed_is_a_part_of_computing_on_both_sides()
     terms, splits = attribute(found.timeline, measured(found, actions, {0: [], 1: []}, 6.0, None))
     assert {k: v for k, v in splits[0].measured_s.items() if v} == pytest.approx({"compute": 6.0})
     split = found.splits[0]
-    assert splits[0].predicted_s[Share.RECOMPUTE] == 0
-    assert splits[0].predicted_s[Share.COMPUTE] == pytest.approx(split.compute_s + split.recompute_s)
-    assert not any(term.share is Share.RECOMPUTE for term in terms)
+    assert splits[0].predicted_s[ActivityShare.RECOMPUTE] == 0
+    assert splits[0].predicted_s[ActivityShare.COMPUTE] == pytest.approx(split.compute_s + split.recompute_s)
+    assert not any(term.share is ActivityShare.RECOMPUTE for term in terms)
 
 
 def test_a_bucket_that_ends_after_the_last_gradient_is_exposed_and_waited_for() -> None:

@@ -19,7 +19,7 @@ from simplan.report.comparison import comparison_text
 from simplan.runs.measurement import MeasuredCollective, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
 from simplan.training.training import TrainingSpec
 from simplan.units import GIB
-from simplan.validate.activity import Share
+from simplan.validate.activity import ActivityShare
 from simplan.validate.compare import AT_THIS_SPEED, compare
 from simplan.validate.measured import measured_timeline, predicted_timeline
 from simplan.validate.structure import predicted_messages
@@ -184,7 +184,9 @@ def test_a_machine_that_became_slower_is_told_apart_from_a_wrong_prediction(pred
     assert found.slowdown == pytest.approx(1.5)
     row = found.rows[1]
     assert row.name == AT_THIS_SPEED
-    moving_s = sum(t.predicted_s for t in found.terms if t.share in (Share.EXPOSED_COMMUNICATION, Share.WAIT))
+    moving_s = sum(
+        t.predicted_s for t in found.terms if t.share in (ActivityShare.EXPOSED_COMMUNICATION, ActivityShare.WAIT)
+    )
     assert 0 < moving_s < prediction.step_time_s
     assert row.predicted == pytest.approx(1.5 * prediction.step_time_s - 0.5 * moving_s)
     assert row.signed_error is not None

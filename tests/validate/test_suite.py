@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 
 from simplan.report.suite import suite_markdown, suite_summary
-from simplan.validate.suite import Case, Suite, case_of_rehearsal, case_of_run, errors_of
+from simplan.validate.suite import Suite, SuiteCase, case_of_rehearsal, case_of_run, errors_of
 
 GIB = 1024**3
 
 
-def case(name: str, predicted_s: float, measured_s: float, **fields: Any) -> Case:
+def case(name: str, predicted_s: float, measured_s: float, **fields: Any) -> SuiteCase:
     numbers = {"predicted_step_time_s": predicted_s, "measured_step_time_s": measured_s}
-    return Case(**{"name": name, "digest": "0", "kind": "run", **numbers, **fields})
+    return SuiteCase(**{"name": name, "digest": "0", "kind": "run", **numbers, **fields})
 
 
 CASES = (
     case("a", 1.1, 1.0, predicted_allocated_bytes=2 * GIB, measured_allocated_bytes=2 * GIB, mfu=0.4, spread=0.01),
     case("b", 0.6, 0.8, predicted_allocated_bytes=3 * GIB, measured_allocated_bytes=4 * GIB),
-    Case(name="c", digest="0", kind="run", failure="rank 0 needs more memory than this device has"),
+    SuiteCase(name="c", digest="0", kind="run", failure="rank 0 needs more memory than this device has"),
     case("d", 2.0, 1.0, kind="rehearsal"),
 )
 

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-__all__ = ["Progress"]
+__all__ = ["ProgressLine"]
 
 _QUARTERS = 4
 
 
-class Progress:
+class ProgressLine:
     """A bar for one piece of work; a context manager.
 
     Args:

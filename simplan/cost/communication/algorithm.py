@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from simplan.units import format_bytes, format_rate, format_time
 
-__all__ = ["Move", "Way"]
+__all__ = ["CommAlgorithm", "TransferTerm"]
 
 
-class Move(NamedTuple):
+class TransferTerm(NamedTuple):
     """Bytes over a bandwidth.
 
     Attributes:
@@ -25,7 +25,7 @@ class Move(NamedTuple):
     size: float = 0
 
 
-class Way(NamedTuple):
+class CommAlgorithm(NamedTuple):
     """One way to carry out a message.
 
     Attributes:
@@ -38,7 +38,7 @@ class Way(NamedTuple):
     name: str
     start_s: float
     steps: tuple[tuple[int, float], ...]
-    moves: tuple[Move, ...]
+    moves: tuple[TransferTerm, ...]
 
     def seconds(self, num_bytes: float) -> float:
         """Time of a message of so many bytes."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.base import Price, Provenance
-from simplan.cost.communication.algorithm import Way
+from simplan.cost.communication.algorithm import CommAlgorithm
 from simplan.cost.communication.gloo import gloo_way
 from simplan.cost.communication.nccl import nccl_ways
 from simplan.cost.communication.route import Route, route_of
@@ -92,7 +92,7 @@ def message_s(message: Message, cluster: ClusterSpec, route: Route | None = None
     return min(way.seconds(message.num_bytes) for way in _ways(message, route, cluster))
 
 
-def _ways(message: Message, route: Route, cluster: ClusterSpec) -> list[Way]:
+def _ways(message: Message, route: Route, cluster: ClusterSpec) -> list[CommAlgorithm]:
     """A cluster has one library: that of its link inside nodes."""
     link = cluster.intra_link or route.slowest.link
     match link.library:

@@ -24,14 +24,14 @@ transport/tcp/pair.cc; torch 2.13, ProcessGroupGloo. Counted on links of 100, 40
 
 from __future__ import annotations
 
-from simplan.cost.communication.algorithm import Move, Way
+from simplan.cost.communication.algorithm import CommAlgorithm, TransferTerm
 from simplan.cost.communication.route import Route
 from simplan.model.layer import CollectiveKind
 
 __all__ = ["gloo_way"]
 
 
-def gloo_way(kind: CollectiveKind, route: Route) -> Way:
+def gloo_way(kind: CollectiveKind, route: Route) -> CommAlgorithm:
     """The way gloo takes.
 
     A ring leaves a node once, over the network of all the group's ranks there.
@@ -44,20 +44,22 @@ def gloo_way(kind: CollectiveKind, route: Route) -> Way:
     ring_bytes_per_s = tier.group_bytes_per_s if route.between is not None else tier.pair_bytes_per_s
     match kind:
         case CollectiveKind.ALL_REDUCE | CollectiveKind.REDUCE_SCATTER:
-            steps, move = 2 * (n - 1), Move(2 * (n - 1) / n, ring_bytes_per_s, f"{2 * (n - 1)}/{{n}} x ", n)
+            steps, move = 2 * (n - 1), TransferTerm(2 * (n - 1) / n, ring_bytes_per_s, f"{2 * (n - 1)}/{{n}} x ", n)
         case CollectiveKind.ALL_GATHER:
             turns, text = (3 / 2, "3/2 x ") if n == 2 else (1.0, "")
-            steps, move = n - 1, Move(turns * (n - 1) / n, ring_bytes_per_s, f"{text}{n - 1}/{{n}} x ", n)
+            steps, move = n - 1, TransferTerm(turns * (n - 1) / n, ring_bytes_per_s, f"{text}{n - 1}/{{n}} x ", n)
         case CollectiveKind.ALL_TO_ALL:
             peers = n - route.local if route.between is not None else n - 1
-            steps, move = 1, Move(2 * peers / n, tier.pair_bytes_per_s, f"2 x {peers}/{{n}} x ", n)
+            steps, move = 1, TransferTerm(2 * peers / n, tier.pair_bytes_per_s, f"2 x {peers}/{{n}} x ", n)
         case CollectiveKind.BROADCAST:
             depth = (n - 1).bit_length()
             times = depth * (depth + 1) // 2
-            steps, move = depth, Move(times, tier.pair_bytes_per_s, f"{times} x " if times > 1 else "")
+            steps, move = depth, TransferTerm(times, tier.pair_bytes_per_s, f"{times} x " if times > 1 else "")
         case CollectiveKind.RING:
             steps = 1
-            move = Move(2.0, tier.pair_bytes_per_s, "2 x ") if n == 2 else Move(1.0, tier.pair_bytes_per_s)
+            move = (
+                TransferTerm(2.0, tier.pair_bytes_per_s, "2 x ") if n == 2 else TransferTerm(1.0, tier.pair_bytes_per_s)
+            )
         case CollectiveKind.SEND:
-            steps, move = 1, Move(1.0, tier.pair_bytes_per_s)
-    return Way("gloo", 0.0, ((steps, tier.latency_s),), (move,))
+            steps, move = 1, TransferTerm(1.0, tier.pair_bytes_per_s)
+    return CommAlgorithm("gloo", 0.0, ((steps, tier.latency_s),), (move,))

@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from simplan.cost.communication.algorithm import Move, Way
+from simplan.cost.communication.algorithm import CommAlgorithm, TransferTerm
 from simplan.cost.communication.route import Route, Tier
 from simplan.model.layer import CollectiveKind
 from simplan.program.program import Message
@@ -78,7 +78,7 @@ _TREE_SHARE = 0.92  # ncclTopoTuneModel: busBw * .92
 _NVLS_STEP_INSIDE, _NVLS_STEP_BETWEEN = 7.35, 1.49  # hwLatencies: 25 of 3.4 us; 20.9 of 14 us
 
 
-def nccl_ways(message: Message, route: Route) -> list[Way]:
+def nccl_ways(message: Message, route: Route) -> list[CommAlgorithm]:
     """The ways that NCCL has; it takes the fastest.
 
     Args:
@@ -98,15 +98,15 @@ def nccl_ways(message: Message, route: Route) -> list[Way]:
     return ways
 
 
-def _hop(protocol: _Protocol, route: Route) -> Way:
+def _hop(protocol: _Protocol, route: Route) -> CommAlgorithm:
     """Neighbour to neighbour; of a ring's hops the slowest counts."""
     tier, terms = route.slowest, protocol.inside if route.between is None else protocol.between
     start_s = tier.link.launch_s + protocol.start_s
-    move = Move(1.0, terms.share * tier.pair_bytes_per_s)
-    return Way(protocol.name, start_s, ((1, terms.ring_step * tier.latency_s),), (move,))
+    move = TransferTerm(1.0, terms.share * tier.pair_bytes_per_s)
+    return CommAlgorithm(protocol.name, start_s, ((1, terms.ring_step * tier.latency_s),), (move,))
 
 
-def _ring(protocol: _Protocol, kind: CollectiveKind, route: Route) -> Way:
+def _ring(protocol: _Protocol, kind: CollectiveKind, route: Route) -> CommAlgorithm:
     laps, n, hops_between = LAPS[kind], route.num_ranks, route.num_nodes - 1
     inside, between = route.inside, route.between
     steps: tuple[tuple[int, float], ...] = ()
@@ -123,25 +123,25 @@ def _ring(protocol: _Protocol, kind: CollectiveKind, route: Route) -> Way:
         steps = ((laps * hops_between, relative * between.latency_s), *steps)
         rate = min(rate, protocol.between.share * between.group_bytes_per_s)
     if kind is CollectiveKind.BROADCAST:
-        move = Move(1.0, rate)
+        move = TransferTerm(1.0, rate)
     else:
-        move = Move(laps * (n - 1) / n, rate, "2 ({n}-1)/{n} x " if laps == 2 else "({n}-1)/{n} x ", n)
-    return Way(f"ring {protocol.name}", route.slowest.link.launch_s + protocol.start_s, steps, (move,))
+        move = TransferTerm(laps * (n - 1) / n, rate, "2 ({n}-1)/{n} x " if laps == 2 else "({n}-1)/{n} x ", n)
+    return CommAlgorithm(f"ring {protocol.name}", route.slowest.link.launch_s + protocol.start_s, steps, (move,))
 
 
-def _tree(protocol: _Protocol, route: Route) -> Way:
+def _tree(protocol: _Protocol, route: Route) -> CommAlgorithm:
     steps: tuple[tuple[int, float], ...] = ()
     moves = []
     if route.inside is not None:
         k = route.local
         steps = ((2 * (k - 1), protocol.inside.tree_step * route.inside.latency_s),)
         rate = protocol.inside.share * _TREE_SHARE * route.inside.group_bytes_per_s
-        moves.append(Move(2 * (k - 1) / k, rate, "2 ({n}-1)/{n} x ", k))
+        moves.append(TransferTerm(2 * (k - 1) / k, rate, "2 ({n}-1)/{n} x ", k))
     if route.between is not None:
         steps = (_tree_steps(route, route.between, protocol.between.tree_step), *steps)
         moves.append(_tree_move(route, route.between, protocol.between.share * _TREE_SHARE))
     start_s = route.slowest.link.launch_s + protocol.start_s
-    return Way(f"tree {protocol.name}", start_s, steps, (max(moves, key=_per_byte),))
+    return CommAlgorithm(f"tree {protocol.name}", start_s, steps, (max(moves, key=_per_byte),))
 
 
 def _switch_can(kind: CollectiveKind, route: Route) -> bool:
@@ -149,15 +149,19 @@ def _switch_can(kind: CollectiveKind, route: Route) -> bool:
     return kind is CollectiveKind.ALL_REDUCE or (route.between is None and kind is not CollectiveKind.BROADCAST)
 
 
-def _nvls(kind: CollectiveKind, route: Route, inside: Tier, switch_share: float) -> Way:
+def _nvls(kind: CollectiveKind, route: Route, inside: Tier, switch_share: float) -> CommAlgorithm:
     k, rate = route.local, inside.link.bytes_per_s * switch_share
     steps: tuple[tuple[int, float], ...] = ((1, _NVLS_STEP_INSIDE * inside.latency_s),)
-    moves = [Move(1 + 1 / k, rate, "(1 + 1/{n}) x ", k) if kind is CollectiveKind.ALL_REDUCE else Move(1.0, rate)]
+    moves = [
+        TransferTerm(1 + 1 / k, rate, "(1 + 1/{n}) x ", k)
+        if kind is CollectiveKind.ALL_REDUCE
+        else TransferTerm(1.0, rate)
+    ]
     if route.between is not None:
         steps = (_tree_steps(route, route.between, _NVLS_STEP_BETWEEN), *steps)
         moves.append(_tree_move(route, route.between, 1.0))
     name = "NVLS" if route.between is None else "NVLS tree"
-    return Way(name, route.slowest.link.launch_s, steps, (max(moves, key=_per_byte),))
+    return CommAlgorithm(name, route.slowest.link.launch_s, steps, (max(moves, key=_per_byte),))
 
 
 def _tree_steps(route: Route, between: Tier, relative: float) -> tuple[int, float]:
@@ -165,33 +169,35 @@ def _tree_steps(route: Route, between: Tier, relative: float) -> tuple[int, floa
     return 2 * (route.num_nodes - 1).bit_length(), relative * between.latency_s
 
 
-def _tree_move(route: Route, between: Tier, share: float) -> Move:
+def _tree_move(route: Route, between: Tier, share: float) -> TransferTerm:
     """What the network of a node sends."""
     rate = share * between.group_bytes_per_s
-    return Move(1.0, rate) if route.num_nodes == 2 else Move(2.0, rate, "2 x ")
+    return TransferTerm(1.0, rate) if route.num_nodes == 2 else TransferTerm(2.0, rate, "2 x ")
 
 
-def _pairwise(protocol: _Protocol, message: Message, route: Route) -> Way:
+def _pairwise(protocol: _Protocol, message: Message, route: Route) -> CommAlgorithm:
     """Every rank sends one n-th to every other; both tiers carry their part at the same time, the slower one counts.
 
     Tokens for experts may go to each node once, and inside of it to all ranks that have some of their experts.
     """
     n, k, nodes = route.num_ranks, route.local, route.num_nodes
     once = message.draw if route.between is not None and route.inside is not None else None
-    tiers: list[tuple[int, Tier, _Terms, Move]] = []
+    tiers: list[tuple[int, Tier, _Terms, TransferTerm]] = []
     if route.inside is not None:
         rate = protocol.inside.share * route.inside.group_bytes_per_s
-        move = Move((k - 1) / (n if once is None else k), rate, f"{k - 1}/{{n}} x ", n if once is None else k)
+        move = TransferTerm((k - 1) / (n if once is None else k), rate, f"{k - 1}/{{n}} x ", n if once is None else k)
         tiers.append((k - 1, route.inside, protocol.inside, move))
     if route.between is not None:
         rate = protocol.between.share * route.between.pair_bytes_per_s
         if once is None:
-            tiers.append((n - k, route.between, protocol.between, Move((n - k) / n, rate, f"{n - k}/{{n}} x ", n)))
+            tiers.append(
+                (n - k, route.between, protocol.between, TransferTerm((n - k) / n, rate, f"{n - k}/{{n}} x ", n))
+            )
         else:
             part = once.places(nodes) / once.places(n) * (nodes - 1) / nodes
-            tiers.append((nodes - 1, route.between, protocol.between, Move(part, rate, "{n} x ", part)))
+            tiers.append((nodes - 1, route.between, protocol.between, TransferTerm(part, rate, "{n} x ", part)))
     ways = [
-        Way(
+        CommAlgorithm(
             f"pairwise {protocol.name}" if once is None else f"once a node, {protocol.name}",
             tier.link.launch_s + protocol.start_s,
             ((1, terms.ring_step * tier.latency_s), (peers - 1, protocol.post_s)),
@@ -202,5 +208,5 @@ def _pairwise(protocol: _Protocol, message: Message, route: Route) -> Way:
     return max(ways, key=lambda way: way.seconds(message.num_bytes))
 
 
-def _per_byte(move: Move) -> float:
+def _per_byte(move: TransferTerm) -> float:
     return move.factor / move.bytes_per_s

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 
 from simplan.cluster.hardware import LinkSpec
-from simplan.cost.communication.algorithm import Move, Way
+from simplan.cost.communication.algorithm import CommAlgorithm, TransferTerm
 from simplan.cost.communication.nccl import LAPS
 from simplan.cost.communication.route import Route, Tier
 from simplan.model.layer import CollectiveKind
@@ -30,7 +30,7 @@ from simplan.program.program import Message
 __all__ = ["torus_way"]
 
 
-def torus_way(message: Message, route: Route) -> Way:
+def torus_way(message: Message, route: Route) -> CommAlgorithm:
     """The way over a torus.
 
     Args:
@@ -40,17 +40,17 @@ def torus_way(message: Message, route: Route) -> Way:
     kind = message.kind
     if kind in (CollectiveKind.SEND, CollectiveKind.RING):
         tier = route.slowest
-        return Way("hop", 0.0, ((1, tier.latency_s),), (Move(1.0, tier.pair_bytes_per_s),))
+        return CommAlgorithm("hop", 0.0, ((1, tier.latency_s),), (TransferTerm(1.0, tier.pair_bytes_per_s),))
     tiers = []
     if route.inside is not None:
         tiers.append(_inside(kind, route, route.inside.link))
     if route.between is not None:
         tiers.append(_between(kind, route, route.between))
     name = "ring" if route.inside is None else "torus"
-    return Way(name, 0.0, tuple(step for step, _ in tiers), tuple(move for _, move in tiers))
+    return CommAlgorithm(name, 0.0, tuple(step for step, _ in tiers), tuple(move for _, move in tiers))
 
 
-def _inside(kind: CollectiveKind, route: Route, link: LinkSpec) -> tuple[tuple[int, float], Move]:
+def _inside(kind: CollectiveKind, route: Route, link: LinkSpec) -> tuple[tuple[int, float], TransferTerm]:
     """Of the ranks of one slice."""
     n = route.local
     axes = max(1, round((link.torus_axes or 1) * math.log(n) / math.log(route.devices_per_slice)))
@@ -59,17 +59,17 @@ def _inside(kind: CollectiveKind, route: Route, link: LinkSpec) -> tuple[tuple[i
     rate = link.bytes_per_s * link.bandwidth_share * (2 if closes else 1)
     hops = max(1, math.ceil(axes * (side / 2 if closes else side - 1)))
     if kind is CollectiveKind.ALL_TO_ALL:
-        return (hops, link.latency_s), Move(side / 4, rate, "{n} / 4 x ", side)
+        return (hops, link.latency_s), TransferTerm(side / 4, rate, "{n} / 4 x ", side)
     laps = LAPS[kind]
     text = "2 ({n}-1)/{n} x " if laps == 2 else "({n}-1)/{n} x "
-    return (laps * hops, link.latency_s), Move(laps * (n - 1) / n, axes * rate, text, n)
+    return (laps * hops, link.latency_s), TransferTerm(laps * (n - 1) / n, axes * rate, text, n)
 
 
-def _between(kind: CollectiveKind, route: Route, tier: Tier) -> tuple[tuple[int, float], Move]:
+def _between(kind: CollectiveKind, route: Route, tier: Tier) -> tuple[tuple[int, float], TransferTerm]:
     """Of the slices: every chip moves its part of the buffer over its own share of the network."""
     nodes, k = route.num_nodes, 1 if kind is CollectiveKind.ALL_TO_ALL else route.local
     laps = LAPS.get(kind, 1)
     text = f"{'2 ' if laps == 2 else ''}({{n}}-1)/{{n}} x 1/{k} x "
-    return (laps * (nodes - 1), tier.latency_s), Move(
+    return (laps * (nodes - 1), tier.latency_s), TransferTerm(
         laps * (nodes - 1) / nodes / k, tier.pair_bytes_per_s, text, nodes
     )

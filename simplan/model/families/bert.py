@@ -14,8 +14,8 @@ from simplan.model.parts.attention import AttentionForm, self_attention
 from simplan.model.parts.embedding_and_head import output_distribution, row_table, token_table
 from simplan.model.parts.keys import block_key, embedding_key, head_key
 from simplan.model.parts.mlp import activated, gelu_mlp
-from simplan.model.parts.part import NormKind, Part, cast, hidden_input, joined, layer_of, linear, norm, residual
-from simplan.model.share import Share, share_of
+from simplan.model.parts.part import LayerPart, NormKind, cast, hidden_input, joined, layer_of, linear, norm, residual
+from simplan.model.share import RankShare, share_of
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
@@ -73,19 +73,19 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     return (embedding, *(block for _ in range(model.num_hidden_layers)), head)
 
 
-def _for_matmuls(source: str, share: Share) -> Part:
+def _for_matmuls(source: str, share: RankShare) -> LayerPart:
     """A tensor of the residual stream in the precision of matmuls."""
-    return Part(operators=(cast(source, Tensor(f"{source} for matmuls", share.own_tokens * share.hidden)),))
+    return LayerPart(operators=(cast(source, Tensor(f"{source} for matmuls", share.own_tokens * share.hidden)),))
 
 
-def _transform(share: Share) -> Part:
+def _transform(share: RankShare) -> LayerPart:
     """A matrix and a GELU before the head's norm, which tensor-parallel ranks do not split."""
     n, h = share.own_tokens, share.hidden
     wide = Tensor("transformed", n * h, residual=True)  # a norm's input, which autocast widens
     return joined(
         linear("transform", "input for matmuls", (n, h, h), bias=True, partial=(share.partial, share.partial)),
         activated("gelu", "transform output", n * h),
-        Part(operators=(cast("gelu output", wide),)),
+        LayerPart(operators=(cast("gelu output", wide),)),
     )
 
 

@@ -14,8 +14,8 @@ from simplan.model.families.moe import EXPERTS, sparse_layers, with_experts
 from simplan.model.families.mtp import MTP
 from simplan.model.layer import LayerSpec
 from simplan.model.parts.mla import latent_attention, latent_form
-from simplan.model.parts.part import Part
-from simplan.model.share import Share
+from simplan.model.parts.part import LayerPart
+from simplan.model.share import RankShare
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["DEEPSEEK"]
 
 
-def _attention(model: ModelSpec, share: Share, window: int) -> tuple[Part, list[str]]:
+def _attention(model: ModelSpec, share: RankShare, window: int) -> tuple[LayerPart, list[str]]:
     assert not window
     form = latent_form(model)
     return latent_attention(form, share), [form.key]

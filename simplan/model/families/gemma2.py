@@ -17,8 +17,8 @@ from simplan.model.parts.attention import AttentionForm, self_attention
 from simplan.model.parts.embedding_and_head import output_distribution, token_table
 from simplan.model.parts.keys import block_key, embedding_key, head_key
 from simplan.model.parts.mlp import gated_mlp
-from simplan.model.parts.part import NormKind, Part, hidden_input, layer_of, norm, norm_operator, residual
-from simplan.model.share import Share, share_of
+from simplan.model.parts.part import LayerPart, NormKind, hidden_input, layer_of, norm, norm_operator, residual
+from simplan.model.share import RankShare, share_of
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
@@ -40,7 +40,7 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     embedding = layer_of(
         embedding_key(model, share),
         LayerKind.EMBEDDING,
-        [token_table(share), Part(operators=(scale,))],
+        [token_table(share), LayerPart(operators=(scale,))],
         inputs=(),
         output_shapes=share.hidden_shapes,
     )
@@ -48,7 +48,7 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     return (embedding, *(blocks[window] for window in model.windows), _head(model, share))
 
 
-def _block(model: ModelSpec, share: Share, window: int) -> LayerSpec:
+def _block(model: ModelSpec, share: RankShare, window: int) -> LayerSpec:
     form = AttentionForm(fused=False, rotated=1.0, soft_cap=True, window=window)
     return layer_of(
         block_key(model, share, *[f"w{window}"] * (window > 0)),
@@ -68,17 +68,17 @@ def _block(model: ModelSpec, share: Share, window: int) -> LayerSpec:
     )
 
 
-def _norm_after(name: str, branch: str, share: Share) -> Part:
+def _norm_after(name: str, branch: str, share: RankShare) -> LayerPart:
     """A norm of what a branch gives, in its precision."""
     weight = ParameterSpec(f"{name}.weight", (share.hidden,), share.partial)
     made = Tensor(f"{name} output", share.own_tokens * share.hidden)
-    return Part(
+    return LayerPart(
         parameters=(weight,),
         operators=(norm_operator(name, branch, _NORM, made, share.own_tokens, [weight]),),
     )
 
 
-def _head(model: ModelSpec, share: Share) -> LayerSpec:
+def _head(model: ModelSpec, share: RankShare) -> LayerSpec:
     return layer_of(
         head_key(model, share),
         LayerKind.HEAD,
@@ -89,7 +89,7 @@ def _head(model: ModelSpec, share: Share) -> LayerSpec:
     )
 
 
-def _capped(distribution: Part, share: Share) -> Part:
+def _capped(distribution: LayerPart, share: RankShare) -> LayerPart:
     """The distribution of logits that pass through a scaled tanh, which keeps its result for backward."""
     elements = share.tokens * share.vocab
     words = ("scaled logits", "logits under tanh", "capped logits")

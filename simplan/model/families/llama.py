@@ -15,9 +15,9 @@ from simplan.model.parts.attention import AttentionForm, Biases, self_attention
 from simplan.model.parts.embedding_and_head import token_table
 from simplan.model.parts.keys import block_key, embedding_key
 from simplan.model.parts.mlp import gated_mlp
-from simplan.model.parts.part import NormKind, Part, hidden_input, layer_of, norm, residual
+from simplan.model.parts.part import LayerPart, NormKind, hidden_input, layer_of, norm, residual
 from simplan.model.parts.prenorm import vocabulary_head
-from simplan.model.share import Share, share_of
+from simplan.model.share import RankShare, share_of
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
@@ -49,7 +49,7 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     return (embedding, *(blocks[window] for window in model.windows), *later, vocabulary_head(model, share, _NORM))
 
 
-def attention_of(model: ModelSpec, share: Share, window: int) -> tuple[Part, list[str]]:
+def attention_of(model: ModelSpec, share: RankShare, window: int) -> tuple[LayerPart, list[str]]:
     """The attention of a block with a window (0 for none), and what it adds to the block's key."""
     biased: Biases = "all" if model.attention_bias else "qkv" if model.qkv_bias else "none"
     form = AttentionForm(
@@ -66,7 +66,7 @@ def attention_of(model: ModelSpec, share: Share, window: int) -> tuple[Part, lis
     return self_attention("norm1 output", form, share), switches
 
 
-def _block(model: ModelSpec, share: Share, window: int) -> tuple[str, list[Part]]:
+def _block(model: ModelSpec, share: RankShare, window: int) -> tuple[str, list[LayerPart]]:
     """Its key and its parts."""
     attention, switches = attention_of(model, share, window)
     return block_key(model, share, *switches), [

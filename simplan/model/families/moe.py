@@ -18,9 +18,9 @@ from simplan.model.parts.embedding_and_head import token_table
 from simplan.model.parts.experts import expert_mlp, experts_form, shared_expert_mlp, sum_of_experts
 from simplan.model.parts.keys import block_key, embedding_key
 from simplan.model.parts.mlp import gated_mlp
-from simplan.model.parts.part import NormKind, Part, hidden_input, layer_of, norm, residual
+from simplan.model.parts.part import LayerPart, NormKind, hidden_input, layer_of, norm, residual
 from simplan.model.parts.prenorm import vocabulary_head
-from simplan.model.share import Share, share_of
+from simplan.model.share import RankShare, share_of
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
@@ -34,7 +34,7 @@ EXPERTS = frozenset({
 })  # fmt: skip
 """Fields of every mixture of experts."""
 
-AttentionOf = Callable[["ModelSpec", Share, int], tuple[Part, list[str]]]
+AttentionOf = Callable[["ModelSpec", RankShare, int], tuple[LayerPart, list[str]]]
 """The attention of a block with a window, and what it adds to the block's key."""
 
 _NORM = NormKind(statistics=1, bias=False)
@@ -66,7 +66,9 @@ def sparse_layers(model: ModelSpec, shard: Shard, attention: AttentionOf) -> tup
     return (embedding, *(blocks[form] for form in forms), *later, vocabulary_head(model, share, _NORM))
 
 
-def _block(model: ModelSpec, share: Share, sparse: bool, window: int, attention: AttentionOf) -> tuple[str, list[Part]]:
+def _block(
+    model: ModelSpec, share: RankShare, sparse: bool, window: int, attention: AttentionOf
+) -> tuple[str, list[LayerPart]]:
     """Its key and its parts."""
     attended, more = attention(model, share, window)
     form = experts_form(model)

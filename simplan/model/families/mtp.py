@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from simplan.model.layer import CollectiveKind, Exchange, LayerKind, LayerSpec, Operator, ParameterSpec, Tensor
 from simplan.model.parts.embedding_and_head import output_distribution, token_lookup
 from simplan.model.parts.part import (
+    LayerPart,
     NormKind,
-    Part,
     concatenation,
     hidden_input,
     joined,
@@ -31,7 +31,7 @@ from simplan.model.parts.part import (
     norm,
     rewired,
 )
-from simplan.model.share import Share, for_columns
+from simplan.model.share import RankShare, for_columns
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
@@ -45,7 +45,7 @@ _LOOKED_UP, _CONCATENATED, _PROJECTED = "wte output", "concatenated norms", "eh_
 
 
 def depth_layers(
-    model: ModelSpec, share: Share, kind: NormKind, key: str, block: Sequence[Part]
+    model: ModelSpec, share: RankShare, kind: NormKind, key: str, block: Sequence[LayerPart]
 ) -> Iterator[LayerSpec]:
     """The layers, which hand on the hidden states of all depths before them beside their own.
 
@@ -74,16 +74,16 @@ def depth_layers(
         )
 
 
-def later_inputs(model: ModelSpec, share: Share) -> tuple[Tensor, ...]:
+def later_inputs(model: ModelSpec, share: RankShare) -> tuple[Tensor, ...]:
     """Hidden states of all depths but the last, which the head gets besides."""
     numbers = range(model.mtp_num_layers)
     return tuple(hidden_input(share, f"hidden states of depth {number}", elsewhere=True) for number in numbers)
 
 
-def _later_tokens(kind: NormKind, share: Share) -> Iterator[Part]:
+def _later_tokens(kind: NormKind, share: RankShare) -> Iterator[LayerPart]:
     """Embeddings of later tokens, both norms, the projection. The embedding is a parameter of the head."""
     own, h, tp = share.own_tokens * share.hidden, share.hidden, share.shard.tp
-    yield Part(operators=tuple(token_lookup(share, _LOOKED_UP)))
+    yield LayerPart(operators=tuple(token_lookup(share, _LOOKED_UP)))
     for name, source in (("enorm", _LOOKED_UP), ("hnorm", "input")):
         yield norm(name, source, kind, share, for_matmuls=False)
     yield concatenation(_CONCATENATED, ("enorm output", "hnorm output"), share)
@@ -98,7 +98,7 @@ def _later_tokens(kind: NormKind, share: Share) -> Iterator[Part]:
         gather = Exchange(_PROJECTED, "tp", CollectiveKind.ALL_GATHER, backward, share.tokens * h, residual=True)
         made = Tensor(_PROJECTED, own, residual=True)
         exchange.append(Operator(kernel=gather, reads=(parts,), makes=(made,)))
-    yield joined(Part(operators=gathered.before), matrix, Part(operators=tuple(exchange)))
+    yield joined(LayerPart(operators=gathered.before), matrix, LayerPart(operators=tuple(exchange)))
 
 
 def _of_stream(operator: Operator) -> Operator:
@@ -106,7 +106,7 @@ def _of_stream(operator: Operator) -> Operator:
     return replace(operator, makes=tuple(replace(tensor, residual=True) for tensor in operator.makes))
 
 
-def depth_heads(model: ModelSpec, share: Share, kind: NormKind) -> tuple[list[Part], list[Part]]:
+def depth_heads(model: ModelSpec, share: RankShare, kind: NormKind) -> tuple[list[LayerPart], list[LayerPart]]:
     """What the head has before and after what it has without such layers; nothing without.
 
     Before, the copy of the embedding, unless its output projection is one. It counts where the model's embedding is on
@@ -121,7 +121,7 @@ def depth_heads(model: ModelSpec, share: Share, kind: NormKind) -> tuple[list[Pa
         return [], []
     copy = ParameterSpec("mtp_wte.weight", (share.vocab, share.hidden))
     held = Operator(parameters=(copy.name,))
-    before = [] if model.tied_embeddings else [Part(parameters=(copy,), operators=(held,))]
+    before = [] if model.tied_embeddings else [LayerPart(parameters=(copy,), operators=(held,))]
     after = []
     for depth in range(1, model.mtp_num_layers + 1):
         name = f"mtp_norm{depth}"

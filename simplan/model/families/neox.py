@@ -15,9 +15,9 @@ from simplan.model.parts.attention import AttentionForm, self_attention
 from simplan.model.parts.embedding_and_head import token_table
 from simplan.model.parts.keys import block_key, embedding_key
 from simplan.model.parts.mlp import gelu_mlp
-from simplan.model.parts.part import NormKind, Part, hidden_input, layer_of, norm, residual, with_role
+from simplan.model.parts.part import LayerPart, NormKind, hidden_input, layer_of, norm, residual, with_role
 from simplan.model.parts.prenorm import vocabulary_head
-from simplan.model.share import Share, share_of
+from simplan.model.share import RankShare, share_of
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
@@ -41,7 +41,7 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     return (embedding, *(block for _ in range(model.num_hidden_layers)), vocabulary_head(model, share, _NORM))
 
 
-def _block(model: ModelSpec, share: Share) -> LayerSpec:
+def _block(model: ModelSpec, share: RankShare) -> LayerSpec:
     form = AttentionForm(fused=True, bias="all", rotated=model.partial_rotary_factor)
     return layer_of(
         block_key(model, share, f"rotated{form.rotated:g}"),
@@ -59,7 +59,7 @@ def _block(model: ModelSpec, share: Share) -> LayerSpec:
     )
 
 
-def _both(share: Share) -> Part:
+def _both(share: RankShare) -> LayerPart:
     """The sum of the two branches."""
     own = share.own_tokens * share.hidden
     add = Operator(
@@ -68,7 +68,7 @@ def _both(share: Share) -> Part:
         makes=(Tensor("attention and mlp", own),),
         passes=True,
     )
-    return with_role(Part(operators=(add,)), Role.MLP)
+    return with_role(LayerPart(operators=(add,)), Role.MLP)
 
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:

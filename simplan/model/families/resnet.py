@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from simplan.model.families.family import Family
 from simplan.model.layer import Gemm, LayerKind, LayerSpec, Operator, ParameterSpec, Pointwise, Tensor
 from simplan.model.parts.embedding_and_head import output_distribution
-from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, Part, cast, layer_of
-from simplan.model.share import Share
+from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, LayerPart, cast, layer_of
+from simplan.model.share import RankShare
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
@@ -92,11 +92,11 @@ def _stem(model: ModelSpec) -> LayerSpec:
         f"resnet-stem:c{model.num_channels},w{channels},image{image}",
         LayerKind.EMBEDDING,
         [
-            Part(operators=(cast("images", Tensor("input", pixels)),)),
+            LayerPart(operators=(cast("images", Tensor("input", pixels)),)),
             _convolution("conv1", "input", model.num_channels, channels, _STEM_WIDTH, image, size),
             _batch_norm("bn1", "conv1 output", channels, size),
             _relu("relu1", "bn1 output", channels * size**2),
-            Part(operators=(pool,)),
+            LayerPart(operators=(pool,)),
         ],
         inputs=(Tensor("images", pixels, residual=True, elsewhere=True),),
         outputs=("pooled",),
@@ -112,7 +112,7 @@ def _block(model: ModelSpec, form: BlockForm) -> LayerSpec:
         steps = [(c, w, 3, size, small), (w, out, 3, small, small)]
     else:
         steps = [(c, w, 1, size, size), (w, w, 3, size, small), (w, out, 1, small, small)]
-    parts, source, stream = list[Part](), "input", "input"
+    parts, source, stream = list[LayerPart](), "input", "input"
     for number, (inputs, outputs, kernel, before, after) in enumerate(steps, 1):
         parts.append(_convolution(f"conv{number}", source, inputs, outputs, kernel, before, after))
         parts.append(_batch_norm(f"bn{number}", f"conv{number} output", outputs, after))
@@ -132,7 +132,7 @@ def _block(model: ModelSpec, form: BlockForm) -> LayerSpec:
         in_place=True,
         passes=True,
     )
-    parts += [Part(operators=(add,)), _relu("relu", "sum", given)]
+    parts += [LayerPart(operators=(add,)), _relu("relu", "sum", given)]
     sizes = [f"c{c}", f"w{w}", f"out{out}", f"px{size}", f"stride{form.stride}"]
     return layer_of(
         f"resnet-{model.layer_type}:{','.join(sizes)}",
@@ -146,7 +146,7 @@ def _block(model: ModelSpec, form: BlockForm) -> LayerSpec:
 
 def _head(model: ModelSpec, last: BlockForm, shard: Shard) -> LayerSpec:
     channels, pixels = last.outputs, last.output_size**2
-    share = Share(shard, 1, 1, channels, 0, 0, 0, 0, model.num_classes)
+    share = RankShare(shard, 1, 1, channels, 0, 0, 0, 0, model.num_classes)
     pool = Operator(
         kernel=Pointwise("avgpool", channels * pixels, channels),
         reads=("input",),
@@ -156,7 +156,7 @@ def _head(model: ModelSpec, last: BlockForm, shard: Shard) -> LayerSpec:
     return layer_of(
         f"resnet-head:c{channels},px{last.output_size},classes{model.num_classes}",
         LayerKind.HEAD,
-        [Part(operators=(pool,)), output_distribution("means", share, name="fc", bias=True)],
+        [LayerPart(operators=(pool,)), output_distribution("means", share, name="fc", bias=True)],
         inputs=(Tensor("input", channels * pixels),),
         output_shapes=((1, model.num_classes),),
     )
@@ -172,7 +172,7 @@ def _halved(size: int) -> int:
     return -(-size // 2)
 
 
-def _convolution(name: str, source: str, inputs: int, outputs: int, width: int, before: int, after: int) -> Part:
+def _convolution(name: str, source: str, inputs: int, outputs: int, width: int, before: int, after: int) -> LayerPart:
     """A convolution without bias.
 
     Args:
@@ -191,10 +191,10 @@ def _convolution(name: str, source: str, inputs: int, outputs: int, width: int, 
         saves=(source,),
         parameters=(weight.name,),
     )
-    return Part(parameters=(weight,), operators=(operator,))
+    return LayerPart(parameters=(weight,), operators=(operator,))
 
 
-def _batch_norm(name: str, source: str, channels: int, size: int) -> Part:
+def _batch_norm(name: str, source: str, channels: int, size: int) -> LayerPart:
     """Reads its input twice: for its statistics, and to normalize. Keeps running statistics and counts microbatches."""
     elements = channels * size**2
     statistics = Tensor(f"{name} statistics", 2 * channels, FP32_BYTES, of_microbatch=True)
@@ -206,7 +206,7 @@ def _batch_norm(name: str, source: str, channels: int, size: int) -> Part:
         saves=(source, statistics.name),
         parameters=tuple(parameter.name for parameter in parameters),
     )
-    return Part(
+    return LayerPart(
         parameters=parameters,
         operators=(operator,),
         buffers=(
@@ -216,12 +216,12 @@ def _batch_norm(name: str, source: str, channels: int, size: int) -> Part:
     )
 
 
-def _relu(name: str, source: str, elements: int) -> Part:
+def _relu(name: str, source: str, elements: int) -> LayerPart:
     """In place; the next convolution's input is what its backward needs, too."""
     result = Tensor(f"{name} output", elements)
     kernel = Pointwise(name, elements, elements)
     operator = Operator(kernel=kernel, reads=(source,), makes=(result,), saves=(result.name,), in_place=True)
-    return Part(operators=(operator,))
+    return LayerPart(operators=(operator,))
 
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:

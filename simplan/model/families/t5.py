@@ -21,8 +21,8 @@ from simplan.model.implementations.eager_attention import EagerForm, eager_atten
 from simplan.model.layer import LayerKind, LayerSpec, Lookup, Operator, ParameterSpec, Pointwise, Tensor
 from simplan.model.parts.embedding_and_head import output_distribution
 from simplan.model.parts.mlp import gated_mlp, relu_mlp
-from simplan.model.parts.part import NormKind, Part, cast, hidden_input, layer_of, norm, residual
-from simplan.model.share import Share, share_of
+from simplan.model.parts.part import LayerPart, NormKind, cast, hidden_input, layer_of, norm, residual
+from simplan.model.share import RankShare, share_of
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
@@ -51,7 +51,7 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     )
 
 
-def _handed_on(model: ModelSpec, encoder: Share, decoder: Share) -> tuple[tuple[int, ...], ...]:
+def _handed_on(model: ModelSpec, encoder: RankShare, decoder: RankShare) -> tuple[tuple[int, ...], ...]:
     tables = (2, model.relative_attention_buckets, encoder.heads)
     return (*encoder.hidden_shapes, *decoder.hidden_shapes, tables)
 
@@ -63,14 +63,14 @@ def _key(model: ModelSpec, kind: str) -> str:
     return f"t5-{kind}:{','.join(sizes)}"
 
 
-def _inputs(model: ModelSpec, encoder: Share, decoder: Share, *, decodes: bool) -> tuple[Tensor, ...]:
+def _inputs(model: ModelSpec, encoder: RankShare, decoder: RankShare, *, decodes: bool) -> tuple[Tensor, ...]:
     tables = Tensor(_NAMES[2], 2 * model.relative_attention_buckets * encoder.heads, residual=True, elsewhere=True)
     states = Tensor(_ENCODED, encoder.own_tokens * encoder.hidden, elsewhere=True)
     first = states if decodes else hidden_input(encoder, _NAMES[0])
     return first, hidden_input(decoder, _NAMES[1], elsewhere=not decodes), tables
 
 
-def _embedding(model: ModelSpec, encoder: Share, decoder: Share) -> LayerSpec:
+def _embedding(model: ModelSpec, encoder: RankShare, decoder: RankShare) -> LayerSpec:
     """One lookup for the tokens of both stacks, then a tensor for each; every sequence gets a copy of the tables."""
     buckets, heads = model.relative_attention_buckets, encoder.heads
     tokens = encoder.tokens + decoder.tokens
@@ -98,14 +98,14 @@ def _embedding(model: ModelSpec, encoder: Share, decoder: Share) -> LayerSpec:
     return layer_of(
         f"t5-embedding:{','.join(sizes)}",
         LayerKind.EMBEDDING,
-        [Part(parameters=parameters, operators=operators)],
+        [LayerPart(parameters=parameters, operators=operators)],
         inputs=(),
         outputs=_NAMES,
         output_shapes=_handed_on(model, encoder, decoder),
     )
 
 
-def _encoder_block(model: ModelSpec, encoder: Share, decoder: Share, *, last: bool) -> LayerSpec:
+def _encoder_block(model: ModelSpec, encoder: RankShare, decoder: RankShare, *, last: bool) -> LayerSpec:
     """The last one also norms its output, from which all decoder blocks make keys and values."""
     source, tables = _NAMES[0], _NAMES[2]
     form = EagerForm(table=tables)
@@ -134,7 +134,7 @@ def _encoder_block(model: ModelSpec, encoder: Share, decoder: Share, *, last: bo
     )
 
 
-def _decoder_block(model: ModelSpec, encoder: Share, decoder: Share) -> LayerSpec:
+def _decoder_block(model: ModelSpec, encoder: RankShare, decoder: RankShare) -> LayerSpec:
     source, tables = _NAMES[1], _NAMES[2]
     form = EagerForm(causal=True, table=tables)
     return layer_of(
@@ -159,11 +159,11 @@ def _decoder_block(model: ModelSpec, encoder: Share, decoder: Share) -> LayerSpe
     )
 
 
-def _mlp(model: ModelSpec, share: Share) -> Part:
+def _mlp(model: ModelSpec, share: RankShare) -> LayerPart:
     return gated_mlp("norm2 output", share, activation="gelu") if model.gated_mlp else relu_mlp("norm2 output", share)
 
 
-def _head(model: ModelSpec, decoder: Share) -> LayerSpec:
+def _head(model: ModelSpec, decoder: RankShare) -> LayerSpec:
     """The first version scales what it applies the embedding to: it has no head that would learn a scale."""
     elements, source = decoder.tokens * decoder.hidden, _NAMES[1]
     if model.tied_embeddings:
@@ -173,7 +173,7 @@ def _head(model: ModelSpec, decoder: Share) -> LayerSpec:
             makes=(Tensor("scaled", elements, residual=True),),
         )
         narrow = cast("scaled", Tensor("scaled output", elements))
-        parts = [norm("norm", source, _NORM, decoder, for_matmuls=False), Part(operators=(scale, narrow))]
+        parts = [norm("norm", source, _NORM, decoder, for_matmuls=False), LayerPart(operators=(scale, narrow))]
     else:
         parts = [norm("norm", source, _NORM, decoder)]
     parts.append(output_distribution("scaled output" if model.tied_embeddings else "norm output", decoder))

@@ -12,9 +12,9 @@ from simplan.model.families.family import TRANSFORMER, Family, transformer_defau
 from simplan.model.layer import Gemm, LayerKind, LayerSpec, Operator, ParameterSpec, Pointwise, Tensor
 from simplan.model.parts.attention import AttentionForm
 from simplan.model.parts.embedding_and_head import output_distribution
-from simplan.model.parts.part import NormKind, Part, cast, hidden_input, layer_of, norm
+from simplan.model.parts.part import LayerPart, NormKind, cast, hidden_input, layer_of, norm
 from simplan.model.parts.prenorm import gelu_block
-from simplan.model.share import Share, share_of
+from simplan.model.share import RankShare, share_of
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
@@ -39,7 +39,7 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     block = gelu_block(model, share, _NORM, _ATTENTION, bias=True)
     token = Tensor("class token", share.hidden, residual=True)
     narrow = Tensor("class token for matmuls", share.hidden)
-    class_token = Part(operators=(Operator(reads=("norm output",), makes=(token,)), cast(token.name, narrow)))
+    class_token = LayerPart(operators=(Operator(reads=("norm output",), makes=(token,)), cast(token.name, narrow)))
     head = layer_of(
         f"vit-head:h{model.hidden_size},classes{model.num_classes},s{model.seq_len}{share.suffix}",
         LayerKind.HEAD,
@@ -54,11 +54,11 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     return (embedding, *(block for _ in range(model.num_hidden_layers)), head)
 
 
-def _patches(model: ModelSpec, share: Share) -> Part:
+def _patches(model: ModelSpec, share: RankShare) -> LayerPart:
     """A convolution whose stride is its width, which is a matrix product; the class token in front; positions."""
     n, h = share.tokens, share.hidden
     channels, width = model.num_channels, model.patch_size
-    return Part(
+    return LayerPart(
         parameters=(
             ParameterSpec("class_token", (h,)),
             ParameterSpec("pos_embedding", (n, h)),

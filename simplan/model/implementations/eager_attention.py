@@ -11,8 +11,8 @@ from typing import Any
 
 from simplan.model.layer import Attention, Lookup, Operator, Role, Tensor
 from simplan.model.parts.mlp import row_linear
-from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, Part, joined, linear, with_role
-from simplan.model.share import Share
+from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, LayerPart, joined, linear, with_role
+from simplan.model.share import RankShare
 
 __all__ = ["EagerForm", "eager_attention", "eager_core"]
 
@@ -35,7 +35,7 @@ class EagerForm:
     table: str = ""
 
 
-def eager_attention(form: EagerForm, source: str, keys: str, share: Share, num_keys: int) -> Part:
+def eager_attention(form: EagerForm, source: str, keys: str, share: RankShare, num_keys: int) -> LayerPart:
     """Queries, keys and values without biases, the attention core, and the projection, ``{prefix}proj output``.
 
     Args:
@@ -65,7 +65,7 @@ def eager_attention(form: EagerForm, source: str, keys: str, share: Share, num_k
     matrices += [linear(name, keys, (num_keys, q, h), joint=joint) for name in names[1:]]
     return joined(
         with_role(joined(*matrices), Role.ATTENTION, Role.COLUMN_PARALLEL),
-        Part(operators=tuple(attended), constants=_tables(form, n, num_keys)),
+        LayerPart(operators=tuple(attended), constants=_tables(form, n, num_keys)),
         with_role(row_linear(f"{prefix}proj", f"{form.name} output", q, share), Role.ATTENTION),
     )
 

@@ -8,8 +8,8 @@ from typing import Literal
 from simplan.model.implementations.eager_attention import eager_core
 from simplan.model.layer import Attention, CollectiveKind, Exchange, Operator, ParameterSpec, Pointwise, Role, Tensor
 from simplan.model.parts.mlp import column_linears, row_linear
-from simplan.model.parts.part import FP32_BYTES, MASK_BYTES, NormKind, Part, joined, norm_operator, with_role
-from simplan.model.share import Share
+from simplan.model.parts.part import FP32_BYTES, MASK_BYTES, LayerPart, NormKind, joined, norm_operator, with_role
+from simplan.model.share import RankShare
 
 __all__ = ["JOIN", "MASK", "SINKS", "AttentionForm", "Biases", "core_operator", "join_documents", "self_attention"]
 
@@ -53,7 +53,7 @@ class AttentionForm:
         return self.alibi or self.window > 0
 
 
-def self_attention(source: str, form: AttentionForm, share: Share) -> Part:
+def self_attention(source: str, form: AttentionForm, share: RankShare) -> LayerPart:
     """Queries, keys and values, the attention core, and the projection of its output, ``proj output``.
 
     Args:
@@ -64,18 +64,18 @@ def self_attention(source: str, form: AttentionForm, share: Share) -> Part:
     widths = {"qkv": share.q + 2 * share.kv} if form.fused else {"q": share.q, "k": share.kv, "v": share.kv}
     projected = column_linears(widths, source, share, bias=form.bias != "none")
     norms, turned, names = _on_queries_and_keys(form, share)
-    core = Part(operators=tuple(_core(form, share, names)), constants=_tables(form, share))
-    sinks, output = _sinks(share) if form.sinks else (Part(), _OUTPUT)
+    core = LayerPart(operators=tuple(_core(form, share, names)), constants=_tables(form, share))
+    sinks, output = _sinks(share) if form.sinks else (LayerPart(), _OUTPUT)
     projection = row_linear("proj", output, share.q, share, bias=form.bias == "all")
     projected, projection = with_role(projected, Role.ATTENTION), with_role(projection, Role.ATTENTION)
     return joined(projected, norms, turned, core, sinks, projection)
 
 
-def _on_queries_and_keys(form: AttentionForm, share: Share) -> tuple[Part, Part, tuple[str, ...]]:
+def _on_queries_and_keys(form: AttentionForm, share: RankShare) -> tuple[LayerPart, LayerPart, tuple[str, ...]]:
     """Their norms and their rotation, which saves nothing; and the names of what the core reads then."""
     n, sizes = share.tokens, {"q": share.q, "k": share.kv}
     names = {name: f"{name} output" for name in (*sizes, "v")}
-    norms = rotation = Part()
+    norms = rotation = LayerPart()
     if form.fused:
         parts = _parts("qkv output", n * share.q, n * share.kv)
         operators, names = [parts], dict(zip(names, (t.name for t in parts.makes), strict=True))
@@ -83,7 +83,7 @@ def _on_queries_and_keys(form: AttentionForm, share: Share) -> tuple[Part, Part,
             kernel, queries = Pointwise("line up queries", n * share.q, n * share.q), Tensor("q lined up", n * share.q)
             operators.append(Operator(kernel=kernel, reads=(names["q"],), makes=(queries,)))
             names["q"] = queries.name
-        norms = Part(operators=tuple(operators))
+        norms = LayerPart(operators=tuple(operators))
     if form.qk_norm != "none":
         each = form.qk_norm == "head"
         heads = {"q": share.heads, "k": share.kv_heads}
@@ -95,7 +95,7 @@ def _on_queries_and_keys(form: AttentionForm, share: Share) -> tuple[Part, Part,
             operators.append(norm_operator(f"{name}_norm", names[name], _RMS_NORM, made, rows, [weight]))
             parameters.append(weight)
             names[name] = made.name
-        norms = joined(norms, Part(parameters=tuple(parameters), operators=tuple(operators)))
+        norms = joined(norms, LayerPart(parameters=tuple(parameters), operators=tuple(operators)))
     if form.rotated:
         both = n * (share.q + share.kv)
         touched = both + round(form.rotated * both)
@@ -109,12 +109,12 @@ def _on_queries_and_keys(form: AttentionForm, share: Share) -> tuple[Part, Part,
             backward_scratch=(wide, wide),
         )
         tables = (Tensor("rotary tables", 2 * n * round(form.rotated * share.head_dim), FP32_BYTES),)
-        rotation = Part(operators=(operator,), constants=tables)
+        rotation = LayerPart(operators=(operator,), constants=tables)
         names |= {name: tensor.name for name, tensor in rotated.items()}
     return norms, rotation, tuple(names.values())
 
 
-def _sinks(share: Share) -> tuple[Part, str]:
+def _sinks(share: RankShare) -> tuple[LayerPart, str]:
     """The output of the core, scaled by what the sinks leave of it, sigmoid(logsumexp - sink); and its name."""
     elements = share.tokens * share.q
     scaled = Tensor("scaled attention output", elements)
@@ -126,7 +126,7 @@ def _sinks(share: Share) -> tuple[Part, str]:
         saves=(_OUTPUT,),
         parameters=(weight.name,),
     )
-    return Part(parameters=(weight,), operators=(operator,)), scaled.name
+    return LayerPart(parameters=(weight,), operators=(operator,)), scaled.name
 
 
 def core_operator(core: Attention, reads: tuple[str, ...], output: Tensor) -> Operator:
@@ -152,7 +152,7 @@ def _parts(source: str, q: int, kv: int) -> Operator:
     return Operator(reads=(source,), makes=makes, splits=True)
 
 
-def join_documents(elements: int, source: str, share: Share, result: str = _OUTPUT) -> Operator:
+def join_documents(elements: int, source: str, share: RankShare, result: str = _OUTPUT) -> Operator:
     """Copies the outputs of documents into one tensor; backward does as much for gradients of q, k and v.
 
     Args:
@@ -166,7 +166,7 @@ def join_documents(elements: int, source: str, share: Share, result: str = _OUTP
     return Operator(kernel=kernel, reads=(source,), makes=(Tensor(result, elements),))
 
 
-def _core(form: AttentionForm, share: Share, names: tuple[str, ...]) -> list[Operator]:
+def _core(form: AttentionForm, share: RankShare, names: tuple[str, ...]) -> list[Operator]:
     """The attention core and the collectives by which it gets at the keys of all tokens."""
     shard, n, q, kv = share.shard, share.tokens, share.tokens * share.q, share.tokens * share.kv
     if form.soft_cap:
@@ -248,7 +248,7 @@ def _ring(core: Attention, cp: int, elements: int, names: tuple[str, ...]) -> li
     ]
 
 
-def _tables(form: AttentionForm, share: Share) -> tuple[Tensor, ...]:
+def _tables(form: AttentionForm, share: RankShare) -> tuple[Tensor, ...]:
     """What is added to the scores of own queries and all keys they meet: for every head (ALiBi), or for all alike."""
     shard, n = share.shard, share.tokens
     if share.documents and form.masked:  # the table of the longest has those of all others in its corner

@@ -6,20 +6,20 @@ from dataclasses import replace
 
 from simplan.model.kernel import LOSS, TOKEN_TABLE
 from simplan.model.layer import CollectiveKind, Exchange, Lookup, Operator, ParameterSpec, Pointwise, Tensor
-from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, Part, cast, joined, linear
-from simplan.model.share import Share, for_columns, sum_of_rows
+from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, LayerPart, cast, joined, linear
+from simplan.model.share import RankShare, for_columns, sum_of_rows
 
 __all__ = ["output_distribution", "row_table", "token_lookup", "token_table"]
 
 
-def token_table(share: Share) -> Part:
+def token_table(share: RankShare) -> LayerPart:
     """The embedding ``wte``; its result is ``wte output``."""
     weight = ParameterSpec("wte.weight", (share.vocab, share.hidden))
     lookup, *summed = token_lookup(share, f"{TOKEN_TABLE} output", parameters=(weight.name,))
-    return Part(parameters=(weight,), operators=(lookup, *summed))
+    return LayerPart(parameters=(weight,), operators=(lookup, *summed))
 
 
-def token_lookup(share: Share, result: str, parameters: tuple[str, ...] = ()) -> list[Operator]:
+def token_lookup(share: RankShare, result: str, parameters: tuple[str, ...] = ()) -> list[Operator]:
     """What looks tokens up in the embedding; each tensor-parallel rank has a part of the rows.
 
     Args:
@@ -44,7 +44,7 @@ def token_lookup(share: Share, result: str, parameters: tuple[str, ...] = ()) ->
     return [lookup, summed]
 
 
-def row_table(name: str, source: str, rows: int, share: Share, *, add: str = "add") -> Part:
+def row_table(name: str, source: str, rows: int, share: RankShare, *, add: str = "add") -> LayerPart:
     """A table of which the own tokens of every sequence have the same rows, such as positions; added to the stream.
 
     Args:
@@ -58,7 +58,7 @@ def row_table(name: str, source: str, rows: int, share: Share, *, add: str = "ad
     found = Tensor(f"{name} output", own, residual=True, of_microbatch=True)
     weight = ParameterSpec(f"{name}.weight", (rows, share.hidden), share.partial)
     lookup = Lookup(name, share.own_tokens, share.hidden)
-    return Part(
+    return LayerPart(
         parameters=(weight,),
         operators=(
             Operator(kernel=lookup, makes=(found,), parameters=(weight.name,)),
@@ -73,8 +73,8 @@ def row_table(name: str, source: str, rows: int, share: Share, *, add: str = "ad
 
 
 def output_distribution(
-    source: str, share: Share, *, name: str = "lm_head", bias: bool = False, rows: int = 0, again: str = ""
-) -> Part:
+    source: str, share: RankShare, *, name: str = "lm_head", bias: bool = False, rows: int = 0, again: str = ""
+) -> LayerPart:
     """The output projection and the cross-entropy of its logits.
 
     Tensor-parallel ranks have their part of the vocabulary of all logits; the largest logit of every token, its sum of
@@ -95,7 +95,7 @@ def output_distribution(
     logits = f"{again}logits"
     matrix = linear(name, gathered.name, (n, v, h), bias=bias, result=logits)
     if again:  # its weights are there already
-        matrix = Part(operators=tuple(replace(operator, parameters=()) for operator in matrix.operators))
+        matrix = LayerPart(operators=tuple(replace(operator, parameters=()) for operator in matrix.operators))
     matrix = replace(matrix, operators=tuple(_of_logits(operator) for operator in matrix.operators))
     wide = Tensor(f"{logits} in FP32", n * v, FP32_BYTES, logits=True)
     kept = Tensor(f"{again}log-probabilities", n * v, FP32_BYTES, logits=True)
@@ -117,7 +117,7 @@ def output_distribution(
         exchanges = [(Operator(kernel=largest),), (Operator(kernel=sums), Operator(kernel=targets))]
     after, before = exchanges[1], exchanges[0]
     operators = (*before, loss_cast(logits, wide), loss, *after)
-    return joined(Part(operators=gathered.before), matrix, Part(operators=operators))
+    return joined(LayerPart(operators=gathered.before), matrix, LayerPart(operators=operators))
 
 
 def loss_cast(logits: str, wide: Tensor) -> Operator:

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 
 from simplan.model.layer import CollectiveKind, Exchange, Gemm, Kernel, Operator, ParameterSpec, Pointwise, Role, Tensor
 from simplan.model.parts.mlp import column_linears, gated, row_linear
-from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, Part, joined, linear, with_role
-from simplan.model.share import Share
+from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, LayerPart, joined, linear, with_role
+from simplan.model.share import RankShare
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
@@ -98,7 +98,7 @@ def experts_form(model: ModelSpec) -> ExpertsForm:
     )
 
 
-def shared_expert_mlp(form: ExpertsForm, share: Share) -> Part:
+def shared_expert_mlp(form: ExpertsForm, share: RankShare) -> LayerPart:
     """A gated MLP for all tokens, perhaps times a gate of one number a token; nothing where there is none.
 
     Args:
@@ -107,7 +107,7 @@ def shared_expert_mlp(form: ExpertsForm, share: Share) -> Part:
     """
     n, own, h, i = share.tokens, share.own_tokens, share.hidden, form.shared_width // share.shard.tp
     if not i:
-        return Part()
+        return LayerPart()
     mlp = joined(
         column_linears({"shared_gate": i, "shared_up": i}, _SOURCE, share),
         gated("shared_", n * i),
@@ -124,11 +124,11 @@ def shared_expert_mlp(form: ExpertsForm, share: Share) -> Part:
         makes=(Tensor("weighed shared output", own * h), sigmoid),
         saves=(output, sigmoid.name),
     )
-    whole = joined(mlp, with_role(gate, Role.GATING), Part(operators=(weigh,)))
+    whole = joined(mlp, with_role(gate, Role.GATING), LayerPart(operators=(weigh,)))
     return with_role(whole, Role.MLP, Role.SHARED_EXPERT)
 
 
-def expert_mlp(form: ExpertsForm, share: Share) -> Part:
+def expert_mlp(form: ExpertsForm, share: RankShare) -> LayerPart:
     """The router, the experts and what brings tokens there and back: ``combined output``.
 
     Args:
@@ -138,14 +138,14 @@ def expert_mlp(form: ExpertsForm, share: Share) -> Part:
     return with_role(joined(_router(form, share), _experts(form, share)), Role.MLP)
 
 
-def sum_of_experts(form: ExpertsForm, share: Share) -> Part:
+def sum_of_experts(form: ExpertsForm, share: RankShare) -> LayerPart:
     """The sum of what the chosen experts and the shared one make."""
     shared = "weighed shared output" if form.shared_gate else "shared_down output"
     made = Tensor("sum of experts", share.own_tokens * share.hidden)
-    return with_role(Part(operators=(Operator(reads=(_COMBINED, shared), makes=(made,), passes=True),)), Role.MLP)
+    return with_role(LayerPart(operators=(Operator(reads=(_COMBINED, shared), makes=(made,), passes=True),)), Role.MLP)
 
 
-def _router(form: ExpertsForm, share: Share) -> Part:
+def _router(form: ExpertsForm, share: RankShare) -> LayerPart:
     """Scores of all experts, the best of them and where their places are."""
     n, h, e = share.own_tokens, share.hidden, form.num_experts
     chosen = n * form.top_k
@@ -160,10 +160,10 @@ def _router(form: ExpertsForm, share: Share) -> Part:
         saves=(weights.name, experts.name),
     )
     router = linear("router", _SOURCE, (n, e, h), bias=form.router_bias, partial=both)
-    return joined(with_role(router, Role.GATING), Part(operators=(routing,)))
+    return joined(with_role(router, Role.GATING), LayerPart(operators=(routing,)))
 
 
-def _experts(form: ExpertsForm, share: Share) -> Part:
+def _experts(form: ExpertsForm, share: RankShare) -> LayerPart:
     shard = share.shard
     n, h, i, ep = share.own_tokens, share.hidden, form.width // shard.etp, shard.ep
     assert form.num_experts % ep == form.width % shard.etp == 0, (form, shard)
@@ -172,7 +172,7 @@ def _experts(form: ExpertsForm, share: Share) -> Part:
     rows = sent * shard.etp
     counted = min(rows, chosen * shard.etp)
 
-    def grouped(name: str, source: str, columns: int, inner: int, joint: str = "") -> Part:
+    def grouped(name: str, source: str, columns: int, inner: int, joint: str = "") -> LayerPart:
         gemm = Gemm(name, rows, columns, inner, own, counted if counted < rows else 0, joint=joint)
         weight = ParameterSpec(f"{name}.weight", (own, columns, inner), expert=shard.experts_apart)
         bias = ParameterSpec(f"{name}.bias", (own, columns), expert=shard.experts_apart)
@@ -183,7 +183,7 @@ def _experts(form: ExpertsForm, share: Share) -> Part:
             saves=(source,),
             parameters=(bias.name, weight.name) if form.bias else (weight.name,),
         )
-        return Part(parameters=(weight, bias) if form.bias else (weight,), operators=(operator,))
+        return LayerPart(parameters=(weight, bias) if form.bias else (weight,), operators=(operator,))
 
     there, back = _exchanges(sent * h, own, shard)
     dispatch = Operator(
@@ -193,7 +193,7 @@ def _experts(form: ExpertsForm, share: Share) -> Part:
         saves=(_TOKENS,),
     )
     return joined(
-        Part(operators=tuple(_chain([dispatch, *there], "", _INPUTS))),
+        LayerPart(operators=tuple(_chain([dispatch, *there], "", _INPUTS))),
         with_role(
             joined(
                 *(grouped(name, _INPUTS, i, h, "+".join(GATE_AND_UP)) for name in GATE_AND_UP),
@@ -202,8 +202,8 @@ def _experts(form: ExpertsForm, share: Share) -> Part:
             ),
             Role.EXPERTS,
         ),
-        Part(operators=tuple(_chain(back, "experts_down output", _RESULTS) if back else ())),
-        Part(operators=tuple(_combine(_RESULTS if back else "experts_down output", chosen, n, h))),
+        LayerPart(operators=tuple(_chain(back, "experts_down output", _RESULTS) if back else ())),
+        LayerPart(operators=tuple(_combine(_RESULTS if back else "experts_down output", chosen, n, h))),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from simplan.model.share import Share
+from simplan.model.share import RankShare
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["block_key", "embedding_key", "head_key"]
 
 
-def embedding_key(model: ModelSpec, share: Share, *more: str) -> str:
+def embedding_key(model: ModelSpec, share: RankShare, *more: str) -> str:
     """Key of the embedding of tokens.
 
     Args:
@@ -25,7 +25,7 @@ def embedding_key(model: ModelSpec, share: Share, *more: str) -> str:
     return f"{model.family}-embedding:{','.join(sizes)}{share.suffix}"
 
 
-def block_key(model: ModelSpec, share: Share, *more: str) -> str:
+def block_key(model: ModelSpec, share: RankShare, *more: str) -> str:
     """Key of a block; arguments as of ``embedding_key``."""
     heads = [f"a{model.num_attention_heads}", f"kv{model.num_key_value_heads}", f"d{model.head_dim}"]
     sizes = [f"h{model.hidden_size}", *heads, f"i{model.intermediate_size}", f"s{model.seq_len}", *more]
@@ -35,7 +35,7 @@ def block_key(model: ModelSpec, share: Share, *more: str) -> str:
     return f"{model.family}-block:{','.join(sizes)}{share.suffix}"
 
 
-def head_key(model: ModelSpec, share: Share, *more: str) -> str:
+def head_key(model: ModelSpec, share: RankShare, *more: str) -> str:
     """Key of the head of a language model; arguments as of ``embedding_key``."""
     sizes = [f"h{model.hidden_size}", f"v{model.vocab_size}", *more, f"s{model.seq_len}"]
     return f"{model.family}-head:{','.join(sizes)}{share.suffix}"

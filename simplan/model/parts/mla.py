@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from simplan.model.layer import Attention, Operator, ParameterSpec, Pointwise, Role, Tensor
 from simplan.model.parts.attention import core_operator, join_documents
 from simplan.model.parts.mlp import column_linears, row_linear
-from simplan.model.parts.part import FP32_BYTES, NormKind, Part, joined, linear, norm_operator, with_role
-from simplan.model.share import Share, for_columns
+from simplan.model.parts.part import FP32_BYTES, LayerPart, NormKind, joined, linear, norm_operator, with_role
+from simplan.model.share import RankShare, for_columns
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
@@ -64,7 +64,7 @@ def latent_form(model: ModelSpec) -> LatentForm:
     )
 
 
-def latent_attention(form: LatentForm, share: Share) -> Part:
+def latent_attention(form: LatentForm, share: RankShare) -> LayerPart:
     """Queries, the vectors behind keys and values, the attention core, and the projection of its output.
 
     Tensor-parallel ranks have some of the heads each. The matrices that make the narrow vectors are whole on all of
@@ -111,9 +111,9 @@ def latent_attention(form: LatentForm, share: Share) -> Part:
     return joined(
         with_role(queries, Role.ATTENTION),
         with_role(narrow, Role.ATTENTION),
-        Part(parameters=(weight,), operators=(normed, cut, *turned.before)),
+        LayerPart(parameters=(weight,), operators=(normed, cut, *turned.before)),
         keys,
-        Part(
+        LayerPart(
             operators=(rotate, assemble, *attended, cut_values),
             constants=(Tensor("rotary tables", 2 * n * form.rotated, FP32_BYTES),),
         ),
@@ -121,7 +121,7 @@ def latent_attention(form: LatentForm, share: Share) -> Part:
     )
 
 
-def _queries(form: LatentForm, share: Share) -> Part:
+def _queries(form: LatentForm, share: RankShare) -> LayerPart:
     """Queries of all heads, ``q output`` or ``q_b output``."""
     own, h, q = share.own_tokens, share.hidden, share.heads * form.head
     if not form.q_rank:
@@ -130,10 +130,10 @@ def _queries(form: LatentForm, share: Share) -> Part:
     normed, weight = _narrow_norm("q_a", form.q_rank, share)
     wide = column_linears({"q_b": q}, "q_a_norm output", share, inner=form.q_rank)
     wide = with_role(wide, Role.UP_PROJECTION)
-    return joined(narrow, Part(parameters=(weight,), operators=(normed,)), wide)
+    return joined(narrow, LayerPart(parameters=(weight,), operators=(normed,)), wide)
 
 
-def _narrow_norm(name: str, width: int, share: Share) -> tuple[Operator, ParameterSpec]:
+def _narrow_norm(name: str, width: int, share: RankShare) -> tuple[Operator, ParameterSpec]:
     """The norm of a narrow vector, the first columns of what a matrix gives."""
     weight = ParameterSpec(f"{name}_norm.weight", (width,), share.partial)
     result = Tensor(f"{name}_norm output", share.own_tokens * width)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from simplan.model.layer import Operator, Pointwise, Role, Tensor
-from simplan.model.parts.part import Part, joined, linear, with_role
-from simplan.model.share import Share, for_columns, sum_of_rows
+from simplan.model.parts.part import LayerPart, joined, linear, with_role
+from simplan.model.share import RankShare, for_columns, sum_of_rows
 
 __all__ = ["activated", "column_linears", "gated", "gated_mlp", "gelu_mlp", "relu_mlp", "row_linear"]
 
 
-def gelu_mlp(source: str, share: Share, *, bias: bool) -> Part:
+def gelu_mlp(source: str, share: RankShare, *, bias: bool) -> LayerPart:
     """Up, GELU, down.
 
     Args:
@@ -26,7 +26,7 @@ def gelu_mlp(source: str, share: Share, *, bias: bool) -> Part:
     return with_role(mlp, Role.MLP)
 
 
-def relu_mlp(source: str, share: Share) -> Part:
+def relu_mlp(source: str, share: RankShare) -> LayerPart:
     """Up, ReLU, down; no biases. The backward of ReLU needs its output only, which the last matrix needs anyway.
 
     Args:
@@ -42,7 +42,7 @@ def relu_mlp(source: str, share: Share) -> Part:
     return with_role(mlp, Role.MLP)
 
 
-def gated_mlp(source: str, share: Share, *, activation: str = "silu") -> Part:
+def gated_mlp(source: str, share: RankShare, *, activation: str = "silu") -> LayerPart:
     """Gate and up, SiLU (or another function) of the one times the other, down; no biases.
 
     Args:
@@ -59,7 +59,7 @@ def gated_mlp(source: str, share: Share, *, activation: str = "silu") -> Part:
     return with_role(mlp, Role.MLP)
 
 
-def activated(name: str, source: str, elements: int, *, saves: str = "", result: Tensor | None = None) -> Part:
+def activated(name: str, source: str, elements: int, *, saves: str = "", result: Tensor | None = None) -> LayerPart:
     """A function of every element, whose backward needs its input.
 
     Args:
@@ -71,10 +71,10 @@ def activated(name: str, source: str, elements: int, *, saves: str = "", result:
     """
     made = result or Tensor(f"{name} output", elements)
     kernel = Pointwise(name, elements, elements, like="gelu")
-    return Part(operators=(Operator(kernel=kernel, reads=(source,), makes=(made,), saves=(saves or source,)),))
+    return LayerPart(operators=(Operator(kernel=kernel, reads=(source,), makes=(made,), saves=(saves or source,)),))
 
 
-def gated(prefix: str, elements: int, activation: str = "silu") -> Part:
+def gated(prefix: str, elements: int, activation: str = "silu") -> LayerPart:
     """The activation of one half times the other, ``{prefix}gate output`` and ``{prefix}up output``; one kernel.
 
     Args:
@@ -97,10 +97,12 @@ def gated(prefix: str, elements: int, activation: str = "silu") -> Part:
         saves=(made.name, up),
         saves_for=((made.name, up), (up, made.name)),
     )
-    return Part(operators=(function, product))
+    return LayerPart(operators=(function, product))
 
 
-def column_linears(widths: dict[str, int], source: str, share: Share, *, bias: bool = False, inner: int = 0) -> Part:
+def column_linears(
+    widths: dict[str, int], source: str, share: RankShare, *, bias: bool = False, inner: int = 0
+) -> LayerPart:
     """Matrices of one input, split by columns; the result of each is ``{name} output``.
 
     Args:
@@ -117,10 +119,10 @@ def column_linears(widths: dict[str, int], source: str, share: Share, *, bias: b
         linear(name, gathered.name, (share.tokens, width, k), bias=bias, joint=joint) for name, width in widths.items()
     )
     matrices = with_role(joined(*linears), Role.COLUMN_PARALLEL)
-    return joined(Part(operators=gathered.before), matrices)
+    return joined(LayerPart(operators=gathered.before), matrices)
 
 
-def row_linear(name: str, source: str, inner: int, share: Share, *, bias: bool = False) -> Part:
+def row_linear(name: str, source: str, inner: int, share: RankShare, *, bias: bool = False) -> LayerPart:
     """A matrix split by rows, whose parts are summed over ranks; its result is ``{name} output``.
 
     Args:
@@ -134,4 +136,4 @@ def row_linear(name: str, source: str, inner: int, share: Share, *, bias: bool =
     parts = f"parts of {result}" if share.shard.tp > 1 else result
     part = linear(name, source, (share.tokens, share.hidden, inner), bias=bias, result=parts)
     part = with_role(part, Role.ROW_PARALLEL)
-    return part if share.shard.tp == 1 else joined(part, Part(operators=tuple(sum_of_rows(parts, result, share))))
+    return part if share.shard.tp == 1 else joined(part, LayerPart(operators=tuple(sum_of_rows(parts, result, share))))

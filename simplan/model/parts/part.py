@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from simplan.model.layer import Gemm, LayerKind, LayerSpec, Operator, ParameterSpec, Pointwise, Role, Tensor
-from simplan.model.share import Share
+from simplan.model.share import RankShare
 
 __all__ = [
     "FP32_BYTES",
     "INDEX_BYTES",
     "MASK_BYTES",
+    "LayerPart",
     "NormKind",
-    "Part",
     "cast",
     "concatenation",
     "hidden_input",
@@ -38,7 +38,7 @@ _NORM_SCRATCH = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class LayerPart:
     """A piece of a layer; forward runs the pieces in order, backward in reverse.
 
     Attributes:
@@ -51,9 +51,9 @@ class Part:
     buffers: tuple[Tensor, ...] = ()
 
 
-def joined(*parts: Part) -> Part:
+def joined(*parts: LayerPart) -> LayerPart:
     """Several parts as one."""
-    return Part(
+    return LayerPart(
         parameters=tuple(parameter for part in parts for parameter in part.parameters),
         operators=tuple(operator for part in parts for operator in part.operators),
         constants=tuple(table for part in parts for table in part.constants),
@@ -64,7 +64,7 @@ def joined(*parts: Part) -> Part:
 def layer_of(
     key: str,
     kind: LayerKind,
-    parts: Iterable[Part],
+    parts: Iterable[LayerPart],
     *,
     inputs: tuple[Tensor, ...],
     output_shapes: tuple[tuple[int, ...], ...],
@@ -116,12 +116,12 @@ class NormKind:
     bias: bool
 
 
-def hidden_input(share: Share, name: str = "input", *, elsewhere: bool = False) -> Tensor:
+def hidden_input(share: RankShare, name: str = "input", *, elsewhere: bool = False) -> Tensor:
     """Hidden states that a layer gets; ``elsewhere`` as of ``Tensor``."""
     return Tensor(name, share.own_tokens * share.hidden, residual=True, elsewhere=elsewhere)
 
 
-def rewired(part: Part, old: str, new: str) -> Part:
+def rewired(part: LayerPart, old: str, new: str) -> LayerPart:
     """The same, applied to another tensor.
 
     Args:
@@ -140,7 +140,7 @@ def rewired(part: Part, old: str, new: str) -> Part:
     return replace(part, operators=operators)
 
 
-def with_role(part: Part, *roles: Role) -> Part:
+def with_role(part: LayerPart, *roles: Role) -> LayerPart:
     """The same, all of whose operators have some roles as well."""
     return replace(part, operators=tuple(replace(o, roles=o.roles.union(roles)) for o in part.operators))
 
@@ -159,7 +159,7 @@ def linear(
     partial: tuple[bool, bool] = (False, False),
     result: str = "",
     joint: str = "",
-) -> Part:
+) -> LayerPart:
     """A matrix of weights, and perhaps a bias, that a tensor is multiplied with.
 
     Args:
@@ -181,10 +181,10 @@ def linear(
         saves=(source,),
         parameters=tuple(parameter.name for parameter in reversed(parameters)),
     )
-    return Part(parameters=parameters, operators=(operator,))
+    return LayerPart(parameters=parameters, operators=(operator,))
 
 
-def norm(name: str, source: str, kind: NormKind, share: Share, *, for_matmuls: bool = True) -> Part:
+def norm(name: str, source: str, kind: NormKind, share: RankShare, *, for_matmuls: bool = True) -> LayerPart:
     """A norm over the hidden size of the own tokens.
 
     Args:
@@ -204,7 +204,7 @@ def norm(name: str, source: str, kind: NormKind, share: Share, *, for_matmuls: b
     if for_matmuls:
         operators = [replace(operators[0], roles=frozenset({Role.NORM}))]
         operators.append(cast(normed.name, Tensor(f"{name} output", own)))
-    return Part(parameters=tuple(parameters), operators=tuple(operators))
+    return LayerPart(parameters=tuple(parameters), operators=tuple(operators))
 
 
 def norm_operator(
@@ -231,7 +231,7 @@ def norm_operator(
     )
 
 
-def concatenation(name: str, sources: tuple[str, ...], share: Share) -> Part:
+def concatenation(name: str, sources: tuple[str, ...], share: RankShare) -> LayerPart:
     """Puts several tensors as wide as the hidden states side by side, for a matmul.
 
     Args:
@@ -241,10 +241,10 @@ def concatenation(name: str, sources: tuple[str, ...], share: Share) -> Part:
     """
     elements = len(sources) * share.own_tokens * share.hidden
     kernel = Pointwise("concatenate", elements, elements, moves=True)
-    return Part(operators=(Operator(kernel=kernel, reads=sources, makes=(Tensor(name, elements),)),))
+    return LayerPart(operators=(Operator(kernel=kernel, reads=sources, makes=(Tensor(name, elements),)),))
 
 
-def residual(name: str, stream: str, branch: str, share: Share) -> Part:
+def residual(name: str, stream: str, branch: str, share: RankShare) -> LayerPart:
     """Adds the output of a branch to the residual stream.
 
     Args:
@@ -262,4 +262,4 @@ def residual(name: str, stream: str, branch: str, share: Share) -> Part:
         roles=frozenset({Role.RESIDUAL}),
         forward_scratch=(Tensor(f"{branch}, upcast", own, residual=True, widened=True),),
     )
-    return Part(operators=(add,))
+    return LayerPart(operators=(add,))

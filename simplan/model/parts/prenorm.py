@@ -11,7 +11,7 @@ from simplan.model.parts.embedding_and_head import output_distribution
 from simplan.model.parts.keys import block_key, head_key
 from simplan.model.parts.mlp import gelu_mlp
 from simplan.model.parts.part import NormKind, hidden_input, layer_of, norm, residual
-from simplan.model.share import Share
+from simplan.model.share import RankShare
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["gelu_block", "vocabulary_head"]
 
 
-def gelu_block(model: ModelSpec, share: Share, kind: NormKind, form: AttentionForm, *, bias: bool) -> LayerSpec:
+def gelu_block(model: ModelSpec, share: RankShare, kind: NormKind, form: AttentionForm, *, bias: bool) -> LayerSpec:
     """Norm, attention, norm, GELU MLP.
 
     Args:
@@ -45,7 +45,7 @@ def gelu_block(model: ModelSpec, share: Share, kind: NormKind, form: AttentionFo
     )
 
 
-def vocabulary_head(model: ModelSpec, share: Share, kind: NormKind) -> LayerSpec:
+def vocabulary_head(model: ModelSpec, share: RankShare, kind: NormKind) -> LayerSpec:
     """Norm and the distribution over the vocabulary, perhaps by the embedding's weights, and of later tokens, too.
 
     Of the inputs it keeps the last one alone: the others are those of layers before it, which keep them.

@@ -16,7 +16,7 @@ from simplan.program.action import Action, ActionKind, Table
 from simplan.program.folding import Folding, unfolded
 from simplan.program.lowering.fsdp import FsdpHooks, FsdpListHooks
 from simplan.program.lowering.hooks import DdpHooks, Hooks
-from simplan.program.lowering.offload import ActivationOffload
+from simplan.program.lowering.offload import OffloadedActivations
 from simplan.program.lowering.optimizer_step import complete_gradients, step_optimizer
 from simplan.program.lowering.rows import ActionVariant, row_of_actions
 from simplan.program.lowering.script import Scripts, Segment, in_order
@@ -212,7 +212,7 @@ class _RankLowering:
         self.numbers: dict[Hashable, int] = {}  # of actions that are told apart
         self.writer = RankWriter(rank, builder, folding, ordered_messages=ordered, receives_ahead=ahead)
         self.hooks = _hooks(stages, self.writer, how)
-        self.offload = ActivationOffload(stages, self.writer, host_waits=how.host_waits)
+        self.offload = OffloadedActivations(stages, self.writer, host_waits=how.host_waits)
         self.states = RankStates(stages, rank)
         mapping = stages.mapping
         self.groups = mapping.exchanging_groups(rank)

@@ -18,7 +18,7 @@ from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.writer import RankWriter
 from simplan.program.program import MemoryCategory, MemoryEffect
 
-__all__ = ["ActivationOffload", "backward_follows"]
+__all__ = ["OffloadedActivations", "backward_follows"]
 
 _ACTIVATIONS, _HOST = MemoryCategory.ACTIVATIONS, MemoryCategory.HOST
 
@@ -52,7 +52,7 @@ def backward_follows(row: Sequence[Action]) -> frozenset[Action]:
     )
 
 
-class ActivationOffload:
+class OffloadedActivations:
     """Activations of one rank.
 
     All that a block keeps for its backward is copied to the host once its forward has ended, and let go of before the

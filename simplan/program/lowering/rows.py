@@ -13,7 +13,7 @@ from simplan.program.action import Action, ActionKind
 from simplan.program.lowering.walk import ALL_SENT, Integers
 from simplan.program.tables.complete import last_backwards
 
-__all__ = ["ActionVariant", "Row", "paired_actions", "row_of_actions"]
+__all__ = ["ActionVariant", "RankRow", "paired_actions", "row_of_actions"]
 
 _NOTHING = -1
 _K = ActionKind
@@ -44,7 +44,7 @@ class ActionVariant(NamedTuple):
         return self._replace(action=action._replace(stage=leading.get(action.stage, action.stage)))
 
 
-class Row(NamedTuple):
+class RankRow(NamedTuple):
     """The actions of a row in the order in which they are lowered.
 
     Attributes:
@@ -76,7 +76,7 @@ class _Row:
         return id(self.row)
 
 
-def row_of_actions(row: Sequence[Action], *, synchronous: bool, overlaps_experts: bool) -> Row:
+def row_of_actions(row: Sequence[Action], *, synchronous: bool, overlaps_experts: bool) -> RankRow:
     """The row of a rank.
 
     Args:
@@ -88,7 +88,7 @@ def row_of_actions(row: Sequence[Action], *, synchronous: bool, overlaps_experts
 
 
 @lru_cache(maxsize=1024)
-def _row(kept: _Row, synchronous: bool, overlaps_experts: bool) -> Row:
+def _row(kept: _Row, synchronous: bool, overlaps_experts: bool) -> RankRow:
     row = kept.row
     last = set(last_backwards((row,)).values())
     paired = paired_actions(row) if overlaps_experts else frozenset()
@@ -114,7 +114,7 @@ def _row(kept: _Row, synchronous: bool, overlaps_experts: bool) -> Row:
             listed.append(variant)
         entries.append((stage, -1 if action.microbatch is None else action.microbatch, variants[key], needs))
     stage, microbatch, which, needed = np.array(entries, np.int64).reshape(-1, 4).T
-    return Row(tuple(row), stage, microbatch, which, needed, listed)
+    return RankRow(tuple(row), stage, microbatch, which, needed, listed)
 
 
 def paired_actions(row: Sequence[Action]) -> frozenset[Action]:

@@ -10,7 +10,7 @@ from simplan.accuracy.result import Accuracy
 from simplan.accuracy.statistics import StepTimeFigures
 from simplan.report.accuracy import accuracy_head
 
-__all__ = ["ERRORS", "AccuracyPlot", "Panel", "Point", "accuracy_plot", "time_ticks"]
+__all__ = ["ERRORS", "AccuracyPlot", "Panel", "PlotPoint", "accuracy_plot", "time_ticks"]
 
 ERRORS = {1.2: (-0.1, 0.0, 0.1), 1.5: (-0.25, 0.0, 0.25), 2.0: (-0.3, 0.0, 0.5), 3.0: (-0.5, 0.0, 1.0)}
 """Largest ratio that a panel shows, and its inverse is the least; which errors are marked at its side."""
@@ -19,7 +19,7 @@ _LEAST_RANGE = 4.0  # of the times, last over first, so that there is a round on
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class PlotPoint:
     """One run.
 
     Attributes:
@@ -51,7 +51,7 @@ class Panel:
 
     name: str
     figures: StepTimeFigures
-    points: tuple[Point, ...]
+    points: tuple[PlotPoint, ...]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class AccuracyPlot:
     panels: tuple[Panel, ...]
 
     @cached_property
-    def points(self) -> tuple[Point, ...]:
+    def points(self) -> tuple[PlotPoint, ...]:
         """Of all panels."""
         return tuple(point for panel in self.panels for point in panel.points)
 
@@ -93,7 +93,9 @@ def accuracy_plot(result: Accuracy) -> AccuracyPlot | None:
     figures = result.by_file
     for file, name in result.names.items():
         points = tuple(
-            Point(outcome.run.id, outcome.run.measured.step_time_s, outcome.predicted.step_time_s, outcome.in_interval)
+            PlotPoint(
+                outcome.run.id, outcome.run.measured.step_time_s, outcome.predicted.step_time_s, outcome.in_interval
+            )
             for outcome in result.of_file(file)
             if outcome.predicted is not None and outcome.run.measured.step_time_s is not None
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from xml.etree import ElementTree
 
-from simplan.report.drawings.accuracy_plot import ERRORS, AccuracyPlot, Panel, Point, time_ticks
+from simplan.report.drawings.accuracy_plot import ERRORS, AccuracyPlot, Panel, PlotPoint, time_ticks
 from simplan.report.drawings.drawing_labels import clean
 from simplan.report.drawings.svg import DARK, PAPER, SOFT, Element, line, picture, rect, text, written
 from simplan.units import counted, format_percent, format_time
@@ -103,7 +103,7 @@ class _Frame:
         group.extend(self._mark(point, colour) for point in panel.points)
         return group
 
-    def _mark(self, point: Point, colour: str) -> Element:
+    def _mark(self, point: PlotPoint, colour: str) -> Element:
         """A dot, hollow where the truth was outside of the interval, a triangle where it lies beyond the panel."""
         filled = {"fill": colour, "fill-opacity": _OPACITY}
         hollow = {"fill": "none", "stroke": colour, "stroke-width": "1.4"}

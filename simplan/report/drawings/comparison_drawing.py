@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 from simplan.report.drawings.drawing import Box, draw_timeline
 from simplan.runs.measurement import Measurement
-from simplan.validate.activity import Activity, Piece, Share, pieces_of, predicted_activity
+from simplan.validate.activity import Activity, ActivityShare, Piece, pieces_of, predicted_activity
 from simplan.validate.measured import measured_timeline, predicted_timeline
 from simplan.validate.measured_activity import measured_activity
 
 __all__ = ["ComparedRow", "ComparisonDrawing", "draw_comparison"]
 
 _MOST_RANKS = 16
-_STRIPES = (Share.EXPOSED_COMMUNICATION, Share.UNEXPLAINED)
+_STRIPES = (ActivityShare.EXPOSED_COMMUNICATION, ActivityShare.UNEXPLAINED)
 
 
 @dataclass(frozen=True, slots=True)

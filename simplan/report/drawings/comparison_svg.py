@@ -12,7 +12,7 @@ from simplan.report.drawings.drawing_labels import WORDS, clean, ticks
 from simplan.report.drawings.drawing_svg import COLOURS, fill_of, ink_on
 from simplan.report.drawings.svg import DARK, PAPER, SOFT, Element, line, picture, rect, text, written
 from simplan.units import format_time
-from simplan.validate.activity import Piece, Share
+from simplan.validate.activity import ActivityShare, Piece
 
 __all__ = ["comparison_html", "comparison_svg"]
 
@@ -20,7 +20,7 @@ _WIDTH, _LEFT, _RIGHT, _TOP = 1200, 132, 84, 76
 _LANE_HEIGHT, _PAIR_DISTANCE, _TICK_DISTANCE = 26, 66, 100
 _STRIPE_HEIGHT = 8
 _LANE, _GRID = "#eef0f3", "#c9ced6"
-_STRIPES = {Share.EXPOSED_COMMUNICATION: "#8e44ad", Share.UNEXPLAINED: "#c0392b"}
+_STRIPES = {ActivityShare.EXPOSED_COMMUNICATION: "#8e44ad", ActivityShare.UNEXPLAINED: "#c0392b"}
 _LABEL_PX, _LEGEND_PX = 7.0, 6.6
 
 
@@ -107,7 +107,7 @@ def _stripe(piece: Piece, drawing: ComparisonDrawing, top: float) -> Element:
 def _legend(drawing: ComparisonDrawing, top: float) -> list[Element]:
     kinds = {box.action.kind for row in drawing.rows for box in row.boxes}
     entries = [(COLOURS[kind], WORDS[kind]) for kind in ActionKind if kind in kinds]
-    words = {Share.EXPOSED_COMMUNICATION: "exposed communication", Share.UNEXPLAINED: "unexplained"}
+    words = {ActivityShare.EXPOSED_COMMUNICATION: "exposed communication", ActivityShare.UNEXPLAINED: "unexplained"}
     entries += [(_STRIPES[share], words[share]) for share in _STRIPES]
     entries.append((_LANE, "waiting"))
     parts, left = [], float(_LEFT)

@@ -24,7 +24,7 @@ from simplan.program.program import LayerWork, Message, Phase
 from simplan.program.tables.partition import assign_stage_layers, balanced_assignment
 from simplan.training.optimizer import LAYERWISE
 
-__all__ = ["Floats", "LayerSums", "LayerSumsCache", "Prices", "StageSums"]
+__all__ = ["CostCache", "Floats", "LayerSums", "LayerSumsCache", "StageSums"]
 
 _WHOLE_MODEL = ((Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0)),)
 """A table of one microbatch through all layers."""
@@ -137,10 +137,10 @@ class LayerSumsCache:
             )
         return found
 
-    def prices(self, plan: ParallelPlan) -> Prices:
+    def prices(self, plan: ParallelPlan) -> CostCache:
         """Prices of what a plan does."""
         job = self._job.with_plan(plan)
-        return Prices(cost_model(job, self._calibration), sends=job.cluster.cores_per_node is None)
+        return CostCache(cost_model(job, self._calibration), sends=job.cluster.cores_per_node is None)
 
     def _split_of(self, plan: ParallelPlan) -> Hashable:
         """What the layers of a rank depend on; the number of microbatches where weights are quantized once for all."""
@@ -204,7 +204,7 @@ class _PassTimes:
         prices: Of work and messages.
     """
 
-    def __init__(self, job: Job, plan: ParallelPlan, stages: Stages, prices: Prices) -> None:
+    def __init__(self, job: Job, plan: ParallelPlan, stages: Stages, prices: CostCache) -> None:
         self._groups = RankMapping.of(plan).exchanging_groups(0)
         self._hidden = {"cp"} if plan.cp > 1 and plan.cp_comm == "ring" else set()
         if job.software.expert_overlap:
@@ -225,7 +225,7 @@ class _PassTimes:
         return pass_time_s(segments, self._groups, self._prices.work_s, self._prices.message_s, self._hidden)
 
 
-class Prices:
+class CostCache:
     """Seconds of work and messages by a cost model, without its words.
 
     Args:

@@ -13,7 +13,7 @@ from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.lowering.units import Unit, fsdp_units
 from simplan.program.program import Message
-from simplan.search.bounds.layer_sums import Floats, Prices
+from simplan.search.bounds.layer_sums import CostCache, Floats
 from simplan.search.candidates import Candidates
 
 __all__ = ["ShardingTimes", "UnitTimes"]
@@ -78,7 +78,7 @@ class ShardingTimes:
         prices: Of messages.
     """
 
-    def __init__(self, job: Job, prices: Prices) -> None:
+    def __init__(self, job: Job, prices: CostCache) -> None:
         self._job, self._prices = job, prices
         self._alone: dict[Hashable, _PassMessages] = {}
         self._by_layer: dict[Hashable, tuple[Floats, Floats]] = {}

@@ -12,7 +12,7 @@ from simplan.job import Job
 from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.program import Message
-from simplan.search.bounds.layer_sums import Floats, LayerSums, Prices, StageSums
+from simplan.search.bounds.layer_sums import CostCache, Floats, LayerSums, StageSums
 from simplan.search.bounds.sharding_times import ShardingTimes, UnitTimes
 from simplan.search.candidates import Candidates, Column
 from simplan.software.software import StateBytes
@@ -76,7 +76,7 @@ class StepTimeBound:
         prices: Of messages, which cost the same under all plans.
     """
 
-    def __init__(self, job: Job, prices: Prices) -> None:
+    def __init__(self, job: Job, prices: CostCache) -> None:
         self._job, self._prices = job, prices
         kernels, software = job.cluster.device.kernels, job.software
         self._shares_evenly = software.optimizer_shards == "elements"

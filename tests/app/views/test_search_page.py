@@ -15,7 +15,7 @@ from streamlit.testing.v1 import AppTest
 
 from app import basket
 from app.figures.plans import AXES, COLOURS
-from app.jobs.job import Job, Jobs, State
+from app.jobs.job import BackgroundJob, Jobs, State
 from app.jobs.messages import Question, Update
 from app.jobs.server import searches
 from app.jobs.tasks import search_plans
@@ -86,7 +86,7 @@ def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest
     assert [sum(plan.explanation is not None for plan in update.value.ranked) for update in later] == [0, 1, 2]
     assert all(not update.value.interrupted and update.value.space == whole.space for update in later)
     assert [plan.plan for plan in later[0].value.ranked] == [plan.plan for plan in whole.ranked]
-    job = Job(Question(search_plans, (text,)))
+    job = BackgroundJob(Question(search_plans, (text,)))
     job.state, job.update, job.value = State.RUNNING, later[1], later[1].value
     monkeypatch.setattr(Jobs, "find", lambda *_: job)
     monkeypatch.setattr("app.components.progress.follow", lambda *_: None)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from streamlit.testing.v1 import AppTest
 
 from app.components import published
-from app.jobs.job import Job, Jobs
+from app.jobs.job import BackgroundJob, Jobs
 from app.jobs.messages import Question
 from app.jobs.server import runs, searches
 from app.jobs.tasks import predict_published
@@ -84,7 +84,7 @@ def test_published_runs_of_the_repository_are_offered() -> None:
 def test_a_source_is_said_to_be_fitted_or_held_out(source: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read = published._read(source)
     assert read.runs
-    job = Job(Question(predict_published, ([replace(read, runs=read.runs[:1])],), tells=True))
+    job = BackgroundJob(Question(predict_published, ([replace(read, runs=read.runs[:1])],), tells=True))
     job.run_here()
     monkeypatch.setattr(Jobs, "find", lambda *_: job)
     page = opened("validate", view={"source": source})

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from executor.calibration.calibrate import calibrate
-from executor.calibration.communication_timing import Link, group_shapes, receiving_s, warmed_up
+from executor.calibration.communication_timing import TimedLink, group_shapes, receiving_s, warmed_up
 from executor.calibration.layer_timing import time_layers
 from executor.calibration.timing import Bench, Stopwatch, sample_of, wide
 from executor.distributed import low_precision
@@ -176,7 +176,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 def test_sizes_that_take_too_long_for_the_time_there_is_are_left_out(budget_s: float, timed: list[int]) -> None:
     """A link that takes a microsecond a byte: a quarter of a second for the largest size."""
     links = [
-        Link(CollectiveKind.ALL_REDUCE, 2, 2, num_bytes, partial(time.sleep, num_bytes * 1e-6))
+        TimedLink(CollectiveKind.ALL_REDUCE, 2, 2, num_bytes, partial(time.sleep, num_bytes * 1e-6))
         for num_bytes in (256 * KIB, 4 * KIB, 64 * KIB)
     ]
     assert [link.num_bytes for link in warmed_up(links, Stopwatch(torch.device("cpu")), budget_s)] == timed
