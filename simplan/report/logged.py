@@ -1,4 +1,4 @@
-"""A prediction beside what a log says, in words: how far it is off, and what of it could be to blame."""
+"""Prediction next to the values of a training log, as text: the error, and the terms that could explain it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``plan:`` may say, with its values, its defaults and what it is for."""
+"""Fields of ``plan:`` with values, default and description."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def plan_fields() -> list[dict[str, str]]:
 
 
 def values_of(annotation: Any, metadata: list[Any]) -> str:
-    """In words what a field takes: choices, true or false, a name, a range of numbers, or a list of these.
+    """Allowed values of a field as text: choices, true or false, a name, a range of numbers, or a list.
 
     Args:
-        annotation, metadata: Of a pydantic field.
+        annotation, metadata: Attributes of a pydantic field.
     """
     if get_origin(annotation) in (Union, UnionType):
         [annotation] = [part for part in get_args(annotation) if part is not NoneType]

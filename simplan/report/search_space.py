@@ -1,4 +1,4 @@
-"""What ``search:`` may say, and what a search assumes where it says nothing."""
+"""Fields of ``search:``, and the defaults of a search."""
 
 from __future__ import annotations
 

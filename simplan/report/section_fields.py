@@ -1,4 +1,4 @@
-"""What the sections ``model:``, ``cluster:`` and ``training:`` of a scenario may say."""
+"""Fields of the scenario sections ``model:``, ``cluster:`` and ``training:``."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def cluster_fields() -> list[dict[str, str]]:
 
 
 def model_fields() -> list[dict[str, str]]:
-    """Every key of ``model:``: where its fields come from, and then these, which all may stand beside a preset."""
+    """Keys of ``model:``: first the sources of a model, then its fields, which may also override a preset."""
     of_hugging_face = "as in Hugging Face's config.json"
     families = ", ".join(FAMILIES)
     rows = [

@@ -20,12 +20,12 @@ _LEAST_RANGE = 4.0  # of the times, last over first, so that there is a round on
 
 @dataclass(frozen=True, slots=True)
 class PlotPoint:
-    """One run.
+    """One published run.
 
     Attributes:
-        id: Of the run.
-        measured_s, predicted_s: Its step time.
-        in_interval: Whether the measured one lies in the interval; None where there is none.
+        id: Run id.
+        measured_s, predicted_s: Step time in seconds.
+        in_interval: The measured step time lies in the 90 % interval; None without an interval.
     """
 
     id: str
@@ -41,12 +41,12 @@ class PlotPoint:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One file.
+    """Panel of the plot: one file of published runs.
 
     Attributes:
-        name: What the file is called.
-        figures: Errors of its runs.
-        points: The runs.
+        name: File name.
+        figures: Errors of the runs.
+        points: Runs of the file.
     """
 
     name: str
@@ -56,10 +56,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class AccuracyPlot:
-    """The whole picture.
+    """Predicted over measured step times of several files.
 
     Attributes:
-        heading: What is said of all runs.
+        heading: Summary of all runs.
         panels: At least one.
     """
 
@@ -68,7 +68,7 @@ class AccuracyPlot:
 
     @cached_property
     def points(self) -> tuple[PlotPoint, ...]:
-        """Of all panels."""
+        """Points of all panels."""
         return tuple(point for panel in self.panels for point in panel.points)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Predicted over measured step times as SVG: a panel and a colour for each file, legible on light and on dark pages."""
+"""Predicted over measured step times as SVG: one panel and one color per file, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def accuracy_svg(plot: AccuracyPlot) -> str:
 
 
 class _Frame:
-    """The place of a panel, and where in it a ratio and a time are."""
+    """Position of a panel, and coordinates of ratios and times in the panel."""
 
     def __init__(self, plot: AccuracyPlot, column: int, columns: int, top: float) -> None:
         self._plot = plot
@@ -138,7 +138,7 @@ def _caption(panel: Panel) -> str:
 
 
 def _legend(plot: AccuracyPlot, top: float) -> list[Element]:
-    """What marks mean, those that occur."""
+    """Legend of the marks that occur in the plot."""
     limit, points = plot.largest_ratio, plot.points
     kinds = {point.in_interval for point in points}
     filled, hollow = {"fill": SOFT, "class": "soft"}, {"fill": "none", "stroke": SOFT, "class": "soft"}
@@ -169,7 +169,7 @@ def _band(x: float, y: float, width: float, height: float) -> Element:
 
 
 def _style() -> Element:
-    """A file's colour is the same by day and by night; all else changes with the reader's preference."""
+    """Style sheet: text and lines follow the reader's light or dark preference; the colors of files do not."""
     style = Element("style")
     rules = (f".{name}:not([fill=none]){{fill:{c}}}.{name}[stroke]{{stroke:{c}}}" for name, c in NIGHT.items())
     style.text = "@media (prefers-color-scheme: dark) {" + "".join(rules) + "}"

@@ -24,10 +24,10 @@ class ComparedRow:
 
     Attributes:
         rank: Global rank.
-        source: Which of the two.
-        boxes: Its actions.
+        source: Origin of the row.
+        boxes: Actions of the rank.
         stripes: Exposed communication and what is unexplained, between or inside of them; the rest is waiting.
-        step_time_s: Where its step ends.
+        step_time_s: Step time of the rank in seconds.
     """
 
     rank: int
@@ -39,12 +39,12 @@ class ComparedRow:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonDrawing:
-    """The whole picture.
+    """Predicted and measured timelines of the ranks that both have.
 
     Attributes:
-        name: Of the job.
-        rows: Two for each rank that both have, predicted first.
-        num_hidden: Ranks that are left out.
+        name: Job name.
+        rows: Two rows per rank, predicted first.
+        num_hidden: Number of ranks that are not drawn.
     """
 
     name: str

@@ -12,7 +12,7 @@ Element = ElementTree.Element
 
 
 def picture(title: str, width: float, height: float) -> Element:
-    """An empty picture, of so many px."""
+    """Empty SVG of a width and height in px."""
     size = {"width": f"{width:g}", "height": f"{height:g}", "viewBox": f"0 0 {width:g} {height:g}"}
     root = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img", **size, "font-family": "sans-serif"})
     ElementTree.SubElement(root, "title").text = title
