@@ -77,9 +77,9 @@ def check_command(
 
 
 def scenario_files(paths: Iterable[Path]) -> list[Path]:
-    """The files, and in folders all ``*.yaml`` and ``*.yml`` below, sorted.
+    """Scenario files of paths: the files, and all ``*.yaml`` and ``*.yml`` below the folders, sorted.
 
-    Folders named ``published`` or ``heldout`` below one that is named are passed over: they hold what others measured.
+    Folders named ``published`` or ``heldout`` below a given folder are skipped: they contain published measurements.
 
     Raises:
         SpecError: A path does not exist, or a folder holds no scenario.
@@ -156,7 +156,7 @@ def bless(file: Path, prediction: Mapping[str, Any]) -> list[str]:
 
 
 def _written(expectation: Expectation, actual: float | bool, prediction: Mapping[str, Any]) -> str:
-    """With 12 digits, or with as many as the tolerance asks for."""
+    """Value with 12 digits, or with the digits that the tolerance needs."""
     if isinstance(actual, bool):
         return str(actual).lower()
     short = f"{actual:.12g}"

@@ -1,4 +1,4 @@
-"""Starts the workbench as a process, for this machine only unless asked."""
+"""Starts the dashboard as a process that, by default, only this machine can reach."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def dashboard_command(*, host: str, port: int, browser: bool, allow_run: bool) -
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """True for an address that only this machine can reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

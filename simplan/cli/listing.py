@@ -1,4 +1,4 @@
-"""The catalogue as tables, and one entry with the source of every value."""
+"""The catalog as tables, and single entries with the source of every value."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def listing(kind: str) -> list[Row]:
 
 
 def listing_text(kind: str) -> str:
-    """The same as a table."""
+    """Entries of a kind as a text table."""
     rows = listing(kind)
     headers = list(rows[0])
     return format_table_text(headers, [[row[key] for key in headers] for row in rows], indent=0, left=len(headers))
@@ -69,7 +69,7 @@ def entry(kind: str, name: str) -> dict[str, Any]:
 
 
 def entry_text(kind: str, name: str) -> str:
-    """The same as lines of ``key  value``, a value's source under it."""
+    """Entry as lines of ``key  value``, followed by its sources."""
     flat = _flatten(entry(kind, name))
     sources = {key.removeprefix("sources."): value for key, value in flat.items() if ".sources." in f".{key}"}
     shown = {key: value for key, value in flat.items() if ".sources." not in f".{key}" and value not in (None, "")}

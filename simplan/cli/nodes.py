@@ -1,4 +1,4 @@
-"""Several nodes, one run: what torchrun's rendezvous is asked."""
+"""Runs on several nodes: options of torchrun's rendezvous."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ class NodeRendezvous:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether fewer nodes than all may run."""
+        """True when fewer nodes than the maximum may run."""
         return self.nodes[0] < self.nodes[1]
 
 
 def numbers_of_nodes(text: str) -> tuple[int, int]:
-    """What ``N`` or ``MIN:MAX`` says: the fewest that begin and go on, and all.
+    """Minimum and maximum number of nodes that ``N`` or ``MIN:MAX`` specifies.
 
     Raises:
-        SpecError: It is neither.
+        SpecError: The text is neither ``N`` nor ``MIN:MAX``.
     """
     match = _NUMBERS.fullmatch(text)
     least, number = (0, 0) if match is None else (int(match["least"] or match["all"]), int(match["all"]))
@@ -144,10 +144,10 @@ def _nodes(meeting: NodeRendezvous, ranks_per_node: int, asked: dict[str, str]) 
 
 
 def _conf(text: str | None) -> dict[str, float]:
-    """What ``--rdzv-conf KEY=NUMBER,KEY=NUMBER`` says; ``is_host`` is negative for finding out.
+    """Settings of ``--rdzv-conf KEY=NUMBER,KEY=NUMBER``; a negative ``is_host`` means automatic detection.
 
     Raises:
-        SpecError: A key or a value is not understood.
+        SpecError: A key is unknown, or a value is not a number.
     """
     conf = dict(_CONF)
     for entry in (text or "").split(",") if text else ():
@@ -169,7 +169,7 @@ def _endpoint(text: str | None) -> tuple[str, int]:
 
 
 def _is_here(host: str) -> bool:
-    """Whether one of the host's addresses is this machine's: only such an address can be listened on."""
+    """True when one of the host's addresses belongs to this machine: only those can be bound."""
     try:
         addresses = {(family, address[0]) for family, _, _, _, address in socket.getaddrinfo(host, None)}
     except OSError:
@@ -185,7 +185,7 @@ def _is_here(host: str) -> bool:
 
 
 def _asked(scenario: Scenario, options: RunOptions) -> dict[str, str]:
-    """What must be equal on all nodes; of machines, their number only."""
+    """Settings that must be equal on all nodes, with sections as hashes; of a cluster its size and device."""
     cluster, kept = scenario.job.cluster, options.checkpointing
     sections = {
         "model": scenario.job.model.model_dump_json(),
@@ -223,7 +223,7 @@ def refuse_unless_it_can_go_on(scenario: Scenario, min_nodes: int, checkpointing
     """Checks ``--nnodes MIN:MAX``.
 
     Raises:
-        SpecError: Nothing would be kept to go on with, or so few nodes cannot.
+        SpecError: The run writes no checkpoints to resume from, or the minimum number of nodes cannot run the plan.
     """
     number = f"{min_nodes}:{scenario.job.cluster.num_nodes}"
     if checkpointing is None or checkpointing.max_restarts == 0:
@@ -258,7 +258,7 @@ def scenarios_on_fewer(scenario: Scenario, min_nodes: int) -> tuple[dict[int, Sc
 
 
 def fewer_nodes(predictions: dict[int, Prediction]) -> tuple[FewerNodes, ...]:
-    """What the executor is told, by predictions of the scenarios by number of nodes."""
+    """Plans on fewer nodes for the executor, from predictions by number of nodes."""
     jobs = {number: run_spec_of(prediction) for number, prediction in predictions.items()}
     return tuple(
         FewerNodes(

@@ -1,4 +1,4 @@
-"""All rules, in the order in which their messages are told; those that only searches have, and all by name."""
+"""All rules in the order of their errors, the rules that only searches have, and all rules by name."""
 
 from __future__ import annotations
 

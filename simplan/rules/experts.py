@@ -1,6 +1,6 @@
-"""Rules about experts and the ranks that they are spread over, and about their exchanges beside another microbatch.
+"""Rules about experts, expert parallelism, and the overlap of expert all-to-all with another microbatch.
 
-Megatron Core at d98e8a6 asserts what ``expert_overlap`` goes with where ``overlap_moe_expert_parallel_comm`` is set
+Megatron Core at d98e8a6 asserts the requirements of ``overlap_moe_expert_parallel_comm``, here ``expert_overlap``
 (megatron/core/transformer/transformer_config.py), and so does Megatron Bridge.
 """
 

@@ -38,7 +38,7 @@ def offload_of_sharded_parameters(job: Job) -> Iterator[Problem]:
     outside_torch="an optimizer on the host is not modelled",
 )
 def offload_of_fsdp2(job: Job) -> Iterator[Problem]:
-    """Sums over tensor-parallel ranks would be of tensors on the host, and casts to 8 bits before gathers there too."""
+    """Tensor-parallel all-reduces and FP8 casts before all-gathers would run on tensors in host memory."""
     plan, software, precision = job.plan, job.software, job.training.precision
     if not plan.offload_optimizer:
         return

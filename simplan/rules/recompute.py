@@ -1,4 +1,4 @@
-"""Rules about what backward runs again: which modules, of how many blocks, beside what."""
+"""Rules about activation recomputation: modules, number of blocks, and combinations with other options."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def recompute_modules_apart(job: Job) -> Iterator[Problem]:
 
 
 def _against(module: RecomputeModule, modules: tuple[RecomputeModule, ...], job: Job) -> Iterator[tuple[str, str]]:
-    """Why a module cannot run again alone, and what else would do."""
+    """Reasons why a module cannot be recomputed alone, each with a fix."""
     software, training = job.software, job.training
     if not _has(job, module):
         yield "no block of the model has such a module apart", "remove it"
@@ -83,7 +83,7 @@ def _against(module: RecomputeModule, modules: tuple[RecomputeModule, ...], job:
 
 
 def _has(job: Job, module: RecomputeModule) -> bool:
-    """Whether a block has such a module, which neither ranks nor adapters change; convolutions have none."""
+    """True when a block has such a module, regardless of ranks and adapters; convolutions have none."""
     if job.model.family == "resnet":
         return False
     bare = job.model.model_copy(update={"lora_rank": 0})

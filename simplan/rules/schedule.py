@@ -34,7 +34,7 @@ def schedule_goes_with_pipeline(job: Job) -> Iterator[Problem]:
 
 @rule("virtual_stages must be what the schedule takes", reads="pp virtual_stages schedule")
 def virtual_stages_of_schedule(job: Job) -> Iterator[Problem]:
-    """What a schedule of one's own takes shows in its table."""
+    """Number of virtual stages that a built-in schedule needs; custom schedules define theirs in the action table."""
     plan, facts = job.plan, SCHEDULE_FACTS.get(job.plan.schedule)
     if plan.virtual_stages > 1 and plan.pp == 1:
         yield Problem(
@@ -265,12 +265,12 @@ def split_backward_of_mtp(job: Job) -> Iterator[Problem]:
 
 
 def _splits(plan: ParallelPlan) -> bool:
-    """Whether a pipeline's backward is in two parts: gradients that other stages wait for, and later the weights'."""
+    """True for a pipeline with split backward: input gradients first, weight gradients later."""
     return plan.pp > 1 and splits_backward(plan.schedule)
 
 
 def _may_split(name: str) -> bool:
-    """Whether a schedule splits backward, or is the user's own, which may."""
+    """True for a schedule that splits backward, and for a custom schedule, which may."""
     return is_own_schedule(name) or splits_backward(name)
 
 
@@ -280,5 +280,5 @@ def _blocks(job: Job) -> str:
 
 
 def _by_torchs_ddp(plan: ParallelPlan, software: SoftwareSpec) -> bool:
-    """Whether gradients of whole parameters are reduced by a DDP that has no pipelines in mind."""
+    """True when unsharded gradients are all-reduced by a DDP that does not support pipelines."""
     return plan.dp * plan.cp > 1 and not plan.shards_parameters and not software.ddp_in_pipelines

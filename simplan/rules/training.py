@@ -105,7 +105,7 @@ def _unmodelled_training(job: Job) -> Iterator[Problem]:
 
 @rule("fused_optimizer is about torch's optimizers", modelled=False)
 def fused_optimizer_of_torch(job: Job) -> Iterator[Problem]:
-    """Refused where it says nothing, or nobody wrote out what it means."""
+    """Rejects ``fused_optimizer`` where the option has no effect or no model."""
     training, software = job.training, job.software
     if training.fused_optimizer is None:
         return
@@ -181,7 +181,7 @@ def compiled_low_precision(job: Job) -> Iterator[Problem]:
 
 @rule("attention in 8 bits is not modelled for this model, precision or device", modelled=False, reads_cluster=True)
 def low_attention_modelled(job: Job) -> Iterator[Problem]:
-    """Of Transformer Engine's ``fp8_dpa``."""
+    """Support of Transformer Engine's ``fp8_dpa`` (FP8 attention)."""
     model, device, precision = job.model, job.cluster.device, job.training.precision
     if not job.software.fp8_dot_product_attention:
         return

@@ -12,7 +12,7 @@ It is a preset with overrides, or given inline::
       inter_link_gbit_per_device: 100
       num_nodes: 2
 
-The network is InfiniBand or RoCE of so many Gbit/s per device, unless ``inter_link`` names another, e.g. efa-400gbit;
+``inter_link_gbit_per_device`` describes InfiniBand or RoCE; ``inter_link`` names another network, e.g. efa-400gbit;
 between machines like this one it is Ethernet with TCP.
 """
 
@@ -157,7 +157,7 @@ def _accelerators_here(sections: Sections, section: _Cluster) -> ClusterSpec | N
 def _intra_link(
     sections: Sections, section: _Cluster, device: DeviceSpec, entry: catalog.NodeEntry | None
 ) -> tuple[LinkSpec | None, bool]:
-    """``(link, found)``: what joins devices of a node; found is False when its description is wrong."""
+    """``(link, found)``: the link between devices of a node; found is False when its description is wrong."""
     if section.intra_link is not None:
         link = _link(sections, ("cluster", "intra_link"), section.intra_link)
         return link, link is not None
@@ -172,7 +172,7 @@ def _intra_link(
 def _inter_link(
     sections: Sections, section: _Cluster, entry: catalog.NodeEntry | None, kind: str = "network"
 ) -> tuple[LinkSpec | None, bool]:
-    """The same of what joins nodes; ``kind`` is the network of so many Gbit/s."""
+    """``(link, found)``: the link between nodes; ``kind`` is the network that a bandwidth in Gbit/s stands for."""
     gbit = section.inter_link_gbit_per_device
     if section.inter_link is not None:
         if gbit is not None:

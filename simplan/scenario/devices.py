@@ -6,8 +6,8 @@
     device: {preset: h100-sxm-80gb, memory_bytes: 100000000000}
     device: {peak_flop_per_s: {bf16: 2e14}, memory_bandwidth_bytes_per_s: 1e12, memory_bytes: 34359738368}
 
-What was measured on the named device goes with what it was measured of: another peak drops the best product found, and
-another architecture brings its own kernels.
+Measured values of the named device are dropped with the field they belong to: another peak drops the best measured
+matmul, and another architecture brings its own kernels.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _LEAST: dict[str, tuple[float, str]] = {
 
 
 def read_device(sections: Sections, data: Any, default: DeviceSpec | None) -> DeviceSpec | None:
-    """The device that is written; None, its problems kept, when it is not one.
+    """Device of the file; None, after recording the problems, when the description is invalid.
 
     Args:
-        sections: Of the file.
-        data: What ``cluster.device`` says.
-        default: Whose fields a mapping without ``preset`` overrides: the device of the cluster's preset.
+        sections: Sections of the file.
+        data: Value of ``cluster.device``.
+        default: Device whose fields a mapping without ``preset`` overrides: the one of the cluster's preset.
     """
     if not isinstance(data, dict):
         return sections.look_up(_PATH, catalog.device, data)
@@ -81,7 +81,7 @@ def _implied(given: dict[str, Any], default: DeviceSpec | None) -> dict[str, Any
 
 
 def _plausible(sections: Sections, given: dict[str, Any]) -> bool:
-    """Whether no number is far below what any device has; says which is."""
+    """True when all numbers are plausible; records a problem for each one below the range of real devices."""
     plausible = True
     for field in _LEAST.keys() & given.keys():
         least, unit = _LEAST[field]

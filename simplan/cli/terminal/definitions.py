@@ -1,4 +1,4 @@
-"""What the words in reports mean; ``simplan show metrics`` prints them."""
+"""Definitions of the terms in reports, as printed by ``simplan show metrics``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where text goes: results to stdout, everything else to stderr, colour to terminals only."""
+"""Output of text: results go to stdout, all else to stderr, colors only to terminals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def say(text: str) -> None:
-    """A message, to stderr."""
+    """Prints a line to stderr."""
     _print(text, sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""The executor as a process: simplan starts it, listens to its progress, and ends it when asked to."""
+"""The executor as a process: simplan starts it, reads its progress events, and stops it on a signal."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def require_executor() -> None:
 def run_executor(args: list[str], on_event: Callable[[Event], None]) -> None:
     """Runs ``python -m executor ARGS`` to its end.
 
-    On Ctrl-C, SIGTERM or SIGHUP the executor is asked to stop its ranks and killed when it does not within 25 s.
+    On Ctrl-C, SIGTERM or SIGHUP the executor is told to stop its ranks, and killed after 25 s.
 
     Args:
         args: ``run JOB.json --out DIR`` or ``calibrate REQUEST.json --out FILE``.
         on_event: Called with each progress event.
 
     Raises:
-        SpecError: torch is missing, or the executor refused the job.
+        SpecError: torch is missing, or the executor rejected the job.
         RunError: Ranks failed or hung.
         KeyboardInterrupt: The executor was interrupted.
     """
@@ -95,7 +95,7 @@ def _events(child: subprocess.Popen[str]) -> Iterator[Event]:
 
 
 def _end(child: subprocess.Popen[str]) -> None:
-    """Asks for a clean stop first; a second interrupt kills at once."""
+    """Requests a clean stop first; a second interrupt kills immediately."""
     try:
         if exit_code(child, 0.0) is None:
             say("stopping the ranks (Ctrl-C again kills them at once)")
@@ -127,7 +127,7 @@ def _raise_for(code: int, said: str) -> None:
 
 @contextmanager
 def ending_signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP end this process the way Ctrl-C does, so that no rank is left behind."""
+    """Makes SIGTERM and SIGHUP end this process as Ctrl-C does, so that no rank keeps running."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

@@ -18,10 +18,10 @@ _QUARTERS = 4
 
 
 class ProgressLine:
-    """A bar for one piece of work; a context manager.
+    """Progress bar of one task; a context manager.
 
     Args:
-        title: What is being done.
+        title: Name of the task.
     """
 
     def __init__(self, title: str) -> None:
