@@ -111,7 +111,7 @@ class _Run:
         self.measurement: Measurement | None = None
 
     def launch(self, notes: list[str], rank_module: str) -> None:
-        """Runs this node's ranks, and gathers the measurement of all ranks."""
+        """Runs this node's ranks, and collects the measurement of all ranks."""
         for note in notes:
             self._note(note)
         job, out_dir, rendezvous = self._job, self._out_dir, self._rendezvous

@@ -1,6 +1,6 @@
 """One rank of a job: ``torchrun ... -m executor.worker JOB.json OUT_DIR``.
 
-``simplan run`` also starts its ranks with torchrun's agent, but watches them and gathers their measurements. Without
+``simplan run`` also starts its ranks with torchrun's agent, but watches them and collects their measurements. Without
 ``simplan run``, rank 0 writes ``OUT_DIR/measurement.json``.
 """
 

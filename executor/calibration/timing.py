@@ -1,4 +1,4 @@
-"""Repeated timings on all ranks at once, and their statistics."""
+"""Repeated timings on all ranks simultaneously, and their statistics."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Bench:
     """Place of a measurement.
 
     Attributes:
-        num_ranks: Ranks of each node, which all take part at the same time.
+        num_ranks: Ranks per node, which all take part at the same time.
         device: Device of this rank.
         keep_going: Called before each round.
     """
@@ -176,7 +176,7 @@ _MAX_MATMULS = 200
 
 
 class Reference:
-    """The reference matmul, on all ranks at once: a measure of the machine's speed at the moment."""
+    """The reference matmul on all ranks simultaneously: a measure of the machine's current speed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -31,7 +31,7 @@ def compile_block(layer: nn.Module, *, whole: bool) -> None:
 
     Args:
         layer: Before FSDP shards it or DDP wraps its stage.
-        whole: The block is one function, or it is an error; else what exchanges tensors runs between compiled parts.
+        whole: Require one graph for the block; otherwise communication runs between compiled parts.
     """
     from torch import _dynamo  # a second to import: only where needed
 

@@ -29,11 +29,11 @@ _TIED_NAMES = ("wte.weight", "lm_head.weight")
 
 
 def partial_parameters(stage: Stage, layers: Sequence[LayerSpec]) -> list[nn.Parameter]:
-    """Parameters of a stage whose gradients each tensor-parallel rank has a part of, in the stage's order.
+    """Parameters of a stage whose gradients are partial sums on tensor-parallel ranks, in the stage's order.
 
     Args:
-        stage: Perhaps sharded by FSDP.
-        layers: Of the whole model, as one rank has them.
+        stage: Stage, sharded by FSDP or not.
+        layers: LayerSpecs of all layers of the model, as sharded on one rank.
     """
     return [parameter for _, parameter, said in with_specs(stage, layers) if said.partial_gradient]
 
@@ -62,12 +62,12 @@ def sum_partial_gradients(parameters: Iterable[nn.Parameter], tp: Peers) -> None
 
 
 def average_expert_gradients(parameters: Sequence[nn.Parameter], num_ranks: int, peers: Peers) -> None:
-    """Means over ranks with other tokens; what those of one expert- or tensor-parallel group have is summed up.
+    """Averages expert gradients over data-parallel ranks; gradients within an expert-parallel group are summed.
 
     Args:
-        parameters: Experts.
-        num_ranks: Data- and context-parallel ranks.
-        peers: Those that hold the same experts.
+        parameters: Parameters of experts.
+        num_ranks: Number of data- and context-parallel ranks.
+        peers: Ranks with the same experts.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     assert len(gradients) == len(parameters)

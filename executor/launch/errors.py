@@ -53,7 +53,7 @@ class RanksError(RunError):
 
 
 class RankOutOfMemoryError(RunError):
-    """A rank ran out of memory; the message compares its memory with the prediction."""
+    """A rank ran out of memory; the error compares its memory with the prediction."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Asks Linux to send this process a signal when its parent ends for any reason.
+    """Makes Linux send this process a signal when its parent ends for any reason.
 
-    The parent named by ``PARENT_VARIABLE`` may have ended before this call: then the signal comes now.
+    If the parent named by ``PARENT_VARIABLE`` has ended before this call, the signal is sent immediately.
     """
     parent = int(os.environ.get(PARENT_VARIABLE, os.getppid()))
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -48,11 +48,11 @@ class GeluMlp(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """Gate and up, a function of the one times the other, down.
+    """Gated MLP: down(activation(gate(x)) * up(x)).
 
     Args:
-        hidden_size, intermediate_size: Of every token.
-        activation: The function.
+        hidden_size, intermediate_size: Widths per token.
+        activation: Activation function of the gate.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class GatedMlp(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): GPT-2's and Llama's order.
+    """Pre-norm block as in GPT-2 and Llama: x + attention(norm(x)), then x + mlp(norm(x)).
 
     Args:
         spec: The model.
-        attention, mlp: What is applied to normed hidden states.
+        attention, mlp: Modules applied to normed hidden states.
     """
 
     def __init__(self, spec: ModelSpec, attention: nn.Module, mlp: nn.Module) -> None:
@@ -142,7 +142,7 @@ def gpt_block(request: LayerRequest) -> nn.Module:
 
 
 def mpt_block(request: LayerRequest) -> nn.Module:
-    """The same without any biases."""
+    """MPT's block: GPT-2's without biases."""
     return Block(request.spec, FusedAttention(request, bias=False), GeluMlp(request.spec, bias=False))
 
 

@@ -18,10 +18,10 @@ __all__ = ["LAYERS", "LatentAttention", "deepseek_block"]
 
 
 class LatentAttention(nn.Module):
-    """Keys and values of all heads, perhaps queries too, from narrow vectors; values are padded to the keys' width.
+    """Multi-head latent attention: keys, values and optionally queries from latent vectors; values are padded to keys.
 
-    Where ranks split heads and tokens, they make narrow vectors of the own tokens and gather these, not the hidden
-    states, as ``simplan.model.parts.mla`` says.
+    With tensor and sequence parallelism, ranks compute latent vectors of local tokens and all-gather those instead of
+    the hidden states, as in ``simplan.model.parts.mla``.
     """
 
     def __init__(self, request: LayerRequest) -> None:

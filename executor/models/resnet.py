@@ -36,10 +36,10 @@ class ResNetStem(nn.Module):
 
 
 class ResNetBlock(nn.Module, ABC):
-    """Convolutions and norms, with ReLUs between them, added to the input.
+    """Residual block: a branch of convolutions, norms and ReLUs, added to the input.
 
     Attributes:
-        num_convolutions: Of the branch.
+        num_convolutions: Number of convolutions of the branch.
     """
 
     num_convolutions: ClassVar[int]

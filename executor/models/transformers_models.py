@@ -120,12 +120,12 @@ class TokenEmbedding(nn.Module):
 
 
 class RotaryTables:
-    """Cosines and sines of positions, (1, tokens, head_dim) each, made once for the blocks of a stage.
+    """Cosines and sines of positions, (1, tokens, head_dim) each, computed once for the blocks of a stage.
 
     Args:
-        rotary: The module of transformers that makes them.
-        seq_len: Tokens.
-        shared: Where the blocks of the stage keep them.
+        rotary: Module of transformers that computes them.
+        seq_len: Number of tokens.
+        shared: Tables that the blocks of the stage share.
     """
 
     def __init__(self, rotary: nn.Module, seq_len: int, shared: dict[str, Tensor]) -> None:

@@ -87,8 +87,8 @@ def peak_allocated_bytes(run: Callable[[], None]) -> int:
 class _Allocated:
     """Allocations by address.
 
-    The trace has no releases by other threads of torch, such as gloo's, which hold the tensors they send. Such a
-    release shows when the memory is allocated again.
+    The trace lacks releases by other threads of torch, such as gloo's, which keep the tensors they send. A missing
+    release becomes visible when the memory is allocated again.
     """
 
     def __init__(self) -> None:

@@ -26,13 +26,13 @@ class RecordedGroup(dist.ProcessGroup):
     names ending in ``_coalesced`` are those of one tensor as well. Each name of torch 2.13 follows that of 2.11.
 
     Args:
-        name: Key of torch's registry. DTensor takes equal meshes for the same, also one that is gone, so that a process
+        name: Key of torch's registry. DTensor treats equal meshes as one, even after deletion, so that a process
             must name equal groups alike.
         rank: Index of this rank.
         size: Number of ranks.
-        inner: Group that communicates; None for nobody else, where collectives leave their results as they are.
+        inner: Group that communicates; None without other ranks: collectives then leave their results unchanged.
         ranks: Global ranks, in the order of the group.
-        recorder: Is told of every collective; None for no record.
+        recorder: Records every collective; None for no record.
 
     Attributes:
         ranks: Global ranks.

@@ -36,7 +36,7 @@ class RunSegment:
         job: The job with the plan.
         num_nodes: Nodes that had work.
         first_step: Steps that were done before.
-        why: Message about the beginning of the segment.
+        why: Reason for the start of the segment.
     """
 
     job: RunSpec

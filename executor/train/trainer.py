@@ -1,6 +1,6 @@
-"""One rank's share of a training: its stages, its engine and its optimizer, one step at a time.
+"""Training loop of one rank: builds stages, engine and optimizers, and runs single steps.
 
-What only some plans need is imported where they ask for it.
+Modules that only some plans need are imported where they are used.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """What one rank holds and does.
+    """Training of one rank.
 
     Args:
         job: The job; already checked.
-        rank: This rank.
-        device: Where it computes.
-        dims: Its place in the mesh.
-        recorder: Gets what it does.
+        rank: Global rank.
+        device: Device of the rank.
+        dims: Process groups of the rank by mesh axis.
+        recorder: Records actions and collectives.
 
     Attributes:
-        stages: Its stages by index, ascending.
+        stages: Stages of the rank by index, ascending.
         optimizers: Optimizers of all trained parameters.
     """
 
@@ -174,7 +174,7 @@ class Trainer:
 
     @property
     def local_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimizers that hold the states of this rank: ZeRO-1 wraps one."""
+        """Optimizers with the states of this rank; under ZeRO-1, the wrapped optimizer."""
         return [getattr(optimizer, "optim", optimizer) for optimizer in self.optimizers]
 
     def state(self) -> TrainingState:
@@ -277,7 +277,7 @@ class Trainer:
         return cross_entropy(logits, targets, self._dims)
 
     def _completion(self, index: int) -> Callable[[], None]:
-        """What completes the gradients of a stage before they are divided by the number of microbatches."""
+        """Function that reduces partial and expert gradients of a stage; called before division by microbatches."""
         stage, plan = self.stages[index], self._job.plan
         parts = partial_parameters(stage, self._layers)
         experts = [] if plan.expert_shards > 1 else expert_parameters(stage, self._layers)
