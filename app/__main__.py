@@ -1,6 +1,6 @@
-"""Serves the workbench: ``python -m app --host ADDRESS --port N [--browser]``; ``simplan dashboard`` calls it.
+"""Serves the dashboard: ``python -m app --host ADDRESS --port N [--browser]``; ``simplan dashboard`` calls it.
 
-Streamlit loads pages when the first browser asks for one. What they need is loaded before, beside the server's start.
+Streamlit loads pages at the first request. The modules that pages import are loaded earlier, while the server starts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def _warm_up() -> None:
-    """Loads what the first page needs, also what draws; answers what a session starts with."""
+    """Imports the modules of the first page and of its figures, and predicts the default scenario."""
     answering().warm()
     import plotly.tools  # noqa: F401
 
@@ -51,7 +51,7 @@ def _warm_up() -> None:
 
 
 def _load_tables() -> None:
-    """Loads what turns tables into what is sent to browsers."""
+    """Loads the modules that convert tables for browsers."""
     import pandas as pd
     import pyarrow as pa  # type: ignore[import-untyped]
 

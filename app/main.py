@@ -16,7 +16,7 @@ _ICON = str(_FOLDER / "icon.svg")  # an icon by name would be fetched from anoth
 
 
 def main() -> None:
-    """Runs the page that is asked for."""
+    """Runs the requested page."""
     st.set_page_config(page_title="simplan", page_icon=_ICON, layout="wide", menu_items={"About": _ABOUT})
     st.html(STYLE)
     state.open_link()

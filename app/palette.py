@@ -1,4 +1,4 @@
-"""Colours, the same on light and dark paper, told apart without seeing red or green; none tells anything alone."""
+"""Colors for light and dark themes, distinguishable with color blindness; color is never the only cue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What words mean: simplan's own definitions, as help beside numbers."""
+"""Definitions of terms from simplan, as help next to numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prediction beside a measurement: errors by term, both steps on one axis."""
+"""A prediction next to a measurement: errors by term, both steps on one axis."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["show_comparison_of", "show_logged", "show_uploaded"]
 
 
 def show_uploaded() -> None:
-    """Asks for both files."""
+    """Shows the upload of both files."""
     left, right = st.columns(2)
     with left:
         prediction = st.file_uploader("prediction.json", type=["json"], key="prediction file")
@@ -47,7 +47,7 @@ def show_uploaded() -> None:
 
 
 def show_logged(prediction: dict[str, Any], logged: LoggedRun) -> None:
-    """What a log says beside the prediction: how far it is off, and what of it could be to blame."""
+    """Values of a log next to the prediction: the error, and the terms that could explain it."""
     found = uploads.compared_logged(prediction, logged)
     step = found.rows[0]
     low_s, high_s = (format_time(seconds) for seconds in found.interval_s)
@@ -82,14 +82,14 @@ def show_logged(prediction: dict[str, Any], logged: LoggedRun) -> None:
 
 
 def show_comparison_of(prediction: dict[str, Any], measurement: Measurement) -> None:
-    """Both side by side.
+    """Prediction and measurement next to each other.
 
     Args:
-        prediction: The document of a prediction.
-        measurement: Of the same job.
+        prediction: JSON document of a prediction.
+        measurement: Measurement of the same job.
 
     Raises:
-        SpecError: They are of different jobs, or the prediction is not whole.
+        SpecError: The jobs differ, or the prediction is incomplete.
     """
     found = uploads.compared(prediction, measurement)
     step = found.rows[0]
@@ -129,7 +129,7 @@ def show_comparison_of(prediction: dict[str, Any], measurement: Measurement) -> 
 
 
 def _show_parts(found: Comparison) -> None:
-    """What the error is made of, and where the step of each rank went; in milliseconds."""
+    """Terms of the error, and step breakdown per rank, in milliseconds."""
     terms = [
         {
             "part": term.part,

@@ -1,4 +1,4 @@
-"""What a search found: points, ranks, one plan in detail, and where the others went."""
+"""Plans of a search: scatter plot, ranking, one plan in detail, and the reasons for excluding the others."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ _FORMS = {
 
 
 def show_plans(asked: SearchScenario, result: SearchResult) -> None:
-    """Everything about the plans of a search that is done.
+    """All plans of a finished search.
 
     Args:
-        asked: The scenario.
-        result: Its plans.
+        asked: Scenario of the search.
+        result: Result of the search.
     """
     if result.ranked:
         rows = plan_rows(result)
@@ -73,10 +73,10 @@ def show_plans(asked: SearchScenario, result: SearchResult) -> None:
 
 
 def show_plans_so_far(result: SearchResult) -> None:
-    """The best plans of a search that goes on: nothing can be chosen yet that would be gone in a moment.
+    """The best plans of a running search; nothing is selectable, since the plans change.
 
-    The best one goes first and alone, because browsers draw what comes together at one time; and the ranking is a plain
-    table, which takes them a tenth of the time of one that can be sorted.
+    The best plan is sent first, because browsers draw elements that arrive together at one time. The ranking is a plain
+    table, which browsers draw in a tenth of the time of a sortable one.
     """
     rows = plan_rows(result)
     left, right = st.columns([3, 2], gap="medium")

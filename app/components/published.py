@@ -1,4 +1,4 @@
-"""Published runs: predicted beside measured, by source."""
+"""Published runs: predicted next to measured step times, by source."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def show_published() -> Following | None:
 
 @st.cache_resource(show_spinner=False)
 def _sources(folder: str) -> list[str]:
-    """Files of the repository that hold step times; those that no fit has seen with their folder."""
+    """Files of the repository with step times; held-out files are listed with their folder."""
     found = sorted((_SCENARIOS / folder).glob("*.yaml"))
     before = "" if folder == _FITTED else f"{folder}/"
     return [before + file.stem for file in found if "\nruns:" in file.read_text(encoding="utf-8")]

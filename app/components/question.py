@@ -1,4 +1,4 @@
-"""The question, in the sidebar of pages that are about one: model, cluster, training, plan; or the scenario as text."""
+"""Scenario form in the sidebar of pages: model, cluster, training and plan, or the scenario as text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def show_question(*, plan: bool = True) -> None:
     """The form, bound to the scenario of the session.
 
     Args:
-        plan: Ask for the plan, too.
+        plan: Include the plan.
     """
     with st.sidebar:
         _model()
@@ -207,7 +207,7 @@ def _zero_stage() -> int:
 
 
 def _fit() -> None:
-    """What tensor, context and pipeline parallelism leave of the devices is data-parallel."""
+    """Sets data parallelism to the number of devices over the tensor-, context- and pipeline-parallel degrees."""
     devices = _devices()
     axes = [get(("plan", key), 1) for key in ("tp", "cp", "pp")]
     stage, replicas = get(("plan", "zero_stage"), _zero_stage()), get(("plan", "dp_replicate"), 1)

@@ -74,7 +74,7 @@ _COLOURS = {_words(category): colour for category, colour in MEMORY.items()}
 
 
 def memory_rows(bars: Sequence[MemoryBar]) -> list[dict[str, object]]:
-    """The same as rows of a table, GiB."""
+    """Memory bars as table rows, in GiB."""
     parts = _parts(bars)
     return [
         {
@@ -92,11 +92,11 @@ def _parts(bars: Sequence[MemoryBar]) -> list[str]:
 
 
 def memory_figure(bars: Sequence[MemoryBar], capacity_bytes: int | None) -> Figure:
-    """A trace for each part of the memory, GiB over ranks, and a line for the capacity.
+    """One trace per part of the memory, in GiB over ranks, and a line for the capacity.
 
     Args:
-        bars: From ``memory_bars``.
-        capacity_bytes: What a device has; None when unknown.
+        bars: Bars from ``memory_bars``.
+        capacity_bytes: Memory of a device in bytes; None when unknown.
     """
     traces, lines = [], []
     labels = [bar.label for bar in bars]

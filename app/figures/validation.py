@@ -1,4 +1,4 @@
-"""Predicted beside measured: runs as points around the diagonal, errors by source, one step of both on one axis."""
+"""Predicted against measured: runs as points around the diagonal, errors by source, both steps on one axis."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _short(file: str) -> str:
 
 
 def errors_figure(outcomes: Sequence[RunOutcome]) -> Figure:
-    """How runs of each source are off: a box from quarter to quarter, points for the runs."""
+    """Errors of the runs by source: box plots with one point per run."""
     boxes = []
     for number, file in enumerate(dict.fromkeys(outcome.file for outcome in outcomes)):
         errors = [(one.run.id, one.error) for one in outcomes if one.file == file and one.error is not None]

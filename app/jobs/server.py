@@ -1,4 +1,4 @@
-"""What all sessions of a server share: its jobs and its runs."""
+"""Jobs and runs that all sessions of a server share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def searches() -> Jobs:
 
 @cache
 def answering() -> Jobs:
-    """What pages wait for, beside searches; it ends with the server."""
+    """Jobs that pages wait for, other than searches; their workers end with the server."""
     found = Jobs(int(os.environ.get(WORKERS, "0")), keep=True)
     atexit.register(found.close)
     return found

@@ -49,7 +49,7 @@ def search_plans(text: str, tell: Tell) -> SearchResult:
 
 
 def _known(progress: SearchProgress) -> SearchResult:
-    """What is known so far; once all plans are looked at that is no interrupted search, only not explained yet."""
+    """Search result so far; after all plans are evaluated the result is complete except for explanations."""
     return replace(progress.so_far(), interrupted=progress.doing == SEARCHING)
 
 

@@ -1,8 +1,8 @@
-"""A process that works: ``python -m app.jobs.worker``, started by ``app.jobs.job``.
+"""Worker process: ``python -m app.jobs.worker``, started by ``app.jobs.job``.
 
-It reads pickled questions from stdin, one after the other, and answers each with messages on stdout, the last of them
-``Done`` or ``Failed``. It is started ahead of its questions, so that nobody waits for imports. SIGINT stops the work
-with what there is; when the server is gone, it ends as well.
+A worker reads pickled requests from stdin and answers each with messages on stdout, the last of them ``Done`` or
+``Failed``. Workers start before their first request, so that no request waits for imports. SIGINT stops a task, which
+returns its results so far. A worker ends with its server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PROMPT_S, _GIVES_WAY_FURTHER = 1.5, 15  # first plans are wanted at once; then 
 
 
 def main() -> None:
-    """Does what it is asked, and gives way to the pages."""
+    """Runs requests at low priority, so that pages stay responsive."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # who started us may have ignored it
     with os.fdopen(os.dup(1), "wb") as channel:
         os.dup2(2, 1)  # what a library prints is no message

@@ -1,4 +1,4 @@
-"""What if: the same plan with more or less of one thing, what a little more is worth, and what a slow rank costs."""
+"""Sensitivity of a plan: sweeps over one setting, value of 1 % more of a resource, and cost of a slow rank."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ AXES: Mapping[str, ScaleAxis] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ScalePoint:
-    """The plan with one thing changed.
+    """Prediction of the plan with one setting changed.
 
     Attributes:
-        value: What stands on the axis.
-        refused: Why there is no answer there; empty where there is one.
-        num_devices: Devices.
-        step_time_s, step_time_interval_s: As of a prediction.
-        samples_per_s, tokens_per_s: Of all devices together.
-        device_bytes: Of the worst rank.
-        fits: Whether that is within the capacity; None where it is unknown.
+        value: Value on the axis.
+        refused: Error of an impossible point; empty for a point with a prediction.
+        num_devices: Number of devices.
+        step_time_s, step_time_interval_s: Predicted step time and its 90 % interval, in seconds.
+        samples_per_s, tokens_per_s: Throughput of all devices together.
+        device_bytes: Memory of the peak-memory rank, in bytes.
+        fits: True when the memory is within the capacity; None when the capacity is unknown.
     """
 
     value: float
@@ -98,12 +98,12 @@ def place_on(asked: Scenario, axis: str) -> float:
 
 
 def sweep(text: str, axis: str, batch_follows: bool) -> tuple[ScalePoint, ...]:
-    """The plan of a scenario over one axis; every point is predicted anew.
+    """Predictions of a scenario's plan over one axis; every point is predicted separately.
 
     Args:
         text: The scenario's YAML.
-        axis: A key of ``AXES``.
-        batch_follows: More devices get a larger global batch (weak scaling) instead of the same one.
+        axis: Key of ``AXES``.
+        batch_follows: Scale the global batch with the devices (weak scaling) instead of keeping it.
 
     Raises:
         SpecError: The scenario is wrong, or its ranks share cores.
@@ -193,7 +193,7 @@ def _point(value: float, scenario: Callable[[], Scenario]) -> ScalePoint:
 
 
 def worth(text: str) -> tuple[MarginalValue, ...]:
-    """What one percent more of each rate of the hardware is worth.
+    """Change of the step time with one percent more of each hardware rate.
 
     Raises:
         SpecError: The scenario is wrong, or its ranks share cores.
@@ -203,11 +203,11 @@ def worth(text: str) -> tuple[MarginalValue, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DelayedRank:
-    """A rank that computes more slowly.
+    """Effect of a rank with slower compute.
 
     Attributes:
-        ranks: The rank and those that are written out as one with it.
-        relative_change: Of the step time.
+        ranks: The rank and the ranks that are folded with it.
+        relative_change: Relative change of the step time.
     """
 
     ranks: tuple[int, ...]
@@ -215,14 +215,14 @@ class DelayedRank:
 
 
 def slow_ranks(text: str, slower: float) -> tuple[DelayedRank, ...]:
-    """How much longer a step takes when one rank, of each kind of ranks, needs so much longer to compute.
+    """Increase of the step time when one rank computes more slowly, for each set of identical ranks.
 
-    Ranks that do the same are simulated as one, so all of them are slow here; as they wait for each other at every
-    exchange, one of them alone costs the step as much.
+    Identical ranks are simulated as one, so all of them are slow in the simulation. They synchronize at every
+    collective, so a single slow rank costs the step the same time.
 
     Args:
         text: The scenario's YAML.
-        slower: E.g. 0.1 for 10 % longer.
+        slower: Relative increase of compute time, e.g. 0.1 for 10 %.
 
     Raises:
         SpecError: The scenario is wrong, or its ranks share cores.

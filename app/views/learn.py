@@ -68,7 +68,7 @@ def _lesson(name: str, ranks: int, microbatches: int, stages: int) -> Lesson:
 
 
 def _order_of(name: str) -> str:
-    """What the schedule's own definition says of its order."""
+    """First paragraph of the schedule's docstring, which describes its order."""
     first = " ".join((getdoc(SCHEDULES[name]) or "").split("\n\n")[0].split())
     return escaped(first)
 

@@ -32,7 +32,7 @@ _HEAD_START_S = 0.1
 
 
 def show() -> None:
-    """The verdict at once, where a search knows the plan; then the form, and what takes longer to work out."""
+    """Verdict, immediately if a search has evaluated the plan; then the form and the full prediction."""
     document = state.document()
     try:
         asked = answers.scenario(document)
@@ -88,7 +88,7 @@ def _show_top(
 
 
 def _host_words(prediction: Prediction) -> str:
-    """What is too much for the memory of the host."""
+    """Message about insufficient host memory; empty if host memory suffices or is unknown."""
     capacity = prediction.job.cluster.host_memory_bytes
     if prediction.host_fits is not False or capacity is None:
         return ""

@@ -29,7 +29,7 @@ _STEPS = (5, 10, 15, 30, 50)
 
 
 def show() -> Following | None:
-    """One of three things to hold a prediction against."""
+    """Comparison of predictions with one of three kinds of measurements."""
     part = remembered_choice("Hold predictions against", "held", list(_PARTS), "published", format_func=_PARTS.get)
     with stage(part, tuple(_PARTS)):
         if part == "published":
