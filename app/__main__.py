@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--browser", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault(WORKERS, "2")
-    import pandas  # noqa: F401  # not beside plotly, which looks at it while it is half loaded
+    import pandas  # noqa: F401  # not concurrent with plotly, which inspects the half-loaded module
 
     serve(options.host, options.port, browser=options.browser, then=_warm_up)
 
@@ -47,7 +47,7 @@ def _warm_up() -> None:
     done(plan_result, document_text(START), 0)
     _load_tables()
     gc.collect()
-    gc.freeze()  # Streamlit collects garbage after every run of a page: what stays for good is not looked at again
+    gc.freeze()  # Streamlit collects garbage after every run of a page: exclude permanent objects
 
 
 def _load_tables() -> None:

@@ -14,7 +14,7 @@ from simplan.scenario import plan_section
 __all__ = ["MOST_PINNED", "key_of", "pin", "pinned", "unpin", "with_plan"]
 
 MOST_PINNED = 6
-"""A link has room for so many."""
+"""Maximum number of pinned plans, limited by the length of a link."""
 
 _NAME = "pins"
 

@@ -113,7 +113,7 @@ def remembered_choice(label: str, name: str, options: Sequence[Any], default: An
 
 
 def kept_number(name: str, default: float, *, least: float = 0.0, most: float = 1e15) -> float:
-    """A number that a page remembers, without asking for it; the default where it is no number within the limits."""
+    """View value that is a number, without a widget; the default if it is not a number within the limits."""
     value = state.view(name, default)
     usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if usable and least <= value <= most else default

@@ -1,4 +1,4 @@
-"""The workbench's entry: what all pages have in common, and the list of them. ``simplan dashboard`` starts it."""
+"""Entry of the dashboard: the list of pages and their common elements. ``simplan dashboard`` starts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a page: what goes wrong becomes sentences, never a stack trace."""
+"""Runs a page; errors become messages, never a stack trace."""
 
 from __future__ import annotations
 

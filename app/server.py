@@ -58,7 +58,7 @@ def serve(host: str, port: int, *, browser: bool, then: Callable[[], None]) -> N
             if browser:
                 Thread(target=webbrowser.open, args=(url,), daemon=True).start()
 
-    for name in ("uvicorn.access", "uvicorn.error"):  # a filter stays where Streamlit sets levels of its own
+    for name in ("uvicorn.access", "uvicorn.error"):  # a filter, since Streamlit sets the log levels itself
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
     application = st.App(_FOLDER / "main.py", middleware=[Middleware(FirstPage)])
     config = uvicorn.Config(
@@ -69,7 +69,7 @@ def serve(host: str, port: int, *, browser: bool, then: Callable[[], None]) -> N
         log_config=None,
         timeout_graceful_shutdown=_LAST_WORDS_S,
     )
-    with ending_signals_raise():  # uvicorn raises again what ended it, and what was started has to end as well
+    with ending_signals_raise():  # uvicorn re-raises the signal that ended it, and child processes must end as well
         Server(config).run()
 
 

@@ -22,7 +22,7 @@ START: dict[str, Any] = {
     "software": "torch",
     "plan": {"tp": 8, "dp_shard": 8, "recompute": "full"},
 }
-"""What a session without a link starts with."""
+"""Scenario of a session that starts without a link."""
 
 _DOCUMENT, _VIEW, _WRITTEN = "simplan document", "simplan view", "simplan link"
 

@@ -101,7 +101,7 @@ def prediction_of(name: str, content: bytes) -> dict[str, Any]:
 
 
 def measured_of(name: str, content: bytes) -> Measurement | LoggedRun:
-    """A measurement, or what a log says.
+    """A measurement, or the values of a log.
 
     Raises:
         SpecError: It is neither.

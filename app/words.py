@@ -53,7 +53,7 @@ FORMULAS = (
         "To be read beside the spread of the repeats.",
     ),
 )
-"""Name, formula (LaTeX), and what it is for."""
+"""Name, formula (LaTeX) and description of each metric."""
 
 
 @cache

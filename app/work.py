@@ -90,7 +90,7 @@ def _asked(task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     question = Question(task, args, kwargs)
     while True:
         job = answering().find(key)
-        if job is None or not isinstance(job.error, SpecError):  # what was refused is refused again
+        if job is None or not isinstance(job.error, SpecError):  # a rejected request is rejected again
             job = answering().start(key, question)
         if job.join():
             break

@@ -166,7 +166,7 @@ class _Run:
         steps = min((0 if beat is None else beat.step for beat in beats.values()), default=0)
         if self._on_progress is None or not beats or steps == self._reported_steps:
             return
-        # every new step; after a restart, the step from which ranks go on
+        # every new step; after a restart, the step from which ranks resume
         for step in range(min(self._reported_steps, steps - 1) + 1, steps + 1):
             if step:
                 self._on_progress(step, self._job.num_all_steps)

@@ -250,7 +250,7 @@ def _keep_steps_before(first: int, file: Path) -> None:
 
 
 def _first_steps(build: Callable[[], Trainer], recorder: Recorder) -> None:
-    """Begins the same training again, for tracing allocations."""
+    """Restarts the same training, to trace allocations."""
     trainer = build()
     for step in range(2):  # optimizer states exist from the second step on
         batch = trainer.batch(step)

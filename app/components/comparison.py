@@ -68,7 +68,7 @@ def _plans(result: object) -> dict[str, ParallelPlan]:
 
 def _show_basket() -> None:
     pinned = basket.pinned()
-    with st.container(horizontal=True):  # also where it is empty, so that what follows keeps its place
+    with st.container(horizontal=True):  # even if empty, so that the elements below keep their position
         if pinned:
             st.caption("Pinned:")
         for number, name in enumerate(pinned):

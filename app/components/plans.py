@@ -116,7 +116,7 @@ def _label(axis: str) -> str:
 
 
 def _show_one(asked: SearchScenario, result: SearchResult) -> None:
-    """One plan of them all, and what can be done with it."""
+    """One selected plan, and its actions."""
     names = [f"{rank}. {search_plan_words(plan.plan)}" for rank, plan in enumerate(result.ranked, 1)]
     number = remembered_choice(
         "Plan", "plan", range(len(names)), 0, format_func=names.__getitem__, help="One in detail"
@@ -137,7 +137,7 @@ def _show_detail(plan: RankedPlan, result: SearchResult) -> None:
 
 
 def _why(plan: RankedPlan, result: SearchResult) -> list[str]:
-    """Why a plan is where it is, a sentence each."""
+    """Explanation of a plan's rank, as sentences."""
     lines = []
     if plan.headroom_bytes is not None:
         lines.append(f"{format_bytes(plan.headroom_bytes)} of what plans may use is to spare.")
@@ -204,7 +204,7 @@ def _show_ranked(rows: list[dict[str, Any]]) -> None:
     st.dataframe(
         frame.style.format({name: form for name, form in _FORMS.items() if name in shown}, na_rep=""),
         hide_index=True,
-        placeholder="",  # what is not known yet, and of plans that are on the front alone never asked
+        placeholder="",  # not computed yet, or never for plans only on the Pareto front
         height=min(36 * (len(frame) + 1), 420),
         column_config={
             "rank": column.TextColumn("#", width=50, help="front: nothing is better in both objectives"),

@@ -22,7 +22,7 @@ __all__ = ["Following", "ProgressBar", "follow", "show_progress", "stage"]
 _LOOK_S = 0.1
 
 Following = Callable[[], None]
-"""What a page does when all of it is drawn."""
+"""Function that a page calls after it is drawn."""
 
 
 class ProgressBar(NamedTuple):

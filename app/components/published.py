@@ -63,7 +63,7 @@ _FORMS = {
 
 
 def show_published() -> Following | None:
-    """Chooses a source, predicts its runs, and says how far off that is."""
+    """Lets the user choose a source, predicts its runs, and shows the errors."""
     names, held_out, looked_at = (_sources(folder) for folder in (_FITTED, _HELD_OUT, _LOOKED_AT))
     if not names:
         st.info(

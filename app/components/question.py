@@ -219,7 +219,7 @@ def _fit() -> None:
         sharded = stage in (1, 2, 3)
         if not sharded:
             replicas = rest
-        elif rest % replicas or replicas == rest:  # no replicas were asked for, or they do not fit any more
+        elif rest % replicas or replicas == rest:  # no replicas requested, or their number no longer divides
             replicas = 1
         put(("plan", "dp_replicate"), replicas if replicas > 1 else None)
         put(("plan", "dp_shard"), rest // replicas if sharded else None)
@@ -240,7 +240,7 @@ def _after_schedule() -> None:
 
 
 def _section(name: str) -> dict[str, Any]:
-    """A section of the scenario; empty where it is none."""
+    """A section of the scenario; empty if the section is missing or no mapping."""
     found = get((name,))
     return found if isinstance(found, dict) else {}
 
@@ -268,7 +268,7 @@ def _as_text() -> None:
 
 
 def _take_text(content: bytes, name: str) -> None:
-    """Takes a scenario over as it is; what is wrong with it is said where it is answered."""
+    """Stores a scenario unchecked; pages report its problems when they predict it."""
     try:
         data = scenario_data(name, content)
     except SpecError as error:

@@ -20,7 +20,7 @@ from simplan.units import GIB, format_bytes, format_time
 __all__ = ["gantt_figure", "shade"]
 
 _ROW_PX, _MEMORY_PX, _AROUND_PX, _TITLE_PX, _BELOW_PX = 34, 190, 125, 26, 56
-_LANE, _THIN, _THIN_AT = 0.62, 0.14, 0.40  # heights of a row, and where its messages are
+_LANE, _THIN, _THIN_AT = 0.62, 0.14, 0.40  # heights of a row and of its communication lane, and the lane's offset
 _LIGHTEST = 0.5
 _MOST_TEXTS = 1_200
 _ORDER = {kind: number for number, kind in enumerate(ActionKind)}

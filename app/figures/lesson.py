@@ -147,7 +147,7 @@ def _notes(one: Lesson, time: float) -> dict[str, list[dict[str, object]]]:
 
 
 def _instants(length: float) -> list[float]:
-    """Times of the frames, every unit where there are not too many."""
+    """Times of the frames, one per time unit up to a maximum number."""
     distance = max(1, math.ceil(length / _MOST_FRAMES))
     return [float(time) for time in range(0, math.ceil(length), distance)] + [length]
 

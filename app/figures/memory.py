@@ -1,4 +1,4 @@
-"""Memory by rank as stacked bars, against what the device has."""
+"""Memory by rank as stacked bars, with the capacity of the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simplan.units import GIB, format_bytes
 __all__ = ["RESERVE", "MemoryBar", "memory_bars", "memory_figure", "memory_rows"]
 
 RESERVE = "allocator's reserve"
-"""What the caching allocator holds beyond tensors."""
+"""Memory that the caching allocator reserves beyond tensors."""
 
 _MOST_BARS = 64
 _CAPACITY = {"color": "#d1495b", "width": 1.5, "dash": "dash"}
@@ -28,7 +28,7 @@ class MemoryBar:
     Attributes:
         ranks: Ranks that need exactly this.
         parts: Part -> bytes, in the order of the stack; they sum to ``device_bytes``.
-        device_bytes: On the device, at the worst instant.
+        device_bytes: Peak bytes on the device.
         peak_action: The action during which that is; empty for the time between steps.
     """
 
@@ -44,7 +44,7 @@ class MemoryBar:
 
 
 def memory_bars(memory: Iterable[RankMemory]) -> tuple[MemoryBar, ...]:
-    """A bar for each rank; where there are more than 64, one for each group of ranks that need the same."""
+    """One bar per rank; above 64 ranks, one per group of ranks with equal memory."""
     found = [_bar(rank) for rank in memory]
     if len(found) <= _MOST_BARS:
         return tuple(found)

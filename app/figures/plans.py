@@ -62,7 +62,7 @@ AXES: Mapping[str, Axis] = MappingProxyType(
         "microbatch_size": Axis("microbatch size", ",d"),
     }
 )
-"""What can stand on an axis."""
+"""Quantities for the axes, by key of a row."""
 
 COLOURS: Mapping[str, str] = MappingProxyType(
     {
@@ -74,7 +74,7 @@ COLOURS: Mapping[str, str] = MappingProxyType(
         "limit": "what limits it",
     }
 )
-"""What can tell points apart."""
+"""Fields for the color of points, by key of a row."""
 
 RESOURCES: Mapping[str, str] = MappingProxyType(
     {
@@ -85,7 +85,7 @@ RESOURCES: Mapping[str, str] = MappingProxyType(
         "memory": "device memory",
     }
 )
-"""What there could be more of."""
+"""Names of resources that can limit a plan."""
 
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon")
 
@@ -268,7 +268,7 @@ def shares_figure(plans: Sequence[tuple[str, RankedPlan]]) -> Figure:
 
 
 def space_rows(space: SpaceCount) -> list[dict[str, Any]]:
-    """Where every plan of the space went: how many, under which name, and what that means."""
+    """Plans of the space by outcome: number, name and meaning."""
     rows = [{"plans": number, "rule": name, "why": space.why[name]} for name, number in space.rejected.items()]
     bounded = "cannot be among the best: at least so slow by a lower bound"
     rows.append({"plans": space.bounded, "rule": "bounded", "why": bounded})

@@ -1,4 +1,4 @@
-"""One plan over more or less of something; what a little more is worth, and what a slow rank costs."""
+"""One plan over an axis, value of 1 % more of each resource, and cost of a slow rank."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _interval(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _curve(rows: Sequence[dict[str, Any]], key: str, title: str, label: str, now: float) -> dict[str, Any]:
-    """A number over the axis: a larger point where the scenario stands, a cross where a plan does not fit."""
+    """A quantity over the axis: a larger point at the scenario's value, a cross for plans that do not fit."""
     fit = [row["fits"] is not False for row in rows]
     return scatter(
         x=[row["value"] for row in rows],
@@ -138,7 +138,7 @@ def _curve(rows: Sequence[dict[str, Any]], key: str, title: str, label: str, now
 
 
 def _ideal(rows: Sequence[dict[str, Any]], now: float) -> list[float]:
-    """Throughput in proportion to the devices, from where the scenario stands."""
+    """Throughput proportional to the number of devices, from the scenario's value."""
     here = next((row for row in rows if row["value"] == now), None)
     return [] if here is None else [here["per_s"] * row["value"] / now for row in rows]
 

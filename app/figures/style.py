@@ -14,7 +14,7 @@ from app.palette import GRID, MUTED, PLANS
 __all__ = ["Figure", "across", "bar", "empty", "figure", "numbered", "scatter"]
 
 Figure: TypeAlias = dict[str, Any]
-"""``data`` and ``layout``, where it plays ``frames``, as https://plotly.com/javascript/reference has them."""
+"""``data``, ``layout`` and, for animations, ``frames``, as in https://plotly.com/javascript/reference."""
 
 _CLEAR = "rgba(0,0,0,0)"
 _AXIS = {"gridcolor": GRID, "zeroline": False, "automargin": True}
@@ -88,7 +88,7 @@ def numbered(name: str, number: int) -> str:
 
 
 def empty(text: str) -> Figure:
-    """A figure that says why there is nothing to draw."""
+    """A figure with the reason why there is nothing to draw."""
     note = {"text": text, "showarrow": False, "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper"}
     hidden = {"visible": False}
     return figure([], height=160, annotations=[note], xaxis=hidden, yaxis=hidden)

@@ -53,7 +53,7 @@ def runs_figure(outcomes: Sequence[RunOutcome]) -> Figure:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 of every power of ten on a logarithmic axis, or, where these would be many, 1 alone.
+    """Ticks of a logarithmic axis: 1, 2 and 5 times powers of ten, or powers of ten alone if there would be many.
 
     >>> _ticks(24, 1100)
     [50.0, 100.0, 200.0, 500.0, 1000.0]

@@ -1,4 +1,4 @@
-"""A piece of work in a worker process, as the server sees it: how far it is, what it knows, how to stop it."""
+"""Tasks in worker processes, seen from the server: progress, result and stop."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ class Jobs:
             try:
                 job.run_here()
             finally:
-                job.stop()  # where it ended in an error of ours
+                job.stop()  # after an internal error
         return job
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A run on this machine: ``simplan run`` as a process, one at a time on a server, in a folder of its own."""
+"""Runs on this machine: ``simplan run`` as a process, one at a time per server, each in a separate folder."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def steps_done(self) -> int:
-        """Steps of rank 0 so far, those that warm up included."""
+        """Steps of rank 0 so far, warmup steps included."""
         try:
             return (self.folder / "rank0.steps.jsonl").read_bytes().count(b"\n")
         except OSError:

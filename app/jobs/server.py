@@ -12,7 +12,7 @@ from app.jobs.run import Runs
 __all__ = ["WORKERS", "answering", "runs", "searches"]
 
 WORKERS = "SIMPLAN_WORKERS"
-"""Environment variable with the number of processes that answer pages; without it pages work themselves."""
+"""Environment variable with the number of worker processes for pages; without it, pages compute themselves."""
 
 
 @cache
@@ -33,7 +33,7 @@ def answering() -> Jobs:
 
 @cache
 def runs() -> Runs:
-    """The server's runs; the one that goes on ends with it."""
+    """The server's runs; a run in progress ends with the server."""
     found = Runs()
     atexit.register(found.close)
     return found

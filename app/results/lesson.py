@@ -18,7 +18,7 @@ CLOSED_FORMS: Mapping[str, str] = {
     "1f1b": "(p-1)/(m+p-1)",
     "interleaved_1f1b": "(p-1)/(v m+p-1)",
 }
-"""Bubble fraction for equal stages and free messages, where it has a closed form; m a multiple of p if interleaved."""
+"""Bubble fraction in closed form, for equal stages and zero-cost communication; m a multiple of p if interleaved."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ def predicted_step(text: str, calibrated_at: int) -> tuple[Prediction, Simulated
 
 
 def step_parts(prediction: Prediction, rank: int, spans: Sequence[Span]) -> tuple[StepPart, ...]:
-    """A rank's step as parts that sum to it; those that take no time are left out.
+    """Parts of a rank's step that sum to the step time, without parts that take no time.
 
     Args:
         prediction: The prediction.

@@ -24,13 +24,13 @@ __all__ = ["AXES", "DelayedRank", "ScaleAxis", "ScalePoint", "place_on", "slow_r
 
 @dataclass(frozen=True, slots=True)
 class ScaleAxis:
-    """Something to have more or less of.
+    """Axis of a sweep: a number of the scenario, or a rate of the hardware.
 
     Attributes:
-        label: On the axis, with its unit.
-        factors: Over what the scenario has.
-        path: Keys of the scenario, of a whole number; None for a rate of the hardware.
-        resource: The rate; None for a number of the scenario.
+        label: Label of the axis, with unit.
+        factors: Values of the axis, as factors of the scenario's value.
+        path: Keys of a whole number in the scenario; None for a rate of the hardware.
+        resource: Rate of the hardware; None for a number of the scenario.
     """
 
     label: str
@@ -55,7 +55,7 @@ AXES: Mapping[str, ScaleAxis] = MappingProxyType(
         ),
     }
 )
-"""What can stand on the axis."""
+"""Axes by key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class ScalePoint:
 
 
 def place_on(asked: Scenario, axis: str) -> float:
-    """Where a scenario stands on an axis; 1 on those of rates, which are relative."""
+    """Value of the scenario on an axis; 1 on axes of rates, which are relative."""
     match axis:
         case "devices":
             return asked.job.cluster.num_devices
@@ -142,11 +142,11 @@ def _own_devices(text: str) -> Scenario:
 
 def _step_on_own_devices(text: str) -> tuple[Prediction, Simulated]:
     _own_devices(text)
-    return predicted_step(text, 0)  # such devices are not priced from a calibration
+    return predicted_step(text, 0)  # predictions for such devices use no calibration
 
 
 def _on_devices(data: dict[str, Any], asked: Scenario, devices: int, *, batch_follows: bool) -> dict[str, Any]:
-    """More devices are more data parallelism: shards where there are some, else replicas."""
+    """Plan on another number of devices: scales ``dp_shard`` if the plan shards, else ``dp_replicate``."""
     plan, before = asked.job.plan, asked.job.cluster.num_devices
     axis = "dp_shard" if plan.dp_shard > 1 else "dp_replicate"
     scaled = getattr(plan, axis) * devices / before

@@ -1,4 +1,4 @@
-"""One step as boxes on the streams of ranks, with what each waited for and what it is made of; and memory over time."""
+"""One step as boxes on the streams of ranks, with waits and cost terms; and memory over time."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from simplan.units import format_time
 __all__ = ["MOST_BOXES", "Lane", "MemoryCurve", "TimelineBox", "TimelineResult", "timeline_result", "trace_text"]
 
 MOST_BOXES = 5_000
-"""More are not drawn at once: the window ends before them."""
+"""Maximum number of boxes in a window; a window ends before it has more."""
 
 _MOST_SAMPLES = 900
-_SAME = 1e-9  # of the step: instants that are so near are one
+_SAME = 1e-9  # fraction of the step below which two times count as equal
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Learn: how schedules work, what words mean, and what simplan does not model."""
+"""Learn: schedules, definitions of terms, and the limits of simplan's model."""
 
 from __future__ import annotations
 

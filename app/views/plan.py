@@ -1,4 +1,4 @@
-"""Plan: one plan of a model on a cluster; whether it fits, how long a step takes and where it goes."""
+"""Plan: one plan of a model on a cluster: memory fit, step time and breakdown of the step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from simplan.scenario import Scenario
 from simplan.units import GIB, format_bytes, format_percent, format_time
 
 _HEAD_START_S = 0.1
-"""Browsers draw what comes together at one time: the verdict goes alone, the form and figures follow."""
+"""Delay of the form and figures after the verdict: browsers draw elements that arrive together at one time."""
 
 
 def show() -> None:

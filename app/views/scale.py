@@ -1,4 +1,4 @@
-"""Scale and what-if: the plan of the scenario with more or less of one thing, and what would help or hurt it."""
+"""Scale and what-if: the scenario's plan over one axis, and its sensitivity to resources and slow ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SLOWER = {5: "5 % slower", 10: "10 % slower", 25: "25 % slower", 50: "50 % slow
 
 
 def show() -> None:
-    """Curves, then what more is worth, then what a slow rank costs."""
+    """Curves over an axis, then value of more resources, then cost of a slow rank."""
     show_question()
     document = state.document()
     asked = answers.scenario(document)

@@ -1,4 +1,4 @@
-"""Search: the best plans of the whole space, while they are found; why they are best, and what became of the others."""
+"""Search: the best plans of the search space as they are found, with explanations, and the excluded plans."""
 
 from __future__ import annotations
 

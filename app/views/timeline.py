@@ -96,7 +96,7 @@ def _schedules(own: str) -> list[str]:
 def _results(
     document: dict[str, Any], schedules: list[str], *, layers: bool, start: float, end: float
 ) -> list[TimelineResult]:
-    """One for each schedule that the plan can have; of others it is said why not."""
+    """One result per schedule that the plan supports; shows the reason for the others."""
     if len(schedules) < 2:
         asked = _with_schedule(document, schedules[0]) if schedules else document
         return [answers.timeline(asked, layers=layers, start=start, end=end)]

@@ -1,4 +1,4 @@
-"""Validate: predictions held against what was measured, by others and here."""
+"""Validate: predictions compared with published and local measurements."""
 
 from __future__ import annotations
 

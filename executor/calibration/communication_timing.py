@@ -65,7 +65,7 @@ def time_links(
 
     Args:
         kinds: Collectives to time.
-        bench: Place of the measurement.
+        bench: Ranks, device and stopping rule of the measurement.
         num_nodes: Number of nodes.
         budget_s: Time for the measurement in seconds; sizes that would exceed their part of the budget are skipped.
     """
@@ -279,7 +279,7 @@ def time_overlap(dtype: TimedDtype, bench: Bench, *, small: bool = False) -> lis
 
     Args:
         dtype: Precision of the matmuls.
-        bench: Place of the measurement.
+        bench: Ranks, device and stopping rule of the measurement.
         small: Smaller all-reduces.
     """
     watch, device = Stopwatch(bench.device), bench.device

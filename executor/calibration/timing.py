@@ -37,7 +37,7 @@ KeepGoing = Callable[[int], bool]
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Place of a measurement.
+    """Ranks, device and stopping rule of a measurement.
 
     Attributes:
         num_ranks: Ranks per node, which all take part at the same time.
@@ -69,7 +69,7 @@ class Stopwatch:
     def each(self, calls: Iterable[Callable[[], object]]) -> list[float]:
         """Seconds of each of several calls in a row; on CUDA without their launch overhead.
 
-        The device is kept busy first, so that the host is ahead of it, as inside a step.
+        The device gets other work first, so that the host is ahead of the device, as inside a step.
         """
         if not self._cuda:
             return [self(call) for call in calls]

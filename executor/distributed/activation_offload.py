@@ -28,7 +28,7 @@ class Moved(NamedTuple):
     """A copy that was issued.
 
     Attributes:
-        tensor: Where it goes.
+        tensor: Destination of the copy.
         event: Happens when it is there; None for a copy that is done.
     """
 
@@ -65,7 +65,7 @@ class HostLink:
         return self._copy(source, to, self.outgoing)
 
     def fetch(self, source: Tensor, to: Tensor) -> Moved:
-        """Copies from the host, after what the current stream has been given so far: ``to`` may be memory it used."""
+        """Copies from the host, after the current stream's queued work, which may have used the memory of ``to``."""
         return self._copy(source, to, self.incoming)
 
     def wait(self, moved: Moved) -> None:
@@ -206,14 +206,14 @@ class _Kept:
         self._moved: list[Moved] = []
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved | _SavedDTensor:
-        """Notes what autograd saves."""
+        """Records the tensors that autograd saves."""
         if isinstance(tensor, DTensor):
             layout = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
             return _SavedDTensor(self._packed(tensor.to_local()), *layout)
         return self._packed(tensor)
 
     def _packed(self, tensor: Tensor) -> Tensor | _Saved:
-        if self._stays is None:  # only now has FSDP put whole weights in place of its shards
+        if self._stays is None:  # FSDP has replaced shards by unsharded weights only now
             tables = [local(tensor) for tensor in (*self._layer.parameters(), *self._layer.buffers())]
             self._stays = frozenset([*self._others, *map(_storage, tables)])
         key = _storage(tensor)
@@ -226,7 +226,7 @@ class _Kept:
         return _Saved(self._buffers[key], tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def send(self) -> int:
-        """Copies to the host, after what was computed so far; gives bytes."""
+        """Starts the copies to the host, after the current stream's work; returns the number of bytes."""
         num_bytes = 0
         for buffer in self._buffers.values():
             assert buffer.on_device is not None

@@ -37,7 +37,7 @@ class ContextAttention:
     """Attention over the tokens of all context-parallel ranks; all layers of a stage share one.
 
     Args:
-        core: ``causal_attention``, perhaps recomputed in backward.
+        core: ``causal_attention``, recomputed in backward or not.
         parallel: The ranks.
         seq_len: Tokens of all of them.
         device: Where.

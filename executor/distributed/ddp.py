@@ -1,6 +1,6 @@
 """Data parallelism with torch's DistributedDataParallel, every bucket recorded.
 
-Annotations are not postponed here: torch compares those of the communication hook.
+Annotations are not postponed in this module: torch checks the annotations of the communication hook.
 """
 
 import inspect

@@ -16,7 +16,7 @@ from executor.models.moe import ExpertMlp, GroupedLinear
 
 __all__ = ["own_experts", "split_experts"]
 
-_EXPERTS, _ROWS = 0, 1  # the dimensions of places
+_EXPERTS, _ROWS = 0, 1  # the dimensions of capacity slots
 _WIDTHS = {"experts_gate": 1, "experts_up": 1, "experts_down": 2}
 """Dimension of each matrix (experts, outputs, inputs) that ranks split which split every expert."""
 
@@ -59,7 +59,7 @@ def _given(x: Tensor, dims: ParallelDims) -> Tensor:
 
 
 def _returned(x: Tensor, dims: ParallelDims) -> Tensor:
-    """And back; ranks that split every expert sum what each has of the results."""
+    """Expert combine: the inverse of dispatch; expert-tensor-parallel ranks sum their partial results."""
     if dims.shard.etp > 1:
         x = scatter_sum(x, dims.tp)
     return exchange(x, dims.ep, _ROWS, _EXPERTS) if dims.ep.size > 1 else x

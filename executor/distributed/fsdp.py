@@ -161,7 +161,7 @@ class _AllGather(DefaultAllGather):
 
 
 class _Reduction(DefaultReduceScatter):
-    """A reduce-scatter, followed by torch's all-reduce of its result where there are replicas."""
+    """Recorded reduce-scatter; with replicas (hybrid sharding), torch all-reduces its result."""
 
     def __init__(self, peers: Peers, replicate: Peers) -> None:
         super().__init__()

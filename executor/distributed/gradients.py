@@ -78,12 +78,12 @@ def average_expert_gradients(parameters: Sequence[nn.Parameter], num_ranks: int,
 
 
 class TiedWeights:
-    """A weight that the first and the last stage share: each end has a copy, and their gradients are summed.
+    """Tied embedding that the first and the last stage share: each has a copy, and the gradients are summed.
 
     Args:
         job: The job.
         stages: The rank's stages by index.
-        ends: The ranks with the two ends; this one alone where it has both.
+        ends: Ranks with the embedding and the head; this rank alone if it has both.
     """
 
     def __init__(self, job: RunSpec, stages: Mapping[int, Stage], ends: Peers) -> None:

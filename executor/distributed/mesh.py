@@ -61,7 +61,7 @@ class Peers:
         )
 
     def meshed(self, axis: str, device_type: str) -> Peers:
-        """These ranks with a mesh of their own."""
+        """These ranks with a separate device mesh."""
         return replace(self, mesh=_joined({axis: self}, self.ranks[self.rank], device_type)) if self.group else self
 
     @classmethod
@@ -222,7 +222,7 @@ class ParallelDims:
 
 
 def _joined(axes: dict[str, Peers], rank: int, device_type: str) -> DeviceMesh | None:
-    """One mesh of the axes along which there are other ranks; None where there is none.
+    """One device mesh of the axes with more than one rank; None without such axes.
 
     Args:
         axes: Ranks by axis name, outermost first. FSDP's hooks record its collectives; other groups record their own.
@@ -267,7 +267,7 @@ def _peers(
     members: Callable[[int], tuple[int, ...]],
     wanted: bool = True,
 ) -> Peers:
-    """Makes the groups of one axis and gives this rank's; it alone where it has no other, or none is wanted."""
+    """Makes the process groups of one axis; returns this rank's group, or this rank alone if there is none."""
     everyone = [rank] if alone else range(world_size)
     found = Peers()
     for ranks in sorted({members(other) for other in everyone}) if wanted else []:

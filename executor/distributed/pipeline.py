@@ -36,7 +36,7 @@ class Boundary:
     dtype: torch.dtype
 
     def example(self) -> Tensor:
-        """A tensor without storage that says all torch needs to know, so that it makes no trial run."""
+        """Tensor on the meta device with shape and dtype, so that torch needs no trial run to find them."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.dtype.is_floating_point)
 
 
@@ -140,7 +140,7 @@ class _RecordedStage(PipelineStage):
         self.recorder = recorder
         self._complete_gradients = complete_gradients
         self._receives: dict[Action, list[int]] = {}
-        self.sends: list[tuple[int, Tensor]] = []  # torch's works hold the tensors as well, but those of no one do not
+        self.sends: list[tuple[int, Tensor]] = []  # torch's works keep the tensors alive, but fake works do not
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         action = Action(self.stage_index, ActionKind.FORWARD, fwd_chunk_id)

@@ -46,10 +46,10 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "selective_op", "selec
 """The modes of a plan that the executor has; with ``selective`` the attention core alone sees to it."""
 
 BlockRecompute = Literal["none", "full", "selective_op"]
-"""What is done with one block: it keeps all it needs, its input, or that and some products."""
+"""Recompute mode of one block: save all tensors, only the input, or the input and results of some matmuls."""
 
 Around = Callable[[], AbstractContextManager[None]]
-"""Makes what is entered around a second forward, which ends early where torch needs no more of it."""
+"""Returns the context around a recomputation, which ends early when torch has all saved tensors."""
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default}
@@ -211,7 +211,7 @@ def unmodelled_recompute(job: RunSpec) -> Iterator[Problem]:
 
 
 def _beside_selective_op(job: RunSpec) -> Iterator[tuple[str, str]]:
-    """With what else that would help."""
+    """Options that selective_op does not support, each with a fix."""
     plan, model = job.plan, job.model
     if plan.offload_activations:
         yield "beside activations that are moved to the host", ", or offload_activations = false"

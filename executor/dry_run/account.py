@@ -35,7 +35,7 @@ _MADE_IN = {
     ("activation_offload.py", "host_buffer"): _C.HOST,
     ("activation_offload.py", "fetch"): _C.ACTIVATIONS,
 }
-"""By the function that made a storage (of torch's files or ours), what it is."""
+"""Memory category by the function that allocated a storage, as (file name, function) in torch or simplan."""
 
 _NUM_STEPS = 2  # optimizer states exist from the end of the first on
 
@@ -110,7 +110,7 @@ def counted_steps(job: RunSpec, built: Trainer, recorder: Recorder, ledger: Ledg
 
 
 def _known(built: Trainer, *, on_host: bool) -> dict[int, MemoryCategory]:
-    """Storages of parameters, gradients and optimizer states, and of what is being sent.
+    """Storages of parameters, gradients, optimizer states and tensors that are being sent.
 
     Args:
         built: The trainer.

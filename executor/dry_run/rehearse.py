@@ -112,7 +112,7 @@ def _real(job: RunSpec, rank: int, on_progress: Progress) -> Rehearsal:
     except torch.OutOfMemoryError as error:
         said = str(error).split(". ")[0]
         raise RunError(f"rank {rank} needs more memory than this device has, in {recorder.current}: {said}") from None
-    if device.type == "cpu":  # which has no allocator of its own to ask
+    if device.type == "cpu":  # without an allocator that counts
         peak = peak.model_copy(update={"allocated_bytes": found.total_bytes})
     return Rehearsal(
         job=job,

@@ -104,7 +104,7 @@ class Stall(NamedTuple):
 
     Attributes:
         rank: Rank that stopped first.
-        sentence: Message for the user.
+        sentence: Description for the user.
     """
 
     rank: int

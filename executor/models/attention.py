@@ -69,7 +69,7 @@ class FusedAttention(nn.Module):
         self._core = request.core
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, hidden_size) to the same."""
+        """Hidden states (batch, tokens, hidden_size) to hidden states of the same shape."""
         groups = torch.unflatten(self.qkv(x), -1, (-1, sum(self._of_group), self._head_dim))
         q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in torch.split(groups, self._of_group, dim=3))
         if self.rotary is not None:
@@ -111,7 +111,7 @@ class SeparateAttention(nn.Module):
         self._core = request.core
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, hidden_size) to the same."""
+        """Hidden states (batch, tokens, hidden_size) to hidden states of the same shape."""
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self._norms == "projection":
             q, k = self.q_norm(q), self.k_norm(k)

@@ -133,7 +133,7 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def soft_capped(x: Tensor, cap: float) -> Tensor:
-    """Cap tanh(x / cap): nearly the same where it is small, never larger than the cap."""
+    """Soft cap: cap tanh(x / cap), close to x for small x, and never larger than the cap."""
     return torch.tanh(x / cap) * cap
 
 
@@ -154,7 +154,7 @@ class CappedAttention:
             self._unmet |= distances >= window
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """As ``causal_attention``, whose mask is a part of the table."""
+        """See ``causal_attention``; the table includes the mask."""
         del mask
         groups = q.shape[_HEADS] // k.shape[_HEADS]
         if groups > 1:
@@ -184,13 +184,13 @@ class MaskedAttention:
         self._slopes: Tensor | None = None
         if FAMILIES[spec.family].alibi:
             slopes = parallel.own_part(alibi_slopes(spec.num_attention_heads), 0)
-            if parallel.cp.size > 1 and not gathers:  # tokens are exchanged for heads
+            if parallel.cp.size > 1 and not gathers:  # all-to-all of tokens for heads
                 slopes = slopes.chunk(parallel.cp.size)[parallel.cp.rank]
             self._slopes = slopes.to(device)
         self._table: Tensor | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """As ``causal_attention``, whose mask is a part of the table."""
+        """See ``causal_attention``; the table includes the mask."""
         del mask
         grouped = q.shape[_HEADS] != k.shape[_HEADS]
         table = self._table_like(q)[..., : q.shape[_TOKENS], : k.shape[_TOKENS]]  # shorter documents have its corner

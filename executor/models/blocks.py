@@ -42,7 +42,7 @@ class GeluMlp(nn.Module):
         self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, hidden_size) to the same."""
+        """Hidden states (batch, tokens, hidden_size) to hidden states of the same shape."""
         out: Tensor = self.down(functional.gelu(self.up(x)))
         return out
 
@@ -65,7 +65,7 @@ class GatedMlp(nn.Module):
         self._activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, hidden_size) to the same."""
+        """Hidden states (batch, tokens, hidden_size) to hidden states of the same shape."""
         gate, up = self.gate(x), self.up(x)
         out: Tensor = self.down(self._activation(gate) * up)
         return out
@@ -110,7 +110,7 @@ class PostNormBlock(nn.Module):
 
 
 class ParallelBlock(Block):
-    """Attention and MLP of the same hidden states, each after a norm of its own (GPT-NeoX)."""
+    """Parallel block: attention and MLP of the same hidden states, each after a separate norm (GPT-NeoX)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Hidden states to hidden states."""

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685): linear layers with adapters, and what of a layer is not trained."""
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): linear layers with adapters, and frozen parameters."""
 
 from __future__ import annotations
 

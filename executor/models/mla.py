@@ -46,7 +46,7 @@ class LatentAttention(nn.Module):
         self._core = request.core
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, hidden_size) to the same."""
+        """Hidden states (batch, tokens, hidden_size) to hidden states of the same shape."""
         queries = self.q_b(self.q_a_norm(self.q_a(x))) if self._compresses_queries else self.q(x)
         q_plain, q_rotated = self._parts(split_heads(queries, self._plain + self._rotated), self._rotated)
         latent, k_rotated = self._parts(self.kv_a(x), self._rotated)
@@ -64,7 +64,7 @@ class LatentAttention(nn.Module):
 
     @staticmethod
     def _parts(x: Tensor, last: int) -> tuple[Tensor, Tensor]:
-        """All but the last columns, and these."""
+        """Splits off the last columns: all others, and the last ones."""
         return x[..., :-last], x[..., -last:]
 
 
@@ -77,4 +77,4 @@ def deepseek_block(request: LayerRequest) -> nn.Module:
 
 
 LAYERS = {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: deepseek_block, LayerKind.HEAD: Head}
-"""What runs the layers of the family, by their kind."""
+"""Module builders of the family's layers, by layer kind."""

@@ -64,10 +64,10 @@ MODULES: Mapping[str, Mapping[LayerKind, Callable[[LayerRequest], nn.Module]]] =
     "bert": {LayerKind.EMBEDDING: BertEmbedding, LayerKind.BLOCK: bert_block, LayerKind.HEAD: MaskedHead},
     "vit": {LayerKind.EMBEDDING: PatchEmbedding, LayerKind.BLOCK: gpt_block, LayerKind.HEAD: ClassHead},
 }
-"""What runs the layers of a family, by their kind."""
+"""Module builders of a family's layers, by layer kind."""
 
 FAMILY_MODULES = {"resnet": "resnet", "t5": "t5", "moe": "moe", "deepseek": "mla"}
-"""Modules of this package whose ``LAYERS`` are what runs the layers of the other families."""
+"""Modules of this package whose ``LAYERS`` build the layers of the other families."""
 
 _INIT_STD = 0.02  # GPT-2's
 _SINGLE = ParallelDims()
@@ -257,7 +257,7 @@ def _draw_weights(layer: nn.Module, spec: ModelSpec, layer_index: int, seed: int
         own = own.to_local() if isinstance(own, DTensor) else own
         if parameter.dim() > 1:
             generator = torch.Generator().manual_seed((seed * 100_003 + source[0]) * 101 + source[1])
-            # experts that are apart are no DTensors
+            # expert-parallel experts are not DTensors
             shape = specs[number].shape if ".experts_" in name else parameter.shape
             whole = torch.empty(shape).normal_(0.0, _INIT_STD, generator=generator)
             own.copy_(own_weight(whole, name, own, dims))

@@ -65,7 +65,7 @@ def route(chosen: Tensor, num_experts: int, places: int) -> Routing:
     before = loads.cumsum(1) - loads
     place = torch.arange(tokens * top_k, device=chosen.device) - before.gather(1, expert)
     sequence = torch.arange(batch, device=chosen.device).unsqueeze(1)
-    none = num_experts * batch * places  # one row too many, for those without a place
+    none = num_experts * batch * places  # an additional row, for dropped choices
     row = ((expert * batch + sequence) * places + place).masked_fill_(place >= places, none)
     sources = chosen.new_zeros(none + 1).scatter_(0, row.flatten(), (sequence * tokens + order // top_k).flatten())
     slots = torch.empty_like(row).scatter_(1, order, row).flatten()
@@ -135,7 +135,7 @@ class ExpertMlp(nn.Module):
         with torch.no_grad():
             routing = route(chosen, self._num_experts, places)
             self._count(routing.loads)
-        # what is sent and received has no name, so that it lives no longer than it is needed
+        # sent and received tensors have no name, so that they are freed as early as possible
         given = self.to_experts(
             x.flatten(0, 1).index_select(0, routing.sources).view(self._num_experts, batch * places, width)
         )
@@ -206,4 +206,4 @@ def expert_matrices(layer: nn.Module) -> list[nn.Module]:
 
 
 LAYERS = {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: moe_block, LayerKind.HEAD: Head}
-"""What runs the layers of the family, by their kind."""
+"""Module builders of the family's layers, by layer kind."""

@@ -1,4 +1,4 @@
-"""T5's layers. They hand on what the encoder has made, what the decoder has, and the tables of relative positions.
+"""T5's layers, which forward encoder states, decoder states and the tables of relative positions.
 
 Encoder states (batch, seq_len, hidden_size), decoder states (batch, decoder_seq_len, hidden_size), and for every
 sequence the same two tables (batch, 2, buckets, heads), the encoder's first.
@@ -23,7 +23,7 @@ _LARGEST_DISTANCE = 128  # Hugging Face's relative_attention_max_distance: from 
 
 
 States = tuple[Tensor, Tensor, Tensor]
-"""What layers hand on; torch's pipelines know plain tuples only."""
+"""Outputs of layers; torch's pipelines support plain tuples only."""
 
 
 class T5Embedding(nn.Module):
@@ -186,7 +186,7 @@ def t5_block(request: LayerRequest) -> T5Block:
 
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Attention whose scores are not divided by anything, (batch, heads, tokens, head_dim) each; softmax in fp32.
+    """Attention with unscaled scores; tensors are (batch, heads, tokens, head_dim); softmax in FP32.
 
     Args:
         q, k, v: Queries, keys and values.
@@ -223,4 +223,4 @@ def relative_buckets(distances: Tensor, num_buckets: int, *, causal: bool) -> Te
 
 
 LAYERS = {LayerKind.EMBEDDING: T5Embedding, LayerKind.BLOCK: t5_block, LayerKind.HEAD: T5Head}
-"""What runs the layers of the family, by their kind."""
+"""Module builders of the family's layers, by layer kind."""

@@ -42,7 +42,7 @@ _LLAMAS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
 
 
 def make_layer(request: LayerRequest) -> nn.Module:
-    """One layer of the model, whose weights are not there yet."""
+    """One layer of the model, without initialized weights."""
     spec, kind = request.spec, request.spec.layers[request.index].kind
     model: Any = whole_model(spec)
     is_gpt = spec.family == "gpt"
@@ -80,7 +80,7 @@ def whole_model(spec: ModelSpec) -> PreTrainedModel:
         "use_cache": False,
     }
     if spec.family == "gpt":
-        sizes |= {"bos_token_id": None, "eos_token_id": None}  # those of its tokenizer may be beyond the vocabulary
+        sizes |= {"bos_token_id": None, "eos_token_id": None}  # the tokenizer's ids may be beyond the vocabulary
         return GPT2LMHeadModel(
             GPT2Config(
                 **sizes,

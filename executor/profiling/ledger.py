@@ -83,7 +83,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Counts what the block makes."""
+        """Context in which allocations are tracked."""
         resize = torch.UntypedStorage.resize_
 
         def resize_and_tell(storage: torch.UntypedStorage, size: int) -> None:

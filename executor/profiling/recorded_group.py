@@ -1,4 +1,4 @@
-"""A process group that tells a recorder of the collectives that torch issues in it, as those of DTensor."""
+"""Process group that records the collectives that torch issues in it, e.g. for DTensor."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RecordedGroup(dist.ProcessGroup):
         return self._name
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]
-        """Reduces in place."""
+        """All-reduce in place."""
         return self._issue("all_reduce", tensors, ("allreduce",), tensors, options)
 
     def all_gather_single_coalesced(self, gathered: list[Tensor], parts: list[Tensor], opts: Any = None) -> dist.Work:
@@ -95,7 +95,7 @@ class RecordedGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     def _issue(self, kind: IssuedKind, buffers: list[Tensor], names: tuple[str, ...], *arguments: Any) -> dist.Work:
-        """Calls the group's method, which has the first of these names that it knows."""
+        """Calls the group's method under the first of the names that the group has."""
         if self._inner is None:
             return FakeWork()
         call = getattr(self._inner, next(name for name in names if hasattr(self._inner, name)))

@@ -65,7 +65,7 @@ class CudaClock:
         self._anchor_s = 0.0
 
     def begin_step(self) -> None:
-        """Ties the stream to the host's clock: with the device idle, both are at the same instant."""
+        """Maps stream time to the host's clock, while the device is idle."""
         torch.cuda.synchronize()
         self._anchor.record()
         self._anchor.synchronize()
@@ -141,7 +141,7 @@ class Recorder:
     Args:
         row: The rank's actions in order.
         clock: Takes the stamps.
-        heartbeat: Is told what the rank does and what it waits for.
+        heartbeat: Heartbeat that gets the rank's current action and wait.
     """
 
     def __init__(self, row: Sequence[Action], clock: Clock, heartbeat: Heartbeat) -> None:

@@ -100,7 +100,7 @@ def gather(
         segments: Segments of the run in order.
         written: Texts of the last segment's ranks.
         failure: Reason of an early end; None for a complete run.
-        notes: Messages about the run so far.
+        notes: Notes about the run so far, for the user.
     """
     segment = segments[-1]
     job, first_step = segment.job, segment.first_step

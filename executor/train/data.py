@@ -15,7 +15,7 @@ from simplan.plan.shard import Shard
 __all__ = ["IGNORED", "input_shape", "make_batch", "model_batch"]
 
 IGNORED = -100
-"""The target of a token that is not asked for, as torch's cross-entropy has it."""
+"""Target of a token without a loss, the ignore_index of torch's cross-entropy."""
 
 _MASKED_SHARE = 0.15  # Devlin et al. 2019, section 3.1
 _MASK_TOKEN = 0
@@ -96,7 +96,7 @@ def model_batch(spec: ModelSpec, *, seed: int, step: int, first_sample: int, num
 
 
 def input_shape(spec: ModelSpec, shard: Shard) -> tuple[int, ...]:
-    """Shape of what one rank takes of a sample: tokens, those of an encoder and a decoder, or an image."""
+    """Shape of one rank's part of a sample: tokens, tokens of encoder and decoder, or an image."""
     match FAMILIES[spec.family].inputs:
         case "tokens":
             return (spec.seq_len // shard.cp,)

@@ -50,7 +50,7 @@ class ShardGroups:
         return cls(dims.fsdp if plan.shards_parameters else Peers(), dims.tp, frozenset(replicated))
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Tells if this rank counts its shard of a parameter: no other rank counts the same elements."""
+        """True when this rank counts its shard of a parameter: no other rank counts the same elements."""
         return self.tp.rank == 0 or id(parameter) not in self.replicated
 
     def total(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Calibrations for commands: reading, asking whether they suffice, measuring what is missing."""
+"""Calibrations for commands: reading, checking their coverage, measuring missing parts."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def measure(requests: Iterable[CalibrationRequest], file: Path | None, nodes: No
             result_file = Path(folder) / "calibration.json"
             try:
                 _run(request, result_file, _title(request), nodes)
-            finally:  # what an interrupted calibration has measured is kept
+            finally:  # measurements of an interrupted calibration are saved
                 found = load(result_file)
                 if found is not None:
                     total = found if total is None else total.merged(found)

@@ -45,7 +45,7 @@ def check_command(
     calibration_file: Path | None,
 ) -> int:
     """Runs the command; returns 2 when a file is bad, else 1 when an expectation failed, else 0."""
-    # the user's own calibration is not looked at: a check must not depend on what a machine happens to hold
+    # the user's calibration is not read: a check must not depend on files of the machine
     calibration = None if calibration_file is None else read(calibration_file)
     files = scenario_files(paths)
     if bless_values:
@@ -100,7 +100,7 @@ def scenario_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def check_file(file: Path, calibration: Calibration | None) -> CheckedFile:
-    """Judges one scenario; what is wrong with it is a case of its own, so that the others go on."""
+    """Checks one scenario; an invalid scenario becomes a failed case, so that the others continue."""
     try:
         document = read_yaml(file)  # once: it may be a pipe
         scenario = scenario_from(document, file)
@@ -165,7 +165,7 @@ def _written(expectation: Expectation, actual: float | bool, prediction: Mapping
 
 
 def _value_nodes(text: str) -> Iterator[yaml.ScalarNode | None]:
-    """The scalar after ``value:`` of each expectation, None where there is none."""
+    """Scalar after ``value:`` of each expectation; None for an expectation without one."""
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     expectations = _child(root, "expect")
     for item in expectations.value if isinstance(expectations, yaml.SequenceNode) else ():

@@ -28,7 +28,7 @@ def dashboard_command(*, host: str, port: int, browser: bool, allow_run: bool) -
     """``simplan dashboard``: serves until it is interrupted.
 
     Raises:
-        SpecError: What it needs is not installed, or the port is taken.
+        SpecError: A package of the dashboard is not installed, or the port is in use.
         RunError: The server ended by itself.
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]

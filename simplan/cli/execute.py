@@ -1,4 +1,4 @@
-"""Predicts a scenario, runs the same plan on this machine, and lines the two up."""
+"""Predicts a scenario, runs the same plan on this machine, and compares the two."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Row = dict[str, str]
 
 
 def show_command(kind: str | None, name: str | None, *, as_json: bool) -> int:
-    """``simplan show``; without a kind, what there is to show."""
+    """``simplan show``; without a kind, the list of kinds."""
     if kind is None:
         fix = f"one of {', '.join(_LISTINGS)}"
         raise SpecError(Problem(field="KIND", rule="is missing", fix=fix))

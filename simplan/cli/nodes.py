@@ -90,7 +90,7 @@ def nodes_of(scenario: Scenario, options: RunOptions, meeting: NodeRendezvous) -
 
 
 def refuse_other_number(scenario: Scenario, num_nodes: int) -> None:
-    """``--nnodes`` must be those of the scenario's cluster.
+    """Checks that ``--nnodes`` equals the number of nodes of the scenario's cluster.
 
     Raises:
         SpecError: It is another number.
@@ -106,7 +106,7 @@ def refuse_other_number(scenario: Scenario, num_nodes: int) -> None:
 
 
 def nodes_to_time(meeting: NodeRendezvous, request: CalibrationRequest) -> Nodes:
-    """The request to the other nodes of a calibration of what joins them.
+    """Request to the nodes of a calibration of inter-node communication.
 
     Raises:
         SpecError: The options do not fit each other.
@@ -116,7 +116,7 @@ def nodes_to_time(meeting: NodeRendezvous, request: CalibrationRequest) -> Nodes
 
 
 def refuse_without_nodes(meeting: NodeRendezvous) -> None:
-    """Options about several nodes mean nothing on one.
+    """Rejects options for several nodes in a run on one node.
 
     Raises:
         SpecError: One of them is given.
@@ -207,10 +207,10 @@ def _asked(scenario: Scenario, options: RunOptions) -> dict[str, str]:
 
 
 def scenario_on(scenario: Scenario, num_nodes: int) -> Scenario:
-    """The scenario as fewer nodes go on with it.
+    """The scenario with a plan for fewer nodes.
 
     Raises:
-        SpecError: They cannot.
+        SpecError: The nodes cannot run the plan.
     """
     job = scenario.job
     num_devices = num_nodes * job.cluster.ranks_per_node
@@ -239,7 +239,7 @@ def refuse_unless_it_can_go_on(scenario: Scenario, min_nodes: int, checkpointing
 
 
 def scenarios_on_fewer(scenario: Scenario, min_nodes: int) -> tuple[dict[int, Scenario], list[str]]:
-    """The scenario on every smaller number of nodes that can go on with it, and a sentence about each that cannot.
+    """The scenario on every smaller number of nodes that can run it, and a sentence about each number that cannot.
 
     Args:
         scenario: On all nodes.

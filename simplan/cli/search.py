@@ -36,7 +36,7 @@ __all__ = ["SearchOptions", "scenarios_to_time", "search_command", "slow_search"
 
 _INTERRUPTED = 130
 _MANY = 5_000
-"""Plans from which on a search says so beforehand where each takes long."""
+"""Number of plans above which a search with slow evaluation prints a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def _listed(values: tuple[int, ...]) -> str:
 
 
 def _space(scenario: SearchScenario, options: SearchOptions) -> SearchSpace:
-    """The scenario's space with what the flags say."""
+    """Search space of the scenario with the changes of the flags."""
     update: dict[str, Any] = {}
     if options.top is not None:
         update["top"] = options.top

@@ -1,4 +1,4 @@
-"""``simplan suite``: many scenarios on one device, each in a process of its own, and one report."""
+"""``simplan suite``: many scenarios on one device, each in a separate process, and one report."""
 
 from __future__ import annotations
 
@@ -164,11 +164,11 @@ def _runs_here(file: Path) -> bool:
     try:
         return load_scenario(file).job.cluster.cores_per_node is not None
     except SpecError:
-        return False  # told when its turn comes
+        return False  # the run of the case reports the error
 
 
 def _case(file: Path, folder: Path, calibration: Path | None, clock: _Clock, options: SuiteOptions) -> SuiteCase | None:
-    """One scenario: what an earlier call found, else a run or a rehearsal; None when there is no time for it."""
+    """Result of one scenario: from an earlier call, a run or a dry run; None when the time budget does not suffice."""
     kind: Literal["run", "rehearsal"] = "rehearsal" if file.stem.startswith(_REHEARSED) else "run"
     digest = hashlib.sha256(file.read_bytes() + simplan.__version__.encode()).hexdigest()[:16]
     kept = folder.with_suffix(".case.json")

@@ -261,7 +261,7 @@ def _percents(*values: float | None) -> list[str]:
 
 
 def _percent(value: float | None, *, digits: int = 1, signed: bool = False) -> str:
-    """Without the sign for it, which stands in the title."""
+    """Percentage without the percent sign, which is in the column header."""
     if value is None:
         return ""
     return f"{100 * value:+.{digits}f}" if signed else f"{100 * value:.{digits}f}"

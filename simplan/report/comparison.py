@@ -16,7 +16,7 @@ _MOST_RANKS = 8
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """The table, then what to know when reading it."""
+    """Table of the comparison, followed by notes."""
     interval = "lies in" if comparison.interval_holds else "lies outside of"
     actions = "exactly those predicted" if comparison.structure_equal else "NOT those predicted"
     notes = [

@@ -13,11 +13,11 @@ from simplan.validate.logged import LoggedComparison, UnsurePart
 __all__ = ["could_come_from", "logged_text"]
 
 _NAMED = 3
-_ALL = 0.95  # of what all parts may be off by: the rest is not named
+_ALL = 0.95  # fraction of the total uncertainty that the listed parts cover
 
 
 def logged_text(comparison: LoggedComparison) -> str:
-    """The table, the verdict, the parts that are least sure, then what to know when reading."""
+    """Table, verdict, the most uncertain parts, and notes."""
     low, high = (format_time(seconds) for seconds in comparison.interval_s)
     where = "lies in" if comparison.interval_holds else "lies outside of"
     notes = [

@@ -88,7 +88,7 @@ def _unwrapped(annotation: Any) -> tuple[Any, list[Any]]:
 
 
 def _parts(metadata: list[Any]) -> list[Any]:
-    """Constraints, also those inside of a pydantic field."""
+    """Constraints, including the constraints inside of a pydantic field."""
     return [inner for part in metadata for inner in (part, *getattr(part, "metadata", ()))]
 
 

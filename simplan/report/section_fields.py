@@ -87,7 +87,7 @@ def _row(name: str, about: str, values: str, families: str = "") -> dict[str, st
 
 
 def _families_with(name: str) -> str:
-    """The families that have a field, or those that do not where these are fewer."""
+    """Model families with a field, or the families without it if they are fewer."""
     having = [family for family, its in FAMILIES.items() if name in its.fields]
     lacking = [family for family in FAMILIES if family not in having]
     return f"all but {', '.join(lacking)}" if len(lacking) < len(having) else ", ".join(having)

@@ -1,4 +1,4 @@
-"""A suite as Markdown: the errors in all, then every case, then what failed and why."""
+"""A suite as Markdown: total errors, every case, and failures with their reasons."""
 
 from __future__ import annotations
 

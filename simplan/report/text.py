@@ -300,7 +300,7 @@ def _terms_table(prediction: Prediction) -> str:
 
 
 def _grouped(rows: Iterable[tuple[int, list[str]]]) -> list[list[str]]:
-    """Ranks whose cells read the same share a line."""
+    """Table rows; ranks with equal cells share a row."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, cells in rows:
         groups.setdefault(tuple(cells), []).append(rank)

@@ -30,7 +30,7 @@ __all__ = ["predicted_trace", "trace_document", "write_measured_trace", "write_p
 
 _COMPUTE = "compute"
 
-# Names from the reserved colour list of chrome://tracing, which refuses others; Perfetto picks its own colours.
+# Names from the reserved color list of chrome://tracing, which rejects others; Perfetto picks its own colors.
 _ACTION_COLOURS = {
     ActionKind.FORWARD: "rail_response",
     ActionKind.BACKWARD: "rail_idle",
@@ -192,7 +192,7 @@ def _flow_events(places: Mapping[Span, tuple[int, int]]) -> Iterator[Event]:
 def _memory_events(rank: int, samples: Sequence[MemorySample]) -> Iterator[Event]:
     categories = [c for c in (samples[0].by_category if samples else ()) if any(s.by_category[c] for s in samples)]
     for _, group in groupby(samples, key=lambda s: _ns(s.time_s)):
-        last = list(group)[-1]  # of several changes at one instant the track shows the last
+        last = list(group)[-1]  # the track shows the last of several changes at one time
         args = {str(category): round(last.by_category[category] / MIB, 3) for category in categories}
         yield {"ph": "C", "name": "memory MiB", "pid": rank, "tid": 0, "ts": _us(_ns(last.time_s)), "args": args}
 

@@ -152,6 +152,6 @@ RULES: tuple[Rule, ...] = (*_COULD_NOT_BE, *_NOT_MODELLED, training.low_precisio
 """Every rule of a job."""
 
 SEARCH_RULES: tuple[Rule, ...] = (cluster.tp_in_node,)
-"""What a search keeps to unless it is asked not to, and any plan may do."""
+"""Rules that a search applies by default, and that other plans may violate."""
 
 BY_NAME: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in (*RULES, *SEARCH_RULES)})

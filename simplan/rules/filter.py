@@ -38,7 +38,7 @@ class PlanFilter:
     """The rules for plans of one job.
 
     Args:
-        job: Everything but what varies of its plan.
+        job: The job; enumerated fields of its plan are ignored.
         rules: In the order in which they are named where several are violated.
     """
 
@@ -80,7 +80,7 @@ class PlanFilter:
 
 
 class FilterStage:
-    """The rules of one step, together where they read the same fields.
+    """Rules of one step, grouped by the fields that they read.
 
     Args:
         rules: Rules of the step, each with its index in the order of all rules.
@@ -119,7 +119,7 @@ class FilterStage:
 
 
 _Group = tuple[Callable[[Sequence[Any]], Hashable], dict[Hashable, int | None], Callable[[Any], int | None]]
-"""How a group gets the values that its rules read, what it found for these, and what finds it."""
+"""Per group: getter of the values that its rules read, cache by these values, and function that checks the rules."""
 
 
 def _first(groups: Sequence[_Group], values: Sequence[Any]) -> int | None:

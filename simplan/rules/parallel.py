@@ -1,4 +1,4 @@
-"""Rules about tensor, context and sequence parallelism: what ranks split, and of which models that is modelled."""
+"""Rules about tensor, context and sequence parallelism: divisibility, and support by models."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _INSIDE: Mapping[RecomputeModule, RecomputeModule] = MappingProxyType({"moe_act"
 """Modules that are part of another one."""
 
 _DISCARDED: tuple[RecomputeModule, ...] = ("layernorm", "moe_act")
-"""Modules whose output is gone when products in 8 bits have quantized it."""
+"""Modules whose output is freed after FP8 matmuls have quantized it."""
 
 
 @rule("exchanges beside another microbatch cannot run again with whole layers", reads="recompute")

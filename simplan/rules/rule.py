@@ -23,7 +23,7 @@ _MADE_OF: Mapping[str, str] = MappingProxyType(
         "expert_ranks": "dp_replicate dp_shard cp tp etp",
     }
 )
-"""Properties of a plan that may be named among what a rule reads, and the fields that each is made of."""
+"""Properties of a plan that ``reads`` may name, and the fields that each depends on."""
 
 
 @dataclass(frozen=True, slots=True)

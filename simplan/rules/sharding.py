@@ -1,4 +1,4 @@
-"""Rules about what data-parallel ranks shard, and about the buckets in which they reduce gradients."""
+"""Rules about sharding over data-parallel ranks, and about gradient buckets."""
 
 from __future__ import annotations
 

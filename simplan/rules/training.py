@@ -1,4 +1,4 @@
-"""Rules about the training: its task, precision and optimizer, and what software has of them."""
+"""Rules about the training: task, precision and optimizer, and their support by frameworks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from simplan.training.optimizer import LAYERWISE
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *LOW_PRECISIONS)
 _TORCH_OPTIMIZERS = frozenset({"torch", "torchtitan", "torchtitan-2025", "transformers"})
-"""Software whose optimizers are torch.optim's."""
+"""Frameworks that use torch.optim's optimizers."""
 
 _NOT_IN_LOW_PRECISION = {
     "resnet": "its matrix products are convolutions",

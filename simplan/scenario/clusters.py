@@ -65,7 +65,7 @@ def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
         key = "device" if section.device is None else "devices_per_node"
         fix = "give preset, or device and devices_per_node"
         if section.device is not None:
-            read_device(sections, section.device, None)  # what is wrong with it is told as well
+            read_device(sections, section.device, None)  # to report its problems as well
             all_in_one = section.num_nodes in (None, 1) and section.num_devices is not None
             fix = f"add devices_per_node: {section.num_devices} if they are in one node" if all_in_one else fix
         sections.refuse(("cluster", key), "is missing", fix=fix)
@@ -187,7 +187,7 @@ def _inter_link(
 
 
 def _link(sections: Sections, path: Path, data: Any) -> LinkSpec | None:
-    """A link by name, or a mapping."""
+    """Link from a catalog name or a mapping."""
     if not isinstance(data, dict):
         return sections.look_up(path, catalog.link, data)
     return sections.read(LinkSpec, {"id": "inline", **catalog.unmeasured_link(), **data}, path)

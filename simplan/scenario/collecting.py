@@ -140,7 +140,7 @@ _OTHER_WORDS = {
     "cluster.device": "gpu gpu_type accelerator",
     "cluster.device: {preset: ..., memory_bytes: ...}": "memory memory_bytes memory_gb memory_gib gpu_memory",
 }
-"""Keys of Megatron-LM, torchtitan, DeepSpeed, Hugging Face and others, under what says the same here."""
+"""Keys of Megatron-LM, torchtitan, DeepSpeed, Hugging Face and others, by the equivalent key of simplan."""
 
 _AFTERWARDS = "in the scenario that --save-plan writes, as a search does not vary it"
 

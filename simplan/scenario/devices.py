@@ -22,14 +22,14 @@ from simplan.scenario.collecting import Sections
 __all__ = ["read_device"]
 
 _PATH: Path = ("cluster", "device")
-_ANY = "h100-sxm-80gb"  # gives fields to read others beside, where it is not known which device is meant
+_ANY = "h100-sxm-80gb"  # base for reading the other fields if the device is unknown
 _LEAST: dict[str, tuple[float, str]] = {
     "memory_bytes": (1e6, "bytes: 80 GiB is 85899345920"),
     "memory_bandwidth_bytes_per_s": (1e8, "bytes per second: 3.35 TB/s is 3.35e12"),
     "peak_flop_per_s": (1e9, "FLOP per second: 989 TFLOP/s is 989e12"),
     "matmul_flop_per_s": (1e9, "FLOP per second: 795 TFLOP/s is 795e12"),
 }
-"""Below these no device is, so that the number is of another unit."""
+"""Lower bounds of plausible values, with their units: smaller numbers have the wrong unit."""
 
 
 def read_device(sections: Sections, data: Any, default: DeviceSpec | None) -> DeviceSpec | None:
@@ -52,7 +52,7 @@ def read_device(sections: Sections, data: Any, default: DeviceSpec | None) -> De
         known.append(
             sections.look_up((*_PATH, "architecture"), catalog.kernel_fields, given["architecture"]) is not None
         )
-    if not all(known):  # the other fields are read all the same, for what is wrong with them
+    if not all(known):  # read the other fields nevertheless, to report their problems
         given.pop("architecture", None)
     base = default.model_dump() if default else {"id": "inline"}
     device = sections.read(DeviceSpec, {**base, **_implied(given, default), **given}, _PATH)
@@ -64,7 +64,7 @@ def read_device(sections: Sections, data: Any, default: DeviceSpec | None) -> De
 
 
 def _implied(given: dict[str, Any], default: DeviceSpec | None) -> dict[str, Any]:
-    """Fields that follow from those that are given, and all sources."""
+    """Fields that change with the given fields, and all sources."""
     implied: dict[str, Any] = {}
     sources = {} if default is None else default.sources
     if default is None or "architecture" in given:

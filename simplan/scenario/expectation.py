@@ -110,7 +110,7 @@ METRICS: dict[str, Metric] = {
         "most microbatches whose activations are alive at once on any stage", "", _in_flight
     ),
 }
-"""What ``expect`` can name."""
+"""Metrics of ``expect`` by name."""
 
 
 _VERDICTS = ("fits", "host_fits")

@@ -104,7 +104,7 @@ def search_of(parts: ScenarioParts) -> SearchScenario:
 
 
 def plan_document(scenario: SearchScenario, plan: ParallelPlan, folder: Path) -> dict[str, Any]:
-    """The scenario with a plan in place of the search, complete for ``predict``, ``run`` and ``check``.
+    """The scenario with a plan instead of the search, complete for ``predict``, ``run`` and ``check``.
 
     Args:
         scenario: Request of the search.
@@ -123,7 +123,7 @@ def plan_document(scenario: SearchScenario, plan: ParallelPlan, folder: Path) ->
 
 
 def plan_section(plan: ParallelPlan) -> dict[str, Any]:
-    """A plan as the section of a scenario file: what it says beyond what every plan assumes."""
+    """A plan as the section ``plan`` of a scenario file, without keys that have their default value."""
     shown = plan.model_dump(mode="json")
     assumed = ParallelPlan().model_dump(mode="json")
     dependent = ("zero_stage", "sequence_parallel", "schedule", "virtual_stages")  # their defaults depend on others

@@ -48,7 +48,7 @@ def _parts(text: str, name: str) -> ScenarioParts:
 
 
 def _refuse_files(document: Document, name: str) -> None:
-    """Refuses what would read a file of the machine that this runs on, which is not the one of who wrote the text."""
+    """Rejects keys that name files: a file would be read on the server, not on the author's machine."""
     problems = []
     for path in _NAMED_FILES:
         value = _at(document.data, path)

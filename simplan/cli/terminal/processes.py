@@ -29,7 +29,7 @@ Event = dict[str, Any]
 
 
 def require_executor() -> None:
-    """Checks that what runs plans is installed.
+    """Checks that torch and the executor are installed.
 
     Raises:
         SpecError: torch is missing; names the extra to install.
@@ -54,7 +54,7 @@ def run_executor(args: list[str], on_event: Callable[[Event], None]) -> None:
         KeyboardInterrupt: The executor was interrupted.
     """
     require_executor()
-    # the child imports what we import, and nothing from the folder it happens to start in
+    # the child imports from our search path, and nothing from its working directory
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as messages, ending_signals_raise():
@@ -89,7 +89,7 @@ def _events(child: subprocess.Popen[str]) -> Iterator[Event]:
         try:
             event = json.loads(line)
         except ValueError:
-            continue  # what a library prints is no event
+            continue  # output of a library, not an event
         if isinstance(event, dict):
             yield event
 

@@ -61,7 +61,7 @@ class ProgressLine:
         Args:
             done: Parts done.
             of: Parts in all.
-            what: The part at hand.
+            what: Current part of the task.
         """
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, total=of, what=what or f"{done}/{of}")

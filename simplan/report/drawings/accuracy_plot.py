@@ -14,7 +14,7 @@ __all__ = ["ERRORS", "AccuracyPlot", "Panel", "PlotPoint", "accuracy_plot", "tim
 
 ERRORS = {1.2: (-0.1, 0.0, 0.1), 1.5: (-0.25, 0.0, 0.25), 2.0: (-0.3, 0.0, 0.5), 3.0: (-0.5, 0.0, 1.0)}
 """Largest ratio that a panel shows, and its inverse is the least; which errors are marked at its side."""
-_SHOWN = 0.95  # of the runs lie between these, if they can
+_SHOWN = 0.95  # fraction of the runs that the panels' ratio range should contain
 _LEAST_RANGE = 4.0  # of the times, last over first, so that there is a round one between
 
 
@@ -105,7 +105,7 @@ def accuracy_plot(result: Accuracy) -> AccuracyPlot | None:
 
 
 def time_ticks(first_s: float, last_s: float) -> tuple[float, ...]:
-    """Round times on a logarithmic axis: powers of ten, or 1, 2 and 5 times these where there are fewer than three.
+    """Round times on a logarithmic axis: powers of ten, or 1, 2 and 5 times powers of ten if fewer than three fit.
 
     >>> time_ticks(0.2, 150)
     (1.0, 10.0, 100.0)

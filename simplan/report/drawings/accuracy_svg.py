@@ -16,10 +16,10 @@ COLOURS = (
     "#2f7fc1", "#cf5f08", "#3a9147", "#d1495b", "#8d69c9", "#a0704f",
     "#c2549d", "#7c7f86", "#86841a", "#1a8d9c", "#5f74e0", "#b57200",
 )  # fmt: skip
-"""Of the files, in turn: apart from white and from black paper alike."""
+"""Colors of the files, in turn: legible on white and on black backgrounds."""
 
 NIGHT = {"paper": "#0d1117", "ink": "#e6edf3", "soft": "#9da7b3", "grid": "#30363d", "band": "#ffffff"}
-"""Colours of everything else where the reader prefers dark pages, by class."""
+"""Colors of all other elements on dark pages, by class."""
 
 _GRID, _BAND, _BAND_OPACITY = "#d3d8de", "#000000", "0.1"
 _WITHIN = 0.1  # the band around no error
@@ -104,7 +104,7 @@ class _Frame:
         return group
 
     def _mark(self, point: PlotPoint, colour: str) -> Element:
-        """A dot, hollow where the truth was outside of the interval, a triangle where it lies beyond the panel."""
+        """Mark of a run: a dot, hollow for a measurement outside of the interval, or a triangle beyond the panel."""
         filled = {"fill": colour, "fill-opacity": _OPACITY}
         hollow = {"fill": "none", "stroke": colour, "stroke-width": "1.4"}
         look = hollow if point.in_interval is False else filled

@@ -26,7 +26,7 @@ class ComparedRow:
         rank: Global rank.
         source: Origin of the row.
         boxes: Actions of the rank.
-        stripes: Exposed communication and what is unexplained, between or inside of them; the rest is waiting.
+        stripes: Exposed communication and unexplained time, between or inside of boxes; the rest is waiting.
         step_time_s: Step time of the rank in seconds.
     """
 
@@ -58,7 +58,7 @@ class ComparisonDrawing:
 
 
 def draw_comparison(prediction: Mapping[str, Any], measurement: Measurement) -> ComparisonDrawing:
-    """The picture of a prediction's JSON document and the recorded step of a measurement of the same job.
+    """Drawing of a prediction's JSON document and the recorded step of a measurement of the same job.
 
     Args:
         prediction: A prediction's JSON document.

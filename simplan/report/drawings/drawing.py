@@ -60,7 +60,7 @@ class DrawnRank:
         boxes: In the order of time; they do not overlap.
         idle_fraction: Share of the time from the first to the last computation of any drawn rank (without the
             optimizer step) in which its compute stream idles; the mean over rows is the bubble fraction.
-        activations_in_flight: Most microbatches whose activations were alive at once, by stage; empty when unknown.
+        activations_in_flight: Maximum number of microbatches in flight, by stage; empty when unknown.
     """
 
     rank: int
@@ -177,7 +177,7 @@ def draw_timeline(
         timeline: Predicted or made by hand; every action on its compute streams is one of a table.
         ranks: Ranks to draw, one per row.
         ranks_per_row: Ranks per pipeline coordinate; every drawn rank represents all of them.
-        activations_in_flight: Rank -> stage -> most microbatches alive at once.
+        activations_in_flight: Rank -> stage -> maximum number of microbatches in flight; None when unknown.
 
     Raises:
         ProgramError: A computation belongs to no action.

@@ -26,7 +26,7 @@ IDLE_WORDS = "idle: share of the time from the first to the last computation, wi
 
 
 class Tick(NamedTuple):
-    """A mark on the time axis: where, and what stands there."""
+    """Tick of the time axis: position and label."""
 
     time_s: float
     label: str

@@ -98,7 +98,7 @@ def _axis(drawing: PipelineDrawing, bottom: float) -> list[Element]:
 
 
 def _box(box: Box, row: DrawnRank, drawing: PipelineDrawing, top: float) -> Element:
-    """A group with a tooltip, the box, what of it recomputes, and its label where it fits."""
+    """SVG group of a box: tooltip, rectangle, recomputed part, and label if it fits."""
     group = Element("g", {"class": "box"})
     ElementTree.SubElement(group, "title").text = _tooltip(box)
     left, right = _x(box.start_s, drawing), _x(box.end_s, drawing)

@@ -23,7 +23,7 @@ __all__ = ["MIN_WIDTH", "drawing_text"]
 
 MIN_WIDTH = 60
 _TICK_WIDTH = 12
-_WIDEST_ADVICE = 500  # wider than this nobody makes a window or reads a log
+_WIDEST_ADVICE = 500  # terminals and logs are not wider
 _RECOMPUTE = "≈"
 _FILLS = {
     ActionKind.FORWARD: "─",
@@ -75,7 +75,7 @@ def _figure_columns(drawing: PipelineDrawing) -> list[str]:
 
 
 def _columns(width: int, left: int, figures: list[str]) -> int:
-    """Columns for the time axis: what names, two bars and figures leave, at least 10."""
+    """Columns for the time axis: the width minus names, two bars and figures, at least 10."""
     return max(10, width - left - 3 - max(map(len, figures)))
 
 
