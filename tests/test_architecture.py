@@ -46,6 +46,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 EXECUTOR_MAY_IMPORT = (
+    "simplan.base",
+    "simplan.numbers",
     "simplan.plan",
     "simplan.model",
     "simplan.training",
