@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
+from simplan.documentation import documentation
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.spec.hardware import ClusterSpec, DeviceSpec, LinkSpec
 from simplan.spec.machine import THIS_MACHINE, this_machine
@@ -336,7 +337,7 @@ def _parsed(name: str) -> dict[str, Any]:
 
 
 _INSTEAD: dict[str, str] = {
-    "devices": "docs/own-device.md says how to describe another",
+    "devices": f"{documentation('how-to/devices')} says how to describe another",
     "clusters": "or give device and devices_per_node in place of a preset",
 }
 """What to do without an entry."""
