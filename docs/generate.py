@@ -18,7 +18,7 @@ from simplan.cli.app import app
 from simplan.cli.listing import listing
 from simplan.spec import catalogue
 
-__all__ = ["on_files", "on_page_markdown", "pages"]
+__all__ = ["first_screen", "on_files", "on_page_markdown", "pages"]
 
 ROOT = Path(__file__).resolve().parents[1]
 _GENERATED = "*This page is written by the program when the site is built"
