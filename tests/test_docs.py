@@ -303,7 +303,8 @@ def test_prose_of_the_accuracy_page_is_what_the_commands_print() -> None:
     assert by_name["nanotron_h100"]["step_time"]["bias"] < 0 > by_name["nemo_h100_experts"]["step_time"]["bias"]
     for sentence in (
         f"On {chosen['num_groups']} groups of the fit set, the plan predicted to be best is the best one in the "
-        f"median, {percent(chosen['mean_regret'])} slower on average, Kendall's tau {chosen['kendall_tau']:.2f}.",
+        f"median. It is {percent(chosen['mean_regret'])} slower on average. "
+        f"Kendall's tau is {chosen['kendall_tau']:.2f}.",
         f"On {other['num_groups']} held-out groups the choice is {percent(other['median_regret'])} slower in the "
         f"median and {percent(other['mean_regret'])} on average, with a tau of {other['kendall_tau']:.2f}.",
         f"{published['overall']['peak_memory']['num']} in-sample peaks have a mean error of "
