@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Lowest first: a module may import what stands on a lower line, and within its own entry.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("units", "errors", "files", "children", "jit"),
+    ("units", "errors", "files", "children", "jit", "documentation"),
     ("document",),
     ("problems",),
     ("io",),
-    ("base", "numbers"),
+    ("base", "wording"),
     ("plan",),
     ("model",),
     ("training",),
@@ -47,7 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 EXECUTOR_MAY_IMPORT = (
     "simplan.base",
-    "simplan.numbers",
+    "simplan.wording",
     "simplan.plan",
     "simplan.model",
     "simplan.training",
@@ -62,7 +62,7 @@ EXECUTOR_MAY_IMPORT = (
     "simplan.units",
     "simplan.files",
     "simplan.children",
-    "simplan.cost.calibration.format",
+    "simplan.cost.calibration.format.format",
 )
 NEVER_IN_SIMPLAN = {"torch", "streamlit", "plotly", "executor", "app", "fit"}
 
@@ -155,7 +155,7 @@ def test_a_wrong_arrow_of_the_workbench_is_found(module: str, source: str) -> No
     [
         ("simplan.plan.plan", "from simplan.program.action import Action"),
         ("simplan.plan.plan", "def f():\n    from ..predict import predict"),
-        ("simplan.cost.compute.kernels", "import simplan.sim.engine"),
+        ("simplan.cost.compute.kernels.kernels", "import simplan.sim.engine"),
         ("simplan.report.text", "from simplan import cli"),
         ("simplan.validate.compare", "from simplan.search import best"),
         ("simplan.cli.run", "import torch.distributed"),
