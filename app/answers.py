@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import streamlit as st
-from simplan.cost.calibration.format.store import default_path
 
 from app.results import plan as plan_results
 from app.results import timeline as timeline_results
@@ -15,6 +14,7 @@ from app.results.quick import Quick, quick
 from app.results.timeline import TimelineResult, timeline_result
 from app.state import document_text
 from app.work import awaited, handed_over
+from simplan.cost.calibration.store import default_path
 from simplan.scenario import Scenario, parse_scenario
 
 __all__ = [

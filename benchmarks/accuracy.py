@@ -10,13 +10,12 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from simplan.cost.calibration.format.format import Calibration, CalibrationRequest, ShapeRequest
-from simplan.cost.calibration.format.kinds import kinds_needed
-
 from benchmarks.accuracy_cases import MICROBATCH_SIZE, TRAINING, AccuracyCase, cases
 from benchmarks.table import BenchmarkRow
 from executor.calibration.calibrate import calibrate
 from executor.run import run_job
+from simplan.cost.calibration.format import Calibration, CalibrationRequest, ShapeRequest
+from simplan.cost.calibration.kinds import kinds_needed
 from simplan.predict import run_spec_of
 from simplan.prediction import Prediction
 from simplan.runs.measurement import Measurement

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simplan.cost.calibration.format.format import Calibration
-
 from simplan import catalog
+from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan

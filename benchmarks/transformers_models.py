@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from simplan.cost.calibration.format.format import Calibration, CalibrationRequest, ShapeRequest
-from simplan.cost.calibration.format.kinds import kinds_needed
-
 from benchmarks.table import BenchmarkRow
 from executor.calibration.calibrate import calibrate
 from executor.run import run_job
 from simplan import catalog
+from simplan.cost.calibration.format import Calibration, CalibrationRequest, ShapeRequest
+from simplan.cost.calibration.kinds import kinds_needed
 from simplan.job import Job
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan

@@ -97,9 +97,8 @@ def _environment(args: argparse.Namespace) -> None:
 
 
 def _calibrate(args: argparse.Namespace) -> None:
-    from simplan.cost.calibration.format.format import CalibrationRequest
-
     from executor.calibration.calibrate import calibrate
+    from simplan.cost.calibration.format import CalibrationRequest
     from simplan.runs.fewer_nodes import Nodes
 
     def report(done: int, of: int, what: str) -> None:

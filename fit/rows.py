@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from joblib import Parallel, delayed
-from simplan.cost.compute.kernels.kernel_cost import kernel_cost
-from simplan.cost.compute.kernels.kernels import KernelCost
 
 from fit.rates import ALL, ARCHITECTURE, KERNELS, SOFTWARE
 from simplan.accuracy.question import RunQuestion, question_of_run
@@ -18,6 +16,8 @@ from simplan.accuracy.reading import read_published
 from simplan.accuracy.recipe import NO_RECIPES, Recipes
 from simplan.accuracy.schema import PublishedRun
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec
+from simplan.cost.compute.kernel_cost import kernel_cost
+from simplan.cost.compute.kernels import KernelCost
 from simplan.errors import SimplanError
 from simplan.job import Job
 from simplan.predict.step_summary import OverlapSlowdown, StepTerm, step_terms

@@ -62,7 +62,7 @@ EXECUTOR_MAY_IMPORT = (
     "simplan.units",
     "simplan.files",
     "simplan.children",
-    "simplan.cost.calibration.format.format",
+    "simplan.cost.calibration.format",
 )
 NEVER_IN_SIMPLAN = {"torch", "streamlit", "plotly", "executor", "app", "fit"}
 
@@ -155,7 +155,7 @@ def test_a_wrong_arrow_of_the_workbench_is_found(module: str, source: str) -> No
     [
         ("simplan.plan.plan", "from simplan.program.action import Action"),
         ("simplan.plan.plan", "def f():\n    from ..predict import predict"),
-        ("simplan.cost.compute.kernels.kernels", "import simplan.sim.engine"),
+        ("simplan.cost.compute.kernels", "import simplan.sim.engine"),
         ("simplan.report.text", "from simplan import cli"),
         ("simplan.validate.compare", "from simplan.search import best"),
         ("simplan.cli.run", "import torch.distributed"),

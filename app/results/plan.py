@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from simplan.cost.calibration.format.store import default_path, load
-
 from simplan.cluster.hardware import ClusterSpec
+from simplan.cost.calibration.store import default_path, load
 from simplan.explain.exposure import exposed_s
 from simplan.io import json_text
 from simplan.plan.plan import RankMapping

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from simplan.cost.calibration.format.format import Calibration, CalibrationRequest
 
 from executor.launch.errors import RanksError
 from executor.launch.launcher import RankLaunch, launch_ranks
 from executor.launch.nodes import Rendezvous
 from executor.launch.watchdog import Beats
+from simplan.cost.calibration.format import Calibration, CalibrationRequest
 from simplan.errors import Problem, RunError, SpecError
 from simplan.runs.fewer_nodes import Nodes
 

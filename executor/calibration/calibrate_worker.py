@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from simplan.cost.calibration.format.format import Calibration, CalibrationRequest, TimedDtype
 
 from executor.calibration.communication_timing import time_host_copies, time_links, time_overlap
 from executor.calibration.kernel_timing import time_kernels
@@ -26,6 +25,7 @@ from executor.launch.watchdog import Heartbeat, RankState
 from executor.profiling.memory import context_bytes
 from executor.profiling.results import environment
 from executor.worker import start_rank, use_device
+from simplan.cost.calibration.format import Calibration, CalibrationRequest, TimedDtype
 from simplan.files import write_whole
 
 _MIN_ROUNDS = 5

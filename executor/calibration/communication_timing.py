@@ -18,11 +18,11 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
-from simplan.cost.calibration.format.format import CommunicationTiming, HostCopyTiming, OverlapTiming, TimedDtype
 from torch import Tensor
 
 from executor.calibration.timing import TIMED_DTYPES, Bench, Stopwatch, gathered, sample_of, together, wide
 from executor.distributed.activation_offload import HostLink
+from simplan.cost.calibration.format import CommunicationTiming, HostCopyTiming, OverlapTiming, TimedDtype
 from simplan.model.layer import CollectiveKind
 from simplan.units import KIB, MIB
 

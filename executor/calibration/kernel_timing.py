@@ -10,13 +10,13 @@ from itertools import compress, product
 from typing import Any
 
 import torch
-from simplan.cost.calibration.format.format import KernelName, KernelTiming, TimedDtype
 from torch import Tensor, nn
 from torch.nn import functional
 
 from executor.calibration.layer_timing import FsdpCopies
 from executor.calibration.timing import TIMED_DTYPES, Bench, Stopwatch, of_rank_0, sample_of, together, wide
 from executor.models.norms import RMSNorm
+from simplan.cost.calibration.format import KernelName, KernelTiming, TimedDtype
 
 _WIDTH = 1024  # of the rows of norms and the loss
 _TABLE_ROWS = 256

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from simplan.cost.calibration.format.format import LayerTiming, Sample, ShapeRequest, way_of_mixing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -32,6 +31,7 @@ from executor.models.model import Stage, build_stage
 from executor.train.data import model_batch
 from executor.train.loss import cross_entropy, split_loss
 from executor.train.optimizers import divide_gradients, make_optimizer, zero_gradients
+from simplan.cost.calibration.format import LayerTiming, Sample, ShapeRequest, way_of_mixing
 from simplan.model.layer import LayerKind
 
 _CACHE_BYTES = 128 * 2**20

@@ -13,7 +13,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from simplan.cost.calibration.format.format import Sample, TimedDtype
+
+from simplan.cost.calibration.format import Sample, TimedDtype
 
 _Value = TypeVar("_Value")
 

@@ -15,16 +15,16 @@ from simplan.cli.terminal.processes import require_executor, run_executor
 from simplan.cli.terminal.progress import ProgressLine
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cluster.machine import THIS_MACHINE, num_cores, num_nvidia_devices
-from simplan.cost.calibration.format.calibrated import CalibratedCost
-from simplan.cost.calibration.format.format import (
+from simplan.cost.calibration.calibrated import CalibratedCost
+from simplan.cost.calibration.format import (
     Calibration,
     CalibrationRequest,
     ShapeRequest,
     pace_in_words,
     way_of_mixing,
 )
-from simplan.cost.calibration.format.kinds import kinds_needed
-from simplan.cost.calibration.format.store import default_path, load, save
+from simplan.cost.calibration.kinds import kinds_needed
+from simplan.cost.calibration.store import default_path, load, save
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.io import write_model
 from simplan.model.layer import CollectiveKind

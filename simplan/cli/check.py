@@ -11,7 +11,7 @@ import yaml
 
 from simplan.cli.calibrations import covers, is_needed, read
 from simplan.cli.terminal.output import print_json, print_result, say
-from simplan.cost.calibration.format.format import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError
 from simplan.io import read_yaml, write_text
 from simplan.report.checks import (

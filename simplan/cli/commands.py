@@ -13,8 +13,8 @@ from simplan.cli.nodes import NodeRendezvous, nodes_of, nodes_to_time, refuse_wi
 from simplan.cli.search import scenarios_to_time
 from simplan.cli.terminal.output import emphasize, print_json, print_result, say
 from simplan.cluster.machine import THIS_MACHINE
-from simplan.cost.calibration.format.format import Calibration
-from simplan.cost.calibration.format.store import default_path
+from simplan.cost.calibration.format import Calibration
+from simplan.cost.calibration.store import default_path
 from simplan.errors import Problem, SpecError
 from simplan.explain import difference, explain
 from simplan.io import as_argument, write_json

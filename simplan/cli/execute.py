@@ -14,7 +14,7 @@ from simplan.cli.fewer_nodes import fewer_nodes, scenarios_on_fewer
 from simplan.cli.terminal.output import say
 from simplan.cli.terminal.processes import run_executor
 from simplan.cli.terminal.progress import ProgressLine
-from simplan.cost.calibration.format.format import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.errors import NotModelledError, Problem, RunError, SpecError
 from simplan.io import read_model, write_json, write_model
 from simplan.predict import Simulated, run_spec_of

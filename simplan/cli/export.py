@@ -10,7 +10,7 @@ from simplan.cli.execute import RunOptions, exported_job, refuse_other_software
 from simplan.cli.fewer_nodes import refuse_unless_it_can_go_on
 from simplan.cli.nodes import numbers_of_nodes, refuse_other_number
 from simplan.cli.terminal.output import print_json, print_result, say
-from simplan.cost.calibration.format.format import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.interop.launchers import Launch, claim_of, kubernetes_job, slurm_script
 from simplan.io import write_text

@@ -18,7 +18,7 @@ from simplan.cli.calibrations import read, refuse_unneeded
 from simplan.cli.terminal.output import emphasize, print_json, print_result, say
 from simplan.cli.terminal.progress import ProgressLine as Bar
 from simplan.cluster.machine import THIS_MACHINE
-from simplan.cost.calibration.format.format import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.errors import NoFeasiblePlanError, Problem, SpecError, did_you_mean
 from simplan.io import as_argument, read_yaml, write_text
 from simplan.job import Job

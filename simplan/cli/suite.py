@@ -21,7 +21,7 @@ from simplan.cli.calibrations import read
 from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.processes import run_executor
 from simplan.cli.terminal.progress import ProgressLine
-from simplan.cost.calibration.format.store import refuse_other_device
+from simplan.cost.calibration.store import refuse_other_device
 from simplan.errors import Problem, SpecError
 from simplan.io import read_model, write_json, write_model, write_text
 from simplan.report.suite import suite_markdown, suite_summary

@@ -10,7 +10,7 @@ from simplan.cost.base import Price, Provenance
 from simplan.cost.communication.collectives import message_price, message_s
 from simplan.cost.communication.host_link import host_copy_price
 from simplan.cost.communication.route import Route, route_of
-from simplan.cost.compute.kernels.kernels import KernelCost
+from simplan.cost.compute.kernels import KernelCost
 from simplan.model.layer import CollectiveKind, ExpertDraw
 from simplan.program.program import HostCopy, HostWait, LayerWork, Message
 from simplan.software.rates import StackRates

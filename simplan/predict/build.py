@@ -7,11 +7,11 @@ from functools import lru_cache
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.analytic import AnalyticCost
 from simplan.cost.base import CostModel
-from simplan.cost.calibration.format.calibrated import CalibratedCost
-from simplan.cost.calibration.format.format import Calibration, way_of_mixing
-from simplan.cost.calibration.format.store import refuse_other_device
+from simplan.cost.calibration.calibrated import CalibratedCost
+from simplan.cost.calibration.format import Calibration, way_of_mixing
+from simplan.cost.calibration.store import refuse_other_device
 from simplan.cost.communication.host_link import host_memory_rate
-from simplan.cost.compute.kernels.kernel_cost import kernel_cost
+from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind, Exchange

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from simplan.cost.base import CostModel
-from simplan.cost.calibration.format.calibrated import CalibratedCost
-from simplan.cost.calibration.format.format import Calibration, pace_in_words
+from simplan.cost.calibration.calibrated import CalibratedCost
+from simplan.cost.calibration.format import Calibration, pace_in_words
 from simplan.job import Job
 from simplan.model.layer import Attention, Gemm
 from simplan.model.recompute import recomputation, recompute_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from simplan.cost.calibration.format.format import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.prediction import RankMemory
 from simplan.program.program import MemoryCategory, Program

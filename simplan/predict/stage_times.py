@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simplan.cost.base import CostModel
-from simplan.cost.compute.kernels.pass_time import pass_time_s
+from simplan.cost.compute.pass_time import pass_time_s
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import StageAssignment

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.cost.calibration.format.format import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.cost.pricing import Pricing
 from simplan.job import Job
 from simplan.predict.build import folding_of

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan.cost.base import CostModel
-from simplan.cost.calibration.format.format import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.cost.pricing import Pricing
 from simplan.job import Job
 from simplan.plan.plan import StageAssignment

@@ -26,7 +26,7 @@ from pydantic import Field
 from simplan import catalog
 from simplan.base import Spec
 from simplan.cluster.hardware import ClusterSpec
-from simplan.cost.calibration.format.format import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.document import Document, Place
 from simplan.errors import SpecError
 from simplan.io import folder_of, read_yaml

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from simplan.cost.calibration.format.format import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.rules import BY_NAME
-from simplan.search.bounds.common.common import Bounds
+from simplan.search.bounds.common import Bounds
 from simplan.search.candidates import FIELDS
 from simplan.search.changes import changes
 from simplan.search.enumeration import Enumeration, empty_space

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from simplan.cost.calibration.format.format import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.search.explore import first_fit

@@ -8,7 +8,7 @@ from hashlib import sha256
 from pickle import dumps
 from typing import Any
 
-from simplan.cost.calibration.format.format import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict.step_summary import evaluate_step

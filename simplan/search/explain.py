@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from simplan.cluster.hardware import LinkSpec
-from simplan.cost.calibration.format.format import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.predict import predict
 from simplan.search.evaluate import Evaluator, evaluate

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.cost.calibration.format.format import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
-from simplan.search.bounds.common.common import Bounds
-from simplan.search.bounds.common.layer_sums import Floats
+from simplan.search.bounds.common import Bounds
+from simplan.search.bounds.layer_sums import Floats
 from simplan.search.candidates import Candidates, Column, plan_order
 from simplan.search.enumeration import Enumeration, Mesh
 from simplan.search.evaluate import Evaluator

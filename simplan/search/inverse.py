@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from simplan.cost.calibration.format.format import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.errors import NoFeasiblePlanError, Problem, SpecError
 from simplan.job import Job
 from simplan.model.families import FAMILIES

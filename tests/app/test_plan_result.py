@@ -6,13 +6,13 @@ import pickle
 from dataclasses import asdict
 
 import pytest
-from tests.app.figures.drawn.drawn import checked
 
 from app.figures.waterfall import waterfall_figure
 from app.results.headline import headline_of_prediction, headline_of_quick, training_of
 from app.results.plan import BETWEEN, WITHIN, plan_result
 from app.results.quick import quick
 from simplan.scenario import parse_scenario
+from tests.app.figures.drawn import checked
 from tests.app.questions import text_of
 
 NAMES = ["tensor-fsdp", "zb-h1", "moe-pipeline", "offload-optimizer", "four-dimensions"]

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.app.figures.drawn.drawn import checked
 
 from app.figures.scale import scale_figures, scale_rows, slow_figure, worth_figure
 from app.results.scale import AXES, place_on, slow_ranks, sweep, worth
 from simplan.errors import NotModelledError
 from simplan.predict import predict
 from simplan.scenario import parse_scenario
+from tests.app.figures.drawn import checked
 from tests.app.questions import text_of
 
 ROOT = Path(__file__).resolve().parents[2]

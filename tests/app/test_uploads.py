@@ -11,7 +11,6 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.app.figures.drawn.drawn import checked
 
 from app import uploads
 from app.figures.validation import errors_figure, runs_figure, steps_figure, terms_figure
@@ -23,6 +22,7 @@ from simplan.predict import predict
 from simplan.scenario import load_scenario
 from simplan.validate.measured import measured_timeline, predicted_timeline
 from tests.accuracy.runs import run_data
+from tests.app.figures.drawn import checked
 from tests.validate.test_compare import measure
 
 ROOT = Path(__file__).resolve().parents[2]

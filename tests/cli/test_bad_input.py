@@ -9,10 +9,10 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from simplan.cost.calibration.format.format import Calibration
-from simplan.cost.calibration.format.store import save
 
 from simplan.cli.listing import KINDS
+from simplan.cost.calibration.format import Calibration
+from simplan.cost.calibration.store import save
 
 Simplan = Callable[..., "CompletedProcess[str]"]
 CALIBRATION = Calibration(created="2026-01-01T00:00:00Z", device_kind="cpu", num_cores=2, memory_bytes=2**30)

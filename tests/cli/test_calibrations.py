@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simplan.cost.calibration.format.format import Calibration, CalibrationRequest
-from simplan.cost.calibration.format.store import load
 
 from simplan.cli import calibrations
 from simplan.cli.calibrations import Wanted, ensure, measure, requests_for
+from simplan.cost.calibration.format import Calibration, CalibrationRequest
+from simplan.cost.calibration.store import load
 from simplan.io import read_model, write_model
 from simplan.model.layer import CollectiveKind
 from simplan.scenario import load_scenario

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simplan.cost.compute.kernels.kernel_cost import kernel_cost
 
 from simplan import catalog
 from simplan.cost.analytic import AnalyticCost
+from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import ParallelPlan

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from simplan.cost.calibration.format.calibrated import CalibratedCost
-from simplan.cost.calibration.format.format import Calibration, CommunicationTiming, LayerTiming, Mixed, Sample
-from simplan.cost.calibration.format.store import load, save
 
 from simplan.cost.base import Provenance
+from simplan.cost.calibration.calibrated import CalibratedCost
+from simplan.cost.calibration.format import Calibration, CommunicationTiming, LayerTiming, Mixed, Sample
+from simplan.cost.calibration.store import load, save
 from simplan.errors import SpecError
 from simplan.model.layer import (
     Attention,

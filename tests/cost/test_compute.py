@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simplan.cost.compute.kernels.attention import AttentionRates
-from simplan.cost.compute.kernels.kernel_cost import kernel_cost
-from simplan.cost.compute.kernels.kernels import KernelCost
-from simplan.cost.compute.kernels.matmul import Product, ProductRates
 
 from simplan import catalog
 from simplan.cost.base import Provenance
+from simplan.cost.compute.attention import AttentionRates
+from simplan.cost.compute.kernel_cost import kernel_cost
+from simplan.cost.compute.kernels import KernelCost
+from simplan.cost.compute.matmul import Product, ProductRates
 from simplan.model.layer import (
     Attention,
     CollectiveKind,

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simplan.cost.calibration.format.calibrated import CalibratedCost
-from simplan.cost.calibration.format.format import Calibration, CommunicationTiming, KernelName, KernelTiming, Sample
-from simplan.cost.compute.kernels.grid import KernelGrid
-from simplan.cost.compute.kernels.grid_cost import GridCost
 
 from simplan import catalog
 from simplan.cost.base import Provenance
+from simplan.cost.calibration.calibrated import CalibratedCost
+from simplan.cost.calibration.format import Calibration, CommunicationTiming, KernelName, KernelTiming, Sample
+from simplan.cost.compute.grid import KernelGrid
+from simplan.cost.compute.grid_cost import GridCost
 from simplan.errors import SpecError
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind, Gemm, LayerSpec, ParameterSpec, Pointwise

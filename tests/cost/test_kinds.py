@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from simplan.cost.calibration.format.kinds import kinds_needed
 
+from simplan.cost.calibration.kinds import kinds_needed
 from simplan.model.layer import CollectiveKind
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
-from simplan.cost.compute.kernels.attention import AttentionRates
-from simplan.cost.compute.kernels.kernel_cost import kernel_cost
 
 from simplan import catalog
+from simplan.cost.compute.attention import AttentionRates
+from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.errors import NotModelledError, SpecError
 from simplan.job import Job
 from simplan.model.layer import Attention

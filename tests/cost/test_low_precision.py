@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from simplan.cost.compute.kernels.attention import AttentionRates
-from simplan.cost.compute.kernels.kernel_cost import kernel_cost
-from simplan.cost.compute.kernels.kernels import KernelCost
-from simplan.cost.compute.kernels.matmul import ProductRates
 
 from simplan import catalog
 from simplan.cost.base import Provenance
+from simplan.cost.compute.attention import AttentionRates
+from simplan.cost.compute.kernel_cost import kernel_cost
+from simplan.cost.compute.kernels import KernelCost
+from simplan.cost.compute.matmul import ProductRates
 from simplan.errors import SpecError
 from simplan.model.layer import Gemm, LayerKind, LayerSpec, ParameterSpec, Pointwise, Role
 from simplan.model.low_precision import linear_format

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from simplan.cost.compute.kernels.attention import AttentionRates
-from simplan.cost.compute.kernels.kernel_cost import kernel_cost
 
 from simplan import catalog
+from simplan.cost.compute.attention import AttentionRates
+from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.model.layer import Attention
 from simplan.plan.plan import ParallelPlan
 from simplan.training.training import TrainingSpec

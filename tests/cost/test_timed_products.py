@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from simplan.cost.compute.kernels.kernel_cost import kernel_cost
-from simplan.cost.compute.kernels.matmul import Product, ProductRates
 
 from simplan import catalog
+from simplan.cost.compute.kernel_cost import kernel_cost
+from simplan.cost.compute.matmul import Product, ProductRates
 from simplan.plan.plan import ParallelPlan
 from simplan.training.training import TrainingSpec
 

@@ -6,9 +6,9 @@ import random
 from typing import Any
 
 import pytest
-from simplan.cost.compute.kernels.kernel_cost import kernel_cost
 
 from simplan import catalog
+from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.model.implementations.expert_dispatch import ExpertDispatch
 from simplan.model.implementations.layer_style import LayerStyle, styled
 from simplan.model.layer import Attention, Exchange, ExpertDraw, LayerSpec, Pointwise

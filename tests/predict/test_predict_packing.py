@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simplan.cost.compute.kernels.kernel_cost import kernel_cost
 
 from simplan import catalog
 from simplan.cost.analytic import AnalyticCost
+from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.job import Job
 from simplan.model.model import ModelSpec
 from simplan.model.packing import Lognormal, represent

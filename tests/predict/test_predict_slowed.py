@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simplan.cost.calibration.format.format import Calibration, OverlapTiming
 
 from simplan import catalog
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.base import Price, Provenance
+from simplan.cost.calibration.format import Calibration, OverlapTiming
 from simplan.cost.pricing import price_program
 from simplan.explain import explain
 from simplan.job import Job

@@ -6,13 +6,13 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simplan.search.bounds.common.common import Bounds
 
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.rules import violations
 from simplan.search import SearchSpace
+from simplan.search.bounds.common import Bounds
 from simplan.search.candidates import FIELDS, Candidates, categories
 from simplan.search.space import that_it_has
 from tests.search.jobs import FAMILIES, plans_of, small_job

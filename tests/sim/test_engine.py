@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.program.tables.tables.tables import compute_tables, makespan_s
 
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
@@ -23,6 +22,7 @@ from simplan.sim.engine import CoreUse, simulate, timeline
 from simplan.software.software import SoftwareSpec, StateBytes
 from simplan.training.training import TrainingSpec
 from tests.jobs import job_to_lower
+from tests.program.tables.tables import compute_tables, makespan_s
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 SOFTWARE = SoftwareSpec(

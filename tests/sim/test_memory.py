@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.program.tables.tables.tables import compute_tables
 
 from simplan.model.model import ModelSpec
 from simplan.model.recompute import recomputation
@@ -15,6 +14,7 @@ from simplan.program.program import MemoryCategory
 from simplan.program.schedules import PipelineShape, gpipe, naive, one_f_one_b
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak, memory_trace
+from tests.program.tables.tables import compute_tables
 from tests.sim.test_engine import SOFTWARE, durations, program
 
 BLOCK_PARAMETERS = 12 * 64 * 64 + 13 * 64

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.base import CostModel, Price, Provenance
-from simplan.cost.calibration.format.format import (
+from simplan.cost.calibration.format import (
     Calibration,
     CommunicationTiming,
     HostCopyTiming,
@@ -19,8 +19,8 @@ from simplan.cost.calibration.format.format import (
     way_of_mixing,
 )
 from simplan.cost.communication.collectives import bus_factor, message_price
-from simplan.cost.compute.kernels.grid import KernelGrid
-from simplan.cost.compute.kernels.grid_cost import GridCost
+from simplan.cost.compute.grid import KernelGrid
+from simplan.cost.compute.grid_cost import GridCost
 from simplan.errors import Problem, SpecError
 from simplan.model.layer import (
     Attention,
@@ -112,7 +112,7 @@ class CalibratedCost:
         Args:
             layer_keys: Layers.
             microbatch_size: Sequences.
-            kinds: Ways in which bytes move (``simplan.cost.calibration.format.kinds``).
+            kinds: Ways in which bytes move (``simplan.cost.calibration.kinds``).
             host_copies: Whether bytes move between device and host.
         """
         if host_copies and not self._host_copies():

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from simplan.cluster.hardware import ClusterSpec
-from simplan.cost.calibration.format.format import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError
 from simplan.io import read_model, write_model
 

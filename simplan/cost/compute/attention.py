@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from simplan.cost.compute.kernels.matmul import Product, ProductRates
+from simplan.cost.compute.matmul import Product, ProductRates
 from simplan.model.layer import Attention
 from simplan.model.low_precision import LinearFormat
 from simplan.software.rates import AttentionShare, LowAttention

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from simplan.cost.calibration.format.format import KernelName, KernelTiming
+from simplan.cost.calibration.format import KernelName, KernelTiming
 
 __all__ = ["GridTime", "KernelGrid"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simplan.cost.base import Price, Provenance
-from simplan.cost.calibration.format.format import KernelName
-from simplan.cost.compute.kernels.grid import GridTime, KernelGrid
-from simplan.cost.compute.kernels.kernels import running_kernels
+from simplan.cost.calibration.format import KernelName
+from simplan.cost.compute.grid import GridTime, KernelGrid
+from simplan.cost.compute.kernels import running_kernels
 from simplan.model.layer import Attention, Exchange, Gemm, Kernel, LayerSpec, Lookup, Pointwise
 from simplan.program.program import LayerWork, Phase
 from simplan.training.optimizer import UPDATES, UpdateName

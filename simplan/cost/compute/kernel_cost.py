@@ -6,9 +6,9 @@ import math
 
 from simplan.cluster.hardware import DeviceSpec, Dtype
 from simplan.cost.base import Provenance
-from simplan.cost.compute.kernels.attention import AttentionRates
-from simplan.cost.compute.kernels.kernels import KernelCost
-from simplan.cost.compute.kernels.matmul import ProductRates
+from simplan.cost.compute.attention import AttentionRates
+from simplan.cost.compute.kernels import KernelCost
+from simplan.cost.compute.matmul import ProductRates
 from simplan.errors import Problem, SpecError
 from simplan.software.rates import AttentionKernel, AttentionShare, KernelRates, StackRates
 from simplan.software.software import SoftwareSpec, StateBytes

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from simplan.cost.base import Price, Provenance
-from simplan.cost.compute.kernels.attention import AttentionRates
-from simplan.cost.compute.kernels.low_precision import LinearCost, LinearRates
-from simplan.cost.compute.kernels.matmul import Product, ProductRates
+from simplan.cost.compute.attention import AttentionRates
+from simplan.cost.compute.low_precision import LinearCost, LinearRates
+from simplan.cost.compute.matmul import Product, ProductRates
 from simplan.model.fused_gemms import joined_gemms
 from simplan.model.layer import Attention, Exchange, Gemm, Kernel, Lookup, Pointwise, Role, has_backward
 from simplan.model.low_precision import quantized_linears

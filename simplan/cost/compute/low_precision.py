@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from simplan.cost.compute.kernels.matmul import Product, ProductRates
+from simplan.cost.compute.matmul import Product, ProductRates
 from simplan.model.layer import Gemm
 from simplan.model.low_precision import Cast, LinearFormat, casts
 from simplan.program.program import Phase

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simplan.cost.calibration.format.format import Calibration
+from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.plan.schedules import SCHEDULE_FACTS
-from simplan.search.bounds.common.layer_sums import Floats, LayerSumsCache, StageSums
-from simplan.search.bounds.common.memory_bound import MemoryBound
-from simplan.search.bounds.common.step_time_bound import Pipeline, StepTimeBound
+from simplan.search.bounds.layer_sums import Floats, LayerSumsCache, StageSums
+from simplan.search.bounds.memory_bound import MemoryBound
+from simplan.search.bounds.step_time_bound import Pipeline, StepTimeBound
 from simplan.search.candidates import Candidates, Column
 
 __all__ = ["Bounded", "Bounds"]

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from simplan.cost.analytic import AnalyticCost
 from simplan.cost.base import CostModel
-from simplan.cost.calibration.format.format import Calibration
-from simplan.cost.compute.kernels.pass_time import pass_time_s
+from simplan.cost.calibration.format import Calibration
+from simplan.cost.compute.pass_time import pass_time_s
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan, RankMapping, StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS

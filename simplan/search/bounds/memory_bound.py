@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from simplan.job import Job
 from simplan.plan.schedules import SCHEDULE_FACTS
-from simplan.search.bounds.common.in_flight import Instants, rank_instants
-from simplan.search.bounds.common.layer_sums import Floats, StageSums
+from simplan.search.bounds.in_flight import Instants, rank_instants
+from simplan.search.bounds.layer_sums import Floats, StageSums
 from simplan.search.candidates import Candidates, Column
 from simplan.software.software import StateBytes
 

@@ -13,7 +13,7 @@ from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.lowering.units import Unit, fsdp_units
 from simplan.program.program import Message
-from simplan.search.bounds.common.layer_sums import CostCache, Floats
+from simplan.search.bounds.layer_sums import CostCache, Floats
 from simplan.search.candidates import Candidates
 
 __all__ = ["ShardingTimes", "UnitTimes"]

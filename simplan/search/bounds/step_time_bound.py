@@ -12,8 +12,8 @@ from simplan.job import Job
 from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.program import Message
-from simplan.search.bounds.common.layer_sums import CostCache, Floats, LayerSums, StageSums
-from simplan.search.bounds.common.sharding_times import ShardingTimes, UnitTimes
+from simplan.search.bounds.layer_sums import CostCache, Floats, LayerSums, StageSums
+from simplan.search.bounds.sharding_times import ShardingTimes, UnitTimes
 from simplan.search.candidates import Candidates, Column
 from simplan.software.software import StateBytes
 

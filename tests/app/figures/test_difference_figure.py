@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.app.figures.drawn.drawn import checked
 
 from app.figures.difference import difference_figure, difference_rows, difference_words
 from simplan.explain import Difference, difference, explain
 from simplan.scenario import load_scenario
 from simplan.units import GIB
+from tests.app.figures.drawn import checked
 
 SCENARIOS = Path(__file__).resolve().parents[3] / "scenarios"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.app.figures.drawn.drawn import checked
 
 from app.figures.memory import memory_bars, memory_figure, memory_rows
 from app.palette import MEMORY
 from simplan.units import GIB
+from tests.app.figures.drawn import checked
 from tests.app.questions import predicted
 
 

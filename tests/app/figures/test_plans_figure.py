@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.app.figures.drawn.drawn import checked
 
 from app.components.downloads import csv_text
 from app.figures.plans import AXES, COLOURS, plan_rows, plans_figure, shares_figure, space_figure, space_rows
 from simplan.search import SearchResult, SearchSpace, search
 from simplan.units import GIB
+from tests.app.figures.drawn import checked
 from tests.search.jobs import small_job
 
 SPACE = SearchSpace(objectives=("step_time", "memory"), top=3, microbatch_size=(1, 2), schedule=("1f1b",))

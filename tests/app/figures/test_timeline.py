@@ -7,7 +7,6 @@ import pickle
 from typing import Any
 
 import pytest
-from tests.app.figures.drawn.drawn import checked
 
 from app.figures.gantt import gantt_figure
 from app.palette import ACTIONS, COMMUNICATION
@@ -15,6 +14,7 @@ from app.results import timeline
 from app.results.timeline import timeline_result, trace_text
 from simplan.program.action import ActionKind
 from simplan.report.drawings.drawing import draw_pipeline
+from tests.app.figures.drawn import checked
 from tests.app.questions import predicted, text_of
 
 PIPELINES = ["zb-h1", "interleaved", "pipeline-hsdp"]

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from streamlit.testing.v1 import AppTest
-from tests.app.figures.drawn.drawn import checked
 
 from app.link import ShareLink, encode
+from tests.app.figures.drawn import checked
 
 MAIN = Path(__file__).resolve().parents[3] / "app" / "main.py"
 

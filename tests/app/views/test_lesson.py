@@ -5,11 +5,11 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from tests.app.figures.drawn.drawn import checked
 
 from app.figures.lesson import lesson_figure
 from app.results.lesson import lesson
 from simplan.plan.schedules import SCHEDULE_FACTS
+from tests.app.figures.drawn import checked
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 8])

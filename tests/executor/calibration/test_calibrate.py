@@ -11,9 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from simplan.cost.calibration.format.calibrated import CalibratedCost
-from simplan.cost.calibration.format.format import CalibrationRequest, Mixed, ShapeRequest
-from simplan.cost.calibration.format.store import load
 from torch import nn
 
 from executor.calibration.calibrate import calibrate
@@ -22,6 +19,9 @@ from executor.calibration.layer_timing import time_layers
 from executor.calibration.timing import Bench, Stopwatch, sample_of, wide
 from executor.distributed import low_precision
 from executor.distributed.low_precision import with_fp8_linears
+from simplan.cost.calibration.calibrated import CalibratedCost
+from simplan.cost.calibration.format import CalibrationRequest, Mixed, ShapeRequest
+from simplan.cost.calibration.store import load
 from simplan.errors import SpecError
 from simplan.model.families import FAMILIES
 from simplan.model.layer import CollectiveKind, LayerSpec

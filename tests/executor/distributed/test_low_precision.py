@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from simplan.cost.compute.kernels.low_precision import LinearRates
-from simplan.cost.compute.kernels.matmul import ProductRates
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
@@ -27,6 +25,8 @@ from executor.profiling.ledger import Ledger
 from executor.run import run_job
 from executor.train.data import make_batch
 from executor.train.loss import cross_entropy
+from simplan.cost.compute.low_precision import LinearRates
+from simplan.cost.compute.matmul import ProductRates
 from simplan.errors import NotModelledError
 from simplan.model.layer import Gemm, LayerKind, ParameterSpec
 from simplan.model.low_precision import TORCHAO_RECIPES, Fp8Recipe, linear_format

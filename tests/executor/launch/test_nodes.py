@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simplan.cost.calibration.format.calibrated import CalibratedCost
-from simplan.cost.calibration.format.format import CalibrationRequest
-from simplan.cost.calibration.format.store import load
 
 from executor.launch.rank import RankFiles
 from executor.launch.watchdog import read_beat
 from executor.run import run_job
 from executor.train.checkpoint_folder import newest_checkpoint
+from simplan.cost.calibration.calibrated import CalibratedCost
+from simplan.cost.calibration.format import CalibrationRequest
+from simplan.cost.calibration.store import load
 from simplan.model.layer import CollectiveKind
 from simplan.runs.fewer_nodes import Nodes
 from simplan.runs.measurement import Measurement

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.program.tables.tables.tables import makespan_s, stage_times
 
 from simplan.errors import ProgramError
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.program.action import parse_table
 from simplan.program.schedules import SCHEDULES, PipelineShape, StageTimes
 from simplan.program.schedules.bubble import action_ends_s, bubble_rate, longest_span_s
+from tests.program.tables.tables import makespan_s, stage_times
 
 
 class Case(NamedTuple):

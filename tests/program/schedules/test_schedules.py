@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.program.tables.tables.tables import makespan_s, most_in_flight, stage_times
 
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.program.action import ActionKind, Table
 from simplan.program.schedules import SCHEDULES, PipelineShape, StageTimes, gpipe, interleaved_1f1b, naive, one_f_one_b
 from simplan.program.tables.check import check_table
 from simplan.program.tables.complete import Unshard, complete_table, stage_to_rank
+from tests.program.tables.tables import makespan_s, most_in_flight, stage_times
 
 RANKS, MICROBATCHES = (1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 16, 33)
 GRID = list(product(RANKS, MICROBATCHES))

@@ -7,12 +7,12 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.program.tables.tables.tables import most_in_flight, most_memory, stage_times
 
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.schedules import PipelineShape, StageTimes, one_f_one_b, zb_1p, zb_2p, zb_h1, zb_h2
 from simplan.program.schedules.bubble import longest_span_s
 from simplan.program.schedules.zero_bubble_search import Tactics, build
+from tests.program.tables.tables import most_in_flight, most_memory, stage_times
 
 INPUT, WEIGHT = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 GRID = list(product((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 15, 16, 33)))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.program.tables.tables.tables import compute_tables
 
 from simplan.errors import ProgramError
 from simplan.program.action import Action, ActionKind, Table, parse_table
 from simplan.program.schedules import PipelineShape, gpipe, one_f_one_b
 from simplan.program.tables.check import check_table
 from simplan.program.tables.complete import complete_table
+from tests.program.tables.tables import compute_tables
 
 FIRST = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD 0OPTIM"
 LAST = "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE_GRAD 1OPTIM"

@@ -7,12 +7,12 @@ from itertools import groupby
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.program.tables.tables.tables import compute_tables
 
 from simplan.program.action import Action, ActionKind, Table, parse_table
 from simplan.program.schedules import PipelineShape, interleaved_1f1b, one_f_one_b
 from simplan.program.tables.check import check_table
 from simplan.program.tables.complete import Unshard, complete_table
+from tests.program.tables.tables import compute_tables
 
 MESSAGES = (ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B)
 shapes = st.builds(PipelineShape, st.integers(1, 4), st.integers(1, 9), st.integers(1, 6))
