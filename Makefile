@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gpu test test-all test-browser screenshots lint bench fit clean
+.PHONY: help demo gpu test test-all test-browser screenshots lint bench fit docs clean
 
 help:
 	@echo "make demo      calibrate, predict, run and compare a small GPT on this machine (under five minutes)"
@@ -15,8 +15,9 @@ help:
 	@echo "make screenshots   docs/screenshots: every page in light, dark and on a phone"
 	@echo "make bench     the numbers of the benchmark table"
 	@echo "make fit       the catalogue's constants again, fitted on published measurements"
+	@echo "make docs      the documentation site, in site/"
 	@echo "make lint      ruff and mypy only"
-	@echo "make clean     remove .venv, caches demo-out and gpu-out"
+	@echo "make clean     remove .venv, caches, demo-out, gpu-out and site"
 
 demo: $(READY)
 	$(BIN)/simplan demo
@@ -48,6 +49,9 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 
@@ -63,8 +67,8 @@ $(READY): pyproject.toml constraints.txt
 	  echo "'$(PYTHON)' cannot make virtual environments; install its venv module (Debian: apt install python3-venv)."; \
 	  exit 2; }
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[executor,app,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[executor,app,dev,docs]'
 	@touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo-out gpu-out
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo-out gpu-out site

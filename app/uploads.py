@@ -8,6 +8,7 @@ from typing import Any
 
 from simplan.accuracy.reading import ReadFile, parse_published
 from simplan.document import parse_yaml
+from simplan.documentation import documentation
 from simplan.errors import Problem, SpecError
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.io import MAX_YAML_BYTES, parse_json
@@ -87,7 +88,9 @@ def published_of(name: str, content: bytes) -> ReadFile:
     """
     read = parse_published(text_of(name, content, MAX_YAML_BYTES), name)
     if not read.runs:
-        raise SpecError(Problem(field="runs", rule="is missing", fix="see scenarios/published/README.md"), file=name)
+        raise SpecError(
+            Problem(field="runs", rule="is missing", fix=f"see {documentation('reference/published-runs')}"), file=name
+        )
     return read
 
 

@@ -15,8 +15,7 @@ from simplan.plan.plan import ParallelPlan, StageAssignment
 from simplan.program.action import ActionKind
 from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.program import Message, Op
-from simplan.program.schedules import SCHEDULES, PipelineShape
-from simplan.program.schedules import gpipe as naive
+from simplan.program.schedules import SCHEDULES, PipelineShape, naive
 from simplan.program.tables.complete import complete_table
 from simplan.program.tables.partition import assign_stage_layers
 from simplan.sim.engine import simulate

@@ -16,11 +16,11 @@ from simplan import catalog
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.job import Job
 from simplan.model.low_precision import TORCHAO_RECIPES
-from simplan.numbers import either
 from simplan.program.tables.executable import check_executable
 from simplan.rules import RULES, violations
 from simplan.rules.schedule import stages_within_layers
 from simplan.runs.run_spec import RunSpec
+from simplan.wording import either
 
 _DTYPES = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp8": "bf16"}  # dtype of a job by precision
 _CPU_RANK_BYTES = 512 * 1024**2  # resident set of a process that has imported torch, with a margin

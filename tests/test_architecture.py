@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Lowest first: a module may import what stands on a lower line, and within its own entry.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("units", "errors", "files", "children", "jit"),
+    ("units", "errors", "files", "children", "jit", "documentation"),
     ("document",),
     ("problems",),
     ("io",),
-    ("base", "numbers"),
+    ("base", "wording"),
     ("plan",),
     ("model",),
     ("training",),
@@ -46,6 +46,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 EXECUTOR_MAY_IMPORT = (
+    "simplan.base",
+    "simplan.wording",
     "simplan.plan",
     "simplan.model",
     "simplan.training",

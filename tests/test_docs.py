@@ -1,14 +1,26 @@
-"""What docs/ tells people to do, done."""
+"""The README and the documentation: snippets run, figures compared with the program, pages named by messages exist."""
 
 from __future__ import annotations
 
+import ast
+import json
+import os
 import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 import yaml
 
+from simplan.cli.app import app
+from simplan.documentation import DOCUMENTATION_URL
 from simplan.predict import predict
 from simplan.program.schedules import StageTimes
 from simplan.program.schedules.bubble import bubble_rate
@@ -20,31 +32,144 @@ from simplan.scenario.search import load_search
 from simplan.validate.logged import LoggedRun
 from simplan.validate.reading import parse_measured
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+SLOW = ("tutorials/run-and-compare.md",)
+APART = ("how-to/custom-schedule.md",)
+"""Pages whose snippets go together in a test of their own, below."""
+BASE = {
+    "model": {"preset": "gpt2-124m"},
+    "cluster": {"preset": "dgx-h100"},
+    "training": {"global_batch_size": 8, "precision": "fp32"},
+    "plan": {"dp_replicate": 8},
+}
+"""A scenario that fragments of YAML are put into."""
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """A block of code: its language and text, and the comment above it."""
+
+    language: str
+    text: str
+    note: str
+
+    @property
+    def is_run(self) -> bool:
+        return not self.note.startswith("not run: ")
+
+
+def hand_written() -> list[str]:
+    """Pages that are not written by the program, as paths in docs/; notebooks keep the state of their day."""
+    files = (path.relative_to(DOCS).as_posix() for path in sorted(DOCS.rglob("*.md")))
+    return ["../README.md", *(file for file in files if not file.startswith("notebooks/"))]
+
+
+def snippets(page: str) -> Iterator[Snippet]:
+    text = (DOCS / page).read_text()
+    for note, language, body in re.findall(r"(?:<!-- ([^>]*) -->\n+)?```(\w*)\n(.*?)```", text, re.DOTALL):
+        yield Snippet(language, body, note)
 
 
 def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-def test_the_files_of_the_readme_are_read(tmp_path: Path) -> None:
-    found = []
-    for text in blocks((DOCS.parent / "README.md").read_text(), "yaml"):
-        file = tmp_path / "file.yaml"
+def pages_with_code() -> list[Any]:
+    found = [page for page in hand_written() if page not in APART and any(map(has_code, snippets(page)))]
+    return [pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page for page in found]
+
+
+def has_code(snippet: Snippet) -> bool:
+    return snippet.is_run and snippet.language in ("sh", "python", "yaml")
+
+
+def test_every_block_of_code_has_a_language() -> None:
+    """Then none escapes the tests below."""
+    languages = {(page, one.language) for page in hand_written() for one in snippets(page)}
+    assert {language for _, language in languages} <= {"sh", "python", "yaml", "text", "toml"}, languages
+
+
+@pytest.mark.parametrize("page", pages_with_code())
+@pytest.mark.timeout(600)
+def test_snippets_of_a_page_work(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a reader would: files are written, then commands and Python run, and outputs equal those that are shown."""
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin" / "simplan"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m simplan "$@"\n')
+    command.chmod(0o755)
+    (tmp_path / "scenarios").symlink_to(ROOT / "scenarios")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
+    listed = list(snippets(page))
+    for number, one in enumerate(listed):
+        if one.language == "yaml" and one.is_run:
+            read_yaml(one.text, tmp_path, number)
+    printed = ""
+    for one in listed:
+        if one.language == "sh" and one.is_run:
+            for line in one.text.splitlines():
+                if line.startswith("simplan "):
+                    done = subprocess.run(["bash", "-ec", line], capture_output=True, text=True, check=False)
+                    assert done.returncode == 0, f"{line}: {done.stderr}"
+                    printed = done.stdout
+        elif one.language == "python":
+            exec(one.text, {})
+        elif one.note == "output":
+            assert printed.splitlines() == one.text.splitlines()
+        elif one.note in ("output: begins", "search-output", "predict-output"):
+            assert printed.startswith(one.text)
+            assert one.text.count("\n") > 3
+
+
+def read_yaml(text: str, folder: Path, number: int) -> None:
+    """Writes a file where its first line names one, and loads it."""
+    named = re.match(r"# (\S+\.yaml)\n", text)
+    file = folder / (named.group(1) if named else f"unnamed-{number}.yaml")
+    file.parent.mkdir(exist_ok=True)
+    data = yaml.safe_load(text)
+    if "plan" in data:
         file.write_text(text)
-        if "plan:" in text:
-            load_scenario(file)
-        elif "search:" in text:
-            load_search(file)
-        else:
-            found.append(parse_measured(text, "log.yaml"))
-    [logged] = found
-    assert isinstance(logged, LoggedRun)
-    assert logged.peak_reserved_gib == (71.2,)
+        load_scenario(file)
+    elif "search" in data:
+        file.write_text(text)
+        load_search(file)
+    elif data.keys() <= {*BASE, "software"}:
+        file.write_text(yaml.safe_dump(BASE | data))
+        load_scenario(file)
+    else:
+        file.write_text(text)
+        assert isinstance(parse_measured(text, file.name), LoggedRun)
+
+
+@pytest.mark.parametrize("page", hand_written())
+def test_commands_and_options_that_are_written_exist(page: str) -> None:
+    """Those that are only mentioned, too."""
+    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    text = (DOCS / page).read_text().replace("\\\n", " ")
+    written = [" ".join(one.split()) for one in re.findall(r"`(simplan [a-z][^`]*)`", text)]
+    written += [line for one in snippets(page) if one.language == "sh" for line in one.text.splitlines()]
+    for line in written:
+        for name, rest in re.findall(r"\bsimplan ([a-z]+)([^|;&]*)", line):
+            assert name in commands, line
+            known = {option for one in commands[name].params for option in (*one.opts, *one.secondary_opts)}
+            options = {option.partition("=")[0] for option in re.findall(r"(?<=\s)--?[a-z][\w=-]*", rest)}
+            assert options <= known | {"--help", "-h"}, line
+
+
+def test_targets_of_make_that_are_written_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in hand_written():
+        text = (DOCS / page).read_text()
+        written = {*re.findall(r"`make ([a-z-]+)`", text), *re.findall(r"^make ([a-z-]+)", text, re.MULTILINE)}
+        assert written <= targets, page
 
 
 def test_the_devices_of_the_docs_are_predicted(tmp_path: Path) -> None:
-    found = blocks((DOCS / "own-device.md").read_text(), "yaml")
+    found = blocks((DOCS / "how-to" / "devices.md").read_text(), "yaml")
     assert len(found) == 2
     for number, text in enumerate(found):
         file = tmp_path / f"{number}.yaml"
@@ -59,7 +184,7 @@ def test_the_devices_of_the_docs_are_predicted(tmp_path: Path) -> None:
 
 def test_the_schedule_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Installed as its pyproject.toml says: as fast as 1F1B with free messages, and 2(p-1)+1 microbatches held."""
-    text = (DOCS / "own-schedule.md").read_text()
+    text = (DOCS / "how-to" / "custom-schedule.md").read_text()
     [code], [entry_points], [scenario] = (blocks(text, language) for language in ("python", "toml", "yaml"))
     module = re.search(r"# (\w+\.py)", code)
     assert module is not None
@@ -86,17 +211,184 @@ def test_the_schedule_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.Monk
         assert first.index("0B0") == min(2 * (p - 1) + 1, m)
 
 
-def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files are here small ones of the same names."""
-    small = "model: {preset: gpt2-124m}\ncluster: {preset: dgx-h100}\ntraining: {global_batch_size: 8}\n"
-    (tmp_path / "plan.yaml").write_text(small + "plan: {dp_replicate: 8}\n")
-    (tmp_path / "llama.yaml").write_text(
-        small + "search: {tp: [1], cp: [1], pp: [1], zero_stage: [0, 1], microbatch_size: [1], recompute: [none]}\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    [code] = blocks((DOCS.parent / "README.md").read_text(), "python")
-    made: dict[str, Any] = {}
-    exec(code, made)
-    assert made["prediction"].fits
-    assert made["plans"]["step_time_s"].is_monotonic_increasing
-    assert made["prediction"].step_time_s >= 0.999 * made["plans"]["step_time_s"][0]
+def test_the_readme_is_short() -> None:
+    """At most 170 lines, 1,300 words and 15 words a sentence; output before line 30, a picture before line 45."""
+    text = README.read_text()
+    lines = text.splitlines()
+    assert len(lines) <= 170
+    assert len(text.split()) <= 1300
+    assert lines.index("<!-- search-output -->") < 30
+    assert next(number for number, line in enumerate(lines, 1) if line.startswith("![")) < 45
+    prose = re.sub(r"```.*?```|<!--.*?-->|^[|#].*?$", "", text, flags=re.DOTALL | re.MULTILINE)
+    sentences = [one.split() for one in re.split(r"(?<=[.!?:])\s+|\n\n|\n- ", re.sub(r"\]\([^)]*\)", "]", prose))]
+    sentences = [words for words in sentences if len(words) > 1]
+    assert sum(map(len, sentences)) / len(sentences) <= 15
+    assert max(map(len, sentences)) <= 25
+
+
+@pytest.mark.parametrize("page", ["../README.md", "tutorials/run-and-compare.md"])
+def test_rows_of_the_demo_agree_with_themselves(page: str) -> None:
+    """A machine of its own measured them, so that they cannot be printed again."""
+    text = (DOCS / page).read_text()
+    rows = re.findall(r"^  demo-\w+ .*$", text, re.MULTILINE)
+    assert len(rows) == 5
+
+    def ms(number: str, unit: str) -> float:
+        return float(number) * (1000 if unit == "s" else 1)
+
+    for row in rows:
+        times = [ms(*found) for found in re.findall(r"([\d.]+) (ms|s)\b", row)]
+        predicted, low, high, measured = times
+        assert ("yes" in row.split()) == (low <= measured <= high)
+        error = float(re.findall(r"([+-][\d.]+) %  ", row)[0])
+        assert 100 * (predicted / measured - 1) == pytest.approx(error, abs=0.1)
+
+
+def tables(page: str) -> list[list[str]]:
+    """Cells of rows whose third and further cells are numbers."""
+    rows = [line.strip("|").split("|") for line in (DOCS / page).read_text().splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    return [row for row in cells if len(row) == 7 and row[1].isdigit()]
+
+
+@cache
+def accuracy(folder: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "simplan", "accuracy", f"scenarios/{folder}", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def shown(figures: dict[str, Any]) -> list[str]:
+    """Figures as the tables have them."""
+    times, floor = figures["step_time"], figures["constant_utilization"]
+    cells = [str(times["num"]), *(f"{100 * times[name]:.1f}" for name in ("mape", "median_ape"))]
+    cells.append(f"{100 * times['interval_coverage']:.0f}")
+    return cells + [f"{100 * floor[name]:.1f}" for name in ("mape", "median_ape")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", ["../README.md", "explanation/accuracy.md"])
+def test_accuracy_is_what_the_commands_print(page: str) -> None:
+    published, held_out = accuracy("published"), accuracy("heldout")
+    commands = {
+        "fit set, in-sample": published["overall"],
+        "held out, frameworks in the catalog": held_out["by_framework"]["frameworks in the catalog"],
+        "held out, other frameworks": held_out["by_framework"]["other frameworks"],
+        "held out, all": held_out["overall"],
+    }
+    rows = {row[0]: row[1:] for row in tables(page)}
+    if "validation: experts under Megatron Bridge" in rows:
+        commands["validation: experts under Megatron Bridge"] = accuracy("looked-at")["overall"]
+    compared = {name: shown(figures) for name, figures in commands.items() if name in rows}
+    assert len(compared) == len(rows) - (1 if page == "../README.md" else 2)
+    assert {name: rows[name] for name in compared} == compared
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_prose_of_the_accuracy_page_is_what_the_commands_print() -> None:
+    text = " ".join((DOCS / "explanation" / "accuracy.md").read_text().split())
+    published, held_out = accuracy("published"), accuracy("heldout")
+
+    def percent(fraction: float) -> str:
+        return f"{100 * fraction:.1f} %"
+
+    chosen, other = published["overall"]["choosing"], held_out["overall"]["choosing"]
+    by_name = {Path(file).stem: figures for file, figures in held_out["by_file"].items()}
+    errors = {run["id"]: run["step_time_error"] for run in published["runs"]}
+    oom, held_oom = published["overall"]["oom"], held_out["overall"]["oom"]
+    assert (chosen["median_regret"], oom["missed"], held_oom["missed"]) == (0, 0, 0)
+    assert by_name["nanotron_h100"]["step_time"]["bias"] < 0 > by_name["nemo_h100_experts"]["step_time"]["bias"]
+    for sentence in (
+        f"On {chosen['num_groups']} groups of the fit set, the plan predicted to be best is the best one in the "
+        f"median. It is {percent(chosen['mean_regret'])} slower on average. "
+        f"Kendall's tau is {chosen['kendall_tau']:.2f}.",
+        f"On {other['num_groups']} held-out groups the choice is {percent(other['median_regret'])} slower in the "
+        f"median and {percent(other['mean_regret'])} on average, with a tau of {other['kendall_tau']:.2f}.",
+        f"{published['overall']['peak_memory']['num']} in-sample peaks have a mean error of "
+        f"{percent(published['overall']['peak_memory']['mape'])}.",
+        f"are right on {oom['fit'] + oom['oom']} of {sum(oom[name] for name in ('fit', 'oom', 'false_alarms'))} runs",
+        f"are right on {held_oom['fit'] + held_oom['oom']} of {held_out['overall']['num_runs']}, without a missed one; "
+        f"{by_name['nanotron_h100']['peak_memory']['num']} peaks of nanotron have a mean error of "
+        f"{percent(by_name['nanotron_h100']['peak_memory']['mape'])}.",
+        f"**nanotron** is {percent(by_name['nanotron_h100']['step_time']['mape'])} too fast.",
+        f"(InternLM): up to {percent(by_name['internlm_a100']['step_time']['max_ape'])} too fast",
+        f"(`nemo_h100_experts`): {percent(by_name['nemo_h100_experts']['step_time']['mape'])} too fast on average.",
+        f"(`nemo_h100_finetuning`): {percent(by_name['nemo_h100_finetuning']['step_time']['mape'])}, and only "
+        f"{100 * by_name['nemo_h100_finetuning']['step_time']['interval_coverage']:.0f} % in the interval.",
+        f"are {-100 * errors['mosaic-080']:.1f} and {-100 * errors['mosaic-021']:.1f} % too fast.",
+    ):
+        assert sentence in text
+    times = held_out["overall"]["step_time"]
+    head = f"step times are {percent(times['mape'])} off on average, {percent(times['median_ape'])} in the median"
+    assert head in (DOCS / "explanation" / "accuracy.svg").read_text(), "the picture is of today"
+
+
+@pytest.mark.parametrize("page", ["../README.md", "explanation/accuracy.md"])
+def test_errors_of_the_fit_are_what_it_printed(page: str) -> None:
+    """``make fit`` takes ten minutes: its last output is kept."""
+    [printed] = blocks((DOCS / "notebooks" / "2026-11-25-fit.md").read_text(), "text")
+    row = re.findall(r"[\d.]+", re.findall(r"^all .*$", printed, re.MULTILINE)[0])
+    number, means, medians = row[0], row[1::3], row[2::3]  # textbook, fitted, five-fold, single runs, source left out
+    inside = re.findall(r"(?:five-fold|source left out) (\d+) %", printed)
+    rows = {cells[0]: cells[1:5] for cells in tables(page)}
+    assert rows["fit set, grouped five-fold"] == [number, means[2], medians[2], inside[0]]
+    if page != "../README.md":
+        assert rows["fit set, leave one source out"] == [number, means[4], medians[4], inside[1]]
+
+
+def navigation() -> set[str]:
+    """Pages of the site, as messages name them."""
+
+    class Loader(yaml.SafeLoader):
+        """Reads the tags of mkdocs as plain values."""
+
+    Loader.add_multi_constructor("tag:yaml.org,2002:python/name:", lambda loader, suffix, node: suffix)
+
+    def leaves(entry: Any) -> Iterator[str]:
+        if isinstance(entry, str):
+            yield entry
+        else:
+            for one in entry.values() if isinstance(entry, dict) else entry:
+                yield from leaves(one)
+
+    config = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
+    assert config["site_url"].rstrip("/") == DOCUMENTATION_URL
+    return {page.removesuffix(".md") for page in leaves(config["nav"])}
+
+
+def test_pages_that_messages_name_exist() -> None:
+    """And no message names a file that an installed package does not have."""
+    named = []
+    for path in (path for package in ("simplan", "app", "executor") for path in (ROOT / package).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        documented = {
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "documentation":
+                named += [ast.literal_eval(argument) for argument in node.args]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented:
+                assert not re.search(r"\bdocs/[\w-]+\.md|README\.md", node.value) or " at " in node.value, path
+    assert len(named) >= 4
+    assert set(named) <= navigation()
+
+
+def test_the_address_of_the_documentation_is_that_of_the_metadata() -> None:
+    metadata = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert metadata["project"]["urls"]["Documentation"] == DOCUMENTATION_URL
+
+
+def test_versions_agree() -> None:
+    import simplan
+
+    version = simplan.__version__
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"**Status:** {version}, unreleased." in README.read_text()
+    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == version  # type: ignore[index]

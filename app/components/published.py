@@ -21,6 +21,7 @@ from app.jobs.server import searches
 from app.jobs.tasks import predict_published
 from simplan.accuracy.reading import ReadFile
 from simplan.accuracy.result import Accuracy
+from simplan.documentation import documentation
 from simplan.report.accuracy import run_rows
 from simplan.units import format_number_evenly, format_percent
 
@@ -33,8 +34,8 @@ _ALL, _ALL_HELD_OUT = "all sources", "all runs that no fit has seen"
 _OWN = "a file of your own"
 _FITTED_WORDS = (
     "Constants of the catalogue were fitted on runs of these very sources, so these errors are in-sample: "
-    "docs/accuracy.md has the five-fold figures, which count for a framework that is calibrated, and those with the "
-    "whole source left out."
+    f"{documentation('explanation/accuracy')} has the five-fold figures, which count for a framework that is "
+    "calibrated, and those with the whole source left out."
 )
 _HELD_OUT_WORDS = "No constant of the catalogue was fitted on these runs: so far off predictions of new ones may be."
 _LOOKED_AT_WORDS = (
@@ -68,7 +69,8 @@ def show_published() -> Following | None:
     if not names:
         st.info(
             "The published runs are not part of an installed package. Drop a file of runs here, e.g. one of "
-            "scenarios/published of simplan's repository; its form is in the README there."
+            "scenarios/published of simplan's repository; its form is described at "
+            f"{documentation('reference/published-runs')}"
         )
     choices = [*names, *([_ALL] if names else []), *held_out, *([_ALL_HELD_OUT] if held_out else []), *looked_at, _OWN]
     about = "Also runs that were kept apart from every fit" if held_out else None

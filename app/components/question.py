@@ -13,10 +13,10 @@ from app.uploads import config_fields, scenario_data
 from simplan import catalog
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.errors import SpecError
-from simplan.numbers import divisors
 from simplan.plan.plan import Recompute
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.training.training import Precision, TrainingSpec
+from simplan.wording import divisors
 
 __all__ = ["show_question"]
 

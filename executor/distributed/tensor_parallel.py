@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -30,6 +31,7 @@ from executor.models.lora import LoraLinear
 __all__ = ["gather_parts", "scatter_sum", "split_layer", "with_local_weights"]
 
 _TOKENS = 1  # the dimension
+_BY_ROWS = ("proj", "down")  # ends of names of matrices that are split by rows, transformers' among them
 _COLUMNS, _ROWS = Shard(0), Shard(1)  # of a weight (outputs, inputs)
 
 
@@ -43,6 +45,9 @@ def split_layer(layer: nn.Module, dims: ParallelDims) -> None:
     modules = dict(layer.named_modules())
     plan = {name: style for name, style in _plan(modules, dims).items() if name in modules}
     parallelize_module(layer, dims.tp.mesh, plan, src_data_rank=None)
+    for name in plan:
+        if name.endswith(_BY_ROWS):
+            layer.get_submodule(name).register_forward_hook(_wait)
 
 
 def _plan(modules: dict[str, nn.Module], dims: ParallelDims) -> dict[str, ParallelStyle]:
@@ -74,6 +79,15 @@ def _plan(modules: dict[str, nn.Module], dims: ParallelDims) -> dict[str, Parall
     mlp = "mlp.shared" if "mlp.router" in modules else "mlp"
     plan |= {mlp: gathered, **columns(f"{mlp}.gate", f"{mlp}.up")}
     return plan | rows("attention.proj", f"{mlp}.down")
+
+
+def _wait(module: nn.Module, inputs: Any, output: Any) -> None:
+    """Waits for a sum over ranks.
+
+    torch waits when something is computed with it, and holds it for ever where a block that runs again ends before.
+    """
+    if isinstance(output, AsyncCollectiveTensor):
+        output.trigger_wait()  # type: ignore[no-untyped-call]
 
 
 class VocabularyParallel(ParallelStyle):

@@ -10,6 +10,7 @@ from typing import Any
 from simplan.accuracy.choosing import Choices, choices
 from simplan.accuracy.floor import constant_utilization
 from simplan.accuracy.outcome import RunOutcome
+from simplan.accuracy.stacks import stacks
 from simplan.accuracy.statistics import (
     ErrorFigures,
     StepTimeFigures,
@@ -19,9 +20,12 @@ from simplan.accuracy.statistics import (
     verdicts,
 )
 
-__all__ = ["Accuracy", "Figures"]
+__all__ = ["IN_CATALOG", "NOT_IN_CATALOG", "Accuracy", "Figures"]
 
 ACCURACY_SCHEMA_VERSION = 1
+
+IN_CATALOG, NOT_IN_CATALOG = "frameworks in the catalog", "other frameworks"
+"""Groups of runs: the framework has a profile of its own, or another one's profile stands in for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,15 @@ class Accuracy:
         return {file: Figures.of(self.of_file(file)) for file in dict.fromkeys(o.file for o in self.outcomes)}
 
     @property
+    def by_framework(self) -> dict[str, Figures]:
+        """Figures of frameworks in the catalog and of others; empty unless there are runs of both."""
+        groups: dict[str, list[RunOutcome]] = {IN_CATALOG: [], NOT_IN_CATALOG: []}
+        for outcome in self.outcomes:
+            is_known = stacks()[outcome.run.software.framework].is_known
+            groups[IN_CATALOG if is_known else NOT_IN_CATALOG].append(outcome)
+        return {name: Figures.of(outcomes) for name, outcomes in groups.items()} if all(groups.values()) else {}
+
+    @property
     def overall(self) -> Figures:
         """Figures of all runs."""
         return Figures.of(self.outcomes)
@@ -112,6 +125,7 @@ class Accuracy:
             "kind": "accuracy",
             "runs": [outcome.to_json() for outcome in self.outcomes],
             "by_file": {file: figures.to_json() for file, figures in self.by_file.items()},
+            "by_framework": {group: figures.to_json() for group, figures in self.by_framework.items()},
             "overall": self.overall.to_json(),
             "without_runs": list(self.without_runs),
         }

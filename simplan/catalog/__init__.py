@@ -16,6 +16,7 @@ import yaml
 
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec, LinkSpec
 from simplan.cluster.machine import THIS_MACHINE, this_machine
+from simplan.documentation import documentation
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.model.model import ModelSpec
 from simplan.software.rates import KernelRates
@@ -340,7 +341,7 @@ def _parsed(name: str) -> dict[str, Any]:
 
 
 _INSTEAD: dict[str, str] = {
-    "devices": "docs/own-device.md says how to describe another",
+    "devices": f"{documentation('how-to/devices')} says how to describe another",
     "clusters": "or give device and devices_per_node in place of a preset",
 }
 """What to do without an entry."""

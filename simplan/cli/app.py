@@ -24,6 +24,7 @@ from simplan.cli.terminal.options import (
     TimedPrecision,
 )
 from simplan.cli.terminal.output import complain
+from simplan.documentation import documentation
 from simplan.errors import SimplanError
 
 __all__ = ["app", "main"]
@@ -333,7 +334,10 @@ def check(
     )
 
 
-@app.command(short_help="Predict training runs that others published.")
+@app.command(
+    short_help="Predict training runs that others published.",
+    epilog=f"Schema of the files: {documentation('reference/published-runs')}",
+)
 def accuracy(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Files of published runs, or folders of them.")],
     json: AsJson = False,
@@ -356,7 +360,7 @@ def accuracy(
 ) -> int:
     """Predict training runs that others published, and show how far off that is.
 
-    Each file has a schema of its own (scenarios/published/README.md). What cannot be predicted is skipped by name. The
+    Each file has a schema of its own. What cannot be predicted is skipped by name. The
     exit code is 0 whatever the errors.
     """
     from simplan.cli.accuracy import accuracy_command

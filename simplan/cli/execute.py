@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from simplan.cli.nodes import fewer_nodes, scenarios_on_fewer
+from simplan.cli.fewer_nodes import fewer_nodes, scenarios_on_fewer
 from simplan.cli.terminal.output import say
 from simplan.cli.terminal.processes import run_executor
 from simplan.cli.terminal.progress import ProgressLine

@@ -7,7 +7,8 @@ from pathlib import Path
 import simplan
 from simplan.cli.calibrations import is_needed, read
 from simplan.cli.execute import RunOptions, exported_job, refuse_other_software
-from simplan.cli.nodes import numbers_of_nodes, refuse_other_number, refuse_unless_it_can_go_on
+from simplan.cli.fewer_nodes import refuse_unless_it_can_go_on
+from simplan.cli.nodes import numbers_of_nodes, refuse_other_number
 from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError, did_you_mean

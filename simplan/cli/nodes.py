@@ -5,29 +5,22 @@ from __future__ import annotations
 import hashlib
 import re
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from simplan.cli.execute import RunOptions
+from simplan.cli.fewer_nodes import refuse_unless_it_can_go_on
 from simplan.cost.calibration.format import CalibrationRequest
 from simplan.errors import Problem, SpecError
-from simplan.predict import run_spec_of
-from simplan.prediction import Prediction
-from simplan.runs.checkpoint import Checkpointing
-from simplan.runs.fewer_nodes import FewerNodes, Nodes, on_fewer_devices
+from simplan.runs.fewer_nodes import Nodes
 from simplan.scenario import Scenario
-from simplan.units import counted
 
 __all__ = [
     "NodeRendezvous",
-    "fewer_nodes",
     "nodes_of",
     "nodes_to_time",
     "numbers_of_nodes",
     "refuse_other_number",
-    "refuse_unless_it_can_go_on",
     "refuse_without_nodes",
-    "scenario_on",
-    "scenarios_on_fewer",
 ]
 
 _NUMBERS = re.compile(r"(?:(?P<least>[0-9]{1,6}):)?(?P<all>[0-9]{1,6})")
@@ -204,73 +197,3 @@ def _asked(scenario: Scenario, options: RunOptions) -> dict[str, str]:
         flags |= {"--checkpoint-dir": kept.folder, "--checkpoint-every": kept.every}
         flags |= {"--max-restarts": kept.max_restarts, "--resume": kept.resume}
     return {"name": scenario.name, **asked, **{flag: str(value) for flag, value in flags.items()}}
-
-
-def scenario_on(scenario: Scenario, num_nodes: int) -> Scenario:
-    """The scenario with a plan for fewer nodes.
-
-    Raises:
-        SpecError: The nodes cannot run the plan.
-    """
-    job = scenario.job
-    num_devices = num_nodes * job.cluster.ranks_per_node
-    cluster = job.cluster.model_copy(update={"num_devices": num_devices})
-    fewer = replace(job, cluster=cluster, plan=on_fewer_devices(job.plan, num_devices))
-    return replace(scenario, job=fewer, expect=())
-
-
-def refuse_unless_it_can_go_on(scenario: Scenario, min_nodes: int, checkpointing: Checkpointing | None) -> None:
-    """Checks ``--nnodes MIN:MAX``.
-
-    Raises:
-        SpecError: The run writes no checkpoints to resume from, or the minimum number of nodes cannot run the plan.
-    """
-    number = f"{min_nodes}:{scenario.job.cluster.num_nodes}"
-    if checkpointing is None or checkpointing.max_restarts == 0:
-        missing = "--checkpoint-dir DIR" if checkpointing is None else "--max-restarts K"
-        rule = "goes on without lost nodes from a checkpoint, and each time counts as a restart"
-        raise SpecError(Problem(field="--nnodes", value=number, rule=rule, fix=f"add {missing}"))
-    try:
-        scenario_on(scenario, min_nodes)
-    except SpecError as error:
-        rule = f"{counted(min_nodes, 'node')} cannot go on with this plan: {_said(error)}"
-        fix = f"or use --nnodes {scenario.job.cluster.num_nodes}"
-        raise SpecError(Problem(field="--nnodes", value=number, rule=rule, fix=fix), file=scenario.file) from None
-
-
-def scenarios_on_fewer(scenario: Scenario, min_nodes: int) -> tuple[dict[int, Scenario], list[str]]:
-    """The scenario on every smaller number of nodes that can run it, and a sentence about each number that cannot.
-
-    Args:
-        scenario: On all nodes.
-        min_nodes: The smallest number.
-
-    Returns:
-        By number of nodes, the largest first.
-    """
-    found, sentences = {}, []
-    for number in range(scenario.job.cluster.num_nodes - 1, min_nodes - 1, -1):
-        try:
-            found[number] = scenario_on(scenario, number)
-        except SpecError as error:
-            sentences.append(f"{counted(number, 'node')} could not go on, but fewer of them: {_said(error)}")
-    return found, sentences
-
-
-def fewer_nodes(predictions: dict[int, Prediction]) -> tuple[FewerNodes, ...]:
-    """Plans on fewer nodes for the executor, from predictions by number of nodes."""
-    jobs = {number: run_spec_of(prediction) for number, prediction in predictions.items()}
-    return tuple(
-        FewerNodes(
-            num_nodes=number,
-            plan=job.plan,
-            boundaries=job.boundaries,
-            table=job.table,
-            predicted_memory_bytes=job.predicted_memory_bytes,
-        )
-        for number, job in jobs.items()
-    )
-
-
-def _said(error: SpecError) -> str:
-    return "; ".join(problem.sentence() for problem in error.problems)

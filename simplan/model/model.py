@@ -12,8 +12,8 @@ from simplan.model.adapters import adapted_layers
 from simplan.model.families import FAMILIES
 from simplan.model.layer import Attention, LayerKind, LayerSpec
 from simplan.model.packing import PackStatistics
-from simplan.numbers import either
 from simplan.plan.shard import Shard
+from simplan.wording import either
 
 __all__ = ["ModelSpec"]
 

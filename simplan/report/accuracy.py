@@ -248,10 +248,11 @@ def _stand_ins(outcomes: Iterable[RunOutcome]) -> Iterator[str]:
 
 
 def _figures(result: Accuracy) -> Iterator[tuple[str, Figures]]:
-    """By file, then of all if they are several."""
+    """By file, then by framework in the catalog or not where there are both, then of all if there are several files."""
     names = result.names
     for file, figures in result.by_file.items():
         yield names[file], figures
+    yield from result.by_framework.items()
     if len(names) > 1:
         yield _ALL, result.overall
 

@@ -7,6 +7,7 @@ from inspect import getdoc
 
 from pydantic import BaseModel
 
+from simplan.documentation import documentation
 from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
 from simplan.report.plan_fields import values_of, word_of
@@ -27,7 +28,10 @@ _CLUSTER = {
     "preset": ("a name of `simplan show clusters`; what stands beside it takes its place", "name"),
     "num_nodes": ("nodes; 1, or as many as num_devices needs", "1 and more"),
     "num_devices": ("in place of num_nodes: devices, node by node", "1 and more"),
-    "device": ("a name of `simplan show devices`, or its datasheet (docs/own-device.md)", "name, or mapping"),
+    "device": (
+        f"a name of `simplan show devices`, or its datasheet ({documentation('how-to/devices')})",
+        "name, or mapping",
+    ),
     "devices_per_node": ("without a preset: devices of a node", "1 and more"),
     "intra_link": ("what joins devices of a node: a name of `simplan show links`, or a mapping", "name, or mapping"),
     "inter_link_gbit_per_device": (

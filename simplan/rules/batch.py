@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from simplan.errors import Problem
 from simplan.job import Job
-from simplan.numbers import either, nearest_divisors
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.rules.rule import experts_apart, not_modelled, rule
+from simplan.wording import either, nearest_divisors
 
 _MOST_PIPELINE_CELLS = 30_000
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from simplan.errors import Problem
 from simplan.job import Job
-from simplan.numbers import either, nearest_divisors
 from simplan.rules.rule import experts_apart, not_modelled, rule
+from simplan.wording import either, nearest_divisors
 
 _OTHERWISE = "or software.expert_overlap = false"
 

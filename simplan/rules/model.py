@@ -9,9 +9,9 @@ from simplan.job import Job
 from simplan.model.adapters import adapter_targets
 from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
-from simplan.numbers import either, nearest_divisors
 from simplan.plan.shard import Shard
 from simplan.rules.rule import not_modelled, rule
+from simplan.wording import either, nearest_divisors
 
 _DOCUMENTS = "model.document_lengths"
 

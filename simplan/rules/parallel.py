@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from simplan.errors import Problem
 from simplan.job import Job
 from simplan.model.families import FAMILIES
-from simplan.numbers import either, nearest_divisors
 from simplan.rules.rule import not_modelled, rule
+from simplan.wording import either, nearest_divisors
 
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 

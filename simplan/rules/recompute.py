@@ -9,9 +9,9 @@ from simplan.errors import Problem
 from simplan.job import Job
 from simplan.model.layer import LayerKind
 from simplan.model.recompute_modules import has_module
-from simplan.numbers import either
 from simplan.plan.plan import ParallelPlan, RecomputeModule
 from simplan.rules.rule import not_modelled, rule
+from simplan.wording import either
 
 _INSIDE: Mapping[RecomputeModule, RecomputeModule] = MappingProxyType({"moe_act": "moe", "shared_experts": "moe"})
 """Modules that are part of another one."""

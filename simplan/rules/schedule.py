@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from simplan.errors import Problem
 from simplan.job import Job
-from simplan.numbers import either, nearest_divisors
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import SCHEDULE_FACTS, is_own_schedule, splits_backward
 from simplan.rules.rule import not_modelled, rule
 from simplan.software.software import SoftwareSpec
+from simplan.wording import either, nearest_divisors
 
 
 @rule("a pipeline needs a schedule, and one rank has none", reads="pp schedule")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from simplan.errors import Problem
 from simplan.job import Job
-from simplan.numbers import either
 from simplan.rules.rule import not_modelled, rule
+from simplan.wording import either
 
 
 @rule("dp_shard > 1 needs zero_stage 1, 2 or 3", reads="dp zero_stage")

@@ -10,9 +10,9 @@ from simplan.errors import Problem
 from simplan.job import Job
 from simplan.model.families import FAMILIES
 from simplan.model.low_precision import LOW_PRECISIONS, LowPrecision, linear_format, quantized_linears
-from simplan.numbers import either
 from simplan.rules.rule import experts_apart, not_modelled, rule
 from simplan.training.optimizer import LAYERWISE
+from simplan.wording import either
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *LOW_PRECISIONS)
 _TORCH_OPTIMIZERS = frozenset({"torch", "torchtitan", "torchtitan-2025", "transformers"})

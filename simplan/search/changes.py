@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
-from simplan.numbers import divisors
 from simplan.plan.plan import ParallelPlan
 from simplan.search.explore import first_fit
 from simplan.search.jobs import capacity_bytes, with_num_devices
 from simplan.search.result import Change, NearestMiss
 from simplan.search.space import SearchSpace, given_ranges, that_it_has
 from simplan.units import format_bytes, format_time
+from simplan.wording import divisors
 
 __all__ = ["changes"]
 

@@ -10,7 +10,6 @@ from typing import NamedTuple, TypeVar
 from simplan.errors import Problem
 from simplan.job import Job
 from simplan.model.families import FAMILIES
-from simplan.numbers import divisors, either
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.problems import render_value
 from simplan.rules import RULES, SEARCH_RULES
@@ -18,6 +17,7 @@ from simplan.rules.filter import FilterStage, PlanFilter
 from simplan.search.candidates import Candidates, categories
 from simplan.search.space import SearchSpace, given_ranges
 from simplan.software.software import SoftwareSpec
+from simplan.wording import divisors, either
 
 __all__ = ["DEFAULT_SCHEDULES", "LONG_SEQUENCE", "Enumeration", "Mesh", "empty_space"]
 

@@ -8,10 +8,10 @@ from pydantic import Field, model_validator
 
 from simplan.base import Count, Positive, Spec
 from simplan.errors import NotModelledError, Problem
-from simplan.numbers import either
 from simplan.plan.plan import Recompute, RecomputeModule
 from simplan.problems import render_value
 from simplan.software.software import SoftwareSpec
+from simplan.wording import either
 
 __all__ = ["OBJECTIVES", "RANGES", "Objective", "SearchSpace", "given_ranges", "that_it_has"]
 

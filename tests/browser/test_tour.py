@@ -1,4 +1,4 @@
-"""The README's tour as a newcomer walks it: the best plan of Llama 3 70B on 64 H100s, why it is best, and the file."""
+"""The tour of docs/how-to/dashboard.md: the best plan of Llama 3 70B on 64 H100s, why it is best, and the file."""
 
 from __future__ import annotations
 

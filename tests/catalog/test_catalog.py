@@ -183,10 +183,11 @@ def test_torch_profile() -> None:
         (
             "device",
             "h100-sxm-80g",
-            "device = h100-sxm-80g: is not in the catalogue; did you mean h100-sxm-80gb? docs/own-device.md says how",
+            "device = h100-sxm-80g: is not in the catalogue; did you mean h100-sxm-80gb? "
+            "https://simplan.readthedocs.io/how-to/devices/ says how",
         ),
         ("device", "H100", "device = H100: is not in the catalogue; did you mean h100-sxm-80gb or h100-nvl-94gb or"),
-        ("device", "H20", "device = H20: is not in the catalogue; did you mean h20-sxm-96gb or h20-sxm-141gb? docs/"),
+        ("device", "H20", "device = H20: is not in the catalogue; did you mean h20-sxm-96gb or h20-sxm-141gb? http"),
         (
             "device",
             "MTT-S4000",

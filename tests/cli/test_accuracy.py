@@ -63,6 +63,27 @@ def test_the_json_has_what_others_rely_on(new_simplan: Simplan, runs: Path) -> N
     assert of_file["step_time"]["median_interval_half_width"] > 0
 
 
+def test_frameworks_of_the_catalog_and_others_are_rows(simplan: Simplan, tmp_path: Path) -> None:
+    """Each group has the errors of its own runs; without runs of both there is no such row."""
+    catalog = [run_data("known", measured__step_time_s=1.0)]
+    other = [
+        run_data(name, software__framework="other", measured__step_time_s=s) for name, s in (("a", 2.0), ("b", 3.0))
+    ]
+    write_runs(tmp_path / "both.yaml", *catalog, *other)
+    write_runs(tmp_path / "known.yaml", *catalog)
+    document = json.loads(simplan("accuracy", tmp_path / "both.yaml", "--json", "--jobs", "1").stdout)
+    errors = [abs(run["step_time_error"]) for run in document["runs"]]
+    groups = document["by_framework"]
+    assert groups["frameworks in the catalog"]["step_time"]["mape"] == pytest.approx(errors[0])
+    assert groups["other frameworks"]["step_time"]["mape"] == pytest.approx(sum(errors[1:]) / 2)
+    assert groups["other frameworks"]["num_runs"] == 2
+    text = simplan("accuracy", tmp_path / "both.yaml", "--jobs", "1").stdout
+    of_times, of_memory = (line.split()[2] for line in text.splitlines() if "other frameworks" in line)
+    assert (of_times, of_memory) == ("2", "0")
+    alone = json.loads(simplan("accuracy", tmp_path / "known.yaml", "--json", "--jobs", "1").stdout)
+    assert alone["by_framework"] == {}
+
+
 def test_the_text_names_files_errors_and_what_was_skipped(simplan: Simplan, runs: Path) -> None:
     result = simplan("accuracy", runs / "some.yaml", "--jobs", "1")
     assert result.returncode == 0, "whatever the errors are"

@@ -28,13 +28,6 @@ def test_draw_prints_a_line_for_each_rank(simplan: Simplan, scenario: Path) -> N
     assert "\033" not in result.stdout, "no colour off a terminal"
 
 
-@pytest.mark.slow
-def test_the_readme_shows_what_is_drawn(simplan: Simplan) -> None:
-    root = Path(__file__).resolve().parents[2]
-    shown = (root / "README.md").read_text().partition("<!-- draw-output -->\n```\n")[2].partition("```\n<!--")[0]
-    assert simplan("draw", root / "scenarios" / "zb-h1.yaml", "--width", "119").stdout == shown
-
-
 def test_width_is_that_of_the_rows(simplan: Simplan, scenario: Path) -> None:
     rows = [line for line in simplan("draw", scenario, "--width", "140").stdout.splitlines() if "│" in line]
     assert [len(row) for row in rows] == [140, 140]

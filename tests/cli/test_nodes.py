@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from simplan.cli.execute import RunOptions
-from simplan.cli.nodes import NodeRendezvous, nodes_of, numbers_of_nodes, scenarios_on_fewer
+from simplan.cli.fewer_nodes import scenarios_on_fewer
+from simplan.cli.nodes import NodeRendezvous, nodes_of, numbers_of_nodes
 from simplan.errors import SpecError
 from simplan.runs.checkpoint import Checkpointing
 from simplan.runs.fewer_nodes import Nodes

@@ -24,7 +24,6 @@ from simplan.search import RANGES, SearchSpace
 from simplan.training.training import TrainingSpec
 from tests.interrupts import heed_interrupts
 
-ROOT = Path(__file__).resolve().parents[2]
 Simplan = Callable[..., "CompletedProcess[str]"]
 
 SCENARIO = """\
@@ -227,13 +226,6 @@ def test_a_search_that_takes_long_is_announced() -> None:
     here = Job(model, cores, training, ParallelPlan(), catalog.software("torch"))
     assert re.match(r"\d+,\d{3} plans are simulated one by one", slow_search(here, SearchSpace()))
     assert slow_search(here, SearchSpace(tp=(8,), pp=(4,), schedule=("1f1b",))) == ""
-
-
-def test_the_readme_shows_what_is_printed(simplan: Simplan, tmp_path: Path) -> None:
-    section = (ROOT / "README.md").read_text().partition("## Which plan?")[2]
-    scenario, shown = re.findall(r"```(?:yaml)?\n(name:.*?|llama3-8b-16:.*?)```", section, re.DOTALL)
-    (tmp_path / "llama.yaml").write_text(scenario)
-    assert shown.splitlines() == simplan("search", "llama.yaml", "--top", "3").stdout.splitlines()
 
 
 def test_interrupting_prints_the_best_so_far(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -14,8 +14,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.program import Op, Program, Stream
-from simplan.program.schedules import PipelineShape, gpipe, interleaved_1f1b, one_f_one_b
-from simplan.program.schedules import gpipe as naive
+from simplan.program.schedules import PipelineShape, gpipe, interleaved_1f1b, naive, one_f_one_b
 from simplan.program.tables.complete import complete_table
 from simplan.program.tables.partition import assign_stage_layers
 from simplan.program.timeline import Span, SpanKind, split_of_rank

@@ -11,8 +11,7 @@ from simplan.model.recompute import recomputation
 from simplan.program.action import Table
 from simplan.program.memory.footprint import LayerFootprint, layer_footprint
 from simplan.program.program import MemoryCategory
-from simplan.program.schedules import PipelineShape, gpipe, one_f_one_b
-from simplan.program.schedules import gpipe as naive
+from simplan.program.schedules import PipelineShape, gpipe, naive, one_f_one_b
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak, memory_trace
 from tests.program.tables.tables import compute_tables

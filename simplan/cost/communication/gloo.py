@@ -19,7 +19,7 @@ all-reduce says first that it is ready. Messages that two ranks send each other 
 
 Source: pytorch/gloo at 70dc360272df, gloo/allreduce.cc (ring), allgather.cc, broadcast.cc, alltoall.cc,
 transport/tcp/pair.cc; torch 2.13, ProcessGroupGloo. Counted on links of 100, 400 and 1600 Mbit/s between 2 and 4 hosts
-(docs/executor.md).
+(docs/explanation/communication.md).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "attention-bias": {**_LLAMA, "attention_bias": True},
     "qk-norm": {**_LLAMA, "qk_norm": "head", "head_dim": 16, "tied_embeddings": True},
     "window": {**_LLAMA, "sliding_window": 24},
-    "grouped": {"family": "gpt", "num_key_value_heads": 2, **_TOKENS},
+    "grouped": {"family": "gpt", "num_key_value_heads": 4, **_TOKENS},
     "mpt": {"family": "mpt", **_TOKENS},
     "neox": {"family": "neox", **_TOKENS},
     "gemma2": {"family": "gemma2", "num_key_value_heads": 4, "head_dim": 16, "sliding_window": 24, **_TOKENS},

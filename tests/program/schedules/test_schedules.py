@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.program.action import ActionKind, Table
-from simplan.program.schedules import SCHEDULES, PipelineShape, StageTimes, gpipe, interleaved_1f1b, one_f_one_b
-from simplan.program.schedules import gpipe as naive
+from simplan.program.schedules import SCHEDULES, PipelineShape, StageTimes, gpipe, interleaved_1f1b, naive, one_f_one_b
 from simplan.program.tables.check import check_table
 from simplan.program.tables.complete import Unshard, complete_table, stage_to_rank
 from tests.program.tables.tables import makespan_s, most_in_flight, stage_times

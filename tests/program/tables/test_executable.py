@@ -9,8 +9,7 @@ import pytest
 from simplan.errors import NotModelledError, ProgramError
 from simplan.plan.plan import ParallelPlan
 from simplan.program.action import Table, parse_table
-from simplan.program.schedules import PipelineShape, gpipe, interleaved_1f1b, one_f_one_b
-from simplan.program.schedules import gpipe as naive
+from simplan.program.schedules import PipelineShape, gpipe, interleaved_1f1b, naive, one_f_one_b
 from simplan.program.tables.complete import complete_table
 from simplan.program.tables.executable import check_executable
 from simplan.program.tables.table import plan_table

@@ -8,8 +8,7 @@ import pytest
 
 from simplan.plan.plan import ParallelPlan
 from simplan.program.action import ActionKind
-from simplan.program.schedules import PipelineShape, gpipe, interleaved_1f1b
-from simplan.program.schedules import gpipe as naive
+from simplan.program.schedules import PipelineShape, gpipe, interleaved_1f1b, naive
 from simplan.program.tables.check import check_table
 from simplan.program.tables.complete import complete_table
 from simplan.program.tables.table import plan_table, unshard_of

@@ -1,0 +1,13 @@
+"""Addresses of the documentation, for messages of installed packages, which hold no documentation."""
+
+from __future__ import annotations
+
+__all__ = ["DOCUMENTATION_URL", "documentation"]
+
+DOCUMENTATION_URL = "https://simplan.readthedocs.io"
+"""As under ``Documentation`` in pyproject.toml: a placeholder until the site is hosted."""
+
+
+def documentation(page: str) -> str:
+    """Address of a page, which is given as in the site's navigation: ``how-to/devices``."""
+    return f"{DOCUMENTATION_URL}/{page}/"
