@@ -53,7 +53,7 @@ def serve(host: str, port: int, *, browser: bool, then: Callable[[], None]) -> N
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-            say(f"the workbench is at {url}")
+            say(f"the dashboard is at {url}")
             Thread(target=then, daemon=True).start()
             if browser:
                 Thread(target=webbrowser.open, args=(url,), daemon=True).start()

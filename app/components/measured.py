@@ -35,7 +35,7 @@ def show_uploaded() -> None:
         st.caption(
             "`simplan run SCENARIO -o FOLDER` writes both files. Of a run elsewhere a file with "
             "`step_times_s: [2.41, 2.39, 2.44]` and, if known, `peak_reserved_gib: 71.2` will do. Files are read as "
-            "data and not stored; a measurement of another job than the prediction is refused by name."
+            "data and not stored; a measurement of another job than the prediction is an error."
         )
     predicted = None if prediction is None else uploads.prediction_of(prediction.name, prediction.getvalue())
     measured = None if measurement is None else uploads.measured_of(measurement.name, measurement.getvalue())
@@ -60,7 +60,7 @@ def show_logged(prediction: dict[str, Any], logged: LoggedRun) -> None:
     ]
     for column, (label, value, about) in zip(st.columns(len(cells)), cells, strict=True):
         column.metric(label, value, help=about)
-    show_figure(terms_figure(found.rows), "errors", alt="Errors beside the spread of the steps")
+    show_figure(terms_figure(found.rows), "errors", alt="Errors next to the spread of the steps")
     st.subheader("What is least sure", help="Parts of the predicted critical path and what their prices may be off by")
     sentence = could_come_from(found)
     st.caption(escaped(f"{sentence[0].upper()}{sentence[1:]}."))
@@ -68,7 +68,7 @@ def show_logged(prediction: dict[str, Any], logged: LoggedRun) -> None:
         {
             "part": part.part,
             "predicted, ms": part.predicted_s * 1e3,
-            "hidden beside computing, ms": part.hidden_s * 1e3,
+            "hidden by compute, ms": part.hidden_s * 1e3,
             "one standard deviation, ms": part.std_s * 1e3,
             "alone: times as long": part.times_as_long,
         }
@@ -110,7 +110,7 @@ def show_comparison_of(prediction: dict[str, Any], measurement: Measurement) -> 
     for column, (label, value, about) in zip(st.columns(len(cells)), cells, strict=True):
         column.metric(label, value, help=about)
     st.subheader("Errors by term", help="Grey: the spread of the repeats. Within it nothing can be read off an error")
-    show_figure(terms_figure(found.rows), "errors by term", alt="Errors of all terms beside the spread of the repeats")
+    show_figure(terms_figure(found.rows), "errors by term", alt="Errors of all terms next to the spread of the repeats")
     st.subheader("One step of both", help="The measured step is the one with the median time")
     figure = steps_figure(predicted_timeline(prediction), measured_timeline(measurement))
     show_figure(figure, "predicted and measured step", alt="Both steps on one axis", zoom=True)

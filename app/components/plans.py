@@ -140,7 +140,7 @@ def _why(plan: RankedPlan, result: SearchResult) -> list[str]:
     """Explanation of a plan's rank, as sentences."""
     lines = []
     if plan.headroom_bytes is not None:
-        lines.append(f"{format_bytes(plan.headroom_bytes)} of what plans may use is to spare.")
+        lines.append(f"{format_bytes(plan.headroom_bytes)} headroom below the memory limit of plans.")
     if plan.alike.num_plans:
         lines.append(escaped(f"And {alike_words(plan.alike)}."))
     why = plan.explanation
@@ -213,7 +213,7 @@ def _show_ranked(rows: list[dict[str, Any]]) -> None:
             "step_time_s": column.NumberColumn("step, s", help=meaning("step_time_s")),
             "to_the_best": column.NumberColumn("to the best", help="Step time over that of the best plan, less one"),
             "device_gib": column.NumberColumn("device GiB", help=meaning("device")),
-            "headroom_gib": column.NumberColumn("to spare GiB", help="Of what plans may use of a device"),
+            "headroom_gib": column.NumberColumn("headroom GiB", help="Below the memory that plans may use of a device"),
             "tokens_per_s_per_device": column.NumberColumn(
                 "per s and device", help="Tokens, or images for models of them"
             ),

@@ -119,6 +119,6 @@ def show_numbers(asked: Scenario, headline: Headline, budget: float, price: floa
 
 def _interval(headline: Headline) -> str:
     if headline.step_time_interval_s is None:
-        return "how sure: in a moment"
+        return "interval: being computed"
     low_s, high_s = headline.step_time_interval_s
     return f"{format_time(low_s)} to {format_time(high_s)}"

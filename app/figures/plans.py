@@ -47,7 +47,7 @@ AXES: Mapping[str, Axis] = MappingProxyType(
     {
         "step_time_s": Axis("step time, s", less_is_better=True),
         "device_gib": Axis("device memory, GiB", ",.2f", less_is_better=True),
-        "headroom_gib": Axis("memory to spare, GiB", ",.2f", less_is_better=False),
+        "headroom_gib": Axis("memory headroom, GiB", ",.2f", less_is_better=False),
         "tokens_per_s_per_device": Axis("throughput per device, 1/s", ",.0f", less_is_better=False),
         "mfu": Axis("MFU", ".1%", less_is_better=False),
         "num_devices": Axis("devices", ",d", less_is_better=True),

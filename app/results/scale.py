@@ -151,7 +151,7 @@ def _on_devices(data: dict[str, Any], asked: Scenario, devices: int, *, batch_fo
     axis = "dp_shard" if plan.dp_shard > 1 else "dp_replicate"
     scaled = getattr(plan, axis) * devices / before
     if scaled != int(scaled):
-        rule = f"leaves {scaled:.3g} {axis} beside tp {plan.tp}, cp {plan.cp} and pp {plan.pp}"
+        rule = f"leaves {scaled:.3g} {axis} with tp {plan.tp}, cp {plan.cp} and pp {plan.pp}"
         raise SpecError(Problem(field="cluster.num_devices", value=str(devices), rule=rule))
     cluster = {key: value for key, value in data["cluster"].items() if key != "num_nodes"}
     section = {**data["plan"], axis: int(scaled)}

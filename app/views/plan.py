@@ -163,7 +163,7 @@ def _term_row(term: Term) -> dict[str, object]:
         "each": format_time(term.seconds),
         "times per rank": round(term.count, 3),
         "seconds per rank": term.seconds * term.count,
-        "known from": term.provenance,
+        "source": term.provenance,
         "sure to": f"+/- {term.relative_std:.0%}",
         "formula": term.formula,
     }

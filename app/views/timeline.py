@@ -34,7 +34,7 @@ def show() -> None:
             st.caption("No pipeline, so no schedules to compare: with Pipeline above 1 they are chosen here.")
     with middle:
         boxes = remembered_choice(
-            "A box for each", "boxes", ("action", "layer"), "action", help="Layers show what messages run beside"
+            "A box for each", "boxes", ("action", "layer"), "action", help="Layers show overlapped compute"
         )
     start, end = _window()
     layers = boxes == "layer"
@@ -67,7 +67,7 @@ def show() -> None:
             f"{asked.name} trace",
             "json",
             lambda: answers.trace_text(document),
-            about="The whole step with all ranks that are written out; open it at ui.perfetto.dev or chrome://tracing",
+            about="The whole step with all simulated ranks; open it at ui.perfetto.dev or chrome://tracing",
         )
         rows = [row for result in results for row in _rows(result)]
         download("Boxes", f"{asked.name} timeline", "csv", csv_text(rows), about="What is drawn, a row for each box")
@@ -142,7 +142,7 @@ def _select_window() -> None:
         key=key,
         on_change=_keep_window,
         args=(key,),
-        help=f"At most {MOST_BOXES:,} boxes are drawn at once",
+        help=f"At most {MOST_BOXES:,} boxes are drawn together",
     )
 
 

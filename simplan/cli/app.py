@@ -497,7 +497,7 @@ def dashboard(
         bool, typer.Option("--allow-run", help="Let pages start runs here even if others reach them.")
     ] = False,
 ) -> int:
-    """Serve the workbench: plan, see and compare in a browser. On this machine only, unless --host says otherwise."""
+    """Serve the dashboard: plan, see and compare in a browser. On this machine only, unless --host says otherwise."""
     from simplan.cli.dashboard import dashboard_command
 
     return dashboard_command(host=host, port=port, browser=not no_browser, allow_run=allow_run)

@@ -33,13 +33,13 @@ def dashboard_command(*, host: str, port: int, browser: bool, allow_run: bool) -
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing or not (_ROOT / "app").is_dir():
-        rule = f"the workbench needs {', '.join(missing) or 'its pages'}, which is not installed here"
+        rule = f"the dashboard needs {', '.join(missing) or 'its pages'}, which is not installed here"
         raise SpecError(Problem(field="", rule=rule, fix='install it with: pip install "simplan[app]"'))
     _check_port(host, port)
     local = is_local(host)
     runs = allow_run or local
     if not local:
-        say(f"anyone who reaches {host} can see this workbench" + (" and start runs on this machine" if runs else ""))
+        say(f"anyone who reaches {host} can see this dashboard" + (" and start runs on this machine" if runs else ""))
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", RUN_FLAG: "1" if runs else "0"}
     arguments = ["--host", host, "--port", str(port), *(["--browser"] if browser else [])]

@@ -155,7 +155,7 @@ def _software() -> list[Row]:
         {
             "name": software.id,
             "precisions": ", ".join([*software.state_bytes, *software.low_precision]),
-            "gradient bucket": format_bytes(software.bucket_bytes) if software.grad_overlap else "all at once",
+            "gradient bucket": format_bytes(software.bucket_bytes) if software.grad_overlap else "one for all",
             "buckets overlap backward": "yes" if software.grad_overlap else "no",
             "ZeRO stages": ", ".join(map(str, software.zero_stages)),
             "sequence parallelism": "yes" if software.sequence_parallelism else "no",

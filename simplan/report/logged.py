@@ -23,8 +23,8 @@ def logged_text(comparison: LoggedComparison) -> str:
     notes = [
         "error = (predicted - measured) / measured; spread = half of p10 to p90 of the steps",
         "std: one standard deviation of the prices; those of computing err together, those of communication too",
-        "hidden: communication beside computing, part of which comes to light where it is slower than predicted",
-        "alone: so many times as long a part would have to take to make up the whole difference",
+        "hidden: communication that overlaps compute; part of it is exposed if it is slower than predicted",
+        "alone: slowdown of this part alone that would explain the whole difference",
         *comparison.notes,
     ]
     return "\n\n".join(

@@ -27,7 +27,7 @@ _DEFAULTS = {
     "recompute": ("none, selective, full", ""),
     "recompute_modules": (
         "core_attn alone",
-        "of recompute selective: lists of modules that run again together, where the software has them",
+        "of recompute selective: lists of modules to recompute together, where the software has them",
     ),
     "grad_sync": (
         "step, microbatch at zero_stage 2 and 3, else step",

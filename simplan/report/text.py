@@ -295,7 +295,7 @@ def _terms_table(prediction: Prediction) -> str:
     ]
     more = len(terms) - len(rows)
     note = f"\n  and {more} smaller ones (--json has all, with formulas)" if more > 0 else ""
-    headers = ["cost", "known from", "each", "per rank", "std"]
+    headers = ["cost", "source", "each", "per rank", "std"]
     return "What it is made of, largest first\n" + format_table_text(headers, rows, left=2) + note
 
 

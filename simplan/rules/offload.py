@@ -141,13 +141,13 @@ def offload_compiled(job: Job) -> Iterator[Problem]:
 
 
 @rule(
-    "activations on the host beside layers for multi-token prediction are not modelled",
+    "activations on the host with layers for multi-token prediction are not modelled",
     reads="offload_activations",
     modelled=False,
 )
 def offload_with_mtp(job: Job) -> Iterator[Problem]:
     if job.model.mtp_num_layers and job.plan.offload_activations:
-        what = f"activations on the host beside model.mtp_num_layers = {job.model.mtp_num_layers}"
+        what = f"activations on the host with model.mtp_num_layers = {job.model.mtp_num_layers}"
         yield not_modelled("plan.offload_activations", "true", what, "remove it")
 
 

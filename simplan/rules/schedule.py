@@ -78,14 +78,14 @@ def split_backward_recompute(job: Job) -> Iterator[Problem]:
         yield Problem(
             field="plan.recompute",
             value=plan.recompute,
-            rule=f"would run layers again in both parts of a backward, which {plan.schedule} splits in two",
+            rule=f"would recompute layers in both parts of a backward, which {plan.schedule} splits in two",
             fix="use none or selective, or schedule = 1f1b",
         )
     if plan.recompute_modules not in (None, ("core_attn",)):
         yield Problem(
             field="plan.recompute_modules",
             value=f"[{', '.join(plan.recompute_modules or ())}]",
-            rule=f"would run modules again in both parts of a backward, which {plan.schedule} splits in two",
+            rule=f"would recompute modules in both parts of a backward, which {plan.schedule} splits in two",
             fix="remove it, or use schedule = 1f1b",
         )
 
@@ -253,13 +253,13 @@ def split_backward_compiled(job: Job) -> Iterator[Problem]:
 
 
 @rule(
-    "a backward that may be in two parts is not modelled beside layers for multi-token prediction",
+    "a backward that may be split is not modelled with layers for multi-token prediction",
     reads="schedule",
     modelled=False,
 )
 def split_backward_of_mtp(job: Job) -> Iterator[Problem]:
     if job.model.mtp_num_layers and _may_split(job.plan.schedule):
-        what = "a schedule of your own, or with a backward in two parts, beside model.mtp_num_layers = "
+        what = "a custom schedule, or one with a split backward, with model.mtp_num_layers = "
         what += str(job.model.mtp_num_layers)
         yield not_modelled("plan.schedule", job.plan.schedule, what, "use 1f1b or interleaved_1f1b")
 

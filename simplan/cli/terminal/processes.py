@@ -98,7 +98,7 @@ def _end(child: subprocess.Popen[str]) -> None:
     """Requests a clean stop first; a second interrupt kills immediately."""
     try:
         if exit_code(child, 0.0) is None:
-            say("stopping the ranks (Ctrl-C again kills them at once)")
+            say("stopping the ranks (Ctrl-C again kills them immediately)")
             ask_to_end(child)  # heeded also where Ctrl-C is ignored, as a shell's background jobs do
             if exit_code(child, _GRACE_S) is None:
                 os.killpg(child.pid, signal.SIGKILL)
