@@ -114,9 +114,9 @@ class TiedWeights:
 class GradientClipper:
     """Clips gradients by their norm over all shards, tensor-parallel ranks and stages.
 
-    The arithmetic is that of ``torch.nn.utils.clip_grad_norm_``, which cannot mix tensors with DTensors or DTensors of
-    two meshes (``tests/executor/distributed/test_split_layers.py``), and whose all-reduce of a DTensor's norm is not
-    recorded.
+    The arithmetic is that of ``torch.nn.utils.clip_grad_norm_``. The torch function cannot mix tensors with DTensors or
+    DTensors of two meshes (``tests/executor/distributed/test_split_layers.py``), and its all-reduce of a DTensor's norm
+    is not recorded.
 
     Args:
         max_norm: Gradients with a larger norm are scaled to it.

@@ -1,9 +1,9 @@
-"""The modules of a model, built from its ModelSpec: same parameters, kernels and saved tensors as its LayerSpecs say.
+"""Modules of a model, built from its ModelSpec, with the parameters, kernels and saved tensors of its LayerSpecs.
 
-A stage is a plain sequence of layers. Each is built whole without memory (on the meta device), split over ranks, and
-only then made: weights in the order of its LayerSpec. The embedding takes the rank's tokens (batch, tokens) int64,
-blocks take and give hidden states (batch, own tokens, hidden_size), the head gives logits (batch, tokens, own part of
-the vocabulary).
+A stage is a plain sequence of layers. Each layer is built unsharded on the meta device, split over ranks, and then
+allocated and initialized, with weights in the order of its LayerSpec. The embedding takes the rank's tokens (batch,
+tokens) int64. Blocks take and return hidden states (batch, local tokens, hidden_size). The head returns logits (batch,
+tokens, local part of the vocabulary).
 """
 
 from __future__ import annotations
