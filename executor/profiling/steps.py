@@ -46,9 +46,9 @@ def steady_from(times_s: Sequence[float]) -> int:
 def find_slow_ranks(job: RunSpec, steps: Sequence[Sequence[StepRecord]], *, cuda: bool) -> tuple[SlowRank, ...]:
     """Finds ranks that are slow beyond doubt.
 
-    Peers are ranks of the same pipeline stage and the same part of a sequence. A rank is slow when its median is at
-    least ``MIN_SLOWDOWN`` times that of the fastest half of its peers, and nine of ten of its steps take longer than
-    nine of ten of theirs. So a loaded machine, where the times of all ranks scatter, has no slow rank. Nor has a short
+    Peers are ranks of the same pipeline stage and the same part of a sequence. A slow rank meets two conditions. Its
+    median is at least ``MIN_SLOWDOWN`` times that of the fastest half of its peers. Its 10th percentile exceeds that
+    half's 90th percentile. So a loaded machine, where the times of all ranks scatter, has no slow rank. Nor has a short
     run, in which another process may have slowed a rank.
 
     Args:
