@@ -38,7 +38,7 @@ class ParallelPlan(Spec):
     ``recompute_layers`` limits recomputation to the first blocks of every stage, ``None`` for all blocks.
     ``offload_optimizer`` is FSDP2's CPUOffloadPolicy: shards of parameters, their gradients and optimizer states are in
     host memory, and the CPU updates them. ``offload_activations`` moves the tensors that blocks save for backward to
-    host memory. ``offload_layers`` limits that to the first blocks of every stage, ``None`` for all blocks.
+    host memory. ``offload_layers`` limits that to the first blocks of the model, ``None`` for all blocks.
 
     Experts have a separate mesh over the ranks of a stage (Liu et al. 2025, arXiv:2504.14960, MoE parallel folding).
     ``etp`` ranks split every expert's matrices, ``ep`` groups of these ranks hold different experts, and the remaining

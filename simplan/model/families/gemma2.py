@@ -1,9 +1,9 @@
 """Gemma 2's architecture: norms before and after attention and MLP, scores and logits under a scaled tanh.
 
-Hidden states begin as rows of the embedding times sqrt(hidden_size), and end as logits by the same rows. Every second
-block has a window. The tanh of the scores keeps fused kernels from computing attention (Hugging Face's eager attention,
-and Gemma2DotProductAttention of NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/models/gemma/gemma2_provider.py).
-RMSNorms multiply by 1 + weight, of which a training finds the sum as well.
+Hidden states begin as rows of the embedding times sqrt(hidden_size), and logits use the same rows. Every second block
+has a window. The tanh of the scores prevents fused attention kernels (Hugging Face's eager attention, and
+Gemma2DotProductAttention of NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/models/gemma/gemma2_provider.py). RMSNorms
+multiply by 1 + weight; training learns the sum all the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Vision Transformer, for classes of images (Dosovitskiy et al. 2021).
+"""The Vision Transformer, for image classification (Dosovitskiy et al. 2021).
 
 GPT-2's blocks with full attention on patches of an image and a class token, which the head reads; without dropout.
 """
