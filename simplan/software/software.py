@@ -221,7 +221,7 @@ class SoftwareSpec(Spec):
         adds_apart: Gradients wider than the framework's own are accumulated in separate buffers, and reduced in the
             framework's precision.
         flat_updates: Temporaries of the optimizer are single blocks, which do not fit into memory that layers freed.
-        recompute_modules: Modules of a block besides the attention core that can be recomputed separately.
+        recompute_modules: Modules of a block that can be recomputed separately, in addition to the attention core.
         recompute_layers: Recomputation can be limited to the first blocks of every stage.
         mtp: Multi-token prediction is supported.
         vocab_multiple: Vocabularies are padded to a multiple of this times ``tp``; 1 for no padding, where ``tp`` has

@@ -47,7 +47,7 @@ UPDATES: dict[UpdateName, OptimizerFacts] = {
     # torch 2.13, optim/sgd.py: weight += gradient, or momentum *= and += before it
     "sgd_foreach": OptimizerFacts(0, 12 + 4),
     "sgd_momentum_foreach": OptimizerFacts(1, 8 + 12 + 12 + 4),
-    # torch 2.13, optim/adam.py: lerp, mul, addcmul, a root in a tensor of its own, div and add of it, addcdiv
+    # torch 2.13, optim/adam.py: lerp, mul, addcmul, a root in a separate tensor, its div and add, addcdiv
     "adam_foreach": OptimizerFacts(2, 12 + 8 + 12 + 8 + 8 + 8 + 16 + 4, num_temporaries=1),
     "adamw_foreach": OptimizerFacts(2, 8 + 12 + 8 + 12 + 8 + 8 + 8 + 16 + 4, num_temporaries=1),  # and decay
 }

@@ -69,7 +69,7 @@ def _block(model: ModelSpec, share: RankShare, window: int) -> LayerSpec:
 
 
 def _norm_after(name: str, branch: str, share: RankShare) -> LayerPart:
-    """A norm of what a branch gives, in its precision."""
+    """A norm of a branch's output, in the precision of the output."""
     weight = ParameterSpec(f"{name}.weight", (share.hidden,), share.partial)
     made = Tensor(f"{name} output", share.own_tokens * share.hidden)
     return LayerPart(
@@ -90,7 +90,7 @@ def _head(model: ModelSpec, share: RankShare) -> LayerSpec:
 
 
 def _capped(distribution: LayerPart, share: RankShare) -> LayerPart:
-    """The distribution of logits that pass through a scaled tanh, which keeps its result for backward."""
+    """An output distribution whose logits pass through a scaled tanh, which saves its result for backward."""
     elements = share.tokens * share.vocab
     words = ("scaled logits", "logits under tanh", "capped logits")
     made = [Tensor(word, elements, logits=True) for word in words]

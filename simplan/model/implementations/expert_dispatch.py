@@ -116,7 +116,7 @@ def _left_out(operators: Sequence[Operator], names: Sequence[str]) -> tuple[Oper
         if made and found and found[-1].makes and found[-1].makes[0].name in operator.reads:
             found[-1] = replace(found[-1], makes=tuple(made))
         elif made:
-            found.append(replace(operator, kernel=None))  # the first copy, before the exchange
+            found.append(replace(operator, kernel=None))  # the first copy, before the all-to-all
         else:
             found.append(operator)
     return tuple(found)

@@ -77,14 +77,15 @@ class LayerStyle(Spec):
             ranks all-gather the expanded tensors in forward and again in backward. Gradients of keys and values travel
             around a ring in FP32 (torch's context parallelism).
         narrow_values: Values narrower than keys are not padded.
-        skips_keys: The attention kernel skips keys outside of a window, for which torch has a mask tensor, and includes
-            sinks in its softmax, which else scale its output afterwards.
+        skips_keys: The attention kernel skips keys outside of a window, for which torch has a mask tensor. The kernel
+            also includes sinks in its softmax; otherwise they scale its output afterwards.
         split_backward: Tensors that stay between input gradient and weight gradient of a split backward. ``all``:
             nearly all that forward saved (torch). ``products``: input and output gradient of each matmul with a weight.
         gathered_keys: Attention to keys all-gathered from context-parallel ranks: in one call with a mask tensor
             (``masked``), or sequentially to the keys of each rank, without a mask tensor (``by_rank``).
         documents_in_one_call: One kernel call attends for all packed documents, and its outputs are one tensor.
-        expert_dispatch: Dispatch of tokens to experts (``simplan.model.implementations.expert_dispatch``), set from the profile.
+        expert_dispatch: Dispatch of tokens to experts (``simplan.model.implementations.expert_dispatch``), set from the
+            profile.
         expert_streams: Streams on which separate kernels of the experts' matmuls and casts run; None for grouped GEMMs.
             With separate kernels, the last biases are added separately.
         fused_experts: Activations of experts, and their casts to FP8, are fused into the matmuls before them; set from

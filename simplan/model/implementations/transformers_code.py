@@ -42,7 +42,7 @@ def as_transformers(layer: LayerSpec) -> LayerSpec:
             operators, parameters = _grouped_experts(operators, parameters)
         operators = tuple(_cast_apart(_norms_of_heads_first(operators)))
         parameters = _conv1d(parameters) if is_gpt else _attention_mlp_norms(parameters)
-    # rotary tables as wide as hidden states
+    # rotary tables have the width of hidden states
     tables = tuple(replace(table, bytes_per_element=None, residual=True) for table in layer.constants)
     key = f"{layer.key},transformers"
     return replace(layer, key=key, operators=operators, parameters=parameters, constants=tables)
@@ -81,7 +81,7 @@ def _rms_norm(operator: Operator, kernel: Pointwise) -> Iterator[Operator]:
     yield cast(normed_wide.name, normed)
     yield Operator(
         reads=(normed.name,),
-        makes=(replace(result, residual=True),),  # a product with weights in FP32
+        makes=(replace(result, residual=True),),  # multiplied by weights in FP32
         saves=(normed.name,),
         parameters=operator.parameters,
         backward_scratch=(replace(result, name=f"{name} weight scratch", residual=True),),

@@ -106,7 +106,7 @@ def output_distribution(
         makes=(kept,),
         saves=(kept.name,),
         forward_scratch=(wide,) * split,
-        # torch's loss is made of two functions, of which each gives a gradient as large as the logits
+        # torch's loss consists of two functions, each with a gradient of the size of the logits
         backward_scratch=(wide,) * (1 + split),
     )
     exchanges: list[tuple[Operator, ...]] = [(), ()]
