@@ -237,7 +237,7 @@ class Pointwise:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """An embedding lookup: rows gathered (forward) and, if it is trained, scattered (backward) for one sequence."""
+    """An embedding lookup for one sequence: forward gathers rows; backward scatters gradients of a trained table."""
 
     name: str
     rows: int

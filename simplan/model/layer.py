@@ -186,7 +186,7 @@ class LayerSpec:
 
     @cached_property
     def output_elements(self) -> int:
-        """Elements handed to the next layer, for one sequence (0 for the head)."""
+        """Elements passed to the next layer, for one sequence (0 for the head)."""
         return 0 if self.kind is LayerKind.HEAD else sum(math.prod(shape) for shape in self.output_shapes)
 
     def __hash__(self) -> int:

@@ -77,7 +77,7 @@ class Lognormal(DocumentSource):
     sigma: Annotated[float, Field(ge=0, le=10)]
 
     def draw(self, number: int, generator: np.random.Generator) -> _Lengths:
-        """See ``DocumentSource``."""
+        """Sample lengths; see ``DocumentSource``."""
         return np.rint(self.median * np.exp(self.sigma * generator.standard_normal(number))).astype(np.int64)
 
 
@@ -102,7 +102,7 @@ class Histogram(DocumentSource):
         return counts
 
     def draw(self, number: int, generator: np.random.Generator) -> _Lengths:
-        """See ``DocumentSource``."""
+        """Sample lengths; see ``DocumentSource``."""
         lengths = np.array(list(self.histogram), dtype=np.int64)
         weights = np.array(list(self.histogram.values()))
         return generator.choice(lengths, number, p=weights / weights.sum())

@@ -30,7 +30,7 @@ class ParallelPlan(Spec):
     need two stages per rank.
 
     ``schedule`` is a schedule of simplan, one from an installed package, or a CSV file with an action table. ``None``
-    in ``grad_dtype`` and ``bucket_bytes`` means the framework's own value. ``stage_layers`` is the number of layers per
+    in ``grad_dtype`` and ``bucket_bytes`` means the framework's own value. ``stage_layers`` is the number of blocks per
     stage, ``None`` for a balanced split. Its first and last entries may be 0, for stages with the embedding or the head
     alone.
 
