@@ -79,7 +79,7 @@ def _on_queries_and_keys(form: AttentionForm, share: RankShare) -> tuple[LayerPa
     if form.fused:
         parts = _parts("qkv output", n * share.q, n * share.kv)
         operators, names = [parts], dict(zip(names, (t.name for t in parts.makes), strict=True))
-        if share.heads != share.kv_heads:  # rows are grouped by key head, so that queries are not evenly strided
+        if share.heads != share.kv_heads:  # rows are grouped by heads of keys, so that queries are not evenly apart
             kernel, queries = Pointwise("line up queries", n * share.q, n * share.q), Tensor("q lined up", n * share.q)
             operators.append(Operator(kernel=kernel, reads=(names["q"],), makes=(queries,)))
             names["q"] = queries.name
