@@ -1,6 +1,6 @@
-"""The compiled engine beside SimPy, and the largest Programs that SimPy is asked for, each in a process of its own.
+"""Speed of the compiled engine compared with SimPy, and the largest Programs, each in a separate process.
 
-``python -m benchmarks.compiled_speed NAME`` measures one thing and prints its numbers as JSON.
+``python -m benchmarks.compiled_speed NAME`` runs one measurement and prints it as JSON.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _ratio() -> dict[str, Any]:
 
 
 def _llama_405b() -> Prediction:
-    """The mesh of Llama Team 2024 (arXiv:2407.21783), table 4, second row; their FSDP does not reshard (3.3.2)."""
+    """Prediction for the mesh of Llama Team 2024 (arXiv:2407.21783), table 4, row 2; FSDP without reshard (3.3.2)."""
     plan = ParallelPlan(tp=8, pp=16, dp_shard=128, zero_stage=2, reshard_after_forward=False)
     return _predicted(plan, "llama3.1-405b", 16 * 128)
 

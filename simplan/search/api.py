@@ -65,8 +65,7 @@ def search(
     """Find the best plans of a space, exactly: by ``predict``, no plan of the space is better.
 
     Equivalent plans have the same parallel degrees and microbatch size, and step times within 0.1%. Each group shows
-    its
-    simplest plan and counts the others (``RankedPlan.alike``). One of the others may be faster by less than 0.1%.
+    its simplest plan and counts the others (``RankedPlan.alike``). One of the others may be faster by less than 0.1%.
 
     Plans that fit only with full recomputation are also tried with the fewest recomputed blocks per stage that fit
     (``recompute_layers``). Only the most promising ones are tried, so this part of the search is not exhaustive.

@@ -72,8 +72,7 @@ class Enumeration:
     Values without effect are not candidates: a schedule without a pipeline, ZeRO with one shard, sequence parallelism
         with
     tp = 1, and gradient reductions per microbatch with one microbatch. ZeRO-3 without resharding is ZeRO-2, and is
-    listed
-    as ZeRO-2.
+    listed as ZeRO-2.
 
     Args:
         space: Ranges of the search.

@@ -129,8 +129,7 @@ class Incumbents:
         """True if a plan with a step time of at least ``least_time_s`` cannot be kept.
 
         Every objective grows with the step time or ignores it, so its value at the bound is a lower bound. A candidate
-        equal
-        to a kept plan is never hopeless, so only plan fields break ties.
+        equal to a kept plan is never hopeless, so only plan fields break ties.
         """
         values = self.goal.values(num_devices, device_bytes, least_time_s)
         if self._new * _SELDOM > len(self._near):

@@ -36,8 +36,7 @@ class Largest:
         value: Largest value that was found to fit.
         plan: A plan that fits with this value.
         fitting, failing: Tried values that fit, and that do not. Values between tried ones may behave differently:
-            memory
-            grows with the quantity, but the available plans depend on divisors.
+            memory grows with the quantity, but the available plans depend on divisors.
         exact: True if all values were tried.
         model_fields: Fields of the model that differ from the job's model.
     """
@@ -75,8 +74,8 @@ def largest(
     """Find the largest value of a quantity with which some plan of the space fits the devices' memory.
 
     ``microbatch_size`` tries all sizes of the space, largest first. ``seq_len`` (steps of 1,024 tokens) and
-    ``num_hidden_layers`` (steps of 1) double until nothing fits, then refine the gap by eighths down to the step.
-    Each value is a separate search that ends at the first plan that fits.
+    ``num_hidden_layers`` (steps of 1) double until nothing fits, then refine the gap by eighths down to the step. Each
+    value is a separate search that ends at the first plan that fits.
 
     Args:
         job: The job.

@@ -40,8 +40,7 @@ class SearchExplanation:
         worst_rank: Peak-memory rank.
         busiest_rank: Rank with the least wait time.
         shares: Fractions of the busiest rank's step, which sum to 1: compute, recompute, exposed_communication, wait,
-            host,
-            optimizer.
+            host, optimizer.
         saved: By resource, the fraction of the step time that 10% more of it saves; resources without effect are
             missing.
     """
@@ -145,8 +144,8 @@ class SpaceCount:
         timed: Candidates with a simulated step time.
         why: By rule that rejected candidates, its text.
         some_blocks: Plans timed in addition to those of the space that recompute only some blocks
-            (``recompute_layers``).
-            They are not part of the total, since their number depends on the number of ranked plans.
+            (``recompute_layers``). They are not part of the total, since their number depends on the number of ranked
+            plans.
     """
 
     total: int

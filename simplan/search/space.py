@@ -30,13 +30,11 @@ class SearchSpace(Spec):
 
     A range applies only where a plan has the choice: ``schedule`` for pipelines, ``sequence_parallel`` for tp > 1,
     ``zero_stage`` for several shards, ``reshard_after_forward`` for ZeRO-3, ``grad_sync`` for several microbatches
-    without
-    a pipeline. A single value needs no brackets.
+    without a pipeline. A single value needs no brackets.
 
     Attributes:
         objective: Objective to rank by: ``step_time``, ``tokens_per_s_per_device``, ``num_devices``, ``memory`` of the
-            worst
-            device, or ``cost`` of ``token_budget`` tokens.
+            worst device, or ``cost`` of ``token_budget`` tokens.
         objectives: Two objectives for a Pareto front; plans are ranked by the first.
         top: Number of plans to rank.
         max_memory_fraction: Maximum predicted device memory of a plan as a fraction of the device memory, including the
@@ -46,8 +44,7 @@ class SearchSpace(Spec):
         num_devices: Device counts to compare; by default the cluster's.
         tp_across_nodes: Allow tensor-parallel groups to span nodes.
         recompute_layers: ``least`` also tries the fewest recomputed blocks per stage that fit, for promising plans that
-            fit
-            only with full recomputation; ``all`` does not.
+            fit only with full recomputation; ``all`` does not.
         recompute_modules: Modules that selective recomputation recomputes: a list, or lists to compare. By default the
             attention core.
         tp, cp, cp_comm, ep, pp, virtual_stages, schedule, dp_replicate, dp_shard, zero_stage, reshard_after_forward,
