@@ -75,7 +75,7 @@ TRAINING = TrainingSpec(global_batch_size=16, precision="fp32")
 
 @dataclass(frozen=True, slots=True)
 class AccuracyCase:
-    """A model and a plan."""
+    """A model and a plan to predict and run."""
 
     model: ModelSpec
     plan_name: str

@@ -43,7 +43,7 @@ _SEND_S = 0.1
 
 
 def compiled_speed() -> list[BenchmarkRow]:
-    """Rows of the table."""
+    """Rows for all measurements of the compiled engine."""
     return [_ratio_row(), _folded_row(), _unfolded_row(), _interleaved_row()]
 
 
@@ -111,7 +111,7 @@ def _ratio() -> dict[str, Any]:
     program = build_program(found)
     durations_s = price_program(program, _cost(found)).durations_s
     vectors_s = np.tile(np.array(durations_s), (_VECTORS, 1))
-    compile_program(program).step_times_s(vectors_s)  # numba is loaded
+    compile_program(program).step_times_s(vectors_s)  # loads numba
     simpy_s, compile_s, vector_s = [], [], []
     for _ in range(_ROUNDS):  # in turn, so that both see the same machine
         simpy_s.append(_time(simulate, program, durations_s)[0])
@@ -161,7 +161,7 @@ def _interleaved() -> dict[str, Any]:
         _SEND_S if op.message else _SECONDS.get(op.action.kind, 0.0) if op.work else 0.0 for op in program.ops
     ]
     simpy_s, times = _time(simulate, program, durations_s)
-    compile_program(program).times(durations_s)  # numba is loaded
+    compile_program(program).times(durations_s)  # loads numba
     compile_s, compiled = _time(compile_program, program)
     compiled_s, found_s = _time(compiled.step_times_s, np.array([durations_s]))
     assert found_s == [times.step_time_s]

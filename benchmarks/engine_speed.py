@@ -48,7 +48,7 @@ def engine_speed() -> list[BenchmarkRow]:
     ratios, ours_s, bare_s = [], [], []
     for _ in range(_ROUNDS):  # in turn, so that both see the same machine
         bare_s.append(_time(_bare, compute))
-        fresh = program_of(compute, _P, _M)  # nothing it could have kept from an earlier round
+        fresh = program_of(compute, _P, _M)  # without anything cached in an earlier round
         ours_s.append(_time(engine, fresh))
         ratios.append(ours_s[-1] / bare_s[-1])
     ratio = statistics.median(ratios)

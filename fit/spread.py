@@ -1,10 +1,10 @@
 """Uncertainty of step times: spreads whose 90% intervals cover 90% of held-out runs.
 
-The log of measured over predicted time follows Student's t with five degrees of freedom, so that one outlier does not
-widen the intervals of all other runs. Its scale has two parts.
+The log of measured over predicted time follows Student's t with five degrees of freedom. So one outlier does not widen
+the intervals of all other runs. Its scale has two parts.
 
-- Compute: a fraction of the compute time, specific to each framework and regularized toward a common value (within a
-  factor of ``exp(0.5)`` of it in two of three cases).
+- Compute: a fraction of the compute time, specific to each framework and regularized toward a common value. In two of
+  three cases it is within a factor of ``exp(0.5)`` of that value.
 - Communication between nodes: a fraction common to all. Benchmarks of collectives show neither the sharing of a network
   with other jobs nor the slowdown next to GEMMs.
 
@@ -157,7 +157,7 @@ def _messages(parts: Sequence[MovedParts], between: float) -> tuple[Floats, Floa
 
 
 def _slower(saved: Floats) -> Floats:
-    """What one minus its inverse is: of a price that is divided by one and as much."""
+    """Deviation x for which a cost divided by 1 + x shrinks by the fraction ``saved``; infinite from 1 on."""
     return np.where(saved < 1, saved / np.maximum(1e-9, 1 - saved), np.inf)
 
 

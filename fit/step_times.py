@@ -4,7 +4,7 @@
 
 Fitted are a few rates per architecture, a few framework constants, and common constants (``fit.rates``). They start
 from, and are regularized toward, the prior values of kernels.yaml. A step time is the longest path through the work of
-a step, so near the present constants it is a sum of costs times counts (``simplan.predict.step_summary.step_terms``).
+a step. Near the present constants it is therefore a sum of costs times counts (``simplan.predict.step_summary.step_terms``).
 The fit evaluates the terms of that sum with the code that predicts, and each round recomputes the longest paths. A
 source counts as its number of runs to the power of 0.75. ``--write`` replaces kernels_fitted.yaml.
 

@@ -23,7 +23,7 @@ OnProgress = Callable[[int, int], None]
 """Callback with the number of finished predictions and their total."""
 
 _PART_OPERATIONS = 40_000
-_FEW = 24  # this many predictions take about as long as starting processes
+_FEW = 24  # predictions that take about the time of starting processes
 
 
 def predict_runs(

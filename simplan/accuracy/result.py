@@ -91,12 +91,12 @@ class Accuracy:
 
     @property
     def by_file(self) -> dict[str, Figures]:
-        """Figures of each file."""
+        """Error figures of each file."""
         return {file: Figures.of(self.of_file(file)) for file in dict.fromkeys(o.file for o in self.outcomes)}
 
     @property
     def overall(self) -> Figures:
-        """Figures of all runs."""
+        """Error figures of all runs."""
         return Figures.of(self.outcomes)
 
     @property

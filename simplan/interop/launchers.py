@@ -24,12 +24,12 @@ __all__ = ["Launch", "claim_of", "kubernetes_job", "slurm_script"]
 _MOUNT = "/job"
 _FILE = "job.json"
 _POD_OUT = "/tmp/simplan-out"
-_LONGEST_NAME = 50  # a pod's name adds its role and number, and has at most 63 characters
+_LONGEST_NAME = 50  # a pod adds its role and number, and a name has at most 63 characters
 _LARGEST_CONFIG_MAP = 1 * MIB
 
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # torchrun would set and announce it; ranks set their own number
-_CPU_ENVIRONMENT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62)}  # freed tensors stay, as on a GPU
-_NODES_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else ranks look for a rank 0 that may have left
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # avoids torchrun's warning; ranks set their own number
+_CPU_ENVIRONMENT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62)}  # caches freed memory, as on a GPU
+_NODES_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else ranks look for rank 0, which may have left
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,13 +170,14 @@ def _kept_cost(
 
 
 def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreUse | None:
-    """Cores that operations share; None for devices of their own.
+    """Cores that operations share; None if every rank has its own device.
 
-    Ranks of a CPU machine share its cores. A rank computes on ``max(1, cores // ranks)`` threads; a message keeps as
-    much of a core busy on each member as explains how much slower computing was measured to be beside one, else one.
-    With N ranks on C cores of t threads and d cores for the message, that is (N t + N d) / C times. A message between
-    nodes waits for the network and keeps none busy. What two ranks send each other takes turns
-    (``simplan.cost.communication.gloo``).
+    Ranks of a CPU machine share its cores. A rank computes on t = ``max(1, cores // ranks)`` threads. Communication
+    keeps d cores busy on each member, so that compute on C cores with N ranks slows down by (N t + N d) / C. The
+    measured slowdown gives d, limited to 0 to 1; without a measurement d is 1.
+
+    Communication between nodes waits for the network and keeps no core busy. The two directions between a pair of ranks
+    are serialized (``simplan.cost.communication.gloo``).
     """
     slowdown = cost.compute_slowdown if isinstance(cost, CalibratedCost) else None
     cores = cluster.cores_per_node

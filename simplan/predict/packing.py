@@ -56,7 +56,7 @@ def packing_assumptions(job: Job, attention_share: float) -> Iterator[str]:
 def fullest_excess(packs: PackStatistics, num_ranks: int, packs_each: int) -> float:
     """Upper bound on the expected excess of the fullest of several ranks, relative to the mean.
 
-    Of n independent samples of any distribution, the largest is expected at most (n - 1) / sqrt(2 n - 1) standard
+    The largest of n independent samples of any distribution is expected at most (n - 1) / sqrt(2 n - 1) standard
     deviations above the mean (Hartley and David 1954, Gumbel 1954). The fullest of all packs is a second bound.
 
     Args:

@@ -23,9 +23,8 @@ def stage_times(
 ) -> tuple[StageTimes, float]:
     """Stage times of one microbatch, and the activations that survive dgrad.
 
-    Times include collectives inside stages. All P2P sends take the time of the longest. The second value is the
-    fraction of a microbatch's saved activations kept from dgrad (I) to wgrad (W), at most 1, on the stage where it is
-    largest.
+    Times include collectives inside stages. All P2P sends take the time of the longest. The second value is the largest
+    fraction, over stages, of a microbatch's saved activations that are kept from dgrad (I) to wgrad (W); at most 1.
 
     Args:
         job: Job with one stage per rank.

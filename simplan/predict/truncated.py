@@ -5,8 +5,8 @@ rank. In an interleaved schedule, the period is a round with one microbatch per 
 that differ by one period.
 
 The step time is a longest path. With every further period it grows by the largest mean cycle weight of the pipeline,
-once the path follows that cycle. Two cycles are considered: the cycle of the simulated steps, which is their
-difference, and the compute stream of each rank, which is busy for the compute time of a period. A path that stays on
+once the path follows that cycle. Two cycles are considered. One is the cycle of the simulated steps, which is their
+difference. The other is the compute stream of each rank, which is busy for the compute time of a period. A path that stays on
 one rank for all further periods is a lower bound of the step, so the larger of both is used. Without a pipeline, each
 microbatch adds as much as the last.
 
@@ -46,7 +46,7 @@ __all__ = ["Extent", "TruncatedStep", "extent_of", "predicted_extent"]
 
 _Floats = NDArray[np.float64]
 _MAX_PASSES = 30_000
-"""Maximum of microbatches x pipeline ranks (x layers, if layers have collectives) that ``predict`` simulates fully."""
+"""Maximum simulated in full by ``predict``: microbatches x pipeline ranks, or x layers if layers have collectives."""
 _FEWEST = 12
 """Minimum number of simulated microbatches of a pipeline, needed to find the longest path of short pipelines."""
 _Vectors = Callable[[Program, Pricing], list[_Floats]]

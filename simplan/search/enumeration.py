@@ -202,7 +202,7 @@ class Enumeration:
         whole = bool(FAMILIES[model.family].whole_layers)
         heads = [] if whole else [d for d in divisors(model.num_attention_heads or 1) if d <= in_node]
         long = model.seq_len >= LONG_SEQUENCE and not whole
-        tps = space.tp or tuple(heads or [1] if not model.num_experts else [1])  # beside experts only when asked
+        tps = space.tp or tuple(heads or [1] if not model.num_experts else [1])  # with experts, tp only on request
         cps = space.cp or ((1, 2, 4, 8) if long else (1,))
         eps = space.ep or tuple(divisors(model.num_experts) if model.num_experts else [1])
         for pp in _unique(space.pp) or divisors(devices):  # outermost, so that plans of one table share a pipeline

@@ -35,8 +35,8 @@ class Comparison:
 
     Attributes:
         rows: Step time, then memory, then the parts of the step.
-        structure_equal: True if every rank ran exactly the actions of the predicted table, and issued exactly the
-            collectives and P2P sends of Level 2 (kind, group, bytes), both in order.
+        structure_equal: True if every rank ran exactly the predicted actions, and issued exactly the predicted
+            communication of Level 2 (kind, group, bytes), both in order.
         interval_holds: True if the measured step time is inside the predicted 90% interval.
         unexplained_s: Seconds on the measured critical path without recorded activity or known wait.
         notes: Notes for the reader.

@@ -84,7 +84,7 @@ def predicted_messages(job: RunSpec, program: Program | None = None) -> dict[int
 
     Args:
         job: Job of the run.
-        program: Program of the job. It is lowered here if None or not fully expanded.
+        program: Program of the job. It is lowered here if None, not fully expanded, or with optimizer offload.
     """
     if program is None or not program.all_written_out or job.plan.offload_optimizer:
         any_cluster = catalog.cluster("dgx-h100", job.plan.num_devices)  # a run has no cluster; the result is the same

@@ -23,8 +23,8 @@ _KINDS = {
     ActionKind.BACKWARD_INPUT: _I,
     ActionKind.BACKWARD_WEIGHT: _W,
 }
-_AHEAD = 3  # stages that FSDP gathers, as in ``simplan.program.tables.complete``
-_ROUNDS = 3  # of microbatches, as many as there are ranks each, that fill every schedule but GPipe
+_AHEAD = 3  # stages that FSDP unshards ahead, as in ``simplan.program.tables.complete``
+_ROUNDS = 3  # rounds of one microbatch per rank, which fill every schedule except GPipe
 
 
 class Instants(NamedTuple):
@@ -102,7 +102,7 @@ def _few(schedule: str, pp: int, num_microbatches: int) -> int:
         return min(num_microbatches, 3)
     if facts is None:
         return num_microbatches
-    if facts.virtual_stages is None:  # rounds are as long as they are in the long step, or one shorter
+    if facts.virtual_stages is None:  # rounds have the length of those in the long step, or one microbatch less
         num_rounds = max(1, num_microbatches // pp)
         return num_microbatches // num_rounds * min(num_rounds, _ROUNDS)
     return min(num_microbatches, _ROUNDS * pp + 1)
