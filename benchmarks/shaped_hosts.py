@@ -155,8 +155,8 @@ def _end(process: subprocess.Popen[str]) -> str:
 def _row(cell: _Cell) -> BenchmarkRow:
     """Row with the errors of a cell; only communication-bound steps have a goal.
 
-    The goal applies to the prediction rescaled to the compute speed of the run: the network is under test, and the cores
-    are shared. The other error is shown too.
+    The goal applies to the prediction rescaled to the compute speed of the run: the network is under test, and the
+    cores are shared. The other error is shown too.
     """
     document = json.loads(cell.file.read_text())
     measurement, comparison = document["measurement"], document["comparison"]

@@ -4,9 +4,10 @@
 
 Fitted are a few rates per architecture, a few framework constants, and common constants (``fit.rates``). They start
 from, and are regularized toward, the prior values of kernels.yaml. A step time is the longest path through the work of
-a step. Near the present constants it is therefore a sum of costs times counts (``simplan.predict.step_summary.step_terms``).
-The fit evaluates the terms of that sum with the code that predicts, and each round recomputes the longest paths. A
-source counts as its number of runs to the power of 0.75. ``--write`` replaces kernels_fitted.yaml.
+a step. Near the present constants it is therefore a sum of costs times counts
+(``simplan.predict.step_summary.step_terms``). The fit evaluates the terms of that sum with the code that predicts, and
+each round recomputes the longest paths. A source counts as its number of runs to the power of 0.75. ``--write``
+replaces kernels_fitted.yaml.
 
 Four errors are printed: in-sample; five-fold by model and device, so that near-duplicates stay together; five-fold by
 run, as for a table with missing rows; and leave-one-source-out. Predictions of a fitted framework carry the spread of

@@ -6,9 +6,9 @@ that differ by one period.
 
 The step time is a longest path. With every further period it grows by the largest mean cycle weight of the pipeline,
 once the path follows that cycle. Two cycles are considered. One is the cycle of the simulated steps, which is their
-difference. The other is the compute stream of each rank, which is busy for the compute time of a period. A path that stays on
-one rank for all further periods is a lower bound of the step, so the larger of both is used. Without a pipeline, each
-microbatch adds as much as the last.
+difference. The other is the compute stream of each rank, which is busy for the compute time of a period. A path that
+stays on one rank for all further periods is a lower bound of the step, so the larger of both is used. Without a
+pipeline, each microbatch adds as much as the last.
 
 Memory of a rank grows by the same bytes with every period, where it grows at all: activations of GPipe, and sent
 tensors that are not waited for.
