@@ -193,7 +193,8 @@ class Change:
     """One change of the request that makes a plan feasible; verified by a search.
 
     Attributes:
-        what: ``num_devices``, ``memory_bytes``, ``global_batch_size``, ``recompute``, ``ranges`` or ``deadline``.
+        what: Kind of change: ``num_devices``, ``memory_bytes``, ``global_batch_size``, ``recompute``, ``ranges`` or
+            ``max_step_time_s``.
         value: New value.
         words: The change as a phrase for reports.
         plan: A plan that is feasible after the change.
