@@ -1,4 +1,4 @@
-"""What a rank's memory is made of at its worst instant."""
+"""Breakdown of a rank's memory at its peak point."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["memory_parts"]
 
 
 def memory_parts(prediction: Prediction, program: Program) -> Iterator[ExplainedTerm]:
-    """Parts that sum to the device memory of the rank that needs most.
+    """Yield terms that sum to the device memory of the peak-memory rank.
 
     Args:
         prediction: The prediction.
-        program: Its Level 2 Program.
+        program: Level 2 Program of the prediction.
     """
     job = prediction.job
     worst = prediction.worst_memory
@@ -87,7 +87,7 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Explained
 
 
 def _logits(prediction: Prediction, num_bytes: int) -> str:
-    """Copies of the output distribution, each of one microbatch's own tokens and vocabulary."""
+    """Formula for copies of the output distribution, each tokens x vocabulary of one microbatch and rank."""
     head = prediction.job.padded_model.layers_of(prediction.job.plan.shard)[-1]
     elements = sum(tensor.elements for tensor in head.saved if tensor.logits) * prediction.job.plan.microbatch_size
     return (
@@ -97,7 +97,7 @@ def _logits(prediction: Prediction, num_bytes: int) -> str:
 
 
 def _activations(prediction: Prediction, program: Program, rank: int) -> str:
-    """Microbatches alive, by stage and size."""
+    """Formula for saved activations: microbatches by stage and size."""
     alive: dict[tuple[int, int | None], int] = defaultdict(int)
     ops = [program.ops[index] for index in program.by_rank[rank]]
     worst = peak_position(program, rank)
@@ -116,7 +116,7 @@ def _activations(prediction: Prediction, program: Program, rank: int) -> str:
 
 
 def _quantized_bytes(prediction: Prediction, rank: int) -> int:
-    """What quantized weights of a rank take between steps beside those in 16 bits, or, negative, less than them."""
+    """Persistent bytes of a rank's quantized weights beyond its BF16 weights; negative if they replace those."""
     plan, software = prediction.job.plan, prediction.job.software
     if plan.shards_parameters:
         return 0

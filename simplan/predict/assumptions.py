@@ -1,4 +1,4 @@
-"""What the reader of a prediction must know, in words."""
+"""Assumptions of a prediction, as sentences for its reader."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def assumptions(
     pricing: Pricing,
     short_bytes: int,
 ) -> tuple[str, ...]:
-    """One sentence each.
+    """Sentences on the assumptions of a prediction.
 
     Args:
-        job: What is predicted.
-        pricing: Of the step.
-        short_bytes: What the allocator would reserve more on a larger device, where the plan fits.
+        job: Predicted job.
+        pricing: Cost estimates of the step.
+        short_bytes: Bytes that the allocator would reserve additionally on a larger device; 0 if the plan does not fit.
     """
     model, cluster, training, plan, software = job.model, job.cluster, job.training, job.plan, job.software
     found = list(padding_assumption(job))
@@ -119,7 +119,7 @@ def assumptions(
 
 
 def padding_assumption(job: Job) -> tuple[str, ...]:
-    """What the software makes of the vocabulary; nothing where it leaves it as it is."""
+    """Sentence on the padded vocabulary; empty if the software does not pad it."""
     size, padded, software = job.model.vocab_size, job.padded_model.vocab_size, job.software
     if padded == size:
         return ()
@@ -131,7 +131,7 @@ def padding_assumption(job: Job) -> tuple[str, ...]:
 
 
 def _priced_from(cluster: ClusterSpec, software: SoftwareSpec) -> str:
-    """Where prices on a device that nobody calibrated come from, and how sure they are."""
+    """Source and uncertainty of cost estimates on a device without calibration."""
     name, device = cluster.device.id, cluster.device
     if device.kernels.fitted_on is None:
         return f"{name} is priced from datasheets: no published run on {device.architecture} was seen; a wide interval"
