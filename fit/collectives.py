@@ -30,7 +30,7 @@ from simplan.cost.communication.route import route_of
 
 __all__ = ["FITTED_FILE", "fit", "fitted_text", "log_errors", "main"]
 
-FITTED_FILE = Path(catalog.__file__).parent / "catalog" / "links_fitted.yaml"
+FITTED_FILE = Path(catalog.__file__).parent / "links_fitted.yaml"
 
 _LAUNCH = "launch_s"
 _LAUNCH_S = 10e-6  # prior: about 5 us to start a kernel, and another 5 us until the last rank has started

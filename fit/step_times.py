@@ -36,7 +36,7 @@ from simplan import catalog
 
 __all__ = ["FITTED_FILE", "constants_of", "fit", "left_out", "log_errors", "main"]
 
-FITTED_FILE = Path(catalog.__file__).parent / "catalog" / "kernels_fitted.yaml"
+FITTED_FILE = Path(catalog.__file__).parent / "kernels_fitted.yaml"
 
 _STD = 0.03  # approximate scatter of step times about a perfect model
 _TRUST = {"good": 1.0, "assumed": 0.3, "noisy": 0.1, "inconsistent": 0.1}
