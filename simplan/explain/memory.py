@@ -27,53 +27,33 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Explained
     job = prediction.job
     worst = prediction.worst_memory
     rank = program.stands_for[worst.rank]
-    state = job.software.state(job.training, job.plan)
     resting = program.resting_bytes[rank]
-    optimizer = state.optimizer_bytes(job.training.optimizer)
-    trained = resting[MemoryCategory.GRADIENTS] // state.gradient
-    quantized = _quantized_bytes(prediction, rank)
-    wide = resting[MemoryCategory.PARAMETERS] - quantized
-    frozen = (wide - trained * state.parameter) // state.frozen
-    widths = {
-        MemoryCategory.PARAMETERS: state.parameter,
-        MemoryCategory.GRADIENTS: state.gradient + state.unaccumulated,
-        MemoryCategory.OPTIMIZER: optimizer,
-    }
     for category, num_bytes in worst.by_category.items():
         if not num_bytes:
             continue
-        kept = wide if category is MemoryCategory.PARAMETERS else resting.get(category, 0)
-        if category is MemoryCategory.HOST:
-            formula = "offloaded to the host, whose memory is the device's own here"
-        elif category in widths:
-            formula = f"{kept // widths[category]:,} parameters x {widths[category]} B"
-            if frozen and category is MemoryCategory.PARAMETERS:
-                formula = f"{trained:,} parameters x {state.parameter} B + {frozen:,} frozen x {state.frozen} B"
-            elif frozen:
-                formula = f"{kept // widths[category]:,} parameters trained x {widths[category]} B"
-            if job.plan.shards_parameters:
-                formula += f" (one of {job.plan.dp_shard * job.plan.cp} shards)"
-            if category is MemoryCategory.PARAMETERS and quantized:
-                more = f"+ {format_bytes(quantized)} of" if quantized > 0 else f"- {format_bytes(-quantized)} by"
-                formula += f" {more} quantized weights"
-            elif num_bytes > kept:
-                formula += f" + {format_bytes(num_bytes - kept)} of gradients that wait to be added or reduced"
-        elif category is MemoryCategory.ACTIVATIONS:
-            formula = _activations(prediction, program, rank)
-        elif category is MemoryCategory.BUFFERS:
-            moving = num_bytes - kept
-            formula = f"{format_bytes(kept)} of receive buffers" if kept else ""
-            if moving:
-                formula += f"{' + ' if kept else ''}{format_bytes(moving)} of messages and what they hold"
-        elif category is MemoryCategory.GATHERED:
-            formula = f"{num_bytes // state.gathered:,} parameters gathered then x {state.gathered} B"
-        elif category is MemoryCategory.LOGITS:
-            formula = _logits(prediction, num_bytes)
-        elif category is MemoryCategory.CONTEXT:
-            formula = "driver context and communication library (on a CPU, the program)"
-        else:
-            tables = f", {format_bytes(kept)} of it tables that stay" if kept else ""
-            formula = f"gradients and temporaries inside of {worst.peak_action or 'nothing'}{tables}"
+        kept = resting.get(category, 0)
+        match category:
+            case MemoryCategory.HOST:
+                formula = "offloaded to the host, whose memory is the device's own here"
+            case MemoryCategory.PARAMETERS | MemoryCategory.GRADIENTS | MemoryCategory.OPTIMIZER:
+                formula = _states(prediction, program, category, num_bytes)
+            case MemoryCategory.ACTIVATIONS:
+                formula = _activations(prediction, program, rank)
+            case MemoryCategory.BUFFERS:
+                moving = num_bytes - kept
+                formula = f"{format_bytes(kept)} of receive buffers" if kept else ""
+                if moving:
+                    formula += f"{' + ' if kept else ''}{format_bytes(moving)} of messages and what they hold"
+            case MemoryCategory.GATHERED:
+                gathered = job.software.state(job.training, job.plan).gathered
+                formula = f"{num_bytes // gathered:,} parameters gathered then x {gathered} B"
+            case MemoryCategory.LOGITS:
+                formula = _logits(prediction, num_bytes)
+            case MemoryCategory.CONTEXT:
+                formula = "driver context and communication library (on a CPU, the program)"
+            case _:
+                tables = f", {format_bytes(kept)} of it tables that stay" if kept else ""
+                formula = f"gradients and temporaries inside of {worst.peak_action or 'nothing'}{tables}"
         yield ExplainedTerm(str(category), str(category), num_bytes, "bytes", formula)
     rounding = worst.reserved_bytes - worst.allocated_bytes
     if rounding:
@@ -84,6 +64,36 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Explained
         yield ExplainedTerm(
             "reserved", "allocator", rounding, "bytes", f"rounded up{more} to what the caching allocator reserves"
         )
+
+
+def _states(prediction: Prediction, program: Program, category: MemoryCategory, num_bytes: int) -> str:
+    """Formula for parameters, gradients or optimizer states of the peak-memory rank."""
+    job, rank = prediction.job, program.stands_for[prediction.worst_memory.rank]
+    state, resting = job.software.state(job.training, job.plan), program.resting_bytes[rank]
+    trained = resting[MemoryCategory.GRADIENTS] // state.gradient
+    quantized = _quantized_bytes(prediction, rank)
+    wide = resting[MemoryCategory.PARAMETERS] - quantized
+    frozen = (wide - trained * state.parameter) // state.frozen
+    is_parameters = category is MemoryCategory.PARAMETERS
+    width = {
+        MemoryCategory.PARAMETERS: state.parameter,
+        MemoryCategory.GRADIENTS: state.gradient + state.unaccumulated,
+        MemoryCategory.OPTIMIZER: state.optimizer_bytes(job.training.optimizer),
+    }[category]
+    kept = wide if is_parameters else resting.get(category, 0)
+    formula = f"{kept // width:,} parameters x {width} B"
+    if frozen and is_parameters:
+        formula = f"{trained:,} parameters x {state.parameter} B + {frozen:,} frozen x {state.frozen} B"
+    elif frozen:
+        formula = f"{kept // width:,} parameters trained x {width} B"
+    if job.plan.shards_parameters:
+        formula += f" (one of {job.plan.dp_shard * job.plan.cp} shards)"
+    if is_parameters and quantized:
+        more = f"+ {format_bytes(quantized)} of" if quantized > 0 else f"- {format_bytes(-quantized)} by"
+        formula += f" {more} quantized weights"
+    elif num_bytes > kept:
+        formula += f" + {format_bytes(num_bytes - kept)} of gradients that wait to be added or reduced"
+    return formula
 
 
 def _logits(prediction: Prediction, num_bytes: int) -> str:

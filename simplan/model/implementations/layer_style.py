@@ -162,21 +162,7 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     elif style.expert_streams:
         operators = with_biases_apart(layer, one_by_one(operators, style.expert_streams))
     other_experts = operators != saved
-    if style.attention == "unfused":
-        operators = tuple(found for operator in operators for found in unfused(operator, dropout=dropout))
-    if style.repeated_keys:
-        operators = tuple(with_repeated_keys(operators))
-    one_call = style.documents_in_one_call and any(is_core(o, lambda core: bool(core.documents)) for o in operators)
-    if one_call:
-        operators = in_one_call(operators)
-    if style.narrow_values:
-        operators = with_narrow_values(operators)
-    skips = style.skips_keys and any(is_core(o, lambda core: core.masked and core.window > 0) for o in operators)
-    if style.skips_keys:
-        operators = skipping_keys(operators)
-    eight_bits = style.eight_bit_attention and any(is_core(o) for o in operators)
-    if eight_bits:
-        operators = tuple(with_core(operator, eight_bits=True) for operator in operators)
+    operators, skips, attention_words = _with_attention(operators, style, dropout=dropout)
     compiled = style.compiled and layer.kind is LayerKind.BLOCK
     if style.fused_gates or compiled:
         operators = tuple(found for operator in _pairs(operators) for found in operator)
@@ -194,10 +180,8 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     to_end = split or (style.reruns_to_end and layer.kind is LayerKind.BLOCK)
     if not (compiled or to_end or (operators, constants) != (layer.operators, layer.constants)):
         return layer
-    words = [style.attention, "dropout" * dropout, "gates" * style.fused_gates, style.loss]
-    words += ["repeated" * style.repeated_keys, "narrow" * style.narrow_values, "skips" * style.skips_keys]
-    words += ["one call" * one_call, _expert_words(style) * other_experts]
-    words += ["attention in 8 bits" * eight_bits, "as Megatron" * as_megatron]
+    words = ["dropout" * dropout, "gates" * style.fused_gates, style.loss, *attention_words]
+    words += [_expert_words(style) * other_experts, "as Megatron" * as_megatron]
     words += ["by rank" * (constants != layer.constants), COMPILED * compiled, "to end" * to_end]
     key = f"{layer.key},{'+'.join(word for word in words if word)}"
     return replace(
@@ -209,6 +193,30 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
         compiled=compiled,
         reruns_to_end=to_end,
     )
+
+
+def _with_attention(
+    operators: tuple[Operator, ...], style: LayerStyle, *, dropout: bool
+) -> tuple[tuple[Operator, ...], bool, list[str]]:
+    """Operators with the attention of a style, whether its kernel skips keys of a window, and words for the key."""
+    if style.attention == "unfused":
+        operators = tuple(found for operator in operators for found in unfused(operator, dropout=dropout))
+    if style.repeated_keys:
+        operators = tuple(with_repeated_keys(operators))
+    one_call = style.documents_in_one_call and any(is_core(o, lambda core: bool(core.documents)) for o in operators)
+    if one_call:
+        operators = in_one_call(operators)
+    if style.narrow_values:
+        operators = with_narrow_values(operators)
+    skips = style.skips_keys and any(is_core(o, lambda core: core.masked and core.window > 0) for o in operators)
+    if style.skips_keys:
+        operators = skipping_keys(operators)
+    eight_bits = style.eight_bit_attention and any(is_core(o) for o in operators)
+    if eight_bits:
+        operators = tuple(with_core(operator, eight_bits=True) for operator in operators)
+    words = [style.attention, "repeated" * style.repeated_keys, "narrow" * style.narrow_values]
+    words += ["skips" * style.skips_keys, "one call" * one_call, "attention in 8 bits" * eight_bits]
+    return operators, skips, words
 
 
 def _expert_words(style: LayerStyle) -> str:
