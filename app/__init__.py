@@ -1,4 +1,4 @@
-"""The workbench: pages that show what simplan predicts, in a browser. ``simplan dashboard`` starts it.
+"""The dashboard: web pages that show simplan's predictions. ``simplan dashboard`` starts it.
 
 Every page is a file in ``app/views`` (a folder ``pages`` means something else to Streamlit);
 ``app/main.py`` lists them. A page is one function, run by ``run_page``::
@@ -7,26 +7,26 @@ Every page is a file in ``app/views`` (a folder ``pages`` means something else t
 
 
     def show() -> None:
-        scenario = answers.scenario(state.document())      # raises SpecError: run_page shows it as a sentence
+        scenario = answers.scenario(state.document())      # raises SpecError: run_page shows the error
         numbers = answers.quick_numbers(state.document())   # cached; step time and memory in milliseconds, or None
-        result = answers.plan(state.document())             # worked out in another process, awaited politely, kept
+        result = answers.plan(state.document())             # computed in another process, awaited, cached
         show_figure(memory_figure(...), "memory by rank", alt="...")
 
 
     if __name__ == "__main__":
         run_page(show)
 
-What belongs where:
+Modules:
 
-- ``app/state.py``: what is asked. There is one *document*, the scenario as plain data (what its YAML file would say),
-  and *view values*, small things that a page remembers, e.g. a price. Both are kept for the session and stand in the
-  address of the page; ``app/link.py`` is the codec. Widgets are bound to them by ``app/fields.py``. What is not state
-  is not in a link: a link shows things and starts nothing.
+- ``app/state.py``: state of a session. There is one *document*, the scenario as plain data (the content of its YAML
+  file), and *view values*, small settings of pages, e.g. a price. Both last for the session and are part of the page's
+  address; ``app/link.py`` is the codec. ``app/fields.py`` binds widgets to both. A link contains nothing else: opening
+  a link shows pages and starts nothing.
 - ``app/answers.py``: scenario -> prediction, cached by the scenario's text for all sessions.
-- ``app/figures``: figures as pure functions of data, without Streamlit; ``app/palette.py`` has the colours. A figure
-  has no colours of text and paper: ``show_figure`` lets the theme choose them, light or dark.
-- ``app/components``: what pages share: figures with their downloads, errors as sentences, files to take away.
-- ``app/words.py``: what words mean, from simplan's own definitions; every number has it as help.
+- ``app/figures``: figures as pure functions of data, without Streamlit; ``app/palette.py`` has the colors. Figures
+  define no colors of text and background: ``show_figure`` leaves them to the light or dark theme.
+- ``app/components``: parts that pages share: figures with downloads, error messages, downloadable files.
+- ``app/words.py``: definitions of terms, from simplan itself; every number shows its definition as help.
 
 ``app`` imports ``simplan`` and never ``executor``, and ``simplan`` never imports ``app``: the command line starts it as
 a process.

@@ -1,6 +1,6 @@
-"""Serves the workbench: ``python -m app --host ADDRESS --port N [--browser]``; ``simplan dashboard`` calls it.
+"""Serves the dashboard: ``python -m app --host ADDRESS --port N [--browser]``; ``simplan dashboard`` calls it.
 
-Streamlit loads pages when the first browser asks for one. What they need is loaded before, beside the server's start.
+Streamlit loads pages at the first request. The modules that pages import are loaded earlier, while the server starts.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def main() -> None:
     parser.add_argument("--browser", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault(WORKERS, "2")
-    import pandas  # noqa: F401  # not beside plotly, which looks at it while it is half loaded
+    import pandas  # noqa: F401  # not concurrent with plotly, which inspects the half-loaded module
 
     serve(options.host, options.port, browser=options.browser, then=_warm_up)
 
 
 def _warm_up() -> None:
-    """Loads what the first page needs, also what draws; answers what a session starts with."""
+    """Imports the modules of the first page and of its figures, and predicts the default scenario."""
     answering().warm()
     import plotly.tools  # noqa: F401
 
@@ -47,11 +47,11 @@ def _warm_up() -> None:
     done(plan_result, document_text(START), 0)
     _load_tables()
     gc.collect()
-    gc.freeze()  # Streamlit collects garbage after every run of a page: what stays for good is not looked at again
+    gc.freeze()  # Streamlit collects garbage after every run of a page: exclude permanent objects
 
 
 def _load_tables() -> None:
-    """Loads what turns tables into what is sent to browsers."""
+    """Loads the modules that convert tables for browsers."""
     import pandas as pd
     import pyarrow as pa  # type: ignore[import-untyped]
 

@@ -1,4 +1,4 @@
-"""Questions and their answers, kept by the text of the scenario for all sessions of the server."""
+"""Predictions for pages, cached by the text of the scenario for all sessions of the server."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ def scenario(document: Document) -> Scenario:
     """The checked scenario.
 
     Raises:
-        SpecError: It is wrong; all problems at once.
+        SpecError: The scenario is wrong; the error lists all problems.
     """
     return _scenario(_key(document))
 
 
 def quick_numbers(document: Document) -> Quick | None:
-    """Step time and memory alone, in milliseconds; None for plans that have to be simulated.
+    """Step time and memory as a search computes them, in milliseconds; None for ranks that share CPU cores.
 
     Raises:
-        SpecError: As ``scenario``, or a price cannot be had.
+        SpecError: See ``scenario``; also when the cost model has no estimate for the plan.
     """
     return _quick(_key(document))
 
 
 def plan(document: Document) -> PlanResult:
-    """What the page Plan shows; worked out in another process, so that pages answer meanwhile.
+    """Data of the page Plan, computed in another process, so that pages stay responsive.
 
     Raises:
-        SpecError: As ``scenario``, or a price cannot be had.
+        SpecError: See ``scenario``; also when the cost model has no estimate for the plan.
     """
     return awaited("working out where the step goes", plan_result, text(document), calibrated_at(scenario(document)))
 
@@ -61,15 +61,15 @@ def plan(document: Document) -> PlanResult:
 def timeline(
     document: Document, *, name: str = "", layers: bool = False, start: float = 0.0, end: float = 1.0
 ) -> TimelineResult:
-    """What the page Timeline shows of one plan, or of a window of its step.
+    """Data of the page Timeline for one plan, or for a window of its step.
 
     Args:
         document: The scenario.
-        name: What it is called among others; empty for its own name.
-        layers, start, end: As of ``timeline_result``.
+        name: Name of the plan among several; empty for the scenario's name.
+        layers, start, end: See ``timeline_result``.
 
     Raises:
-        SpecError: As ``scenario``, or a price cannot be had.
+        SpecError: See ``scenario``; also when the cost model has no estimate for the plan.
     """
     named = document | {"name": name} if name else document
     at = calibrated_at(scenario(document))
@@ -79,25 +79,25 @@ def timeline(
 
 
 def prediction_text(document: Document) -> str:
-    """All that ``simplan predict`` says, as its file; worked out in another process, so that pages answer meanwhile.
+    """Output file of ``simplan predict``, computed in another process, so that pages stay responsive.
 
     Raises:
-        SpecError: As ``plan``.
+        SpecError: See ``plan``.
     """
     return handed_over(plan_results.prediction_text, text(document), calibrated_at(scenario(document)))
 
 
 def trace_text(document: Document) -> str:
-    """The step as a trace for Perfetto, in the same way.
+    """Trace of the step for Perfetto, computed in another process.
 
     Raises:
-        SpecError: As ``plan``.
+        SpecError: See ``plan``.
     """
     return handed_over(timeline_results.trace_text, text(document), calibrated_at(scenario(document)))
 
 
 def text(document: Document) -> str:
-    """The scenario's text, by which processes know it."""
+    """Text of the scenario, the form in which it is sent to processes."""
     return document_text(document)
 
 
@@ -106,13 +106,13 @@ def _is_machine(asked: Scenario) -> bool:
 
 
 def calibrated_at(asked: Scenario) -> int:
-    """When the calibration was written that it is priced from: a new one makes new answers. 0 without one."""
+    """Modification time of the calibration in use, a cache key; 0 without a calibration."""
     path = default_path()
     return path.stat().st_mtime_ns if _is_machine(asked) and path.exists() else 0
 
 
 def _key(document: Document) -> str:
-    """Equal for equal documents; the name is no part of the question but stands in the answer."""
+    """Cache key, equal for equal documents; includes the name, which results show."""
     return json.dumps(document, default=str)
 
 

@@ -1,4 +1,4 @@
-"""Plans that a session has pinned: kept in the address, so that a link brings them along."""
+"""Pinned plans of a session: part of the page's address, so that a link contains them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from simplan.scenario import plan_section
 __all__ = ["MOST_PINNED", "key_of", "pin", "pinned", "unpin", "with_plan"]
 
 MOST_PINNED = 6
-"""A link has room for so many."""
+"""Maximum number of pinned plans, limited by the length of a link."""
 
 _NAME = "pins"
 
 
 def pinned() -> dict[str, ParallelPlan]:
-    """Pinned plans by their words; what a link says that is no plan is passed over."""
+    """Pinned plans by their text; invalid plans of a link are skipped."""
     given = state.view(_NAME, [])
     found: dict[str, ParallelPlan] = {}
     for data in given if isinstance(given, list) else []:
@@ -33,23 +33,23 @@ def pinned() -> dict[str, ParallelPlan]:
 
 
 def pin(plan: ParallelPlan) -> None:
-    """Puts a plan into the basket; the oldest leaves a full one."""
+    """Pins a plan; removes the oldest pinned plan if there are ``MOST_PINNED``."""
     plans = [other for key, other in pinned().items() if key != key_of(plan)]
     _keep([*plans, plan][-MOST_PINNED:])
 
 
 def unpin(key: str) -> None:
-    """Takes a plan out."""
+    """Unpins a plan."""
     _keep([plan for other, plan in pinned().items() if other != key])
 
 
 def key_of(plan: ParallelPlan) -> str:
-    """A plan in words."""
+    """Text of a plan, its key."""
     return search_plan_words(plan)
 
 
 def with_plan(document: dict[str, Any], plan: ParallelPlan) -> dict[str, Any]:
-    """The scenario with another plan, on as many devices as the plan needs."""
+    """The scenario with another plan, on the number of devices that the plan needs."""
     cluster = {key: value for key, value in dict(document.get("cluster") or {}).items() if key != "num_nodes"}
     return {
         **{key: value for key, value in document.items() if key not in ("search", "expect")},

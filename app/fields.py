@@ -1,4 +1,4 @@
-"""Widgets bound to the scenario and to what pages remember: they show what is kept, and changing one changes that."""
+"""Widgets bound to the scenario and to view values: they show the stored value, and a change updates it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Changed = Callable[[], None]
 
 
 def get(path: Path, default: Any = None) -> Any:
-    """What the scenario has at a path of keys."""
+    """Value of the scenario at a path of keys."""
     data: Any = state.document()
     for key in path:
         if not isinstance(data, dict) or key not in data:
@@ -51,16 +51,16 @@ def choice(
     then: _Changed | None = None,
     **more: Any,
 ) -> Any:
-    """One of several values of the scenario; a value of its own that is none of them is offered as well.
+    """Widget for one of several values of a scenario key; offers the current value even if it is not in the list.
 
     Args:
-        label: What it says.
+        label: Label of the widget.
         path: Keys in the scenario.
-        options: What can be chosen.
-        default: What the scenario means when it does not say.
-        slider: Drawn as a slider instead of a list.
-        then: Called after a change.
-        more: For Streamlit, e.g. ``help`` and ``format_func``.
+        options: Values to choose from.
+        default: Meaning of a missing key.
+        slider: Show a slider instead of a list.
+        then: Called after a change; None for no call.
+        more: Further arguments of the Streamlit widget, e.g. ``help`` and ``format_func``.
     """
     value = get(path, default)
     kept = [*options] if _is_among(value, options) else [*options, *([value] if _is_plain(value) else [])]
@@ -113,7 +113,7 @@ def remembered_choice(label: str, name: str, options: Sequence[Any], default: An
 
 
 def kept_number(name: str, default: float, *, least: float = 0.0, most: float = 1e15) -> float:
-    """A number that a page remembers, without asking for it; the default where it is no number within the limits."""
+    """View value that is a number, without a widget; the default if it is not a number within the limits."""
     value = state.view(name, default)
     usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if usable and least <= value <= most else default

@@ -1,8 +1,7 @@
-"""What a page shows as the query of its address, and back: ``?model.preset=llama3-8b&plan.dp_shard=8&v.price=2.5``.
+"""Codec between a page's state and the query of its address: ``?model.preset=llama3-8b&plan.dp_shard=8&v.price=2.5``.
 
-The keys are those of the scenario file, a dot after its section; view values have the section ``v``. A value is JSON
-where it is not plain text. The codec is total: whatever stands in an address becomes some document, which simplan then
-judges.
+Keys are those of the scenario file, as ``section.key``; view values have the section ``v``. Values are plain text or
+JSON. Every address decodes to a document, which simplan then checks.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _MAX_KEYS = 300
 
 @dataclass(frozen=True, slots=True)
 class ShareLink:
-    """What an address says.
+    """Decoded query of an address.
 
     Attributes:
-        document: The scenario as plain data, as its YAML file would have it.
-        view: Other values of pages, by name.
+        document: The scenario as plain data, the content of its YAML file.
+        view: View values of pages, by name.
     """
 
     document: dict[str, Any] = field(default_factory=dict)
@@ -47,7 +46,7 @@ def encode(link: ShareLink) -> dict[str, str]:
 
 
 def decode(query: Mapping[str, str]) -> ShareLink:
-    """What a query says; of one that is too long, nothing."""
+    """Decodes a query; a query that is too long yields an empty link."""
     if len(query) > _MAX_KEYS or num_chars(query) > 4 * MAX_CHARS:
         return ShareLink()
     found = ShareLink()

@@ -1,4 +1,4 @@
-"""The workbench's entry: what all pages have in common, and the list of them. ``simplan dashboard`` starts it."""
+"""Entry of the dashboard: the list of pages and their common elements. ``simplan dashboard`` starts it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ICON = str(_FOLDER / "icon.svg")  # an icon by name would be fetched from anoth
 
 
 def main() -> None:
-    """Runs the page that is asked for."""
+    """Runs the requested page."""
     st.set_page_config(page_title="simplan", page_icon=_ICON, layout="wide", menu_items={"About": _ABOUT})
     st.html(STYLE)
     state.open_link()

@@ -1,4 +1,4 @@
-"""Runs a page: what goes wrong becomes sentences, never a stack trace."""
+"""Runs a page; errors become messages, never a stack trace."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LOG = logging.getLogger("simplan.app")
 
 
 def run_page(show: Callable[[], Following | None]) -> None:
-    """Shows one page, and keeps what it asks in the address.
+    """Shows one page, and writes its state into the address.
 
-    Streamlit stops and restarts a run by exceptions that are none of ours and pass through.
+    Streamlit's exceptions that stop or rerun a page pass through.
 
     Args:
-        show: Draws the page. What it returns, if anything, is done when all is drawn, e.g. waiting for news.
+        show: Draws the page. May return a function that is called after everything is drawn, e.g. to wait for results.
     """
     then = None
     try:

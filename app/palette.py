@@ -1,4 +1,4 @@
-"""Colours, the same on light and dark paper, told apart without seeing red or green; none tells anything alone."""
+"""Colors for light and dark themes, distinguishable with color blindness; color is never the only cue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from simplan.program.program import MemoryCategory
 __all__ = ["ACTIONS", "COMMUNICATION", "GRID", "MEMORY", "MUTED", "PLANS", "SPLIT"]
 
 MEMORY: Mapping[MemoryCategory, str] = {
-    MemoryCategory.PARAMETERS: "#4ea5b7",  # these four as the Ultra-Scale Playbook draws them
+    MemoryCategory.PARAMETERS: "#4ea5b7",  # four colors as in the Ultra-Scale Playbook
     MemoryCategory.GRADIENTS: "#e889ab",
     MemoryCategory.OPTIMIZER: "#cec0fa",
     MemoryCategory.ACTIVATIONS: "#e38a42",
@@ -20,7 +20,7 @@ MEMORY: Mapping[MemoryCategory, str] = {
     MemoryCategory.WORKSPACE: "#565f6a",
     MemoryCategory.CONTEXT: "#d9dde2",
 }
-"""What is on a device, in the order of the stack."""
+"""Memory categories on a device, in the order of the stack."""
 
 ACTIONS: Mapping[ActionKind, str] = {
     ActionKind.FORWARD: "#3b7dd8",

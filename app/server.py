@@ -1,9 +1,9 @@
-"""The server: Streamlit's application on uvicorn, with what makes its first page quick.
+"""The server: Streamlit's application on uvicorn, with optimizations for a fast first page.
 
-Streamlit's own way of starting binds a socket on which small answers wait for each other's acknowledgement (Nagle's
-algorithm, 40 ms a file, and a page is over a hundred files); uvicorn's sockets do not. The document that a browser
-asks for first says where the server is: else the browser looks for it below every page's own address first, which costs
-a pause and two errors in its console. A first visit asks for over a hundred small files; they are kept in memory.
+Streamlit's own start binds a socket with Nagle's algorithm, which delays small responses by 40 ms per file, and a page
+is over a hundred files; uvicorn's sockets have no delay. The first HTML document contains the server's address.
+Otherwise the browser first looks below the page's address, with a pause and two errors in the console. The files of the
+first visit are cached in memory.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def serve(host: str, port: int, *, browser: bool, then: Callable[[], None]) -> N
     Args:
         host: Address to serve on.
         port: Port.
-        browser: Open one.
-        then: What is done beside, once it serves.
+        browser: Open a browser.
+        then: Function that runs in a thread once the server is up.
     """
     import streamlit as st
     import uvicorn
@@ -53,12 +53,12 @@ def serve(host: str, port: int, *, browser: bool, then: Callable[[], None]) -> N
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-            say(f"the workbench is at {url}")
+            say(f"the dashboard is at {url}")
             Thread(target=then, daemon=True).start()
             if browser:
                 Thread(target=webbrowser.open, args=(url,), daemon=True).start()
 
-    for name in ("uvicorn.access", "uvicorn.error"):  # a filter stays where Streamlit sets levels of its own
+    for name in ("uvicorn.access", "uvicorn.error"):  # a filter, since Streamlit sets the log levels itself
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
     application = st.App(_FOLDER / "main.py", middleware=[Middleware(FirstPage)])
     config = uvicorn.Config(
@@ -69,12 +69,12 @@ def serve(host: str, port: int, *, browser: bool, then: Callable[[], None]) -> N
         log_config=None,
         timeout_graceful_shutdown=_LAST_WORDS_S,
     )
-    with ending_signals_raise():  # uvicorn raises again what ended it, and what was started has to end as well
+    with ending_signals_raise():  # uvicorn re-raises the signal that ended it, and child processes must end as well
         Server(config).run()
 
 
 def settings(host: str, port: int) -> dict[str, str | int | bool]:
-    """What Streamlit is told, by its own names.
+    """Streamlit's settings by name.
 
     Args:
         host: Address it is served on.
@@ -95,9 +95,9 @@ def settings(host: str, port: int) -> dict[str, str | int | bool]:
 
 
 class FirstPage:
-    """Answers for pages with Streamlit's document, to which ``head.html`` is added, and for its files from memory.
+    """Middleware that serves pages as Streamlit's document plus ``head.html``, and static files from memory.
 
-    Their names carry a hash of what is in them, so that browsers keep them for good.
+    File names contain a hash of the content, so that browsers can cache the files permanently.
     """
 
     def __init__(self, app: ASGIApp) -> None:

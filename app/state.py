@@ -1,6 +1,6 @@
-"""What a session asks: the scenario and what pages remember besides, mirrored in the address of the page.
+"""State of a session: the scenario and view values, mirrored in the address of the page.
 
-Streamlit forgets widgets of pages that are not shown, so nothing is kept in widgets: they are bound to what is here.
+Streamlit discards widgets of pages that are not shown. Values are therefore stored here, and widgets are bound to them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ START: dict[str, Any] = {
     "software": "torch",
     "plan": {"tp": 8, "dp_shard": 8, "recompute": "full"},
 }
-"""What a session without a link starts with."""
+"""Scenario of a session that starts without a link."""
 
 _DOCUMENT, _VIEW, _WRITTEN = "simplan document", "simplan view", "simplan link"
 
@@ -34,12 +34,12 @@ def document() -> dict[str, Any]:
 
 
 def set_document(data: dict[str, Any]) -> None:
-    """Keeps another scenario from now on."""
+    """Replaces the scenario of the session."""
     st.session_state[_DOCUMENT] = copy.deepcopy(data)
 
 
 def document_text(data: dict[str, Any]) -> str:
-    """A scenario as the text of its YAML file, named after what is asked where it has no name."""
+    """YAML text of a scenario; a missing name is derived from the content."""
     named = data if "name" in data else {"name": _name(data), **data}
     text: str = yaml.safe_dump(named, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
     return text
@@ -54,18 +54,18 @@ def _name(data: dict[str, Any]) -> str:
 
 
 def view(name: str, default: Any = None) -> Any:
-    """What a page remembers under a name."""
+    """View value of a page by name."""
     return st.session_state.get(_VIEW, {}).get(name, default)
 
 
 def set_view(name: str, value: Any) -> None:
-    """Remembers a value, plain data and short; None forgets it."""
+    """Stores a view value, which must be short plain data; None deletes it."""
     kept = {key: other for key, other in st.session_state.get(_VIEW, {}).items() if key != name}
     st.session_state[_VIEW] = kept if value is None else kept | {name: value}
 
 
 def open_link() -> None:
-    """Takes over what the address says, where it is not what this session wrote there itself."""
+    """Loads the state of the address, unless this session wrote that address."""
     query = dict(st.query_params)
     if not query or query == st.session_state.get(_WRITTEN):
         return
@@ -76,7 +76,7 @@ def open_link() -> None:
 
 
 def write_link() -> bool:
-    """Puts what is asked into the address; False, with none there, when it is too long for one."""
+    """Writes the state into the address; False, with an empty query, when the state is too long."""
     query = encode(ShareLink(document(), st.session_state.get(_VIEW, {})))
     fits = num_chars(query) <= MAX_CHARS
     query = query if fits else {}

@@ -1,4 +1,4 @@
-"""How pages look beyond what ``theme.toml`` says: denser, without what disturbs, and with a ring around the focus."""
+"""Style of pages beyond ``theme.toml``: denser, fewer decorations, and a ring around the focus."""
 
 from __future__ import annotations
 

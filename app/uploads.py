@@ -68,10 +68,10 @@ def config_fields(name: str, content: bytes, seq_len: int) -> dict[str, Any]:
 
 
 def scenario_data(name: str, content: bytes) -> dict[str, Any]:
-    """A scenario as plain data; whether it is right is for simplan to say.
+    """A scenario as plain data, not checked.
 
     Raises:
-        SpecError: It is no YAML mapping.
+        SpecError: The content is not a YAML mapping.
     """
     data = parse_yaml(text_of(name, content, MAX_YAML_BYTES), name).data
     if not isinstance(data, dict):
@@ -104,7 +104,7 @@ def prediction_of(name: str, content: bytes) -> dict[str, Any]:
 
 
 def measured_of(name: str, content: bytes) -> Measurement | LoggedRun:
-    """A measurement, or what a log says.
+    """A measurement, or the values of a log.
 
     Raises:
         SpecError: It is neither.
@@ -125,20 +125,20 @@ def measurement_of(name: str, content: bytes) -> Measurement:
 
 
 def compared(prediction: dict[str, Any], measurement: Measurement) -> Comparison:
-    """Both side by side; a prediction that lacks something is told by name.
+    """Comparison of a prediction and a measurement; an error names fields that the prediction lacks.
 
     Raises:
-        SpecError: They are of different jobs, or the prediction is not whole.
+        SpecError: The jobs differ, or the prediction is incomplete.
     """
     with _whole_prediction():
         return compare(prediction, measurement)
 
 
 def compared_logged(prediction: dict[str, Any], logged: LoggedRun) -> LoggedComparison:
-    """The same of what a log says.
+    """Comparison of a prediction and the values of a log.
 
     Raises:
-        SpecError: What the log says contradicts itself or the prediction, or the prediction is not whole.
+        SpecError: The log contradicts itself or the prediction, or the prediction is incomplete.
     """
     with _whole_prediction():
         return compare_logged(prediction, logged)
@@ -146,7 +146,7 @@ def compared_logged(prediction: dict[str, Any], logged: LoggedRun) -> LoggedComp
 
 @contextmanager
 def _whole_prediction() -> Iterator[None]:
-    """What a damaged prediction leads to, as a sentence."""
+    """Context that turns errors from a damaged prediction into a SpecError."""
     try:
         yield
     except KeyError as error:

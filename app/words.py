@@ -1,4 +1,4 @@
-"""What words mean: simplan's own definitions, as help beside numbers."""
+"""Definitions of terms from simplan, as help next to numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FORMULAS = (
         "MFU",
         r"\frac{\text{model FLOPs of a step}}{\text{step time} \times \text{devices} \times \text{dense peak}}",
         "Model FLOPs utilization: causal attention counted half, nothing that is computed again. "
-        "Beside it stands the count with full attention, which most papers use (PaLM).",
+        "Shown with it is the count with full attention, which most papers use (PaLM).",
     ),
     (
         "HFU",
@@ -50,10 +50,10 @@ FORMULAS = (
     (
         "Signed error",
         r"\frac{\text{predicted} - \text{measured}}{\text{measured}}",
-        "To be read beside the spread of the repeats.",
+        "To be compared with the spread of the repeats.",
     ),
 )
-"""Name, formula (LaTeX), and what it is for."""
+"""Name, formula (LaTeX) and description of each metric."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Work that takes longer than a moment: done in processes of its own, once for all sessions, and waited for."""
+"""Slow tasks of pages: run in separate processes, once for all sessions, and awaited."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _R = TypeVar("_R")
 
 
 def awaited(what: str, task: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """The result of a task, kept for everyone who asks the same.
+    """Result of a task, cached for all equal requests.
 
-    While it is awaited the page says so; whatever else the user asks meanwhile ends the wait.
+    The page shows a note during the wait; any action of the user ends the wait.
 
     Args:
-        what: What is being done, for people.
-        task: A function of a module, without Streamlit.
+        what: Description of the task, to show.
+        task: Module-level function without Streamlit.
         args, kwargs: Plain data.
 
     Raises:
         SpecError: The task raised it.
-        RunError: The process ended, most likely for want of memory.
+        RunError: The process ended, most likely because memory ran out.
     """
     place = st.empty()
     with _asked(task, args, kwargs) as job:
@@ -53,14 +53,14 @@ def awaited(what: str, task: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwar
 
 
 def done(task: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """The same where there is no page to say so."""
+    """Result of a task, cached for all equal requests, without a note on a page."""
     with _asked(task, args, kwargs) as job:
         job.ended.wait()
         return cast(_R, _result(job))
 
 
 def handed_over(task: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """The same for a file that is asked for: it may be large, so that it is not kept."""
+    """Result of a task for a download, which may be large and is not cached."""
     try:
         return done(task, *args, **kwargs)
     finally:
@@ -68,7 +68,7 @@ def handed_over(task: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> 
 
 
 def give_way() -> None:
-    """Where Streamlit ends a run of the page that was overtaken by another, or that nobody sees any more."""
+    """Point where Streamlit can end a run of the page that was superseded, or whose browser has left."""
     st.session_state.get(_ANY)
 
 
@@ -79,18 +79,18 @@ def _result(job: BackgroundJob) -> Any:
 
 
 def _key(task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """Equal for equal questions."""
+    """Cache key, equal for equal requests."""
     return (task.__module__, task.__qualname__, args, tuple(sorted(kwargs.items())))
 
 
 @contextmanager
 def _asked(task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[BackgroundJob]:
-    """A job while somebody waits for it."""
+    """Context with a job that the caller waits for."""
     key = _key(task, args, kwargs)
     question = Question(task, args, kwargs)
     while True:
         job = answering().find(key)
-        if job is None or not isinstance(job.error, SpecError):  # what was refused is refused again
+        if job is None or not isinstance(job.error, SpecError):  # a rejected request is rejected again
             job = answering().start(key, question)
         if job.join():
             break

@@ -67,7 +67,7 @@ def runs_on_cuda(job: RunSpec, num_local_ranks: int) -> bool:
 
 
 def _check(job: RunSpec, unmodelled: Iterator[Problem] | tuple[()], impossible: list[Problem]) -> None:
-    """Raises the problems of any job, and these."""
+    """Raises the problems of the general job rules together with further problems."""
     # rules take a cluster, and the rules of this module do not read it
     for_rules = Job(job.model, catalog.cluster("this-machine", 1), job.training, job.plan, job.software)
     not_modelled = violations(for_rules, [rule for rule in _RULES if not rule.modelled])

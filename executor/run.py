@@ -111,7 +111,7 @@ class _Run:
         self.measurement: Measurement | None = None
 
     def launch(self, notes: list[str], rank_module: str) -> None:
-        """Runs this node's ranks, and gathers the measurement of all ranks."""
+        """Runs this node's ranks, and collects the measurement of all ranks."""
         for note in notes:
             self._note(note)
         job, out_dir, rendezvous = self._job, self._out_dir, self._rendezvous
@@ -166,7 +166,7 @@ class _Run:
         steps = min((0 if beat is None else beat.step for beat in beats.values()), default=0)
         if self._on_progress is None or not beats or steps == self._reported_steps:
             return
-        # every new step; after a restart, the step from which ranks go on
+        # every new step; after a restart, the step from which ranks resume
         for step in range(min(self._reported_steps, steps - 1) + 1, steps + 1):
             if step:
                 self._on_progress(step, self._job.num_all_steps)

@@ -1,6 +1,6 @@
 """One rank of a job: ``torchrun ... -m executor.worker JOB.json OUT_DIR``.
 
-``simplan run`` also starts its ranks with torchrun's agent, but watches them and gathers their measurements. Without
+``simplan run`` also starts its ranks with torchrun's agent, but watches them and collects their measurements. Without
 ``simplan run``, rank 0 writes ``OUT_DIR/measurement.json``.
 """
 
@@ -250,7 +250,7 @@ def _keep_steps_before(first: int, file: Path) -> None:
 
 
 def _first_steps(build: Callable[[], Trainer], recorder: Recorder) -> None:
-    """Begins the same training again, for tracing allocations."""
+    """Restarts the same training, to trace allocations."""
     trainer = build()
     for step in range(2):  # optimizer states exist from the second step on
         batch = trainer.batch(step)

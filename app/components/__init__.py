@@ -1,1 +1,1 @@
-"""What pages share."""
+"""Parts that pages share."""

@@ -25,11 +25,11 @@ __all__ = ["explained", "show_comparison"]
 
 
 def show_comparison(asked: SearchScenario, result: object) -> None:
-    """Chooses two plans and says what makes the difference.
+    """Lets the user choose two plans, and shows the terms of their difference.
 
     Args:
-        asked: What the plans are for.
-        result: What is known of the search; anything else counts as nothing.
+        asked: Scenario of the search.
+        result: Result of the search so far; other types count as no result.
     """
     st.subheader("Why one plan beats another", help="Both predicted and taken apart, as `simplan explain` does")
     plans = _plans(result)
@@ -68,7 +68,7 @@ def _plans(result: object) -> dict[str, ParallelPlan]:
 
 def _show_basket() -> None:
     pinned = basket.pinned()
-    with st.container(horizontal=True):  # also where it is empty, so that what follows keeps its place
+    with st.container(horizontal=True):  # even if empty, so that the elements below keep their position
         if pinned:
             st.caption("Pinned:")
         for number, name in enumerate(pinned):
@@ -112,11 +112,11 @@ def _show(found: Difference, key: str) -> None:
 
 @lru_cache(maxsize=8)
 def explained(text: str, calibrated_at: int) -> Explanation:
-    """Takes the plan of a scenario apart.
+    """Explanation of the plan of a scenario, term by term.
 
     Args:
         text: The scenario's YAML.
-        calibrated_at: When this machine's calibration was written, for caches.
+        calibrated_at: Modification time of this machine's calibration, a cache key.
 
     Raises:
         SpecError: As ``predict``.

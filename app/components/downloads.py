@@ -28,11 +28,11 @@ def download(label: str, name: str, kind: str, content: str | bytes | Callable[[
     """A button that saves a file and changes nothing else.
 
     Args:
-        label: What it says.
-        name: Name of the file without its ending, for people.
-        kind: Its ending: ``csv``, ``json``, ``yaml``, ``svg`` or ``txt``.
-        content: What is in it; a function is called when the button is pressed.
-        about: What it is, on hover.
+        label: Label of the button.
+        name: Name to show; the file name is derived from it.
+        kind: File name extension: ``csv``, ``json``, ``yaml``, ``svg`` or ``txt``.
+        content: Content of the file; a function is called when the button is pressed.
+        about: Tooltip; empty for none.
     """
     st.download_button(
         label,
@@ -46,14 +46,14 @@ def download(label: str, name: str, kind: str, content: str | bytes | Callable[[
 
 
 def show_figure(figure: Figure, name: str, *, alt: str, key: str | None = None, zoom: bool = False) -> None:
-    """A figure over the whole width, whose cameras save it as SVG and as PNG (``head.html``).
+    """A figure of full width, whose camera buttons save SVG and PNG files (``head.html``).
 
     Args:
-        figure: Without colours of text and paper, which the theme chooses.
-        name: What it shows; the name of its file.
-        alt: The same in a sentence, for those who do not see it.
-        key: Where two figures would be alike.
-        zoom: Whether wheel and fingers zoom; else they scroll the page.
+        figure: Figure without colors of text and background, which the theme defines.
+        name: Title of the figure, also its file name.
+        alt: Alternative text for screen readers.
+        key: Widget key, needed if a page shows two equal figures; None otherwise.
+        zoom: Zoom with wheel and fingers instead of scrolling the page.
     """
     config = {
         "displaylogo": False,
@@ -65,13 +65,13 @@ def show_figure(figure: Figure, name: str, *, alt: str, key: str | None = None, 
 
 
 class _Ready(BaseFigure):  # type: ignore[misc]  # plotly has no types
-    """A figure that Streamlit takes as it is: it has Plotly check plain dictionaries, again in every rerun."""
+    """A figure that Streamlit does not validate: it lets Plotly check plain dictionaries in every rerun."""
 
     def __init__(self, figure: Figure) -> None:
         self._figure = figure
 
     def to_dict(self) -> Figure:
-        """What is sent to the browser."""
+        """Figure as sent to the browser."""
         return self._figure
 
 

@@ -1,4 +1,4 @@
-"""A prediction beside a measurement: errors by term, both steps on one axis."""
+"""A prediction next to a measurement: errors by term, both steps on one axis."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["show_comparison_of", "show_logged", "show_uploaded"]
 
 
 def show_uploaded() -> None:
-    """Asks for both files."""
+    """Shows the upload of both files."""
     left, right = st.columns(2)
     with left:
         prediction = st.file_uploader("prediction.json", type=["json"], key="prediction file")
@@ -35,7 +35,7 @@ def show_uploaded() -> None:
         st.caption(
             "`simplan run SCENARIO -o FOLDER` writes both files. Of a run elsewhere a file with "
             "`step_times_s: [2.41, 2.39, 2.44]` and, if known, `peak_reserved_gib: 71.2` will do. Files are read as "
-            "data and not stored; a measurement of another job than the prediction is refused by name."
+            "data and not stored; a measurement of another job than the prediction is an error."
         )
     predicted = None if prediction is None else uploads.prediction_of(prediction.name, prediction.getvalue())
     measured = None if measurement is None else uploads.measured_of(measurement.name, measurement.getvalue())
@@ -47,7 +47,7 @@ def show_uploaded() -> None:
 
 
 def show_logged(prediction: dict[str, Any], logged: LoggedRun) -> None:
-    """What a log says beside the prediction: how far it is off, and what of it could be to blame."""
+    """Values of a log next to the prediction: the error, and the terms that could explain it."""
     found = uploads.compared_logged(prediction, logged)
     step = found.rows[0]
     low_s, high_s = (format_time(seconds) for seconds in found.interval_s)
@@ -60,7 +60,7 @@ def show_logged(prediction: dict[str, Any], logged: LoggedRun) -> None:
     ]
     for column, (label, value, about) in zip(st.columns(len(cells)), cells, strict=True):
         column.metric(label, value, help=about)
-    show_figure(terms_figure(found.rows), "errors", alt="Errors beside the spread of the steps")
+    show_figure(terms_figure(found.rows), "errors", alt="Errors next to the spread of the steps")
     st.subheader("What is least sure", help="Parts of the predicted critical path and what their prices may be off by")
     sentence = could_come_from(found)
     st.caption(escaped(f"{sentence[0].upper()}{sentence[1:]}."))
@@ -68,7 +68,7 @@ def show_logged(prediction: dict[str, Any], logged: LoggedRun) -> None:
         {
             "part": part.part,
             "predicted, ms": part.predicted_s * 1e3,
-            "hidden beside computing, ms": part.hidden_s * 1e3,
+            "hidden by compute, ms": part.hidden_s * 1e3,
             "one standard deviation, ms": part.std_s * 1e3,
             "alone: times as long": part.times_as_long,
         }
@@ -82,14 +82,14 @@ def show_logged(prediction: dict[str, Any], logged: LoggedRun) -> None:
 
 
 def show_comparison_of(prediction: dict[str, Any], measurement: Measurement) -> None:
-    """Both side by side.
+    """Prediction and measurement next to each other.
 
     Args:
-        prediction: The document of a prediction.
-        measurement: Of the same job.
+        prediction: JSON document of a prediction.
+        measurement: Measurement of the same job.
 
     Raises:
-        SpecError: They are of different jobs, or the prediction is not whole.
+        SpecError: The jobs differ, or the prediction is incomplete.
     """
     found = uploads.compared(prediction, measurement)
     step = found.rows[0]
@@ -110,7 +110,7 @@ def show_comparison_of(prediction: dict[str, Any], measurement: Measurement) -> 
     for column, (label, value, about) in zip(st.columns(len(cells)), cells, strict=True):
         column.metric(label, value, help=about)
     st.subheader("Errors by term", help="Grey: the spread of the repeats. Within it nothing can be read off an error")
-    show_figure(terms_figure(found.rows), "errors by term", alt="Errors of all terms beside the spread of the repeats")
+    show_figure(terms_figure(found.rows), "errors by term", alt="Errors of all terms next to the spread of the repeats")
     st.subheader("One step of both", help="The measured step is the one with the median time")
     figure = steps_figure(predicted_timeline(prediction), measured_timeline(measurement))
     show_figure(figure, "predicted and measured step", alt="Both steps on one axis", zoom=True)
@@ -129,7 +129,7 @@ def show_comparison_of(prediction: dict[str, Any], measurement: Measurement) -> 
 
 
 def _show_parts(found: Comparison) -> None:
-    """What the error is made of, and where the step of each rank went; in milliseconds."""
+    """Terms of the error, and step breakdown per rank, in milliseconds."""
     terms = [
         {
             "part": term.part,

@@ -1,4 +1,4 @@
-"""What a search found: points, ranks, one plan in detail, and where the others went."""
+"""Plans of a search: scatter plot, ranking, one plan in detail, and the reasons for excluding the others."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ _FORMS = {
 
 
 def show_plans(asked: SearchScenario, result: SearchResult) -> None:
-    """Everything about the plans of a search that is done.
+    """All plans of a finished search.
 
     Args:
-        asked: The scenario.
-        result: Its plans.
+        asked: Scenario of the search.
+        result: Result of the search.
     """
     if result.ranked:
         rows = plan_rows(result)
@@ -73,10 +73,10 @@ def show_plans(asked: SearchScenario, result: SearchResult) -> None:
 
 
 def show_plans_so_far(result: SearchResult) -> None:
-    """The best plans of a search that goes on: nothing can be chosen yet that would be gone in a moment.
+    """The best plans of a running search; nothing is selectable, since the plans change.
 
-    The best one goes first and alone, because browsers draw what comes together at one time; and the ranking is a plain
-    table, which takes them a tenth of the time of one that can be sorted.
+    The best plan is sent first, because browsers draw elements that arrive together at one time. The ranking is a plain
+    table, which browsers draw in a tenth of the time of a sortable one.
     """
     rows = plan_rows(result)
     left, right = st.columns([3, 2], gap="medium")
@@ -116,7 +116,7 @@ def _label(axis: str) -> str:
 
 
 def _show_one(asked: SearchScenario, result: SearchResult) -> None:
-    """One plan of them all, and what can be done with it."""
+    """One selected plan, and its actions."""
     names = [f"{rank}. {search_plan_words(plan.plan)}" for rank, plan in enumerate(result.ranked, 1)]
     number = remembered_choice(
         "Plan", "plan", range(len(names)), 0, format_func=names.__getitem__, help="One in detail"
@@ -137,10 +137,10 @@ def _show_detail(plan: RankedPlan, result: SearchResult) -> None:
 
 
 def _why(plan: RankedPlan, result: SearchResult) -> list[str]:
-    """Why a plan is where it is, a sentence each."""
+    """Explanation of a plan's rank, as sentences."""
     lines = []
     if plan.headroom_bytes is not None:
-        lines.append(f"{format_bytes(plan.headroom_bytes)} of what plans may use is to spare.")
+        lines.append(f"{format_bytes(plan.headroom_bytes)} headroom below the memory limit of plans.")
     if plan.alike.num_plans:
         lines.append(escaped(f"And {alike_words(plan.alike)}."))
     why = plan.explanation
@@ -204,7 +204,7 @@ def _show_ranked(rows: list[dict[str, Any]]) -> None:
     st.dataframe(
         frame.style.format({name: form for name, form in _FORMS.items() if name in shown}, na_rep=""),
         hide_index=True,
-        placeholder="",  # what is not known yet, and of plans that are on the front alone never asked
+        placeholder="",  # not computed yet, or never for plans only on the Pareto front
         height=min(36 * (len(frame) + 1), 420),
         column_config={
             "rank": column.TextColumn("#", width=50, help="front: nothing is better in both objectives"),
@@ -213,7 +213,7 @@ def _show_ranked(rows: list[dict[str, Any]]) -> None:
             "step_time_s": column.NumberColumn("step, s", help=meaning("step_time_s")),
             "to_the_best": column.NumberColumn("to the best", help="Step time over that of the best plan, less one"),
             "device_gib": column.NumberColumn("device GiB", help=meaning("device")),
-            "headroom_gib": column.NumberColumn("to spare GiB", help="Of what plans may use of a device"),
+            "headroom_gib": column.NumberColumn("headroom GiB", help="Below the memory that plans may use of a device"),
             "tokens_per_s_per_device": column.NumberColumn(
                 "per s and device", help="Tokens, or images for models of them"
             ),

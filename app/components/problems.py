@@ -10,7 +10,7 @@ __all__ = ["escaped", "show_bug", "show_problems"]
 
 
 def show_problems(error: SimplanError) -> None:
-    """What is wrong and the nearest fix, one line each; what simplan does not model is told apart from mistakes."""
+    """Shows problems and fixes, one line each; unmodeled options look different from mistakes."""
     sentences = [problem.sentence() for problem in error.problems] if isinstance(error, SpecError) else [str(error)]
     text = (
         "\n".join(f"- {escaped(sentence)}" for sentence in sentences) if len(sentences) > 1 else escaped(sentences[0])
@@ -22,7 +22,7 @@ def show_problems(error: SimplanError) -> None:
 
 
 def show_bug(error: Exception) -> None:
-    """What only a bug of simplan can cause."""
+    """Shows an error that only a bug of simplan can cause."""
     st.error(
         f"This is a bug of simplan ({escaped(type(error).__name__)}: {escaped(str(error)[:300])}). The server's log "
         "says where; please report it with the address of this page."

@@ -1,8 +1,8 @@
-"""Work that goes on while a page is looked at: how far it is, what stops it, and the page anew when there is news.
+"""Progress of background work on a page: progress bar, stop button, and a rerun of the page at new results.
 
 The page waits on the server, as ``app.work`` does, and not by a timer in the browser (``st.fragment(run_every=...)``).
-Such a timer goes on until the next page answers: a tick that is sent after ``st.switch_page`` names the page that is
-left, is queued behind the new one, and the browser then clears what it has just drawn.
+A timer would continue until the next page responds: a tick sent after ``st.switch_page`` names the old page, is queued
+behind the new one, and the browser then clears the new page.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ __all__ = ["Following", "ProgressBar", "follow", "show_progress", "stage"]
 _LOOK_S = 0.1
 
 Following = Callable[[], None]
-"""What a page does when all of it is drawn."""
+"""Function that a page calls after it is drawn."""
 
 
 class ProgressBar(NamedTuple):
-    """How far something is.
+    """Progress of a task.
 
     Attributes:
-        share: Between 0 and 1.
-        words: What is being done.
+        share: Completed fraction, 0 to 1.
+        words: Description of the current task.
     """
 
     share: float
@@ -38,14 +38,14 @@ class ProgressBar(NamedTuple):
 
 
 def show_progress(now: ProgressBar, stop: Callable[[], None] | None = None) -> DeltaGenerator:
-    """A bar, with a button beside it where something can be stopped.
+    """A progress bar, with a stop button next to it if the work can be stopped.
 
     Args:
-        now: What it shows at first.
-        stop: What the button does.
+        now: Initial state of the bar.
+        stop: Called by the stop button; None for no button.
 
     Returns:
-        The place of the bar, for ``follow``.
+        Streamlit container of the bar, for ``follow``.
     """
     place = st.empty()
     if stop is not None:
@@ -57,27 +57,27 @@ def show_progress(now: ProgressBar, stop: Callable[[], None] | None = None) -> D
 
 
 def stage(name: str, names: Sequence[str]) -> DeltaGenerator:
-    """The place for one of the stages that a page goes through.
+    """Container for one of the stages of a page.
 
-    Each has a place of its own: Streamlit keeps what another run drew at a place until the next run ends, and one that
-    follows something does not end for long.
+    Each stage has a separate container: Streamlit keeps the elements of an earlier run in a container until the next
+    run ends, and a run that follows a task lasts long.
 
     Args:
-        name: The stage.
-        names: All of them, in the same order in every run.
+        name: Name of the stage.
+        names: Names of all stages, in the same order in every run.
     """
     places = {other: st.empty() for other in names}
     return places[name].container()
 
 
 def follow(place: DeltaGenerator, look: Callable[[], ProgressBar | None]) -> None:
-    """Shows how far it is until there is something new to draw, then draws the page anew.
+    """Updates a progress bar until there is something new to draw, then reruns the page.
 
-    Whatever the user asks meanwhile ends it.
+    Any action of the user ends the wait.
 
     Args:
-        place: Of the bar.
-        look: How far it is; None when the page has to be drawn anew.
+        place: Container of the bar.
+        look: Returns the progress, or None when the page must be rerun.
     """
     shown = None
     while (now := look()) is not None:

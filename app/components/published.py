@@ -1,4 +1,4 @@
-"""Published runs: predicted beside measured, by source."""
+"""Published runs: predicted next to measured step times, by source."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _FORMS = {
 
 
 def show_published() -> Following | None:
-    """Chooses a source, predicts its runs, and says how far off that is."""
+    """Lets the user choose a source, predicts its runs, and shows the errors."""
     names, held_out, looked_at = (_sources(folder) for folder in (_FITTED, _HELD_OUT, _LOOKED_AT))
     if not names:
         st.info(
@@ -102,7 +102,7 @@ def show_published() -> Following | None:
 
 @st.cache_resource(show_spinner=False)
 def _sources(folder: str) -> list[str]:
-    """Files of the repository that hold step times; those that no fit has seen with their folder."""
+    """Files of the repository with step times; held-out files are listed with their folder."""
     found = sorted((_SCENARIOS / folder).glob("*.yaml"))
     before = "" if folder == _FITTED else f"{folder}/"
     return [before + file.stem for file in found if "\nruns:" in file.read_text(encoding="utf-8")]

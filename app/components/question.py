@@ -1,4 +1,4 @@
-"""The question, in the sidebar of pages that are about one: model, cluster, training, plan; or the scenario as text."""
+"""Scenario form in the sidebar of pages: model, cluster, training and plan, or the scenario as text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def show_question(*, plan: bool = True) -> None:
     """The form, bound to the scenario of the session.
 
     Args:
-        plan: Ask for the plan, too.
+        plan: Include the plan.
     """
     with st.sidebar:
         _model()
@@ -207,7 +207,7 @@ def _zero_stage() -> int:
 
 
 def _fit() -> None:
-    """What tensor, context and pipeline parallelism leave of the devices is data-parallel."""
+    """Sets data parallelism to the number of devices over the tensor-, context- and pipeline-parallel degrees."""
     devices = _devices()
     axes = [get(("plan", key), 1) for key in ("tp", "cp", "pp")]
     stage, replicas = get(("plan", "zero_stage"), _zero_stage()), get(("plan", "dp_replicate"), 1)
@@ -219,7 +219,7 @@ def _fit() -> None:
         sharded = stage in (1, 2, 3)
         if not sharded:
             replicas = rest
-        elif rest % replicas or replicas == rest:  # no replicas were asked for, or they do not fit any more
+        elif rest % replicas or replicas == rest:  # no replicas requested, or their number no longer divides
             replicas = 1
         put(("plan", "dp_replicate"), replicas if replicas > 1 else None)
         put(("plan", "dp_shard"), rest // replicas if sharded else None)
@@ -240,7 +240,7 @@ def _after_schedule() -> None:
 
 
 def _section(name: str) -> dict[str, Any]:
-    """A section of the scenario; empty where it is none."""
+    """A section of the scenario; empty if the section is missing or no mapping."""
     found = get((name,))
     return found if isinstance(found, dict) else {}
 
@@ -268,7 +268,7 @@ def _as_text() -> None:
 
 
 def _take_text(content: bytes, name: str) -> None:
-    """Takes a scenario over as it is; what is wrong with it is said where it is answered."""
+    """Stores a scenario unchecked; pages report its problems when they predict it."""
     try:
         data = scenario_data(name, content)
     except SpecError as error:

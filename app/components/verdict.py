@@ -1,4 +1,4 @@
-"""The verdict: what people ask first, in one line and a row of numbers."""
+"""The verdict: fits or does not fit, in one line, and a row of key numbers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PRICE, _MOST_PRICE = "price", 1e6
 
 
 def show_verdict(headline: Headline, host_words: str = "") -> None:
-    """Fits or not, the worst rank and the headroom, in colour and words.
+    """Fits or not, the peak-memory rank and the headroom, in color and words.
 
     Args:
-        headline: The answer.
-        host_words: What does not fit into memory of the host, if anything.
+        headline: Key numbers of the prediction.
+        host_words: Message about insufficient host memory; empty if host memory suffices.
     """
     rank = "the worst rank" if headline.worst_rank is None else f"rank {headline.worst_rank}"
     needs = f"{rank} needs {format_bytes(headline.device_bytes)}"
@@ -45,10 +45,10 @@ def show_verdict(headline: Headline, host_words: str = "") -> None:
 
 
 def kept_budget(*, images: bool) -> tuple[float, float | None]:
-    """What is to be trained on, and the price of a device.
+    """Training budget and price of a device, as remembered for the session.
 
     Returns:
-        Tokens (images, for models of them), and the price per device and hour, None without one.
+        Number of tokens (or images), and price per device and hour; None without a price.
     """
     _, name, scale, start = _budget(images=images)
     budget = kept_number(name, start, least=_LEAST, most=_MOST)
@@ -56,7 +56,7 @@ def kept_budget(*, images: bool) -> tuple[float, float | None]:
 
 
 def show_budget(*, images: bool) -> None:
-    """Asks for both in the sidebar."""
+    """Inputs for training budget and price in the sidebar."""
     label, name, _, start = _budget(images=images)
     with st.sidebar:
         st.markdown("###### Budget")
@@ -69,7 +69,7 @@ def show_budget(*, images: bool) -> None:
 
 
 def _budget(*, images: bool) -> tuple[str, str, float, float]:
-    """How it is called, kept, counted, and what it is at first."""
+    """Label, view-value name, unit and default of the training budget."""
     return ("Images (million)", "images", 1e6, 300.0) if images else ("Tokens (billion)", "tokens", 1e9, 1000.0)
 
 
@@ -119,6 +119,6 @@ def show_numbers(asked: Scenario, headline: Headline, budget: float, price: floa
 
 def _interval(headline: Headline) -> str:
     if headline.step_time_interval_s is None:
-        return "how sure: in a moment"
+        return "interval: being computed"
     low_s, high_s = headline.step_time_interval_s
     return f"{format_time(low_s)} to {format_time(high_s)}"

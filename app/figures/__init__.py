@@ -1,1 +1,1 @@
-"""Figures as pure functions of data: a record of what is drawn, and a function from it to a Plotly figure."""
+"""Figures as pure functions of data: records, and functions from records to Plotly figures."""

@@ -30,11 +30,11 @@ def difference_rows(rows: Sequence[DifferenceRow]) -> list[dict[str, Any]]:
 
 
 def difference_figure(rows: Sequence[DifferenceRow], names: tuple[str, str]) -> Figure:
-    """Groups of terms, a bar for each of the two; the largest difference on top.
+    """Groups of terms with one bar per plan, sorted by difference, largest on top.
 
     Args:
-        rows: Of time, or of memory.
-        names: Short names of the two.
+        rows: Terms of the step time or of memory.
+        names: Short names of the two plans.
     """
     groups = _groups(rows)
     ordered = sorted(groups, key=lambda group: -abs(groups[group][1] - groups[group][0]))

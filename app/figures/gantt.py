@@ -1,6 +1,6 @@
-"""One step as a Gantt chart: a row for each rank, its messages on a thin lane under it; white space is the bubble.
+"""One step as a Gantt chart: one row per rank and a thin lane for its communication; white space is the bubble.
 
-Several plans stand over each other on one axis. Under them memory over time, on the same axis.
+Several plans are stacked on one time axis. Memory over time is drawn below, on the same axis.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from simplan.units import GIB, format_bytes, format_time
 __all__ = ["gantt_figure", "shade"]
 
 _ROW_PX, _MEMORY_PX, _AROUND_PX, _TITLE_PX, _BELOW_PX = 34, 190, 125, 26, 56
-_LANE, _THIN, _THIN_AT = 0.62, 0.14, 0.40  # heights of a row, and where its messages are
+_LANE, _THIN, _THIN_AT = 0.62, 0.14, 0.40  # heights of a row and of its communication lane, and the lane's offset
 _LIGHTEST = 0.5
 _MOST_TEXTS = 1_200
 _ORDER = {kind: number for number, kind in enumerate(ActionKind)}
@@ -41,8 +41,8 @@ def gantt_figure(results: Sequence[TimelineResult], memory_rank: int | None = No
 
     Args:
         results: One plan, or several to compare; the first is on top.
-        memory_rank: Whose memory is drawn, by category, where there is one plan; None for the rank that needs most.
-            Of several plans the totals of the rank of each that needs most are drawn.
+        memory_rank: Rank whose memory is drawn by category, for one plan; None for the peak-memory rank. With several
+            plans, the total memory of each plan's peak-memory rank is drawn.
     """
     step_s = max(result.step_time_s for result in results)
     scale = _Scale("s", 1.0) if step_s >= 1.0 else _Scale("ms", 1e-3)
@@ -114,12 +114,12 @@ def _note(text: str, y: float) -> dict[str, Any]:
 
 
 def shade(colour: str, place: int, number: int) -> str:
-    """A colour made lighter for later stages of a rank.
+    """Color, lighter for later stages of a rank.
 
     Args:
-        colour: Of the first, ``#rrggbb``.
-        place: Which of them, from 0.
-        number: How many.
+        colour: Color of the first stage, ``#rrggbb``.
+        place: Index of the stage, from 0.
+        number: Number of stages.
 
     >>> shade("#000000", 1, 2), shade("#3b7dd8", 0, 1)
     ('#808080', '#3b7dd8')
@@ -135,7 +135,7 @@ def _title(result: TimelineResult, *, several: bool) -> str:
 
 
 def _boxes(result: TimelineResult, scale: _Scale, legend: set[str], *, texts: bool) -> Iterable[dict[str, Any]]:
-    """A trace for each kind of action, and one for messages."""
+    """One trace per kind of action, and one for communication."""
     by_look: dict[tuple[int, bool, str], list[tuple[int, TimelineBox]]] = {}
     for number, lane in enumerate(result.lanes):
         for box in lane.compute:
@@ -192,7 +192,7 @@ def _hatched(fill: str) -> dict[str, Any]:
 
 
 def _first(name: str, seen: set[str]) -> bool:
-    """Whether a name is new; each is in the legend once."""
+    """True for a name that is not in the legend yet; adds it to ``seen``."""
     new = name not in seen
     seen.add(name)
     return new

@@ -71,7 +71,7 @@ def _groups(one: Lesson) -> list[_Group]:
 
 
 def _until(one: Lesson, groups: Sequence[_Group], time: float) -> list[dict[str, object]]:
-    """What a frame changes: how far boxes have come, and the line at its time."""
+    """Traces of an animation frame: boxes up to its time, and a line at its time."""
     several = one.virtual_stages > 1
     bars: list[dict[str, object]] = [
         {
@@ -129,7 +129,7 @@ def _now(one: Lesson) -> dict[str, Any]:
 
 
 def _notes(one: Lesson, time: float) -> dict[str, list[dict[str, object]]]:
-    """Beside each rank how many microbatches it holds."""
+    """Number of microbatches in flight, as an annotation next to each rank."""
     notes = [
         {
             "x": 1.005,
@@ -147,7 +147,7 @@ def _notes(one: Lesson, time: float) -> dict[str, list[dict[str, object]]]:
 
 
 def _instants(length: float) -> list[float]:
-    """Times of the frames, every unit where there are not too many."""
+    """Times of the frames, one per time unit up to a maximum number."""
     distance = max(1, math.ceil(length / _MOST_FRAMES))
     return [float(time) for time in range(0, math.ceil(length), distance)] + [length]
 

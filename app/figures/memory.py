@@ -1,4 +1,4 @@
-"""Memory by rank as stacked bars, against what the device has."""
+"""Memory by rank as stacked bars, with the capacity of the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simplan.units import GIB, format_bytes
 __all__ = ["RESERVE", "MemoryBar", "memory_bars", "memory_figure", "memory_rows"]
 
 RESERVE = "allocator's reserve"
-"""What the caching allocator holds beyond tensors."""
+"""Memory that the caching allocator reserves beyond tensors."""
 
 _MOST_BARS = 64
 _CAPACITY = {"color": "#d1495b", "width": 1.5, "dash": "dash"}
@@ -28,7 +28,7 @@ class MemoryBar:
     Attributes:
         ranks: Ranks that need exactly this.
         parts: Part -> bytes, in the order of the stack; they sum to ``device_bytes``.
-        device_bytes: On the device, at the worst instant.
+        device_bytes: Peak bytes on the device.
         peak_action: The action during which that is; empty for the time between steps.
     """
 
@@ -44,7 +44,7 @@ class MemoryBar:
 
 
 def memory_bars(memory: Iterable[RankMemory]) -> tuple[MemoryBar, ...]:
-    """A bar for each rank; where there are more than 64, one for each group of ranks that need the same."""
+    """One bar per rank; above 64 ranks, one per group of ranks with equal memory."""
     found = [_bar(rank) for rank in memory]
     if len(found) <= _MOST_BARS:
         return tuple(found)
@@ -74,7 +74,7 @@ _COLOURS = {_words(category): colour for category, colour in MEMORY.items()}
 
 
 def memory_rows(bars: Sequence[MemoryBar]) -> list[dict[str, object]]:
-    """The same as rows of a table, GiB."""
+    """Memory bars as table rows, in GiB."""
     parts = _parts(bars)
     return [
         {
@@ -92,11 +92,11 @@ def _parts(bars: Sequence[MemoryBar]) -> list[str]:
 
 
 def memory_figure(bars: Sequence[MemoryBar], capacity_bytes: int | None) -> Figure:
-    """A trace for each part of the memory, GiB over ranks, and a line for the capacity.
+    """One trace per part of the memory, in GiB over ranks, and a line for the capacity.
 
     Args:
-        bars: From ``memory_bars``.
-        capacity_bytes: What a device has; None when unknown.
+        bars: Bars from ``memory_bars``.
+        capacity_bytes: Memory of a device in bytes; None when unknown.
     """
     traces, lines = [], []
     labels = [bar.label for bar in bars]

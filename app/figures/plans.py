@@ -33,9 +33,9 @@ class Axis:
     """A number of a plan that can be drawn.
 
     Attributes:
-        label: With its unit.
-        form: For hover, as d3 writes numbers.
-        less_is_better: None where neither is.
+        label: Name with unit.
+        form: Number format for tooltips, in d3 syntax.
+        less_is_better: True when smaller is better; None when neither direction is better.
     """
 
     label: str
@@ -47,7 +47,7 @@ AXES: Mapping[str, Axis] = MappingProxyType(
     {
         "step_time_s": Axis("step time, s", less_is_better=True),
         "device_gib": Axis("device memory, GiB", ",.2f", less_is_better=True),
-        "headroom_gib": Axis("memory to spare, GiB", ",.2f", less_is_better=False),
+        "headroom_gib": Axis("memory headroom, GiB", ",.2f", less_is_better=False),
         "tokens_per_s_per_device": Axis("throughput per device, 1/s", ",.0f", less_is_better=False),
         "mfu": Axis("MFU", ".1%", less_is_better=False),
         "num_devices": Axis("devices", ",d", less_is_better=True),
@@ -62,7 +62,7 @@ AXES: Mapping[str, Axis] = MappingProxyType(
         "microbatch_size": Axis("microbatch size", ",d"),
     }
 )
-"""What can stand on an axis."""
+"""Quantities for the axes, by key of a row."""
 
 COLOURS: Mapping[str, str] = MappingProxyType(
     {
@@ -74,7 +74,7 @@ COLOURS: Mapping[str, str] = MappingProxyType(
         "limit": "what limits it",
     }
 )
-"""What can tell points apart."""
+"""Fields for the color of points, by key of a row."""
 
 RESOURCES: Mapping[str, str] = MappingProxyType(
     {
@@ -85,15 +85,15 @@ RESOURCES: Mapping[str, str] = MappingProxyType(
         "memory": "device memory",
     }
 )
-"""What there could be more of."""
+"""Names of resources that can limit a plan."""
 
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon")
 
 
 def plan_rows(result: SearchResult) -> list[dict[str, Any]]:
-    """A row for each plan that a search kept: ranked ones first, then the others of the front.
+    """One row per plan of a search result: ranked plans first, then the others of the Pareto front.
 
-    All have the same columns: those of a plan that one of them has a value for.
+    All rows have the same columns: the plan fields that at least one plan sets.
     """
     ranked = [(rank, plan) for rank, plan in enumerate(result.ranked, 1)]
     others = [(None, plan) for plan in result.pareto if plan not in result.ranked]
@@ -130,13 +130,13 @@ def _row(rank: int | None, plan: RankedPlan, result: SearchResult, on_front: boo
 
 
 def plans_figure(rows: Sequence[Mapping[str, Any]], x: str, y: str, colour: str, pinned: Iterable[str] = ()) -> Figure:
-    """Plans as points; the front is a line where it is one of these two axes, pinned plans have a ring.
+    """Plans as points, with the Pareto front of the two axes as a line; pinned plans have a ring.
 
     Args:
-        rows: From ``plan_rows``.
+        rows: Rows from ``plan_rows``.
         x, y: Keys of ``AXES``.
         colour: Key of ``COLOURS``.
-        pinned: Words of pinned plans.
+        pinned: Texts of pinned plans.
     """
     shown = [row for row in rows if row.get(x) is not None and row.get(y) is not None]
     if not shown:
@@ -189,7 +189,7 @@ def _drawn_axis(name: str) -> dict[str, Any]:
 
 
 def _front(rows: Sequence[Mapping[str, Any]], x: str, y: str) -> list[Mapping[str, Any]]:
-    """Of all points, those that none is better than in both numbers; nothing where better is not defined."""
+    """Pareto front of the points; empty when an axis has no better direction."""
     less_x, less_y = AXES[x].less_is_better, AXES[y].less_is_better
     if less_x is None or less_y is None or x == y:
         return []
@@ -232,10 +232,10 @@ def _number(value: float, name: str) -> str:
 
 
 def shares_figure(plans: Sequence[tuple[str, RankedPlan]]) -> Figure:
-    """Where the step of each plan's busiest rank goes: stacked bars that are as long as the step.
+    """Step breakdown of each plan's critical rank, as stacked bars of the length of the step.
 
     Args:
-        plans: Short names, and plans that are explained.
+        plans: Short names, and plans with explanations.
     """
     explained = [(name, plan, plan.explanation) for name, plan in plans if plan.explanation is not None]
     if not explained:
@@ -268,7 +268,7 @@ def shares_figure(plans: Sequence[tuple[str, RankedPlan]]) -> Figure:
 
 
 def space_rows(space: SpaceCount) -> list[dict[str, Any]]:
-    """Where every plan of the space went: how many, under which name, and what that means."""
+    """Plans of the space by outcome: number, name and meaning."""
     rows = [{"plans": number, "rule": name, "why": space.why[name]} for name, number in space.rejected.items()]
     bounded = "cannot be among the best: at least so slow by a lower bound"
     rows.append({"plans": space.bounded, "rule": "bounded", "why": bounded})
@@ -277,7 +277,7 @@ def space_rows(space: SpaceCount) -> list[dict[str, Any]]:
 
 
 def space_figure(space: SpaceCount) -> Figure:
-    """The same as bars, on a logarithmic scale: one plan is still seen beside a million."""
+    """Search space by rejecting rule as bars, on a logarithmic scale, so that one plan is visible next to a million."""
     rows = [row for row in space_rows(space) if row["plans"]]
     if not rows:
         return empty("No plan was looked at yet.")

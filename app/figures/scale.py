@@ -1,4 +1,4 @@
-"""One plan over more or less of something; what a little more is worth, and what a slow rank costs."""
+"""One plan over an axis, value of 1 % more of each resource, and cost of a slow rank."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _WIDEST = 0.12  # of the axis: a single bar is no wall
 def scale_rows(
     points: Sequence[ScalePoint], budget: float | None = None, price: float | None = None
 ) -> list[dict[str, Any]]:
-    """A row for each point that has an answer.
+    """One row per point with a prediction.
 
     Args:
-        points: From ``sweep``.
-        budget: Tokens (images, of models of them) to train on, for the cost.
-        price: Per device and hour.
+        points: Points from ``sweep``.
+        budget: Number of tokens (or images) to train on, for the cost; None for no cost.
+        price: Price per device and hour; None for no cost.
     """
     rows = []
     for point in points:
@@ -59,14 +59,14 @@ def scale_rows(
 def scale_figures(
     rows: Sequence[dict[str, Any]], label: str, now: float, capacity_bytes: int | None, *, unit: str = "tokens"
 ) -> dict[str, Figure]:
-    """Step time with its interval, throughput, memory, and cost if it is known, over one axis; by their names.
+    """Figures by name: step time with interval, throughput, memory, and cost if known, over one axis.
 
     Args:
-        rows: From ``scale_rows``.
-        label: What the axis is.
-        now: Where the scenario stands on it.
-        capacity_bytes: Of a device; None when unknown.
-        unit: What throughput counts.
+        rows: Rows from ``scale_rows``.
+        label: Name of the axis.
+        now: Value of the scenario on the axis.
+        capacity_bytes: Memory of a device in bytes; None when unknown.
+        unit: Unit of throughput, ``tokens`` or images.
     """
     if not rows:
         return {"nothing": empty("Nothing on this axis has an answer.")}
@@ -118,7 +118,7 @@ def _interval(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _curve(rows: Sequence[dict[str, Any]], key: str, title: str, label: str, now: float) -> dict[str, Any]:
-    """A number over the axis: a larger point where the scenario stands, a cross where a plan does not fit."""
+    """A quantity over the axis: a larger point at the scenario's value, a cross for plans that do not fit."""
     fit = [row["fits"] is not False for row in rows]
     return scatter(
         x=[row["value"] for row in rows],
@@ -138,13 +138,13 @@ def _curve(rows: Sequence[dict[str, Any]], key: str, title: str, label: str, now
 
 
 def _ideal(rows: Sequence[dict[str, Any]], now: float) -> list[float]:
-    """Throughput in proportion to the devices, from where the scenario stands."""
+    """Throughput proportional to the number of devices, from the scenario's value."""
     here = next((row for row in rows if row["value"] == now), None)
     return [] if here is None else [here["per_s"] * row["value"] / now for row in rows]
 
 
 def worth_figure(values: Sequence[MarginalValue]) -> Figure:
-    """What one percent more of each resource saves, as bars."""
+    """Step time saved by one percent more of each resource, as bars."""
     shown = [value for value in values if value.relative_change < 0]
     if not shown:
         return empty("One percent more of anything changes nothing.")
@@ -169,7 +169,7 @@ def worth_figure(values: Sequence[MarginalValue]) -> Figure:
 
 
 def slow_figure(found: Sequence[DelayedRank], slower: float) -> Figure:
-    """How much longer the step takes by slow rank; the dashed line is the rank's own delay."""
+    """Step time increase per slow rank, in percent; the dashed line is the delay of the rank's compute."""
     labels = [f"{format_ranks(list(one.ranks))} " for one in found]
     bars = bar(
         x=labels,

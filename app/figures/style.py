@@ -1,7 +1,7 @@
-"""What all figures have in common, and how they are built: as plain dictionaries, in Plotly's own form.
+"""Style and builders of all figures, as plain dictionaries in Plotly's format.
 
-Plotly's Python objects check every value whenever a figure is built, which took half of the time of a page. Figures are
-checked once, by the tests, with those same objects.
+Plotly's Python objects validate every value whenever a figure is built, which took half of the time of a page. The
+tests validate the figures with the same objects instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from app.palette import GRID, MUTED, PLANS
 __all__ = ["Figure", "across", "bar", "empty", "figure", "numbered", "scatter"]
 
 Figure: TypeAlias = dict[str, Any]
-"""``data`` and ``layout``, where it plays ``frames``, as https://plotly.com/javascript/reference has them."""
+"""``data``, ``layout`` and, for animations, ``frames``, as in https://plotly.com/javascript/reference."""
 
 _CLEAR = "rgba(0,0,0,0)"
 _AXIS = {"gridcolor": GRID, "zeroline": False, "automargin": True}
@@ -32,12 +32,12 @@ _MARGIN = {"l": 8, "r": 8, "t": 28, "b": 8}
 
 
 def figure(traces: Iterable[dict[str, Any]], *, height: int, **layout: Any) -> Figure:
-    """A figure with our margins, legend and grid; colours of text and paper are the theme's.
+    """A figure with the dashboard's margins, legend and grid; the theme defines colors of text and background.
 
     Args:
-        traces: From ``bar``, ``scatter`` or in Plotly's form.
-        height: Pixels.
-        layout: More of Plotly's layout. Axes, legend and margin are added to ours; the title of an axis is a text.
+        traces: Traces from ``bar`` and ``scatter``, or in Plotly's format.
+        height: Height in pixels.
+        layout: Further layout of Plotly. Axes, legend and margin are merged with the defaults; axis titles are strings.
     """
     axes = {name: layout.pop(name) for name in list(layout) if name.startswith(("xaxis", "yaxis"))}
     return {
@@ -74,21 +74,21 @@ def across(y: float, line: dict[str, Any], *, yaxis: str = "y") -> dict[str, Any
     """A line over the whole width of a panel, for ``shapes``.
 
     Args:
-        y: How high, on the panel's axis.
-        line: Its colour, width and dash.
-        yaxis: That of the panel, below the first x axis.
+        y: Value on the panel's y axis.
+        line: Color, width and dash of the line.
+        yaxis: Y axis of the panel, on the first x axis.
     """
     ends = {"x0": 0, "x1": 1, "y0": y, "y1": y}
     return {"type": "line", "xref": "x domain", "yref": yaxis, "line": line, **ends}
 
 
 def numbered(name: str, number: int) -> str:
-    """What Plotly calls an axis of the n-th panel: ``x``, ``x2``; ``yaxis``, ``yaxis2``."""
+    """Plotly's name for an axis of the n-th panel: ``x``, ``x2``; ``yaxis``, ``yaxis2``."""
     return name if number == 1 else f"{name}{number}"
 
 
 def empty(text: str) -> Figure:
-    """A figure that says why there is nothing to draw."""
+    """A figure with the reason why there is nothing to draw."""
     note = {"text": text, "showarrow": False, "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper"}
     hidden = {"visible": False}
     return figure([], height=160, annotations=[note], xaxis=hidden, yaxis=hidden)

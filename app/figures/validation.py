@@ -1,4 +1,4 @@
-"""Predicted beside measured: runs as points around the diagonal, errors by source, one step of both on one axis."""
+"""Predicted against measured: runs as points around the diagonal, errors by source, both steps on one axis."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def runs_figure(outcomes: Sequence[RunOutcome]) -> Figure:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 of every power of ten on a logarithmic axis, or, where these would be many, 1 alone.
+    """Ticks of a logarithmic axis: 1, 2 and 5 times powers of ten, or powers of ten alone if there would be many.
 
     >>> _ticks(24, 1100)
     [50.0, 100.0, 200.0, 500.0, 1000.0]
@@ -76,7 +76,7 @@ def _short(file: str) -> str:
 
 
 def errors_figure(outcomes: Sequence[RunOutcome]) -> Figure:
-    """How runs of each source are off: a box from quarter to quarter, points for the runs."""
+    """Errors of the runs by source: box plots with one point per run."""
     boxes = []
     for number, file in enumerate(dict.fromkeys(outcome.file for outcome in outcomes)):
         errors = [(one.run.id, one.error) for one in outcomes if one.file == file and one.error is not None]

@@ -43,7 +43,7 @@ def waterfall_figure(parts: Sequence[StepPart], step_time_s: float) -> Figure:
 
 
 def _bar(label: str, start: float, length: float, look: dict[str, Any], counted: str) -> dict[str, Any]:
-    """A trace of its own: Plotly cannot hatch bars of a trace that has several colours without a complaint."""
+    """A bar as a separate trace: Plotly warns about hatched bars in a trace with several colors."""
     return bar(
         orientation="h",
         y=[label],

@@ -1,1 +1,1 @@
-"""Long work that pages start: in processes of its own, so that pages stay responsive and it can be stopped."""
+"""Long tasks that pages start: in separate processes, so that pages stay responsive and tasks can be stopped."""

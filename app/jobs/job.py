@@ -1,4 +1,4 @@
-"""A piece of work in a worker process, as the server sees it: how far it is, what it knows, how to stop it."""
+"""Tasks in worker processes, seen from the server: progress, result and stop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class State(StrEnum):
 
 
 def python(*arguments: str, **more: Any) -> subprocess.Popen[bytes]:
-    """Python with our packages, whatever folder the server was started in, in a session of its own."""
+    """Starts Python with simplan's packages in a separate session, independent of the server's working directory."""
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
     return subprocess.Popen([sys.executable, *arguments], env=environment, start_new_session=True, **more)
@@ -52,14 +52,14 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 class BackgroundJob:
-    """One piece of work. Its attributes are read by pages while a thread of its own changes them.
+    """One task in a worker process. Pages read the attributes while the job's thread changes them.
 
     Attributes:
-        update: How far it is; None before it says so.
-        value: What is known so far, and at the end what came of it.
-        error: Why there is nothing.
-        ended: Set at the end.
-        started_s, seconds: When it started, and how long it took; by the monotonic clock.
+        update: Latest progress; None before the first update.
+        value: Intermediate result, and finally the result; None before the first one.
+        error: Error that ended the job; None without an error.
+        ended: Event that is set at the end.
+        started_s, seconds: Start and duration in seconds, by the monotonic clock.
     """
 
     def __init__(self, question: Question) -> None:
@@ -78,11 +78,11 @@ class BackgroundJob:
         self._lock = threading.Lock()
 
     def watch(self) -> None:
-        """Says that somebody looks; work that nobody looks at for long is stopped."""
+        """Marks the job as watched; a job that no page watches for long is stopped."""
         self._watched_s = time.monotonic()
 
     def join(self) -> bool:
-        """One more waits for it; False when it was given up a moment ago."""
+        """Adds a waiting page; False when the job was just given up."""
         with self._lock:
             if self.stopped:
                 return False
@@ -90,7 +90,7 @@ class BackgroundJob:
             return True
 
     def leave(self) -> None:
-        """One waits no more; what nobody waits for is not begun."""
+        """Removes a waiting page; a job that no page waits for is not started."""
         with self._lock:
             self._num_waiting -= 1
             given_up = not self._num_waiting and self.state is State.WAITING
@@ -98,7 +98,7 @@ class BackgroundJob:
             self.stop()
 
     def stop(self) -> None:
-        """Asks it to end with what it has, and ends it when it does not; what is not begun ends at once."""
+        """Interrupts the job, which returns its results so far, or kills it; a waiting job ends immediately."""
         with self._lock:
             if self.state is State.ENDED:
                 return
@@ -114,10 +114,10 @@ class BackgroundJob:
             threading.Timer(_GRACE_S, child.kill).start()
 
     def run(self, child: subprocess.Popen[bytes]) -> bool:
-        """Asks a worker and listens to the end; for the thread of the job.
+        """Sends the request to a worker and reads messages to the end; runs in the thread of the job.
 
         Returns:
-            Whether the worker can be asked again.
+            True when the worker can take another request.
         """
         with self._lock:
             if self.state is State.ENDED:
@@ -143,7 +143,7 @@ class BackgroundJob:
             return answered and not self.stopped
 
     def run_here(self) -> None:
-        """Does the work in this thread."""
+        """Runs the job in this thread."""
         self._take(self.question.answer(self._take))
         with self._lock:
             self._set_ended()
@@ -159,7 +159,7 @@ class BackgroundJob:
                 self.stop()
 
     def _take(self, message: Update | Done | Failed) -> bool:
-        """Remembers what it is told; whether that was the last of it."""
+        """Stores a message of the worker; True for the last message."""
         if isinstance(message, Failed):
             self.error = message.error()
         elif isinstance(message, Done):
@@ -173,11 +173,11 @@ class BackgroundJob:
 
 
 class Jobs:
-    """Jobs of a server: equal questions are asked once, a few run at a time, and workers wait ready.
+    """Jobs of a server: equal requests run once, a limited number runs concurrently, and idle workers are ready.
 
     Args:
-        at_once: How many run at a time; 0 for work that is done where it is asked for.
-        keep: Workers are asked again, else each works once.
+        at_once: Maximum number of concurrent jobs; 0 runs jobs in the calling thread.
+        keep: Reuse workers; otherwise each worker runs one job.
     """
 
     def __init__(self, at_once: int, *, keep: bool = False) -> None:
@@ -188,40 +188,40 @@ class Jobs:
         self._idle: list[subprocess.Popen[bytes]] = []
 
     def warm(self) -> None:
-        """Gets a worker ready, or all that are kept."""
+        """Starts an idle worker, or all workers if they are reused."""
         with self._lock:
             self._idle = [child for child in self._idle if child.poll() is None]
             while len(self._idle) < (self._at_once if self._keep else 1):
                 self._idle.append(_worker())
 
     def find(self, key: Hashable) -> BackgroundJob | None:
-        """The job of a question, if it was asked."""
+        """Job of a request; None if there is none."""
         with self._lock:
             return self._jobs.get(key)
 
     def forget(self, key: Hashable) -> None:
-        """Keeps the answer of a question no longer; who waits for it has it."""
+        """Removes a job and its result from the cache; callers that wait for it still get the result."""
         with self._lock:
             job = self._jobs.get(key)
             if job is not None and job.state is State.ENDED:
                 del self._jobs[key]
 
     def busy(self) -> bool:
-        """Whether something runs or waits."""
+        """True when a job runs or waits."""
         with self._lock:
             return any(job.state is not State.ENDED for job in self._jobs.values())
 
     def waiting(self) -> int:
-        """How many wait for others to end."""
+        """Number of jobs that wait for a free slot."""
         with self._lock:
             return sum(job.state is State.WAITING for job in self._jobs.values())
 
     def start(self, key: Hashable, question: Question) -> BackgroundJob:
-        """The job of a question: the one that runs or has its answer, else a new one.
+        """Job of a request: the running or finished one, else a new one.
 
         Args:
-            key: Equal for equal questions.
-            question: What is to be done.
+            key: Cache key, equal for equal requests.
+            question: Task and arguments.
         """
         with self._lock:
             job = self._jobs.get(key)
@@ -238,7 +238,7 @@ class Jobs:
             try:
                 job.run_here()
             finally:
-                job.stop()  # where it ended in an error of ours
+                job.stop()  # after an internal error
         return job
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What server and workers tell each other: pickled one after the other. Both are ours and of one version."""
+"""Messages between server and workers, pickled; both sides run the same version of the code."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Done", "Failed", "Question", "Tell", "Update"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A piece of work.
+    """Request to a worker: a function with arguments.
 
     Attributes:
         task: A function of a module, without Streamlit.
         args, kwargs: Plain data.
-        tells: Whether it says how far it is: it takes ``tell``, a ``Tell``, besides.
+        tells: True when the task reports progress: it gets an additional argument ``tell``, a ``Tell``.
     """
 
     task: Callable[..., Any]
@@ -27,7 +27,7 @@ class Question:
     tells: bool = False
 
     def answer(self, tell: Tell) -> Done | Failed:
-        """Does the work; what is wrong with the question is an answer, a bug is not."""
+        """Runs the task; errors of simplan become a ``Failed``, bugs are raised."""
         more = {"tell": tell} if self.tells else {}
         try:
             return Done(self.task(*self.args, **self.kwargs, **more))
@@ -38,12 +38,12 @@ class Question:
 
 
 class Update(NamedTuple):
-    """How far the work is.
+    """Progress of a task.
 
     Attributes:
-        done, total: Parts of the work.
-        doing: What is done at present, in words.
-        value: What is known so far; None for nothing.
+        done, total: Completed and total units of work.
+        doing: Description of the current work.
+        value: Intermediate result; None for none.
     """
 
     done: int
@@ -56,18 +56,18 @@ Tell = Callable[[Update], object]
 
 
 class Done(NamedTuple):
-    """The end, with what came of it."""
+    """End of a task, with its result."""
 
     value: Any
 
 
 class Failed(NamedTuple):
-    """The end, with the reason; errors do not survive the way between processes as they are.
+    """End of a task with an error, in a form that can be pickled.
 
     Attributes:
-        kind: The error.
-        args: What it is made of.
-        file: Where the problems are, if in a file.
+        kind: Class of the error.
+        args: Arguments of the error.
+        file: File with the problems; None if they are not in a file.
     """
 
     kind: type[SimplanError]
@@ -75,5 +75,5 @@ class Failed(NamedTuple):
     file: str | None = None
 
     def error(self) -> SimplanError:
-        """The error as it was raised."""
+        """The error that was raised."""
         return self.kind(*self.args, file=self.file) if issubclass(self.kind, SpecError) else self.kind(*self.args)

@@ -1,4 +1,4 @@
-"""A run on this machine: ``simplan run`` as a process, one at a time on a server, in a folder of its own."""
+"""Runs on this machine: ``simplan run`` as a process, one at a time per server, each in a separate folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_SAID = 4_000
 
 
 def may_run() -> bool:
-    """Whether pages may start runs: on this machine alone, or when whoever started the server said so."""
+    """True when pages may start runs: on a local server, or with the server's ``--allow-run``."""
     return os.environ.get(RUN_FLAG) == "1"
 
 
@@ -30,8 +30,8 @@ class Run:
     """One run.
 
     Attributes:
-        folder: Where its files are.
-        num_steps: Steps that are measured.
+        folder: Folder of the run's files.
+        num_steps: Number of measured steps.
     """
 
     def __init__(self, text: str, name: str, num_steps: int) -> None:
@@ -49,17 +49,17 @@ class Run:
 
     @property
     def is_going(self) -> bool:
-        """Whether it runs."""
+        """True while the run's process is alive."""
         return self._child.poll() is None
 
     @property
     def failed(self) -> bool:
-        """Whether it ended otherwise than well."""
+        """True when the run ended with a nonzero exit code."""
         return self._child.poll() not in (None, 0)
 
     @property
     def steps_done(self) -> int:
-        """Steps of rank 0 so far, those that warm up included."""
+        """Steps of rank 0 so far, warmup steps included."""
         try:
             return (self.folder / "rank0.steps.jsonl").read_bytes().count(b"\n")
         except OSError:
@@ -67,20 +67,20 @@ class Run:
 
     @property
     def said(self) -> str:
-        """What it said last."""
+        """End of the run's stderr."""
         try:
             return (self.folder / "said.txt").read_text(encoding="utf-8", errors="replace")[-_MOST_SAID:].strip()
         except OSError:
             return ""
 
     def stop(self) -> None:
-        """Asks it to stop its ranks; it does, or is killed by what started them."""
+        """Sends SIGINT, on which the run stops its ranks."""
         self.stopped = True
         if self.is_going:
             self._child.send_signal(signal.SIGINT)
 
     def close(self) -> None:
-        """Stops it and waits."""
+        """Stops the run and waits for its end."""
         self.stop()
         try:
             self._child.wait(30)
@@ -90,17 +90,17 @@ class Run:
 
 
 class Runs:
-    """The runs of a server: one at a time, the last one is remembered."""
+    """Runs of a server: one at a time; the last run is kept."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.last: Run | None = None
 
     def start(self, text: str, name: str, num_steps: int) -> Run:
-        """Starts one.
+        """Starts a run.
 
         Raises:
-            SpecError: Pages may not start runs here, or one is going on.
+            SpecError: Pages may not start runs here, or another run is in progress.
         """
         if not may_run():
             rule = "may not be started from this page: others than this machine reach the server"
@@ -113,6 +113,6 @@ class Runs:
             return self.last
 
     def close(self) -> None:
-        """Stops what goes on."""
+        """Stops the current run, if any."""
         if self.last is not None and self.last.is_going:
             self.last.close()

@@ -1,4 +1,4 @@
-"""What all sessions of a server share: its jobs and its runs."""
+"""Jobs and runs that all sessions of a server share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.jobs.run import Runs
 __all__ = ["WORKERS", "answering", "runs", "searches"]
 
 WORKERS = "SIMPLAN_WORKERS"
-"""Environment variable with the number of processes that answer pages; without it pages work themselves."""
+"""Environment variable with the number of worker processes for pages; without it, pages compute themselves."""
 
 
 @cache
@@ -25,7 +25,7 @@ def searches() -> Jobs:
 
 @cache
 def answering() -> Jobs:
-    """What pages wait for, beside searches; it ends with the server."""
+    """Jobs that pages wait for, other than searches; their workers end with the server."""
     found = Jobs(int(os.environ.get(WORKERS, "0")), keep=True)
     atexit.register(found.close)
     return found
@@ -33,7 +33,7 @@ def answering() -> Jobs:
 
 @cache
 def runs() -> Runs:
-    """The server's runs; the one that goes on ends with it."""
+    """The server's runs; a run in progress ends with the server."""
     found = Runs()
     atexit.register(found.close)
     return found

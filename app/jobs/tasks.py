@@ -1,4 +1,4 @@
-"""Work that says how far it is: a search, and the prediction of published runs."""
+"""Tasks that report progress: searches, and predictions of published runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simplan.search import SearchProgress, SearchResult, search
 __all__ = ["SEARCHING", "predict_published", "search_plans", "warm_up"]
 
 SEARCHING = "searching"
-"""What a search does until all plans are looked at; then it explains the best."""
+"""``SearchProgress.doing`` until all plans are evaluated; then the search explains the best plans."""
 
 _PAUSE_S = 0.25
 
@@ -29,12 +29,12 @@ search: {objectives: [step_time, memory], top: 1, microbatch_size: 1}
 
 
 def warm_up() -> None:
-    """Brings what predicts and searches, and its machine code, into memory."""
+    """Imports the modules of predictions and searches, and loads their compiled code."""
     search_plans(_SMALL, lambda _: None)
 
 
 def search_plans(text: str, tell: Tell) -> SearchResult:
-    """The best plans of a scenario with a search, told while they are found."""
+    """The best plans of a scenario with a search; reports intermediate results."""
     asked = parse_search(text)
     told_s, had = 0.0, False
 
@@ -49,7 +49,7 @@ def search_plans(text: str, tell: Tell) -> SearchResult:
 
 
 def _known(progress: SearchProgress) -> SearchResult:
-    """What is known so far; once all plans are looked at that is no interrupted search, only not explained yet."""
+    """Search result so far; after all plans are evaluated the result is complete except for explanations."""
     return replace(progress.so_far(), interrupted=progress.doing == SEARCHING)
 
 

@@ -1,8 +1,8 @@
-"""A process that works: ``python -m app.jobs.worker``, started by ``app.jobs.job``.
+"""Worker process: ``python -m app.jobs.worker``, started by ``app.jobs.job``.
 
-It reads pickled questions from stdin, one after the other, and answers each with messages on stdout, the last of them
-``Done`` or ``Failed``. It is started ahead of its questions, so that nobody waits for imports. SIGINT stops the work
-with what there is; when the server is gone, it ends as well.
+A worker reads pickled requests from stdin and answers each with messages on stdout, the last of them ``Done`` or
+``Failed``. Workers start before their first request, so that no request waits for imports. SIGINT stops a task, which
+returns its results so far. A worker ends with its server.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from simplan.errors import RunError
 __all__ = ["main"]
 
 _GIVES_WAY = 5
-_PROMPT_S, _GIVES_WAY_FURTHER = 1.5, 15  # first plans are wanted at once; then pages come first
+_PROMPT_S, _GIVES_WAY_FURTHER = 1.5, 15  # the first plans have priority; then pages do
 
 
 def main() -> None:
-    """Does what it is asked, and gives way to the pages."""
+    """Runs requests at low priority, so that pages stay responsive."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # who started us may have ignored it
     with os.fdopen(os.dup(1), "wb") as channel:
-        os.dup2(2, 1)  # what a library prints is no message
+        os.dup2(2, 1)  # output of libraries goes to stderr
         asked_s = 0.0
 
         def send(message: Update | Done | Failed) -> None:
@@ -53,7 +53,7 @@ def main() -> None:
                     answer = Failed(RunError, (f"{type(error).__name__}: {error}",))
                 send(answer)
         except (EOFError, BrokenPipeError, KeyboardInterrupt):
-            os._exit(0)  # nobody asks, nobody listens; without the interpreter's own words about it
+            os._exit(0)  # the server is gone; exit without a traceback
 
 
 if __name__ == "__main__":

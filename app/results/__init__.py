@@ -1,1 +1,1 @@
-"""What pages show, computed from the text of a scenario in a process of its own: plain records, without Streamlit."""
+"""Data of pages, computed from the text of a scenario in a separate process: plain records, without Streamlit."""

@@ -1,4 +1,4 @@
-"""What people ask first: does it fit, how long is a step, how much is done with it."""
+"""Key numbers of a prediction: fit, step time and throughput."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _SECONDS_AN_HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """The answer in a few numbers.
+    """Key numbers of a prediction.
 
     Attributes:
         step_time_s: Time of one optimizer step.
-        step_time_interval_s: Holds the truth in 9 of 10 cases; None while it is worked out.
-        fits: Whether the worst rank's device bytes are within the capacity; None when that is unknown.
-        worst_rank: The rank that needs most; None while it is worked out.
-        device_bytes: What it needs.
-        capacity_bytes: What a device has; None when unknown.
-        samples_per_s: Sequences or images, all devices together.
-        tokens_per_s: Tokens, all devices together; 0 for images.
-        mfu: Model FLOPs utilization, causal attention counted half; None when the peak is unknown.
-        short_bytes: What its allocator would reserve more on a larger device.
+        step_time_interval_s: 90 % interval of the step time; None until the full prediction is computed.
+        fits: True when the peak memory is within the capacity; None when the capacity is unknown.
+        worst_rank: Peak-memory rank; None until the full prediction is computed.
+        device_bytes: Peak device memory of that rank, in bytes.
+        capacity_bytes: Memory of a device in bytes; None when unknown.
+        samples_per_s: Sequences or images per second, all devices together.
+        tokens_per_s: Tokens per second, all devices together; 0 for images.
+        mfu: Model FLOPs utilization, causal attention counted half; None when the peak FLOP/s is unknown.
+        short_bytes: Additional bytes that the rank's allocator would reserve on a larger device.
     """
 
     step_time_s: float
@@ -45,12 +45,12 @@ class Headline:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A whole training at this pace, without failures and checkpoints.
+    """A full training at a constant step time, without failures and checkpoints.
 
     Attributes:
-        days: Wall time.
-        device_hours: Of all devices.
-        cost: At a price per device and hour; None without one.
+        days: Wall time in days.
+        device_hours: Device hours of all devices.
+        cost: Cost at a price per device and hour; None without a price.
     """
 
     days: float
@@ -59,7 +59,7 @@ class Training:
 
 
 def headline_of_quick(asked: Scenario, numbers: Quick) -> Headline:
-    """Of step time and memory alone; throughput follows from the step time."""
+    """Headline from step time and memory; throughput follows from the step time."""
     job = asked.job
     samples_per_s = job.training.global_batch_size / numbers.step_time_s
     capacity = job.cluster.device.memory_bytes
@@ -79,7 +79,7 @@ def headline_of_quick(asked: Scenario, numbers: Quick) -> Headline:
 
 
 def headline_of_prediction(prediction: Prediction) -> Headline:
-    """Of a whole one."""
+    """Headline from a full prediction."""
     devices = prediction.job.cluster.num_devices
     worst = prediction.worst_memory
     fits = prediction.fits
@@ -101,10 +101,10 @@ def training_of(headline: Headline, num_devices: int, budget: float, price: floa
     """Days, device hours and cost to train on a budget.
 
     Args:
-        headline: The pace.
-        num_devices: Devices that are paid for.
-        budget: Tokens, or images for models without tokens.
-        price: Per device and hour, in any currency.
+        headline: Headline with the throughput.
+        num_devices: Number of devices that are paid for.
+        budget: Number of tokens, or of images for models without tokens.
+        price: Price per device and hour, in any currency; None for no cost.
     """
     hours = budget / (headline.tokens_per_s or headline.samples_per_s) / _SECONDS_AN_HOUR
     device_hours = hours * num_devices

@@ -1,4 +1,4 @@
-"""A schedule on a tiny pipeline: every stage takes the same time, messages are free. For learning, not for planning."""
+"""A schedule on a tiny pipeline with equal stages and zero-cost communication. For learning, not for planning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLOSED_FORMS: Mapping[str, str] = {
     "1f1b": "(p-1)/(m+p-1)",
     "interleaved_1f1b": "(p-1)/(v m+p-1)",
 }
-"""Bubble fraction for equal stages and free messages, where it has a closed form; m a multiple of p if interleaved."""
+"""Bubble fraction in closed form, for equal stages and zero-cost communication; m a multiple of p if interleaved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class Lesson:
     """A schedule, step by step.
 
     Attributes:
-        name: The schedule.
-        num_ranks: Pipeline ranks p.
-        num_microbatches: Microbatches m.
-        virtual_stages: Stages of a rank, v.
-        boxes: By rank, then in the order of time.
-        length: From the first start to the last end.
-        bubble_fraction: Share of it in which ranks idle, mean over ranks.
-        most_in_flight: By rank, most microbatches (of one of its stages) whose activations it holds at once.
+        name: Name of the schedule.
+        num_ranks: Number of pipeline ranks, p.
+        num_microbatches: Number of microbatches, m.
+        virtual_stages: Number of stages per rank, v.
+        boxes: Actions by rank, then by time.
+        length: Time from the first start to the last end.
+        bubble_fraction: Fraction of ``length`` in which ranks idle, mean over ranks.
+        most_in_flight: Maximum number of microbatches in flight per rank, counted per stage.
     """
 
     name: str
@@ -56,19 +56,19 @@ class Lesson:
     most_in_flight: tuple[int, ...]
 
     def in_flight(self, rank: int, time: float) -> int:
-        """Microbatches whose activations a rank holds at a time: from the start of F to the end of B, or of W."""
+        """Microbatches in flight on a rank at a time: from the start of F to the end of B, or of W."""
         return sum(box.start <= time for box in self.boxes if box.rank == rank and _holds(box)) - sum(
             box.end <= time for box in self.boxes if box.rank == rank and _frees(box)
         )
 
 
 def lesson(name: str, num_ranks: int, num_microbatches: int, virtual_stages: int = 2) -> Lesson:
-    """Works a schedule out.
+    """Computes the timeline of a schedule.
 
     Args:
-        name: One of ``SCHEDULE_FACTS``.
-        num_ranks, num_microbatches: Of the pipeline.
-        virtual_stages: Stages of a rank, for schedules that leave it open.
+        name: Key of ``SCHEDULE_FACTS``.
+        num_ranks, num_microbatches: Size of the pipeline and number of microbatches.
+        virtual_stages: Stages per rank, for schedules without a fixed number.
     """
     stages = SCHEDULE_FACTS[name].virtual_stages or virtual_stages
     shape = PipelineShape(num_ranks, num_microbatches, stages)

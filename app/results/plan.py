@@ -48,12 +48,12 @@ class StepPart:
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """What the page Plan shows.
+    """Data of the page Plan.
 
     Attributes:
-        prediction: Without the spans of its timeline, which are many.
-        steps: By rank that is written out, the parts of its step.
-        busiest: Of those the one that computes longest, the lowest where several do.
+        prediction: Prediction without the spans of its timeline, to save memory.
+        steps: Parts of the step, per simulated rank.
+        busiest: Simulated rank with the longest compute time; the lowest of several.
     """
 
     prediction: Prediction
@@ -80,7 +80,7 @@ def plan_result(text: str, calibrated_at: int) -> PlanResult:
 
 
 def prediction_text(text: str, calibrated_at: int) -> str:
-    """What ``simplan predict`` writes."""
+    """Output file of ``simplan predict``."""
     return json_text(predicted(text, calibrated_at).to_json())
 
 
@@ -91,7 +91,7 @@ def predicted(text: str, calibrated_at: int) -> Prediction:
 
 @lru_cache(maxsize=4)
 def predicted_step(text: str, calibrated_at: int) -> tuple[Prediction, Simulated]:
-    """The same with the simulated step behind it."""
+    """Prediction together with the simulated step."""
     asked = parse_scenario(text)
     on_cores = asked.job.cluster.cores_per_node is not None
     calibration = load(default_path()) if on_cores else None
@@ -99,7 +99,7 @@ def predicted_step(text: str, calibrated_at: int) -> tuple[Prediction, Simulated
 
 
 def step_parts(prediction: Prediction, rank: int, spans: Sequence[Span]) -> tuple[StepPart, ...]:
-    """A rank's step as parts that sum to it; those that take no time are left out.
+    """Parts of a rank's step that sum to the step time, without parts that take no time.
 
     Args:
         prediction: The prediction.
@@ -130,7 +130,7 @@ def step_parts(prediction: Prediction, rank: int, spans: Sequence[Span]) -> tupl
 
 
 def tier_of(span: Span, mapping: RankMapping, cluster: ClusterSpec) -> str:
-    """Which links a message takes: inside of nodes alone, or between them too."""
+    """Links of a communication span: host link, inside of nodes, or between nodes."""
     if span.stream in (Stream.TO_HOST, Stream.FROM_HOST):
         return HOST
     group = (span.rank, span.peer) if span.peer is not None else _group(span, mapping)

@@ -1,4 +1,4 @@
-"""Step time and memory alone, by what a search uses: sooner than a whole prediction, and equal to it."""
+"""Step time and memory as a search computes them: faster than a full prediction, and equal to it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["Quick", "quick"]
 
 
 class Quick(NamedTuple):
-    """The two numbers.
+    """Step time and memory of a plan.
 
     Attributes:
-        step_time_s: Time of one optimizer step.
-        device_bytes: Device memory of the rank that needs most.
+        step_time_s: Time of one optimizer step in seconds.
+        device_bytes: Device memory of the peak-memory rank.
     """
 
     step_time_s: float
@@ -22,10 +22,10 @@ class Quick(NamedTuple):
 
 
 def quick(asked: Scenario) -> Quick | None:
-    """The numbers of a plan; None where they need a calibration.
+    """Step time and memory of a plan, as a search computes them; None for ranks that share CPU cores.
 
     Raises:
-        SpecError: A price cannot be had.
+        SpecError: The cost model has no estimate for the plan.
     """
     from simplan.search.evaluate import evaluate  # brings numba
 

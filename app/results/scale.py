@@ -1,4 +1,4 @@
-"""What if: the same plan with more or less of one thing, what a little more is worth, and what a slow rank costs."""
+"""Sensitivity of a plan: sweeps over one setting, value of 1 % more of a resource, and cost of a slow rank."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["AXES", "DelayedRank", "ScaleAxis", "ScalePoint", "place_on", "slow_r
 
 @dataclass(frozen=True, slots=True)
 class ScaleAxis:
-    """Something to have more or less of.
+    """Axis of a sweep: a number of the scenario, or a rate of the hardware.
 
     Attributes:
-        label: On the axis, with its unit.
-        factors: Over what the scenario has.
-        path: Keys of the scenario, of a whole number; None for a rate of the hardware.
-        resource: The rate; None for a number of the scenario.
+        label: Label of the axis, with unit.
+        factors: Values of the axis, as factors of the scenario's value.
+        path: Keys of a whole number in the scenario; None for a rate of the hardware.
+        resource: Rate of the hardware; None for a number of the scenario.
     """
 
     label: str
@@ -55,21 +55,21 @@ AXES: Mapping[str, ScaleAxis] = MappingProxyType(
         ),
     }
 )
-"""What can stand on the axis."""
+"""Axes by key."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScalePoint:
-    """The plan with one thing changed.
+    """Prediction of the plan with one setting changed.
 
     Attributes:
-        value: What stands on the axis.
-        refused: Why there is no answer there; empty where there is one.
-        num_devices: Devices.
-        step_time_s, step_time_interval_s: As of a prediction.
-        samples_per_s, tokens_per_s: Of all devices together.
-        device_bytes: Of the worst rank.
-        fits: Whether that is within the capacity; None where it is unknown.
+        value: Value on the axis.
+        refused: Error of an impossible point; empty for a point with a prediction.
+        num_devices: Number of devices.
+        step_time_s, step_time_interval_s: Predicted step time and its 90 % interval, in seconds.
+        samples_per_s, tokens_per_s: Throughput of all devices together.
+        device_bytes: Memory of the peak-memory rank, in bytes.
+        fits: True when the memory is within the capacity; None when the capacity is unknown.
     """
 
     value: float
@@ -84,7 +84,7 @@ class ScalePoint:
 
 
 def place_on(asked: Scenario, axis: str) -> float:
-    """Where a scenario stands on an axis; 1 on those of rates, which are relative."""
+    """Value of the scenario on an axis; 1 on axes of rates, which are relative."""
     match axis:
         case "devices":
             return asked.job.cluster.num_devices
@@ -98,12 +98,12 @@ def place_on(asked: Scenario, axis: str) -> float:
 
 
 def sweep(text: str, axis: str, batch_follows: bool) -> tuple[ScalePoint, ...]:
-    """The plan of a scenario over one axis; every point is predicted anew.
+    """Predictions of a scenario's plan over one axis; every point is predicted separately.
 
     Args:
         text: The scenario's YAML.
-        axis: A key of ``AXES``.
-        batch_follows: More devices get a larger global batch (weak scaling) instead of the same one.
+        axis: Key of ``AXES``.
+        batch_follows: Scale the global batch with the devices (weak scaling) instead of keeping it.
 
     Raises:
         SpecError: The scenario is wrong, or its ranks share cores.
@@ -142,16 +142,16 @@ def _own_devices(text: str) -> Scenario:
 
 def _step_on_own_devices(text: str) -> tuple[Prediction, Simulated]:
     _own_devices(text)
-    return predicted_step(text, 0)  # such devices are not priced from a calibration
+    return predicted_step(text, 0)  # predictions for such devices use no calibration
 
 
 def _on_devices(data: dict[str, Any], asked: Scenario, devices: int, *, batch_follows: bool) -> dict[str, Any]:
-    """More devices are more data parallelism: shards where there are some, else replicas."""
+    """Plan on another number of devices: scales ``dp_shard`` if the plan shards, else ``dp_replicate``."""
     plan, before = asked.job.plan, asked.job.cluster.num_devices
     axis = "dp_shard" if plan.dp_shard > 1 else "dp_replicate"
     scaled = getattr(plan, axis) * devices / before
     if scaled != int(scaled):
-        rule = f"leaves {scaled:.3g} {axis} beside tp {plan.tp}, cp {plan.cp} and pp {plan.pp}"
+        rule = f"leaves {scaled:.3g} {axis} with tp {plan.tp}, cp {plan.cp} and pp {plan.pp}"
         raise SpecError(Problem(field="cluster.num_devices", value=str(devices), rule=rule))
     cluster = {key: value for key, value in data["cluster"].items() if key != "num_nodes"}
     section = {**data["plan"], axis: int(scaled)}
@@ -193,7 +193,7 @@ def _point(value: float, scenario: Callable[[], Scenario]) -> ScalePoint:
 
 
 def worth(text: str) -> tuple[MarginalValue, ...]:
-    """What one percent more of each rate of the hardware is worth.
+    """Change of the step time with one percent more of each hardware rate.
 
     Raises:
         SpecError: The scenario is wrong, or its ranks share cores.
@@ -203,11 +203,11 @@ def worth(text: str) -> tuple[MarginalValue, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DelayedRank:
-    """A rank that computes more slowly.
+    """Effect of a rank with slower compute.
 
     Attributes:
-        ranks: The rank and those that are written out as one with it.
-        relative_change: Of the step time.
+        ranks: The rank and the ranks that are folded with it.
+        relative_change: Relative change of the step time.
     """
 
     ranks: tuple[int, ...]
@@ -215,14 +215,14 @@ class DelayedRank:
 
 
 def slow_ranks(text: str, slower: float) -> tuple[DelayedRank, ...]:
-    """How much longer a step takes when one rank, of each kind of ranks, needs so much longer to compute.
+    """Increase of the step time when one rank computes more slowly, for each set of identical ranks.
 
-    Ranks that do the same are simulated as one, so all of them are slow here; as they wait for each other at every
-    exchange, one of them alone costs the step as much.
+    Identical ranks are simulated as one, so all of them are slow in the simulation. They synchronize at every
+    collective, so a single slow rank costs the step the same time.
 
     Args:
         text: The scenario's YAML.
-        slower: E.g. 0.1 for 10 % longer.
+        slower: Relative increase of compute time, e.g. 0.1 for 10 %.
 
     Raises:
         SpecError: The scenario is wrong, or its ranks share cores.

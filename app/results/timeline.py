@@ -1,4 +1,4 @@
-"""One step as boxes on the streams of ranks, with what each waited for and what it is made of; and memory over time."""
+"""One step as boxes on the streams of ranks, with waits and cost terms; and memory over time."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from simplan.units import format_time
 __all__ = ["MOST_BOXES", "Lane", "MemoryCurve", "TimelineBox", "TimelineResult", "timeline_result", "trace_text"]
 
 MOST_BOXES = 5_000
-"""More are not drawn at once: the window ends before them."""
+"""Maximum number of boxes in a window; a window ends before it has more."""
 
 _MOST_SAMPLES = 900
-_SAME = 1e-9  # of the step: instants that are so near are one
+_SAME = 1e-9  # fraction of the step below which two times count as equal
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineBox:
-    """Something that ran on a stream.
+    """Box of the timeline: an action, layer or communication on a stream.
 
     Attributes:
-        kind: What is done.
-        label: In torch's form, e.g. ``0F1``; of a message, or a layer, its name.
-        stage: Stage it works on.
-        microbatch: Microbatch; None for what is done once a step.
+        kind: Action kind.
+        label: Action in torch's notation, e.g. ``0F1``; name of a communication or layer.
+        stage: Stage of the action.
+        microbatch: Microbatch; None for work done once per step.
         start_s, end_s: Seconds from the start of the step.
-        recompute_s: Time in it that recomputes forward.
-        waited_s: How long the stream had idled.
-        waited_for: What ended when it began; empty when it followed at once.
+        recompute_s: Seconds of the box that recompute forward.
+        waited_s: Idle time of the stream before the box, in seconds.
+        waited_for: Operation whose end started the box; empty without a wait.
         num_bytes: Bytes moved.
-        formula: What it is made of, with numbers.
+        formula: Largest cost terms, with numbers.
     """
 
     kind: ActionKind
@@ -61,13 +61,13 @@ class TimelineBox:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A rank: its computation and its messages, both in the order of time.
+    """Compute and communication of one rank, both sorted by time.
 
     Attributes:
         rank: Global rank.
-        stages: Stages that it works on, ascending.
-        compute, messages: What is in the window.
-        idle_fraction: Share of the step in which its compute stream does nothing, communication included.
+        stages: Stages of the rank, ascending.
+        compute, messages: Compute and communication boxes in the window.
+        idle_fraction: Fraction of the step in which the compute stream is idle, exposed communication included.
     """
 
     rank: int
@@ -79,12 +79,12 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class MemoryCurve:
-    """Memory of one rank over time: steps, each value holding from its time on.
+    """Memory of one rank as a step function of time.
 
     Attributes:
         rank: Global rank.
-        times_s: Ascending.
-        by_category: Bytes, by category that holds any, as long as ``times_s``.
+        times_s: Times in seconds, ascending; each value is valid from its time on.
+        by_category: Bytes per nonzero category, (times,) each.
     """
 
     rank: int
@@ -99,19 +99,19 @@ class MemoryCurve:
 
 @dataclass(frozen=True, slots=True)
 class TimelineResult:
-    """What the page Timeline shows of one plan.
+    """Data of the page Timeline for one plan.
 
     Attributes:
-        name: Of the scenario, or of the schedule.
-        step_time_s: Length of the step.
-        bubble_fraction: As of the prediction.
-        window_s: From when to when boxes are given.
-        num_boxes: In the whole step.
-        lanes: One for each place of the pipeline, of which the first rank is drawn.
-        ranks_per_lane: Ranks that are drawn by one.
-        memory: Of every drawn rank, over the whole step.
-        capacity_bytes: Of a device; None when unknown.
-        peak_bytes: Most tensors of any drawn rank.
+        name: Name of the scenario or of the schedule.
+        step_time_s: Step time in seconds.
+        bubble_fraction: Bubble fraction of the prediction.
+        window_s: Start and end of the window with boxes, in seconds.
+        num_boxes: Number of boxes in the full step.
+        lanes: One lane per pipeline coordinate, for its first rank.
+        ranks_per_lane: Number of ranks that one lane represents.
+        memory: Memory of every drawn rank, over the full step.
+        capacity_bytes: Memory of a device in bytes; None when unknown.
+        peak_bytes: Largest tensor bytes of any drawn rank.
     """
 
     name: str
@@ -133,9 +133,9 @@ def timeline_result(
 
     Args:
         text: The scenario's YAML.
-        calibrated_at: When this machine's calibration was written, for caches.
-        layers: A box for each layer instead of one for each action.
-        start, end: The window, as shares of the step; it ends earlier where it would hold more than ``MOST_BOXES``.
+        calibrated_at: Modification time of this machine's calibration, a cache key.
+        layers: One box per layer instead of one per action.
+        start, end: Window as fractions of the step; it ends earlier at ``MOST_BOXES`` boxes.
 
     Raises:
         SpecError: As ``predict``.
@@ -188,7 +188,7 @@ def trace_text(text: str, calibrated_at: int) -> str:
 
 
 def _compute_boxes(simulated: Simulated, rank: int, *, layers: bool) -> list[TimelineBox]:
-    """What runs on the compute stream: neighbours of one action in one box, or each layer in its own."""
+    """Boxes of the compute stream: one per run of operations of an action, or one per layer."""
     ops, times = simulated.program.ops, simulated.times
     running = [
         index
@@ -246,7 +246,7 @@ def _messages(simulated: Simulated, rank: int) -> list[TimelineBox]:
 
 
 def _formula(simulated: Simulated, ops: Iterable[Op]) -> str:
-    """Its two largest terms with their prices."""
+    """The two largest cost terms of operations, with their cost estimates."""
     counts: Counter[Work] = Counter(work for op in ops for work in op.work)
     terms = []
     for work, count in counts.items():
@@ -265,7 +265,7 @@ def _formula(simulated: Simulated, ops: Iterable[Op]) -> str:
 def _explained(
     simulated: Simulated, rank: int, compute: Sequence[TimelineBox], messages: Sequence[TimelineBox], step_s: float
 ) -> Iterator[TimelineBox]:
-    """Boxes with what they waited for: what ended at the instant at which they begin, a message of this rank first."""
+    """Boxes with ``waited_for``: the operation that ended when the box began, preferably communication of the rank."""
     ends = np.array(sorted((message.end_s, number) for number, message in enumerate(messages)) or [(np.inf, 0)])
     free_s = 0.0
     for box in compute:
@@ -285,7 +285,7 @@ def _inside(boxes: Iterable[TimelineBox], start_s: float, end_s: float) -> Itera
 
 
 def _memory(simulated: Simulated, rank: int) -> MemoryCurve:
-    """Of many samples the largest of every stretch of time: no peak is lost."""
+    """Memory curve of a rank, downsampled to the largest sample per interval, so that no peak is lost."""
     counted = [c for c in MemoryCategory if simulated.program.one_memory or c is not MemoryCategory.HOST]
     samples = list(memory_trace(simulated.program, rank, simulated.times))
     totals = [sum(sample.by_category.get(category, 0) for category in counted) for sample in samples]

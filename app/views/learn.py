@@ -1,4 +1,4 @@
-"""Learn: how schedules work, what words mean, and what simplan does not model."""
+"""Learn: schedules, definitions of terms, and the limits of simplan's model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _show_schedules() -> None:
     st.caption(
         f"Bubble fraction {format_percent(one.bubble_fraction)} of {one.length:g} units.{formula} A forward takes one "
         "unit on every stage, a backward two (I and W one each), messages take none; predictions take all of these as "
-        "they are. What is empty is the bubble; beside each rank stands how many microbatches it holds activations of."
+        "they are. White space is the bubble; the number next to each rank is its microbatches in flight."
     )
     rows = [{"rank": box.rank, "action": str(box.action), "start": box.start, "end": box.end} for box in one.boxes]
     download("Table", f"{name} lesson", "csv", csv_text(rows), about="Every action with its start and end")
@@ -68,7 +68,7 @@ def _lesson(name: str, ranks: int, microbatches: int, stages: int) -> Lesson:
 
 
 def _order_of(name: str) -> str:
-    """What the schedule's own definition says of its order."""
+    """First paragraph of the schedule's docstring, which describes its order."""
     first = " ".join((getdoc(SCHEDULES[name]) or "").split("\n\n")[0].split())
     return escaped(first)
 
@@ -90,7 +90,7 @@ def _show_words() -> None:
 
 def _show_missing() -> None:
     st.markdown(
-        "What is not modelled is refused by name, never ignored: a page says so where the answer would have been. "
+        "An option that is not modelled is an error that names it, never ignored; pages show it instead of a result. "
         "Each framework does things that simplan leaves out of its predictions; these are known."
     )
     software = [catalog.software(name) for name in catalog.names("software")]
@@ -98,7 +98,7 @@ def _show_missing() -> None:
     st.dataframe(pd.DataFrame(rows), hide_index=True, width="stretch")
     others = (
         *(f"the schedule {name}" for name in REFUSED_SCHEDULES),
-        "flows that slow each other down on a network, and jobs beside this one",
+        "flows that slow each other down on a network, and other jobs on the cluster",
         "failures, stragglers and checkpoints of a whole training",
         "several kinds of devices in one job",
         "reading data: it is taken to be there in time",

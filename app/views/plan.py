@@ -1,4 +1,4 @@
-"""Plan: one plan of a model on a cluster; whether it fits, how long a step takes and where it goes."""
+"""Plan: one plan of a model on a cluster: memory fit, step time and breakdown of the step."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from simplan.scenario import Scenario
 from simplan.units import GIB, format_bytes, format_percent, format_time
 
 _HEAD_START_S = 0.1
-"""Browsers draw what comes together at one time: the verdict goes alone, the form and figures follow."""
+"""Delay of the form and figures after the verdict: browsers draw elements that arrive together at one time."""
 
 
 def show() -> None:
-    """The verdict at once, where a search knows the plan; then the form, and what takes longer to work out."""
+    """Verdict, immediately if a search has evaluated the plan; then the form and the full prediction."""
     document = state.document()
     try:
         asked = answers.scenario(document)
@@ -88,7 +88,7 @@ def _show_top(
 
 
 def _host_words(prediction: Prediction) -> str:
-    """What is too much for the memory of the host."""
+    """Message about insufficient host memory; empty if host memory suffices or is unknown."""
     capacity = prediction.job.cluster.host_memory_bytes
     if prediction.host_fits is not False or capacity is None:
         return ""
@@ -163,7 +163,7 @@ def _term_row(term: Term) -> dict[str, object]:
         "each": format_time(term.seconds),
         "times per rank": round(term.count, 3),
         "seconds per rank": term.seconds * term.count,
-        "known from": term.provenance,
+        "source": term.provenance,
         "sure to": f"+/- {term.relative_std:.0%}",
         "formula": term.formula,
     }

@@ -1,4 +1,4 @@
-"""Scale and what-if: the plan of the scenario with more or less of one thing, and what would help or hurt it."""
+"""Scale and what-if: the scenario's plan over one axis, and its sensitivity to resources and slow ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SLOWER = {5: "5 % slower", 10: "10 % slower", 25: "25 % slower", 50: "50 % slow
 
 
 def show() -> None:
-    """Curves, then what more is worth, then what a slow rank costs."""
+    """Curves over an axis, then value of more resources, then cost of a slow rank."""
     show_question()
     document = state.document()
     asked = answers.scenario(document)
@@ -68,7 +68,7 @@ def _show_curves(
         with column:
             alt = f"{name.capitalize()} over {_NAMES[axis]}"
             show_figure(figure, f"{asked.name} {name} over {_NAMES[axis]}", alt=alt)
-    words = ["The plan stays as it is; every point is predicted anew. A cross does not fit."]
+    words = ["The plan stays as it is; every point is a new prediction. A cross does not fit."]
     if axis == "devices":
         words.append("More devices are more data parallelism.")
     if price is None:
@@ -90,8 +90,8 @@ def _show_slow(text: str) -> None:
     found = awaited("slowing one rank after the other", slow_ranks, text, percent / 100)
     show_figure(slow_figure(found, percent / 100), "slow ranks", alt="How much longer a step takes by slow rank")
     st.caption(
-        "Of ranks that do the same one is drawn: they wait for each other at every exchange. A slower link is the "
-        "bandwidth axis above, for all links of a kind at once; a single slow link among equal ones, jitter and ranks "
+        "One of each set of identical ranks is shown: they synchronize at every collective. A slower link is the "
+        "bandwidth axis above, for all links of a kind together; a single slow link among equal ones, jitter and ranks "
         "that come and go are not modelled."
     )
 

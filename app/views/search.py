@@ -1,4 +1,4 @@
-"""Search: the best plans of the whole space, while they are found; why they are best, and what became of the others."""
+"""Search: the best plans of the search space as they are found, with explanations, and the excluded plans."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LONG_MIN = 3
 
 
 def show() -> Following | None:
-    """What to search for in the sidebar; progress and plans beside it."""
+    """Search form in the sidebar; progress and plans next to it."""
     show_question(plan=False)
     with st.sidebar:
         section = _ask()
@@ -129,7 +129,7 @@ def _start(key: Any, text: str) -> None:
 
 
 def _show_running(job: BackgroundJob) -> Following:
-    """How far it is, often; its plans, which take a browser longer to draw, less often."""
+    """Progress, updated often, and plans, which a browser draws more slowly, updated less often."""
     known = job.value
     had_plans = isinstance(known, SearchResult)
     place = show_progress(_progress(job), job.stop)
@@ -149,7 +149,7 @@ def _show_running(job: BackgroundJob) -> Following:
 
 
 def _is_searched(job: BackgroundJob) -> bool:
-    """Whether the ranking is final, and only explanations are missing. One look: the job goes on meanwhile."""
+    """True when the ranking is final and only explanations are missing; reads ``value`` once, as the job continues."""
     known = job.value
     return isinstance(known, SearchResult) and not known.interrupted
 
@@ -185,7 +185,7 @@ def _left(job: BackgroundJob, share: float) -> str:
 
 
 def _show_found(asked: SearchScenario, job: BackgroundJob, key: Any, text: str) -> Following | None:
-    """The answer; drawn anew when more plans of a ranking that is final are explained."""
+    """Result of a search; redrawn when more plans of the final ranking are explained."""
     job.watch()
     is_whole = job.state is State.ENDED
     if is_whole and job.error is not None:

@@ -1,4 +1,4 @@
-"""Timeline: what every rank does when, where it waits, and its memory meanwhile; of several schedules on one axis."""
+"""Timeline: actions, waits and memory of every rank over a step; several schedules on one axis."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WINDOW = "window"
 
 
 def show() -> None:
-    """The chart, and over it what is drawn."""
+    """Controls and the Gantt chart."""
     show_question()
     document = state.document()
     asked = answers.scenario(document)
@@ -34,7 +34,7 @@ def show() -> None:
             st.caption("No pipeline, so no schedules to compare: with Pipeline above 1 they are chosen here.")
     with middle:
         boxes = remembered_choice(
-            "A box for each", "boxes", ("action", "layer"), "action", help="Layers show what messages run beside"
+            "A box for each", "boxes", ("action", "layer"), "action", help="Layers show overlapped compute"
         )
     start, end = _window()
     layers = boxes == "layer"
@@ -67,7 +67,7 @@ def show() -> None:
             f"{asked.name} trace",
             "json",
             lambda: answers.trace_text(document),
-            about="The whole step with all ranks that are written out; open it at ui.perfetto.dev or chrome://tracing",
+            about="The whole step with all simulated ranks; open it at ui.perfetto.dev or chrome://tracing",
         )
         rows = [row for result in results for row in _rows(result)]
         download("Boxes", f"{asked.name} timeline", "csv", csv_text(rows), about="What is drawn, a row for each box")
@@ -96,7 +96,7 @@ def _schedules(own: str) -> list[str]:
 def _results(
     document: dict[str, Any], schedules: list[str], *, layers: bool, start: float, end: float
 ) -> list[TimelineResult]:
-    """One for each schedule that the plan can have; of others it is said why not."""
+    """One result per schedule that the plan supports; shows the reason for the others."""
     if len(schedules) < 2:
         asked = _with_schedule(document, schedules[0]) if schedules else document
         return [answers.timeline(asked, layers=layers, start=start, end=end)]
@@ -112,7 +112,7 @@ def _results(
 
 
 def _with_schedule(document: dict[str, Any], name: str) -> dict[str, Any]:
-    """The scenario with another schedule, and as many stages a rank as that has."""
+    """The scenario with another schedule and that schedule's number of stages per rank."""
     plan = {key: value for key, value in document["plan"].items() if key not in ("schedule", "virtual_stages")}
     facts = SCHEDULE_FACTS.get(name)
     if facts is not None and facts.virtual_stages is None:
@@ -122,7 +122,7 @@ def _with_schedule(document: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _window() -> tuple[float, float]:
-    """The part of the step that is drawn, as shares of it."""
+    """Window of the step to draw, as fractions of the step."""
     kept = state.view(_WINDOW, [0.0, 1.0])
     if not isinstance(kept, list) or len(kept) != 2 or not all(isinstance(v, int | float) for v in kept):
         return 0.0, 1.0
@@ -142,7 +142,7 @@ def _select_window() -> None:
         key=key,
         on_change=_keep_window,
         args=(key,),
-        help=f"At most {MOST_BOXES:,} boxes are drawn at once",
+        help=f"At most {MOST_BOXES:,} boxes are drawn together",
     )
 
 
@@ -153,7 +153,7 @@ def _keep_window(key: str) -> None:
 
 
 def _say_window(results: list[TimelineResult]) -> None:
-    """Says so where not all is drawn."""
+    """Notes that not everything is drawn, if so."""
     for result in results:
         drawn = sum(len(lane.compute) + len(lane.messages) for lane in result.lanes)
         if drawn < result.num_boxes:

@@ -1,4 +1,4 @@
-"""Validate: predictions held against what was measured, by others and here."""
+"""Validate: predictions compared with published and local measurements."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STEPS = (5, 10, 15, 30, 50)
 
 
 def show() -> Following | None:
-    """One of three things to hold a prediction against."""
+    """Comparison of predictions with one of three kinds of measurements."""
     part = remembered_choice("Hold predictions against", "held", list(_PARTS), "published", format_func=_PARTS.get)
     with stage(part, tuple(_PARTS)):
         if part == "published":

@@ -1,4 +1,4 @@
-"""Times communication on all ranks at once: collectives, P2P sends, copies to the host, overlap with matmuls.
+"""Times communication on all ranks simultaneously: collectives, P2P sends, host copies, overlap with matmuls.
 
 Ranks do not enter a collective simultaneously, and gloo's algorithms differ when they do not: a rank that sends before
 it says that it is ready to receive makes the others wait for its bytes (``simplan/cost/communication/gloo.py``).
@@ -65,9 +65,9 @@ def time_links(
 
     Args:
         kinds: Collectives to time.
-        bench: Place of the measurement.
-        num_nodes: Nodes.
-        budget_s: Time for the measurement; sizes that would take more than their part of it are left out.
+        bench: Ranks, device and stopping rule of the measurement.
+        num_nodes: Number of nodes.
+        budget_s: Time for the measurement in seconds; sizes that would exceed their part of the budget are skipped.
     """
     watch, per_node = Stopwatch(bench.device), bench.num_ranks
     num_ranks = per_node * num_nodes
@@ -167,7 +167,7 @@ class TimedLink:
         kind, num_ranks, num_nodes, num_bytes: As in ``CommunicationTiming``.
         run: Runs the collective; None for a rank that does not take part.
         place: This rank's index in the group, of which one rank is late; None for P2P sends, which no rank delays.
-        root: Index of the root; None where all ranks send data of their own.
+        root: Index of the root; None for collectives without a root.
         repeats: Number of sends in ``run``.
         counts: This rank's time of P2P sends counts: that of the rank with the last receive, because a send returns
             when its bytes are in a buffer.
@@ -224,14 +224,14 @@ def _collectives(
 
 
 def _pass_on(sent: Tensor, received: Tensor, to: int, source: int, group: dist.ProcessGroup) -> None:
-    """One hop of the ring, all ranks at once."""
+    """One hop of the ring, on all ranks simultaneously."""
     both = [dist.P2POp(dist.isend, sent, to, group), dist.P2POp(dist.irecv, received, source, group)]
     for work in dist.batch_isend_irecv(both):
         work.wait()
 
 
 def _send(buffer: Tensor, num_ranks: int, distance: int, ranks_per_node: int) -> TimedLink:
-    """Sends there and back between pairs of ranks at a distance: half of the time is one way."""
+    """Ping-pong between pairs of ranks at a distance; half of the time is one send."""
     rank = dist.get_rank()
     first = rank // distance % 2 == 0
     pair = rank + distance if first else rank - distance
@@ -275,11 +275,11 @@ def time_host_copies(bench: Bench) -> list[HostCopyTiming]:
 
 
 def time_overlap(dtype: TimedDtype, bench: Bench, *, small: bool = False) -> list[OverlapTiming]:
-    """Times matmuls that last as long as a few all-reduces, each separately, then both overlapped.
+    """Times matmuls of the duration of a few all-reduces: each separately, then both overlapped.
 
     Args:
         dtype: Precision of the matmuls.
-        bench: Place of the measurement.
+        bench: Ranks, device and stopping rule of the measurement.
         small: Smaller all-reduces.
     """
     watch, device = Stopwatch(bench.device), bench.device

@@ -1,4 +1,4 @@
-"""Times the kernels of the grid on all ranks at once, each until its interval is narrow or the time is up."""
+"""Times the kernels of the grid on all ranks simultaneously, each until its interval is narrow or time is up."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def time_kernels(dtype: TimedDtype, bench: Bench, *, small: bool = False) -> lis
 
     Args:
         dtype: Precision; linear layers in FP8 are not timed.
-        bench: Place of the measurement.
+        bench: Ranks, device and stopping rule of the measurement.
         small: Fewer and smaller sizes.
     """
     watch = Stopwatch(bench.device)
@@ -153,7 +153,7 @@ class _Pool:
         self._numbers = torch.randn(num_elements, device=device, dtype=dtype).mul_(0.1)
 
     def take(self, rows: int, columns: int, place: int) -> Tensor:
-        """A matrix; those of other places do not overlap, as far as the pool is large enough."""
+        """Matrix from the pool; matrices with different ``place`` do not overlap if the pool is large enough."""
         size = rows * columns
         first = place * size % max(1, self._numbers.numel() - size + 1) // 64 * 64
         return self._numbers[first : first + size].view(rows, columns)

@@ -44,7 +44,7 @@ def time_layers(shape: ShapeRequest, bench: Bench) -> list[LayerTiming]:
 
     Args:
         shape: The model, the rank's shard of its layers, the microbatch size and the precision.
-        bench: Place of the measurement.
+        bench: Ranks, device and stopping rule of the measurement.
     """
     first_of_key: dict[str, int] = {}
     for index, layer in enumerate(shape.layers):
@@ -158,7 +158,7 @@ class _LayerBench:
         self.seconds["backward"] += self._watch.each(calls())
 
     def _split_backward(self) -> None:
-        """Times the same with the input gradients of every copy before the weight gradients of any."""
+        """Times a split backward: input gradients of all copies, then weight gradients of all copies."""
         inputs, outputs = self._forwards()
         left: list[list[dict[str, Any]]] = []
         gradients = [_gradients(y) for y in outputs]
@@ -250,7 +250,7 @@ class FsdpCopies:
         sharded = fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         sharded.set_custom_all_gather(_NothingGathered())
         sharded.set_custom_reduce_scatter(_NothingReduced())
-        # the outermost unit has duties of its own; in a model it is not a layer
+        # the outermost unit has additional work; in a model it is not a layer
         self._root: nn.Module = nn.Sequential(unit)
         fully_shard(self._root, mesh=mesh, mp_policy=policy)
         self.input = torch.zeros(1, device=device, requires_grad=True)

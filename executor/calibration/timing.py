@@ -1,4 +1,4 @@
-"""Repeated timings on all ranks at once, and their statistics."""
+"""Repeated timings on all ranks simultaneously, and their statistics."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ KeepGoing = Callable[[int], bool]
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Place of a measurement.
+    """Ranks, device and stopping rule of a measurement.
 
     Attributes:
-        num_ranks: Ranks of each node, which all take part at the same time.
+        num_ranks: Ranks per node, which all take part at the same time.
         device: Device of this rank.
         keep_going: Called before each round.
     """
@@ -69,7 +69,7 @@ class Stopwatch:
     def each(self, calls: Iterable[Callable[[], object]]) -> list[float]:
         """Seconds of each of several calls in a row; on CUDA without their launch overhead.
 
-        The device is kept busy first, so that the host is ahead of it, as inside a step.
+        The device gets other work first, so that the host is ahead of the device, as inside a step.
         """
         if not self._cuda:
             return [self(call) for call in calls]
@@ -176,7 +176,7 @@ _MAX_MATMULS = 200
 
 
 class Reference:
-    """The reference matmul, on all ranks at once: a measure of the machine's speed at the moment."""
+    """The reference matmul on all ranks simultaneously: a measure of the machine's current speed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,7 +1,7 @@
-"""What blocks keep for backward, in memory of the host between a block's forward and its backward.
+"""Activation offload: tensors saved by blocks are in host memory between a block's forward and its backward.
 
-When activations leave, are let go of and come back is said by ``simplan.program.lowering.offload.ActivationOffload``,
-which counts them in the same way.
+``simplan.program.lowering.offload.ActivationOffload`` models the same copies and documents the time of each: to the
+host, free on the device, and back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Moved(NamedTuple):
     """A copy that was issued.
 
     Attributes:
-        tensor: Where it goes.
+        tensor: Destination of the copy.
         event: Happens when it is there; None for a copy that is done.
     """
 
@@ -37,14 +37,14 @@ class Moved(NamedTuple):
 
 
 class HostLink:
-    """The link of one device. Both directions have a stream of their own.
+    """Host link of one device, with one stream per direction.
 
-    Buffers on the host are pinned, from torch's caching host allocator, which gives one out again only when copies on
-    all streams that used it have ended (``torch/csrc``, CachingHostAllocator). On a CPU, host and device are one
-    memory: a copy is a memcpy into a buffer apart.
+    Buffers on the host are pinned, from torch's caching host allocator. The allocator reuses a buffer only after the
+    copies on all streams that used it have ended (``torch/csrc``, CachingHostAllocator). On a CPU, host and device
+    share one memory: a copy is a memcpy into a separate buffer.
 
     Args:
-        device: Whose.
+        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,14 +58,14 @@ class HostLink:
         return torch.empty_like(like, device="cpu", pin_memory=self.outgoing is not None)
 
     def send(self, source: Tensor, to: Tensor) -> Moved:
-        """Copies to the host what the current stream has computed so far.
+        """Copies a tensor to the host, after the current stream has computed it.
 
-        The caller holds ``source`` until the current stream has waited for the copy.
+        The caller keeps ``source`` alive until the current stream has waited for the copy.
         """
         return self._copy(source, to, self.outgoing)
 
     def fetch(self, source: Tensor, to: Tensor) -> Moved:
-        """Copies from the host, after what the current stream has been given so far: ``to`` may be memory it used."""
+        """Copies from the host, after the current stream's queued work, which may have used the memory of ``to``."""
         return self._copy(source, to, self.incoming)
 
     def wait(self, moved: Moved) -> None:
@@ -86,14 +86,14 @@ class HostLink:
 
 
 class ActivationOffload:
-    """Of one rank.
+    """Activation offload of one rank.
 
     Args:
-        link: To the host.
-        recorder: Knows the action, and gets the copies.
-        rank: The global rank.
-        blocks: Which of the model's layers are blocks.
-        at_once: Forwards after which the backward of the same microbatch follows at once.
+        link: Link to the host.
+        recorder: Recorder with the current action; records the copies.
+        rank: Global rank.
+        blocks: Indices of the model's layers that are blocks.
+        at_once: Forwards that the backward of the same microbatch follows immediately.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class ActivationOffload:
 
 
 class _Buffer:
-    """One storage that a block has kept, on the device, on the host, or for a while on both, as flat tensors."""
+    """One storage that a block saved for backward: flat tensors on the device, on the host, or temporarily on both."""
 
     __slots__ = ("host", "on_device")
 
@@ -188,15 +188,15 @@ class _SavedDTensor(NamedTuple):
 
 
 class _Kept:
-    """What one block keeps of one microbatch.
+    """Tensors that one block saves for the backward of one microbatch.
 
-    Autograd saves a tensor once for each operation that needs it, and views of one storage apart; storages are moved,
-    each once. Only autograd holds them once they have come back, so that each is freed after its last use.
+    Autograd saves a tensor once per operation that needs it, and saves views of one storage separately. Each storage is
+    copied once. After the copy back only autograd references the storage, so that it is freed after its last use.
 
     Args:
-        layer: The block, whose weights and tables stay.
-        link: To the host.
-        stays: Other tensors that do.
+        layer: The block, whose weights and tables stay on the device.
+        link: Link to the host.
+        stays: Other tensors that stay on the device.
     """
 
     def __init__(self, layer: nn.Module, link: HostLink, stays: Iterable[Tensor]) -> None:
@@ -206,14 +206,14 @@ class _Kept:
         self._moved: list[Moved] = []
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved | _SavedDTensor:
-        """Notes what autograd saves."""
+        """Records the tensors that autograd saves."""
         if isinstance(tensor, DTensor):
             layout = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
             return _SavedDTensor(self._packed(tensor.to_local()), *layout)
         return self._packed(tensor)
 
     def _packed(self, tensor: Tensor) -> Tensor | _Saved:
-        if self._stays is None:  # only now has FSDP put whole weights in place of its shards
+        if self._stays is None:  # FSDP has replaced shards by unsharded weights only now
             tables = [local(tensor) for tensor in (*self._layer.parameters(), *self._layer.buffers())]
             self._stays = frozenset([*self._others, *map(_storage, tables)])
         key = _storage(tensor)
@@ -226,7 +226,7 @@ class _Kept:
         return _Saved(self._buffers[key], tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def send(self) -> int:
-        """Copies to the host, after what was computed so far; gives bytes."""
+        """Starts the copies to the host, after the current stream's work; returns the number of bytes."""
         num_bytes = 0
         for buffer in self._buffers.values():
             assert buffer.on_device is not None
@@ -249,7 +249,7 @@ class _Kept:
         self._buffers.clear()
 
     def fetch(self) -> int:
-        """Copies back, unless that was asked for before; gives bytes."""
+        """Starts the copy back, once; returns the number of bytes."""
         num_bytes = 0
         for buffer in self._buffers.values():
             assert buffer.host is not None

@@ -31,14 +31,14 @@ def compile_block(layer: nn.Module, *, whole: bool) -> None:
 
     Args:
         layer: Before FSDP shards it or DDP wraps its stage.
-        whole: The block is one function, or it is an error; else what exchanges tensors runs between compiled parts.
+        whole: Require one graph for the block; otherwise communication runs between compiled parts.
     """
     from torch import _dynamo  # a second to import: only where needed
 
     _dynamo.config.fail_on_recompile_limit_hit = True  # not eager without a word
     _dynamo.config.recompile_limit = _MOST_SHAPES
     _dynamo.config.optimize_ddp = False  # it would cut blocks at the ends of buckets
-    # torch compiles nothing of a function in which what runs again has exchanges, so only that itself
+    # torch does not compile a function whose recomputed part communicates, so compile only that part
     name = "forward" if whole or not hasattr(layer, "again") else "again"
     setattr(layer, name, torch.compile(getattr(layer, name), backend=BACKEND, fullgraph=whole, dynamic=False))
 
@@ -52,7 +52,7 @@ def compile_blocks(stage: Stage, spec: ModelSpec, *, whole: bool) -> None:
 
 @contextmanager
 def watched_compilation(heartbeat: Heartbeat) -> Iterator[None]:
-    """While torch compiles inside of the block, the heartbeat goes on, for a compiler is silent for long."""
+    """Keeps the heartbeat alive while torch compiles inside of the block, which may take long."""
     from torch._dynamo.callback import CallbackArgs, callback_handler
 
     compiles = threading.Event()

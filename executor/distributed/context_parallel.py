@@ -1,7 +1,7 @@
 """Causal attention of a rank that has a part of the tokens of every sequence.
 
-Keys and values are gathered from all ranks (as in Llama 3's training, arXiv:2407.21783, section 3.3.2), or tokens are
-exchanged for heads (DeepSpeed-Ulysses, arXiv:2309.14509).
+Keys and values are all-gathered (as in Llama 3's training, arXiv:2407.21783, section 3.3.2), or an all-to-all trades
+tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ContextAttention:
     """Attention over the tokens of all context-parallel ranks; all layers of a stage share one.
 
     Args:
-        core: ``causal_attention``, perhaps recomputed in backward.
+        core: ``causal_attention``, recomputed in backward or not.
         parallel: The ranks.
         seq_len: Tokens of all of them.
         device: Where.
@@ -79,16 +79,16 @@ class ContextAttention:
 
 
 def exchange(x: Tensor, peers: Peers, split_dim: int, gather_dim: int) -> Tensor:
-    """Gives every rank its part of ``x`` along one dimension and lines up what comes along another; gradients go back.
+    """All-to-all: splits ``x`` along one dimension and concatenates the received parts along another; differentiable.
 
-    A redistribution of a DTensor does the same, but gathers all on gloo (torch 2.13,
+    A redistribution of a DTensor does the same, but with an all-gather on gloo (torch 2.13,
     ``torch/distributed/tensor/_collective_utils.py``, ``shard_dim_alltoall``).
 
     Args:
-        x: What the ranks exchange.
+        x: Local tensor.
         peers: The ranks.
-        split_dim: Each rank gets a part along this dimension.
-        gather_dim: Parts are lined up along this one.
+        split_dim: Dimension along which ``x`` is split over the ranks.
+        gather_dim: Dimension along which the received parts are concatenated.
     """
     assert peers.mesh is not None
     parts = torch.unflatten(x, split_dim, (peers.size, -1)).movedim(split_dim, 0).contiguous()

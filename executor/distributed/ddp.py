@@ -1,6 +1,6 @@
 """Data parallelism with torch's DistributedDataParallel, every bucket recorded.
 
-Annotations are not postponed here: torch compares those of the communication hook.
+Annotations are not postponed in this module: torch checks the annotations of the communication hook.
 """
 
 import inspect
@@ -29,13 +29,13 @@ def wrap_ddp(
     bucket_bytes: int | None,
     ignored: Collection[nn.Parameter] = (),
 ) -> DistributedDataParallel:
-    """Wraps a stage so that its gradients are averaged over a group, in buckets, while backward still runs.
+    """Wraps a stage in DDP, which averages gradients over a group in buckets, overlapped with backward.
 
     Args:
         module: The stage.
         peers: Ranks that hold the same stage; every bucket is recorded.
-        bucket_bytes: Limit of every bucket; None for torch's own limits (1 MiB for the first, 25 MiB for the others).
-        ignored: Parameters that are none of its business.
+        bucket_bytes: Bucket size limit; None for torch's limits (1 MiB for the first bucket, 25 MiB for the others).
+        ignored: Parameters that DDP ignores.
     """
     names = [name for name, parameter in module.named_parameters() if any(parameter is other for other in ignored)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]

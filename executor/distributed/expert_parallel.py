@@ -16,16 +16,16 @@ from executor.models.moe import ExpertMlp, GroupedLinear
 
 __all__ = ["own_experts", "split_experts"]
 
-_EXPERTS, _ROWS = 0, 1  # the dimensions of places
+_EXPERTS, _ROWS = 0, 1  # the dimensions of capacity slots
 _WIDTHS = {"experts_gate": 1, "experts_up": 1, "experts_down": 2}
 """Dimension of each matrix (experts, outputs, inputs) that ranks split which split every expert."""
 
 
 def split_experts(layer: nn.Module, dims: ParallelDims) -> None:
-    """Leaves this rank its experts, or its part of them, in place.
+    """Keeps only this rank's experts, or its shards of them, in place.
 
     Args:
-        layer: With all experts, which may be without data.
+        layer: Layer with all experts, which may be on the meta device.
         dims: The ranks.
     """
     if dims.shard.ep == dims.shard.etp == 1:
@@ -40,11 +40,11 @@ def split_experts(layer: nn.Module, dims: ParallelDims) -> None:
 
 
 def own_experts(whole: Tensor, name: str, dims: ParallelDims) -> Tensor:
-    """This rank's part of the matrices of all experts.
+    """This rank's shard of the matrices of all experts.
 
     Args:
-        whole: (experts, outputs, inputs).
-        name: Of the matrices.
+        whole: Unsharded matrices, (experts, outputs, inputs).
+        name: Name of the matrices.
         dims: The ranks.
     """
     own = whole.chunk(dims.ep.size, 0)[dims.ep.rank]
@@ -52,14 +52,14 @@ def own_experts(whole: Tensor, name: str, dims: ParallelDims) -> Tensor:
 
 
 def _given(x: Tensor, dims: ParallelDims) -> Tensor:
-    """Places of all experts and own tokens to those of own experts and all ranks' tokens."""
+    """Expert dispatch: from slots of all experts with local tokens to slots of local experts with all ranks' tokens."""
     if dims.ep.size > 1:
         x = exchange(x, dims.ep, _EXPERTS, _ROWS)
     return gather_parts(x, dims.tp) if dims.shard.etp > 1 else x
 
 
 def _returned(x: Tensor, dims: ParallelDims) -> Tensor:
-    """And back; ranks that split every expert sum what each has of the results."""
+    """Expert combine: the inverse of dispatch; expert-tensor-parallel ranks sum their partial results."""
     if dims.shard.etp > 1:
         x = scatter_sum(x, dims.tp)
     return exchange(x, dims.ep, _ROWS, _EXPERTS) if dims.ep.size > 1 else x

@@ -1,8 +1,8 @@
-"""Sharded data parallelism with torch's FSDP2, every gather and reduction recorded.
+"""Sharded data parallelism with torch's FSDP2; every all-gather and reduce-scatter is recorded.
 
-torch lets a module's all-gather and reduce-scatter be replaced; ours are torch's own and tell the recorder. Their base
-classes are private names with the same meaning in torch 2.11 and 2.13 (``tests/executor/distributed/test_pipeline.py``
-pins them).
+torch allows a module's all-gather and reduce-scatter to be replaced; the replacements are torch's own, with a record.
+Their base classes are private names with the same meaning in torch 2.11 and 2.13
+(``tests/executor/distributed/test_pipeline.py`` pins them).
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ __all__ = ["StageSharding"]
 
 
 class StageSharding:
-    """Shards a stage layer by layer: every layer is a unit, and what is left is one of the root.
+    """Shards a stage layer by layer: every layer is an FSDP unit, and the remaining parameters are the root unit.
 
-    Experts of which other ranks have others are a unit inside of their layer's, asked for with it (torchtitan,
-    torchtitan/models/llama4/infra/parallelize.py).
+    With expert parallelism, the experts of a layer are a separate unit inside of the layer's unit, and are prefetched
+    with the layer (torchtitan, torchtitan/models/llama4/infra/parallelize.py).
 
     Args:
-        dims: Its ``fsdp`` has the ranks over which parameters, gradients and optimizer states are sharded, its
-            ``replicate`` those that hold the same shard (hybrid sharding). Every collective is recorded.
-        device_type: Of the parameters.
-        compute_dtype: Parameters are cast to it before they are gathered, and gradients back before they are reduced.
-            None for computing with parameters as they are.
-        unshard: The action that gathers the stage in a pipeline; None where its layers' hooks do.
-        experts: Experts are sharded over ``dims.experts`` instead.
-        on_host: Shards of parameters, and their gradients, are in memory of the host.
+        dims: ``fsdp`` has the ranks over which parameters, gradients and optimizer states are sharded. ``replicate``
+            has the ranks with the same shard (hybrid sharding). Every collective is recorded.
+        device_type: Device type of the parameters.
+        compute_dtype: Dtype of parameters in all-gathers and compute; gradients are cast back before reduce-scatter.
+            None for the dtype of the parameters.
+        unshard: Action that unshards the stage in a pipeline; None where the layers' hooks unshard.
+        experts: Shard experts over ``dims.experts`` instead.
+        on_host: Shards of parameters, and their gradients, are in host memory.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class StageSharding:
         """Shards a layer in place.
 
         Args:
-            layer: With whole parameters.
-            reshards: Free its gathered parameters between its forward and its backward.
-            ignored: Parameters that stay whole and as they are.
+            layer: Layer with unsharded parameters.
+            reshards: Free the unsharded parameters between forward and backward.
+            ignored: Parameters that FSDP leaves unsharded and unchanged.
         """
         self._units.ignored.update(ignored)
         inner, matrices = None, []
@@ -86,22 +86,22 @@ class StageSharding:
             outer.set_modules_to_forward_prefetch([inner])
 
     def finish(self, stage: Stage) -> None:
-        """Shards what is left: layers that share a weight."""
+        """Shards the remaining parameters: layers that share a weight."""
         self._units.make([stage], reshards=False)
 
 
 class _Units:
-    """Makes units over the ranks of one axis.
+    """Makes FSDP units over the ranks of one axis.
 
     Args:
-        dims, unshard: As for ``StageSharding``.
-        policies: Which precisions they have, and where shards are.
-        device_type: Of their parameters.
-        experts: They hold experts. Tokens of other ranks are in their gradients already, so that sums are divided by
-            the ranks that average everything else.
+        dims, unshard: See ``StageSharding``.
+        policies: Mixed precision and offload policies.
+        device_type: Device type of the parameters.
+        experts: True for units of experts. Their gradients already include tokens of other expert-parallel ranks, so
+            sums are divided by the number of ranks that average all other gradients.
 
     Attributes:
-        ignored: Parameters that stay whole.
+        ignored: Parameters that stay unsharded.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class _Units:
         self._mesh = dims.fsdp_mesh(device_type, experts=experts)
 
     def make(self, modules: list[nn.Module], *, reshards: bool) -> FSDPModule:
-        """Makes one unit of modules, without what is in units already."""
+        """Makes one unit of modules, without parameters that are in other units."""
         fully_shard(
             modules,
             mesh=self._mesh,
@@ -161,7 +161,7 @@ class _AllGather(DefaultAllGather):
 
 
 class _Reduction(DefaultReduceScatter):
-    """A reduce-scatter, followed by torch's all-reduce of its result where there are replicas."""
+    """Recorded reduce-scatter; with replicas (hybrid sharding), torch all-reduces its result."""
 
     def __init__(self, peers: Peers, replicate: Peers) -> None:
         super().__init__()
@@ -179,6 +179,6 @@ class _Reduction(DefaultReduceScatter):
         return work
 
     def all_reduced(self, gradients: Tensor) -> None:
-        """The all-reduce that torch asks for after the reduce-scatter is done."""
+        """Records the all-reduce that torch issues after the reduce-scatter (hybrid sharding)."""
         del gradients
         self._replicate.complete(self._all_reduce)

@@ -29,11 +29,11 @@ _TIED_NAMES = ("wte.weight", "lm_head.weight")
 
 
 def partial_parameters(stage: Stage, layers: Sequence[LayerSpec]) -> list[nn.Parameter]:
-    """Parameters of a stage whose gradients each tensor-parallel rank has a part of, in the stage's order.
+    """Parameters of a stage whose gradients are partial sums on tensor-parallel ranks, in the stage's order.
 
     Args:
-        stage: Perhaps sharded by FSDP.
-        layers: Of the whole model, as one rank has them.
+        stage: Stage, sharded by FSDP or not.
+        layers: LayerSpecs of all layers of the model, as sharded on one rank.
     """
     return [parameter for _, parameter, said in with_specs(stage, layers) if said.partial_gradient]
 
@@ -62,12 +62,12 @@ def sum_partial_gradients(parameters: Iterable[nn.Parameter], tp: Peers) -> None
 
 
 def average_expert_gradients(parameters: Sequence[nn.Parameter], num_ranks: int, peers: Peers) -> None:
-    """Means over ranks with other tokens; what those of one expert- or tensor-parallel group have is summed up.
+    """Averages expert gradients over data-parallel ranks; gradients within an expert-parallel group are summed.
 
     Args:
-        parameters: Experts.
-        num_ranks: Data- and context-parallel ranks.
-        peers: Those that hold the same experts.
+        parameters: Parameters of experts.
+        num_ranks: Number of data- and context-parallel ranks.
+        peers: Ranks with the same experts.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     assert len(gradients) == len(parameters)
@@ -78,12 +78,12 @@ def average_expert_gradients(parameters: Sequence[nn.Parameter], num_ranks: int,
 
 
 class TiedWeights:
-    """A weight that the first and the last stage share: each end has a copy, and their gradients are summed.
+    """Tied embedding that the first and the last stage share: each has a copy, and the gradients are summed.
 
     Args:
         job: The job.
         stages: The rank's stages by index.
-        ends: The ranks with the two ends; this one alone where it has both.
+        ends: Ranks with the embedding and the head; this rank alone if it has both.
     """
 
     def __init__(self, job: RunSpec, stages: Mapping[int, Stage], ends: Peers) -> None:
@@ -114,9 +114,9 @@ class TiedWeights:
 class GradientClipper:
     """Clips gradients by their norm over all shards, tensor-parallel ranks and stages.
 
-    The arithmetic is that of ``torch.nn.utils.clip_grad_norm_``, which cannot mix tensors with DTensors or DTensors of
-    two meshes (``tests/executor/distributed/test_split_layers.py``), and whose all-reduce of a DTensor's norm is not
-    recorded.
+    The arithmetic is that of ``torch.nn.utils.clip_grad_norm_``. The torch function cannot mix tensors with DTensors or
+    DTensors of two meshes (``tests/executor/distributed/test_split_layers.py``), and its all-reduce of a DTensor's norm
+    is not recorded.
 
     Args:
         max_norm: Gradients with a larger norm are scaled to it.

@@ -20,11 +20,11 @@ __all__ = ["with_fp8_linears"]
 
 
 def with_fp8_linears(module: nn.Module, layer: LayerSpec, recipe: Fp8Recipe = DEFAULT_RECIPE) -> nn.Module:
-    """Replaces the linear layers of a block that low precision is for; their parameters stay.
+    """Replaces the linear layers of a block that run in FP8; their parameters stay.
 
     Args:
-        module: What runs the layer.
-        layer: Its spec, whose matmuls have the names of the modules.
+        module: Module of the layer.
+        layer: Spec of the layer, whose matmuls have the names of the modules.
         recipe: One of ``TORCHAO_RECIPES``.
     """
     names = {gemm.name for gemm in linears(layer)}

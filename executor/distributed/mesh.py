@@ -35,13 +35,13 @@ class Peers:
     """The ranks of one axis, and their collectives; every collective is recorded.
 
     Attributes:
-        size: How many they are.
-        rank: This one's index among them.
-        ranks: Their global ranks, in the order of the group; empty without one.
-        group: Their process group. Without one nothing moves, and the shapes of results are right all the same, so that
-            one rank's share of the work can be timed alone.
-        recorder: Is told of every collective.
-        mesh: The ranks for DTensor and torch's functional collectives, where layers communicate along the axis.
+        size: Number of ranks.
+        rank: Index of this rank in the group.
+        ranks: Global ranks, in the order of the group; empty without a group.
+        group: Process group. Without a group, collectives transfer nothing but return tensors of the right shape, so
+            that one rank's compute can be timed alone.
+        recorder: Records every collective.
+        mesh: Device mesh for DTensor and torch's functional collectives, where layers communicate along the axis.
     """
 
     size: int = 1
@@ -61,7 +61,7 @@ class Peers:
         )
 
     def meshed(self, axis: str, device_type: str) -> Peers:
-        """These ranks with a mesh of their own."""
+        """These ranks with a separate device mesh."""
         return replace(self, mesh=_joined({axis: self}, self.ranks[self.rank], device_type)) if self.group else self
 
     @classmethod
@@ -78,7 +78,7 @@ class Peers:
         return x
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        """Sends a global rank's tensor to all, in place; records name that rank first."""
+        """Broadcasts a global rank's tensor, in place; records list the source rank first."""
         ranks = (source, *(rank for rank in self.ranks if rank != source))
         handle = -1 if self.recorder is None else self.recorder.issue("broadcast", ranks, x.nbytes)
         dist.broadcast(x, src=source, group=self.group)
@@ -96,20 +96,19 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class ParallelDims:
-    """One rank's place in the mesh. An axis along which the plan does not communicate has this rank alone.
+    """Process groups of one rank by mesh axis. An axis along which the plan does not communicate has this rank alone.
 
     Attributes:
-        shard: The degrees to which layers are split.
-        tp, cp, ep: The ranks that split the layers, those that split the sequences, and those that have different
-            experts and exchange tokens.
+        shard: Degrees of the split of layers.
+        tp, cp, ep: Tensor-, context- and expert-parallel ranks.
         pp: Ranks of the same pipeline, first stage first.
-        dp: Ranks that average whole gradients (DDP).
+        dp: Ranks that average unsharded gradients (DDP).
         fsdp: Ranks over which parameters (FSDP) or optimizer states (ZeRO-1) are sharded.
         replicate: Ranks that hold the same shard of the parameters.
-        experts: Ranks that average the gradients of the same experts, where other ranks have others; where FSDP shards
-            these, the ranks over which it does.
+        experts: With expert parallelism, ranks that average the gradients of the same experts; with FSDP, the ranks
+            over which these experts are sharded.
         tied: The two ranks of the pipeline that hold a tied embedding.
-        dp_mesh: [replicate, shard], where FSDP communicates; of one mesh with that of ``tp``, as torch wants it.
+        dp_mesh: Mesh [replicate, shard] of FSDP; torch requires one parent mesh for it and the mesh of ``tp``.
         alone: No other rank exists: see ``executor.dry_run.fake_rank``.
     """
 
@@ -128,7 +127,7 @@ class ParallelDims:
 
     @classmethod
     def silent(cls, shard: Shard, device_type: str = "cpu") -> ParallelDims:
-        """The first rank of a split, computing alone: nothing is exchanged."""
+        """The first rank of a split without process groups: nothing is communicated."""
         axes = ("tp", shard.tp), ("cp", shard.cp), ("ep", shard.ep)
         tp, cp, ep = (Peers.silent(axis, size, device_type) for axis, size in axes)
         return cls(shard, tp, cp, ep)
@@ -142,9 +141,9 @@ class ParallelDims:
         Args:
             job: The job.
             rank: This rank.
-            recorder: Is told of every collective.
-            device_type: Of the ranks.
-            alone: No other rank exists, so only the groups of this one are made.
+            recorder: Records every collective.
+            device_type: Device type of the ranks.
+            alone: No other rank exists, so only this rank's groups are made.
         """
         plan, mapping, placement = job.plan, RankMapping.of(job.plan), stage_to_rank(job.parsed_table())
         first, last = placement[0], placement[max(placement)]
@@ -212,8 +211,8 @@ class ParallelDims:
         """The ranks that hold shards or copies of the same parameters: [shard], or [replicate, shard].
 
         Args:
-            device_type: Of the parameters.
-            experts: Of experts of which other ranks have others.
+            device_type: Device type of the parameters.
+            experts: Return the mesh of experts under expert parallelism.
         """
         mesh = self.dp_mesh
         if experts:
@@ -223,12 +222,12 @@ class ParallelDims:
 
 
 def _joined(axes: dict[str, Peers], rank: int, device_type: str) -> DeviceMesh | None:
-    """One mesh of the axes along which there are other ranks; None where there is none.
+    """One device mesh of the axes with more than one rank; None without such axes.
 
     Args:
-        axes: By name, the outermost first. Those of FSDP are recorded by its hooks, others by their group.
+        axes: Ranks by axis name, outermost first. FSDP's hooks record its collectives; other groups record their own.
         rank: This rank.
-        device_type: Of the ranks.
+        device_type: Device type of the ranks.
     """
     axes = {name: peers for name, peers in axes.items() if peers.group is not None}
     if not axes:
@@ -268,7 +267,7 @@ def _peers(
     members: Callable[[int], tuple[int, ...]],
     wanted: bool = True,
 ) -> Peers:
-    """Makes the groups of one axis and gives this rank's; it alone where it has no other, or none is wanted."""
+    """Makes the process groups of one axis; returns this rank's group, or this rank alone if there is none."""
     everyone = [rank] if alone else range(world_size)
     found = Peers()
     for ranks in sorted({members(other) for other in everyone}) if wanted else []:

@@ -1,4 +1,4 @@
-"""The one place that touches torch's private pipelining runtime: it runs our Level 1 table literally.
+"""The only module that uses torch's private pipelining runtime; it runs an action table literally.
 
 torch's ``_PipelineScheduleRuntime`` executes a list of actions loaded as ``compute_comms``. Private names used, with
 the same meaning in torch 2.11 and 2.13 (``tests/executor/distributed/test_pipeline.py`` pins them): the runtime class
@@ -36,7 +36,7 @@ class Boundary:
     dtype: torch.dtype
 
     def example(self) -> Tensor:
-        """A tensor without storage that says all torch needs to know, so that it makes no trial run."""
+        """Tensor on the meta device with shape and dtype, so that torch needs no trial run to find them."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.dtype.is_floating_point)
 
 
@@ -45,10 +45,10 @@ class StageModule:
     """A stage of this rank.
 
     Attributes:
-        index: Which.
-        module: Its layers, perhaps sharded by FSDP or wrapped in DistributedDataParallel.
-        inputs, outputs: Tensors that enter and leave it.
-        complete_gradients: Called in REDUCE_GRAD, once data parallelism and the microbatches are averaged over.
+        index: Stage index.
+        module: Layers of the stage, plain, sharded by FSDP or wrapped in DistributedDataParallel.
+        inputs, outputs: Tensors that enter and leave the stage.
+        complete_gradients: Called in REDUCE_GRAD, after gradients are averaged over data parallelism and microbatches.
     """
 
     index: int
@@ -59,16 +59,16 @@ class StageModule:
 
 
 class PipelineEngine:
-    """Runs one rank's row of a table, OPTIM excepted, which is the trainer's.
+    """Runs one rank's row of an action table, except OPTIM, which the trainer runs.
 
     Args:
         stages: The rank's stages.
-        table: The table of the whole pipeline; this rank's row is that of its place among ``peers``.
+        table: Action table of the whole pipeline; this rank's row is that of its index in ``peers``.
         peers: The ranks of the pipeline, first stage first.
-        num_microbatches: Microbatches of one step.
-        loss: Of a microbatch, from the last stage's output and the targets.
-        device: Where the stage is.
-        recorder: Gets actions and messages.
+        num_microbatches: Number of microbatches per step.
+        loss: Returns the loss of a microbatch from the last stage's output and the targets.
+        device: Device of the stages.
+        recorder: Records actions and P2P sends.
         alone: No other rank exists (see ``executor.dry_run.fake_rank``).
     """
 
@@ -133,14 +133,14 @@ def _torch_actions(row: Sequence[Action]) -> list[_Action | None]:
 
 
 class _RecordedStage(PipelineStage):
-    """A stage that tells the recorder what it does; waits for messages are outside of the recorded spans."""
+    """A stage that records its actions; waits for P2P receives are outside of the recorded spans."""
 
     def __init__(self, *args: Any, recorder: Recorder, complete_gradients: Callable[[], None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.recorder = recorder
         self._complete_gradients = complete_gradients
         self._receives: dict[Action, list[int]] = {}
-        self.sends: list[tuple[int, Tensor]] = []  # torch's works hold the tensors as well, but those of no one do not
+        self.sends: list[tuple[int, Tensor]] = []  # torch's works keep the tensors alive, but fake works do not
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         action = Action(self.stage_index, ActionKind.FORWARD, fwd_chunk_id)
@@ -210,7 +210,7 @@ class _RecordedStage(PipelineStage):
 
 
 class _AloneStage(_RecordedStage):
-    """Of a rank without peers: what it receives is random, and whether shapes are known is not put to the vote."""
+    """Stage of a rank without peers: received tensors are random, and the warmup vote on known shapes is skipped."""
 
     def _messages(self, kind: ActionKind, microbatch: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         for op in ops:
@@ -226,7 +226,7 @@ class _AloneStage(_RecordedStage):
 
 
 class _Runtime(_PipelineScheduleRuntime):
-    """torch's runtime with losses by microbatch, so that forwards need not run in order, and logits let go early."""
+    """Pipelining runtime of torch with losses by microbatch: forwards run in any order, and logits are freed early."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]

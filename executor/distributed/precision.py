@@ -1,4 +1,4 @@
-"""The number formats of a job: what weights are kept in and what is computed in."""
+"""Dtypes of a job: of weights and of compute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def weight_dtype(job: RunSpec) -> torch.dtype:
 
 
 def compute_dtype(job: RunSpec) -> torch.dtype | None:
-    """What matrix products are computed in where it is not ``weight_dtype``."""
+    """Dtype of matmuls where it differs from ``weight_dtype``; None where it does not."""
     return torch.bfloat16 if job.dtype == "bf16" else None
 
 
@@ -28,19 +28,19 @@ def fp8_recipe(job: RunSpec) -> Fp8Recipe | None:
 
 
 def allow_tf32(*, allowed: bool) -> None:
-    """Whether products of fp32 matrices and convolutions may round their factors; torch's default lets convolutions."""
+    """Allows or forbids TF32 for FP32 matmuls and convolutions; torch's default allows it for convolutions only."""
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed
 
 
 class Autocast(nn.Module):
-    """A module run under ``torch.autocast``: weights are cast for matrix products, once for each forward.
+    """A module run under ``torch.autocast``: weights are cast for matmuls, once per forward.
 
     Args:
         module: The module.
-        dtype: What matrix products are computed in.
-        device_type: Where.
-        keeps_copies: Autocast holds the cast weights to the end of forward, also those that nobody needs any more.
+        dtype: Dtype of matmuls.
+        device_type: Device type of the module.
+        keeps_copies: Autocast caches the cast weights until the end of forward, including unused ones.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device_type: str, *, keeps_copies: bool = True) -> None:

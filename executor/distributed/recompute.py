@@ -1,6 +1,6 @@
-"""Blocks and attention cores that backward runs again, in full or but for the products that are kept.
+"""Activation checkpointing of blocks and attention cores, in full or except for matmuls whose results are saved.
 
-Used private names of torch: the modes of its selective checkpointing, and the stack that they are on (``hide_hooks``).
+Private names of torch in use: the modes of selective checkpointing, and the stack of modes (``hide_hooks``).
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "selective_op", "selec
 """The modes of a plan that the executor has; with ``selective`` the attention core alone sees to it."""
 
 BlockRecompute = Literal["none", "full", "selective_op"]
-"""What is done with one block: it keeps all it needs, its input, or that and some products."""
+"""Recompute mode of one block: save all tensors, only the input, or the input and results of some matmuls."""
 
 Around = Callable[[], AbstractContextManager[None]]
-"""Makes what is entered around a second forward, which ends early where torch needs no more of it."""
+"""Returns the context around a recomputation, which ends early when torch has all saved tensors."""
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default}
@@ -64,7 +64,7 @@ _COLLECTIVES = {_c10d.reduce_scatter_tensor.default, _c10d.all_to_all_single.def
 
 
 def of_block(mode: Recompute, number: int) -> BlockRecompute:
-    """What a plan's mode is for one of the model's blocks, counted from 0."""
+    """Recompute mode of one block of the model, counted from 0, under a plan's mode."""
     assert mode in RECOMPUTES, mode
     match mode:
         case "full" | "selective_op":
@@ -78,16 +78,16 @@ def of_block(mode: Recompute, number: int) -> BlockRecompute:
 def recompute_block(
     layer: nn.Module, recompute: BlockRecompute, around: Around, uncounted: tuple[int, int] | None = None
 ) -> None:
-    """Makes backward run a block again, in place.
+    """Makes backward recompute a block, in place.
 
-    What runs again is its ``forward``, inside of its hooks: so FSDP's run once around forward and once around backward.
-    Of a layer that only hands on some of its inputs it is ``transform``.
+    The recomputed function is ``forward``, inside of the module's hooks: FSDP's hooks run once around forward and once
+    around backward. For a layer that forwards some of its inputs unchanged, the function is ``transform``.
 
     Args:
         layer: The block.
-        recompute: What of it runs again.
-        around: Of that.
-        uncounted: As of ``_EverySecondProduct``.
+        recompute: Recompute mode of the block.
+        around: Context around the recomputation.
+        uncounted: See ``_EverySecondProduct``.
     """
     if recompute == "none":
         return
@@ -108,13 +108,13 @@ def run_again(
     around: Around,
     make_policy: Callable[[], Callable[..., CheckpointPolicy]] | None = None,
 ) -> Tensor:
-    """What a function makes of its inputs; backward runs it again.
+    """Result of a function, which backward recomputes.
 
     Args:
-        function: What runs twice.
-        inputs: What it is given, which is kept.
-        around: Of the second run. A compiled block has none that could be told from the rest of its backward.
-        make_policy: Makes a policy for one run, of which results are kept; None for none.
+        function: Function that runs in forward and in backward.
+        inputs: Arguments, saved for backward.
+        around: Context around the recomputation; unused under a compiler, where recomputation is part of backward.
+        make_policy: Makes the policy of one call, which selects the results to save; None for no saved results.
     """
     again = partial(checkpoint, function, *inputs, use_reentrant=False, preserve_rng_state=False)
     if torch.compiler.is_compiling():
@@ -134,12 +134,12 @@ def run_again(
 
 
 class _EverySecondProduct:
-    """Torchtitan's per-op policy: the first matrix product is kept, the second not, and so on.
+    """Torchtitan's per-op policy: results of every second matmul are saved, starting with the first.
 
-    Attention is kept, and so are reduce-scatters and all-to-alls.
+    Results of attention, reduce-scatters and all-to-alls are saved too.
 
     Args:
-        uncounted: Shape of the matrix of a router (inputs, outputs), whose products run again and do not count.
+        uncounted: Shape of a router's matrix (inputs, outputs), whose matmuls are recomputed and not counted.
     """
 
     def __init__(self, uncounted: tuple[int, int] | None) -> None:
@@ -157,9 +157,9 @@ class _EverySecondProduct:
 
 
 def hide_hooks(modules: Iterable[nn.Module]) -> None:
-    """Blocks of ``selective_op`` do not see what hooks do that are registered around the forward of modules by now.
+    """Hides the operations of hooks that modules have by now from selective checkpointing (``selective_op``).
 
-    torch wants the same operations when a block runs again, and FSDP's hooks gather parameters at other times.
+    torch requires the same operations in recomputation as in forward, and FSDP's hooks all-gather at other times.
     """
     hidden: list[TorchDispatchMode] = []
 
@@ -180,7 +180,7 @@ def hide_hooks(modules: Iterable[nn.Module]) -> None:
 
 
 class _Both(AbstractContextManager[None]):
-    """Two contexts, the second inside of the first; one generator for both would let go of tensors too early."""
+    """Two contexts, the second inside of the first; one generator for both would free tensors too early."""
 
     def __init__(self, outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> None:
         self._outer, self._inner = outer, inner
@@ -195,7 +195,7 @@ class _Both(AbstractContextManager[None]):
 
 
 def unmodelled_recompute(job: RunSpec) -> Iterator[Problem]:
-    """Modes that the executor does not have, and selective_op beside what hides its products or was not tried."""
+    """Problems of recompute modes that the executor lacks, and of selective_op with options that hide its matmuls."""
     mode = job.plan.recompute
     if mode not in RECOMPUTES:
         yield Problem(
@@ -211,7 +211,7 @@ def unmodelled_recompute(job: RunSpec) -> Iterator[Problem]:
 
 
 def _beside_selective_op(job: RunSpec) -> Iterator[tuple[str, str]]:
-    """With what else that would help."""
+    """Options that selective_op does not support, each with a fix."""
     plan, model = job.plan, job.model
     if plan.offload_activations:
         yield "beside activations that are moved to the host", ", or offload_activations = false"

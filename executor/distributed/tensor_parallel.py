@@ -2,8 +2,8 @@
 
 Shoeybi et al. 2019 (arXiv:1909.08053), section 3, and Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2. Hidden
 states are (batch, tokens, hidden_size); with sequence parallelism ranks split dimension 1 between attention and MLP.
-Norms and other parameters that see the own tokens stay plain tensors: torch's SequenceParallel sums the gradient of
-each by itself in every microbatch, ``executor.distributed.gradients`` all of them by one message in a step
+Norms and other parameters applied to local tokens stay plain tensors. torch's SequenceParallel would all-reduce each
+of their gradients in every microbatch; ``executor.distributed.gradients`` reduces all of them together once per step
 (``tests/executor/distributed/test_split_layers.py``).
 """
 
@@ -39,7 +39,7 @@ def split_layer(layer: nn.Module, dims: ParallelDims) -> None:
     """Splits the matrices of a layer over tensor-parallel ranks, in place.
 
     Args:
-        layer: With whole weights, which may be without data.
+        layer: Layer with unsharded weights, which may be on the meta device.
         dims: The ranks.
     """
     modules = dict(layer.named_modules())
@@ -51,7 +51,7 @@ def split_layer(layer: nn.Module, dims: ParallelDims) -> None:
 
 
 def _plan(modules: dict[str, nn.Module], dims: ParallelDims) -> dict[str, ParallelStyle]:
-    """How every part of any layer is split, by its name; the names are those of ``executor.models``."""
+    """Parallel style of every submodule of a layer, by its name in ``executor.models``."""
     own: Placement = Shard(_TOKENS) if dims.splits_tokens else Replicate()
     gathered = PrepareModuleInput(input_layouts=(own,), desired_input_layouts=(Replicate(),))
 
@@ -91,14 +91,14 @@ def _wait(module: nn.Module, inputs: Any, output: Any) -> None:
 
 
 class VocabularyParallel(ParallelStyle):
-    """Each rank looks up tokens (batch, tokens) in its part of the vocabulary.
+    """Vocabulary-parallel embedding: each rank looks up tokens (batch, tokens) in its part of the vocabulary.
 
     torch's RowwiseParallel of an embedding makes the gradient of the whole vocabulary on every rank
     (``tests/executor/distributed/test_split_layers.py``).
 
     Args:
-        rank: This one, among those that split the vocabulary.
-        output_layouts: Of hidden states: the own tokens, or all.
+        rank: Index of this rank among those that split the vocabulary.
+        output_layouts: Layout of hidden states: local tokens, or all.
     """
 
     def __init__(self, rank: int, output_layouts: Placement) -> None:
@@ -124,7 +124,7 @@ class SharedByHeads(ParallelStyle):
     """All tokens of a tensor (batch, tokens, k) that every head needs; gradients are summed over ranks.
 
     Args:
-        input_layouts: The own tokens, or all.
+        input_layouts: Layout of the tensor: local tokens, or all.
     """
 
     def __init__(self, input_layouts: Placement) -> None:
@@ -141,10 +141,10 @@ class SharedByHeads(ParallelStyle):
 
 
 class _AdaptedParallel(ParallelStyle):
-    """A linear layer with adapters, of which one is split as the matrix is; their gradients stay partial.
+    """A linear layer with LoRA adapters, one of which is split as the matrix is; adapter gradients stay partial.
 
     Args:
-        style: Of the matrix.
+        style: Parallel style of the matrix.
     """
 
     def __init__(self, style: ColwiseParallel | RowwiseParallel) -> None:
@@ -169,13 +169,13 @@ def _with_adapters(style: ColwiseParallel | RowwiseParallel, linear: nn.Module |
 
 
 def with_local_weights(layer: nn.Module, mesh: DeviceMesh) -> None:
-    """Makes plain tensors of the parts that this rank has of weights, in place.
+    """Replaces DTensor weights by plain tensors of this rank's shards, in place.
 
-    DDP and ZeroRedundancyOptimizer take no DTensors. torch's own way makes DTensors of them for the time of a forward
-    (``torch.distributed.tensor.parallel.ddp``) and so knows none when backward runs a block again.
+    DDP and ZeroRedundancyOptimizer do not accept DTensors. torch's own workaround makes DTensors only during forward
+    (``torch.distributed.tensor.parallel.ddp``), so they are missing when backward recomputes a block.
 
     Args:
-        layer: Split by ``split_layer``.
+        layer: Layer, split by ``split_layer``.
         mesh: The ranks.
     """
     for module in list(layer.modules()):
@@ -189,7 +189,7 @@ def with_local_weights(layer: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _product(linear: nn.Linear, split: Placement, mesh: DeviceMesh, x: DTensor) -> DTensor:
-    """What a split linear layer makes, its weights DTensors or parts of some."""
+    """Output of a tensor-parallel linear layer, whose weights are DTensors or local shards."""
     weight = _as_placed(linear.weight, split, mesh)
     bias = None
     if linear.bias is not None:
@@ -212,7 +212,7 @@ def gather_parts(x: Tensor, peers: Peers, dim: int = _TOKENS) -> Tensor:
 
 
 def scatter_sum(x: Tensor, tp: Peers) -> Tensor:
-    """Reduce-scatter along dimension 1; backward gathers the gradients."""
+    """Reduce-scatter along dimension 1; backward all-gathers the gradients."""
     return _placed(x, Partial(), tp.mesh).redistribute(placements=(Shard(_TOKENS),)).to_local()
 
 

@@ -1,4 +1,4 @@
-"""A rank's own account of its memory: every storage that its steps make, and what it is, at the worst moment."""
+"""Memory of a rank at its peak point, by category, from tracking every storage that its steps allocate."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _MADE_IN = {
     ("activation_offload.py", "host_buffer"): _C.HOST,
     ("activation_offload.py", "fetch"): _C.ACTIVATIONS,
 }
-"""By the function that made a storage (of torch's files or ours), what it is."""
+"""Memory category by the function that allocated a storage, as (file name, function) in torch or simplan."""
 
 _NUM_STEPS = 2  # optimizer states exist from the end of the first on
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The worst moment of a rank in a step.
+    """Peak point of a rank's memory in a step.
 
     Attributes:
-        total_bytes: All tensors at that moment, those on the host among them.
-        by_category: The same by what they are.
-        action: During which it was, text form.
+        total_bytes: Bytes of all tensors at the peak point, including tensors on the host.
+        by_category: ``total_bytes`` by memory category.
+        action: Action at the peak point, in text form.
     """
 
     total_bytes: int
@@ -56,12 +56,12 @@ class Account:
 
 
 class CountingRecorder(Recorder):
-    """Every action, and every gap between two, is a period of a ledger.
+    """Recorder that starts a new period of a ledger at every action and at every gap between two actions.
 
     Args:
         row: The rank's actions.
-        clock: As of every recorder.
-        ledger: Which.
+        clock: See ``Recorder``.
+        ledger: Storage tracker.
     """
 
     def __init__(self, row: Sequence[Action], clock: Clock, ledger: Ledger) -> None:
@@ -69,24 +69,24 @@ class CountingRecorder(Recorder):
         self._ledger = ledger
 
     def begin(self, action: Action) -> None:
-        """As every recorder."""
+        """See ``Recorder``; also starts a new period."""
         super().begin(action)
         self._ledger.period += 1
 
     def close(self) -> None:
-        """As every recorder."""
+        """See ``Recorder``; also starts a new period."""
         super().close()
         self._ledger.period += 1
 
 
 def counted_steps(job: RunSpec, built: Trainer, recorder: Recorder, ledger: Ledger) -> Account:
-    """Runs two steps of a trainer that was built under a ledger, which still counts, and looks at the second.
+    """Runs two steps of a trainer that was built inside of a ledger, and returns the peak point of the second step.
 
     Args:
-        job: What is run.
+        job: Job of the trainer.
         built: The trainer.
-        recorder: Its recorder.
-        ledger: What counts its tensors.
+        recorder: Recorder of the trainer.
+        ledger: Ledger that tracks the trainer's tensors.
     """
     worst: list[tuple[Allocation, int, MemoryCategory | None]] = []
     actions: list[Action] = []
@@ -110,7 +110,7 @@ def counted_steps(job: RunSpec, built: Trainer, recorder: Recorder, ledger: Ledg
 
 
 def _known(built: Trainer, *, on_host: bool) -> dict[int, MemoryCategory]:
-    """Storages of parameters, gradients and optimizer states, and of what is being sent.
+    """Storages of parameters, gradients, optimizer states and tensors that are being sent.
 
     Args:
         built: The trainer.
@@ -152,7 +152,7 @@ def _parameter_groups(module: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Shapes:
-    """Shapes by which gradients of matrices, and tensors over the vocabulary, are told from others."""
+    """Shapes that identify gradients of matrices, and tensors over the vocabulary."""
 
     matrices: frozenset[tuple[int, ...]]
     vocab: int
@@ -164,7 +164,7 @@ class _Shapes:
         return cls(frozenset(shapes | {shape[::-1] for shape in shapes}), layers[-1].parameters[-1].shape[0])
 
     def category(self, held: Allocation) -> MemoryCategory:
-        """Of something that is not a state between steps."""
+        """Memory category of a storage that is not persistent state."""
         for function in held.made_in:
             if function in _MADE_IN:
                 return _MADE_IN[function]

@@ -1,6 +1,6 @@
-"""A rank without data: torch's FakeTensorMode computes nothing, but tensors are made, kept and let go as in a real run.
+"""A rank on fake tensors: FakeTensorMode computes nothing, but allocates, saves and frees tensors as in a real run.
 
-So torch's own memory of a rank of any size can be had on any machine, in seconds and without allocating any of it.
+The memory of a rank of any size can thus be determined on any machine, in seconds and without allocating it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = ["MakeRecorder", "alone_as", "fake_rank"]
 
 @contextmanager
 def alone_as(rank: int, job: RunSpec, recorder: Recorder) -> Iterator[ParallelDims]:
-    """This process is a rank of the job while the block runs; gives its place in the mesh.
+    """Context in which this process is one rank of the job with a fake process group; yields the rank's mesh axes.
 
     Args:
-        rank: Which.
+        rank: Global rank.
         job: The job.
-        recorder: Is told of its collectives.
+        recorder: Records the rank's collectives.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=job.plan.num_devices)
     try:
@@ -64,13 +64,13 @@ MakeRecorder = Callable[[Sequence[Action]], Recorder]
 
 @contextmanager
 def fake_rank(job: RunSpec, rank: int, make_recorder: MakeRecorder, ledger: Ledger | None = None) -> Iterator[Trainer]:
-    """A rank's trainer on fake tensors; all it does must be done inside of the block.
+    """Context with a rank's trainer on fake tensors; the trainer may only be used inside of the block.
 
     Args:
         job: The job, whose device is the CPU.
-        rank: Which rank.
-        make_recorder: Makes its recorder.
-        ledger: Counts its tensors, from the first on.
+        rank: Global rank.
+        make_recorder: Makes the recorder of the rank.
+        ledger: Tracks all tensors of the rank; None for no tracking.
     """
     row = job.parsed_table()[RankMapping.of(job.plan).place(rank).pp]
     counting = nullcontext() if ledger is None else ledger.counting()
@@ -87,7 +87,7 @@ def fake_rank(job: RunSpec, rank: int, make_recorder: MakeRecorder, ledger: Ledg
 
 @contextmanager
 def _meshes_with_numbers() -> Iterator[None]:
-    """FSDP joins its mesh and that of a DTensor, whose ranks are numbers also where all other tensors are fake."""
+    """Lets FSDP join its mesh and a DTensor's mesh, whose ranks are real numbers while all other tensors are fake."""
     join = DeviceMesh._concatenate
 
     def join_numbers(meshes: list[DeviceMesh]) -> DeviceMesh:
@@ -102,7 +102,7 @@ def _meshes_with_numbers() -> Iterator[None]:
 
 
 class _Listening(TorchDispatchMode):
-    """Tells a recorder of DTensor's collectives: of tensors without data they come to no process group."""
+    """Records DTensor's collectives, which do not reach a process group for fake tensors."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -131,7 +131,7 @@ class _FakeTrainer(Trainer):
 
 
 class _KeptBuckets:
-    """DDP's reducer, but it keeps its first buckets: their new order would be sent round, which takes numbers."""
+    """DDP's reducer without rebuilt buckets: rebuilding broadcasts their order, which needs real tensors."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer

@@ -43,14 +43,14 @@ def rehearse(job: RunSpec, rank: int, *, fake: bool, on_progress: Progress | Non
     """Runs one rank alone in this process.
 
     Args:
-        job: The job; its device is that of a real rehearsal.
-        rank: Which of its ranks.
-        fake: On tensors without data, so that nothing is computed or allocated.
-        on_progress: Told about every finished step.
+        job: The job; its device is used unless ``fake``.
+        rank: Global rank to run.
+        fake: Run on fake tensors, without compute or allocations.
+        on_progress: Called after every step.
 
     Raises:
         SpecError, ProgramError: The job cannot be rehearsed here; nothing was started.
-        RunError: The device has too little memory; says during which action.
+        RunError: The device has too little memory; the error names the action.
     """
     check_rehearsal(job, rank, fake=fake)
     if fake:
@@ -112,7 +112,7 @@ def _real(job: RunSpec, rank: int, on_progress: Progress) -> Rehearsal:
     except torch.OutOfMemoryError as error:
         said = str(error).split(". ")[0]
         raise RunError(f"rank {rank} needs more memory than this device has, in {recorder.current}: {said}") from None
-    if device.type == "cpu":  # which has no allocator of its own to ask
+    if device.type == "cpu":  # without an allocator that counts
         peak = peak.model_copy(update={"allocated_bytes": found.total_bytes})
     return Rehearsal(
         job=job,
@@ -138,12 +138,12 @@ def _timed_step(trainer: Trainer, recorder: Recorder, step: int) -> StepRecord:
 def _action_times(
     records: Sequence[StepRecord], exchanging: Collection[tuple[int, ...]] | None
 ) -> tuple[ActionTime, ...]:
-    """By action, its span without what the fake process group did inside of it.
+    """Durations of each action, without the time of the fake process group inside of its span.
 
     Args:
-        records: Of the measured steps.
-        exchanging: Groups whose collectives are on the stream that computes; None for all groups. On CUDA, those of
-            data parallelism are on streams of their own.
+        records: Records of the measured steps.
+        exchanging: Groups whose collectives run on the compute stream; None for all groups. On CUDA, data-parallel
+            collectives run on separate streams.
     """
     seconds: dict[str, list[float]] = defaultdict(list)
     for record in records:

@@ -53,7 +53,7 @@ class RanksError(RunError):
 
 
 class RankOutOfMemoryError(RunError):
-    """A rank ran out of memory; the message compares its memory with the prediction."""
+    """A rank ran out of memory; the error compares its memory with the prediction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class RankEnd:
     _errors: dict[int, tuple[float, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Reads the error files: time and message of each."""
+        """Reads time and message from the error files."""
         for rank, file in self.error_files.items():
             try:
                 message = json.loads(file.read_text())["message"]

@@ -39,7 +39,7 @@ from simplan.errors import RunError
 _POLL_S = 0.1
 _DUMP_S = 2.0  # for Flight Recorder's dumps
 _HEED_S = 30.0  # for torchrun to see that a rank was killed
-_SHUTDOWN_S = 20  # a rank that is told to stop takes 15 s at most
+_SHUTDOWN_S = 20  # a rank takes at most 15 s to stop
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent.parent
 
 _RANK_ENVIRONMENT = {

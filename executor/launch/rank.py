@@ -25,13 +25,13 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Asks Linux to send this process a signal when its parent ends for any reason.
+    """Makes Linux send this process a signal when its parent ends for any reason.
 
-    The parent named by ``PARENT_VARIABLE`` may have ended before this call: then the signal comes now.
+    If the parent named by ``PARENT_VARIABLE`` has ended before this call, the signal is sent immediately.
     """
     parent = int(os.environ.get(PARENT_VARIABLE, os.getppid()))
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # the parent ended before the prctl call
         os.kill(os.getpid(), number)
 
 
@@ -100,7 +100,7 @@ class StopRequest:
         threading.Thread(target=self._listen, args=(read_end, dump), name="signals", daemon=True).start()
 
     def is_told(self, within_s: float = 0.0) -> bool:
-        """True when the rank is told to stop, now or within some seconds."""
+        """True when the rank receives a request to stop, now or within some seconds."""
         return self._told.wait(within_s)
 
     def _listen(self, read_end: int, dump: Path) -> None:

@@ -1,10 +1,10 @@
 """Heartbeats of the ranks of a node, and the rank that hangs.
 
-A rank writes a record of 100 bytes into a memory-mapped file before and after every action, which costs about a
+A rank writes a record of 100 bytes into a memory-mapped file before and after every action. A record costs about a
 microsecond and survives the death of the rank. FileTimerServer of torch ends every process that outlives a deadline
-and cannot tell a rank that hangs from the ranks that wait for it. Heartbeats can where the host computes. On CUDA the
-host runs ahead of the device: there the dumps of Flight Recorder name the rank that has not issued the collective the
-others wait in.
+and cannot distinguish a rank that hangs from the ranks that wait for it. Heartbeats can on CPUs. On CUDA the host runs
+ahead of the device: there the dumps of Flight Recorder name the rank that has not issued the collective in which the
+other ranks wait.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Stall(NamedTuple):
 
     Attributes:
         rank: Rank that stopped first.
-        sentence: Message for the user.
+        sentence: Description for the user.
     """
 
     rank: int

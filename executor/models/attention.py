@@ -1,7 +1,7 @@
-"""Self-attention as modules: projections, what is done to queries and keys, and the core with its exchanges.
+"""Self-attention modules: projections, norms and rotation of queries and keys, and the core with its communication.
 
-Modules have whole matrices. Where tensor-parallel ranks split these (``executor.distributed.tensor_parallel``), the
-same forward works on some of the heads.
+Modules are built with unsharded matrices. When tensor-parallel ranks split the matrices
+(``executor.distributed.tensor_parallel``), the same forward runs on a subset of the heads.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class RotaryPositions(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Queries, keys and values by one matrix.
+    """Attention with a fused QKV projection.
 
-    Its rows are grouped by heads of keys, each with its queries, its keys and its values, as in Megatron-LM and
-    GPT-NeoX: so ranks can split it by rows.
+    Rows of the QKV matrix are grouped by key-value head: queries, keys and values of each group are adjacent, as in
+    Megatron-LM and GPT-NeoX. Ranks can therefore split the matrix by rows.
 
     Args:
         request: The layer.
-        bias: Of both matrices.
-        rotated: Columns of each head that are rotated.
+        bias: True when the QKV matrix and the output projection have biases.
+        rotated: Columns per head with rotary embeddings; 0 for none.
     """
 
     def __init__(self, request: LayerRequest, *, bias: bool, rotated: int = 0) -> None:
@@ -69,7 +69,7 @@ class FusedAttention(nn.Module):
         self._core = request.core
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, hidden_size) to the same."""
+        """Hidden states (batch, tokens, hidden_size) to hidden states of the same shape."""
         groups = torch.unflatten(self.qkv(x), -1, (-1, sum(self._of_group), self._head_dim))
         q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in torch.split(groups, self._of_group, dim=3))
         if self.rotary is not None:
@@ -79,13 +79,13 @@ class FusedAttention(nn.Module):
 
 
 class SeparateAttention(nn.Module):
-    """Queries, keys and values by three matrices; queries and keys are perhaps normed, then perhaps rotated.
+    """Attention with separate Q, K and V projections, optional norms of queries and keys, and optional rotation.
 
     Args:
         request: The layer.
-        biases: Of which matrices.
-        rotary: Queries and keys are rotated.
-        norms: RMSNorms of queries and keys: one for each head, or one for all of them together.
+        biases: Matrices that have biases.
+        rotary: Apply rotary embeddings to queries and keys.
+        norms: RMSNorms of queries and keys: per head, or over all heads of the projection; None for no norms.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class SeparateAttention(nn.Module):
         self._core = request.core
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, hidden_size) to the same."""
+        """Hidden states (batch, tokens, hidden_size) to hidden states of the same shape."""
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self._norms == "projection":
             q, k = self.q_norm(q), self.k_norm(k)

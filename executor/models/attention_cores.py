@@ -1,4 +1,4 @@
-"""What layers are built from beside their sizes: the attention core of each form, and the tables of a stage."""
+"""Attention cores of each form, and lookup tables that the layers of a stage share."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _LARGEST_SLOPE_EXPONENT = 8  # Press et al. 2022, section 3: slopes go down to 2
 
 
 class StageContext:
-    """What the layers of a stage share: attention cores, tables, and which tokens this rank has.
+    """Objects that the layers of a stage share: attention cores, lookup tables and parallel dimensions.
 
     Args:
         spec: The model.
-        dims: Which tokens and heads this rank has.
-        device: Where tables are.
-        dtype: Of tables.
-        recompute: Backward computes attention cores again.
-        around_rerun: Is entered around that.
+        dims: Parallel dimensions, which determine this rank's tokens and heads.
+        device: Device of the tables.
+        dtype: Dtype of the tables.
+        recompute: Recompute attention cores in backward.
+        around_rerun: Context around the recomputation.
 
     Attributes:
-        tables: By name, what layers made for each other.
+        tables: Shared tables by name.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StageContext:
         return self._cores[window]
 
     def maybe_again(self, core: AttentionCore) -> AttentionCore:
-        """The core, or what makes backward compute it again."""
+        """The core, wrapped for recomputation in backward if the stage recomputes."""
         return partial(run_again, core, around=self._around_rerun) if self._recompute else core
 
     def rotary_tables(self, width: int) -> tuple[Tensor, Tensor]:
@@ -103,12 +103,12 @@ class StageContext:
 
 @dataclass(frozen=True, slots=True)
 class LayerRequest:
-    """Which layer is wanted.
+    """Request to build one layer.
 
     Attributes:
         spec: The model.
-        index: Of the layer in ``spec.layers``.
-        stage: What it shares with other layers.
+        index: Index of the layer in ``spec.layers``.
+        stage: Objects that the layer shares with other layers of the stage.
     """
 
     spec: ModelSpec
@@ -127,13 +127,13 @@ class LayerRequest:
 
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention in which every query meets every key; (batch, heads, tokens, head_dim) each."""
+    """Attention of every query to every key; all tensors are (batch, heads, tokens, head_dim)."""
     grouped = q.shape[_HEADS] != k.shape[_HEADS]
     return functional.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
 
 
 def soft_capped(x: Tensor, cap: float) -> Tensor:
-    """Cap tanh(x / cap): nearly the same where it is small, never larger than the cap."""
+    """Soft cap: cap tanh(x / cap), close to x for small x, and never larger than the cap."""
     return torch.tanh(x / cap) * cap
 
 
@@ -154,7 +154,7 @@ class CappedAttention:
             self._unmet |= distances >= window
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """As ``causal_attention``, whose mask is a part of the table."""
+        """See ``causal_attention``; the table includes the mask."""
         del mask
         groups = q.shape[_HEADS] // k.shape[_HEADS]
         if groups > 1:
@@ -166,13 +166,13 @@ class CappedAttention:
 
 
 class MaskedAttention:
-    """Causal attention with a table that is added to the scores: a bias by distance (ALiBi), or the end of a window.
+    """Causal attention with a table that is added to the scores: ALiBi's bias by distance, or a window mask.
 
     Args:
         spec: The model.
-        parallel: Which heads and tokens this rank has.
-        window: Keys up to its own that a query meets; 0 for all of them.
-        device: Where.
+        parallel: Parallel dimensions, which determine this rank's heads and tokens.
+        window: Attended keys per query, including its own; 0 for all earlier keys.
+        device: Device of the table.
     """
 
     def __init__(self, spec: ModelSpec, parallel: ParallelDims, window: int, device: torch.device) -> None:
@@ -184,13 +184,13 @@ class MaskedAttention:
         self._slopes: Tensor | None = None
         if FAMILIES[spec.family].alibi:
             slopes = parallel.own_part(alibi_slopes(spec.num_attention_heads), 0)
-            if parallel.cp.size > 1 and not gathers:  # tokens are exchanged for heads
+            if parallel.cp.size > 1 and not gathers:  # all-to-all of tokens for heads
                 slopes = slopes.chunk(parallel.cp.size)[parallel.cp.rank]
             self._slopes = slopes.to(device)
         self._table: Tensor | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """As ``causal_attention``, whose mask is a part of the table."""
+        """See ``causal_attention``; the table includes the mask."""
         del mask
         grouped = q.shape[_HEADS] != k.shape[_HEADS]
         table = self._table_like(q)[..., : q.shape[_TOKENS], : k.shape[_TOKENS]]  # shorter documents have its corner
@@ -213,8 +213,8 @@ class MaskedAttention:
 def alibi_slopes(num_heads: int) -> Tensor:
     """Slope of the bias of each head (float64): 2^(-8 i / a) for i = 1 to a (Press et al. 2022, section 3).
 
-    Where a is no power of two, the slopes are every second one of those of the next power, then the ones between
-    (MPT's way).
+    If a is not a power of two, the slopes are every second slope of the next power of two, then the remaining ones (as
+    in MPT).
     """
     power = 2 ** math.ceil(math.log2(num_heads))
     exponents = torch.arange(1, power + 1, dtype=torch.float64) * _LARGEST_SLOPE_EXPONENT / power

@@ -42,17 +42,17 @@ class GeluMlp(nn.Module):
         self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, hidden_size) to the same."""
+        """Hidden states (batch, tokens, hidden_size) to hidden states of the same shape."""
         out: Tensor = self.down(functional.gelu(self.up(x)))
         return out
 
 
 class GatedMlp(nn.Module):
-    """Gate and up, a function of the one times the other, down.
+    """Gated MLP: down(activation(gate(x)) * up(x)).
 
     Args:
-        hidden_size, intermediate_size: Of every token.
-        activation: The function.
+        hidden_size, intermediate_size: Widths per token.
+        activation: Activation function of the gate.
     """
 
     def __init__(
@@ -65,18 +65,18 @@ class GatedMlp(nn.Module):
         self._activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, hidden_size) to the same."""
+        """Hidden states (batch, tokens, hidden_size) to hidden states of the same shape."""
         gate, up = self.gate(x), self.up(x)
         out: Tensor = self.down(self._activation(gate) * up)
         return out
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): GPT-2's and Llama's order.
+    """Pre-norm block as in GPT-2 and Llama: x + attention(norm(x)), then x + mlp(norm(x)).
 
     Args:
         spec: The model.
-        attention, mlp: What is applied to normed hidden states.
+        attention, mlp: Modules applied to normed hidden states.
     """
 
     def __init__(self, spec: ModelSpec, attention: nn.Module, mlp: nn.Module) -> None:
@@ -110,7 +110,7 @@ class PostNormBlock(nn.Module):
 
 
 class ParallelBlock(Block):
-    """Attention and MLP of the same hidden states, each after a norm of its own (GPT-NeoX)."""
+    """Parallel block: attention and MLP of the same hidden states, each after a separate norm (GPT-NeoX)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Hidden states to hidden states."""
@@ -142,7 +142,7 @@ def gpt_block(request: LayerRequest) -> nn.Module:
 
 
 def mpt_block(request: LayerRequest) -> nn.Module:
-    """The same without any biases."""
+    """MPT's block: GPT-2's without biases."""
     return Block(request.spec, FusedAttention(request, bias=False), GeluMlp(request.spec, bias=False))
 
 

@@ -135,7 +135,7 @@ class MaskedHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
-        transformed = functional.gelu(self.transform(x)).to(x.dtype)  # norms are not computed in 16 bits by autocast
+        transformed = functional.gelu(self.transform(x)).to(x.dtype)  # autocast computes norms in FP32
         logits: Tensor = self.lm_head(compute_dtype(self.norm(transformed)))
         return logits
 
@@ -151,6 +151,6 @@ class ClassHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
-        token = self.norm(x)[:, :1].clone()  # a copy, so that those of the other tokens are let go
+        token = self.norm(x)[:, :1].clone()  # a copy, so that the other tokens' memory is freed
         logits: Tensor = self.head(compute_dtype(token))
         return logits

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685): linear layers with adapters, and what of a layer is not trained."""
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): linear layers with adapters, and frozen parameters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LoraLinear(nn.Linear):
 
 
 def add_adapters(layer: nn.Module, spec: LayerSpec, rank: int) -> None:
-    """Puts adapters beside those matrices of a module that have some in its LayerSpec."""
+    """Adds LoRA adapters to the matrices of a module that have adapters in its LayerSpec."""
     adapted = {p.name.removesuffix(".lora_a.weight") for p in spec.parameters if p.name.endswith(".lora_a.weight")}
     specs = zip(list(layer.named_parameters()), [p for p in spec.parameters if ".lora_" not in p.name], strict=True)
     for (name, _), parameter in specs:
@@ -50,7 +50,7 @@ def add_adapters(layer: nn.Module, spec: LayerSpec, rank: int) -> None:
 
 
 def freeze(layer: nn.Module, spec: LayerSpec, dtype: torch.dtype) -> None:
-    """Frozen parameters get no gradients, and are kept in the precision in which they are used."""
+    """Freezes parameters that are not trained, and casts them to the precision in which they are used."""
     for (path, parameter), said in zip(list(layer.named_parameters()), spec.parameters, strict=True):
         if said.frozen:
             owner, _, name = path.rpartition(".")
@@ -59,5 +59,5 @@ def freeze(layer: nn.Module, spec: LayerSpec, dtype: torch.dtype) -> None:
 
 
 def trained_parameters(module: nn.Module) -> list[Any]:
-    """Those that have gradients, in the module's order."""
+    """Parameters that require gradients, in the module's order."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]

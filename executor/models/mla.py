@@ -18,10 +18,10 @@ __all__ = ["LAYERS", "LatentAttention", "deepseek_block"]
 
 
 class LatentAttention(nn.Module):
-    """Keys and values of all heads, perhaps queries too, from narrow vectors; values are padded to the keys' width.
+    """Multi-head latent attention: keys, values and optionally queries from latent vectors; values are padded to keys.
 
-    Where ranks split heads and tokens, they make narrow vectors of the own tokens and gather these, not the hidden
-    states, as ``simplan.model.parts.mla`` says.
+    With tensor and sequence parallelism, ranks compute latent vectors of local tokens and all-gather those instead of
+    the hidden states, as in ``simplan.model.parts.mla``.
     """
 
     def __init__(self, request: LayerRequest) -> None:
@@ -46,7 +46,7 @@ class LatentAttention(nn.Module):
         self._core = request.core
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, hidden_size) to the same."""
+        """Hidden states (batch, tokens, hidden_size) to hidden states of the same shape."""
         queries = self.q_b(self.q_a_norm(self.q_a(x))) if self._compresses_queries else self.q(x)
         q_plain, q_rotated = self._parts(split_heads(queries, self._plain + self._rotated), self._rotated)
         latent, k_rotated = self._parts(self.kv_a(x), self._rotated)
@@ -64,7 +64,7 @@ class LatentAttention(nn.Module):
 
     @staticmethod
     def _parts(x: Tensor, last: int) -> tuple[Tensor, Tensor]:
-        """All but the last columns, and these."""
+        """Splits off the last columns: all others, and the last ones."""
         return x[..., :-last], x[..., -last:]
 
 
@@ -77,4 +77,4 @@ def deepseek_block(request: LayerRequest) -> nn.Module:
 
 
 LAYERS = {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: deepseek_block, LayerKind.HEAD: Head}
-"""What runs the layers of the family, by their kind."""
+"""Module builders of the family's layers, by layer kind."""

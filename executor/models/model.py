@@ -1,9 +1,9 @@
-"""The modules of a model, built from its ModelSpec: same parameters, kernels and saved tensors as its LayerSpecs say.
+"""Modules of a model, built from its ModelSpec, with the parameters, kernels and saved tensors of its LayerSpecs.
 
-A stage is a plain sequence of layers. Each is built whole without memory (on the meta device), split over ranks, and
-only then made: weights in the order of its LayerSpec. The embedding takes the rank's tokens (batch, tokens) int64,
-blocks take and give hidden states (batch, own tokens, hidden_size), the head gives logits (batch, tokens, own part of
-the vocabulary).
+A stage is a plain sequence of layers. Each layer is built unsharded on the meta device, split over ranks, and then
+allocated and initialized, with weights in the order of its LayerSpec. The embedding takes the rank's tokens (batch,
+tokens) int64. Blocks take and return hidden states (batch, local tokens, hidden_size). The head returns logits (batch,
+tokens, local part of the vocabulary).
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ MODULES: Mapping[str, Mapping[LayerKind, Callable[[LayerRequest], nn.Module]]] =
     "bert": {LayerKind.EMBEDDING: BertEmbedding, LayerKind.BLOCK: bert_block, LayerKind.HEAD: MaskedHead},
     "vit": {LayerKind.EMBEDDING: PatchEmbedding, LayerKind.BLOCK: gpt_block, LayerKind.HEAD: ClassHead},
 }
-"""What runs the layers of a family, by their kind."""
+"""Module builders of a family's layers, by layer kind."""
 
 FAMILY_MODULES = {"resnet": "resnet", "t5": "t5", "moe": "moe", "deepseek": "mla"}
-"""Modules of this package whose ``LAYERS`` are what runs the layers of the other families."""
+"""Modules of this package whose ``LAYERS`` build the layers of the other families."""
 
 _INIT_STD = 0.02  # GPT-2's
 _SINGLE = ParallelDims()
@@ -116,26 +116,26 @@ def build_stage(
     model_code: ModelCode = "framework",
     finish: Callable[[int, nn.Module], None] = lambda index, layer: None,
 ) -> Stage:
-    """A stage with its weights, which depend on the seed and the layers' indices only, not on how layers are split.
+    """Builds a stage with weights that depend only on the seed and the layers' indices, not on the parallel split.
 
-    A tied output head shares the embedding's tensor when both are in the stage, else it holds an equal copy.
+    A tied output head shares the embedding's tensor when both are in the stage; otherwise it has an equal copy.
 
     Args:
         spec: The model.
-        layer_range: Indices of its layers.
-        dtype: Of weights.
-        device: Where they are.
-        seed: Of the weights; None where any will do.
-        dims: The ranks that split layers.
-        recompute: ``none``, ``selective`` (the attention core), ``selective_op`` (every block but for some products),
-            ``full`` (every block) or ``selective_layer`` (every second one, the first not).
-        recompute_layers: Of how many of these blocks, the first ones; None of all.
-        around_rerun: Is entered around every second forward.
-        fp8_recipe: Scaling of linear layers of blocks in FP8; None where they are not in FP8.
-        frozen_dtype: Of weights that are not trained; None for the same.
-        model_code: Whose modules: this package's, or those of transformers.
-        finish: Called with the index of every layer and the layer as soon as it is there: to shard it before the next
-            one is made, so that a stage need never be whole on the device.
+        layer_range: Indices of the stage's layers.
+        dtype: Dtype of weights.
+        device: Device of weights.
+        seed: Seed of the weights; None for arbitrary weights.
+        dims: Parallel dimensions that split layers.
+        recompute: ``none``, ``selective`` (the attention core), ``selective_op`` (every block except some matmuls),
+            ``full`` (every block) or ``selective_layer`` (every second block, from the second on).
+        recompute_layers: Number of the stage's first blocks that ``recompute`` applies to; None for all blocks.
+        around_rerun: Context around every recomputation.
+        fp8_recipe: Scaling recipe of the blocks' FP8 linear layers; None without FP8.
+        frozen_dtype: Dtype of weights that are not trained; None for ``dtype``.
+        model_code: Origin of the modules: this package, or transformers.
+        finish: Called with the index of every layer and the layer after its construction. Sharding a layer there keeps
+            the device from ever storing an unsharded stage.
     """
     layer_range = list(layer_range)
     modes = {layer: of_block(recompute, number) for number, layer in enumerate(spec.block_indices())}
@@ -173,7 +173,7 @@ def build_stage(
 
 
 def _maker(spec: ModelSpec, index: int, model_code: ModelCode) -> Callable[[LayerRequest], nn.Module]:
-    """What makes a layer of a model."""
+    """Function that builds a layer of a model."""
     if model_code == "transformers":
         from executor.models.transformers_models import make_layer  # an extra, and seconds to import
 
@@ -185,11 +185,11 @@ def _maker(spec: ModelSpec, index: int, model_code: ModelCode) -> Callable[[Laye
 
 
 def with_specs(stage: Stage, layers: Sequence[LayerSpec]) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
-    """Parameters of a stage by name, each with what is said of it.
+    """Parameters of a stage by name, each with its ParameterSpec.
 
     Args:
-        stage: Perhaps sharded by FSDP.
-        layers: Of the whole model, as one rank has them.
+        stage: Stage, sharded by FSDP or not.
+        layers: LayerSpecs of all layers of the model, as sharded on one rank.
     """
     for index, layer in stage.layers.items():
         for (name, parameter), said in zip(layer.named_parameters(), layers[int(index)].parameters, strict=True):
@@ -197,7 +197,7 @@ def with_specs(stage: Stage, layers: Sequence[LayerSpec]) -> Iterator[tuple[str,
 
 
 def split_dimensions(stage: Stage, job: RunSpec) -> dict[str, int]:
-    """By name, the dimension along which ranks split a parameter of a stage, the first one."""
+    """Parameter name -> first dimension along which ranks split the parameter, for the parameters of a stage."""
     whole = job.software.layers_of(job.model, ParallelPlan())
     shapes = (parameter.shape for index in stage.layers for parameter in whole[int(index)].parameters)
     parts = with_specs(stage, job.software.layers_of(job.model, job.plan))
@@ -209,12 +209,12 @@ def split_dimensions(stage: Stage, job: RunSpec) -> dict[str, int]:
 
 
 def own_weight(whole: Tensor, name: str, own: Tensor, dims: ParallelDims) -> Tensor:
-    """This rank's part of a weight.
+    """This rank's shard of a weight.
 
     Args:
-        whole: All of it.
-        name: Of the parameter inside its layer.
-        own: The part, which is split along the dimension where it is smaller.
+        whole: Unsharded weight.
+        name: Name of the parameter inside its layer.
+        own: Tensor with the shape of the shard; dimensions smaller than in ``whole`` are split.
         dims: The ranks.
     """
     module = name.split(".")[-2] if "." in name else ""
@@ -227,7 +227,7 @@ def own_weight(whole: Tensor, name: str, own: Tensor, dims: ParallelDims) -> Ten
 
 
 def _materialize(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Memory for what is without: ``nn.Module.to_empty``, but for tables that are there and tensors without data."""
+    """Allocates tensors on the meta device, as ``nn.Module.to_empty``; keeps existing tables and fake tensors."""
 
     def made(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device, dtype=dtype if tensor.is_floating_point() else None)
@@ -257,7 +257,7 @@ def _draw_weights(layer: nn.Module, spec: ModelSpec, layer_index: int, seed: int
         own = own.to_local() if isinstance(own, DTensor) else own
         if parameter.dim() > 1:
             generator = torch.Generator().manual_seed((seed * 100_003 + source[0]) * 101 + source[1])
-            # experts that are apart are no DTensors
+            # expert-parallel experts are not DTensors
             shape = specs[number].shape if ".experts_" in name else parameter.shape
             whole = torch.empty(shape).normal_(0.0, _INIT_STD, generator=generator)
             own.copy_(own_weight(whole, name, own, dims))

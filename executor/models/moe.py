@@ -1,8 +1,8 @@
-"""Mixture of experts: routing with a fixed number of places.
+"""Mixture of experts: routing with a fixed expert capacity.
 
-Every sequence is a group of its own (Lepikhin et al. 2021, GShard, section 3.1): an expert has as many places for it as
-``places_of`` says. Tokens take them in order. Places that stay empty hold the first token of the batch; what experts
-make of them goes nowhere. Ranks that split attention route their own tokens, which are a group for each sequence.
+Every sequence is a separate group (Lepikhin et al. 2021, GShard, section 3.1): an expert has ``places_of`` capacity
+slots per sequence. Tokens fill the slots in order. Empty slots contain the first token of the batch, and the experts'
+output for them is unused. Ranks that split attention route their local tokens, which are one group per sequence.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = [
 
 
 class Routing(NamedTuple):
-    """Where tokens go.
+    """Assignment of tokens to capacity slots of experts.
 
     Attributes:
-        loads: Tokens that asked for each expert, by sequence (batch, experts) int64.
-        slots: Row of each choice of a token among all places (batch * tokens * top_k) int64; 0 where it found none.
-        dropped: Which found none (batch * tokens * top_k) bool.
-        sources: Token of each place (experts * batch * places) int64.
+        loads: Tokens routed to each expert per sequence, (batch, experts) int64.
+        slots: Capacity slot of each token's choice, (batch * tokens * top_k) int64; 0 for dropped choices.
+        dropped: True for choices without a slot, (batch * tokens * top_k) bool.
+        sources: Token in each capacity slot, (experts * batch * places) int64.
     """
 
     loads: Tensor
@@ -50,12 +50,12 @@ class Routing(NamedTuple):
 
 
 def route(chosen: Tensor, num_experts: int, places: int) -> Routing:
-    """Gives every choice the next place of its expert.
+    """Assigns every choice to the next capacity slot of its expert.
 
     Args:
-        chosen: Experts of every token (batch, tokens, top_k) int64.
-        num_experts: How many there are.
-        places: That each has for a sequence.
+        chosen: Experts of every token, (batch, tokens, top_k) int64.
+        num_experts: Number of experts.
+        places: Capacity slots of an expert per sequence.
     """
     batch, tokens, top_k = chosen.shape
     choices = chosen.flatten(1)
@@ -65,7 +65,7 @@ def route(chosen: Tensor, num_experts: int, places: int) -> Routing:
     before = loads.cumsum(1) - loads
     place = torch.arange(tokens * top_k, device=chosen.device) - before.gather(1, expert)
     sequence = torch.arange(batch, device=chosen.device).unsqueeze(1)
-    none = num_experts * batch * places  # one row too many, for those without a place
+    none = num_experts * batch * places  # an additional row, for dropped choices
     row = ((expert * batch + sequence) * places + place).masked_fill_(place >= places, none)
     sources = chosen.new_zeros(none + 1).scatter_(0, row.flatten(), (sequence * tokens + order // top_k).flatten())
     slots = torch.empty_like(row).scatter_(1, order, row).flatten()
@@ -74,10 +74,10 @@ def route(chosen: Tensor, num_experts: int, places: int) -> Routing:
 
 
 class GroupedLinear(nn.Module):
-    """A matrix for each expert.
+    """Linear layer with one matrix per expert.
 
     Args:
-        num_experts: How many.
+        num_experts: Number of experts.
         in_features, out_features: Sizes of the matrices.
     """
 
@@ -91,12 +91,13 @@ class GroupedLinear(nn.Module):
 
 
 class ExpertMlp(nn.Module):
-    """A router, experts, and perhaps a shared expert.
+    """MoE layer: a router, experts, and optionally a shared expert.
 
     Attributes:
-        to_experts, from_experts: What ranks with different experts do with the places of experts (experts, rows,
-            hidden_size) before and after these: ``executor.distributed.expert_parallel``.
-        most_tokens: Tokens that a sequence of this step had for an expert, (experts); None before the first.
+        to_experts, from_experts: Expert dispatch and combine of capacity slots (experts, rows, hidden_size); identity
+            without ``executor.distributed.expert_parallel``.
+        most_tokens: Largest number of tokens of one sequence routed to each expert in this step, (experts); None before
+            the first forward.
     """
 
     to_experts: Callable[[Tensor], Tensor]
@@ -116,7 +117,7 @@ class ExpertMlp(nn.Module):
         self._num_experts, self._top_k, self._capacity_factor = spec.num_experts, spec.top_k, spec.capacity_factor
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, hidden_size) to the same."""
+        """Hidden states (batch, tokens, hidden_size) to hidden states of the same shape."""
         if self.shared is None:
             return self._routed(x)
         shared: Tensor = self.shared(x)
@@ -125,7 +126,7 @@ class ExpertMlp(nn.Module):
         return self._routed(x) + shared
 
     def _routed(self, x: Tensor) -> Tensor:
-        """What the chosen experts give, weighed: hidden states (batch, tokens, hidden_size) to hidden states."""
+        """Weighted sum of the chosen experts' outputs, (batch, tokens, hidden_size)."""
         batch, tokens, width = x.shape
         scores, chosen = self.router(x).topk(self._top_k, dim=-1)
         # softmax in at least fp32, as everywhere
@@ -134,7 +135,7 @@ class ExpertMlp(nn.Module):
         with torch.no_grad():
             routing = route(chosen, self._num_experts, places)
             self._count(routing.loads)
-        # what is sent and received has no name, so that it lives no longer than it is needed
+        # sent and received tensors have no name, so that they are freed as early as possible
         given = self.to_experts(
             x.flatten(0, 1).index_select(0, routing.sources).view(self._num_experts, batch * places, width)
         )
@@ -168,12 +169,12 @@ def moe_block(request: LayerRequest) -> nn.Module:
 
 
 def check_places(stages: Iterable[nn.Module], spec: ModelSpec, tokens: int) -> None:
-    """Looks whether every token of the step found its places; then forgets the step.
+    """Checks that no token of the step was dropped; then resets the counts.
 
     Args:
-        stages: Of this rank, which have run the step.
+        stages: Stages of this rank, which have run the step.
         spec: The model.
-        tokens: Of a sequence, that this rank routes.
+        tokens: Tokens per sequence that this rank routes.
 
     Raises:
         SpecError: Tokens were dropped, and ``drop_tokens`` is off.
@@ -200,9 +201,9 @@ def check_places(stages: Iterable[nn.Module], spec: ModelSpec, tokens: int) -> N
 
 
 def expert_matrices(layer: nn.Module) -> list[nn.Module]:
-    """The modules of a layer that hold its experts."""
+    """Modules of a layer with its experts."""
     return [module for module in layer.modules() if isinstance(module, GroupedLinear)]
 
 
 LAYERS = {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: moe_block, LayerKind.HEAD: Head}
-"""What runs the layers of the family, by their kind."""
+"""Module builders of the family's layers, by layer kind."""

@@ -1,4 +1,4 @@
-"""Normalization layers that keep what LayerSpec says, and the precision of what they give."""
+"""Normalization layers that save the tensors of LayerSpec for backward, and the dtype of their outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_norm(spec: ModelSpec) -> nn.Module:
 
 
 def compute_dtype(x: Tensor) -> Tensor:
-    """In the precision of matrix products: under autocast its dtype, cast once and not by each product again."""
+    """Tensor in the dtype of matmuls: autocast's dtype under autocast, so that it is cast once and not per matmul."""
     if x.dtype is torch.float32 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
@@ -45,9 +45,9 @@ class RMSNorm(nn.Module):
 
 
 class _LeanRMSNorm(torch.autograd.Function):
-    """RMSNorm that keeps its input and one number per row, as torch's CUDA kernel does.
+    """RMSNorm that saves its input and one number per row for backward, as torch's CUDA kernel does.
 
-    torch's own on the CPU is composed of single operations and keeps one tensor of the input's size more.
+    torch's RMSNorm on the CPU consists of separate operations and saves another tensor of the input's size.
     With r = rsqrt(mean(x^2) + eps): y = x r w; dx = r (w dy - x r^2 mean(w dy x)); dw = sum of dy x r over rows.
     """
 

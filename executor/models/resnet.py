@@ -36,10 +36,10 @@ class ResNetStem(nn.Module):
 
 
 class ResNetBlock(nn.Module, ABC):
-    """Convolutions and norms, with ReLUs between them, added to the input.
+    """Residual block: a branch of convolutions, norms and ReLUs, added to the input.
 
     Attributes:
-        num_convolutions: Of the branch.
+        num_convolutions: Number of convolutions of the branch.
     """
 
     num_convolutions: ClassVar[int]
@@ -53,7 +53,7 @@ class ResNetBlock(nn.Module, ABC):
             self.shortcut_norm = nn.BatchNorm2d(form.outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, channels, height, width) to the same, perhaps with more channels and a quarter of the pixels."""
+        """Images (batch, channels, height, width) to images, some with more channels and a quarter of the pixels."""
         y = x
         for number in range(1, self.num_convolutions + 1):
             y = getattr(self, f"bn{number}")(getattr(self, f"conv{number}")(y))
@@ -115,4 +115,4 @@ def resnet_block(request: LayerRequest) -> ResNetBlock:
 
 
 LAYERS = {LayerKind.EMBEDDING: ResNetStem, LayerKind.BLOCK: resnet_block, LayerKind.HEAD: ResNetHead}
-"""What runs the layers of the family, by their kind."""
+"""Module builders of the family's layers, by layer kind."""

@@ -1,4 +1,4 @@
-"""T5's layers. They hand on what the encoder has made, what the decoder has, and the tables of relative positions.
+"""T5's layers, which forward encoder states, decoder states and the tables of relative positions.
 
 Encoder states (batch, seq_len, hidden_size), decoder states (batch, decoder_seq_len, hidden_size), and for every
 sequence the same two tables (batch, 2, buckets, heads), the encoder's first.
@@ -23,7 +23,7 @@ _LARGEST_DISTANCE = 128  # Hugging Face's relative_attention_max_distance: from 
 
 
 States = tuple[Tensor, Tensor, Tensor]
-"""What layers hand on; torch's pipelines know plain tuples only."""
+"""Outputs of layers; torch's pipelines support plain tuples only."""
 
 
 class T5Embedding(nn.Module):
@@ -38,17 +38,17 @@ class T5Embedding(nn.Module):
         self.decoder_bias = nn.Embedding(spec.relative_attention_buckets, spec.num_attention_heads)
 
     def forward(self, tokens: Tensor) -> States:
-        """Looks up tokens; copies, so that each tensor can be sent and let go by itself."""
+        """Looks up tokens; copies, so that each tensor can be sent and freed separately."""
         encoder, decoder = (part.clone() for part in torch.split(self.wte(tokens), self._lengths, dim=1))
         tables = torch.stack((self.encoder_bias.weight, self.decoder_bias.weight))
         return encoder, decoder, tables.expand(len(tokens), -1, -1, -1).clone()
 
 
 class T5Block(nn.Module):
-    """What encoder and decoder blocks have in common: RMSNorm before every part, an MLP at the end.
+    """Base of encoder and decoder blocks: RMSNorm before every part, an MLP at the end.
 
     Attributes:
-        causal: Self-attention is to earlier tokens only.
+        causal: True for causal self-attention.
     """
 
     causal: ClassVar[bool]
@@ -60,7 +60,7 @@ class T5Block(nn.Module):
         self._core = request.stage.maybe_again(self._biased_attention)
 
     def _linears(self) -> tuple[nn.Linear, nn.Linear, nn.Linear, nn.Linear]:
-        """Of queries, keys, values and the projection."""
+        """Linear layers of queries, keys, values and the output projection."""
         h, width = self._spec.hidden_size, self._num_heads * self._spec.head_dim
         made = [nn.Linear(h, width, bias=False) for _ in range(3)]
         return made[0], made[1], made[2], nn.Linear(width, h, bias=False)
@@ -88,7 +88,7 @@ class T5Block(nn.Module):
         return eager_attention(q, k, v, None if table is None else self._bias(table))
 
     def _bias(self, table: Tensor) -> Tensor:
-        """What is added to the scores, (heads, queries, keys), from a table of relative positions (buckets, heads)."""
+        """Bias of the scores, (heads, queries, keys), from a table of relative positions (buckets, heads)."""
         shared, causal = self._tables, self.causal
         name = "earlier" if causal else "all"
         if name not in shared:
@@ -124,7 +124,7 @@ class T5Encoder(T5Block):
         return self.transform(encoder, tables), decoder, tables
 
     def transform(self, x: Tensor, tables: Tensor) -> Tensor:
-        """What backward may run again."""
+        """The block's output; the part that backward may recompute."""
         normed = compute_dtype(self.norm1(x))
         x = x + self.proj(self._attend(self.q(normed), self.k(normed), self.v(normed), tables[0, 0]))
         x = x + self._mlp(self.norm2(x))
@@ -152,7 +152,7 @@ class T5Decoder(T5Block):
         return encoder, self.transform(encoder, decoder, tables), tables
 
     def transform(self, encoder: Tensor, x: Tensor, tables: Tensor) -> Tensor:
-        """What backward may run again."""
+        """The block's output; the part that backward may recompute."""
         normed = compute_dtype(self.norm0(x))
         x = x + self.proj(self._attend(self.q(normed), self.k(normed), self.v(normed), tables[0, 1]))
         q, encoder = self.cross_q(compute_dtype(self.norm1(x))), compute_dtype(encoder)
@@ -181,12 +181,12 @@ class T5Head(nn.Module):
 
 
 def t5_block(request: LayerRequest) -> T5Block:
-    """Of the encoder or the decoder, by its place."""
+    """Encoder or decoder block, by the layer's index."""
     return T5Encoder(request) if request.index <= request.spec.num_hidden_layers else T5Decoder(request)
 
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Attention whose scores are not divided by anything, (batch, heads, tokens, head_dim) each; softmax in fp32.
+    """Attention with unscaled scores; tensors are (batch, heads, tokens, head_dim); softmax in FP32.
 
     Args:
         q, k, v: Queries, keys and values.
@@ -202,13 +202,13 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None)
 def relative_buckets(distances: Tensor, num_buckets: int, *, causal: bool) -> Tensor:
     """Row of the table for each distance of a key from its query (Raffel et al. 2020, section 2.1).
 
-    Of the rows for one direction the first half are for one distance each, the others for ranges that grow with the
-    logarithm up to 128. Where keys before and after a query count, each direction has half of the rows.
+    For one direction, the first half of the rows are for one distance each, the others for logarithmic ranges of
+    distances up to 128. Without causality, each direction has half of the rows.
 
     Args:
-        distances: Place of the key less that of the query, int64.
-        num_buckets: Rows of the table.
-        causal: Keys after their query do not count; they get the row of distance 0.
+        distances: Position of the key minus position of the query, int64.
+        num_buckets: Number of rows of the table.
+        causal: Keys after the query are masked; they get the row of distance 0.
     """
     first = torch.zeros_like(distances)
     if causal:
@@ -223,4 +223,4 @@ def relative_buckets(distances: Tensor, num_buckets: int, *, causal: bool) -> Te
 
 
 LAYERS = {LayerKind.EMBEDDING: T5Embedding, LayerKind.BLOCK: t5_block, LayerKind.HEAD: T5Head}
-"""What runs the layers of the family, by their kind."""
+"""Module builders of the family's layers, by layer kind."""

@@ -42,7 +42,7 @@ _LLAMAS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
 
 
 def make_layer(request: LayerRequest) -> nn.Module:
-    """One layer of the model, whose weights are not there yet."""
+    """One layer of the model, without initialized weights."""
     spec, kind = request.spec, request.spec.layers[request.index].kind
     model: Any = whole_model(spec)
     is_gpt = spec.family == "gpt"
@@ -80,7 +80,7 @@ def whole_model(spec: ModelSpec) -> PreTrainedModel:
         "use_cache": False,
     }
     if spec.family == "gpt":
-        sizes |= {"bos_token_id": None, "eos_token_id": None}  # those of its tokenizer may be beyond the vocabulary
+        sizes |= {"bos_token_id": None, "eos_token_id": None}  # the tokenizer's ids may be beyond the vocabulary
         return GPT2LMHeadModel(
             GPT2Config(
                 **sizes,
@@ -120,12 +120,12 @@ class TokenEmbedding(nn.Module):
 
 
 class RotaryTables:
-    """Cosines and sines of positions, (1, tokens, head_dim) each, made once for the blocks of a stage.
+    """Cosines and sines of positions, (1, tokens, head_dim) each, computed once for the blocks of a stage.
 
     Args:
-        rotary: The module of transformers that makes them.
-        seq_len: Tokens.
-        shared: Where the blocks of the stage keep them.
+        rotary: Module of transformers that computes them.
+        seq_len: Number of tokens.
+        shared: Tables that the blocks of the stage share.
     """
 
     def __init__(self, rotary: nn.Module, seq_len: int, shared: dict[str, Tensor]) -> None:

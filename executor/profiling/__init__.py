@@ -1,1 +1,1 @@
-"""What a run is measured by: spans, collectives, memory and the results made of them."""
+"""Measurements of a run: spans, collectives, memory, and the results computed from them."""

@@ -22,7 +22,7 @@ __all__ = ["Allocation", "Ledger", "storage_key"]
 
 
 _SHAPES_ONLY = {"_propagate_tensor_meta", "_propagate_tensor_meta_non_cached"}
-"""Functions by which DTensor finds shapes of whole tensors, of which a real run has no memory."""
+"""Functions in which DTensor derives shapes of unsharded tensors, which a real run does not allocate."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,10 +30,10 @@ class Allocation:
     """One storage.
 
     Attributes:
-        num_bytes: Its size now.
-        shape: Of the tensor it was made for.
-        callers: The code of the functions that made it, innermost first.
-        born, died: ``Ledger.period`` in which it was made and let go; None for not yet.
+        num_bytes: Current size in bytes.
+        shape: Shape of the tensor that the storage was allocated for.
+        callers: Code of the functions that allocated the storage, innermost first.
+        born, died: ``Ledger.period`` of the allocation and of the release; None while the storage is alive.
     """
 
     num_bytes: int
@@ -44,23 +44,23 @@ class Allocation:
 
     @property
     def made_in(self) -> Iterator[tuple[str, str]]:
-        """The functions that made it, innermost first, as (file name, function)."""
+        """Functions that allocated the storage, innermost first, as (file name, function)."""
         return map(_function, self.callers)
 
     @property
     def outlives_its_period(self) -> bool:
-        """It is still there after the period in which it was made."""
+        """True when the storage is alive after the period of its allocation."""
         return self.died is None or self.died > self.born
 
 
 class Ledger(TorchDispatchMode):
-    """Counts bytes while it is entered; what was made before is not counted.
+    """Storage tracker: counts bytes of storages that are allocated while the mode is active.
 
     Attributes:
-        total_bytes, peak_bytes: Now, and the most so far.
-        period: Counted up by whoever wants to tell what outlives what.
-        on_peak: Called whenever there is more than ever before.
-        alive: Storages that are held, by ``storage_key``.
+        total_bytes, peak_bytes: Current bytes, and the largest number so far.
+        period: Number of the current period; the user of the ledger increments it.
+        on_peak: Called at every new peak; None for no call.
+        alive: Live storages, by ``storage_key``.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Counts what the block makes."""
+        """Context in which allocations are tracked."""
         resize = torch.UntypedStorage.resize_
 
         def resize_and_tell(storage: torch.UntypedStorage, size: int) -> None:
@@ -127,14 +127,14 @@ class Ledger(TorchDispatchMode):
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Equal for tensors that share a storage; of a DTensor, of what is here of it."""
+    """Key of a tensor's storage, equal for tensors that share it; for a DTensor, of the local tensor."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     key: int = local.untyped_storage()._cdata
     return key
 
 
 def _callers() -> tuple[CodeType, ...]:
-    """Of the function that calls the caller; this runs for every tensor, so names are read when they are asked for."""
+    """Call stack above the caller, innermost first; code objects only, as this runs for every tensor."""
     found: list[CodeType] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:

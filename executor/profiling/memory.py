@@ -18,9 +18,9 @@ from simplan.runs.measurement import PeakMemory
 def peak_memory(device: torch.device) -> PeakMemory:
     """Peak memory of this process so far, by the device's statistics.
 
-    CUDA: the caching allocator's peaks, and the memory that the driver counts for this process now, or for all
-    processes where NVML is missing or does not know the process (as in a container). CPU: the peak resident set;
-    allocated bytes need a trace (``peak_allocated_bytes``).
+    CUDA: the caching allocator's peaks, and the current memory of this process according to the driver. Without NVML,
+    or if NVML does not know the process (as in a container), the memory is that of all processes. CPU: the peak
+    resident set; allocated bytes need a trace (``peak_allocated_bytes``).
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -87,8 +87,8 @@ def peak_allocated_bytes(run: Callable[[], None]) -> int:
 class _Allocated:
     """Allocations by address.
 
-    The trace has no releases by other threads of torch, such as gloo's, which hold the tensors they send. Such a
-    release shows when the memory is allocated again.
+    The trace lacks releases by other threads of torch, such as gloo's, which keep the tensors they send. A missing
+    release becomes visible when the memory is allocated again.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A process group that tells a recorder of the collectives that torch issues in it, as those of DTensor."""
+"""Process group that records the collectives that torch issues in it, e.g. for DTensor."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class RecordedGroup(dist.ProcessGroup):
     names ending in ``_coalesced`` are those of one tensor as well. Each name of torch 2.13 follows that of 2.11.
 
     Args:
-        name: Key of torch's registry. DTensor takes equal meshes for the same, also one that is gone, so that a process
+        name: Key of torch's registry. DTensor treats equal meshes as one, even after deletion, so that a process
             must name equal groups alike.
         rank: Index of this rank.
         size: Number of ranks.
-        inner: Group that communicates; None for nobody else, where collectives leave their results as they are.
+        inner: Group that communicates; None without other ranks: collectives then leave their results unchanged.
         ranks: Global ranks, in the order of the group.
-        recorder: Is told of every collective; None for no record.
+        recorder: Records every collective; None for no record.
 
     Attributes:
         ranks: Global ranks.
@@ -70,7 +70,7 @@ class RecordedGroup(dist.ProcessGroup):
         return self._name
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]
-        """Reduces in place."""
+        """All-reduce in place."""
         return self._issue("all_reduce", tensors, ("allreduce",), tensors, options)
 
     def all_gather_single_coalesced(self, gathered: list[Tensor], parts: list[Tensor], opts: Any = None) -> dist.Work:
@@ -95,7 +95,7 @@ class RecordedGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     def _issue(self, kind: IssuedKind, buffers: list[Tensor], names: tuple[str, ...], *arguments: Any) -> dist.Work:
-        """Calls the group's method, which has the first of these names that it knows."""
+        """Calls the group's method under the first of the names that the group has."""
         if self._inner is None:
             return FakeWork()
         call = getattr(self._inner, next(name for name in names if hasattr(self._inner, name)))

@@ -1,4 +1,4 @@
-"""What one rank did in one step: its actions with start and end, its collectives and messages in issue order."""
+"""Record of one rank's step: actions with start and end, and collectives and P2P sends in issue order."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class CudaClock:
         self._anchor_s = 0.0
 
     def begin_step(self) -> None:
-        """Ties the stream to the host's clock: with the device idle, both are at the same instant."""
+        """Maps stream time to the host's clock, while the device is idle."""
         torch.cuda.synchronize()
         self._anchor.record()
         self._anchor.synchronize()
@@ -100,18 +100,18 @@ _RECEIVE_FOR = {
 
 
 class StepRecord(Spec):
-    """One step of one rank, all times on the clock that the processes of a host share.
+    """One step of one rank; all times are on the clock that the processes of a node share.
 
     Attributes:
-        step: Index in the run, warm-up included.
-        is_warmup: It does not count: one of the first steps since the ranks started.
-        start_s: When this rank left the barrier before the step.
-        end_s: When its last action had ended.
+        step: Index in the run, warmup steps included.
+        is_warmup: True for the first steps after the ranks started, which are not measured.
+        start_s: Time when this rank left the barrier before the step.
+        end_s: Time when the last action of this rank ended.
         losses: Loss of each microbatch whose loss this rank computes, in order of microbatches.
-        spans: The actions.
-        reruns: Forward run again inside of them, one for each block or attention core.
-        collectives: Collectives and messages.
-        reference_s: What the reference product took just before the step.
+        spans: Spans of the actions.
+        reruns: Spans of recomputed forwards inside of the actions, one per block or attention core.
+        collectives: Collectives and P2P sends.
+        reference_s: Duration of the reference matmul right before the step, in seconds.
     """
 
     step: int
@@ -141,7 +141,7 @@ class Recorder:
     Args:
         row: The rank's actions in order.
         clock: Takes the stamps.
-        heartbeat: Is told what the rank does and what it waits for.
+        heartbeat: Heartbeat that gets the rank's current action and wait.
     """
 
     def __init__(self, row: Sequence[Action], clock: Clock, heartbeat: Heartbeat) -> None:
@@ -199,7 +199,7 @@ class Recorder:
 
     @contextmanager
     def rerun(self) -> Iterator[None]:
-        """Times the block as forward run again in the current action (from any thread)."""
+        """Times the block as recomputation in the current action (from any thread)."""
         start = self._clock.stamp()
         try:
             yield
@@ -212,22 +212,22 @@ class Recorder:
         self._heartbeat.beat(RankState.RUNNING, str(action))
 
     def end(self, action: Action) -> None:
-        """The action is done; what follows in the list may have to wait for a message."""
+        """Ends the action; the next action may have to wait for a P2P receive."""
         if action in self._next:
             self._heartbeat.beat(*self._next[action])
 
     def issue(self, kind: IssuedKind, ranks: tuple[int, ...], num_bytes: int, action: Action | None = None) -> int:
-        """A collective or message is issued; gives a handle for ``complete``.
+        """Records the issue of a collective or P2P send; returns a handle for ``complete``.
 
         Args:
-            kind, ranks, num_bytes: As ``MeasuredCollective`` has them.
-            action: What it is part of; None for the current action.
+            kind, ranks, num_bytes: See ``MeasuredCollective``.
+            action: Action that the collective is part of; None for the current action.
         """
         self._issued.append(_Issued(kind, action or self._current, ranks, num_bytes, self._clock.stamp()))
         return len(self._issued) - 1
 
     def complete(self, handle: int) -> None:
-        """The end of a collective or message is seen (from any thread)."""
+        """Records the end of a collective or P2P send (from any thread)."""
         self._issued[handle].end = self._clock.stamp()
 
     def end_step(self) -> tuple[float, float]:

@@ -36,7 +36,7 @@ class RunSegment:
         job: The job with the plan.
         num_nodes: Nodes that had work.
         first_step: Steps that were done before.
-        why: Message about the beginning of the segment.
+        why: Reason for the start of the segment.
     """
 
     job: RunSpec
@@ -100,7 +100,7 @@ def gather(
         segments: Segments of the run in order.
         written: Texts of the last segment's ranks.
         failure: Reason of an early end; None for a complete run.
-        notes: Messages about the run so far.
+        notes: Notes about the run so far, for the user.
     """
     segment = segments[-1]
     job, first_step = segment.job, segment.first_step

@@ -90,7 +90,7 @@ def compute_s(record: StepRecord, *, buckets: bool, cuda: bool) -> float:
 
 
 def slow_rank_sentence(slow: SlowRank) -> str:
-    """Message for the user."""
+    """Sentence about a slow rank, for the user."""
     others = [f"rank {rank}" for rank in slow.compared_with]
     among = others[0] if len(others) == 1 else f"{', '.join(others[:-1])} and {others[-1]}"
     if len(others) > _MAX_NAMED:

@@ -1,7 +1,7 @@
 """Writes checkpoints between two steps with torch.distributed.checkpoint, and resumes from them.
 
 Every rank writes its own shards; one rank writes what several hold. If a checkpoint cannot be written, for instance
-because the disk is full, the run reports the failure and goes on, and the previous checkpoint stays.
+because the disk is full, the run reports the failure and continues, and the previous checkpoint stays.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from simplan.plan.shard import Shard
 __all__ = ["IGNORED", "input_shape", "make_batch", "model_batch"]
 
 IGNORED = -100
-"""The target of a token that is not asked for, as torch's cross-entropy has it."""
+"""Target of a token without a loss, the ignore_index of torch's cross-entropy."""
 
 _MASKED_SHARE = 0.15  # Devlin et al. 2019, section 3.1
 _MASK_TOKEN = 0
@@ -28,12 +28,12 @@ def make_batch(
     """Tokens and the tokens that follow them, (num_samples, seq_len) int64 each, of consecutive samples of one step.
 
     Args:
-        vocab_size: Tokens are drawn evenly from this many.
+        vocab_size: Number of tokens of the vocabulary, which are sampled uniformly.
         seq_len: Tokens of one sample.
-        seed: Of the run.
+        seed: Seed of the run.
         step: Index of the step in the run.
-        first_sample: Index in the global batch of the first sample wanted.
-        num_samples: How many.
+        first_sample: Index in the global batch of the first requested sample.
+        num_samples: Number of samples.
     """
 
     def draw(generator: Generator) -> tuple[Tensor, Tensor]:
@@ -44,17 +44,17 @@ def make_batch(
 
 
 def model_batch(spec: ModelSpec, *, seed: int, step: int, first_sample: int, num_samples: int) -> tuple[Tensor, Tensor]:
-    """What a model takes, and the targets of its head.
+    """Inputs of a model, and targets of its head.
 
-    Tokens as ``make_batch`` has them. Documents that share sequences have the same places in all of them; targets of
-    padding, which is tokens like others, and of the last tokens of documents are ``IGNORED``. Of masked language models
-    as many tokens of every sequence are masked, and all other targets are ``IGNORED``. Of an encoder and a decoder the
-    tokens of both, one after the other; the decoder's are the targets, one place later. Images (num_samples, channels,
-    height, width) in fp32 and their classes (num_samples, 1) int64.
+    Language models get tokens as in ``make_batch``. Packed documents have the same positions in every sequence; targets
+    of padding (ordinary tokens) and of the last tokens of documents are ``IGNORED``. Masked language models have the
+    same number of masked tokens in every sequence; all other targets are ``IGNORED``. Encoder-decoder models get the
+    tokens of both, encoder first; the decoder's tokens are the targets, shifted by one. Vision models get images
+    (num_samples, channels, height, width) in FP32 and their classes (num_samples, 1) int64.
 
     Args:
         spec: The model.
-        seed, step, first_sample, num_samples: As of ``make_batch``.
+        seed, step, first_sample, num_samples: See ``make_batch``.
     """
 
     def masked(generator: Generator) -> tuple[Tensor, Tensor]:
@@ -96,7 +96,7 @@ def model_batch(spec: ModelSpec, *, seed: int, step: int, first_sample: int, num
 
 
 def input_shape(spec: ModelSpec, shard: Shard) -> tuple[int, ...]:
-    """Shape of what one rank takes of a sample: tokens, those of an encoder and a decoder, or an image."""
+    """Shape of one rank's part of a sample: tokens, tokens of encoder and decoder, or an image."""
     match FAMILIES[spec.family].inputs:
         case "tokens":
             return (spec.seq_len // shard.cp,)
@@ -109,7 +109,7 @@ def input_shape(spec: ModelSpec, shard: Shard) -> tuple[int, ...]:
 def _stacked(
     draw: Callable[[Generator], tuple[Tensor, Tensor]], seed: int, step: int, first_sample: int, num_samples: int
 ) -> tuple[Tensor, Tensor]:
-    """Consecutive samples, each drawn with its own generator."""
+    """Consecutive samples, each sampled with a separate generator."""
     samples = [
         draw(torch.Generator().manual_seed((seed * 100_003 + step) * 1_000_003 + sample))
         for sample in range(first_sample, first_sample + num_samples)

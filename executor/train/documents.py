@@ -1,8 +1,8 @@
-"""Sequences that several documents share: attention within each, positions that start anew, targets within it.
+"""Packed sequences: attention, positions and targets within each document.
 
-Attention is one call for each document on its part of the tensors. torch's alternatives were tried (2.13, two CPU
-cores, sequences of 2048 tokens): one call with a table of what counts takes 4 to 19 times as long, nested tensors find
-no kernel on a CPU, and ``torch.nn.attention.varlen`` is for CUDA alone and 16 bits alone.
+Attention is one call per document on its part of the tensors. Alternatives of torch were measured (2.13, two CPU
+cores, sequences of 2048 tokens): one call with a mask takes 4 to 19 times as long, nested tensors have no CPU kernel,
+and ``torch.nn.attention.varlen`` supports only CUDA and 16-bit dtypes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _HEADS, _TOKENS = 1, 2  # the dimensions
 
 
 class DocumentAttention:
-    """Applies a core to each document and to the padding; joins what they give.
+    """Applies a core to each document and to the padding; concatenates the outputs.
 
-    Tensors are cut and joined in the order (batch, tokens, heads, head_dim), in which projections make and take them,
-    and cut all at once, so that backward joins the gradients of all documents in one copy.
+    Tensors are split and concatenated in the layout of the projections, (batch, tokens, heads, head_dim). One split
+    makes all parts, so that backward concatenates the gradients of all documents in one copy.
 
     Args:
         core: Attention of (batch, heads, tokens, head_dim).
@@ -46,13 +46,13 @@ class DocumentAttention:
 
 
 def token_positions(spec: ModelSpec, parallel: ParallelDims) -> Tensor:
-    """Where in its document each of this rank's tokens is, (seq_len / cp) int64."""
+    """Position in its document of each of this rank's tokens, (seq_len / cp) int64."""
     whole = torch.cat([torch.arange(length) for length in spec.segments])
     return whole[parallel.positions(spec.seq_len)]
 
 
 def has_target(spec: ModelSpec) -> Tensor:
-    """Which tokens of a sequence are followed by one of the same document, (seq_len) bool; of padding none."""
+    """Mask of tokens that are followed by a token of the same document, (seq_len) bool; False for padding."""
     found = torch.zeros(spec.seq_len, dtype=torch.bool)
     start = 0
     for length in spec.document_lengths:

@@ -25,7 +25,7 @@ _SIGNAL_S = 5.0  # agents of torchrun notice within a second that nodes join
 
 
 class PeerStoppedError(RunError):
-    """Ranks of another node were told to stop; torchrun is to restart the ranks of this node without them."""
+    """Ranks of another node got a request to stop; torchrun restarts the ranks of this node without them."""
 
 
 class Keeper:
@@ -54,7 +54,7 @@ class Keeper:
         return self._checkpoints.restore()
 
     def after(self, step: int, losses: list[float], recorder: Recorder, *, is_last: bool) -> None:
-        """Saves what is due after a step, and stops this rank if any rank was told to stop.
+        """Saves the state if due after a step, and stops this rank if any rank got a request to stop.
 
         Args:
             step: Number of steps done.
@@ -63,8 +63,8 @@ class Keeper:
             is_last: The training is done.
 
         Raises:
-            SystemExit: This rank was told to stop; there is a checkpoint, unless it could not be written.
-            PeerStoppedError: Only other ranks were told to stop.
+            SystemExit: This rank got a request to stop; there is a checkpoint, unless writing failed.
+            PeerStoppedError: Only other ranks got a request to stop.
         """
         is_due = step % self._every == 0
         if self._losses is not None:
@@ -136,4 +136,4 @@ def _append(file: Path, timing: CheckpointTiming) -> None:
 
 
 def _ignore(timing: CheckpointTiming) -> None:
-    """Does nothing: the times of rank 0 stand for all ranks."""
+    """Does nothing: the times of rank 0 represent all ranks."""

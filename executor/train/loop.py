@@ -18,16 +18,16 @@ __all__ = ["LoopEngine"]
 
 
 class LoopEngine:
-    """Runs the row of a rank that holds the whole model, OPTIM excepted, which is the trainer's.
+    """Runs the row of a rank without pipeline parallelism, except OPTIM, which the trainer runs.
 
     Args:
-        module: The model, perhaps sharded by FSDP or wrapped in DistributedDataParallel.
-        row: Its actions.
-        num_microbatches: Microbatches of one step.
-        loss: Of a microbatch, from the module's output and the targets.
+        module: The model, plain, sharded by FSDP or wrapped in DistributedDataParallel.
+        row: Actions of the rank.
+        num_microbatches: Number of microbatches per step.
+        loss: Returns the loss of a microbatch from the module's output and the targets.
         complete_gradients: Called in REDUCE_GRAD, before gradients are divided.
         sync_each: Reduce gradients after every microbatch, not only after the last.
-        recorder: Gets the actions.
+        recorder: Records the actions.
     """
 
     def __init__(

@@ -22,9 +22,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, parallel: ParallelDims = _SIN
     """Mean cross-entropy over this rank's tokens that have a target, computed in fp32 (in fp64 for fp64 logits).
 
     Args:
-        logits: (batch, tokens, vocab_size), of the rank's part of the vocabulary.
-        targets: (batch, tokens) int64, of the whole vocabulary; ``IGNORED`` for none.
-        parallel: How the vocabulary is split; to be called, as is backward, inside of ``split_loss``.
+        logits: Logits of the rank's part of the vocabulary, (batch, tokens, vocab_size).
+        targets: Targets in the whole vocabulary, (batch, tokens) int64; ``IGNORED`` for none.
+        parallel: Parallel dimensions; if ``tp`` splits the vocabulary, call forward and backward inside ``split_loss``.
     """
     wide = logits if logits.dtype is torch.float64 else logits.float()
     wide, targets = wide.flatten(0, -2), targets.flatten()
@@ -38,7 +38,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, parallel: ParallelDims = _SIN
 
 
 def split_loss(parallel: ParallelDims) -> AbstractContextManager[None]:
-    """Torch's loss_parallel where ranks split the vocabulary: the loss does not gather logits."""
+    """Context of torch's loss_parallel if ranks split the vocabulary: the loss needs no all-gather of logits."""
     if parallel.tp.mesh is None:
         return nullcontext()
     context: AbstractContextManager[None] = loss_parallel()

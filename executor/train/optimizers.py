@@ -50,7 +50,7 @@ class ShardGroups:
         return cls(dims.fsdp if plan.shards_parameters else Peers(), dims.tp, frozenset(replicated))
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Tells if this rank counts its shard of a parameter: no other rank counts the same elements."""
+        """True when this rank counts its shard of a parameter: no other rank counts the same elements."""
         return self.tp.rank == 0 or id(parameter) not in self.replicated
 
     def total(self, x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def divide_gradients(parameters: Iterable[nn.Parameter], number: int) -> None:
 
 
 def zero_gradients(parameters: Iterable[nn.Parameter], *, drop: bool = False) -> None:
-    """Sets what is here of all gradients to zero, in place and in one call; they stay allocated, unless dropped."""
+    """Sets all local gradients to zero in one call, in place; ``drop`` frees them instead."""
     if not drop:
         torch._foreach_zero_([local(parameter.grad) for parameter in parameters if parameter.grad is not None])
     for parameter in parameters if drop else ():
@@ -165,9 +165,9 @@ class Lars(_Sgd):
 
 
 class Lamb(torch.optim.Optimizer):
-    """Adam's update with decay, scaled for each tensor w by |w| / |update|.
+    """LAMB: Adam's update with decay, scaled per tensor w by |w| / |update|, or by 1 where a norm is 0.
 
-    You et al. 2020, arXiv:1904.00962, algorithm 2, with corrected moments; by 1 where a norm is 0.
+    You et al. 2020, arXiv:1904.00962, algorithm 2, with bias-corrected moments.
     """
 
     def __init__(self, parameters: Any, groups: ShardGroups) -> None:

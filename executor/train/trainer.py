@@ -1,6 +1,6 @@
-"""One rank's share of a training: its stages, its engine and its optimizer, one step at a time.
+"""Training loop of one rank: builds stages, engine and optimizers, and runs single steps.
 
-What only some plans need is imported where they ask for it.
+Modules that only some plans need are imported where they are used.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """What one rank holds and does.
+    """Training of one rank.
 
     Args:
         job: The job; already checked.
-        rank: This rank.
-        device: Where it computes.
-        dims: Its place in the mesh.
-        recorder: Gets what it does.
+        rank: Global rank.
+        device: Device of the rank.
+        dims: Process groups of the rank by mesh axis.
+        recorder: Records actions and collectives.
 
     Attributes:
-        stages: Its stages by index, ascending.
+        stages: Stages of the rank by index, ascending.
         optimizers: Optimizers of all trained parameters.
     """
 
@@ -151,7 +151,7 @@ class Trainer:
             losses = self._engine.run(tokens, targets)
         self._recorder.begin(self._optim_action)
         model = self._job.model
-        if model.num_experts and not self._dims.alone:  # what other ranks would send is not there to be routed
+        if model.num_experts and not self._dims.alone:  # tokens of other ranks are missing, so places cannot be checked
             from executor.models.moe import check_places
 
             plan = self._job.plan
@@ -163,18 +163,18 @@ class Trainer:
         return losses
 
     def update(self) -> None:
-        """OPTIM with complete gradients. Its collectives, which mostly wait, are outside of its span."""
+        """Runs OPTIM with complete gradients. Its collectives mostly wait and are outside of the recorded span."""
         with self._recorder.span(self._optim_action):
             for optimizer in self.optimizers:
                 optimizer.step()
-            # FSDP makes gradients on the host anew: while it adds to those that are there, the device waits
+            # drop host gradients, so that FSDP allocates new ones: the device would wait for accumulation into old ones
             zero_gradients(self._parameters, drop=self._job.plan.offload_optimizer)
         if self._sharded_optimizer is not None:
             self._sharded_optimizer.broadcast()
 
     @property
     def local_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimizers that hold the states of this rank: ZeRO-1 wraps one."""
+        """Optimizers with the states of this rank; under ZeRO-1, the wrapped optimizer."""
         return [getattr(optimizer, "optim", optimizer) for optimizer in self.optimizers]
 
     def state(self) -> TrainingState:
@@ -263,7 +263,7 @@ class Trainer:
             return stage
         module: nn.Module = stage
         if dtype is not None:
-            # blocks that run again have dropped the copies of theirs
+            # recomputed blocks have freed their copies
             drops = job.plan.offload_activations or job.plan.recompute not in ("none", "selective")
             module = Autocast(stage, dtype, self._device.type, keeps_copies=not drops)
         if self._dims.dp.size > 1:
@@ -277,7 +277,7 @@ class Trainer:
         return cross_entropy(logits, targets, self._dims)
 
     def _completion(self, index: int) -> Callable[[], None]:
-        """What completes the gradients of a stage before they are divided by the number of microbatches."""
+        """Function that reduces partial and expert gradients of a stage; called before division by microbatches."""
         stage, plan = self.stages[index], self._job.plan
         parts = partial_parameters(stage, self._layers)
         experts = [] if plan.expert_shards > 1 else expert_parameters(stage, self._layers)
@@ -289,12 +289,12 @@ class Trainer:
         return complete
 
     def _stage_module(self, index: int, module: nn.Module) -> StageModule:
-        """With what one microbatch brings into the stage and takes out of it."""
+        """The stage with the boundary tensors of one microbatch."""
         from executor.distributed.pipeline import Boundary, StageModule
 
         job, plan, model = self._job, self._job.plan, self._job.model
         computed, kept = compute_dtype(job) or weight_dtype(job), weight_dtype(job)
-        # autocast keeps the residual stream in fp32, but for that of a frozen embedding, which is not
+        # autocast keeps the residual stream in FP32, except after a frozen embedding
         residual = computed if plan.shards_parameters or model.lora_rank else kept
         layers, boundaries = self._layers, job.boundaries
 

@@ -1,8 +1,8 @@
 """State of a training between two steps, as named tensors that any split over data-parallel ranks can read.
 
-A parameter has the name of its layer in the whole model, in whichever stage the layer is. Parts of tensors that
-tensor-parallel ranks split are stored as DTensors, whole or sharded by FSDP, so that another number of ranks can read
-them. Of experts each rank stores a tensor of its own, with its place as a suffix.
+A parameter has the name of its layer in the whole model, independent of the stage. Tensor-parallel shards are stored
+as DTensors, with or without FSDP sharding, so that another number of ranks can read them. Each rank stores its experts
+as separate tensors, with the rank's mesh coordinate as suffix.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line: ``simplan COMMAND``. Results go to stdout, progress and messages to stderr."""
+"""The command line: ``simplan COMMAND``. Results go to stdout; progress, notes and errors go to stderr."""
 
 from simplan.cli.app import main
 

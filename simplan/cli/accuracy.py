@@ -32,7 +32,7 @@ def accuracy_command(
     stage_times: Path | None,
     jobs: int,
 ) -> int:
-    """Runs the command; returns 0 whatever the errors are."""
+    """Runs the command; returns 0 regardless of the size of the errors."""
     if plot_file is not None:
         refuse_other_suffix(plot_file, "--plot")
     files = read_published(paths)

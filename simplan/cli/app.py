@@ -1,4 +1,4 @@
-"""The commands and their flags. What a command does is imported when it is called, so that help is instant."""
+"""Commands and their flags. Implementations are imported at the call of a command, so that help is fast."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ app = typer.Typer(
     name="simplan",
     add_completion=False,
     pretty_exceptions_enable=False,  # errors are sentences; see main
-    rich_markup_mode=None,  # plain help, the same on every terminal
+    rich_markup_mode=None,  # plain help, equal on every terminal
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -497,7 +497,7 @@ def dashboard(
         bool, typer.Option("--allow-run", help="Let pages start runs here even if others reach them.")
     ] = False,
 ) -> int:
-    """Serve the workbench: plan, see and compare in a browser. On this machine only, unless --host says otherwise."""
+    """Serve the dashboard: plan, see and compare in a browser. On this machine only, unless --host says otherwise."""
     from simplan.cli.dashboard import dashboard_command
 
     return dashboard_command(host=host, port=port, browser=not no_browser, allow_run=allow_run)
@@ -525,7 +525,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Args:
-        argv: Arguments after the program's name; None takes those of this process.
+        argv: Arguments after the program's name; None for the arguments of this process.
 
     Returns:
         The exit code.
@@ -542,7 +542,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(f"{error.filename or 'what is printed cannot be written'}: {error.strerror or error}")
         return _BAD_USAGE
     except Exception as error:
-        if hasattr(error, "format_message"):  # bad usage; the class's place differs between versions of typer
+        if hasattr(error, "format_message"):  # bad usage; the class's module differs between versions of typer
             complain(f"{error.format_message()}\n`simplan --help` and `simplan COMMAND --help` list what there is")
             return _BAD_USAGE
         if os.environ.get("SIMPLAN_DEBUG"):

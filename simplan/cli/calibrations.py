@@ -1,4 +1,4 @@
-"""Calibrations for commands: reading, asking whether they suffice, measuring what is missing."""
+"""Calibrations for commands: reading, checking their coverage, measuring missing parts."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ _MOST_PACE = 2.0  # beyond it, either way, timings are no measure of now
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a calibration is of, where no scenario says it.
+    """Device and precisions of a calibration without scenarios.
 
     Attributes:
-        device: Of the ranks; None for GPUs where there are any.
-        dtypes: Precisions of the grid; empty for the usual one of the device.
+        device: Device kind of the ranks; None for GPUs if the machine has any, else CPUs.
+        dtypes: Precisions of the grid; empty for the default of the device.
     """
 
     device: Literal["cpu", "cuda"] | None = None
@@ -64,15 +64,15 @@ class Wanted:
 
 
 def is_needed(cluster: ClusterSpec) -> bool:
-    """Whether jobs on it are priced from a calibration: their ranks are processes that share this machine's cores.
+    """True when jobs on the cluster need a calibration: their ranks are processes that share this machine's cores.
 
-    Everything else is priced from the catalogue, unless a calibration of the same device is given.
+    All other jobs are estimated from the catalog, unless a calibration of the same device is given.
     """
     return cluster.cores_per_node is not None
 
 
 def refuse_unneeded(search: SearchScenario, file: Path | None) -> None:
-    """Refuses a calibration that was given for a search on devices of the catalogue.
+    """Rejects a calibration that was given for a search on devices of the catalog.
 
     Raises:
         SpecError: The search would not use it; or the file is missing or is no calibration.
@@ -107,7 +107,7 @@ def read(file: Path | None) -> Calibration | None:
 
 
 def covers(calibration: Calibration | None, scenario: Scenario) -> bool:
-    """Whether everything the scenario's plan runs was timed; always so when it needs no calibration."""
+    """True when the calibration has timed everything the scenario's plan runs, or none is needed."""
     if not is_needed(scenario.job.cluster):
         return True
     if calibration is None:
@@ -130,13 +130,13 @@ def covers(calibration: Calibration | None, scenario: Scenario) -> bool:
 def requests_for(
     scenarios: Sequence[Scenario], num_ranks: int | None, budget_s: float, wanted: Wanted = Wanted()
 ) -> list[CalibrationRequest]:
-    """What to measure, a request for each number of ranks; the budget is shared among them.
+    """Calibration requests, one per number of ranks, which share the time budget.
 
     Args:
-        scenarios: Whose shapes and kinds of collectives to time; without any, the grid and all that it takes to price
-            any model.
-        num_ranks: Ranks that run at the same time; None takes each scenario's own, and for the grid all devices.
-        budget_s: Time for all measurements.
+        scenarios: Scenarios whose shapes and collectives are timed. If empty, the kernel grid and all collectives are
+            timed, which suffice for any model.
+        num_ranks: Ranks that run at the same time; None for each scenario's number, and for all devices with the grid.
+        budget_s: Time for all measurements, in seconds.
         wanted: Device and precisions.
 
     Raises:
@@ -184,15 +184,15 @@ def requests_for(
 
 
 def request_across(num_nodes: int, num_ranks: int | None, budget_s: float, wanted: Wanted) -> CalibrationRequest:
-    """What to measure on several nodes: how bytes move inside of them and between them.
+    """Calibration request for several nodes: communication inside of a node and between nodes.
 
     Args:
-        num_nodes: Nodes.
-        num_ranks: Ranks of each; None for as many as it has GPUs or cores.
-        budget_s, wanted: As of ``requests_for``; nothing is computed, so there are no precisions.
+        num_nodes: Number of nodes.
+        num_ranks: Ranks per node; None for the number of GPUs or cores.
+        budget_s, wanted: See ``requests_for``; precisions must be empty, since no kernels are timed.
 
     Raises:
-        SpecError: Precisions were asked for.
+        SpecError: Precisions were requested.
     """
     if wanted.dtypes:
         rule = "is about kernels, and across nodes only collectives and messages are timed"
@@ -209,12 +209,12 @@ def request_across(num_nodes: int, num_ranks: int | None, budget_s: float, wante
 
 
 def measure(requests: Iterable[CalibrationRequest], file: Path | None, nodes: Nodes | None = None) -> Calibration:
-    """Runs the requests, adds what they found to a calibration file, and returns all that is in it.
+    """Runs the requests, merges their results into a calibration file, and returns the merged calibration.
 
     Args:
-        requests: What to measure.
+        requests: Measurements to run.
         file: The calibration file; None means the one in the cache folder.
-        nodes: How to meet the other nodes; None for this machine alone.
+        nodes: Rendezvous of a run on several nodes; None for this machine alone.
 
     Raises:
         SpecError: torch is missing, or the file cannot be written or is no calibration.
@@ -229,7 +229,7 @@ def measure(requests: Iterable[CalibrationRequest], file: Path | None, nodes: No
             result_file = Path(folder) / "calibration.json"
             try:
                 _run(request, result_file, _title(request), nodes)
-            finally:  # what an interrupted calibration has measured is kept
+            finally:  # measurements of an interrupted calibration are saved
                 found = load(result_file)
                 if found is not None:
                     total = found if total is None else total.merged(found)
@@ -239,7 +239,7 @@ def measure(requests: Iterable[CalibrationRequest], file: Path | None, nodes: No
 
 
 def _run(request: CalibrationRequest, result_file: Path, title: str, nodes: Nodes | None = None) -> None:
-    """Measures what is asked into a file in a folder for such."""
+    """Runs one calibration request in the executor, which writes the result to a file."""
     request_file, nodes_file = result_file.with_name("request.json"), result_file.with_name("nodes.json")
     write_model(request_file, request)
     arguments = ["calibrate", str(request_file), "--out", str(result_file)]
@@ -273,7 +273,7 @@ def at_the_pace_of_now(calibration: Calibration, scenario: Scenario) -> Calibrat
 def ensure(scenarios: Sequence[Scenario], file: Path | None) -> Calibration | None:
     """A calibration that covers the scenarios, measuring what is missing; None when none of them needs one.
 
-    An old one is corrected for the machine's pace, or, where that is another by a factor of 2, taken anew.
+    An old calibration is rescaled to the machine's current speed, or measured again if that differs by a factor of 2.
     """
     if not any(is_needed(scenario.job.cluster) for scenario in scenarios):
         return None

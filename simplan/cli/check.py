@@ -45,7 +45,7 @@ def check_command(
     calibration_file: Path | None,
 ) -> int:
     """Runs the command; returns 2 when a file is bad, else 1 when an expectation failed, else 0."""
-    # the user's own calibration is not looked at: a check must not depend on what a machine happens to hold
+    # the user's calibration is not read: a check must not depend on files of the machine
     calibration = None if calibration_file is None else read(calibration_file)
     files = scenario_files(paths)
     if bless_values:
@@ -77,9 +77,9 @@ def check_command(
 
 
 def scenario_files(paths: Iterable[Path]) -> list[Path]:
-    """The files, and in folders all ``*.yaml`` and ``*.yml`` below, sorted.
+    """Scenario files of paths: the files, and all ``*.yaml`` and ``*.yml`` below the folders, sorted.
 
-    Folders named ``published`` or ``heldout`` below one that is named are passed over: they hold what others measured.
+    Folders named ``published`` or ``heldout`` below a given folder are skipped: they contain published measurements.
 
     Raises:
         SpecError: A path does not exist, or a folder holds no scenario.
@@ -100,7 +100,7 @@ def scenario_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def check_file(file: Path, calibration: Calibration | None) -> CheckedFile:
-    """Judges one scenario; what is wrong with it is a case of its own, so that the others go on."""
+    """Checks one scenario; an invalid scenario becomes a failed case, so that the others continue."""
     try:
         document = read_yaml(file)  # once: it may be a pipe
         scenario = scenario_from(document, file)
@@ -156,7 +156,7 @@ def bless(file: Path, prediction: Mapping[str, Any]) -> list[str]:
 
 
 def _written(expectation: Expectation, actual: float | bool, prediction: Mapping[str, Any]) -> str:
-    """With 12 digits, or with as many as the tolerance asks for."""
+    """Value with 12 digits, or with the digits that the tolerance needs."""
     if isinstance(actual, bool):
         return str(actual).lower()
     short = f"{actual:.12g}"
@@ -165,7 +165,7 @@ def _written(expectation: Expectation, actual: float | bool, prediction: Mapping
 
 
 def _value_nodes(text: str) -> Iterator[yaml.ScalarNode | None]:
-    """The scalar after ``value:`` of each expectation, None where there is none."""
+    """Scalar after ``value:`` of each expectation; None for an expectation without one."""
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     expectations = _child(root, "expect")
     for item in expectations.value if isinstance(expectations, yaml.SequenceNode) else ():

@@ -1,4 +1,4 @@
-"""What the commands do, apart from their flags: each returns an exit code."""
+"""Commands without their flags: each function runs one command and returns its exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``simplan compare``: a prediction and a measurement of the same job, side by side."""
+"""``simplan compare``: comparison of a prediction and a measurement of the same job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts the workbench as a process, for this machine only unless asked."""
+"""Starts the dashboard as a process that, by default, only this machine can reach."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def dashboard_command(*, host: str, port: int, browser: bool, allow_run: bool) -
     """``simplan dashboard``: serves until it is interrupted.
 
     Raises:
-        SpecError: What it needs is not installed, or the port is taken.
+        SpecError: A package of the dashboard is not installed, or the port is in use.
         RunError: The server ended by itself.
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing or not (_ROOT / "app").is_dir():
-        rule = f"the workbench needs {', '.join(missing) or 'its pages'}, which is not installed here"
+        rule = f"the dashboard needs {', '.join(missing) or 'its pages'}, which is not installed here"
         raise SpecError(Problem(field="", rule=rule, fix='install it with: pip install "simplan[app]"'))
     _check_port(host, port)
     local = is_local(host)
     runs = allow_run or local
     if not local:
-        say(f"anyone who reaches {host} can see this workbench" + (" and start runs on this machine" if runs else ""))
+        say(f"anyone who reaches {host} can see this dashboard" + (" and start runs on this machine" if runs else ""))
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", RUN_FLAG: "1" if runs else "0"}
     arguments = ["--host", host, "--port", str(port), *(["--browser"] if browser else [])]
@@ -56,7 +56,7 @@ def dashboard_command(*, host: str, port: int, browser: bool, allow_run: bool) -
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """True for an address that only this machine can reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

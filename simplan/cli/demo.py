@@ -59,7 +59,7 @@ def _busy() -> str:
 
 
 def _copy(name: str, folder: Path) -> Path:
-    """The scenario as a file of the user's own, to be edited and run again."""
+    """Copy of the scenario in the output folder, for the user to edit and run."""
     text = resources.files("simplan").joinpath("data", "demo", f"{name}.yaml").read_text(encoding="utf-8")
     file = folder / f"{name}.yaml"
     write_text(file, text)

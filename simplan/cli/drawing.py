@@ -31,7 +31,7 @@ _COLOURS = {
 
 
 def print_drawing(drawing: PipelineDrawing, width: int | None) -> None:
-    """Prints the picture, as wide as asked or as the terminal is; in colour on a terminal unless NO_COLOR is set."""
+    """Prints the drawing at a width or at the terminal's; in color on a terminal unless NO_COLOR is set."""
     terminal = sys.stdout.isatty()
     if width is None:
         columns = shutil.get_terminal_size((_WIDTH_OFF_TERMINAL, 24)).columns if terminal else _WIDTH_OFF_TERMINAL
@@ -41,11 +41,11 @@ def print_drawing(drawing: PipelineDrawing, width: int | None) -> None:
 
 
 def refuse_other_suffix(file: Path, option: str = "--output") -> None:
-    """Pictures are SVG.
+    """Rejects a file name that does not end in ``.svg``.
 
     Args:
-        file: Where to write one.
-        option: Which option names it.
+        file: File to write the drawing to.
+        option: Command-line option that names the file.
 
     Raises:
         SpecError: The file's name does not end in ``.svg``.

@@ -1,4 +1,4 @@
-"""Predicts a scenario, runs the same plan on this machine, and lines the two up."""
+"""Predicts a scenario, runs the same plan on this machine, and compares the two."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ _DEVICES = {"cpu": "cpu", "gpu": "cuda"}
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How to run.
+    """Options of a run.
 
     Attributes:
         num_steps: Steady steps to measure.
-        num_warmup_steps: Steps before them that do not count; None for finding out by the step times.
-        timeout_s: A rank that makes no progress for so long ends the run.
-        nodes: How to meet the other nodes; None for all ranks on this machine.
-        checkpointing: How the state of the training is kept; None for not at all.
+        num_warmup_steps: Steps before the measured ones; None for detection from the step times.
+        timeout_s: Abort if a rank makes no progress for this number of seconds.
+        nodes: Rendezvous of a run on several nodes; None for all ranks on this machine.
+        checkpointing: Checkpoints of the training state; None for no checkpoints.
     """
 
     num_steps: int = 10
@@ -87,9 +87,9 @@ def checkpointing(folder: Path | None, every: int | None, *, restarts: int, resu
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A prediction, the measurement of the same plan, and both side by side; ``folder`` holds their files.
+    """A prediction, the measurement of the same plan, and their comparison; ``folder`` contains their files.
 
-    Of a run that lost nodes all three are of its last part.
+    After a run that lost nodes, all three describe the last segment of the run.
     """
 
     prediction: Prediction
@@ -185,10 +185,10 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
 
 
 def join(nodes: Nodes, folder: Path) -> None:
-    """Runs this node's ranks of what the node at the endpoint predicts, runs and shows.
+    """Runs this node's ranks; the node at the endpoint predicts, runs and reports.
 
     Raises:
-        SpecError: The nodes were not asked the same.
+        SpecError: The nodes were started with different requests.
         RunError: The run failed, on whichever node.
     """
     say(f"taking the job from {nodes.endpoint}")
@@ -203,13 +203,13 @@ def join(nodes: Nodes, folder: Path) -> None:
 def exported_job(
     scenario: Scenario, calibration: Calibration | None, options: RunOptions, min_nodes: int | None
 ) -> RunSpec:
-    """What ranks run elsewhere.
+    """Job file for ranks that are started by another launcher.
 
     Args:
-        scenario: On all nodes.
-        calibration: Predicts it; None for the catalogue.
-        options: How to run.
-        min_nodes: As few nodes begin or go on without others; None for all.
+        scenario: Scenario on all nodes.
+        calibration: Calibration for the prediction; None for the catalog.
+        options: Options of the run.
+        min_nodes: Smallest number of nodes that may start or continue the run; None for all nodes.
 
     Raises:
         SpecError: The scenario cannot be predicted or run.
@@ -248,13 +248,13 @@ def run_spec_of_scenario(
     options: RunOptions,
     on_fewer: Mapping[int, Prediction] = MappingProxyType({}),
 ) -> RunSpec:
-    """What is handed to the executor.
+    """Job for the executor.
 
     Args:
-        scenario: What was asked.
-        prediction: Of it.
-        options: How to run.
-        on_fewer: Predictions of it by smaller numbers of nodes that go on with it.
+        scenario: Scenario to run.
+        prediction: Prediction of the scenario.
+        options: Options of the run.
+        on_fewer: Number of nodes -> prediction, for the smaller numbers of nodes that may continue the run.
 
     Raises:
         NotModelledError: The executor does not run such devices, precisions or stages.

@@ -1,4 +1,4 @@
-"""``simplan export``: a plan as what starts it elsewhere."""
+"""``simplan export``: a plan as a Slurm script or a Kubernetes manifest that runs it."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def _calibration(scenario: Scenario, file: Path | None) -> Calibration | None:
 
 
 def _min_nodes(scenario: Scenario, nodes: str | None, checkpointing: Checkpointing | None) -> int | None:
-    """The fewest nodes that the run begins or goes on with; None for all.
+    """Minimum number of nodes to start or continue the run with; None for all nodes.
 
     Raises:
-        SpecError: The scenario is for another number of nodes, or so few cannot go on.
+        SpecError: The scenario has another number of nodes, or the minimum number cannot run the plan.
     """
     if nodes is None:
         return None

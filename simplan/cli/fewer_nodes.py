@@ -1,4 +1,4 @@
-"""The plans of `simplan run --nnodes MIN:MAX` for fewer nodes: checked and predicted before anything starts."""
+"""Plans of ``simplan run --nnodes MIN:MAX`` on fewer nodes, checked and predicted before a run starts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["fewer_nodes", "refuse_unless_it_can_go_on", "scenario_on", "scenario
 
 
 def scenario_on(scenario: Scenario, num_nodes: int) -> Scenario:
-    """The scenario as fewer nodes go on with it.
+    """The scenario with a plan for fewer nodes.
 
     Raises:
-        SpecError: They cannot.
+        SpecError: The nodes cannot run the plan.
     """
     job = scenario.job
     num_devices = num_nodes * job.cluster.ranks_per_node
@@ -32,7 +32,7 @@ def refuse_unless_it_can_go_on(scenario: Scenario, min_nodes: int, checkpointing
     """Checks ``--nnodes MIN:MAX``.
 
     Raises:
-        SpecError: Nothing would be kept to go on with, or so few nodes cannot.
+        SpecError: The run writes no checkpoints to resume from, or the minimum number of nodes cannot run the plan.
     """
     number = f"{min_nodes}:{scenario.job.cluster.num_nodes}"
     if checkpointing is None or checkpointing.max_restarts == 0:
@@ -48,14 +48,14 @@ def refuse_unless_it_can_go_on(scenario: Scenario, min_nodes: int, checkpointing
 
 
 def scenarios_on_fewer(scenario: Scenario, min_nodes: int) -> tuple[dict[int, Scenario], list[str]]:
-    """The scenario on every smaller number of nodes that can go on with it, and a sentence about each that cannot.
+    """The scenario on every smaller number of nodes that can run it, and a sentence about each number that cannot.
 
     Args:
-        scenario: On all nodes.
-        min_nodes: The smallest number.
+        scenario: Scenario on all nodes.
+        min_nodes: Smallest number of nodes.
 
     Returns:
-        By number of nodes, the largest first.
+        Scenarios by number of nodes, largest first, and the sentences.
     """
     found, sentences = {}, []
     for number in range(scenario.job.cluster.num_nodes - 1, min_nodes - 1, -1):
@@ -67,7 +67,7 @@ def scenarios_on_fewer(scenario: Scenario, min_nodes: int) -> tuple[dict[int, Sc
 
 
 def fewer_nodes(predictions: dict[int, Prediction]) -> tuple[FewerNodes, ...]:
-    """What the executor is told, by predictions of the scenarios by number of nodes."""
+    """Plans on fewer nodes for the executor, from predictions by number of nodes."""
     jobs = {number: run_spec_of(prediction) for number, prediction in predictions.items()}
     return tuple(
         FewerNodes(

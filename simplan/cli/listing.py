@@ -1,4 +1,4 @@
-"""The catalogue as tables, and one entry with the source of every value."""
+"""The catalog as tables, and single entries with the source of every value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Row = dict[str, str]
 
 
 def show_command(kind: str | None, name: str | None, *, as_json: bool) -> int:
-    """``simplan show``; without a kind, what there is to show."""
+    """``simplan show``; without a kind, the list of kinds."""
     if kind is None:
         fix = f"one of {', '.join(_LISTINGS)}"
         raise SpecError(Problem(field="KIND", rule="is missing", fix=fix))
@@ -46,7 +46,7 @@ def listing(kind: str) -> list[Row]:
 
 
 def listing_text(kind: str) -> str:
-    """The same as a table."""
+    """Entries of a kind as a text table."""
     rows = listing(kind)
     headers = list(rows[0])
     return format_table_text(headers, [[row[key] for key in headers] for row in rows], indent=0, left=len(headers))
@@ -69,7 +69,7 @@ def entry(kind: str, name: str) -> dict[str, Any]:
 
 
 def entry_text(kind: str, name: str) -> str:
-    """The same as lines of ``key  value``, a value's source under it."""
+    """Entry as lines of ``key  value``, followed by its sources."""
     flat = _flatten(entry(kind, name))
     sources = {key.removeprefix("sources."): value for key, value in flat.items() if ".sources." in f".{key}"}
     shown = {key: value for key, value in flat.items() if ".sources." not in f".{key}" and value not in (None, "")}
@@ -155,7 +155,7 @@ def _software() -> list[Row]:
         {
             "name": software.id,
             "precisions": ", ".join([*software.state_bytes, *software.low_precision]),
-            "gradient bucket": format_bytes(software.bucket_bytes) if software.grad_overlap else "all at once",
+            "gradient bucket": format_bytes(software.bucket_bytes) if software.grad_overlap else "one for all",
             "buckets overlap backward": "yes" if software.grad_overlap else "no",
             "ZeRO stages": ", ".join(map(str, software.zero_stages)),
             "sequence parallelism": "yes" if software.sequence_parallelism else "no",

@@ -1,4 +1,4 @@
-"""Several nodes, one run: what torchrun's rendezvous is asked."""
+"""Runs on several nodes: options of torchrun's rendezvous."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class NodeRendezvous:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether fewer nodes than all may run."""
+        """True when fewer nodes than the maximum may run."""
         return self.nodes[0] < self.nodes[1]
 
 
 def numbers_of_nodes(text: str) -> tuple[int, int]:
-    """What ``N`` or ``MIN:MAX`` says: the fewest that begin and go on, and all.
+    """Minimum and maximum number of nodes that ``N`` or ``MIN:MAX`` specifies.
 
     Raises:
-        SpecError: It is neither.
+        SpecError: The text is neither ``N`` nor ``MIN:MAX``.
     """
     match = _NUMBERS.fullmatch(text)
     least, number = (0, 0) if match is None else (int(match["least"] or match["all"]), int(match["all"]))
@@ -83,7 +83,7 @@ def nodes_of(scenario: Scenario, options: RunOptions, meeting: NodeRendezvous) -
 
 
 def refuse_other_number(scenario: Scenario, num_nodes: int) -> None:
-    """``--nnodes`` must be those of the scenario's cluster.
+    """Checks that ``--nnodes`` equals the number of nodes of the scenario's cluster.
 
     Raises:
         SpecError: It is another number.
@@ -99,7 +99,7 @@ def refuse_other_number(scenario: Scenario, num_nodes: int) -> None:
 
 
 def nodes_to_time(meeting: NodeRendezvous, request: CalibrationRequest) -> Nodes:
-    """The request to the other nodes of a calibration of what joins them.
+    """Request to the nodes of a calibration of inter-node communication.
 
     Raises:
         SpecError: The options do not fit each other.
@@ -109,7 +109,7 @@ def nodes_to_time(meeting: NodeRendezvous, request: CalibrationRequest) -> Nodes
 
 
 def refuse_without_nodes(meeting: NodeRendezvous) -> None:
-    """Options about several nodes mean nothing on one.
+    """Rejects options for several nodes in a run on one node.
 
     Raises:
         SpecError: One of them is given.
@@ -137,10 +137,10 @@ def _nodes(meeting: NodeRendezvous, ranks_per_node: int, asked: dict[str, str]) 
 
 
 def _conf(text: str | None) -> dict[str, float]:
-    """What ``--rdzv-conf KEY=NUMBER,KEY=NUMBER`` says; ``is_host`` is negative for finding out.
+    """Settings of ``--rdzv-conf KEY=NUMBER,KEY=NUMBER``; a negative ``is_host`` means automatic detection.
 
     Raises:
-        SpecError: A key or a value is not understood.
+        SpecError: A key is unknown, or a value is not a number.
     """
     conf = dict(_CONF)
     for entry in (text or "").split(",") if text else ():
@@ -162,7 +162,7 @@ def _endpoint(text: str | None) -> tuple[str, int]:
 
 
 def _is_here(host: str) -> bool:
-    """Whether one of the host's addresses is this machine's: only such an address can be listened on."""
+    """True when one of the host's addresses belongs to this machine: only those can be bound."""
     try:
         addresses = {(family, address[0]) for family, _, _, _, address in socket.getaddrinfo(host, None)}
     except OSError:
@@ -178,7 +178,7 @@ def _is_here(host: str) -> bool:
 
 
 def _asked(scenario: Scenario, options: RunOptions) -> dict[str, str]:
-    """What must be equal on all nodes; of machines, their number only."""
+    """Settings that must be equal on all nodes, with sections as hashes; of a cluster its size and device."""
     cluster, kept = scenario.job.cluster, options.checkpointing
     sections = {
         "model": scenario.job.model.model_dump_json(),

@@ -1,4 +1,4 @@
-"""``simplan rehearse``: one rank of a plan, alone on the device here or on none, beside its prediction."""
+"""``simplan rehearse``: dry run of one rank of a plan, on a local device or on none, next to its prediction."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _WORST = "worst"
 
 @dataclass(frozen=True, slots=True)
 class RehearseOptions:
-    """How to rehearse.
+    """Options of a dry run.
 
     Attributes:
-        rank: A rank's number, or ``worst`` for the one that is predicted to need most memory.
-        fake: On tensors without data.
+        rank: A rank's number, or ``worst`` for the rank with the highest predicted peak memory.
+        fake: Run on tensors without data.
         num_steps: Steps to measure.
-        num_warmup_steps: Steps before them that do not count.
+        num_warmup_steps: Steps before the measured ones.
     """
 
     rank: str = _WORST
@@ -76,7 +76,7 @@ def rehearse_command(
 
 
 def _rank(asked: str, prediction: Prediction) -> int:
-    """The rank that was asked for; which ranks there are is checked here, before torch is imported."""
+    """Number of the requested rank; checked before torch is imported."""
     if asked == _WORST:
         return prediction.worst_rank
     most = prediction.job.plan.num_devices - 1

@@ -36,19 +36,19 @@ __all__ = ["SearchOptions", "scenarios_to_time", "search_command", "slow_search"
 
 _INTERRUPTED = 130
 _MANY = 5_000
-"""Plans from which on a search says so beforehand where each takes long."""
+"""Number of plans above which a search with slow evaluation prints a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """What flags say; None leaves what the scenario says.
+    """Options of a search from flags; None keeps the scenario's value.
 
     Attributes:
-        top: Plans to rank.
-        objectives: One or two.
-        jobs: Processes.
-        save_plan: Where to write the scenario with the best plan.
-        largest: The quantity to make large, instead of searching for the best plan.
+        top: Number of plans to rank.
+        objectives: Names of one or two objectives.
+        jobs: Number of processes.
+        save_plan: File for the scenario with the best plan.
+        largest: Quantity to maximize instead of searching for the best plan.
     """
 
     top: int | None = None
@@ -92,10 +92,10 @@ def search_command(file: Path, *, as_json: bool, options: SearchOptions, calibra
 
 
 def slow_search(job: Job, space: SearchSpace) -> str:
-    """What to say before a long search: steps on cores that ranks share are simulated whole; empty for no such one.
+    """Warning before a long search, else empty: on shared CPU cores, every plan's full step is simulated.
 
     Raises:
-        SpecError: No plan could mend what is wrong with the job.
+        SpecError: The job violates a rule under any plan.
     """
     check_without_plan(job, space)
     total = Enumeration(space, job).total
@@ -151,7 +151,7 @@ def _listed(values: tuple[int, ...]) -> str:
 
 
 def _space(scenario: SearchScenario, options: SearchOptions) -> SearchSpace:
-    """The scenario's space with what the flags say."""
+    """Search space of the scenario with the changes of the flags."""
     update: dict[str, Any] = {}
     if options.top is not None:
         update["top"] = options.top
@@ -191,7 +191,7 @@ def _next(scenario: SearchScenario, result: SearchResult, options: SearchOptions
 
 
 def scenarios_to_time(file: Path) -> list[Scenario]:
-    """What a calibration for a scenario must time: its plan, or of a search one plan for each way to cut its layers.
+    """Scenarios to time for a file: the scenario, or for a search one plan per split of the layers.
 
     Raises:
         SpecError: The file is wrong.

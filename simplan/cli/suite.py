@@ -1,4 +1,4 @@
-"""``simplan suite``: many scenarios on one device, each in a process of its own, and one report."""
+"""``simplan suite``: many scenarios on one device, each in a separate process, and one report."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _ROOT = Path(simplan.__file__).resolve().parent.parent
 
 @dataclass(frozen=True, slots=True)
 class SuiteOptions:
-    """How to run a suite.
+    """Options of a suite.
 
     Attributes:
         device: ``cuda`` or ``cpu``.
-        budget_s: Time for all of it.
-        limit_s: Time for each case.
-        num_steps: Steady steps of each.
+        budget_s: Time for the suite, in seconds.
+        limit_s: Time per case, in seconds.
+        num_steps: Steady steps per case.
     """
 
     device: str = "cuda"
@@ -61,7 +61,7 @@ class _OutOfTimeError(Exception):
 
 @dataclass(slots=True)
 class _Clock:
-    """What is left of the budget."""
+    """Remaining time budget."""
 
     budget_s: float
     start_s: float = field(default_factory=time.monotonic)
@@ -106,7 +106,7 @@ def suite_command(
 
 
 def _scenario_files(folders: Sequence[Path]) -> list[Path]:
-    """By name, those to be rehearsed last.
+    """Scenario files sorted by name, with dry runs last.
 
     Raises:
         SpecError: A path does not exist, there are none, or two have one name.
@@ -125,7 +125,7 @@ def _scenario_files(folders: Sequence[Path]) -> list[Path]:
 
 
 def _environment() -> dict[str, Any]:
-    """What measurements here are taken on; only torch knows."""
+    """Environment of measurements, as reported by torch in a separate process."""
     with tempfile.TemporaryDirectory(prefix="simplan-") as folder:
         file = Path(folder) / "environment.json"
         run_executor(["environment", "--out", str(file)], lambda event: None)
@@ -164,11 +164,11 @@ def _runs_here(file: Path) -> bool:
     try:
         return load_scenario(file).job.cluster.cores_per_node is not None
     except SpecError:
-        return False  # told when its turn comes
+        return False  # the run of the case reports the error
 
 
 def _case(file: Path, folder: Path, calibration: Path | None, clock: _Clock, options: SuiteOptions) -> SuiteCase | None:
-    """One scenario: what an earlier call found, else a run or a rehearsal; None when there is no time for it."""
+    """Result of one scenario: from an earlier call, a run or a dry run; None when the time budget does not suffice."""
     kind: Literal["run", "rehearsal"] = "rehearsal" if file.stem.startswith(_REHEARSED) else "run"
     digest = hashlib.sha256(file.read_bytes() + simplan.__version__.encode()).hexdigest()[:16]
     kept = folder.with_suffix(".case.json")
@@ -204,7 +204,7 @@ def _command(
 
 
 def _takes(file: Path, calibration: Path | None) -> bool:
-    """Whether a calibration is of the scenario's device."""
+    """True when a calibration belongs to the scenario's device."""
     try:
         found = None if calibration is None else read(calibration)
         if found is not None:
@@ -215,11 +215,11 @@ def _takes(file: Path, calibration: Path | None) -> bool:
 
 
 def _simplan(command: Sequence[str], limit_s: float) -> dict[str, Any]:
-    """What another process of simplan prints as JSON.
+    """JSON output of a simplan command in a separate process.
 
     Raises:
-        SpecError: It failed; says what it said.
-        _OutOfTimeError: It took too long, and was ended with all that it had started.
+        SpecError: The command failed; the error quotes its stderr.
+        _OutOfTimeError: The command took too long and was ended together with its child processes.
     """
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as said:
@@ -249,7 +249,7 @@ def _simplan(command: Sequence[str], limit_s: float) -> dict[str, Any]:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Asks for a clean stop, so that no rank is left behind; kills after a grace period."""
+    """Requests a clean stop, so that no rank keeps running; kills after a grace period."""
     if exit_code(child, 0.0) is not None:
         return
     ask_to_end(child)

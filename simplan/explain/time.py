@@ -61,7 +61,7 @@ def _longer(simulated: Simulated, group: str, seconds: float) -> ExplainedTerm:
     if beside is None:
         rule = "ranks and their messages share the cores: what it takes longer than alone"
         return ExplainedTerm(group, "waiting for a core", seconds, "s", rule)
-    rule = f"{format_percent(simulated.pricing.taken_share)} of the device while messages move beside it"
+    rule = f"communication that overlaps it takes {format_percent(simulated.pricing.taken_share)} of the device"
     return ExplainedTerm(
         group, "beside messages", seconds, "s", rule, str(beside.price.provenance), beside.price.relative_std
     )
@@ -106,7 +106,7 @@ def _messages(simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
         prices = sorted(priced[label].items(), key=lambda item: -item[0].seconds * item[1])
         shown = "; ".join(f"{count} x {format_time(price.seconds)} = {price.formula}" for price, count in prices[:2])
         more = f"; and {counted(len(prices) - 2, 'more size')}" if len(prices) > 2 else ""
-        hidden = f"{format_time(busy_s[label] - seconds)} of {format_time(busy_s[label])} beside other things; "
+        hidden = f"{format_time(busy_s[label] - seconds)} of {format_time(busy_s[label])} overlapped with other work; "
         first = prices[0][0]
         yield ExplainedTerm(
             "exposed communication",

@@ -1,4 +1,4 @@
-"""Predictions beside published measurements, in words: tables by file, the worst runs, what was skipped."""
+"""Accuracy report as text: errors per file of published runs, the worst runs, and skipped runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Table = tuple[list[str], list[list[str]]]
 
 
 def accuracy_text(result: Accuracy, *, every_run: bool = False) -> str:
-    """The whole report.
+    """Full accuracy report as text.
 
     Args:
-        result: What to print.
-        every_run: List every run.
+        result: Accuracy result to print.
+        every_run: List every run instead of the worst ones.
     """
     shown = [outcome for outcome in result.outcomes if outcome.predicted is not None]
     parts = [accuracy_head(result)]
@@ -49,7 +49,7 @@ def accuracy_markdown(result: Accuracy) -> str:
 
 
 def accuracy_head(result: Accuracy) -> str:
-    """How many runs were predicted, how far off, and what the intervals hold, in a line or two."""
+    """Number of predicted runs, their errors and the interval coverage, in one or two lines."""
     overall = result.overall
     found = overall.step_time
     skipped = f", {overall.num_skipped} skipped" if overall.num_skipped else ""
@@ -236,7 +236,7 @@ def _skipped(outcomes: Iterable[RunOutcome]) -> Iterator[str]:
 
 
 def _stand_ins(outcomes: Iterable[RunOutcome]) -> Iterator[str]:
-    """Which software profiles stand for what, where one is not in the catalogue."""
+    """Frameworks of published runs that were predicted with a fallback profile, with the number of runs."""
     counts: dict[str, int] = defaultdict(int)
     for outcome in outcomes:
         if outcome.predicted is not None:
@@ -262,7 +262,7 @@ def _percents(*values: float | None) -> list[str]:
 
 
 def _percent(value: float | None, *, digits: int = 1, signed: bool = False) -> str:
-    """Without the sign for it, which stands in the title."""
+    """Percentage without the percent sign, which is in the column header."""
     if value is None:
         return ""
     return f"{100 * value:+.{digits}f}" if signed else f"{100 * value:.{digits}f}"

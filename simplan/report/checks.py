@@ -1,4 +1,4 @@
-"""What ``simplan check`` found, as data and as text. JUnit and annotations are made from the same records."""
+"""Results of ``simplan check``: records, and their forms as text, JSON, JUnit XML and GitHub annotations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class CheckStatus(StrEnum):
-    """How an expectation ended."""
+    """Outcome of an expectation."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -41,9 +41,9 @@ class CheckedCase:
 
     Attributes:
         name: The metric, or ``scenario``.
-        status: How it ended.
+        status: Outcome.
         message: One line: actual value and rule, the error, or why it was skipped.
-        why: Where the expectation comes from.
+        why: Source of the expectation; empty when none is given.
         line: 1-based line in the file; None when unknown.
     """
 
@@ -68,7 +68,7 @@ class CheckedFile:
 
 
 def count(files: Iterable[CheckedFile], status: CheckStatus) -> int:
-    """How many cases ended so."""
+    """Number of cases with a status."""
     return sum(case.status is status for file in files for case in file.cases)
 
 
@@ -90,7 +90,7 @@ def checks_text(files: Iterable[CheckedFile]) -> str:
 
 
 def checks_json(files: Iterable[CheckedFile]) -> dict[str, Any]:
-    """The same as one JSON document."""
+    """Checked files and totals per status as a JSON document."""
     files = tuple(files)
     return {
         "schema_version": 1,
@@ -175,5 +175,5 @@ def _counts(files: tuple[CheckedFile, ...]) -> dict[str, str]:
 
 
 def _clean(text: str) -> str:
-    """Without the characters that XML cannot hold."""
+    """Text without the characters that XML does not allow."""
     return _NOT_XML.sub("?", text)

@@ -1,4 +1,4 @@
-"""A comparison in words: predicted beside measured, and whether the difference means anything."""
+"""Comparison report as text: predicted next to measured values, and the significance of the difference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_RANKS = 8
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """The table, then what to know when reading it."""
+    """Table of the comparison, followed by notes."""
     interval = "lies in" if comparison.interval_holds else "lies outside of"
     actions = "exactly those predicted" if comparison.structure_equal else "NOT those predicted"
     notes = [
@@ -67,7 +67,7 @@ def format_spread(spread: float | None) -> str:
 
 
 def _speed(comparison: Comparison) -> Iterator[str]:
-    """Whether the machine was as fast as when it was calibrated."""
+    """Speed of the machine during the run, relative to its speed during calibration."""
     if comparison.slowdown is not None:
         yield f"a matrix product took {comparison.slowdown:.2f} times as long in the run as when it was calibrated"
 
@@ -92,7 +92,7 @@ def _terms(comparison: Comparison) -> Iterator[str]:
 
 
 def _splits(comparison: Comparison) -> Iterator[str]:
-    """Every rank's step, predicted over measured, without shares that nobody has."""
+    """Step breakdown of every rank, predicted over measured, without shares that are zero on all ranks."""
     if not comparison.splits:
         return
     shares = [

@@ -31,7 +31,7 @@ def explanation_text(explanation: Explanation) -> str:
 
 
 def _parts(parts: Iterable[ExplainedTerm], whole: float) -> Iterator[str]:
-    """A line for each group, under it its parts, each with its formula on a line of its own."""
+    """One line per group, followed by its parts, each with its formula on a separate line."""
     for group, found in groupby(parts, key=lambda part: part.group):
         members = list(found)
         total = sum(part.value for part in members)
@@ -62,7 +62,7 @@ def _wrapped(text: str, indent: str) -> Iterator[str]:
 
 
 def difference_text(difference: Difference) -> str:
-    """The terms of both side by side, and what each makes of the difference."""
+    """Terms of both predictions next to each other, with their contributions to the difference."""
     first, second = difference.first, difference.second
     faster = second.step_time_s - first.step_time_s
     needs = second.device_bytes - first.device_bytes

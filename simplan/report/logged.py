@@ -1,4 +1,4 @@
-"""A prediction beside what a log says, in words: how far it is off, and what of it could be to blame."""
+"""Prediction next to the values of a training log, as text: the error, and the terms that could explain it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from simplan.validate.logged import LoggedComparison, UnsurePart
 __all__ = ["could_come_from", "logged_text"]
 
 _NAMED = 3
-_ALL = 0.95  # of what all parts may be off by: the rest is not named
+_ALL = 0.95  # fraction of the total uncertainty that the listed parts cover
 
 
 def logged_text(comparison: LoggedComparison) -> str:
-    """The table, the verdict, the parts that are least sure, then what to know when reading."""
+    """Table, verdict, the most uncertain parts, and notes."""
     low, high = (format_time(seconds) for seconds in comparison.interval_s)
     where = "lies in" if comparison.interval_holds else "lies outside of"
     notes = [
         "error = (predicted - measured) / measured; spread = half of p10 to p90 of the steps",
         "std: one standard deviation of the prices; those of computing err together, those of communication too",
-        "hidden: communication beside computing, part of which comes to light where it is slower than predicted",
-        "alone: so many times as long a part would have to take to make up the whole difference",
+        "hidden: communication that overlaps compute; part of it is exposed if it is slower than predicted",
+        "alone: slowdown of this part alone that would explain the whole difference",
         *comparison.notes,
     ]
     return "\n\n".join(

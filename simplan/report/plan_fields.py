@@ -1,4 +1,4 @@
-"""What ``plan:`` may say, with its values, its defaults and what it is for."""
+"""Fields of ``plan:`` with values, default and description."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _MEANINGS: dict[str, str] = {
     "dp_replicate": "replicas of the model, or of its shards (DDP, HSDP)",
     "dp_shard": "data-parallel ranks that share what zero_stage shards",
     "zero_stage": "what they share: 1 optimizer states, 2 gradients too, 3 weights too (FSDP)",
-    "reshard_after_forward": "ZeRO-3 lets go of gathered weights between forward and backward",
+    "reshard_after_forward": "ZeRO-3 frees unsharded weights between forward and backward",
     "tp": "ranks that split every matrix and its heads",
     "sequence_parallel": "they split the tokens of norms and sums as well",
     "cp": "ranks that split every sequence",
-    "cp_comm": "how they exchange keys and values: hop by hop, all at once, or heads for tokens",
+    "cp_comm": "attention over their tokens: ring, all-gather of keys and values, or all-to-all (Ulysses)",
     "ep": "groups of ranks that have different experts; they fold into dp, cp and tp",
     "etp": "ranks that split every expert: 1 or tp",
     "pp": "pipeline ranks",
     "virtual_stages": "stages of each of them",
     "schedule": "order of forwards and backwards; or a CSV file with a table of one's own",
-    "microbatch_size": "sequences that go through a stage at once",
-    "recompute": "what backward runs again; selective_op and _layer are torchtitan's, the last two MaxText's",
+    "microbatch_size": "sequences (or images) of a microbatch",
+    "recompute": "modules recomputed in backward; selective_op and _layer are torchtitan's, the last two MaxText's",
     "recompute_modules": "of selective: modules of a block, as Megatron Core names them; else the attention core",
     "recompute_layers": "of full: how many blocks of every stage, the first ones; else all",
     "stage_layers": "blocks of every stage, in order; else equal under Megatron and NeMo, balanced elsewhere",
@@ -58,10 +58,10 @@ def plan_fields() -> list[dict[str, str]]:
 
 
 def values_of(annotation: Any, metadata: list[Any]) -> str:
-    """In words what a field takes: choices, true or false, a name, a range of numbers, or a list of these.
+    """Allowed values of a field as text: choices, true or false, a name, a range of numbers, or a list.
 
     Args:
-        annotation, metadata: Of a pydantic field.
+        annotation, metadata: Attributes of a pydantic field.
     """
     if get_origin(annotation) in (Union, UnionType):
         [annotation] = [part for part in get_args(annotation) if part is not NoneType]
@@ -88,7 +88,7 @@ def _unwrapped(annotation: Any) -> tuple[Any, list[Any]]:
 
 
 def _parts(metadata: list[Any]) -> list[Any]:
-    """Constraints, also those inside of a pydantic field."""
+    """Constraints, including the constraints inside of a pydantic field."""
     return [inner for part in metadata for inner in (part, *getattr(part, "metadata", ()))]
 
 

@@ -1,4 +1,4 @@
-"""A rehearsal in words: predicted beside measured, memory first."""
+"""Report of a dry run of one rank as text: predicted next to measured values, memory first."""
 
 from __future__ import annotations
 

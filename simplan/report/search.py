@@ -1,4 +1,4 @@
-"""The answer of a search in words: the best plan first, then the others, and why not the rest."""
+"""Search result as text: the best plan, the other ranked plans, and the reasons for excluding the rest."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def _values(values: Sequence[object]) -> str:
 
 
 def search_text(result: SearchResult, next_steps: Iterable[str] = ()) -> str:
-    """The whole report.
+    """Full search report as text.
 
     Args:
-        result: What to print.
+        result: Search result to print.
         next_steps: Commands to suggest at the end.
     """
     parts = [f"{result.name}: {search_verdict(result)}"]
@@ -144,7 +144,7 @@ def _share_name(name: str) -> str:
 
 
 def _helps(why: SearchExplanation) -> list[str]:
-    """What 10 % more of each resource saves: the most, then the others."""
+    """Step time that 10 % more of each resource saves, as a fraction, largest first."""
     if not why.saved:
         return ["nothing that was tried: prices come from this machine's calibration"]
     saved = sorted(((share, name) for name, share in why.saved.items()), reverse=True)

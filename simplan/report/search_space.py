@@ -1,4 +1,4 @@
-"""What ``search:`` may say, and what a search assumes where it says nothing."""
+"""Fields of ``search:``, and the defaults of a search."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEFAULTS = {
     "recompute": ("none, selective, full", ""),
     "recompute_modules": (
         "core_attn alone",
-        "of recompute selective: lists of modules that run again together, where the software has them",
+        "of recompute selective: lists of modules to recompute together, where the software has them",
     ),
     "grad_sync": (
         "step, microbatch at zero_stage 2 and 3, else step",

@@ -1,4 +1,4 @@
-"""What the sections ``model:``, ``cluster:`` and ``training:`` of a scenario may say."""
+"""Fields of the scenario sections ``model:``, ``cluster:`` and ``training:``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["cluster_fields", "model_fields", "training_fields"]
 
 _TRAINING = {
     "global_batch_size": "sequences (or images) of an optimizer step, over all devices",
-    "precision": "of the products of linear layers; all but fp32 and tf32 are mixed precision",
+    "precision": "of the matmuls of linear layers; all but fp32 and tf32 are mixed precision",
     "fp8_recipe": "of fp8: what has a scale of its own; else a tensor",
     "optimizer": "what it keeps for each parameter, and how a step is made of gradients",
     "fused_optimizer": "one kernel for all of a step; false for torch's foreach; else where there is such a kernel",
@@ -25,8 +25,8 @@ _TRAINING = {
     "task": "lora trains adapters of model.lora_rank only; sft computes what pretrain does",
 }
 _CLUSTER = {
-    "preset": ("a name of `simplan show clusters`; what stands beside it takes its place", "name"),
-    "num_nodes": ("nodes; 1, or as many as num_devices needs", "1 and more"),
+    "preset": ("a name of `simplan show clusters`; the other keys override its fields", "name"),
+    "num_nodes": ("number of nodes; 1, or the nodes that num_devices needs", "1 and more"),
     "num_devices": ("in place of num_nodes: devices, node by node", "1 and more"),
     "device": (
         f"a name of `simplan show devices`, or its datasheet ({documentation('how-to/devices')})",
@@ -38,7 +38,7 @@ _CLUSTER = {
         "network of a node divided by its devices, Gbit/s: InfiniBand or RoCE",
         "more than 0",
     ),
-    "inter_link": ("in its place a link by name, e.g. efa-400gbit, or a mapping", "name, or mapping"),
+    "inter_link": ("instead of it: the name of a link, e.g. efa-400gbit, or a mapping", "name, or mapping"),
     "host_memory_bytes": ("memory of a node, for what is offloaded", "1 and more"),
     "host_memory_bandwidth_bytes_per_s": (
         "its bandwidth, of all sockets together, for updates on the CPU; else 409.6e9",
@@ -69,12 +69,12 @@ def cluster_fields() -> list[dict[str, str]]:
 
 
 def model_fields() -> list[dict[str, str]]:
-    """Every key of ``model:``: where its fields come from, and then these, which all may stand beside a preset."""
+    """Keys of ``model:``: first the sources of a model, then its fields, which may also override a preset."""
     of_hugging_face = "as in Hugging Face's config.json"
     families = ", ".join(FAMILIES)
     rows = [
-        _row("preset", "a name of `simplan show models`; what stands beside it takes its place", "name"),
-        _row("hf_config", "a config.json of Hugging Face, by path; what stands beside it takes its place", "path"),
+        _row("preset", "a name of `simplan show models`; the other keys override its fields", "name"),
+        _row("hf_config", "path of a config.json of Hugging Face; the other keys override its fields", "path"),
         _row("family", "what its layers are, without a preset and hf_config", families),
     ]
     about = _attributes(ModelSpec)
@@ -91,7 +91,7 @@ def _row(name: str, about: str, values: str, families: str = "") -> dict[str, st
 
 
 def _families_with(name: str) -> str:
-    """The families that have a field, or those that do not where these are fewer."""
+    """Model families with a field, or the families without it if they are fewer."""
     having = [family for family, its in FAMILIES.items() if name in its.fields]
     lacking = [family for family in FAMILIES if family not in having]
     return f"all but {', '.join(lacking)}" if len(lacking) < len(having) else ", ".join(having)

@@ -1,4 +1,4 @@
-"""A suite as Markdown: the errors in all, then every case, then what failed and why."""
+"""A suite as Markdown: total errors, every case, and failures with their reasons."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def suite_markdown(suite: Suite) -> str:
 
 
 def suite_summary(suite: Suite) -> str:
-    """How far off, in a line for each measure, and what is missing."""
+    """Mean and worst error per measure, one line each, and the number of missing cases."""
     lines = []
     for kind, what in (("run", "runs"), ("rehearsal", "rehearsals")):
         for measure in MEASURES:

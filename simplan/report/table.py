@@ -14,10 +14,10 @@ def format_table_text(
 
     Args:
         headers: Column titles.
-        rows: Cells, as many a row as there are titles.
+        rows: Cells, one per column title.
         indent: Spaces before every line.
-        left: So many first columns are aligned to the left (words), the others to the right (numbers).
-        words_last: The last column is aligned to the left too.
+        left: Number of first columns that are left-aligned (words); the others are right-aligned (numbers).
+        words_last: Left-align the last column too.
 
     >>> print(format_table_text(["rank", "wait"], [["0", "1.2 ms"], ["1-3", "10 ms"]], indent=0))
     rank    wait

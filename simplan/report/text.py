@@ -29,7 +29,7 @@ _STAGES_SHOWN = 16
 
 
 def verdict(prediction: Prediction) -> str:
-    """Whether it fits, the worst rank and the headroom, in one line."""
+    """One line: fits or does not fit, the peak-memory rank and the headroom."""
     worst = prediction.worst_memory
     needs = f"rank {worst.rank} needs {format_bytes(worst.device_bytes)}"
     capacity = prediction.capacity_bytes
@@ -49,7 +49,7 @@ def verdict(prediction: Prediction) -> str:
 
 
 def short_of_reserve(short_bytes: int) -> str:
-    """What it means that an allocator finds so much less than it would reserve."""
+    """Consequence of an allocator that finds ``short_bytes`` less memory than it would reserve."""
     return (
         f"the allocator would reserve {format_bytes(short_bytes)} more than there is, so it frees blocks and asks "
         "again, and steps may be slower than predicted"
@@ -57,10 +57,10 @@ def short_of_reserve(short_bytes: int) -> str:
 
 
 def prediction_text(prediction: Prediction, next_steps: Iterable[str] = ()) -> str:
-    """The whole report.
+    """Full report of a prediction as text.
 
     Args:
-        prediction: What to print.
+        prediction: Prediction to print.
         next_steps: Commands to suggest at the end.
     """
     parts = [
@@ -95,7 +95,7 @@ def _headline(prediction: Prediction) -> Iterator[str]:
 
 
 def _host_memory(prediction: Prediction) -> str:
-    """What is offloaded, and whether the host has room for it."""
+    """Bytes offloaded per rank and per node, next to the host memory of a node."""
     per_rank = format_bytes(max(memory.host_bytes for memory in prediction.memory))
     used, capacity = prediction.worst_host_bytes, prediction.job.cluster.host_memory_bytes
     offloaded = f"{per_rank} offloaded per rank, {format_bytes(used)} per node"
@@ -146,7 +146,7 @@ def _later_tokens(model: ModelSpec) -> str:
 
 
 def _trained(model: ModelSpec) -> str:
-    """How many are trained, if not all."""
+    """Number of trained parameters; empty when all are trained."""
     if model.num_trained_parameters == model.num_parameters:
         return ""
     return f" ({format_count(model.num_trained_parameters)} trained, LoRA of rank {model.lora_rank})"
@@ -190,7 +190,7 @@ def _in_runs(numbers: Sequence[int]) -> str:
 
 
 def microbatch_words(number: int, size: int, sample: str) -> str:
-    """What a data-parallel rank does in a step.
+    """Number and size of the microbatches of a data-parallel rank per step.
 
     >>> microbatch_words(16, 1, "sequence")
     '16 microbatches of 1 sequence per data-parallel rank'
@@ -200,7 +200,7 @@ def microbatch_words(number: int, size: int, sample: str) -> str:
 
 
 def plan_words(plan: ParallelPlan) -> str:
-    """The plan in a few words: every way in which it splits something.
+    """Short form of a plan: every degree of parallelism above 1.
 
     >>> plan_words(ParallelPlan(pp=2, dp_shard=4))
     'pp 2 (1f1b), dp_shard 4 (ZeRO-3)'
@@ -295,12 +295,12 @@ def _terms_table(prediction: Prediction) -> str:
     ]
     more = len(terms) - len(rows)
     note = f"\n  and {more} smaller ones (--json has all, with formulas)" if more > 0 else ""
-    headers = ["cost", "known from", "each", "per rank", "std"]
+    headers = ["cost", "source", "each", "per rank", "std"]
     return "What it is made of, largest first\n" + format_table_text(headers, rows, left=2) + note
 
 
 def _grouped(rows: Iterable[tuple[int, list[str]]]) -> list[list[str]]:
-    """Ranks whose cells read the same share a line."""
+    """Table rows; ranks with equal cells share a row."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, cells in rows:
         groups.setdefault(tuple(cells), []).append(rank)

@@ -30,7 +30,7 @@ __all__ = ["predicted_trace", "trace_document", "write_measured_trace", "write_p
 
 _COMPUTE = "compute"
 
-# Names from the reserved colour list of chrome://tracing, which refuses others; Perfetto picks its own colours.
+# Names from the reserved color list of chrome://tracing, which rejects others; Perfetto picks its own colors.
 _ACTION_COLOURS = {
     ActionKind.FORWARD: "rail_response",
     ActionKind.BACKWARD: "rail_idle",
@@ -61,9 +61,9 @@ def trace_document(
 
     Args:
         timeline: Predicted or measured.
-        name: Of the scenario.
+        name: Scenario name.
         memory: Samples by rank, in time order, for the counter tracks.
-        stands_for: By rank of the job, the rank of the timeline that does the same; None where all are there.
+        stands_for: Per rank of the job, the simulated rank with the same work; None when all ranks are simulated.
     """
     events: list[Event] = []
     places: dict[Span, tuple[int, int]] = {}
@@ -82,7 +82,7 @@ def trace_document(
 
 
 def _rank_events(rank: int, title: str, spans: Iterable[Span], places: dict[Span, tuple[int, int]]) -> Iterator[Event]:
-    """Names and slices of one rank; notes in ``places`` the (pid, tid) of every span."""
+    """Name and slice events of one rank; adds the (pid, tid) of every span to ``places``."""
     yield _metadata(rank, 0, "process_name", {"name": title})
     yield _metadata(rank, 0, "process_sort_index", {"sort_index": rank})
     streams: dict[str, list[Span]] = defaultdict(list)
@@ -192,7 +192,7 @@ def _flow_events(places: Mapping[Span, tuple[int, int]]) -> Iterator[Event]:
 def _memory_events(rank: int, samples: Sequence[MemorySample]) -> Iterator[Event]:
     categories = [c for c in (samples[0].by_category if samples else ()) if any(s.by_category[c] for s in samples)]
     for _, group in groupby(samples, key=lambda s: _ns(s.time_s)):
-        last = list(group)[-1]  # of several changes at one instant the track shows the last
+        last = list(group)[-1]  # the track shows the last of several changes at one time
         args = {str(category): round(last.by_category[category] / MIB, 3) for category in categories}
         yield {"ph": "C", "name": "memory MiB", "pid": rank, "tid": 0, "ts": _us(_ns(last.time_s)), "args": args}
 
@@ -220,8 +220,8 @@ def predicted_trace(prediction: Prediction, simulated: Simulated) -> dict[str, A
     """The trace of the predicted step, with memory over time.
 
     Args:
-        prediction: What is predicted.
-        simulated: The step behind it, whose clock is that of the prediction's timeline.
+        prediction: Prediction of the step.
+        simulated: Simulated step; its clock is that of the prediction's timeline.
     """
     program, times = simulated.program, simulated.times
     memory = {rank: list(memory_trace(program, rank, times)) for rank in program.ranks}

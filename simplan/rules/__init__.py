@@ -1,8 +1,8 @@
-"""The rulebook: what must hold between model, cluster, training, plan and software.
+"""Rules between model, cluster, training, plan and software.
 
-Every rule is an object (``Rule``) with a name, the fields of a plan that it reads, and what it says to a job that
-violates it. Scenarios ask all of them at once (``check_job``), searches as early as their fields are known
-(``simplan.rules.filter``), and the executor those that concern it.
+Every rule is an object (``Rule``) with a name, the plan fields that it reads, and the error for a job that violates it.
+Scenarios check all rules together (``check_job``). Searches check a rule as soon as its fields are known
+(``simplan.rules.filter``). The executor checks the rules that concern it.
 """
 
 from __future__ import annotations

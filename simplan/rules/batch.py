@@ -1,4 +1,4 @@
-"""Rules about the batch: how it is cut into microbatches, and how many of these can be predicted."""
+"""Rules about the batch: division into microbatches, and the number of microbatches that can be predicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All rules, in the order in which their messages are told; those that only searches have, and all by name."""
+"""All rules in the order of their errors, the rules that only searches have, and all rules by name."""
 
 from __future__ import annotations
 
@@ -152,6 +152,6 @@ RULES: tuple[Rule, ...] = (*_COULD_NOT_BE, *_NOT_MODELLED, training.low_precisio
 """Every rule of a job."""
 
 SEARCH_RULES: tuple[Rule, ...] = (cluster.tp_in_node,)
-"""What a search keeps to unless it is asked not to, and any plan may do."""
+"""Rules that a search applies by default, and that other plans may violate."""
 
 BY_NAME: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in (*RULES, *SEARCH_RULES)})

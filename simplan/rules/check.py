@@ -1,7 +1,7 @@
-"""Whether the parts of a job go together; every violation is told at once.
+"""Checks a job against the rules; one error lists all violations.
 
-Two kinds of violation: a job that cannot be (``SpecError``), with the nearest values that can, and an option that is
-known but not modelled yet (``NotModelledError``), refused by name so that it is never silently ignored.
+There are two kinds of violation. An impossible job raises ``SpecError``, with the nearest possible values. A known
+option that is not modeled yet raises ``NotModelledError``, which names the option, so that none is silently ignored.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ __all__ = ["check_job", "violations"]
 
 
 def violations(job: Job, rules: Sequence[Rule] = RULES) -> list[Problem]:
-    """What a job violates, in the order of the rules.
+    """Problems of a job, in the order of the rules.
 
     Args:
         job: The job.
-        rules: Which are asked.
+        rules: Rules to check.
     """
     return [problem for _, problem in _violated(job, rules)]
 
 
 def check_job(job: Job, rules: Sequence[Rule] = RULES) -> None:
-    """Refuses a job that violates rules.
+    """Raises an error for a job that violates rules.
 
     Args:
         job: The job.
-        rules: Which are asked.
+        rules: Rules to check.
 
     Raises:
-        NotModelledError: All that is wrong is that the job uses options that are not modelled yet.
-        SpecError: With every violation, options that are not modelled included.
+        NotModelledError: The only violations are options that are not modeled yet.
+        SpecError: Lists every violation, including options that are not modeled.
     """
     violated = _violated(job, rules)
     if not violated:

@@ -1,4 +1,4 @@
-"""Rules about the cluster: what joins its devices, how many there are, and what runs on it."""
+"""Rules about the cluster: links, number of devices, and supported frameworks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rules about experts and the ranks that they are spread over, and about their exchanges beside another microbatch.
+"""Rules about experts, expert parallelism, and the overlap of expert all-to-all with another microbatch.
 
-Megatron Core at d98e8a6 asserts what ``expert_overlap`` goes with where ``overlap_moe_expert_parallel_comm`` is set
+Megatron Core at d98e8a6 asserts the requirements of ``overlap_moe_expert_parallel_comm``, here ``expert_overlap``
 (megatron/core/transformer/transformer_config.py), and so does Megatron Bridge.
 """
 
@@ -56,7 +56,7 @@ def _undivided(field: str, degree: int, name: str, number: int, why: str) -> Ite
         )
 
 
-@rule("exchanges beside another microbatch need experts on several ranks", reads="ep")
+@rule("expert all-to-all that overlaps another microbatch needs experts on several ranks", reads="ep")
 def expert_overlap_ranks(job: Job) -> Iterator[Problem]:
     if job.software.expert_overlap and job.plan.ep == 1:
         yield Problem(
@@ -67,7 +67,7 @@ def expert_overlap_ranks(job: Job) -> Iterator[Problem]:
         )
 
 
-@rule("exchanges beside another microbatch need several stages a pipeline rank", reads="ep pp virtual_stages")
+@rule("expert all-to-all that overlaps another microbatch needs several stages per rank", reads="ep pp virtual_stages")
 def expert_overlap_stages(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if job.software.expert_overlap and plan.ep > 1 and plan.pp > 1 and plan.virtual_stages == 1:
@@ -79,7 +79,7 @@ def expert_overlap_stages(job: Job) -> Iterator[Problem]:
         )
 
 
-@rule("exchanges beside another microbatch are for weights of 16 bits and less", reads="ep")
+@rule("expert all-to-all that overlaps another microbatch needs weights of 16 bits or less", reads="ep")
 def expert_overlap_precision(job: Job) -> Iterator[Problem]:
     if job.software.expert_overlap and job.plan.ep > 1 and job.training.precision in ("fp32", "tf32"):
         yield Problem(
@@ -90,7 +90,7 @@ def expert_overlap_precision(job: Job) -> Iterator[Problem]:
         )
 
 
-@rule("exchanges beside another microbatch go with one layer for multi-token prediction at most")
+@rule("expert all-to-all that overlaps another microbatch allows one layer for multi-token prediction")
 def expert_overlap_mtp(job: Job) -> Iterator[Problem]:
     layers = job.model.mtp_num_layers
     if job.software.expert_overlap and layers > 1:
@@ -99,10 +99,10 @@ def expert_overlap_mtp(job: Job) -> Iterator[Problem]:
         yield Problem(field="model.mtp_num_layers", value=str(layers), rule=rule, fix=fix)
 
 
-@rule("tensor parallelism beside experts goes with sequence parallelism", reads="tp sequence_parallel", modelled=False)
+@rule("tensor parallelism with experts needs sequence parallelism", reads="tp sequence_parallel", modelled=False)
 def sequence_parallel_of_experts(job: Job) -> Iterator[Problem]:
     if job.model.num_experts and job.plan.tp > 1 and not job.plan.sequence_parallel:
-        what = "tensor parallelism beside experts without sequence parallelism, by which ranks route their own tokens,"
+        what = "tensor parallelism with experts but without sequence parallelism, by which ranks route local tokens,"
         yield not_modelled("plan.sequence_parallel", "false", what, "use true")
 
 
@@ -143,7 +143,7 @@ def ep_within_replicas(job: Job) -> Iterator[Problem]:
 
 
 @rule(
-    "ep must be a multiple of dp_shard x cp x tp where whole optimizer states are dealt out",
+    "ep must be a multiple of dp_shard x cp x tp if optimizer states are partitioned by parameter",
     reads="experts_apart dp_shard cp shards_optimizer_only",
     modelled=False,
 )

@@ -1,8 +1,8 @@
-"""The rules for hundreds of thousands of plans of one job, asked step by step as their fields get known.
+"""Checks the rules for hundreds of thousands of plans of one job, in steps, as soon as plan fields are known.
 
-An enumeration decides fields in steps, say the mesh, then the schedule, then the size of microbatches. ``stages`` makes
-for each step a function that names the first rule which the fields known so far violate. A step asks what earlier steps
-could not: the rules that read its fields, and none but known ones. Fields in no step are those of the job's plan.
+An enumeration decides fields in steps, e.g. the mesh, then the schedule, then the microbatch size. ``stages`` returns
+one function per step, which names the first rule that the known fields violate. A step checks the rules that read its
+fields and otherwise only fields of earlier steps. Fields in no step have the values of the job's plan.
 
 >>> from simplan import catalog
 >>> from simplan.plan.plan import ParallelPlan
@@ -17,7 +17,7 @@ could not: the rules that read its fields, and none but known ones. Fields in no
 >>> batch((2, 4, "1f1b", 16)), batch((2, 4, "1f1b", 3))
 (None, 'batch_divides')
 
-Every rule is asked once for each combination of values of the fields that it reads; after that it is a dict lookup.
+Every rule is evaluated once per combination of values of its fields; the result is cached in a dict.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PlanFilter:
     """The rules for plans of one job.
 
     Args:
-        job: Everything but what varies of its plan.
+        job: The job; enumerated fields of its plan are ignored.
         rules: In the order in which they are named where several are violated.
     """
 
@@ -50,11 +50,11 @@ class PlanFilter:
     def stages(self, *steps: str) -> list[FilterStage]:
         """One function for each step.
 
-        Rules that read no field of any step are asked in the first one, those that are asked after all others in the
-        last one.
+        Rules that read no field of any step are checked in the first step. Rules with ``after_others`` are checked in
+        the last step.
 
         Args:
-            steps: Names of the fields that get known in each, separated by spaces.
+            steps: Per step, names of the fields that become known, separated by spaces.
         """
         fields = " ".join(steps).split()
         assert sorted(fields) == sorted({*fields} & {*self._fixed}), fields
@@ -80,13 +80,13 @@ class PlanFilter:
 
 
 class FilterStage:
-    """The rules of one step, together where they read the same fields.
+    """Rules of one step, grouped by the fields that they read.
 
     Args:
-        rules: The rules, each with its place in the order in which they are named.
-        fields: Names of the fields of this step, earlier and later ones, in the order of values.
+        rules: Rules of the step, each with its index in the order of all rules.
+        fields: Names of the fields of all steps, in the order of the values.
         job: The job.
-        fixed: Values of all fields, where ``fields`` have others.
+        fixed: Values of all plan fields; those in ``fields`` are overridden.
     """
 
     __slots__ = ("_groups", "_last", "_names", "reads")
@@ -110,7 +110,7 @@ class FilterStage:
         """The name of the first rule that is violated.
 
         Args:
-            values: Of all fields known so far, in the order of the steps; as a plan has them, so None for unset ones.
+            values: Values of the fields known so far, in the order of the steps; None for unset fields.
         """
         place = _first(self._groups, values)
         if place is None and self._last:
@@ -119,7 +119,7 @@ class FilterStage:
 
 
 _Group = tuple[Callable[[Sequence[Any]], Hashable], dict[Hashable, int | None], Callable[[Any], int | None]]
-"""How a group gets the values that its rules read, what it found for these, and what finds it."""
+"""Per group: getter of the values that its rules read, cache by these values, and function that checks the rules."""
 
 
 def _first(groups: Sequence[_Group], values: Sequence[Any]) -> int | None:
@@ -143,7 +143,7 @@ def _getter(read: Sequence[int]) -> Callable[[Sequence[Any]], Hashable]:
 def _asking(
     rules: Sequence[tuple[int, Rule]], names: Sequence[str], job: Job, fixed: Mapping[str, Any]
 ) -> Callable[[Any], int | None]:
-    """Asks rules that read the same fields; gives the place of the first that is violated."""
+    """Function that checks rules with the same fields and returns the index of the first violated one, or None."""
 
     def ask(key: Any) -> int | None:
         values = dict(zip(names, key if len(names) != 1 else (key,), strict=True))

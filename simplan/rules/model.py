@@ -255,11 +255,11 @@ def mtp_modelled(job: Job) -> Iterator[Problem]:
         yield not_modelled("model.mtp_num_layers", job.model.mtp_num_layers, what, fix)
 
 
-@rule("adapters beside layers for multi-token prediction are not modelled", modelled=False)
+@rule("adapters with layers for multi-token prediction are not modelled", modelled=False)
 def mtp_with_adapters(job: Job) -> Iterator[Problem]:
     layers, rank = job.model.mtp_num_layers, job.model.lora_rank
     if layers and rank > 0:
-        yield not_modelled("model.lora_rank", rank, f"adapters beside model.mtp_num_layers = {layers}", "use 0")
+        yield not_modelled("model.lora_rank", rank, f"adapters with model.mtp_num_layers = {layers}", "use 0")
 
 
 def _shown(lengths: tuple[int, ...]) -> str:

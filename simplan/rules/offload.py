@@ -38,7 +38,7 @@ def offload_of_sharded_parameters(job: Job) -> Iterator[Problem]:
     outside_torch="an optimizer on the host is not modelled",
 )
 def offload_of_fsdp2(job: Job) -> Iterator[Problem]:
-    """Sums over tensor-parallel ranks would be of tensors on the host, and casts to 8 bits before gathers there too."""
+    """Tensor-parallel all-reduces and FP8 casts before all-gathers would run on tensors in host memory."""
     plan, software, precision = job.plan, job.software, job.training.precision
     if not plan.offload_optimizer:
         return
@@ -141,13 +141,13 @@ def offload_compiled(job: Job) -> Iterator[Problem]:
 
 
 @rule(
-    "activations on the host beside layers for multi-token prediction are not modelled",
+    "activations on the host with layers for multi-token prediction are not modelled",
     reads="offload_activations",
     modelled=False,
 )
 def offload_with_mtp(job: Job) -> Iterator[Problem]:
     if job.model.mtp_num_layers and job.plan.offload_activations:
-        what = f"activations on the host beside model.mtp_num_layers = {job.model.mtp_num_layers}"
+        what = f"activations on the host with model.mtp_num_layers = {job.model.mtp_num_layers}"
         yield not_modelled("plan.offload_activations", "true", what, "remove it")
 
 

@@ -1,4 +1,4 @@
-"""Rules about tensor, context and sequence parallelism: what ranks split, and of which models that is modelled."""
+"""Rules about tensor, context and sequence parallelism: divisibility, and support by models."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def sequence_parallel_of_software(job: Job) -> Iterator[Problem]:
 def cp_comm_needs_cp(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if plan.cp == 1 and plan.cp_comm != "ring":
-        rule = "says how context-parallel ranks exchange keys, and cp = 1"
+        rule = "selects the communication of context-parallel ranks, and cp = 1"
         yield Problem(field="plan.cp_comm", value=plan.cp_comm, rule=rule, fix="remove it, or use a larger cp")
 
 
@@ -118,7 +118,7 @@ def tp_divides_shared_expert(job: Job) -> Iterator[Problem]:
         )
 
 
-@rule("tp must divide hidden_size beside layers for multi-token prediction", reads="tp")
+@rule("tp must divide hidden_size with layers for multi-token prediction", reads="tp")
 def tp_divides_mtp(job: Job) -> Iterator[Problem]:
     tp, model = job.plan.tp, job.model
     if model.mtp_num_layers and model.hidden_size % tp:

@@ -1,4 +1,4 @@
-"""Rules about what backward runs again: which modules, of how many blocks, beside what."""
+"""Rules about activation recomputation: modules, number of blocks, and combinations with other options."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _INSIDE: Mapping[RecomputeModule, RecomputeModule] = MappingProxyType({"moe_act"
 """Modules that are part of another one."""
 
 _DISCARDED: tuple[RecomputeModule, ...] = ("layernorm", "moe_act")
-"""Modules whose output is gone when products in 8 bits have quantized it."""
+"""Modules whose output is freed after FP8 matmuls have quantized it."""
 
 
-@rule("exchanges beside another microbatch cannot run again with whole layers", reads="recompute")
+@rule("expert all-to-all that overlaps another microbatch cannot be recomputed with whole layers", reads="recompute")
 def expert_overlap_recompute(job: Job) -> Iterator[Problem]:
     if job.plan.recompute == "full" and job.software.expert_overlap:
-        rule = "would send tokens again that travel beside another microbatch (software.expert_overlap)"
+        rule = "would repeat the expert all-to-all that overlaps another microbatch (software.expert_overlap)"
         fix = "use selective with recompute_modules, or expert_overlap = false"
         yield Problem(field="plan.recompute", value="full", rule=rule, fix=fix)
 
@@ -34,9 +34,9 @@ def recompute_layers_of_full(job: Job) -> Iterator[Problem]:
     if plan.recompute_layers is None:
         return
     if plan.recompute_layers > blocks:
-        yield _layers_problem(plan, f"is more than the {blocks} blocks of the model", "remove it: then all run again")
+        yield _layers_problem(plan, f"is more than the {blocks} blocks of the model", "remove it, to recompute all")
     if plan.recompute != "full":
-        rule = f"says how many blocks run again in full, and recompute is {plan.recompute}"
+        rule = f"is the number of blocks to recompute in full, and recompute is {plan.recompute}"
         yield _layers_problem(plan, rule, "use recompute = full, or remove it")
 
 
@@ -47,14 +47,14 @@ def recompute_modules_of_selective(job: Job) -> Iterator[Problem]:
         return
     named, field = f"[{', '.join(modules)}]", "plan.recompute_modules"
     if recompute != "selective":
-        rule = f"says what selective recomputation runs again, and recompute is {recompute}"
+        rule = f"lists modules of selective recomputation, and recompute is {recompute}"
         yield Problem(field=field, value=named, rule=rule, fix="use recompute = selective, or remove it")
     elif not modules or len(set(modules)) < len(modules):
         rule = "names a module twice" if modules else "names no module"
         yield Problem(field=field, value=named, rule=rule, fix="name each module once, or use recompute = none")
 
 
-@rule("recompute_modules must be modules that can run again apart", reads="recompute recompute_modules")
+@rule("recompute_modules must be modules that can be recomputed separately", reads="recompute recompute_modules")
 def recompute_modules_apart(job: Job) -> Iterator[Problem]:
     modules = job.plan.recompute_modules
     if modules is None or job.plan.recompute != "selective":
@@ -65,25 +65,25 @@ def recompute_modules_apart(job: Job) -> Iterator[Problem]:
 
 
 def _against(module: RecomputeModule, modules: tuple[RecomputeModule, ...], job: Job) -> Iterator[tuple[str, str]]:
-    """Why a module cannot run again alone, and what else would do."""
+    """Reasons why a module cannot be recomputed alone, each with a fix."""
     software, training = job.software, job.training
     if not _has(job, module):
         yield "no block of the model has such a module apart", "remove it"
     whole = _INSIDE.get(module)
     if whole in modules:
-        yield f"is part of {whole}, which runs again", "remove it"
+        yield f"is part of {whole}, which is recomputed", "remove it"
     if module in _DISCARDED and training.precision == "fp8" and training.fp8_recipe == "delayed":
         yield (
-            f"does not run again where fp8 has delayed scaling, in {software.id}",
+            f"cannot be recomputed with delayed scaling of fp8, in {software.id}",
             "remove it, or use another fp8_recipe",
         )
     if module == "moe" and software.expert_overlap:
-        rule = "would send tokens again that travel beside another microbatch (software.expert_overlap)"
+        rule = "would repeat the expert all-to-all that overlaps another microbatch (software.expert_overlap)"
         yield rule, "use moe_act and shared_experts, or expert_overlap = false"
 
 
 def _has(job: Job, module: RecomputeModule) -> bool:
-    """Whether a block has such a module, which neither ranks nor adapters change; convolutions have none."""
+    """True when a block has such a module, regardless of ranks and adapters; convolutions have none."""
     if job.model.family == "resnet":
         return False
     bare = job.model.model_copy(update={"lora_rank": 0})
@@ -104,7 +104,7 @@ def recompute_layers_modelled(job: Job) -> Iterator[Problem]:
     if plan.recompute_layers is None:
         return
     if not software.recompute_layers:
-        yield _layers_problem(plan, f"is not modelled for {software.id}: all blocks run again, or none", "remove it")
+        yield _layers_problem(plan, f"is not modelled for {software.id}: it recomputes all blocks or none", "remove it")
     if family in ("resnet", "t5"):
         yield _layers_problem(plan, f"is not modelled for the family {family}", "remove it")
 

@@ -1,4 +1,4 @@
-"""What a rule is: a name, the fields of a plan that it reads, and what it says to a job that violates it."""
+"""A rule: name, plan fields that the rule reads, and problems of a job that violates it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MADE_OF: Mapping[str, str] = MappingProxyType(
         "expert_ranks": "dp_replicate dp_shard cp tp etp",
     }
 )
-"""Properties of a plan that may be named among what a rule reads, and the fields that each is made of."""
+"""Properties of a plan that ``reads`` may name, and the fields that each depends on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +31,16 @@ class Rule:
     """One rule of a job.
 
     Attributes:
-        name: Stable, and the key in the table of what a search rejected.
-        reads: Fields of the plan that it looks at; empty for a rule about everything else of a job.
-        problems: What is violated, ready to be told; nothing where the rule holds. Takes any plan, however wrong in
-            other ways.
-        modelled: Whether a job that violates it could not be. Else it could, and simplan does not model it.
+        name: Stable name, also the key in the table of plans that a search rejected.
+        reads: Plan fields that the rule reads; empty for a rule about the rest of a job.
+        problems: Yields the violations of a job; empty when the rule holds. Accepts any plan, even one that violates
+            other rules.
+        modelled: True when a job that violates the rule is impossible; False when simplan does not model such jobs yet.
         summary: The rule in one sentence without numbers.
-        outside_torch: The same for software that does not run on torch, where torch's own limits say nothing; empty for
-            the same sentence.
-        after_others: It is asked only of jobs that violate no other rule.
-        reads_cluster: It looks at the cluster, of which the executor's ranks know nothing.
+        outside_torch: Summary for software that does not run on torch, without torch's own limits; empty for
+            ``summary``.
+        after_others: Check the rule only for jobs that violate no other rule.
+        reads_cluster: True when the rule reads the cluster, which the executor's ranks do not have.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Rule:
     reads_cluster: bool = False
 
     def in_words(self, software: SoftwareSpec) -> str:
-        """The rule in one sentence, to someone who uses a software."""
+        """Summary of the rule for users of a software."""
         return self.summary if software.runtime != "xla" else self.outside_torch or self.summary
 
 
@@ -66,7 +66,7 @@ def rule(
     after_others: bool = False,
     reads_cluster: bool = False,
 ) -> Callable[[Callable[[Job], Iterator[Problem]]], Rule]:
-    """Makes a rule of a function that says what of a job violates it; the name is the function's.
+    """Makes a rule from a function that yields the violations of a job; the rule has the function's name.
 
     Args:
         summary, modelled, outside_torch, after_others, reads_cluster: As in ``Rule``.
@@ -84,10 +84,10 @@ def rule(
 
 
 def not_modelled(field: str, value: object, what: str, fix: str) -> Problem:
-    """The problem of something that could be, and that simplan does not model yet."""
+    """Problem of a possible setting that simplan does not model yet."""
     return Problem(field=field, value=str(value), rule=f"{what} is not modelled yet", fix=fix)
 
 
 def experts_apart(plan: ParallelPlan) -> bool:
-    """As of ``Shard``, read from the fields that it depends on alone."""
+    """True when experts are sharded over other ranks than the dense layers; reads only ``ep``, ``etp`` and ``tp``."""
     return plan.ep > 1 or plan.etp < plan.tp

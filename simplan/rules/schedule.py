@@ -34,7 +34,7 @@ def schedule_goes_with_pipeline(job: Job) -> Iterator[Problem]:
 
 @rule("virtual_stages must be what the schedule takes", reads="pp virtual_stages schedule")
 def virtual_stages_of_schedule(job: Job) -> Iterator[Problem]:
-    """What a schedule of one's own takes shows in its table."""
+    """Number of virtual stages that a built-in schedule needs; custom schedules define theirs in the action table."""
     plan, facts = job.plan, SCHEDULE_FACTS.get(job.plan.schedule)
     if plan.virtual_stages > 1 and plan.pp == 1:
         yield Problem(
@@ -78,14 +78,14 @@ def split_backward_recompute(job: Job) -> Iterator[Problem]:
         yield Problem(
             field="plan.recompute",
             value=plan.recompute,
-            rule=f"would run layers again in both parts of a backward, which {plan.schedule} splits in two",
+            rule=f"would recompute layers in both parts of a backward, which {plan.schedule} splits in two",
             fix="use none or selective, or schedule = 1f1b",
         )
     if plan.recompute_modules not in (None, ("core_attn",)):
         yield Problem(
             field="plan.recompute_modules",
             value=f"[{', '.join(plan.recompute_modules or ())}]",
-            rule=f"would run modules again in both parts of a backward, which {plan.schedule} splits in two",
+            rule=f"would recompute modules in both parts of a backward, which {plan.schedule} splits in two",
             fix="remove it, or use schedule = 1f1b",
         )
 
@@ -253,24 +253,24 @@ def split_backward_compiled(job: Job) -> Iterator[Problem]:
 
 
 @rule(
-    "a backward that may be in two parts is not modelled beside layers for multi-token prediction",
+    "a backward that may be split is not modelled with layers for multi-token prediction",
     reads="schedule",
     modelled=False,
 )
 def split_backward_of_mtp(job: Job) -> Iterator[Problem]:
     if job.model.mtp_num_layers and _may_split(job.plan.schedule):
-        what = "a schedule of your own, or with a backward in two parts, beside model.mtp_num_layers = "
+        what = "a custom schedule, or one with a split backward, with model.mtp_num_layers = "
         what += str(job.model.mtp_num_layers)
         yield not_modelled("plan.schedule", job.plan.schedule, what, "use 1f1b or interleaved_1f1b")
 
 
 def _splits(plan: ParallelPlan) -> bool:
-    """Whether a pipeline's backward is in two parts: gradients that other stages wait for, and later the weights'."""
+    """True for a pipeline with split backward: input gradients first, weight gradients later."""
     return plan.pp > 1 and splits_backward(plan.schedule)
 
 
 def _may_split(name: str) -> bool:
-    """Whether a schedule splits backward, or is the user's own, which may."""
+    """True for a schedule that splits backward, and for a custom schedule, which may."""
     return is_own_schedule(name) or splits_backward(name)
 
 
@@ -280,5 +280,5 @@ def _blocks(job: Job) -> str:
 
 
 def _by_torchs_ddp(plan: ParallelPlan, software: SoftwareSpec) -> bool:
-    """Whether gradients of whole parameters are reduced by a DDP that has no pipelines in mind."""
+    """True when unsharded gradients are all-reduced by a DDP that does not support pipelines."""
     return plan.dp * plan.cp > 1 and not plan.shards_parameters and not software.ddp_in_pipelines

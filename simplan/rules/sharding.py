@@ -1,4 +1,4 @@
-"""Rules about what data-parallel ranks shard, and about the buckets in which they reduce gradients."""
+"""Rules about sharding over data-parallel ranks, and about gradient buckets."""
 
 from __future__ import annotations
 
@@ -102,12 +102,12 @@ def sharded_precision_modelled(job: Job) -> Iterator[Problem]:
 
 
 @rule(
-    "sharding of parameters beside layers for multi-token prediction is not modelled",
+    "sharding of parameters with layers for multi-token prediction is not modelled",
     reads="shards_parameters",
     modelled=False,
 )
 def mtp_sharded(job: Job) -> Iterator[Problem]:
     layers = job.model.mtp_num_layers
     if layers and job.plan.shards_parameters:
-        what = f"sharding of parameters beside model.mtp_num_layers = {layers}"
+        what = f"sharding of parameters with model.mtp_num_layers = {layers}"
         yield not_modelled("plan.zero_stage", job.plan.zero_stage, what, "use 0 or 1")

@@ -1,4 +1,4 @@
-"""Rules about the training: its task, precision and optimizer, and what software has of them."""
+"""Rules about the training: task, precision and optimizer, and their support by frameworks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from simplan.wording import either
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16", *LOW_PRECISIONS)
 _TORCH_OPTIMIZERS = frozenset({"torch", "torchtitan", "torchtitan-2025", "transformers"})
-"""Software whose optimizers are torch.optim's."""
+"""Frameworks that use torch.optim's optimizers."""
 
 _NOT_IN_LOW_PRECISION = {
     "resnet": "its matrix products are convolutions",
-    "t5": "nobody has compared its memory with torch's",
+    "t5": "its memory was never compared with torch's",
 }
 
 _IN_8_BITS = ("llama", "moe", "deepseek")
@@ -105,7 +105,7 @@ def _unmodelled_training(job: Job) -> Iterator[Problem]:
 
 @rule("fused_optimizer is about torch's optimizers", modelled=False)
 def fused_optimizer_of_torch(job: Job) -> Iterator[Problem]:
-    """Refused where it says nothing, or nobody wrote out what it means."""
+    """Rejects ``fused_optimizer`` where the option has no effect or no model."""
     training, software = job.training, job.software
     if training.fused_optimizer is None:
         return
@@ -120,7 +120,7 @@ def fused_optimizer_of_torch(job: Job) -> Iterator[Problem]:
 
 
 @rule(
-    "an optimizer with norms of layers is not modelled beside experts that ranks share out",
+    "an optimizer with norms of layers is not modelled with experts that ranks share out",
     reads="experts_apart",
     modelled=False,
 )
@@ -181,7 +181,7 @@ def compiled_low_precision(job: Job) -> Iterator[Problem]:
 
 @rule("attention in 8 bits is not modelled for this model, precision or device", modelled=False, reads_cluster=True)
 def low_attention_modelled(job: Job) -> Iterator[Problem]:
-    """Of Transformer Engine's ``fp8_dpa``."""
+    """Support of Transformer Engine's ``fp8_dpa`` (FP8 attention)."""
     model, device, precision = job.model, job.cluster.device, job.training.precision
     if not job.software.fp8_dot_product_attention:
         return
@@ -190,7 +190,7 @@ def low_attention_modelled(job: Job) -> Iterator[Problem]:
         yield _in_8_bits(rule, "use one of them, " + _WITHOUT)
         return
     if precision not in device.kernels.low_attention:
-        rule = f"on {device.id} is not modelled yet: nobody published its rate in {precision} there"
+        rule = f"on {device.id} is not modelled yet: there is no public data on its rate in {precision}"
         yield _in_8_bits(rule, f"use b200-sxm, gb200, b300-sxm or gb300, {_WITHOUT}")
     if model.family not in _IN_8_BITS:
         rule = f"of the family {model.family} is not modelled yet"
@@ -204,7 +204,7 @@ def low_attention_modelled(job: Job) -> Iterator[Problem]:
 def cp_of_low_attention(job: Job) -> Iterator[Problem]:
     cp = job.plan.cp
     if job.software.fp8_dot_product_attention and job.training.precision in ("fp8", "mxfp8") and cp > 1:
-        yield _in_8_bits(f"with plan.cp = {cp} is not modelled yet: keys are exchanged", "use cp = 1, " + _WITHOUT)
+        yield _in_8_bits(f"with plan.cp = {cp} is not modelled yet: ranks communicate keys", "use cp = 1, " + _WITHOUT)
 
 
 def _in_8_bits(rule: str, fix: str) -> Problem:

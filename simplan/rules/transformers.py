@@ -1,4 +1,4 @@
-"""Rules about models whose modules are those of Hugging Face transformers: what of them is modelled."""
+"""Rules about models with modules of Hugging Face transformers: the supported subset."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MODELLED: dict[str, tuple[Any, ...]] = {
     "capacity_factor": (1.0,),
     "qk_norm": (None, "head"),
 }
-"""Values of fields of ``ModelSpec``, the first of which is the fix."""
+"""Supported values of ``ModelSpec`` fields; the first value is the fix."""
 _MIXTRAL: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "qkv_bias": (False,), "qk_norm": (None,)}
 _RECOMPUTES = ("none", "full", "selective_layer")
 _FIX = "use software torch"

@@ -1,4 +1,4 @@
-"""Scenarios: what is asked of simplan in one file, and what the answer must be."""
+"""Scenarios: files with the request to simplan and the expected prediction."""
 
 from simplan.scenario.expectation import METRICS, CheckResult, Expectation, Metric, evaluate
 from simplan.scenario.file import Scenario, load_scenario

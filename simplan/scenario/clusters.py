@@ -12,7 +12,7 @@ It is a preset with overrides, or given inline::
       inter_link_gbit_per_device: 100
       num_nodes: 2
 
-The network is InfiniBand or RoCE of so many Gbit/s per device, unless ``inter_link`` names another, e.g. efa-400gbit;
+``inter_link_gbit_per_device`` describes InfiniBand or RoCE; ``inter_link`` names another network, e.g. efa-400gbit;
 between machines like this one it is Ethernet with TCP.
 """
 
@@ -65,7 +65,7 @@ def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
         key = "device" if section.device is None else "devices_per_node"
         fix = "give preset, or device and devices_per_node"
         if section.device is not None:
-            read_device(sections, section.device, None)  # what is wrong with it is told as well
+            read_device(sections, section.device, None)  # to report its problems as well
             all_in_one = section.num_nodes in (None, 1) and section.num_devices is not None
             fix = f"add devices_per_node: {section.num_devices} if they are in one node" if all_in_one else fix
         sections.refuse(("cluster", key), "is missing", fix=fix)
@@ -157,7 +157,7 @@ def _accelerators_here(sections: Sections, section: _Cluster) -> ClusterSpec | N
 def _intra_link(
     sections: Sections, section: _Cluster, device: DeviceSpec, entry: catalog.NodeEntry | None
 ) -> tuple[LinkSpec | None, bool]:
-    """``(link, found)``: what joins devices of a node; found is False when its description is wrong."""
+    """``(link, found)``: the link between devices of a node; found is False when its description is wrong."""
     if section.intra_link is not None:
         link = _link(sections, ("cluster", "intra_link"), section.intra_link)
         return link, link is not None
@@ -172,7 +172,7 @@ def _intra_link(
 def _inter_link(
     sections: Sections, section: _Cluster, entry: catalog.NodeEntry | None, kind: str = "network"
 ) -> tuple[LinkSpec | None, bool]:
-    """The same of what joins nodes; ``kind`` is the network of so many Gbit/s."""
+    """``(link, found)``: the link between nodes; ``kind`` is the network that a bandwidth in Gbit/s stands for."""
     gbit = section.inter_link_gbit_per_device
     if section.inter_link is not None:
         if gbit is not None:
@@ -187,7 +187,7 @@ def _inter_link(
 
 
 def _link(sections: Sections, path: Path, data: Any) -> LinkSpec | None:
-    """A link by name, or a mapping."""
+    """Link from a catalog name or a mapping."""
     if not isinstance(data, dict):
         return sections.look_up(path, catalog.link, data)
     return sections.read(LinkSpec, {"id": "inline", **catalog.unmeasured_link(), **data}, path)

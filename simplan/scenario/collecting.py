@@ -1,4 +1,4 @@
-"""Reads parts of a scenario file and collects what is wrong with them, to be told all at once."""
+"""Reads sections of a scenario file and collects their problems, so that one error reports all of them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _MAX_NAME = 1000
 
 
 class Sections:
-    """Reads parts of one document and collects what is wrong with them.
+    """Reads sections of one document and collects their problems.
 
     Args:
-        document: The file's data and places.
-        file: Its name.
+        document: Data of the file, with the line of every key.
+        file: Name of the file.
     """
 
     def __init__(self, document: Document, file: str) -> None:
@@ -40,7 +40,7 @@ class Sections:
         self._all_unmodelled = True
 
     def read(self, model: type[_Model], data: Any, path: Path) -> _Model | None:
-        """Data as a spec; None, with the problems kept, when it is not one."""
+        """Data as a spec; None, after recording the problems, when the data is invalid."""
         is_section = len(path) <= 1
         elsewhere = where_keys_belong(str(path[0]) if path else "", searches=self._searches) if is_section else {}
         result, problems = validate(model, data, self._lines, prefix=path, elsewhere=elsewhere)
@@ -48,13 +48,13 @@ class Sections:
         return result
 
     def refuse(self, path: Path, rule: str, *, value: Any = None, fix: str = "") -> None:
-        """Keeps one problem."""
+        """Records one problem."""
         shown = None if value is None else render_value(value)
         problem = Problem(field=_dotted(path), value=shown, rule=rule, fix=fix).at(*find_place(self._lines, path))
         self._keep([problem], modelled=True)
 
     def look_up(self, path: Path, find: Callable[[Any], _Found], name: Any) -> _Found | None:
-        """``find(name)``; None, with its problems kept under ``path``, when it raises."""
+        """``find(name)``; None, after recording its problems under ``path``, when it raises."""
         if not isinstance(name, str) or len(name) > _MAX_NAME:
             self.refuse(path, "must be a name", value=name, fix="write one word")
             return None
@@ -65,20 +65,20 @@ class Sections:
             return None
 
     def keep(self, error: SpecError, path: Path) -> None:
-        """Keeps the problems of an error, as problems of the field at ``path``."""
+        """Records the problems of an error as problems of the field at ``path``."""
         field, place = _dotted(path), find_place(self._lines, path)
         problems = [replace(problem, field=field).at(*place) for problem in error.problems]
         self._keep(problems, modelled=not isinstance(error, NotModelledError))
 
     def is_mapping(self, data: Any, path: Path, example: str) -> bool:
-        """Whether the data is a mapping; if not, says what to write: a word may be a name in the catalogue."""
+        """True for a mapping; else records a problem, whose fix takes a word for a catalog name."""
         if not isinstance(data, dict):
             preset = data if isinstance(data, str) and data.strip() and len(data) < 40 else example
             self.refuse(path, "must be a mapping (key: value)", value=data, fix=f"write {{preset: {preset}}}")
         return isinstance(data, dict)
 
     def raise_problems(self) -> None:
-        """Raises what was kept, in the order of the file.
+        """Raises the recorded problems, in the order of the file.
 
         Raises:
             SpecError: There were problems; a NotModelledError when all are options that are not modelled yet.
@@ -94,7 +94,7 @@ class Sections:
 
 
 def _without_consequences(problems: Sequence[Problem], data: dict[str, Any], path: Path) -> list[Problem]:
-    """Without fields that nobody wrote, where one that somebody wrote is wrong: these are made from the others."""
+    """Problems without those of derived fields, if a field that the file contains has a problem itself."""
 
     def key(problem: Problem) -> str:
         return problem.field.removeprefix(f"{_dotted(path)}.").partition(".")[0]
@@ -140,18 +140,18 @@ _OTHER_WORDS = {
     "cluster.device": "gpu gpu_type accelerator",
     "cluster.device: {preset: ..., memory_bytes: ...}": "memory memory_bytes memory_gb memory_gib gpu_memory",
 }
-"""Keys of Megatron-LM, torchtitan, DeepSpeed, Hugging Face and others, under what says the same here."""
+"""Keys of Megatron-LM, torchtitan, DeepSpeed, Hugging Face and others, by the equivalent key of simplan."""
 
 _AFTERWARDS = "in the scenario that --save-plan writes, as a search does not vary it"
 
 
 @cache
 def where_keys_belong(section: str, *, searches: bool) -> dict[str, str]:
-    """For a section, keys that it does not have -> what to write, e.g. ``model.seq_len`` for ``seq_len``.
+    """For a section, unknown key -> key to write instead, e.g. ``model.seq_len`` for ``seq_len``.
 
     Args:
-        section: Where the key is written; empty for the top level of the file.
-        searches: Whether the file has ``search`` in place of ``plan``.
+        section: Section that contains the key; empty for the top level of the file.
+        searches: True for a file with ``search`` instead of ``plan``.
     """
     found = {word: place for place, words in _OTHER_WORDS.items() for word in words.split()}
     for other, spec in _SECTIONS.items():

@@ -6,8 +6,8 @@
     device: {preset: h100-sxm-80gb, memory_bytes: 100000000000}
     device: {peak_flop_per_s: {bf16: 2e14}, memory_bandwidth_bytes_per_s: 1e12, memory_bytes: 34359738368}
 
-What was measured on the named device goes with what it was measured of: another peak drops the best product found, and
-another architecture brings its own kernels.
+Measured values of the named device are dropped with the field they belong to: another peak drops the best measured
+matmul, and another architecture brings its own kernels.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from simplan.scenario.collecting import Sections
 __all__ = ["read_device"]
 
 _PATH: Path = ("cluster", "device")
-_ANY = "h100-sxm-80gb"  # gives fields to read others beside, where it is not known which device is meant
+_ANY = "h100-sxm-80gb"  # base for reading the other fields if the device is unknown
 _LEAST: dict[str, tuple[float, str]] = {
     "memory_bytes": (1e6, "bytes: 80 GiB is 85899345920"),
     "memory_bandwidth_bytes_per_s": (1e8, "bytes per second: 3.35 TB/s is 3.35e12"),
     "peak_flop_per_s": (1e9, "FLOP per second: 989 TFLOP/s is 989e12"),
     "matmul_flop_per_s": (1e9, "FLOP per second: 795 TFLOP/s is 795e12"),
 }
-"""Below these no device is, so that the number is of another unit."""
+"""Lower bounds of plausible values, with their units: smaller numbers have the wrong unit."""
 
 
 def read_device(sections: Sections, data: Any, default: DeviceSpec | None) -> DeviceSpec | None:
-    """The device that is written; None, its problems kept, when it is not one.
+    """Device of the file; None, after recording the problems, when the description is invalid.
 
     Args:
-        sections: Of the file.
-        data: What ``cluster.device`` says.
-        default: Whose fields a mapping without ``preset`` overrides: the device of the cluster's preset.
+        sections: Sections of the file.
+        data: Value of ``cluster.device``.
+        default: Device whose fields a mapping without ``preset`` overrides: the one of the cluster's preset.
     """
     if not isinstance(data, dict):
         return sections.look_up(_PATH, catalog.device, data)
@@ -52,7 +52,7 @@ def read_device(sections: Sections, data: Any, default: DeviceSpec | None) -> De
         known.append(
             sections.look_up((*_PATH, "architecture"), catalog.kernel_fields, given["architecture"]) is not None
         )
-    if not all(known):  # the other fields are read all the same, for what is wrong with them
+    if not all(known):  # read the other fields nevertheless, to report their problems
         given.pop("architecture", None)
     base = default.model_dump() if default else {"id": "inline"}
     device = sections.read(DeviceSpec, {**base, **_implied(given, default), **given}, _PATH)
@@ -64,7 +64,7 @@ def read_device(sections: Sections, data: Any, default: DeviceSpec | None) -> De
 
 
 def _implied(given: dict[str, Any], default: DeviceSpec | None) -> dict[str, Any]:
-    """Fields that follow from those that are given, and all sources."""
+    """Fields that change with the given fields, and all sources."""
     implied: dict[str, Any] = {}
     sources = {} if default is None else default.sources
     if default is None or "architecture" in given:
@@ -81,7 +81,7 @@ def _implied(given: dict[str, Any], default: DeviceSpec | None) -> dict[str, Any
 
 
 def _plausible(sections: Sections, given: dict[str, Any]) -> bool:
-    """Whether no number is far below what any device has; says which is."""
+    """True when all numbers are plausible; records a problem for each one below the range of real devices."""
     plausible = True
     for field in _LEAST.keys() & given.keys():
         least, unit = _LEAST[field]

@@ -1,4 +1,4 @@
-"""What a scenario says the prediction must be, and whether it is."""
+"""Expectations of a scenario, and their evaluation against a prediction."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Metric:
     """A number (or verdict) of a prediction that can be expected.
 
     Attributes:
-        definition: What it is.
-        unit: Its unit; empty for ratios, counts and verdicts.
-        read: Takes it out of the prediction's JSON; None when the prediction does not know it.
+        definition: Meaning of the metric.
+        unit: Unit; empty for ratios, counts and verdicts.
+        read: Returns the metric from the prediction's JSON; None when the prediction lacks it.
     """
 
     definition: str
@@ -110,7 +110,7 @@ METRICS: dict[str, Metric] = {
         "most microbatches whose activations are alive at once on any stage", "", _in_flight
     ),
 }
-"""What ``expect`` can name."""
+"""Metrics of ``expect`` by name."""
 
 
 _VERDICTS = ("fits", "host_fits")
@@ -129,16 +129,16 @@ def _number_or_verdict(value: Any) -> float | bool:
 
 
 class Expectation(Spec):
-    """One line of ``expect``: a metric and what it must be.
+    """One line of ``expect``: a metric and its required value or range.
 
     Attributes:
         metric: A name in ``METRICS``.
-        value: What it must equal, within the tolerance (without one: equal up to rounding).
-        min: Its lower bound, inclusive.
-        max: Its upper bound, inclusive.
+        value: Required value, within the tolerance; without a tolerance, equal up to rounding.
+        min: Lower bound, inclusive.
+        max: Upper bound, inclusive.
         rel_tol: Allowed deviation relative to ``value``.
         abs_tol: Allowed deviation in the metric's unit; with both, the larger counts.
-        why: Where the expectation comes from.
+        why: Source of the expectation.
     """
 
     metric: Annotated[str, PlainValidator(_known_metric)]
@@ -163,7 +163,7 @@ class Expectation(Spec):
         return self
 
     def rule(self) -> str:
-        """What must hold, as text: ``max 80`` or ``1.31 within 10 %``."""
+        """Required value or range as text: ``at most 80`` or ``1.31 within 10 %``."""
         if self.value is None:
             bounds = (("at least", self.min), ("at most", self.max))
             return " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
@@ -176,12 +176,12 @@ class Expectation(Spec):
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One expectation, judged.
+    """Result of one expectation.
 
     Attributes:
-        expectation: What was expected.
-        actual: What the prediction says; None when it does not know.
-        passed: Whether it is as expected.
+        expectation: The expectation.
+        actual: Predicted value; None when the prediction lacks the metric.
+        passed: True when the predicted value meets the expectation.
         message: One line: metric, actual value, rule.
     """
 
@@ -192,10 +192,10 @@ class CheckResult:
 
 
 def evaluate(expectation: Expectation, prediction: Mapping[str, Any]) -> CheckResult:
-    """Judges one expectation.
+    """Evaluates one expectation.
 
     Args:
-        expectation: What is expected.
+        expectation: Required value or range of a metric.
         prediction: ``Prediction.to_json()``.
     """
     metric = METRICS[expectation.metric]

@@ -1,4 +1,4 @@
-"""A scenario: one model, cluster, training, software and plan, and what the prediction must be.
+"""A scenario: one model, cluster, training, software and plan, and expectations of the prediction.
 
 ::
 
@@ -11,7 +11,7 @@
     expect:
       - {metric: fits, value: true, why: it ran}
 
-Every problem of a file is told at once, with its line.
+One error reports all problems of a file, with their lines.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One question to simplan, fully resolved and valid: making one checks the plan.
+    """One request to simplan, fully resolved and valid: the constructor checks the plan.
 
     Attributes:
-        name: For people.
-        job: What is asked.
-        expect: What the prediction must be.
-        file: The file it was read from; None when it was made in code.
+        name: Name to show.
+        job: Model, cluster, training, plan and software.
+        expect: Expectations of the prediction.
+        file: File of the scenario; None when the scenario was made in code.
 
     Raises:
-        SpecError: The parts do not go together; all violations at once.
+        SpecError: The job violates rules; the error lists all violations.
     """
 
     name: str
@@ -92,13 +92,13 @@ class Scenario:
         return self.predict_step(calibration)[0]
 
     def predict_step(self, calibration: Calibration | None = None) -> tuple[Prediction, Simulated]:
-        """The same with the simulated step behind it, for whoever draws it.
+        """Prediction together with the simulated step, for drawings.
 
         Args:
-            calibration: As of ``predict``.
+            calibration: See ``predict``.
 
         Raises:
-            SpecError: As ``predict``.
+            SpecError: See ``predict``.
         """
         try:
             return predict_step(self.job, name=self.name, calibration=calibration)
@@ -123,35 +123,35 @@ def load_scenario(path: str | Path) -> Scenario:
     """Reads and checks a scenario file.
 
     Raises:
-        SpecError: The file cannot be read or is wrong; all problems at once, each with its line. When all of them
+        SpecError: The file cannot be read or is wrong; lists all problems, each with its line. When all of them
             are options that are not modelled yet, the error is a ``NotModelledError``.
     """
     return scenario_from(read_yaml(path), path)
 
 
 def scenario_from(document: Document, path: str | Path) -> Scenario:
-    """The same of a file that was read.
+    """Scenario of a document that was read already.
 
     Args:
-        document: Its data and places.
-        path: The file.
+        document: Data of the file, with the line of every key.
+        path: File that the document was read from.
 
     Raises:
-        SpecError: As ``load_scenario``.
+        SpecError: See ``load_scenario``.
     """
     file = folder_of(path) / Path(path).name
     return scenario_of(parts_of(document, str(path)), file.resolve().parent)
 
 
 def scenario_of(parts: ScenarioParts, folder: Path | None) -> Scenario:
-    """The scenario that the parts of a document make.
+    """Scenario of the sections of a document.
 
     Args:
-        parts: What was read of it.
-        folder: Where files that it names are; None for a document that names none.
+        parts: Sections of the document, as read.
+        folder: Folder of the files that the document names; None for a document that names none.
 
     Raises:
-        SpecError: As ``load_scenario``.
+        SpecError: See ``load_scenario``.
     """
     sections, data = parts.sections, parts.data
     plan = _read_plan(sections, data, folder)
@@ -169,7 +169,7 @@ def scenario_of(parts: ScenarioParts, folder: Path | None) -> Scenario:
 
 @dataclass(frozen=True, slots=True)
 class ScenarioParts:
-    """What scenarios of plans and of searches have in common; None for what was wrong, its problems kept."""
+    """Sections that scenarios of plans and of searches share; an invalid section is None, its problems recorded."""
 
     name: str
     data: dict[str, Any]
@@ -190,7 +190,7 @@ class ScenarioParts:
 
 
 def read_parts(path: str | Path) -> ScenarioParts:
-    """Reads a scenario file but for its plan, its search and its expectations.
+    """Reads a scenario file except its plan, its search and its expectations.
 
     Raises:
         SpecError: The file cannot be read or is not a mapping.
@@ -199,14 +199,14 @@ def read_parts(path: str | Path) -> ScenarioParts:
 
 
 def parts_of(document: Document, file: str) -> ScenarioParts:
-    """The same of a document that was read.
+    """Sections of a document that was read already, except the plan, the search and the expectations.
 
     Args:
-        document: Its data and places.
-        file: What errors call it, and where files lie that it names.
+        document: Data of the file, with the line of every key.
+        file: Name of the document in errors; files that it names are relative to its folder.
 
     Raises:
-        SpecError: It is not a mapping.
+        SpecError: The document is not a mapping.
     """
     data = document.data
     sections = Sections(document, file)
@@ -226,7 +226,7 @@ def parts_of(document: Document, file: str) -> ScenarioParts:
 
 
 def _read_plan(sections: Sections, data: dict[str, Any], folder: Path | None) -> ParallelPlan | None:
-    """The plan; a table of actions lies beside the scenario."""
+    """Plan of the file; an action table is a file next to the scenario."""
     if "search" in data:
         rule = "cannot go with plan" if "plan" in data else "asks for the best plan, and there is none to use yet"
         fix = "keep one of the two" if "plan" in data else "run `simplan search FILE --save-plan PLAN.yaml`"
@@ -245,13 +245,13 @@ _OF_EXPERTS = ("expert_dispatch", "expert_overlap", "fused_experts")
 def refuse_idle_options(
     sections: Sections, data: Mapping[str, Any], model: ModelSpec, software: SoftwareSpec, profile: SoftwareSpec
 ) -> None:
-    """Keeps a problem for each.
+    """Records a problem for each option that has no effect.
 
     Args:
-        sections: Of the file.
-        data: The file.
-        model, software: As they were read.
-        profile: The software without its options.
+        sections: Sections of the file.
+        data: Data of the file.
+        model, software: Resolved model and software.
+        profile: Catalog entry of the software, without the file's options.
     """
     for option in _OF_EXPERTS:
         value = getattr(software, option)

@@ -1,4 +1,4 @@
-"""A scenario that asks which plan is best: ``search:`` instead of ``plan:``.
+"""A scenario that requests the best plan: ``search:`` instead of ``plan:``.
 
 ::
 
@@ -32,14 +32,14 @@ __all__ = ["SearchScenario", "load_search", "plan_document", "plan_section", "se
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchScenario:
-    """One question to ``simplan search``.
+    """One request to ``simplan search``.
 
     Attributes:
-        name: For people.
-        job: What is asked; its plan has nothing but defaults.
-        space: The plans to choose from.
-        document: The file's data, of which a plan makes a scenario.
-        file: The file it was read from.
+        name: Name to show.
+        job: Model, cluster, training and software, with a plan of defaults.
+        space: Plans to choose from.
+        document: Data of the file; with a plan, it makes a scenario.
+        file: File of the scenario.
     """
 
     name: str
@@ -53,10 +53,10 @@ class SearchScenario:
 
         Args:
             calibration: Timings of this machine; needed when the cluster is this machine.
-            jobs: As of ``simplan.search.search``.
+            jobs: See ``simplan.search.search``.
 
         Raises:
-            SpecError: As ``simplan.search.search``.
+            SpecError: See ``simplan.search.search``.
         """
         return search(self.job, self.space, name=self.name, calibration=calibration, jobs=jobs)
 
@@ -65,16 +65,16 @@ def load_search(path: str | Path) -> SearchScenario:
     """Reads a scenario file for a search.
 
     Raises:
-        SpecError: The file cannot be read or is wrong; all problems at once, each with its line.
+        SpecError: The file cannot be read or is wrong; lists all problems, each with its line.
     """
     return search_of(read_parts(path))
 
 
 def search_of(parts: ScenarioParts) -> SearchScenario:
-    """The search that the parts of a document ask for.
+    """Search of the sections of a document.
 
     Raises:
-        SpecError: As ``load_search``.
+        SpecError: See ``load_search``.
     """
     sections, data = parts.sections, parts.data
     if "search" not in data:
@@ -104,12 +104,12 @@ def search_of(parts: ScenarioParts) -> SearchScenario:
 
 
 def plan_document(scenario: SearchScenario, plan: ParallelPlan, folder: Path) -> dict[str, Any]:
-    """The scenario with a plan in place of the search, complete for ``predict``, ``run`` and ``check``.
+    """The scenario with a plan instead of the search, complete for ``predict``, ``run`` and ``check``.
 
     Args:
-        scenario: What was asked.
-        plan: The plan that was found.
-        folder: Where the file will be: paths in it are relative to its place.
+        scenario: Request of the search.
+        plan: Plan that the search found.
+        folder: Folder of the new file; paths in the file are relative to this folder.
     """
     document = {key: value for key, value in scenario.document.items() if key not in ("search", "name")}
     model = document["model"]
@@ -123,7 +123,7 @@ def plan_document(scenario: SearchScenario, plan: ParallelPlan, folder: Path) ->
 
 
 def plan_section(plan: ParallelPlan) -> dict[str, Any]:
-    """A plan as the section of a scenario file: what it says beyond what every plan assumes."""
+    """A plan as the section ``plan`` of a scenario file, without keys that have their default value."""
     shown = plan.model_dump(mode="json")
     assumed = ParallelPlan().model_dump(mode="json")
     dependent = ("zero_stage", "sequence_parallel", "schedule", "virtual_stages")  # their defaults depend on others
@@ -136,7 +136,7 @@ def plan_section(plan: ParallelPlan) -> dict[str, Any]:
 
 
 def _matters(key: str, plan: ParallelPlan) -> bool:
-    """Whether a plan would read differently without a key that has its usual value."""
+    """True when a key has a meaning under a plan, so that its default is worth writing."""
     return {
         "zero_stage": plan.dp_shard > 1,
         "sequence_parallel": plan.tp > 1,

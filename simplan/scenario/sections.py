@@ -34,9 +34,9 @@ def read_model(sections: Sections, data: Any, *, mtp: bool) -> ModelSpec | None:
     """The section ``model``: ``preset`` or ``hf_config`` with overrides, or inline.
 
     Args:
-        sections: Of the file.
+        sections: Sections of the file.
         data: The section.
-        mtp: The software trains layers for multi-token prediction that an ``hf_config`` has.
+        mtp: True when the software trains the multi-token prediction layers of an ``hf_config``.
     """
     if not sections.is_mapping(data, ("model",), "gpt2-124m"):
         return None
@@ -100,7 +100,7 @@ def _nearest_divisor(number: int, value: int) -> int:
 
 
 def read_software(sections: Sections, data: Any) -> SoftwareSpec | None:
-    """The section ``software``: a name in the catalogue, or ``preset`` with its options."""
+    """The section ``software``: a name in the catalog, or ``preset`` with its options."""
     if not isinstance(data, dict):
         return sections.look_up(("software",), catalog.software, data)
     chosen = {key: value for key, value in data.items() if key != "preset"}
@@ -135,21 +135,21 @@ _MAX_DIGITS = 12
 
 
 class _LengthsFile(DocumentOptions):
-    """Lengths of documents, of which as many as are wanted are drawn evenly."""
+    """File with lengths of documents, from which a number of lengths is taken evenly."""
 
     file: Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 def draw_documents(sections: Sections, data: dict[str, Any], seq_len: Any) -> dict[str, Any] | None:
-    """Fields of the model that a distribution of lengths stands for.
+    """Model fields of a distribution of document lengths.
 
     Args:
-        sections: Keeps what is wrong.
-        data: The distribution as written.
-        seq_len: Of the model, as written.
+        sections: Records the problems.
+        data: Distribution as written in the file.
+        seq_len: ``model.seq_len`` as written in the file.
 
     Returns:
-        ``document_lengths`` and ``packs``; None when something is wrong.
+        ``document_lengths`` and ``packs``; None after a problem.
     """
     source = _source(sections, data)
     if source is None:

@@ -1,4 +1,4 @@
-"""Scenarios that come as text, from a page or a message: data alone, which names no file of this machine."""
+"""Scenarios as text, e.g. from the dashboard: data alone, which may not name files of this machine."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def parse_scenario(text: str, name: str = "scenario") -> Scenario:
 
     Args:
         text: YAML, as a scenario file has it.
-        name: What errors call it.
+        name: Name of the scenario in errors.
 
     Raises:
-        SpecError: As ``load_scenario``; also where the text names a file, which is not opened.
+        SpecError: See ``load_scenario``; also when the text names a file, which is not opened.
     """
     return scenario_of(_parts(text, name), None)
 
 
 def parse_search(text: str, name: str = "scenario") -> SearchScenario:
-    """The same of a scenario that asks for the best plan.
+    """Reads a scenario with ``search:`` from its text.
 
     Raises:
-        SpecError: As ``load_search``; also where the text names a file.
+        SpecError: See ``load_search``; also when the text names a file.
     """
     return search_of(_parts(text, name))
 
@@ -48,7 +48,7 @@ def _parts(text: str, name: str) -> ScenarioParts:
 
 
 def _refuse_files(document: Document, name: str) -> None:
-    """Refuses what would read a file of the machine that this runs on, which is not the one of who wrote the text."""
+    """Rejects keys that name files: a file would be read on the server, not on the author's machine."""
     problems = []
     for path in _NAMED_FILES:
         value = _at(document.data, path)

@@ -99,7 +99,7 @@ def test_casts_read_and_write_what_the_kernel_reads(precision: Precision, passes
     ("model", "cluster", "training", "plan", "said"),
     [
         (LLAMA, "gb200-nvl72", {"precision": "bf16"}, {}, "is for training.precision = fp8 and mxfp8, and it is bf16"),
-        (LLAMA, "dgx-h100", {"precision": "fp8"}, {}, "on h100-sxm-80gb is not modelled yet: nobody published"),
+        (LLAMA, "dgx-h100", {"precision": "fp8"}, {}, "on h100-sxm-80gb is not modelled yet: there is no public data"),
         (catalog.model("gpt3-175b"), "gb200-nvl72", {}, {}, "of the family gpt is not modelled yet; models: llama"),
         (
             LLAMA.model_copy(update={"document_lengths": (4096, 4096)}),

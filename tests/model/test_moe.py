@@ -310,8 +310,8 @@ def test_refused(fields: dict[str, Any], plan: dict[str, Any], sentence: str) ->
         (
             "moe",
             {"tp": 2, "sequence_parallel": False},
-            "plan.sequence_parallel = false: tensor parallelism beside experts without sequence parallelism, by which "
-            "ranks route their own tokens, is not modelled yet; use true",
+            "plan.sequence_parallel = false: tensor parallelism with experts but without sequence parallelism, by "
+            "which ranks route local tokens, is not modelled yet; use true",
         ),
         (
             "moe",

@@ -162,15 +162,15 @@ def test_it_is_not_in_4_bits() -> None:
         ("torch", {}, {}, {}, "model.mtp_num_layers = 1: multi-token prediction with torch is not modelled yet; use 0"),
         ("torchtitan", {}, {}, {}, "multi-token prediction with torchtitan is not modelled yet"),
         ("nemo", {}, {}, {}, "multi-token prediction with nemo is not modelled yet; use 0, or software: megatron-core"),
-        ("megatron-bridge", {}, {}, {"zero_stage": 3}, "plan.zero_stage = 3: sharding of parameters beside model.mtp"),
+        ("megatron-bridge", {}, {}, {"zero_stage": 3}, "plan.zero_stage = 3: sharding of parameters with model.mtp"),
         (
             "megatron-core",
             {},
             {},
             {"pp": 2, "dp_shard": 1, "schedule": "zb-h1"},
-            "plan.schedule = zb-h1: a schedule of",
+            "plan.schedule = zb-h1: a custom schedule",
         ),
-        ("megatron-bridge", {"lora_rank": 4}, {"task": "lora"}, {}, "model.lora_rank = 4: adapters beside model.mtp"),
+        ("megatron-bridge", {"lora_rank": 4}, {"task": "lora"}, {}, "model.lora_rank = 4: adapters with model.mtp"),
         ("megatron-core", {}, {}, {"offload_activations": True}, "plan.offload_activations = true: activations on the"),
         (
             "megatron-core",

@@ -95,7 +95,7 @@ def test_valid_plans_pass(plan: dict[str, Any]) -> None:
         (
             {"pp": 2, "schedule": "zb-h1", "recompute": "full"},
             {},
-            "plan.recompute = full: would run layers again in both parts of a backward, which zb-h1 splits in two; "
+            "plan.recompute = full: would recompute layers in both parts of a backward, which zb-h1 splits in two; "
             "use none or selective, or schedule = 1f1b",
         ),
         (

@@ -116,7 +116,7 @@ def test_valid_plans_pass(plan: dict[str, Any]) -> None:
             {"cp_comm": "a2a"},
             {},
             [
-                "plan.cp_comm = a2a: says how context-parallel ranks exchange keys, and cp = 1; "
+                "plan.cp_comm = a2a: selects the communication of context-parallel ranks, and cp = 1; "
                 "remove it, or use a larger cp"
             ],
         ),

@@ -1,4 +1,4 @@
-"""What the words in reports mean; ``simplan show metrics`` prints them."""
+"""Definitions of the terms in reports, as printed by ``simplan show metrics``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["definitions"]
 
 _REPORTED = {
     "split: compute": "forward and backward on a rank's compute stream",
-    "split: recompute": "forward run again for the backward pass",
+    "split: recompute": "forward recomputed for the backward pass",
     "split: exposed communication": "bytes of the rank move while its compute stream idles",
     "split: wait": "bubble, or a late peer, also inside a collective",
     "split: host": "the host is behind the device",

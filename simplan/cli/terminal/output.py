@@ -1,4 +1,4 @@
-"""Where text goes: results to stdout, everything else to stderr, colour to terminals only."""
+"""Output of text: results go to stdout, all else to stderr, colors only to terminals."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["complain", "emphasize", "print_json", "print_result", "say"]
 
 _BOLD, _RED, _GREEN, _RESET = "\033[1m", "\033[31m", "\033[32m", "\033[0m"
 _IN_ASCII = str.maketrans("─═╌▒░│·≈…", "-=~%:|.^.")
-"""What pictures are drawn with, for terminals that have no more than ASCII."""
+"""ASCII replacements for the characters of drawings, for terminals without Unicode."""
 _OF_OTHERS = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
-"""Control characters but for line ends, tabs and colours: names in files must not steer a terminal."""
+"""Control characters except line ends, tabs and colors: names in files must not control a terminal."""
 
 
 def print_result(text: str) -> None:
@@ -28,7 +28,7 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def say(text: str) -> None:
-    """A message, to stderr."""
+    """Prints a line to stderr."""
     _print(text, sys.stderr)
 
 
@@ -50,7 +50,7 @@ def _print(text: str, stream: TextIO) -> None:
     try:
         print(text, file=stream, flush=True)
     except BrokenPipeError:
-        # what is still buffered goes nowhere, so that the interpreter's own flush at exit does not fail again
+        # discard buffered output, so that the interpreter's flush at exit does not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     except UnicodeEncodeError:
         print(text.translate(_IN_ASCII).encode("ascii", "replace").decode(), file=stream, flush=True)

@@ -1,4 +1,4 @@
-"""The executor as a process: simplan starts it, listens to its progress, and ends it when asked to."""
+"""The executor as a process: simplan starts it, reads its progress events, and stops it on a signal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Event = dict[str, Any]
 
 
 def require_executor() -> None:
-    """Checks that what runs plans is installed.
+    """Checks that torch and the executor are installed.
 
     Raises:
         SpecError: torch is missing; names the extra to install.
@@ -42,19 +42,19 @@ def require_executor() -> None:
 def run_executor(args: list[str], on_event: Callable[[Event], None]) -> None:
     """Runs ``python -m executor ARGS`` to its end.
 
-    On Ctrl-C, SIGTERM or SIGHUP the executor is asked to stop its ranks and killed when it does not within 25 s.
+    On Ctrl-C, SIGTERM or SIGHUP the executor is told to stop its ranks, and killed after 25 s.
 
     Args:
         args: ``run JOB.json --out DIR`` or ``calibrate REQUEST.json --out FILE``.
         on_event: Called with each progress event.
 
     Raises:
-        SpecError: torch is missing, or the executor refused the job.
+        SpecError: torch is missing, or the executor rejected the job.
         RunError: Ranks failed or hung.
         KeyboardInterrupt: The executor was interrupted.
     """
     require_executor()
-    # the child imports what we import, and nothing from the folder it happens to start in
+    # the child imports from our search path, and nothing from its working directory
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as messages, ending_signals_raise():
@@ -89,16 +89,16 @@ def _events(child: subprocess.Popen[str]) -> Iterator[Event]:
         try:
             event = json.loads(line)
         except ValueError:
-            continue  # what a library prints is no event
+            continue  # output of a library, not an event
         if isinstance(event, dict):
             yield event
 
 
 def _end(child: subprocess.Popen[str]) -> None:
-    """Asks for a clean stop first; a second interrupt kills at once."""
+    """Requests a clean stop first; a second interrupt kills immediately."""
     try:
         if exit_code(child, 0.0) is None:
-            say("stopping the ranks (Ctrl-C again kills them at once)")
+            say("stopping the ranks (Ctrl-C again kills them immediately)")
             ask_to_end(child)  # heeded also where Ctrl-C is ignored, as a shell's background jobs do
             if exit_code(child, _GRACE_S) is None:
                 os.killpg(child.pid, signal.SIGKILL)
@@ -127,7 +127,7 @@ def _raise_for(code: int, said: str) -> None:
 
 @contextmanager
 def ending_signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP end this process the way Ctrl-C does, so that no rank is left behind."""
+    """Makes SIGTERM and SIGHUP end this process as Ctrl-C does, so that no rank keeps running."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

@@ -18,10 +18,10 @@ _QUARTERS = 4
 
 
 class ProgressLine:
-    """A bar for one piece of work; a context manager.
+    """Progress bar of one task; a context manager.
 
     Args:
-        title: What is being done.
+        title: Name of the task.
     """
 
     def __init__(self, title: str) -> None:
@@ -61,7 +61,7 @@ class ProgressLine:
         Args:
             done: Parts done.
             of: Parts in all.
-            what: The part at hand.
+            what: Current part of the task.
         """
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, total=of, what=what or f"{done}/{of}")

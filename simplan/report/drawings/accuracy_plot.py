@@ -14,18 +14,18 @@ __all__ = ["ERRORS", "AccuracyPlot", "Panel", "PlotPoint", "accuracy_plot", "tim
 
 ERRORS = {1.2: (-0.1, 0.0, 0.1), 1.5: (-0.25, 0.0, 0.25), 2.0: (-0.3, 0.0, 0.5), 3.0: (-0.5, 0.0, 1.0)}
 """Largest ratio that a panel shows, and its inverse is the least; which errors are marked at its side."""
-_SHOWN = 0.95  # of the runs lie between these, if they can
+_SHOWN = 0.95  # fraction of the runs that the panels' ratio range should contain
 _LEAST_RANGE = 4.0  # of the times, last over first, so that there is a round one between
 
 
 @dataclass(frozen=True, slots=True)
 class PlotPoint:
-    """One run.
+    """One published run.
 
     Attributes:
-        id: Of the run.
-        measured_s, predicted_s: Its step time.
-        in_interval: Whether the measured one lies in the interval; None where there is none.
+        id: Run id.
+        measured_s, predicted_s: Step time in seconds.
+        in_interval: The measured step time lies in the 90 % interval; None without an interval.
     """
 
     id: str
@@ -41,12 +41,12 @@ class PlotPoint:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One file.
+    """Panel of the plot: one file of published runs.
 
     Attributes:
-        name: What the file is called.
-        figures: Errors of its runs.
-        points: The runs.
+        name: File name.
+        figures: Errors of the runs.
+        points: Runs of the file.
     """
 
     name: str
@@ -56,10 +56,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class AccuracyPlot:
-    """The whole picture.
+    """Predicted over measured step times of several files.
 
     Attributes:
-        heading: What is said of all runs.
+        heading: Summary of all runs.
         panels: At least one.
     """
 
@@ -68,7 +68,7 @@ class AccuracyPlot:
 
     @cached_property
     def points(self) -> tuple[PlotPoint, ...]:
-        """Of all panels."""
+        """Points of all panels."""
         return tuple(point for panel in self.panels for point in panel.points)
 
     @cached_property
@@ -105,7 +105,7 @@ def accuracy_plot(result: Accuracy) -> AccuracyPlot | None:
 
 
 def time_ticks(first_s: float, last_s: float) -> tuple[float, ...]:
-    """Round times on a logarithmic axis: powers of ten, or 1, 2 and 5 times these where there are fewer than three.
+    """Round times on a logarithmic axis: powers of ten, or 1, 2 and 5 times powers of ten if fewer than three fit.
 
     >>> time_ticks(0.2, 150)
     (1.0, 10.0, 100.0)

@@ -1,4 +1,4 @@
-"""Predicted over measured step times as SVG: a panel and a colour for each file, legible on light and on dark pages."""
+"""Predicted over measured step times as SVG: one panel and one color per file, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ COLOURS = (
     "#2f7fc1", "#cf5f08", "#3a9147", "#d1495b", "#8d69c9", "#a0704f",
     "#c2549d", "#7c7f86", "#86841a", "#1a8d9c", "#5f74e0", "#b57200",
 )  # fmt: skip
-"""Of the files, in turn: apart from white and from black paper alike."""
+"""Colors of the files, in turn: legible on white and on black backgrounds."""
 
 NIGHT = {"paper": "#0d1117", "ink": "#e6edf3", "soft": "#9da7b3", "grid": "#30363d", "band": "#ffffff"}
-"""Colours of everything else where the reader prefers dark pages, by class."""
+"""Colors of all other elements on dark pages, by class."""
 
 _GRID, _BAND, _BAND_OPACITY = "#d3d8de", "#000000", "0.1"
 _WITHIN = 0.1  # the band around no error
@@ -57,7 +57,7 @@ def accuracy_svg(plot: AccuracyPlot) -> str:
 
 
 class _Frame:
-    """The place of a panel, and where in it a ratio and a time are."""
+    """Position of a panel, and coordinates of ratios and times in the panel."""
 
     def __init__(self, plot: AccuracyPlot, column: int, columns: int, top: float) -> None:
         self._plot = plot
@@ -104,7 +104,7 @@ class _Frame:
         return group
 
     def _mark(self, point: PlotPoint, colour: str) -> Element:
-        """A dot, hollow where the truth was outside of the interval, a triangle where it lies beyond the panel."""
+        """Mark of a run: a dot, hollow for a measurement outside of the interval, or a triangle beyond the panel."""
         filled = {"fill": colour, "fill-opacity": _OPACITY}
         hollow = {"fill": "none", "stroke": colour, "stroke-width": "1.4"}
         look = hollow if point.in_interval is False else filled
@@ -138,7 +138,7 @@ def _caption(panel: Panel) -> str:
 
 
 def _legend(plot: AccuracyPlot, top: float) -> list[Element]:
-    """What marks mean, those that occur."""
+    """Legend of the marks that occur in the plot."""
     limit, points = plot.largest_ratio, plot.points
     kinds = {point.in_interval for point in points}
     filled, hollow = {"fill": SOFT, "class": "soft"}, {"fill": "none", "stroke": SOFT, "class": "soft"}
@@ -169,7 +169,7 @@ def _band(x: float, y: float, width: float, height: float) -> Element:
 
 
 def _style() -> Element:
-    """A file's colour is the same by day and by night; all else changes with the reader's preference."""
+    """Style sheet: text and lines follow the reader's light or dark preference; the colors of files do not."""
     style = Element("style")
     rules = (f".{name}:not([fill=none]){{fill:{c}}}.{name}[stroke]{{stroke:{c}}}" for name, c in NIGHT.items())
     style.text = "@media (prefers-color-scheme: dark) {" + "".join(rules) + "}"

@@ -24,10 +24,10 @@ class ComparedRow:
 
     Attributes:
         rank: Global rank.
-        source: Which of the two.
-        boxes: Its actions.
-        stripes: Exposed communication and what is unexplained, between or inside of them; the rest is waiting.
-        step_time_s: Where its step ends.
+        source: Origin of the row.
+        boxes: Actions of the rank.
+        stripes: Exposed communication and unexplained time, between or inside of boxes; the rest is waiting.
+        step_time_s: Step time of the rank in seconds.
     """
 
     rank: int
@@ -39,12 +39,12 @@ class ComparedRow:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonDrawing:
-    """The whole picture.
+    """Predicted and measured timelines of the ranks that both have.
 
     Attributes:
-        name: Of the job.
-        rows: Two for each rank that both have, predicted first.
-        num_hidden: Ranks that are left out.
+        name: Job name.
+        rows: Two rows per rank, predicted first.
+        num_hidden: Number of ranks that are not drawn.
     """
 
     name: str
@@ -58,7 +58,7 @@ class ComparisonDrawing:
 
 
 def draw_comparison(prediction: Mapping[str, Any], measurement: Measurement) -> ComparisonDrawing:
-    """The picture of a prediction's JSON document and the recorded step of a measurement of the same job.
+    """Drawing of a prediction's JSON document and the recorded step of a measurement of the same job.
 
     Args:
         prediction: A prediction's JSON document.

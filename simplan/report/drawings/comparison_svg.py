@@ -1,4 +1,4 @@
-"""A prediction drawn over its measurement: a pair of lanes for each rank, one time axis for all."""
+"""Predicted over measured timelines as SVG: two lanes per rank on one time axis."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def comparison_svg(drawing: ComparisonDrawing) -> str:
 
 
 def comparison_html(drawing: ComparisonDrawing) -> str:
-    """The same as a page of its own."""
+    """Comparison drawing as a separate HTML page."""
     title = f"<title>{escape(clean(drawing.name))}</title>"
     head = f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">{title}</head>\n'
     return f'{head}<body style="margin: 0">\n{comparison_svg(drawing)}</body>\n</html>\n'

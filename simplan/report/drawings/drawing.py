@@ -1,7 +1,7 @@
-"""One step of a pipeline as a picture: which rank did what when, as plain data that the text and the SVG are made from.
+"""Drawing of one pipeline step as plain data, from which the text and the SVG are made.
 
-A row is a pipeline rank, a box an action. Of the ranks at one place of the pipeline the first is drawn: it is written
-out also where ranks are folded.
+A row is a pipeline rank, a box is an action. Of the ranks that share a pipeline coordinate, the first is drawn: folding
+keeps the first rank.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _DRAWN = COMPUTING | {SpanKind.OPTIMIZER, SpanKind.HOST}
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """From the first to the last computation of one action.
+    """Time span from the first to the last compute operation of one action.
 
     Attributes:
-        action: What is done, to which stage, for which microbatch.
-        start_s: Start, seconds from the start of the step.
-        end_s: End.
-        recompute_s: Time in it that recomputes forward.
+        action: Action: kind, stage and microbatch.
+        start_s: Start in seconds from the start of the step.
+        end_s: End in seconds from the start of the step.
+        recompute_s: Seconds of the span that recompute forward.
     """
 
     action: Action
@@ -60,7 +60,7 @@ class DrawnRank:
         boxes: In the order of time; they do not overlap.
         idle_fraction: Share of the time from the first to the last computation of any drawn rank (without the
             optimizer step) in which its compute stream idles; the mean over rows is the bubble fraction.
-        activations_in_flight: Most microbatches whose activations were alive at once, by stage; empty when unknown.
+        activations_in_flight: Maximum number of microbatches in flight, by stage; empty when unknown.
     """
 
     rank: int
@@ -76,12 +76,12 @@ class DrawnRank:
 
 @dataclass(frozen=True)
 class PipelineDrawing:
-    """The whole picture.
+    """Drawing of a pipeline step: one row per pipeline rank.
 
     Attributes:
-        name: Of the scenario.
+        name: Scenario name.
         step_time_s: Length of the step.
-        ranks_per_row: Ranks at each place of the pipeline, of which the first is drawn.
+        ranks_per_row: Ranks per pipeline coordinate, of which the first is drawn.
         rows: By pipeline rank.
     """
 
@@ -108,12 +108,12 @@ class PipelineDrawing:
 
     @cached_property
     def several_stages(self) -> bool:
-        """Whether some rank has more than one stage."""
+        """True when a rank has more than one stage."""
         return any(len(row.stages) > 1 for row in self.rows)
 
     @cached_property
     def recomputes(self) -> bool:
-        """Whether some box recomputes forward."""
+        """True when a box recomputes forward."""
         return any(box.recompute_s > 0 for box in self.boxes)
 
     def to_json(self) -> dict[str, Any]:
@@ -170,14 +170,14 @@ def draw_timeline(
     ranks_per_row: int = 1,
     activations_in_flight: Mapping[int, Mapping[int, int]] | None = None,
 ) -> PipelineDrawing:
-    """The picture of some ranks of a timeline.
+    """Draw some ranks of a timeline.
 
     Args:
-        name: For people.
+        name: Name to show.
         timeline: Predicted or made by hand; every action on its compute streams is one of a table.
-        ranks: The ranks to draw, one a row.
-        ranks_per_row: How many ranks each of them is drawn for.
-        activations_in_flight: Rank -> stage -> most microbatches alive at once.
+        ranks: Ranks to draw, one per row.
+        ranks_per_row: Ranks per pipeline coordinate; every drawn rank represents all of them.
+        activations_in_flight: Rank -> stage -> maximum number of microbatches in flight; None when unknown.
 
     Raises:
         ProgramError: A computation belongs to no action.
@@ -200,7 +200,7 @@ def draw_timeline(
 
 
 def _computations(spans: Iterable[Span]) -> list[Span]:
-    """What takes time on the compute stream of a rank, in the order of time."""
+    """Spans of nonzero length on the compute stream of a rank, by start time."""
     found = (span for span in spans if span.stream == Stream.COMPUTE and span.kind in _DRAWN)
     return sorted((span for span in found if span.end_s > span.start_s), key=lambda span: span.start_s)
 

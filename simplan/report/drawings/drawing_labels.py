@@ -1,4 +1,4 @@
-"""What the text and the SVG of a pipeline have in common: words, labels of boxes, ticks of the time axis."""
+"""Labels that the text and the SVG of a pipeline share: headings, labels of boxes, ticks of the time axis."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IDLE_WORDS = "idle: share of the time from the first to the last computation, wi
 
 
 class Tick(NamedTuple):
-    """A mark on the time axis: where, and what stands there."""
+    """Tick of the time axis: position and label."""
 
     time_s: float
     label: str
@@ -43,7 +43,7 @@ def heading(drawing: PipelineDrawing) -> str:
 
 
 def subheading(drawing: PipelineDrawing) -> str:
-    """How many of what is drawn."""
+    """Number of pipeline ranks and microbatches of a drawing."""
     one_of = f", the first of {drawing.ranks_per_row} ranks at each place" if drawing.ranks_per_row > 1 else ""
     several = f"{drawing.num_microbatches} microbatch{'' if drawing.num_microbatches == 1 else 'es'}"
     return f"{counted(len(drawing.rows), 'pipeline rank')}{one_of}; {several}"
@@ -56,7 +56,7 @@ def row_figures(row: DrawnRank) -> tuple[str, str]:
 
 
 def labels(box: Box, several_stages: bool) -> tuple[str, ...]:
-    """What may stand in a box, longest first: torch's form, with the stage only where a rank has several.
+    """Labels of a box, longest first, in torch's notation; the stage is shown only if ranks have several stages.
 
     >>> from simplan.program.action import Action
     >>> labels(Box(Action.parse("3F12"), 0.0, 1.0), several_stages=True)

@@ -1,4 +1,4 @@
-"""A pipeline drawn as SVG: a hue for what is done, a shade for the stage of a rank, the number of the microbatch."""
+"""Pipeline drawing as SVG: hue for the kind of action, shade for the stage, number for the microbatch."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def drawing_svg(drawing: PipelineDrawing) -> str:
 
 
 def fill_of(kind: ActionKind, place: int, num_stages: int) -> str:
-    """Colour of a box: the hue of its kind, lighter for later stages of the rank.
+    """Color of a box: the hue of the action kind, lighter for later stages of the rank.
 
     Args:
-        kind: What is done.
-        place: Which of the rank's stages, from 0.
-        num_stages: Stages of the rank.
+        kind: Action kind.
+        place: Index of the stage among the stages of the rank, from 0.
+        num_stages: Number of stages of the rank.
     """
     share = _LIGHTEST * place / max(1, num_stages - 1)
     channels = (int(COLOURS[kind][start : start + 2], 16) for start in (1, 3, 5))
@@ -98,7 +98,7 @@ def _axis(drawing: PipelineDrawing, bottom: float) -> list[Element]:
 
 
 def _box(box: Box, row: DrawnRank, drawing: PipelineDrawing, top: float) -> Element:
-    """A group with a tooltip, the box, what of it recomputes, and its label where it fits."""
+    """SVG group of a box: tooltip, rectangle, recomputed part, and label if it fits."""
     group = Element("g", {"class": "box"})
     ElementTree.SubElement(group, "title").text = _tooltip(box)
     left, right = _x(box.start_s, drawing), _x(box.end_s, drawing)
@@ -138,7 +138,7 @@ def _tooltip(box: Box) -> str:
 
 
 def _legend(drawing: PipelineDrawing, top: float) -> list[Element]:
-    """Swatches with words, as many a line as fit; under them what the figures mean."""
+    """Legend: color swatches, wrapped to the width, and an explanation of the figures below them."""
     entries = [(COLOURS[kind], False, f"{kind}: {WORDS[kind]}") for kind in drawing.kinds]
     if drawing.recomputes:
         entries.append((COLOURS[ActionKind.BACKWARD], True, "recomputing (its share of the box)"))

@@ -1,4 +1,4 @@
-"""A pipeline drawn with characters: a line for each rank, time to the right; readable in a terminal and in a log."""
+"""Pipeline drawing as text for terminals and logs: one line per rank, time to the right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["MIN_WIDTH", "drawing_text"]
 
 MIN_WIDTH = 60
 _TICK_WIDTH = 12
-_WIDEST_ADVICE = 500  # wider than this nobody makes a window or reads a log
+_WIDEST_ADVICE = 500  # terminals and logs are not wider
 _RECOMPUTE = "≈"
 _FILLS = {
     ActionKind.FORWARD: "─",
@@ -39,16 +39,16 @@ Paint = Callable[[str, Box], str]
 
 
 def drawing_text(drawing: PipelineDrawing, width: int, paint: Paint = lambda text, _: text) -> str:
-    """The picture as lines.
+    """Drawing as lines of text.
 
     A box begins with its label, or with the letter of its kind where the label does not fit. Starts and ends are
-    rounded to whole columns, so that boxes which meet in time meet here, and none is off by more than half a column at
-    either end; one that is left without a column is not drawn, and the last line says so.
+    rounded to whole columns, so each is off by at most half a column. Boxes narrower than a column are not drawn, and
+    the last line counts them.
 
     Args:
-        drawing: What to draw.
+        drawing: Drawing of the pipeline step.
         width: Columns of a line, at least ``MIN_WIDTH``.
-        paint: Called for every box with its text; what it returns may only add what takes no column (colour).
+        paint: Called with the text of every box; may only add characters without width (colors).
     """
     names = [f"rank {row.rank}" for row in drawing.rows]
     left = max(map(len, names))
@@ -66,7 +66,7 @@ def drawing_text(drawing: PipelineDrawing, width: int, paint: Paint = lambda tex
 
 
 def _figure_columns(drawing: PipelineDrawing) -> list[str]:
-    """What stands right of the boxes: a title, then a line for each row, all of one width."""
+    """Columns to the right of the boxes: a header and one line per row, all of one width."""
     cells = [("idle", "in flight"), *(row_figures(row) for row in drawing.rows)]
     if not any(in_flight for _, in_flight in cells[1:]):
         cells = [(idle, "") for idle, _ in cells]
@@ -75,7 +75,7 @@ def _figure_columns(drawing: PipelineDrawing) -> list[str]:
 
 
 def _columns(width: int, left: int, figures: list[str]) -> int:
-    """Columns for the time axis: what names, two bars and figures leave, at least 10."""
+    """Columns for the time axis: the width minus names, two bars and figures, at least 10."""
     return max(10, width - left - 3 - max(map(len, figures)))
 
 
@@ -133,7 +133,7 @@ def _legend(drawing: PipelineDrawing) -> Iterator[str]:
 
 
 def _too_narrow(drawing: PipelineDrawing, columns: int, beside: int) -> Iterator[str]:
-    """What the width does not let one see, and which width would."""
+    """Note on boxes or labels that do not fit the width, with a sufficient width."""
     widths = [len(_cells(box, drawing, columns)) for box in drawing.boxes]
     rooms = [
         1 if box.action.microbatch is None else _room(labels(box, drawing.several_stages)[0]) for box in drawing.boxes
@@ -153,7 +153,7 @@ def _too_narrow(drawing: PipelineDrawing, columns: int, beside: int) -> Iterator
 
 
 def _wrapped(parts: Iterable[str], width: int) -> Iterator[str]:
-    """Parts beside each other as long as a line holds them; one that no line holds is broken between words."""
+    """Parts joined into lines of at most ``width`` columns; a longer part is broken between words."""
     line = ""
     for part in parts:
         if line and len(line) + 3 + len(part) > width:

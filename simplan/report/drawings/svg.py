@@ -12,7 +12,7 @@ Element = ElementTree.Element
 
 
 def picture(title: str, width: float, height: float) -> Element:
-    """An empty picture, of so many px."""
+    """Empty SVG of a width and height in px."""
     size = {"width": f"{width:g}", "height": f"{height:g}", "viewBox": f"0 0 {width:g} {height:g}"}
     root = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img", **size, "font-family": "sans-serif"})
     ElementTree.SubElement(root, "title").text = title
@@ -29,7 +29,7 @@ def rect(
     stroke: str | None = None,
     css: str | None = None,
 ) -> Element:
-    """A filled rectangle, outlined where a stroke is given; ``css`` is its class, here and in what follows."""
+    """A filled rectangle, outlined if a stroke is given; ``css`` is its class, as in the functions below."""
     place = {"x": f"{x:.2f}", "y": f"{y:.2f}", "width": f"{width:.2f}", "height": f"{height:.2f}"}
     return Element("rect", place | {"fill": fill} | _given(stroke=stroke, css=css))
 
@@ -51,7 +51,7 @@ def text(
     bold: bool = False,
     css: str | None = None,
 ) -> Element:
-    """Words whose base line begins, ends or has its middle at a point."""
+    """Text whose base line starts, ends or is centered at a point."""
     place = {"x": f"{x:.2f}", "y": f"{y:.2f}", "font-size": str(size), "fill": colour}
     element = Element("text", place | _given(css=css))
     if anchor != "start":
