@@ -1,1 +1,1 @@
-"""The numbers simplan is held to; ``make bench`` runs them and writes ``benchmarks/RESULTS.md``."""
+"""Benchmarks of simplan's goals; ``make bench`` runs them and writes ``benchmarks/RESULTS.md``."""

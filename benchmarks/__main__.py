@@ -1,6 +1,6 @@
-"""``python -m benchmarks [NAME ...]``: runs all or the named benchmarks, prints each number when it is known.
+"""Command ``python -m benchmarks [NAME ...]``: run all or the named benchmarks, and print each result immediately.
 
-A name stands for all benchmarks that begin with it: ``workbench`` for all of ``workbench-slider`` and so on.
+A name selects all benchmarks that begin with it: ``workbench`` selects ``workbench-slider`` and so on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _RESULTS = Path(__file__).with_name("RESULTS.md")
 
 
 def main(names: list[str]) -> int:
-    """Runs the benchmarks; only a full run is stored."""
+    """Run the benchmarks; only a full run is stored."""
     unknown = [name for name in names if not any(known.startswith(name) for known in _ALL)]
     if unknown:
         print(f"no benchmark {', '.join(unknown)}; there are {', '.join(_ALL)}", file=sys.stderr)
@@ -74,5 +74,5 @@ def _machine() -> str:
 
 
 if __name__ == "__main__":
-    with ending_signals_raise():  # servers and ranks that were started end with it
+    with ending_signals_raise():  # so that started servers and ranks end too
         sys.exit(main(sys.argv[1:]))

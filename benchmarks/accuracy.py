@@ -1,7 +1,7 @@
 """Predicted and measured step times on this machine's CPU.
 
-Rounds alternate: odd ones calibrate, even ones run every plan. The prediction is the median over the calibrations, the
-measurement the median over the steps of all runs, so neither has seen the other's data and both saw the same minutes.
+Rounds alternate: odd rounds calibrate, even rounds run every plan. The prediction is the median over calibrations, the
+measurement the median over steps of all runs. So the two use separate data from the same period of time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GOAL = 0.12
 
 
 def accuracy() -> list[BenchmarkRow]:
-    """One row per model and plan, and their mean; more ranks than cores are reported and not judged by their time."""
+    """One row per model and plan, and their mean; step times of more ranks than cores are reported without a goal."""
     found = cases()
     calibrations: list[Calibration] = []
     runs: dict[str, list[tuple[Prediction, Measurement]]] = {case.name: [] for case in found}
@@ -92,7 +92,7 @@ def _run(prediction: Prediction, folder: Path) -> Measurement:
 
 
 def _calibrate(found: list[AccuracyCase]) -> Calibration:
-    """What all cases need, timed once for each number of ranks."""
+    """Calibrate for all cases, once per number of ranks."""
     total: Calibration | None = None
     for num_ranks, budget_s in _CALIBRATION_S.items():
         mine = [case for case in found if case.num_ranks == num_ranks]

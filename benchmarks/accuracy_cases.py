@@ -1,4 +1,4 @@
-"""What the accuracy benchmark predicts and runs: every strategy on two ranks, combinations on four."""
+"""Cases of the accuracy benchmark: every strategy on two ranks, combinations on four."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _PLANS = {
     "TP with SP x ZeRO-3": ParallelPlan(tp=2, dp_shard=2, microbatch_size=2),
     "HSDP": ParallelPlan(dp_replicate=2, dp_shard=2, microbatch_size=2),
 }
-_BOTH_MODELS = ("DDP", "naive", "GPipe", "1F1B", "ZeRO-3", "TP with SP")  # the others with one of them, in turn
+_BOTH_MODELS = ("DDP", "naive", "GPipe", "1F1B", "ZeRO-3", "TP with SP")  # other plans use one model, in turn
 _STAGE_LAYERS = {  # fixed, so that every calibration predicts the split that runs
     ("gpt", 2): (5, 3),
     ("llama", 2): (4, 2),
@@ -75,31 +75,31 @@ TRAINING = TrainingSpec(global_batch_size=16, precision="fp32")
 
 @dataclass(frozen=True, slots=True)
 class AccuracyCase:
-    """A model and a plan."""
+    """A model and a plan to predict and run."""
 
     model: ModelSpec
     plan_name: str
 
     @property
     def name(self) -> str:
-        """For the table."""
+        """Name in the table."""
         return f"{self.model.name} {self.plan_name}"
 
     @property
     def num_ranks(self) -> int:
-        """Processes on this machine."""
+        """Number of processes on this machine."""
         return self.plan.num_devices
 
     @property
     def plan(self) -> ParallelPlan:
-        """The plan; pipelines with a fixed split."""
+        """Plan of the case; pipelines have fixed ``stage_layers``."""
         plan = _PLANS[self.plan_name]
         if plan.pp == 1:
             return plan
         return plan.model_copy(update={"stage_layers": _STAGE_LAYERS[self.model.name, plan.num_stages]})
 
     def predict(self, calibration: Calibration) -> Prediction:
-        """What is predicted from one calibration."""
+        """Predict the case from one calibration."""
         return predict(
             Job(
                 self.model,
@@ -114,7 +114,7 @@ class AccuracyCase:
 
 
 def cases() -> list[AccuracyCase]:
-    """Every plan with one of the models in turn, the basic ones with both; FSDP in pipelines wants untied weights."""
+    """Every plan with one model in turn, basic plans with both; FSDP in pipelines requires untied weights."""
     _, llama = _MODELS
     found = []
     for number, (name, plan) in enumerate(_PLANS.items()):

@@ -1,4 +1,4 @@
-"""A measurement in a process of its own, whose memory is its own and which nothing has warmed."""
+"""Measurements in a separate process, with cold caches and its own memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["alone"]
 
 
 def alone(module: str, *arguments: str) -> dict[str, Any]:
-    """What ``python -m module`` prints as JSON."""
+    """Run ``python -m module`` and parse the JSON that it prints."""
     command = [sys.executable, "-m", module, *arguments]
     found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return found

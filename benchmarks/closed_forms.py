@@ -1,4 +1,4 @@
-"""Closed forms over a grid, exactly."""
+"""Exact comparison with closed forms over a grid."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _GRID = [(p, m) for p in (1, 2, 3, 4, 6, 8, 12, 16) for m in (1, 2, 3, 4, 7, 8, 
 
 
 def closed_forms() -> list[BenchmarkRow]:
-    """Bubbles, microbatches in flight, ring all-reduce, bytes a parameter."""
+    """Rows for bubble fractions, microbatches in flight, ring all-reduce, and bytes per parameter."""
     bubbles = flights = 0
     for p, m in _GRID:
         for name in ("gpipe", "1f1b"):
@@ -91,7 +91,7 @@ def _software(state: StateBytes) -> SoftwareSpec:
 
 
 def _ring_s(num_bytes: int, num_ranks: int) -> float:
-    """A ring all-reduce over links of a byte per second, without latency."""
+    """Seconds of a ring all-reduce over links of 1 byte/s without latency."""
     link = LinkSpec(id="bench", bytes_per_s=1.0, latency_s=0.0, bandwidth_share=1.0, library="gloo")
     cluster = ClusterSpec(
         id="bench", device=DeviceSpec(id="bench"), devices_per_node=64, num_devices=64, intra_link=link
@@ -110,7 +110,7 @@ def _bytes_per_parameter(state: StateBytes, optimizer: str) -> float:
 
 
 def _simulated(name: str, p: int, m: int, v: int = 1) -> tuple[Fraction, list[int]]:
-    """Bubble fraction and microbatches in flight, stages equal (F = 1, B = 2) and communication free."""
+    """Bubble fraction and microbatches in flight, for equal stages (F = 1, B = 2) and zero-cost communication."""
     job = Job(
         _model(p * v),
         catalog.cluster("dgx-h100", p),

@@ -1,4 +1,4 @@
-"""``simplan predict`` from cold beside the import of what it stands on."""
+"""Cold start of ``simplan predict``, compared with the import of its dependencies."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SCENARIO = Path(__file__).resolve().parent.parent / "scenarios" / "1f1b.yaml"
 
 
 def cold_start() -> list[BenchmarkRow]:
-    """Wall time of whole processes, in turn."""
+    """Rows for the wall time of full processes, measured in turn."""
     imports = [sys.executable, "-c", "import numpy, simpy, pydantic, yaml, typer"]
     predict = [sys.executable, "-m", "simplan", "predict", str(_SCENARIO)]
-    _time(imports), _time(predict)  # byte code is compiled
+    _time(imports), _time(predict)  # compiles byte code
     base_s, predict_s = [], []
     for _ in range(_ROUNDS):
         base_s.append(_time(imports))

@@ -1,6 +1,6 @@
-"""The compiled engine beside SimPy, and the largest Programs that SimPy is asked for, each in a process of its own.
+"""Speed of the compiled engine compared with SimPy, and the largest Programs, each in a separate process.
 
-``python -m benchmarks.compiled_speed NAME`` measures one thing and prints its numbers as JSON.
+``python -m benchmarks.compiled_speed NAME`` runs one measurement and prints it as JSON.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SEND_S = 0.1
 
 
 def compiled_speed() -> list[BenchmarkRow]:
-    """Rows of the table."""
+    """Rows for all measurements of the compiled engine."""
     return [_ratio_row(), _folded_row(), _unfolded_row(), _interleaved_row()]
 
 
@@ -111,7 +111,7 @@ def _ratio() -> dict[str, Any]:
     program = build_program(found)
     durations_s = price_program(program, _cost(found)).durations_s
     vectors_s = np.tile(np.array(durations_s), (_VECTORS, 1))
-    compile_program(program).step_times_s(vectors_s)  # numba is loaded
+    compile_program(program).step_times_s(vectors_s)  # loads numba
     simpy_s, compile_s, vector_s = [], [], []
     for _ in range(_ROUNDS):  # in turn, so that both see the same machine
         simpy_s.append(_time(simulate, program, durations_s)[0])
@@ -122,7 +122,7 @@ def _ratio() -> dict[str, Any]:
 
 
 def _llama_405b() -> Prediction:
-    """The mesh of Llama Team 2024 (arXiv:2407.21783), table 4, second row; their FSDP does not reshard (3.3.2)."""
+    """Prediction for the mesh of Llama Team 2024 (arXiv:2407.21783), table 4, row 2; FSDP without reshard (3.3.2)."""
     plan = ParallelPlan(tp=8, pp=16, dp_shard=128, zero_stage=2, reshard_after_forward=False)
     return _predicted(plan, "llama3.1-405b", 16 * 128)
 
@@ -161,7 +161,7 @@ def _interleaved() -> dict[str, Any]:
         _SEND_S if op.message else _SECONDS.get(op.action.kind, 0.0) if op.work else 0.0 for op in program.ops
     ]
     simpy_s, times = _time(simulate, program, durations_s)
-    compile_program(program).times(durations_s)  # numba is loaded
+    compile_program(program).times(durations_s)  # loads numba
     compile_s, compiled = _time(compile_program, program)
     compiled_s, found_s = _time(compiled.step_times_s, np.array([durations_s]))
     assert found_s == [times.step_time_s]

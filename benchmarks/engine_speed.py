@@ -1,4 +1,4 @@
-"""The SimPy engine, memory tracking on, beside a bare SimPy loop over the same actions and sends."""
+"""Speed of the SimPy engine with memory tracking, compared with a bare SimPy loop over the same actions and sends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SEND_S = 0.1
 
 
 def engine_speed() -> list[BenchmarkRow]:
-    """1F1B of 16 ranks and 128 microbatches: 4,096 actions and 3,840 sends."""
+    """Row for 1F1B with 16 ranks and 128 microbatches: 4,096 actions and 3,840 sends."""
     compute = one_f_one_b(PipelineShape(_P, _M))
     program = program_of(compute, _P, _M)
     durations_s = [
@@ -48,7 +48,7 @@ def engine_speed() -> list[BenchmarkRow]:
     ratios, ours_s, bare_s = [], [], []
     for _ in range(_ROUNDS):  # in turn, so that both see the same machine
         bare_s.append(_time(_bare, compute))
-        fresh = program_of(compute, _P, _M)  # nothing it could have kept from an earlier round
+        fresh = program_of(compute, _P, _M)  # without anything cached in an earlier round
         ours_s.append(_time(engine, fresh))
         ratios.append(ours_s[-1] / bare_s[-1])
     ratio = statistics.median(ratios)
@@ -70,7 +70,7 @@ def _time(run: Callable[..., None], *args: object) -> float:
 
 
 def _bare(compute: Table) -> None:
-    """One process a rank, one timeout an action, one timeout a send with an event for its arrival. Nothing else."""
+    """Bare loop: one process per rank, one timeout per action, one timeout and arrival event per send."""
     env = Environment()
     arrived = {action: Event(env) for row in compute for action in row}
 
@@ -92,7 +92,7 @@ def _bare(compute: Table) -> None:
 
 
 def program_of(compute: Table, p: int, m: int, v: int = 1) -> Program:
-    """Level 1 of a small model with a block for every stage, all stages alike."""
+    """Level 1 Program of a small model with one block per stage, all stages equal."""
     state = StateBytes(parameter=4, gradient=4, activation=4, boundary=4)
     model = ModelSpec(
         family="gpt", num_hidden_layers=p * v, hidden_size=64, num_attention_heads=4, vocab_size=128, seq_len=16

@@ -1,11 +1,11 @@
-"""One rank of ``executor_speed``: steps of the executor, recorded or not, and of a loop written by hand, in turn.
+"""One rank of ``executor_speed``: steps of the executor, with and without recording, and of a hand-written loop.
 
-A round has every way twice, the second time in the opposite order, and begins with another way than the one before.
-``times<rank>.json`` has for each way and step its wall time and the CPU time of the process, seconds. Where they may
-(root on Linux), ranks run before the programs of all other sessions.
+A round runs every variant twice, the second time in reverse order, and starts with a different variant than the round
+before. ``times<rank>.json`` contains wall time and CPU time of the process, in seconds, by variant and step. Where
+permitted (root on Linux), ranks get scheduling priority over all other sessions.
 
-The hand-written trainings have the executor's modules, loss, data and fused AdamW; all else is torch's: DDP, FSDP2 and
-``torch.distributed.pipelining`` as their tutorials have them. Tensor parallelism has torch's own modules and loss.
+The hand-written loops use the executor's modules, loss, data and fused AdamW. The rest is torch's: DDP, FSDP2 and
+``torch.distributed.pipelining``, as in their tutorials. Tensor parallelism uses torch's own modules and loss.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class SpeedCase:
     """One comparison.
 
     Attributes:
-        plan: What the executor runs.
-        against: What it is compared with.
+        plan: Plan that the executor runs.
+        against: Description of the hand-written loop.
     """
 
     plan: ParallelPlan
@@ -102,7 +102,7 @@ CASES = {
 
 
 class _SilentRecorder(Recorder):
-    """Records nothing."""
+    """Recorder that records nothing."""
 
     def begin_step(self, step: int) -> None:
         pass
@@ -150,7 +150,7 @@ def _job(case: SpeedCase) -> RunSpec:
 
 
 def _plain(job: RunSpec, device: torch.device) -> Step:
-    """The training by hand."""
+    """Step of the hand-written training loop."""
     if job.plan.pp > 1:
         return _plain_pipeline(job, device)
     if job.plan.tp > 1:
@@ -218,7 +218,7 @@ def _plain_tensor_parallel(job: RunSpec, device: torch.device) -> Step:
 
 
 def _before_others() -> None:
-    """The scheduler shares cores among sessions (``man 7 sched``, autogroups), each of which has its own niceness."""
+    """Raise the scheduling priority of the session (``man 7 sched``, autogroups); cores are shared among sessions."""
     with suppress(OSError):
         Path("/proc/self/autogroup").write_text("-20")
 
@@ -226,7 +226,7 @@ def _before_others() -> None:
 def _measured(name: str, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None:
     _before_others()
     job = _job(CASES[name])
-    device = use_device("cpu", len(os.sched_getaffinity(0)))  # one core each, also a rank alone
+    device = use_device("cpu", len(os.sched_getaffinity(0)))  # one core each, also for a single rank
     start_rank(device, _TIMEOUT_S)
     heartbeat.beat(RankState.RUNNING, "building the model", 0)
     table = job.parsed_table()
@@ -255,7 +255,7 @@ def _measured(name: str, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None
             break
         first = number % len(ways)
         order = [*list(ways)[first:], *list(ways)[:first]]
-        for way in [*order, *reversed(order)]:  # twice each: a machine that becomes slower does so for all alike
+        for way in [*order, *reversed(order)]:  # twice, so that speed drift affects all variants equally
             heartbeat.beat(RankState.RUNNING, way, number)
             dist.barrier()
             start_s, start_cpu_s = time.perf_counter(), time.process_time()

@@ -1,4 +1,4 @@
-"""How fast the executor is beside the same training written by hand in plain PyTorch, and what recording takes."""
+"""Speed of the executor compared with hand-written PyTorch, and overhead of recording."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _WALL, _CPU = 0, 1  # of a step's times
 
 
 def executor_speed() -> list[BenchmarkRow]:
-    """Ratios of step times, plain over executor: 1 is as fast; steps of both in turn, in one run of the same ranks.
+    """Rows for ratios of step times, plain over executor (1: equal), with interleaved steps in one run.
 
-    A ratio is of one round, in which each has two steps around those of the other. A step takes as long as its slowest
-    rank. Every rank, also one alone, computes on one core. A rank alone waits for nobody, so that the CPU time of its
-    process tells the same as the clock without what other programs take away: it decides there, and both are shown.
+    A ratio is computed per round, which has two steps of each variant, interleaved. A step takes as long as its slowest
+    rank. Every rank, including a single one, computes on one core. A single rank never waits, so its CPU time excludes
+    interference by other programs; there the CPU time decides, and both are shown.
     """
     rows = []
     for name, case in CASES.items():
@@ -59,13 +59,13 @@ def executor_speed() -> list[BenchmarkRow]:
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Seconds of every step of the slowest rank, by way."""
+    """Seconds of each step on its slowest rank, by variant."""
 
     by_way: dict[str, list[float]]
 
     @classmethod
     def of(cls, ranks: list[dict[str, list[list[float]]]], kind: int) -> _Times:
-        """What ranks wrote: wall or CPU time."""
+        """Make from the times that ranks wrote; ``kind`` selects wall or CPU time."""
         return cls(
             {
                 way: [max(step[kind] for step in steps) for steps in zip(*(rank[way] for rank in ranks), strict=True)]
@@ -74,13 +74,13 @@ class _Times:
         )
 
     def ratios(self, first: str, second: str) -> tuple[float, float, float]:
-        """Lower quartile, median and upper quartile of the ratios of two ways in one round."""
+        """Lower quartile, median and upper quartile of the per-round ratio of two variants."""
         of_first, of_second = self._rounds(first), self._rounds(second)
         low, middle, high = statistics.quantiles([a / b for a, b in zip(of_first, of_second, strict=True)], n=4)
         return low, middle, high
 
     def _rounds(self, way: str) -> list[float]:
-        """Of both steps of each round."""
+        """Seconds of both steps of each round, summed."""
         steps = self.by_way[way]
         return [a + b for a, b in zip(steps[::2], steps[1::2], strict=True)]
 

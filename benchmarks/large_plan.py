@@ -1,6 +1,6 @@
-"""One large plan from beginning to end, in a process of its own, and a schedule that has to be found.
+"""Full prediction of one large plan in a separate process, and a schedule computed from stage times.
 
-``python -m benchmarks.large_plan`` measures the plan and prints its numbers as JSON.
+``python -m benchmarks.large_plan`` measures the plan and prints the result as JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROUNDS = 3
 
 
 def large_plan() -> list[BenchmarkRow]:
-    """Llama 3 70B, tp 8, pp 4, 32 microbatches: every layer, segment and collective of a step, folded to 4 ranks."""
+    """Rows for Llama 3 70B, tp 8, pp 4, 32 microbatches: every layer and collective of a step, folded to 4 ranks."""
     runs = [alone("benchmarks.large_plan") for _ in range(_ROUNDS)]
     step_s = statistics.median(run["step_s"] for run in runs)
     predict_s = statistics.median(run["predict_s"] for run in runs)
@@ -44,7 +44,7 @@ def large_plan() -> list[BenchmarkRow]:
 
 
 def _found_schedule() -> BenchmarkRow:
-    """zb-2p with the stage times of a 28.3 B model on 32 A100s (Qi et al. 2024, arXiv:2401.10241, table 6)."""
+    """Row for zb-2p with stage times of a 28.3 B model on 32 A100s (Qi et al. 2024, arXiv:2401.10241, table 6)."""
     shape = PipelineShape(32, 256, times=StageTimes.equal(32, 10.402e-3, 10.248e-3, 7.698e-3, 0.46e-3))
     seconds = []
     for _ in range(_ROUNDS):

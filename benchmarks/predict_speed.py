@@ -1,4 +1,4 @@
-"""One prediction, and one truncated evaluation of a search."""
+"""Speed of one prediction, and of one truncated evaluation of a search."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TRUNCATED_S = 0.015
 
 
 def predict_speed() -> list[BenchmarkRow]:
-    """Processor seconds of a warm ``predict`` with memory and interval, and of a truncated step with memory."""
+    """Rows for CPU seconds of a warm ``predict`` with memory and interval, and of a truncated step with memory."""
     rows = []
     for name, goal_s in _GOALS_S.items():
         job = _job(*name.split())
@@ -72,7 +72,7 @@ def _job(size: str, framework: str, schedule: str) -> Job:
 
 
 def _row(what: str, goal_s: float, run: Callable[[], object]) -> BenchmarkRow:
-    run()  # once to warm what is kept
+    run()  # once, to warm caches
     seconds = []
     for _ in range(_ROUNDS):
         start_s = time.process_time()

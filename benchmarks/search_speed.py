@@ -1,6 +1,6 @@
-"""Whole default spaces under several frameworks: how long the exact answer takes on two cores.
+"""Speed of exact searches of full default spaces under several frameworks, on two cores.
 
-``python -m benchmarks.search_speed MODEL FRAMEWORK`` searches one and prints its numbers as JSON.
+``python -m benchmarks.search_speed MODEL FRAMEWORK`` runs one search and prints the result as JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PEAK_BYTES = 2**29
 
 
 def search_speed() -> list[BenchmarkRow]:
-    """GPT-3 175B on 1,024 A100s and Llama 3 70B on 128 H100s."""
+    """Rows for GPT-3 175B on 1,024 A100s and Llama 3 70B on 128 H100s."""
     return [_row(size, framework, goal_s) for (size, framework), goal_s in _GOALS_S.items()]
 
 
@@ -53,7 +53,7 @@ def _row(size: str, framework: str, goal_s: float) -> BenchmarkRow:
 def _measured(size: str, framework: str) -> dict[str, Any]:
     model = catalog.model(size)
     if size == "gpt3-175b":
-        # untied: FSDP's pipelines are refused with tied ones
+        # untied: FSDP in pipelines is not supported with tied weights
         model = model.model_copy(update={"vocab_size": 51200, "tied_embeddings": False})
         cluster, batch = catalog.cluster("dgx-a100-80gb", 1024), 1536
     else:

@@ -1,9 +1,9 @@
-"""Predicted beside measured where the network is what counts: hosts that only shaped links join.
+"""Prediction errors on communication-bound steps: hosts joined by bandwidth-shaped links.
 
 Hosts are network namespaces of this machine with links shaped to a bandwidth (``tests/hosts.py``; root only), each with
-one rank on one core. The models are small, so that a step is mostly communication. One core is timed by ``simplan
-calibrate``, every network by ``simplan calibrate --nodes``, and every plan is run by ``simplan run`` on all hosts, as a
-user would. What was measured is kept in ``build`` until the table is whole: the same command goes on where it ended.
+one rank on one core. Models are small, so that most of a step is communication. As a user would, the benchmark times
+one core with ``simplan calibrate``, each network with ``simplan calibrate --nodes``, and runs each plan with ``simplan
+run`` on all hosts. Measurements are cached in ``build`` until the table is complete, so an interrupted command resumes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _KEPT = _ROOT / "build" / "shaped-hosts"
 _PORT = 29433
 _GOAL = 0.08
-_BOUND = 0.5  # of a step: from there on it is bound by communication
+_BOUND = 0.5  # fraction of a step from which it counts as communication-bound
 _NUM_HOSTS = (2, 4)
 _MBIT_PER_S = (100, 400, 1600)
 _WIDE = "{family: gpt, num_hidden_layers: 2, hidden_size: 192, num_attention_heads: 4, vocab_size: 512, seq_len: 32}"
@@ -38,11 +38,11 @@ _LONG = "{{family: gpt, num_hidden_layers: {}, hidden_size: 64, num_attention_he
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """One step time of the table.
+    """One configuration of the table.
 
     Attributes:
-        num_hosts: Hosts with a rank each.
-        mbit_per_s: Of every link.
+        num_hosts: Hosts, with one rank each.
+        mbit_per_s: Bandwidth of each link, Mbit/s.
         plan: Name of the plan.
     """
 
@@ -52,17 +52,17 @@ class _Cell:
 
     @property
     def name(self) -> str:
-        """For the table."""
+        """Name in the table."""
         return f"{self.plan}, {self.num_hosts} hosts, {self.mbit_per_s} Mbit/s"
 
     @property
     def file(self) -> Path:
-        """Where what ``simplan run --json`` printed is kept."""
+        """Cache file for the output of ``simplan run --json``."""
         return _KEPT / f"{self.plan}-{self.num_hosts}-{self.mbit_per_s}.json"
 
     @property
     def scenario(self) -> str:
-        """Many weights and few tokens for data parallelism, the reverse for a pipeline."""
+        """Scenario text: many weights and few tokens for data parallelism, the reverse for a pipeline."""
         n = self.num_hosts
         model, batch, plan = {
             "DDP": (_WIDE, 2 * n, f"{{dp_replicate: {n}, microbatch_size: 2}}"),
@@ -79,7 +79,7 @@ _CELLS = [_Cell(n, mbit, plan) for n, mbit, plan in product(_NUM_HOSTS, _MBIT_PE
 
 
 def shaped_hosts() -> Iterator[BenchmarkRow]:
-    """A row for every plan, number of hosts and bandwidth; one that says why where no hosts can be made."""
+    """One row per plan, number of hosts and bandwidth; a single row with the reason if hosts cannot be made."""
     reason = unavailable()
     if reason is not None:
         yield BenchmarkRow("shaped hosts", "", f"not run: {reason}", ok=True)
@@ -91,7 +91,7 @@ def shaped_hosts() -> Iterator[BenchmarkRow]:
 
 
 def _on_one_network(num_hosts: int, mbit_per_s: int, cells: list[_Cell]) -> Iterator[BenchmarkRow]:
-    """What was not kept is measured."""
+    """Rows of the cells of one network; cells that are not cached are measured."""
     if all(cell.file.exists() for cell in cells):
         yield from map(_row, cells)
         return
@@ -106,7 +106,7 @@ def _on_one_network(num_hosts: int, mbit_per_s: int, cells: list[_Cell]) -> Iter
 
 
 def _calibration(made: list[Host], mbit_per_s: int) -> Path:
-    """Timings of one core and of this network."""
+    """Calibrate one core and the network; return the file."""
     here = _KEPT / f"core-{len(made)}.json"
     if not here.exists():
         files = [_scenario_file(cell) for cell in _CELLS if cell.num_hosts == len(made) and cell.mbit_per_s == 100]
@@ -127,7 +127,7 @@ def _scenario_file(cell: _Cell) -> Path:
 
 
 def _on_all(made: list[Host], args: list[Any]) -> str:
-    """A command of simplan on every host; what the first prints."""
+    """Run a simplan command on every host; return the output of the first."""
     meeting = ["--nodes", len(made), "--rdzv", f"{made[0].address}:{_PORT}"]
     started = [_simplan(host, [*args, *meeting]) for host in made]
     printed = [_end(process) for process in started]
@@ -153,10 +153,10 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 
 def _row(cell: _Cell) -> BenchmarkRow:
-    """A cell's errors; only steps that are bound by communication have a goal.
+    """Row with the errors of a cell; only communication-bound steps have a goal.
 
-    Judged is the prediction with its computing as fast as it was in the run: what is tested is the network, and the
-    cores are a shared machine's. The other error stands beside it.
+    The goal applies to the prediction rescaled to the compute speed of the run: the network is under test, and the
+    cores are shared. The other error is shown too.
     """
     document = json.loads(cell.file.read_text())
     measurement, comparison = document["measurement"], document["comparison"]

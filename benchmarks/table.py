@@ -11,13 +11,13 @@ HEADER = "| what | goal | found | met |\n|---|---|---|---|"
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkRow:
-    """One number.
+    """One benchmark result.
 
     Attributes:
-        what: What is measured.
-        goal: What it must be.
-        found: What it is, with its spread.
-        ok: Whether the goal is met.
+        what: Name of the measured quantity.
+        goal: Required value, as text.
+        found: Measured value with its spread, as text.
+        ok: True if the goal is met.
     """
 
     what: str
@@ -26,10 +26,10 @@ class BenchmarkRow:
     ok: bool
 
     def to_markdown(self) -> str:
-        """A line of the table."""
+        """Row of the Markdown table."""
         return f"| {self.what} | {self.goal} | {self.found} | {'yes' if self.ok else '**no**'} |"
 
 
 def to_markdown(rows: list[BenchmarkRow]) -> str:
-    """A table of the rows."""
+    """Markdown table of the rows."""
     return "\n".join([HEADER, *(row.to_markdown() for row in rows)])

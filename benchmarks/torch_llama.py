@@ -1,4 +1,4 @@
-"""A Llama as users of torch write it, split over ranks by ``parallelize_module``."""
+"""Llama in plain torch, tensor-parallel by ``parallelize_module``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROTARY_BASE = 10_000.0
 
 
 class LlamaAttention(nn.Module):
-    """Rotary causal attention; (batch, tokens, hidden_size) to the same."""
+    """Rotary causal attention; input and output have the shape (batch, tokens, hidden_size)."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class LlamaAttention(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attends; a rank has some of the heads."""
+        """Compute attention for the heads of this rank."""
         q, k, v = (matrix(x).unflatten(-1, (-1, self._head_dim)).transpose(1, 2) for matrix in (self.q, self.k, self.v))
         out = functional.scaled_dot_product_attention(self._rotated(q), self._rotated(k), v, is_causal=True)
         attended: Tensor = self.o(out.transpose(1, 2).flatten(-2))
@@ -59,7 +59,7 @@ class Mlp(nn.Module):
         self.gate, self.up, self.down = (nn.Linear(*size, bias=False) for size in ((h, i), (h, i), (i, h)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, hidden_size) to the same."""
+        """Compute the MLP; input and output have the shape (batch, tokens, hidden_size)."""
         out: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
         return out
 
@@ -73,14 +73,14 @@ class LlamaBlock(nn.Module):
         self.attention, self.mlp = LlamaAttention(spec), Mlp(spec)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Hidden states to hidden states."""
+        """Compute the block on hidden states."""
         x = x + self.attention(self.norm1(x))
         out: Tensor = x + self.mlp(self.norm2(x))
         return out
 
 
 class TorchLlama(nn.Module):
-    """Tokens (batch, tokens) to logits (batch, tokens, vocab_size)."""
+    """Llama model: tokens (batch, tokens) to logits (batch, tokens, vocab_size)."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class TorchLlama(nn.Module):
         self.head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits."""
+        """Compute the logits."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
@@ -99,11 +99,11 @@ class TorchLlama(nn.Module):
 
 
 def tensor_parallel_llama(spec: ModelSpec, mesh: DeviceMesh) -> TorchLlama:
-    """The model split as torch's tutorial on tensor and sequence parallelism has it.
+    """Make the model, parallelized as in torch's tutorial on tensor and sequence parallelism.
 
     Args:
-        spec: Its sizes; queries have as many heads as keys.
-        mesh: The ranks, one dimension.
+        spec: Sizes of the model; query and key heads have equal numbers.
+        mesh: One-dimensional mesh of the ranks.
     """
     own_tokens, columns = Shard(1), ColwiseParallel()
     gathered = PrepareModuleInput(input_layouts=(own_tokens,), desired_input_layouts=(Replicate(),))

@@ -1,6 +1,7 @@
-"""Models of Hugging Face transformers on two CPU ranks: predicted and measured step times and peaks.
+"""Predicted and measured step times and memory peaks of Hugging Face transformers models on two CPU ranks.
 
-Each model is calibrated, then every plan of it predicted and run at once. Nothing of this is fitted to these models.
+Each model is calibrated; then each of its plans is predicted and run immediately. No constant is fitted to these
+models.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _STEPS = 15
 
 
 def transformers_models() -> Iterator[BenchmarkRow]:
-    """One row for the time and one for the peak of each model and plan."""
+    """One row for the step time and one for the memory peak of each model and plan."""
     if find_spec("transformers") is None:
         yield BenchmarkRow(
             "models of transformers", "", "transformers is not installed: pip install 'simplan[transformers]'", True

@@ -1,6 +1,6 @@
-"""The workbench in a real browser: what people wait for, by the browser's own clock.
+"""Latency of the dashboard in a real browser, by the browser's clock.
 
-Each number is a benchmark by itself, on a server of its own that has been asked before.
+Each measurement is a separate benchmark on a separate, warm server.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SEEN = """
   look();
 })();
 """.replace("DRAWN", DRAWN)
-"""When the page has something of its own, and when all of it is drawn; looked at 40 times a second."""
+"""Script that records the first content of a page and its complete drawing; polls 40 times per second."""
 
 _ANSWERED = """
 () => {
@@ -59,7 +59,7 @@ _ANSWERED = """
   requestAnimationFrame(look);
 }
 """
-"""From the key that moves the slider to the frame that shows another step time."""
+"""Script that times from the key that moves the slider to the frame with another step time."""
 
 _PLANS = """
 () => {
@@ -77,11 +77,11 @@ _PLANS = """
   }, 25);
 }
 """
-"""From the click on Search to the first plans, and the longest time in which the page could do nothing else."""
+"""Script that times from the click on Search to the first plans, and the longest block of the page's thread."""
 
 
 def _measured(number: _Number) -> Iterator[BenchmarkRow]:
-    """On a server of its own; with its browser it ends however the measurement does."""
+    """Run a measurement on a separate server; server and browser always end with it."""
     if find_spec("playwright") is None:
         yield BenchmarkRow(
             "workbench in a browser", "", "not measured: `make test-browser` installs what it needs", ok=True
@@ -93,14 +93,14 @@ def _measured(number: _Number) -> Iterator[BenchmarkRow]:
 
 def _first_paint(page: str, chromium: Any, url: str, _: int) -> Iterator[BenchmarkRow]:
     address = f"{url}/{'' if page == 'plan' else page}?{_PLAN}"
-    seen = [_load(chromium, address) for _ in range(_ROUNDS + 1)][1:]  # the first one asks what is not known yet
+    seen = [_load(chromium, address) for _ in range(_ROUNDS + 1)][1:]  # the first load fills the server's caches
     first, whole = ([one[key] / 1e3 for one in seen] for key in ("first_ms", "whole_ms"))
     found = f"{_spread(first)}; all of it drawn {_spread(whole)}"
     yield BenchmarkRow(f"workbench: {page}, first paint", "under 2 s", found, statistics.median(first) < 2)
 
 
 def _load(chromium: Any, address: str) -> dict[str, float]:
-    """Opens a page with nothing in the browser's cache."""
+    """Open a page with an empty browser cache."""
     context = chromium.new_context(viewport=_WINDOW)
     context.add_init_script(_SEEN)
     tab = context.new_page()
@@ -112,7 +112,7 @@ def _load(chromium: Any, address: str) -> dict[str, float]:
 
 
 def _slider(chromium: Any, url: str, _: int) -> Iterator[BenchmarkRow]:
-    """Pipeline and tensor-parallel ranks, there and back: every position is a question that nobody asked before."""
+    """Move the sliders of pipeline and tensor parallelism up and down; every position is a new request."""
     tab = chromium.new_context(viewport=_WINDOW).new_page()
     taken_ms: list[float] = []
     for batch in (64, 192, 256, 320):
@@ -150,7 +150,7 @@ def _search(chromium: Any, url: str, _: int) -> Iterator[BenchmarkRow]:
 
 
 def _users(chromium: Any, url: str, pid: int) -> Iterator[BenchmarkRow]:
-    """Ten tabs open ten different questions at once and ask one more each."""
+    """Open ten tabs with ten different requests simultaneously, then make one more request in each."""
     tabs, before = [], _used_s(pid)
     for user in range(_USERS):
         context = chromium.new_context(viewport=_WINDOW)
@@ -175,7 +175,7 @@ def _users(chromium: Any, url: str, pid: int) -> Iterator[BenchmarkRow]:
 
 
 def _family(pid: int) -> list[int]:
-    """A process and all that it started."""
+    """Ids of a process and all its descendants."""
     found = [pid]
     for parent in found:
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -184,7 +184,7 @@ def _family(pid: int) -> list[int]:
 
 
 def _used_bytes(pid: int) -> int:
-    """Memory of a family; what several share is counted once."""
+    """Memory of a process tree in bytes; shared memory counts once."""
     total = 0
     for member in _family(pid):
         for line in Path(f"/proc/{member}/smaps_rollup").read_text().splitlines():
@@ -194,7 +194,7 @@ def _used_bytes(pid: int) -> int:
 
 
 def _used_s(pid: int) -> tuple[float, float]:
-    """Processor time so far: of the server, and of the workers that it has started; Linux, see proc(5)."""
+    """CPU seconds so far, of the server and of its workers (Linux, see proc(5))."""
     found = {}
     for member in _family(pid):
         said = Path(f"/proc/{member}/stat").read_text().rpartition(")")[2].split()

@@ -1,1 +1,1 @@
-"""Fits of the catalogue's constants on published measurements; ``make fit`` runs them."""
+"""Fits of the catalog's constants to published measurements; run by ``make fit``."""

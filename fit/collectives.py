@@ -1,15 +1,15 @@
-"""Fits what links reach on published measurements of collectives, and says how far off that leaves predictions.
+"""Fit link constants to published measurements of collectives, and report the prediction errors.
 
     python -m fit.collectives scenarios/published/collectives*.yaml [--write]
 
-Fitted are, for each kind of link, the latency of a step, the part of the datasheet's bandwidth that large messages
-reach, and the part that the switch reaches when it reduces; and one launch time for all. They start from and are drawn
-to the values of NCCL's own model of itself in links.yaml. Predictions are ``simplan.cost.communication.nccl``'s, the
-very ones that users get. The sizes of one curve err together, so a curve counts as few rows; small messages scatter
-more than large ones, so they count less. ``--write`` replaces links_fitted.yaml.
+Fitted per kind of link: latency of a step, bandwidth efficiency of large transfers, and bandwidth efficiency of the
+switch for in-network reductions; and one launch time for all links. The constants start from, and are regularized
+toward, the values of NCCL's own tuning model in links.yaml. Predictions use ``simplan.cost.communication.nccl``, the
+code that users get. Errors of the sizes of one curve are correlated, so a curve counts as few rows. Small transfers
+scatter more than large ones, so they weigh less. ``--write`` replaces links_fitted.yaml.
 
-Three errors are printed: of the fit; five-fold, whole curves left out; and with a whole source left out. The spread of
-the last is what predictions carry; links that nobody measured carry the spread of a kind of link left out.
+Three errors are printed: in-sample; five-fold, by curve; and leave-one-source-out. Predictions carry the spread of the
+last. Links without measurements carry the spread of leaving out a kind of link.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from simplan.cost.communication.route import route_of
 
 __all__ = ["FITTED_FILE", "fit", "fitted_text", "log_errors", "main"]
 
-FITTED_FILE = Path(catalog.__file__).parent / "catalog" / "links_fitted.yaml"
+FITTED_FILE = Path(catalog.__file__).parent / "links_fitted.yaml"
 
 _LAUNCH = "launch_s"
-_LAUNCH_S = 10e-6  # textbook: about 5 us for the start of a kernel, and as much until its last rank has started
+_LAUNCH_S = 10e-6  # prior: about 5 us to start a kernel, and another 5 us until the last rank has started
 _BOUNDS: Mapping[str, tuple[float, float, float]] = {  # standard deviation of the logarithm, low, high
     "latency_s": (0.3, 1e-6, 10e-6),
     "network.latency_s": (0.7, 3e-6, 300e-6),
@@ -42,8 +42,8 @@ _BOUNDS: Mapping[str, tuple[float, float, float]] = {  # standard deviation of t
     "switch_share": (0.15, 0.4, 1.0),
     _LAUNCH: (0.5, 2e-6, 60e-6),
 }
-_STD = {"small": 0.25, "medium": 0.25, "large": 0.07}  # what a curve scatters about a perfect formula, roughly
-_ROWS_OF_CURVE = 2.0  # that a curve counts for, in each size class
+_STD = {"small": 0.25, "medium": 0.25, "large": 0.07}  # approximate scatter of a curve about a perfect formula
+_ROWS_OF_CURVE = 2.0  # rows that a curve counts as, per size class
 _FOLDS = 5
 _NETWORKS = ("network", "efa")
 _DIGITS = 4
@@ -52,7 +52,7 @@ Values = Mapping[str, float]
 
 
 def main() -> None:
-    """The command."""
+    """Entry point of the command."""
     parser = argparse.ArgumentParser(description="fit links on published measurements of collectives")
     parser.add_argument("records", type=Path, nargs="+")
     parser.add_argument("--write", action="store_true", help=f"replace {FITTED_FILE.name}")
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def fit(records: Sequence[Record]) -> dict[str, float]:
-    """Constants by name, e.g. ``nvlink3.latency_s``, ``launch_s``; textbook values of links that no record uses."""
+    """Fit the constants, by name, e.g. ``nvlink3.latency_s``, ``launch_s``; links without records keep their priors."""
     constants = _constants(records)
     curves = Counter((record.curve, record.size_class) for record in records)
     weights = np.array([min(1.0, _ROWS_OF_CURVE / curves[record.curve, record.size_class]) for record in records])
@@ -126,7 +126,7 @@ def _with_values(cluster: ClusterSpec, values: Values) -> ClusterSpec:
 
 
 def _constants(records: Sequence[Record]) -> list[Constant]:
-    """What the records tell about."""
+    """Constants that the records depend on."""
     constants = [_constant(_LAUNCH, _LAUNCH_S, range(len(records)))]
     for kind in sorted({kind for record in records for kind in record.kinds}):
         rows = [index for index, record in enumerate(records) if kind in record.kinds]
@@ -152,7 +152,7 @@ def _textbook(records: Sequence[Record]) -> dict[str, float]:
 
 
 def _left_out(records: Sequence[Record], part_of: Callable[[Record], object]) -> Floats:
-    """Errors of records by fits that have not seen the part they belong to."""
+    """Held-out log errors: each part is predicted by a fit without it."""
     errors = np.zeros(len(records))
     parts = [part_of(record) for record in records]
     for part in dict.fromkeys(parts):
@@ -164,7 +164,7 @@ def _left_out(records: Sequence[Record], part_of: Callable[[Record], object]) ->
 
 
 def _fold_of(records: Sequence[Record]) -> Callable[[Record], int]:
-    """Curves dealt out in order."""
+    """Assign curves to folds in turn."""
     curves = {curve: index % _FOLDS for index, curve in enumerate(sorted({record.curve for record in records}))}
     return lambda record: curves[record.curve]
 
@@ -179,7 +179,7 @@ def _constants_text(values: Values, records: Sequence[Record]) -> Iterable[str]:
 
 
 def _errors_text(records: Sequence[Record], tables: Mapping[str, Floats]) -> Iterable[str]:
-    """Mean and median absolute percentage error by link and size class."""
+    """Table of mean and median absolute percentage errors by link and size class."""
     groups: dict[str, list[int]] = {}
     for index, record in enumerate(records):
         tier = "between nodes" if record.crosses else "inside a node"
@@ -194,13 +194,13 @@ def _errors_text(records: Sequence[Record], tables: Mapping[str, Floats]) -> Ite
 
 
 def fitted_text(values: Values, records: Sequence[Record], by_source: Floats, by_kind: Floats) -> str:
-    """The file links_fitted.yaml.
+    """Text of links_fitted.yaml.
 
     Args:
-        values: The constants.
-        records: What they were fitted on.
-        by_source: Log errors with the source left out.
-        by_kind: The same with the kind of link left out.
+        values: Fitted constants by name.
+        records: Records of the fit.
+        by_source: Log errors of leave-one-source-out.
+        by_kind: Log errors of leave-one-kind-of-link-out.
     """
     lines = [
         "# Written by `make fit` (python -m fit.collectives), from links.yaml and scenarios/published.",
@@ -230,13 +230,13 @@ def _inside(record: Record) -> bool:
 
 
 def _number(value: float) -> str:
-    """As YAML reads numbers: with a point."""
+    """Format a number as YAML requires, with a decimal point."""
     text = f"{value:.{_DIGITS}g}"
     return text if "e" not in text or "." in text else text.replace("e", ".0e")
 
 
 def _spread(records: Sequence[Record], errors: Floats, wanted: Callable[[Record], bool]) -> str:
-    """Root mean square by size class."""
+    """Root mean square error by size class, as YAML."""
     cells = []
     for size in _STD:
         rows = [index for index, record in enumerate(records) if wanted(record) and record.size_class == size]
@@ -245,7 +245,7 @@ def _spread(records: Sequence[Record], errors: Floats, wanted: Callable[[Record]
 
 
 def _ids(ids: Sequence[str]) -> str:
-    """Ids with runs of numbers written as first to last."""
+    """Text of ids, with consecutive numbers as ranges."""
     runs: list[tuple[str, int, int]] = []
     for prefix, number in sorted((name.rpartition("-")[0], int(name.rpartition("-")[2])) for name in ids):
         if runs and runs[-1][0] == prefix and number == runs[-1][2] + 1:

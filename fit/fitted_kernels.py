@@ -1,4 +1,4 @@
-"""The text of kernels_fitted.yaml."""
+"""Writer of kernels_fitted.yaml."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _DIGITS = 4
 
 
 def fitted_text(values: Values, rows: Sequence[FitRow], spread: SpreadEstimate, unseen: float) -> str:
-    """The file.
+    """Text of kernels_fitted.yaml.
 
     Args:
-        values: Constants by name.
-        rows: What they were fitted on.
-        spread: How sure step times are.
-        unseen: The same of a software profile that nothing was fitted to.
+        values: Fitted constants by name.
+        rows: Runs of the fit.
+        spread: Uncertainty of step times.
+        unseen: Relative standard deviation of compute for a software profile without fitted runs.
     """
     return "\n".join([*_lines(values, rows, spread, unseen), ""])
 
@@ -63,12 +63,12 @@ def _by(rows: Sequence[FitRow], owner_of: Callable[[FitRow], str]) -> list[tuple
 
 
 def _number(value: float) -> str:
-    """As YAML reads numbers: with a point."""
+    """Format a number as YAML requires, with a decimal point."""
     text = f"{value:.{_DIGITS}g}"
     return text if "e" not in text or "." in text else text.replace("e", ".0e")
 
 
 def _ids(rows: Sequence[FitRow]) -> str:
-    """How many runs of which files; which ones is the rule that all with a step time are used."""
+    """Number of runs per file; all runs with a step time are used."""
     names = ", ".join(f"{source} ({len(own)})" for source, own in _by(rows, lambda row: row.source))
     return f"{len(rows)} runs of scenarios/published: {names}"

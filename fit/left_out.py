@@ -1,9 +1,9 @@
-"""What a fit says of runs that it has not seen, kept so that a test can hold predictions to it.
+"""Held-out errors of a fit, stored so that a test can check predictions against them.
 
-``left_out.yaml`` has the constants of each of five folds, found without it, and of a few runs of every file the mean
-error of predictions with the constants of their folds. The test predicts these runs again, which takes seconds where
-fitting takes minutes: a change that makes predictions worse shows, and one that makes them better may have its new
-figure written by ``make fit``.
+``left_out.yaml`` contains the constants of five folds, each fitted without the fold. For a few runs of every file it
+contains the mean error of predictions with the constants of their folds. The test predicts these runs again, which
+takes seconds, where fitting takes minutes. So a change that makes predictions worse shows. ``make fit`` stores the new
+figures of a change that makes them better.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _DIGITS = 4
 
 
 def left_out_text(rows: Sequence[FitRow], folds: Sequence[Values]) -> str:
-    """The file.
+    """Text of left_out.yaml.
 
     Args:
-        rows: All rows.
-        folds: Constants by fold, found without it.
+        rows: All runs.
+        folds: Constants by fold, fitted without it.
     """
     own: dict[str, list[str]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: sha256(row.run.id.encode()).hexdigest()):
@@ -59,7 +59,7 @@ def sample_errors(runs: Sequence[tuple[str, PublishedRun]], folds: Sequence[Valu
     """Mean absolute relative error of the step time by file.
 
     Args:
-        runs: Names of files, and runs of them.
+        runs: Pairs of file name and run.
         folds: Constants by fold.
     """
     found = Parallel(n_jobs=-1)(delayed(_error)(run, [dict(fold) for fold in folds]) for _, run in runs)
@@ -70,11 +70,11 @@ def sample_errors(runs: Sequence[tuple[str, PublishedRun]], folds: Sequence[Valu
 
 
 def sampled_runs(folder: Path, names: Mapping[str, Sequence[str]]) -> list[tuple[str, PublishedRun]]:
-    """Runs by their ids.
+    """Read runs by their ids.
 
     Args:
-        folder: Of the files.
-        names: Ids by name of file.
+        folder: Folder of the files.
+        names: Ids of runs by file name.
     """
     found = []
     for source, ids in names.items():

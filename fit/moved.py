@@ -1,4 +1,4 @@
-"""How much longer and shorter steps are when messages and hosts take longer and shorter than they are priced."""
+"""Change of step times when communication and host work deviate from their cost estimates."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from simplan.program.program import Excess, LayerWork, Message, Program, Work
 __all__ = ["BETWEEN", "MovedParts", "parts_of"]
 
 BETWEEN = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.5, 2.5)
-"""Relative standard deviations of messages between nodes that steps are looked at with."""
+"""Relative standard deviations of communication between nodes at which steps are evaluated."""
 
 
 class MovedParts(NamedTuple):
-    """What moves the step time of a run.
+    """Sensitivity of the step time of a run to errors of cost estimates.
 
     Attributes:
-        software: The profile it is predicted with.
-        computing: What computation takes, as a share of the predicted time.
-        longer, shorter: By how much messages and hosts lengthen and shorten the step, in logarithms, that are one
-            standard deviation off: messages between nodes each of ``BETWEEN``, all else what it is priced with.
+        software: Software profile of the prediction.
+        computing: Compute time as a fraction of the predicted step time.
+        longer, shorter: Change of the log step time when communication and host work are one standard deviation slower,
+            or faster. One value per entry of ``BETWEEN`` for communication between nodes; all else has its own
+            deviation.
     """
 
     software: str
@@ -39,12 +40,12 @@ class MovedParts(NamedTuple):
 
 
 def parts_of(rows: Sequence[FitRow], values: Values, jobs: int = -1) -> list[MovedParts]:
-    """What moves steps.
+    """Compute the sensitivities of runs.
 
     Args:
-        rows: The runs.
-        values: Constants.
-        jobs: Processes; -1 for one a core.
+        rows: Runs.
+        values: Constants by name.
+        jobs: Processes; -1 for one per core.
     """
     prices, computing = FitCosts(values), []
     for row in rows:
@@ -58,7 +59,7 @@ def parts_of(rows: Sequence[FitRow], values: Values, jobs: int = -1) -> list[Mov
 
 
 def _messages_of(work: Work) -> tuple[Message, ...]:
-    """Also those of which only what goes beyond products is left."""
+    """Communication of work, including overlapped communication of which only the excess over GEMMs remains."""
     match work:
         case Message():
             return (work,)

@@ -1,4 +1,4 @@
-"""Published measurements of collectives, as messages on clusters."""
+"""Published measurements of collectives, as collectives on clusters."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["Record", "kind_of", "load_records"]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One measurement.
+    """One measured collective.
 
     Attributes:
-        id: In the file.
-        source: The repository or document it is from.
-        curve: Measurements of one run over sizes share it.
-        message: What was timed.
-        cluster: Where.
-        seconds: How long it took.
-        algorithm: That was asked for or reported: ``ring``, ``tree``, ``NVLS``; empty for NCCL's choice.
+        id: Identifier in the file.
+        source: Repository or document.
+        curve: Name shared by measurements of one run over sizes.
+        message: Timed collective.
+        cluster: Cluster of the measurement.
+        seconds: Measured seconds.
+        algorithm: Requested or reported algorithm: ``ring``, ``tree``, ``NVLS``; empty for NCCL's choice.
     """
 
     id: str
@@ -40,23 +40,23 @@ class Record:
 
     @property
     def crosses(self) -> bool:
-        """Whether it is between nodes."""
+        """True if the collective is between nodes."""
         return self.cluster.num_nodes > 1
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of links it uses."""
+        """Kinds of links in the cluster."""
         return tuple(kind_of(link) for link in (self.cluster.intra_link, self.cluster.inter_link) if link is not None)
 
     @property
     def size_class(self) -> str:
-        """As ``simplan.cluster.hardware.Spread`` has them."""
+        """Size class, as in ``simplan.cluster.hardware.Spread``."""
         num_bytes = self.message.num_bytes
         return "small" if num_bytes < 2**20 else "medium" if num_bytes < 2**26 else "large"
 
 
 def load_records(path: Path) -> list[Record]:
-    """The records of a file but those that it says to leave out."""
+    """Records of a file, except those marked ``left_out``."""
     return [_record(row) for row in read_yaml(path).data["records"] if not row.get("left_out")]
 
 
@@ -83,7 +83,7 @@ def _record(row: dict[str, Any]) -> Record:
 
 
 def kind_of(link: LinkSpec) -> str:
-    """A link's name without the rate of a network, e.g. ``network``, ``nvlink4``."""
+    """Link name without the rate of a network, e.g. ``network``, ``nvlink4``."""
     return link.id.partition("-")[0] if link.id.endswith("gbit") else link.id
 
 
@@ -94,7 +94,7 @@ def _network(row: dict[str, Any]) -> LinkSpec | None:
 
 
 def _seconds(row: dict[str, Any], kind: CollectiveKind, num_ranks: int) -> float:
-    """The time, or what a bandwidth comes to."""
+    """Measured seconds, computed from a bandwidth if no time is given."""
     if row["time_us"] is not None:
         return float(row["time_us"]) * 1e-6
     if row["busbw_gb_s"] is not None:

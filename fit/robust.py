@@ -1,9 +1,9 @@
 """Robust, regularized, bounded least squares over a few positive constants, in numpy.
 
-Minimizes sum_i w_i rho(r_i(x)) + sum_j ((x_j - x0_j) / s_j)**2 over x, the logarithms of the constants, where x0 are
-textbook values and s how far, in logarithms, constants may be expected to be from them. rho is the soft L1 loss
-2 c**2 (sqrt(1 + (r/c)**2) - 1), which counts an outlier linearly. Levenberg-Marquardt steps, each row weighted by
-1 / sqrt(1 + (r/c)**2) (iteratively reweighted; Triggs et al. 2000, section 4.3), kept within bounds.
+Minimizes sum_i w_i rho(r_i(x)) + sum_j ((x_j - x0_j) / s_j)**2 over x, the logarithms of the constants. x0 are prior
+values and s their prior standard deviations, both in logarithms. rho is the soft L1 loss
+2 c**2 (sqrt(1 + (r/c)**2) - 1), which counts an outlier linearly. Levenberg-Marquardt steps weight each row by
+1 / sqrt(1 + (r/c)**2) (iteratively reweighted; Triggs et al. 2000, section 4.3), and stay within bounds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Constant", "Residuals", "minimize"]
 
 Floats = npt.NDArray[np.float64]
 Residuals = Callable[[Floats, Sequence[int]], Floats]
-"""From values of the constants to residuals of some rows, in standard deviations."""
+"""Function from constants and row indices to residuals of these rows, in standard deviations."""
 
 _C = 1.5
 _STEP = 1e-4
@@ -28,14 +28,14 @@ _LEAST_GAIN = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """What is fitted.
+    """A fitted constant.
 
     Attributes:
-        name: E.g. ``nvlink3.latency_s``.
-        textbook: Its value in books and datasheets, where the fit starts and is drawn to.
-        log_std: How far from it the logarithm may be expected.
+        name: Name, e.g. ``nvlink3.latency_s``.
+        textbook: Prior value, from datasheets and literature: the start of the fit, which is regularized toward it.
+        log_std: Prior standard deviation of the logarithm.
         low, high: Bounds.
-        rows: Residuals that depend on it.
+        rows: Indices of the residuals that depend on the constant.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Constant:
     rows: Sequence[int]
 
     def at_bound(self, value: float) -> bool:
-        """Whether a value lies at a bound."""
+        """True if a value is at a bound."""
         return bool(np.isclose(value, (self.low, self.high), rtol=1e-6).any())
 
 
@@ -58,14 +58,14 @@ def minimize(
     start: Mapping[str, float] | None = None,
     most_iterations: int = _MOST_ITERATIONS,
 ) -> Floats:
-    """The values of the constants.
+    """Fit the constants; return their values in order.
 
     Args:
-        constants: What to fit.
-        residuals: At given values, of given rows.
-        weights: Of all rows.
-        start: Values to start from, by name; those of books unless told otherwise.
-        most_iterations: Steps after which it is good enough.
+        constants: Constants to fit.
+        residuals: Residuals of given rows at given values.
+        weights: Weights of all rows.
+        start: Start values by name; missing ones start at the prior.
+        most_iterations: Maximum number of steps.
     """
     textbook = np.log([constant.textbook for constant in constants])
     inverse_variance = np.array([constant.log_std for constant in constants]) ** -2
@@ -100,11 +100,11 @@ def minimize(
 
 
 def _slopes(constants: Sequence[Constant], residuals: Residuals, x: Floats, r: Floats) -> Floats:
-    """Derivatives of the residuals, by differences."""
+    """Derivatives of the residuals, by finite differences."""
     slopes = np.zeros((len(r), len(x)))
     for index, constant in enumerate(constants):
         moved = x.copy()
-        moved[index] -= _STEP  # upper bounds may be limits of what is valid
+        moved[index] -= _STEP  # downward, since upper bounds may be limits of validity
         rows = list(constant.rows)
         slopes[rows, index] = (r[rows] - residuals(np.exp(moved), rows)) / _STEP
     return slopes

@@ -1,4 +1,4 @@
-"""Published training runs as sums over what their steps wait for, priced at any constants."""
+"""Published training runs as sums of step-time terms, which can be evaluated at any constants."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ Values = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FitRow:
-    """A run, and what its step waits for.
+    """A run, with the terms of its step time.
 
     Attributes:
-        source: Name of its file.
-        run: As published.
-        question: The question, at the constants that the terms were found with.
-        terms: Sum up to the step time.
+        source: File name of the run.
+        run: Published run.
+        question: Prediction request, at the constants at which the terms were computed.
+        terms: Terms that sum to the predicted step time.
     """
 
     source: str
@@ -58,30 +58,30 @@ class FitRow:
 
     @property
     def architecture(self) -> str:
-        """Of its devices."""
+        """Architecture of the devices."""
         return self.question.job.cluster.device.architecture
 
     @property
     def measured_s(self) -> float:
-        """The published step time."""
+        """Published step time in seconds."""
         assert self.run.measured.step_time_s is not None
         return self.run.measured.step_time_s
 
     @property
     def attention_kernel(self) -> AttentionKernel | None:
-        """The generation of fused attention that runs."""
+        """Generation of the fused attention kernel; None if attention is not fused."""
         return self.question.job.cluster.device.kernels.kernel_of(self.question.job.software.rates.attention_kernel)
 
     def predicted_s(self, prices: FitCosts) -> float:
-        """At given constants, along the paths that were found."""
+        """Predicted step time at given constants, along the stored longest paths."""
         return sum(term.times * prices.seconds(self.question.job, term) for term in self.terms)
 
 
 class FitCosts:
-    """What terms take at given constants; what several runs ask for is worked out once.
+    """Costs of terms at given constants, cached over runs.
 
     Args:
-        values: The constants; those that are missing are as in the question.
+        values: Constants by name; missing ones keep the value of the request.
     """
 
     def __init__(self, values: Values) -> None:
@@ -90,7 +90,7 @@ class FitCosts:
         self._seconds: dict[tuple[object, ...], float] = {}
 
     def seconds(self, job: Job, term: StepTerm) -> float:
-        """Of one term."""
+        """Seconds of one occurrence of a term."""
         match term.work:
             case LayerWork():
                 return self._of_layer(job, term.work)
@@ -108,7 +108,7 @@ class FitCosts:
                 return term.seconds
 
     def _slowdown(self, job: Job, message: Message) -> float:
-        """What messages of its group take, over what they take at the constants of the question."""
+        """Slowdown of communication at the given constants over that at the constants of the request."""
         rates = job.software.rates
         field, before = (
             ("inter_slowdown", rates.inter_slowdown)
@@ -154,19 +154,19 @@ _UNCHANGED = FitCosts({})
 
 
 def fold_of(job: Job, folds: int) -> int:
-    """Of so many; runs of one model on one device, which are near-duplicates, are in the same one."""
+    """Fold of a job, out of ``folds``; runs of one model on one device, near-duplicates, share a fold."""
     model = job.model
     shape = f"{model.family} {model.hidden_size} {model.num_hidden_layers} {job.cluster.device.id}"
     return int(sha256(shape.encode()).hexdigest(), 16) % folds
 
 
 def part_of(run: PublishedRun, parts: int) -> int:
-    """Of so many, drawn for each run alone: near-duplicates are in others."""
+    """Part of a run, out of ``parts``, assigned per run, so that near-duplicates fall in different parts."""
     return int(sha256(run.id.encode()).hexdigest(), 16) % parts
 
 
 def _changed_device(device: DeviceSpec, values: Values) -> DeviceSpec:
-    """With constants of its architecture, and those that all have in common."""
+    """Device with the constants of its architecture and the common constants."""
     rates: dict[str, Any] = _of(device.architecture, ARCHITECTURE, values) | _of("", ALL, values)
     sustained = _of(device.architecture, KERNELS, values)
     rates["attention"] = {
@@ -177,37 +177,37 @@ def _changed_device(device: DeviceSpec, values: Values) -> DeviceSpec:
 
 
 def _changed_software(software: SoftwareSpec, values: Values) -> SoftwareSpec:
-    """With its constants."""
+    """Software profile with its constants."""
     rates = software.rates.model_copy(update=_of(software.id, SOFTWARE, values))
     return software.model_copy(update={"rates": rates})
 
 
 def question_at(question: RunQuestion, values: Values) -> RunQuestion:
-    """A question at other constants."""
+    """Copy of a request with other constants."""
     cluster = question.job.cluster.model_copy(update={"device": _changed_device(question.job.cluster.device, values)})
     software = _changed_software(question.job.software, values)
     return replace(question, job=replace(question.job, cluster=cluster, software=software))
 
 
 def _of(name: str, fields: Iterable[str], values: Values) -> dict[str, float]:
-    """Constants of one owner."""
+    """Constants of one owner, by field."""
     prefix = f"{name}." if name else ""
     return {field: values[prefix + field] for field in fields if prefix + field in values}
 
 
 def between_nodes(cluster: ClusterSpec, message: Message) -> bool:
-    """Whether its ranks are in more than one node."""
+    """True if the ranks of a collective are in more than one node."""
     first = cluster.node_of(message.ranks[0])
     return any(cluster.node_of(rank) != first for rank in message.ranks)
 
 
 def load_rows(paths: Sequence[Path], values: Values, jobs: int = -1) -> list[FitRow]:
-    """All runs with a step time that can be predicted.
+    """Load all runs with a step time that can be predicted.
 
     Args:
         paths: Files and folders of published runs.
-        values: Constants at which longest paths are looked for.
-        jobs: Processes; -1 for one a core.
+        values: Constants at which longest paths are computed.
+        jobs: Processes; -1 for one per core.
     """
     timed = [
         (Path(read.file).stem, run, dict(values), read.recipes)

@@ -1,17 +1,20 @@
-"""How sure step times are: spreads for which 90 % intervals hold as many of the runs that a fit has not seen.
+"""Uncertainty of step times: spreads whose 90% intervals cover 90% of held-out runs.
 
-Logarithms of measured over predicted times scatter as Student's t with five degrees of freedom, so that a run which is
-far off does not widen the intervals of all others. Their scale has two parts: a share of what is computed, which every
-framework has of its own and which is drawn to what they have in common (as if a framework's were within a factor of
-``exp(0.5)`` of the common one in two of three cases); and a share of what messages between nodes take, common to all:
-what training shares a network with, and what collectives take beside products, no benchmark of collectives tells. A
-message that computation hides lengthens a step where it takes longer and shortens it in no case, so that intervals
-reach farther up than down (``fit.moved``); a skew of all of them beyond that gains nothing.
+The log of measured over predicted time follows Student's t with five degrees of freedom. So one outlier does not widen
+the intervals of all other runs. Its scale has two parts.
 
-All are found where their posterior is highest on a grid (Gelman et al., Bayesian Data Analysis, 3rd edition, sections
-5.4 and 17.2), which needs no start. The degrees of freedom and what draws frameworks together are those of the best
-interval score (Gneiting and Raftery 2007, section 6.2) of widths that had not seen the rows, which hardly depends on
-either; scale and deviation here are those of a normal distribution with as wide a 90 % interval.
+- Compute: a fraction of the compute time, specific to each framework and regularized toward a common value. In two of
+  three cases it is within a factor of ``exp(0.5)`` of that value.
+- Communication between nodes: a fraction common to all. Benchmarks of collectives show neither the sharing of a network
+  with other jobs nor the slowdown next to GEMMs.
+
+Hidden communication lengthens a step when it takes longer and never shortens it, so intervals reach farther up than
+down (``fit.moved``). A further skew of all intervals gains nothing.
+
+All spreads maximize the posterior on a grid (Gelman et al., Bayesian Data Analysis, 3rd edition, sections 5.4 and
+17.2), which needs no start value. The degrees of freedom and the regularization are those with the best interval score
+(Gneiting and Raftery 2007, section 6.2) of held-out widths; the score hardly depends on either. Scales and deviations
+in this module are those of a normal distribution with the same 90% interval.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ from fit.robust import Floats
 __all__ = ["SpreadEstimate", "fit_spread", "interval_score", "unseen_std", "within", "within_left_out"]
 
 _INSIDE = 0.9
-_NINE_IN_TEN = 1.645  # as of intervals of predictions
-_FREEDOM, _T_NINE_IN_TEN = 5, 2.015  # Student's t holds 90 % within so many times its scale
+_NINE_IN_TEN = 1.645  # as for intervals of predictions
+_FREEDOM, _T_NINE_IN_TEN = 5, 2.015  # Student's t has 90% within 2.015 times its scale
 _TOGETHER = 0.5
 _SCALES = np.exp(np.arange(np.log(0.005), np.log(1.0), 0.05))
 _BETWEEN = np.exp(np.arange(np.log(0.05), np.log(2.5), 0.2))
@@ -38,12 +41,12 @@ _BETWEEN_USUAL, _BETWEEN_LOG_STD = 0.3, 1.0
 
 @dataclass(frozen=True, slots=True)
 class SpreadEstimate:
-    """How sure predictions are.
+    """Fitted uncertainty of predictions.
 
     Attributes:
-        computing: Relative standard deviation of prices of computation by software profile.
-        common: The same of a profile that no run is known of, on devices and in the manner of those that are.
-        between_nodes: Relative standard deviation of messages between nodes.
+        computing: Relative standard deviation of compute, by software profile.
+        common: Relative standard deviation of compute for a profile without runs, on devices with runs.
+        between_nodes: Relative standard deviation of communication between nodes.
     """
 
     computing: Mapping[str, float]
@@ -51,18 +54,18 @@ class SpreadEstimate:
     between_nodes: float
 
     def half_widths(self, parts: Sequence[MovedParts]) -> tuple[Floats, Floats]:
-        """How far 90 % intervals reach down and up, in logarithms."""
+        """Lower and upper half widths of 90% intervals, in logarithms."""
         own = [self.computing.get(part.software, self.common) for part in parts]
         down, up = _deviations(parts, np.array(own), self.between_nodes)
         return _NINE_IN_TEN * down, _NINE_IN_TEN * up
 
 
 def fit_spread(parts: Sequence[MovedParts], errors: Floats) -> SpreadEstimate:
-    """The spread of highest posterior.
+    """Find the spread with the highest posterior.
 
     Args:
-        parts: Of all runs.
-        errors: Logarithms of predicted over measured step times by fits that have not seen the run.
+        parts: Sensitivities of all runs.
+        errors: Held-out logarithms of predicted over measured step times.
     """
     names = sorted({part.software for part in parts})
     own = np.array([[part.software == name for part in parts] for name in names], dtype=float)
@@ -85,15 +88,15 @@ def fit_spread(parts: Sequence[MovedParts], errors: Floats) -> SpreadEstimate:
 
 
 def unseen_std(parts: Sequence[MovedParts], errors: Floats, sources: Sequence[str], spread: SpreadEstimate) -> float:
-    """Relative standard deviation of computation of a framework that nothing was fitted to.
+    """Relative standard deviation of compute for a framework without fitted runs.
 
-    Nine in ten runs are within, each source counting alike.
+    The interval covers 90% of runs, with equal weight per source.
 
     Args:
-        parts: Of all runs.
-        errors: By fits that have not seen the source.
-        sources: By run.
-        spread: Of messages between nodes.
+        parts: Sensitivities of all runs.
+        errors: Log errors of leave-one-source-out fits.
+        sources: Source of each run.
+        spread: Spread with the deviation of communication between nodes.
     """
     late = errors < 0
     shorter, longer = _messages(parts, spread.between_nodes)
@@ -108,16 +111,16 @@ def unseen_std(parts: Sequence[MovedParts], errors: Floats, sources: Sequence[st
 
 
 def within(parts: Sequence[MovedParts], errors: Floats, spread: SpreadEstimate) -> Floats:
-    """Whether measured step times are inside of 90 % intervals about predictions with such errors."""
+    """``(runs,)`` 1 if the measured step time is inside the 90% interval of the prediction, else 0."""
     down, up = spread.half_widths(parts)
     return np.asarray((errors <= down) & (-errors <= up), dtype=float)
 
 
 def within_left_out(parts: Sequence[MovedParts], errors: Floats, folds: Sequence[Hashable]) -> tuple[Floats, Floats]:
-    """The same with a spread that has not seen the fold of the run either.
+    """Coverage and interval scores with spreads that are held out by fold too.
 
     Returns:
-        Whether they are inside, and interval scores.
+        ``(runs,)`` 1 if inside the interval, else 0; and ``(runs,)`` interval scores.
     """
     inside, scores = np.zeros(len(parts)), np.zeros(len(parts))
     for fold in dict.fromkeys(folds):
@@ -131,7 +134,7 @@ def within_left_out(parts: Sequence[MovedParts], errors: Floats, folds: Sequence
 
 
 def interval_score(parts: Sequence[MovedParts], errors: Floats, spread: SpreadEstimate) -> Floats:
-    """Width of the interval, and 20 times what is missing where it does not hold the truth; of the prediction."""
+    """Interval score relative to the prediction: width plus 20 times the distance of a measurement outside."""
     down, up = spread.half_widths(parts)
     low, high, truth = np.exp(-down), np.exp(up), np.exp(-errors)
     missing = np.maximum(0.0, low - truth) + np.maximum(0.0, truth - high)
@@ -139,7 +142,7 @@ def interval_score(parts: Sequence[MovedParts], errors: Floats, spread: SpreadEs
 
 
 def _deviations(parts: Sequence[MovedParts], computing: Floats, between: float) -> tuple[Floats, Floats]:
-    """Of step times, down and up; computation and messages err independently, messages together."""
+    """Standard deviations of log step times, down and up; compute and communication are independent."""
     shares = np.array([part.computing for part in parts])
     shorter, longer = _messages(parts, between)
     down, up = -np.log1p(-shares * computing / (1 + computing)), np.log1p(shares * computing)
@@ -147,19 +150,19 @@ def _deviations(parts: Sequence[MovedParts], computing: Floats, between: float) 
 
 
 def _messages(parts: Sequence[MovedParts], between: float) -> tuple[Floats, Floats]:
-    """What messages, and hosts, shorten and lengthen steps by."""
+    """Shortening and lengthening of steps by communication and host work, in logarithms."""
     sides = ([part.shorter for part in parts], [part.longer for part in parts])
     shorter, longer = (np.array([np.interp(between, BETWEEN, own) for own in side]) for side in sides)
     return shorter, longer
 
 
 def _slower(saved: Floats) -> Floats:
-    """What one minus its inverse is: of a price that is divided by one and as much."""
+    """Deviation x for which a cost divided by 1 + x shrinks by the fraction ``saved``; infinite from 1 on."""
     return np.where(saved < 1, saved / np.maximum(1e-9, 1 - saved), np.inf)
 
 
 def _log_density(errors: Floats, down: Floats, up: Floats) -> Floats:
-    """Of Student's t in two halves of unequal scale (Fernandez and Steel 1998)."""
+    """Log density of Student's t in two halves of unequal scale (Fernandez and Steel 1998)."""
     to_scale = _NINE_IN_TEN / _T_NINE_IN_TEN
     scales = np.where(errors < 0, up, down) * to_scale
     top = gamma((_FREEDOM + 1) / 2) / gamma(_FREEDOM / 2) / np.sqrt(_FREEDOM * pi)

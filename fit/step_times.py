@@ -1,18 +1,17 @@
-"""Fits what kernels reach on the step times of published training runs, and says how far off that leaves predictions.
+"""Fit kernel efficiencies to step times of published training runs, and report the prediction errors.
 
     python -m fit.step_times scenarios/published [--rounds N] [--write]
 
-Fitted are a few rates of each architecture, a few habits of each framework, and what all have in common
-(``fit.rates``); they start from and are drawn to the textbook values of kernels.yaml. A step time is the longest path
-through what is done, so near the present constants it is a sum of prices, each so many times
-(``simplan.predict.step_summary.step_terms``): the fit prices the terms of that sum again, with the very code that
-predicts, and each round looks for the longest paths anew. A source counts as its runs to the power of three quarters.
-``--write`` replaces kernels_fitted.yaml.
+Fitted are a few rates per architecture, a few framework constants, and common constants (``fit.rates``). They start
+from, and are regularized toward, the prior values of kernels.yaml. A step time is the longest path through the work of
+a step. Near the present constants it is therefore a sum of costs times counts
+(``simplan.predict.step_summary.step_terms``). The fit evaluates the terms of that sum with the code that predicts, and
+each round recomputes the longest paths. A source counts as its number of runs to the power of 0.75. ``--write``
+replaces kernels_fitted.yaml.
 
-Four errors are printed: of the fit; five-fold, with folds by model and device, so that near-duplicates stay together;
-with a fifth of the runs left out that is drawn one by one, as from a table some of whose rows are missing; and with a
-whole source left out. The spread of the second is what predictions of a fitted framework carry, that of the
-last what those of any other carry.
+Four errors are printed: in-sample; five-fold by model and device, so that near-duplicates stay together; five-fold by
+run, as for a table with missing rows; and leave-one-source-out. Predictions of a fitted framework carry the spread of
+the second; predictions of other frameworks carry that of the last.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ from simplan import catalog
 
 __all__ = ["FITTED_FILE", "constants_of", "fit", "left_out", "log_errors", "main"]
 
-FITTED_FILE = Path(catalog.__file__).parent / "catalog" / "kernels_fitted.yaml"
+FITTED_FILE = Path(catalog.__file__).parent / "kernels_fitted.yaml"
 
-_STD = 0.03  # what step times scatter about a perfect model, roughly
+_STD = 0.03  # approximate scatter of step times about a perfect model
 _TRUST = {"good": 1.0, "assumed": 0.3, "noisy": 0.1, "inconsistent": 0.1}
-"""What a row counts for: where a source does not print something that sets the work, others had to assume it."""
+"""Weight of a row by quality: assumed fields are guesses by the collector of the runs."""
 _DIVIDED = 0.25
-"""A run of n in a file counts for n to the power of minus this: runs of one file are alike, though not the same. Less
-of it makes errors of runs left out smaller, none costs the small files."""
+"""Each of n runs in a file weighs n to the power of minus this, since runs of one file are similar, not equal. A
+smaller value lowers held-out errors; 0 would ignore the small files."""
 _ITERATIONS = 8
 _ITERATIONS_LEFT_OUT = 3
-"""Of fits without a part of the rows. They begin at what all rows say, from where three steps go all the way but for
-rounding: with a source left out, the median over the sources is 9.35 % after three steps and 9.37 % after eight."""
+"""Iterations of held-out fits. They start from the fit of all rows, so three steps converge up to rounding: the median
+leave-one-source-out error over sources is 9.35% after three steps and 9.37% after eight."""
 
 
 def main() -> None:
-    """The command."""
+    """Entry point of the command."""
     parser = argparse.ArgumentParser(description="fit kernels on published training runs")
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--rounds", type=int, default=3, help="how often longest paths are looked for")
@@ -92,12 +91,12 @@ def main() -> None:
 
 
 def fit(rows: Sequence[FitRow], start: Values, iterations: int = _ITERATIONS) -> dict[str, float]:
-    """Constants by name.
+    """Fit the constants; return their values by name.
 
     Args:
-        rows: What to fit on.
-        start: Values to start from; textbook values of those that are missing.
-        iterations: Steps at most.
+        rows: Runs to fit.
+        start: Start values by name; missing ones start at the prior.
+        iterations: Maximum number of steps.
     """
     constants = constants_of(rows)
     names = [constant.name for constant in constants]
@@ -114,7 +113,7 @@ def fit(rows: Sequence[FitRow], start: Values, iterations: int = _ITERATIONS) ->
 
 
 def constants_of(rows: Sequence[FitRow]) -> list[Constant]:
-    """What can be fitted on some runs."""
+    """Constants that the runs depend on."""
     by_name: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         for field in _architecture_fields(row):
@@ -129,7 +128,7 @@ def constants_of(rows: Sequence[FitRow]) -> list[Constant]:
 
 
 def _architecture_fields(row: FitRow) -> list[str]:
-    """Of its architecture, what a run depends on."""
+    """Constants of the architecture that a run depends on."""
     linear = row.question.job.software.state(row.question.job.training, row.question.job.plan).linear
     low = None if linear is None else "fp4_share" if row.question.job.training.precision == "nvfp4" else "low_share"
     fields: list[str] = [field for field in ARCHITECTURE if field not in ("low_share", "fp4_share") or field == low]
@@ -160,12 +159,12 @@ def log_errors(rows: Sequence[FitRow], values: Values) -> Floats:
 def left_out(
     rows: Sequence[FitRow], part_of: Callable[[FitRow], Hashable], start: Values
 ) -> tuple[Floats, dict[Hashable, dict[str, float]]]:
-    """Errors of rows by fits that have not seen the part they belong to, and the constants by part.
+    """Held-out log errors, and constants by part; each part is predicted by a fit without it.
 
     Args:
-        rows: All rows.
-        part_of: Tells parts.
-        start: Where these fits start.
+        rows: All runs.
+        part_of: Part of a run.
+        start: Start values of the fits.
     """
     parts = [part_of(row) for row in rows]
     names = list(dict.fromkeys(parts))
@@ -183,7 +182,7 @@ def _without(rows: Sequence[FitRow], held: Sequence[bool], start: Values) -> tup
 
 
 def _textbook_values() -> dict[str, float]:
-    """Of all that there is, whether runs say something about it or not: a fit does not depend on the one before."""
+    """Prior values of all constants, including those without data, so that fits do not depend on earlier fits."""
     values = {field: getattr(catalog.kernel_rates("other", textbook=True), field) for field in ALL}
     for architecture in {catalog.device(name).architecture for name in catalog.names("devices")}:
         rates = catalog.kernel_rates(architecture, textbook=True)
@@ -211,7 +210,7 @@ def _constants_text(values: Values, rows: Sequence[FitRow]) -> list[str]:
 
 
 def _errors_text(rows: Sequence[FitRow], tables: dict[str, Floats]) -> list[str]:
-    """Mean, median and 90th percentile of absolute percentage errors by source."""
+    """Table of mean, median and 90th percentile of absolute percentage errors by source."""
     groups: dict[str, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         groups[row.source].append(index)

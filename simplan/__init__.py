@@ -15,7 +15,7 @@ _FROM = {"load_scenario": "simplan.scenario", "load_search": "simplan.scenario"}
 
 
 def __getattr__(name: str) -> Any:
-    """What Python users begin with, imported when it is asked for: ``import simplan`` alone takes no time."""
+    """Import the public API on first access, so that ``import simplan`` is fast."""
     if name in _FROM:
         return getattr(import_module(_FROM[name]), name)
     if name == "search":

@@ -1,4 +1,4 @@
-"""``python -m simplan``: the same as the console script ``simplan``."""
+"""Entry point of ``python -m simplan``, equivalent to the console script ``simplan``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The base of everything a user can ask for: frozen, strict, and closed to unknown keys."""
+"""Base class of everything that a user can specify: frozen, strict, and closed to unknown keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 __all__ = ["Count", "NonNegative", "Positive", "Spec"]
 
 Count = Annotated[int, Field(ge=1, le=10**12)]
-"""A whole number of things, at least one and not absurd."""
+"""A number of things, from 1 to 10**12."""
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -23,20 +23,20 @@ class Spec(BaseModel):
     _hash: int | None = PrivateAttr(default=None)
 
     def __hash__(self) -> int:
-        """Of the fields, mappings included; kept, because a search looks values up by it."""
+        """Hash of the fields, mappings included; cached, because a search looks values up by it."""
         if self._hash is None:
             fields = tuple(_hashable(getattr(self, name)) for name in type(self).model_fields)
             self._hash = hash((type(self).__name__, fields))
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        """By type and fields; what is remembered beside them does not count."""
+        """Equality of type and fields; cached attributes do not count."""
         if type(self) is not type(other):
             return NotImplemented
         return self is other or all(getattr(self, name) == getattr(other, name) for name in type(self).model_fields)
 
     def __getstate__(self) -> dict[Any, Any]:
-        """Without the hash: another process hashes strings in another way."""
+        """State without the hash: another process hashes strings differently."""
         return {**super().__getstate__(), "__pydantic_private__": {"_hash": None}}
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -52,7 +52,7 @@ class Spec(BaseModel):
 
 
 def _hashable(value: Any) -> Hashable:
-    """A value that hashes: a mapping by its items, whatever their order."""
+    """A hashable form of a value: a mapping becomes the set of its items."""
     if isinstance(value, Mapping):
         return frozenset((key, _hashable(each)) for key, each in value.items())
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Waiting for child processes in a way that an interrupt can end at any moment."""
+"""Interruptible wait for child processes."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Child(Protocol):
-    """What is waited for (a subprocess.Popen, or something that stands for one)."""
+    """A child process: ``subprocess.Popen``, or an object with the same methods."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code; subprocess.TimeoutExpired after ``timeout`` seconds."""
+        """Return the exit code; raise ``subprocess.TimeoutExpired`` after ``timeout`` seconds."""
 
     def terminate(self) -> None:
-        """Asks it to end."""
+        """Ask the process to exit."""
 
 
 def exit_code(child: Child, within_s: float | None = None) -> int | None:
-    """The exit code of a child once it has ended, or None when it still runs after a while.
+    """Wait for a child; return its exit code, or None if it still runs after ``within_s``.
 
-    ``Popen.wait`` and ``poll`` take a lock of the child. A handler of a signal that raises just after that, as those of
-    Ctrl-C do, leaves it locked: every later ``poll`` then says that the child runs, and ``wait`` never returns (about
-    one in a hundred interrupts of a process that polls). Here handlers run between the looks at the child.
+    ``Popen.wait`` and ``poll`` take a lock of the child. A signal handler that raises just after that, like those for
+    Ctrl-C, leaves the lock held. Then every later ``poll`` reports a running child, and ``wait`` never returns (about
+    1% of interrupts of a polling process). Here signal handlers run only between checks of the child.
 
     Args:
         child: The process.
-        within_s: How long to wait; 0 for a look, None for as long as it takes.
+        within_s: Seconds to wait; 0 checks once, None waits without limit.
     """
     end_s = None if within_s is None else time.monotonic() + within_s
     while True:
@@ -48,14 +48,14 @@ def exit_code(child: Child, within_s: float | None = None) -> int | None:
 
 
 def ask_to_end(child: Child) -> None:
-    """``child.terminate()``, which takes the same lock."""
+    """Call ``child.terminate()``, which takes the same lock, with signals deferred."""
     with _signals_held():
         child.terminate()
 
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """Handlers of signals run after the block instead of inside of it; only the main thread ever runs any."""
+    """Defer signal handlers until after the block; only the main thread runs them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

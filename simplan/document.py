@@ -1,8 +1,8 @@
-"""YAML text as plain data with the place of every key: safe, bounded, and without recursion.
+"""YAML parser with the location of every key: safe, bounded, and without recursion.
 
-The text is read as a stream of parser events, and the data is built from them on an explicit stack. So the limits on
-depth and on size after alias expansion hold before anything is built, no tag can construct an object, and no nesting
-can overflow the interpreter's stack. Scalars follow the YAML 1.2 core schema: ``1e9`` is a number, ``no`` is text.
+The text is read as a stream of parser events, and the data is built on an explicit stack. Limits on depth and on size
+after alias expansion apply before anything is built. No tag can construct an object, and no nesting can overflow the
+interpreter's stack. Scalars follow the YAML 1.2 core schema: ``1e9`` is a number, ``no`` is text.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _CONSTANTS: dict[str, Any] = {
 }
 
 Place = tuple[int, int]
-"""Line and column in a file, both from 1."""
+"""Line and column in a file, both 1-based."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a file says.
+    """Content of a YAML or JSON file.
 
     Attributes:
-        data: Plain data: dict, list, str, int, float, bool or None. What an alias repeats is one shared object.
-        lines: Path of keys and indices -> place of the key (of the item, in a list). Paths inside of an alias are
-            not listed; ``place`` then gives the alias.
+        data: Plain data: dict, list, str, int, float, bool or None. Aliases of one anchor share one object.
+        lines: Path of keys and indices -> location of the key (in a list, of the item). Paths inside an alias are not
+            listed; ``place`` then returns the location of the alias.
     """
 
     data: Any
     lines: dict[tuple[str | int, ...], Place]
 
     def place(self, path: tuple[str | int, ...]) -> Place | tuple[None, None]:
-        """Where a key is, or the nearest key around it that is in the file."""
+        """Location of a key, or of its nearest enclosing key in the file."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.lines:
                 return self.lines[path[:length]]
@@ -63,7 +63,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class _Anchored:
-    """A value that aliases may repeat, and its size when written out."""
+    """Value of an anchor, with its size after alias expansion."""
 
     value: Any
     nodes: int
@@ -72,7 +72,7 @@ class _Anchored:
 
 @dataclass(slots=True)
 class _Open:
-    """A mapping or list that is being filled; sizes are those of the file before it."""
+    """Mapping or list under construction; the sizes are those of the file before it."""
 
     value: dict[str, Any] | list[Any]
     path: tuple[str | int, ...]
@@ -85,15 +85,15 @@ class _Open:
 
 
 def parse_yaml(text: str, file: str) -> Document:
-    """Reads one YAML document.
+    """Parse one YAML document.
 
     Args:
         text: The whole text.
         file: Name for error messages.
 
     Raises:
-        SpecError: The text is not YAML, holds no document or several, uses tags, duplicate or non-text keys, or
-            exceeds a limit. Names file, line and what to do.
+        SpecError: The text is not YAML, contains no document or several, uses tags, duplicate or non-text keys, or
+            exceeds a limit. The error names file, line and fix.
     """
     if not text.strip():
         raise SpecError(Problem(field="", rule="the file is empty", fix=_WRITE_ONE), file=file)
@@ -137,7 +137,7 @@ def _place(mark: Any) -> Place:
 
 
 class _Builder:
-    """Turns events into data, refusing as soon as a limit is passed."""
+    """Builds data from parser events, and raises as soon as a limit is exceeded."""
 
     def __init__(self, file: str) -> None:
         self._file = file
@@ -198,7 +198,7 @@ class _Builder:
             )
 
     def _resolve(self, text: str, place: Place) -> Any:
-        """A plain scalar by the YAML 1.2 core schema."""
+        """Convert a plain scalar by the YAML 1.2 core schema."""
         if text in _CONSTANTS:
             return _CONSTANTS[text]
         if not (text[0].isdigit() or text[0] in "+-."):
@@ -230,7 +230,7 @@ class _Builder:
         self._add(anchored.value, place)
 
     def _next_path(self, place: Place) -> tuple[str | int, ...]:
-        """Path of the list or mapping that starts here."""
+        """Path of the list or mapping that starts at ``place``."""
         if not self._stack:
             return ()
         level = self._stack[-1]
@@ -241,7 +241,7 @@ class _Builder:
         return (*level.path, str(level.key))
 
     def _add(self, value: Any, place: Place) -> None:
-        """Puts a finished value where it belongs: key or value of a mapping, item of a list, or the whole file."""
+        """Add a finished value: as key or value of a mapping, as item of a list, or as the whole file."""
         if not self._stack:
             self._documents.append(value)
             return

@@ -1,15 +1,16 @@
-"""The errors simplan raises, and nothing else.
+"""Exceptions that simplan raises.
 
 ::
 
     SimplanError                     exit code
     ├── SpecError (ValueError)         2   a file, field, plan or option is wrong
-    │   └── NotModelledError           2   an option that simplan does not model yet, refused by name
+    │   └── NotModelledError           2   an option that simplan does not model yet
     ├── ProgramError (ValueError)      2   an action table is incomplete, out of order or deadlocks
-    ├── NoFeasiblePlanError            3   a search found nothing that fits
+    ├── NoFeasiblePlanError            3   a search found no feasible plan
     └── RunError (RuntimeError)        4   ranks failed, hung or could not start
 
-What a user can cause is a ``SimplanError`` and reads as a sentence; what only a bug can cause is an ``assert``.
+User errors raise a ``SimplanError`` that reads as a sentence. Conditions that only a bug can cause are ``assert``
+statements.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One violated rule, as the user can act on it.
+    """One violated rule, with the field, the value and a fix.
 
     Attributes:
-        field: The field as the user wrote it, dotted (``plan.pp``); empty when the whole file is meant.
-        value: What was given, already rendered; None when nothing was.
-        rule: What must hold, as a clause (``must divide num_hidden_layers = 12``).
-        fix: The nearest thing that would work (``use 2, 3 or 4``); may be empty.
-        line: 1-based line in the file; None when there is no file.
-        column: 1-based column; None when unknown.
+        field: Field as the user wrote it, dotted (``plan.pp``); empty for the whole file.
+        value: Given value, rendered as text; None if no value was given.
+        rule: Violated rule as a clause (``must divide num_hidden_layers = 12``).
+        fix: Nearest valid choice (``use 2, 3 or 4``); may be empty.
+        line: 1-based line in the file; None if there is no file.
+        column: 1-based column; None if unknown.
     """
 
     field: str
@@ -51,7 +52,7 @@ class Problem:
     column: int | None = None
 
     def sentence(self) -> str:
-        """``plan.pp = 5: must divide ...; use 4 or 6``."""
+        """Sentence of the problem, e.g. ``plan.pp = 5: must divide ...; use 4 or 6``."""
         subject = self.field
         if self.value is not None:
             subject = f"{subject} = {self.value}" if subject else self.value
@@ -59,22 +60,22 @@ class Problem:
         return f"{text}; {self.fix}" if self.fix else text
 
     def at(self, line: int | None, column: int | None = None) -> Problem:
-        """The same problem with its place in a file."""
+        """Copy of the problem with a location in its file."""
         return replace(self, line=line, column=column)
 
 
 class SimplanError(Exception):
-    """Base of every error a user can cause. ``exit_code`` is what the command line returns."""
+    """Base of every error that a user can cause; ``exit_code`` is the exit code of the command line."""
 
     exit_code = 2
 
 
 class SpecError(SimplanError, ValueError):
-    """What was asked is wrong; carries every violated rule at once.
+    """Invalid input; contains every violated rule.
 
     Args:
-        problems: All problems found (at least one).
-        file: The file they are in, when there is one.
+        problems: All problems, at least one.
+        file: File of the problems; None if there is no file.
     """
 
     def __init__(self, problems: Problem | Iterable[Problem], *, file: str | None = None) -> None:
@@ -84,7 +85,7 @@ class SpecError(SimplanError, ValueError):
         super().__init__(self.text())
 
     def text(self) -> str:
-        """One line per problem, each led by ``file:line:column:`` where known."""
+        """One line per problem, prefixed by ``file:line:column:`` where known."""
         lines = []
         for problem in self.problems:
             place = self.file or ""
@@ -96,26 +97,26 @@ class SpecError(SimplanError, ValueError):
         return "\n".join(lines)
 
     def in_file(self, file: str) -> SpecError:
-        """The same error, naming the file it came from."""
+        """Copy of the error that names its file."""
         return type(self)(self.problems, file=file)
 
 
 class NotModelledError(SpecError):
-    """An option that is known but not modelled yet: refused by name, never ignored."""
+    """A known option that is not modeled yet; the error names it, and it is never ignored."""
 
 
 class ProgramError(SimplanError, ValueError):
-    """An action table that is incomplete, out of order or would deadlock."""
+    """An incomplete, misordered or deadlocking action table."""
 
 
 class NoFeasiblePlanError(SimplanError):
-    """No plan in the space fits."""
+    """No plan of the search space is feasible."""
 
     exit_code = 3
 
 
 class RunError(SimplanError, RuntimeError):
-    """Ranks failed, hung or could not be started."""
+    """Ranks that failed, hung or could not start."""
 
     exit_code = 4
 
@@ -124,10 +125,10 @@ _MOST_LISTED = 24
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The fix for a misspelt word: the nearest known ones, or all when few, or an empty string.
+    """Fix for a misspelled word: the nearest known words, else all known words if few, else an empty string.
 
-    What is written the same but for case and punctuation counts first, then what begins with the word or has it inside,
-    then what has similar letters, then what the word has inside.
+    Order of preference: equal except for case and punctuation; begins with the word or contains it; similar letters;
+    contained in the word.
 
     >>> did_you_mean("gpip", ["naive", "gpipe", "1f1b"])
     'did you mean gpipe?'
@@ -159,5 +160,5 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _bare(word: str) -> str:
-    """Letters and digits only, in small letters."""
+    """Letters and digits of a word, in lowercase."""
     return "".join(filter(str.isalnum, word.lower()))

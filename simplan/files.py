@@ -1,4 +1,4 @@
-"""Files that are written whole: a reader sees the old one or the new one, never half of it."""
+"""Atomic file writes: a reader sees the old or the new content, never a part."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ __all__ = ["write_whole"]
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes UTF-8 text beside the file, onto the disk, and then in the file's place.
+    """Write UTF-8 text atomically: to a temporary file in the same folder, synced, then renamed.
 
-    When this fails, for instance because the disk is full, what was there before stays. A device or a pipe is written
-    to, not replaced.
+    If writing fails, for instance on a full disk, the old content stays. A device or pipe is written to directly.
 
     Raises:
         OSError: The file cannot be written.

@@ -1,6 +1,6 @@
-"""Files in and out: bounded reading of YAML and JSON, with errors that name file, line and what to do.
+"""File input and output: bounded reading of YAML and JSON, with errors that name file, line and fix.
 
-What is read is data and never trusted: size, depth and growth are limited, and nothing in a file can run.
+Files are untrusted data: size, depth and alias expansion are limited, and no content is executed.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ MAX_JSON_BYTES = 512 * 1024 * 1024
 
 _STANDARD_INPUT = Path("/dev/stdin")
 _OPEN_FILES = frozenset({_STANDARD_INPUT, Path("/dev/fd"), Path("/proc/self/fd")})
-"""Where files lie that a shell has opened already, such as ``<(...)``; a pipe elsewhere may have nobody at its end."""
+"""Folders of files that a shell has already opened, such as ``<(...)``; other pipes may have no writer."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def folder_of(path: str | Path) -> Path:
-    """Where paths in a file begin: beside it, or, if it has no place of its own, where the command runs."""
+    """Base folder for relative paths in a file: its folder, or the working directory for pipes and standard input."""
     path = Path(path)
     return Path() if _OPEN_FILES & {path, path.parent} else path.parent
 
 
 def as_argument(path: str | Path) -> str:
-    """How to name a file in a command for a shell to run later.
+    """Format a path as a shell argument for a suggested command.
 
     >>> as_argument("a b.yaml"), as_argument("/dev/stdin"), as_argument("/dev/fd/63")
     ("'a b.yaml'", '-', 'FILE')
@@ -66,22 +66,22 @@ def as_argument(path: str | Path) -> str:
 
 
 def read_yaml(path: str | Path) -> Document:
-    """Reads a YAML file.
+    """Read a YAML file.
 
     Raises:
         SpecError: The file cannot be read, is not UTF-8 text, is not YAML, or exceeds a limit (4 MiB, 40 levels,
-            300,000 values with aliases written out).
+            300,000 values after alias expansion).
     """
     return parse_yaml(read_text(path, MAX_YAML_BYTES), str(path))
 
 
 def read_json(path: str | Path, *, schema_version: int | None = None, kind: str | None = None) -> dict[str, Any]:
-    """Reads a JSON document that simplan wrote: one object with ``schema_version``.
+    """Read a JSON document written by simplan: one object with ``schema_version``.
 
     Args:
         path: The file.
-        schema_version: The version this program reads; None accepts any, also none.
-        kind: The value its key ``kind`` must have; None does not look.
+        schema_version: Required version; None accepts any or a missing one.
+        kind: Required value of the key ``kind``; None skips the check.
 
     Raises:
         SpecError: The file cannot be read, is not JSON, holds NaN or infinity, or is of another kind or version.
@@ -90,12 +90,12 @@ def read_json(path: str | Path, *, schema_version: int | None = None, kind: str 
 
 
 def parse_json(text: str, file: str, *, schema_version: int | None = None, kind: str | None = None) -> dict[str, Any]:
-    """The same of a text, e.g. one that came over a network.
+    """Parse a JSON document from text, e.g. one received over a network.
 
     Args:
         text: The whole text.
-        file: What errors call it.
-        schema_version, kind: As of ``read_json``.
+        file: Name for errors.
+        schema_version, kind: See ``read_json``.
 
     Raises:
         SpecError: As ``read_json``.
@@ -121,7 +121,7 @@ def parse_json(text: str, file: str, *, schema_version: int | None = None, kind:
 
 
 def read_model(path: str | Path, model: type[Model]) -> Model:
-    """Reads a JSON file that holds one spec, e.g. a Measurement or a Calibration.
+    """Read a JSON file with one spec, e.g. a ``Measurement`` or ``Calibration``.
 
     Raises:
         SpecError: As ``read_json``, or the data is not a ``model``.
@@ -132,22 +132,22 @@ def read_model(path: str | Path, model: type[Model]) -> Model:
 
 
 def json_text(data: Any) -> str:
-    """Plain data as the text of a JSON document."""
+    """Format plain data as JSON text."""
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def write_json(path: str | Path, data: dict[str, Any]) -> None:
-    """Writes a JSON document in one piece: a reader sees the old file or the new one, never half of it.
+    """Write a JSON document atomically: a reader sees the old or the new file.
 
     Raises:
         SpecError: The file cannot be written.
     """
-    # NaN in a result is a bug of ours and must not reach a file; json raises ValueError for it.
+    # NaN in a result is a bug and must not reach a file; json raises ValueError for NaN.
     write_text(Path(path), json_text(data))
 
 
 def write_model(path: str | Path, model: BaseModel) -> None:
-    """Writes a spec as JSON; ``read_model`` reads it back.
+    """Write a spec as JSON; ``read_model`` reads it back.
 
     Raises:
         SpecError: The file cannot be written.
@@ -156,7 +156,7 @@ def write_model(path: str | Path, model: BaseModel) -> None:
 
 
 class _NotFiniteError(Exception):
-    """A number that is not finite stands in a JSON file."""
+    """A JSON file contains a non-finite number."""
 
 
 def _refuse_constant(name: str) -> float:
@@ -180,10 +180,10 @@ def _check_header(data: dict[str, Any], key: str, wanted: object, file: str) -> 
 
 
 def read_text(path: str | Path, max_bytes: int) -> str:
-    """The whole file as UTF-8 text.
+    """Read a file as UTF-8 text.
 
     Raises:
-        SpecError: It cannot be read, is not UTF-8 text, or is larger than ``max_bytes``.
+        SpecError: The file cannot be read, is not UTF-8 text, or is larger than ``max_bytes``.
     """
     path, file = Path(path), str(path)
 
@@ -220,7 +220,7 @@ def read_text(path: str | Path, max_bytes: int) -> str:
 
 
 def _nearest_file(path: Path) -> str:
-    """A file of a similar name beside the one that is missing."""
+    """Fix for a missing file: a file with a similar name in the same folder."""
     try:
         beside = [entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix][:1000]
     except OSError:
@@ -230,10 +230,10 @@ def _nearest_file(path: Path) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file whole: it is never half there.
+    """Write a file atomically.
 
     Raises:
-        SpecError: It cannot be written.
+        SpecError: The file cannot be written.
     """
     try:
         write_whole(path, text)

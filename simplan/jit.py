@@ -1,4 +1,4 @@
-"""numba's compiler as the engines use it. Importing this module imports numba; nothing does so before it must."""
+"""Wrapper of numba's compiler for the simulators. Importing this module imports numba, so import it lazily."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _R = TypeVar("_R")
 
 
 def jit(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Compiled at its first call, without the interpreter's lock and with IEEE arithmetic (no ``fastmath``).
+    """Compile a function at its first call, without the GIL and with IEEE arithmetic (no ``fastmath``).
 
-    The machine code is kept beside the source or in the user's cache folder (``NUMBA_CACHE_DIR`` overrides both), so
-    that only the first process of an installation waits for the compiler; where neither can be written to, every
-    process does.
+    The machine code is cached next to the source or in the user's cache folder (``NUMBA_CACHE_DIR`` overrides both). So
+    only the first process of an installation waits for the compiler. If neither folder is writable, every process does.
     """
     try:
         kept: Callable[_P, _R] = njit(nogil=True, cache=True)(function)

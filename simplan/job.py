@@ -1,4 +1,4 @@
-"""The job: everything a prediction, a search or a run is asked about, in one value."""
+"""Training job: the input of predictions, searches and runs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["Job"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One training job: a model, the cluster it is trained on, how it is trained, the parallel plan and the framework.
+    """One training job: model, cluster, training, parallel plan and framework.
 
-    Immutable and hashable. Making one checks nothing: ``simplan.rules`` says whether the parts go together.
+    Immutable and hashable. The constructor checks nothing; ``simplan.rules`` checks if the parts are compatible.
 
     Attributes:
         model: Architecture and sequence length.
         cluster: Devices, nodes and links.
         training: Batch, precision, optimizer and task.
-        plan: Parallel axes, schedule, recomputation and sharding.
-        software: The framework's profile.
+        plan: Parallel degrees, schedule, recomputation and sharding.
+        software: Profile of the framework.
     """
 
     model: ModelSpec
@@ -35,14 +35,14 @@ class Job:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of a step on one data-parallel rank: global_batch_size / (dp x microbatch_size)."""
+        """Microbatches per step and data-parallel rank: global_batch_size / (dp x microbatch_size)."""
         return self.training.global_batch_size // (self.plan.dp * self.plan.microbatch_size)
 
     @property
     def padded_model(self) -> ModelSpec:
-        """The model as its ranks have it: where the software pads vocabularies, with a larger one."""
+        """Model with the vocabulary padded as the software does."""
         return self.software.padded(self.model, self.plan)
 
     def with_plan(self, plan: ParallelPlan) -> Job:
-        """The same job with another plan, such as a candidate of a search."""
+        """Copy of the job with another plan, such as a search candidate."""
         return replace(self, plan=plan)

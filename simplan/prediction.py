@@ -1,4 +1,4 @@
-"""What simplan says about one plan: time, memory, and how sure it is. Plain data; ``predict`` makes it."""
+"""Prediction of one plan as plain data: time, memory and uncertainty; made by ``predict``."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ PREDICTION_SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Memory of one rank at its worst instant.
+    """Memory of one rank at its peak point.
 
     Attributes:
         rank: Global rank.
-        by_category: Bytes by category when the sum of all is largest; context is not part of ``allocated_bytes``.
-        allocated_bytes: By tensors.
-        reserved_bytes: By the caching allocator: allocated, rounded and fragmented, as far as the device has room.
-        device_bytes: On the device: reserved plus context.
-        peak_action: The action during which the peak occurs, text form; empty for the time between steps.
-        activations_in_flight: Most microbatches whose activations were alive at once, by stage.
-        host_bytes: Most bytes in memory of the host, of what is offloaded; on a CPU they are device memory as well.
-        short_bytes: What the caching allocator would reserve more on a larger device: here it has to give free blocks
-            back to the driver and ask again, which takes time but is no failure.
+        by_category: Bytes by category at the peak; the category context is not part of ``allocated_bytes``.
+        allocated_bytes: Bytes of tensors.
+        reserved_bytes: Bytes of the caching allocator: allocated, rounded up, plus its reserve, limited by the device
+            memory.
+        device_bytes: Bytes on the device: reserved plus context.
+        peak_action: Action during the peak, as text; empty for between steps.
+        activations_in_flight: By stage, the maximum number of microbatches with live activations.
+        host_bytes: Peak bytes in host memory of offloaded tensors; on a CPU they count as device memory too.
+        short_bytes: Bytes that the allocator would reserve additionally on a larger device. Here it frees unused blocks
+            and retries, which costs time and is no failure.
     """
 
     rank: int
@@ -48,22 +49,22 @@ class RankMemory:
 
     @property
     def wanted_bytes(self) -> int:
-        """On a device that is large enough for all that the caching allocator keeps."""
+        """Device bytes on a device with room for the full allocator reserve."""
         return self.device_bytes + self.short_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One thing that was priced, and where its price comes from.
+    """One cost term of a step, with its source.
 
     Attributes:
-        name: E.g. ``block forward``, ``all_reduce over 2 ranks``.
-        kind: What its time counts as in the split of a step.
-        seconds: Time of one occurrence.
-        count: Occurrences on a rank, mean over ranks.
-        provenance: ``datasheet``, ``published``, ``calibrated`` or ``extrapolated``.
-        relative_std: How sure: relative standard deviation of ``seconds``.
-        formula: The formula with numbers filled in.
+        name: Name of the work, e.g. ``block forward``, ``all_reduce over 2 ranks``.
+        kind: Part of the time split that the term counts as.
+        seconds: Seconds of one occurrence.
+        count: Occurrences per rank, mean over ranks.
+        provenance: Source: ``datasheet``, ``published``, ``calibrated`` or ``extrapolated``.
+        relative_std: Relative standard deviation of ``seconds``.
+        formula: Formula with numbers filled in.
     """
 
     name: str
@@ -77,32 +78,33 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The answer to one scenario with a plan.
+    """Prediction of one job with a plan.
 
     Attributes:
-        name: For people.
-        job: What was asked.
-        assignment: Which layers each stage holds.
-        table: What every pipeline rank does in a step.
-        step_time_s: Time of one optimizer step (Level 2).
-        step_time_interval_s: Interval that should hold the truth in 9 of 10 cases, from the provenance of the costs.
-        level1_step_time_s: The same from whole actions, without the overlap inside them.
-        bubble_fraction: Share of the time from the first to the last computation of any rank (without the optimizer
-            step) in which compute streams idle, mean over ranks.
-        capacity_bytes: Memory of one device; None when the catalogue does not know.
-        fits: Whether the worst rank's device bytes are within the capacity; None when that is unknown. The caching
-            allocator's free blocks do not count: it gives them back before it fails (``RankMemory.short_bytes``).
-        memory: Per rank.
-        splits: Per rank, in the order of ``memory``.
-        tokens_per_s_per_device: Throughput, padding of packed sequences included; 0 for a model of images that has no
+        name: Display name.
+        job: Predicted job.
+        assignment: Layers of each stage.
+        table: Action table, one row per pipeline rank.
+        step_time_s: Seconds of one optimizer step (Level 2).
+        step_time_interval_s: 90% interval of the step time in seconds, from the uncertainty of the cost estimates.
+        level1_step_time_s: Step time at Level 1: actions as units, without overlap inside them.
+        bubble_fraction: Idle fraction of compute streams between the first and the last compute of any rank, mean over
+            ranks. The optimizer step is excluded.
+        capacity_bytes: Memory of one device; None if unknown.
+        fits: True if the worst rank's device bytes are within ``capacity_bytes``; None if unknown. The caching
+            allocator's unused blocks do not count, since it frees them before it fails (``RankMemory.short_bytes``).
+        memory: Memory per rank.
+        splits: Time split per rank, in the order of ``memory``.
+        tokens_per_s_per_device: Throughput, including padding of packed sequences; 0 for image models, which have no
             tokens.
-        mfu: Model FLOPs utilization, causal attention counted half; None when the peak is unknown.
-        mfu_full_attention: The same with full attention counted (PaLM, most papers).
-        hfu: As ``mfu``, recomputed FLOPs counted.
-        terms: What was priced and how.
+        mfu: Model FLOPs utilization, with causal attention counted half; None if the device peak is unknown.
+        mfu_full_attention: Model FLOPs utilization with full attention counted (PaLM, most papers); None as for
+            ``mfu``.
+        hfu: Hardware FLOPs utilization: ``mfu`` with recomputed FLOPs counted; None as for ``mfu``.
+        terms: Cost terms of the step.
         timeline: Spans of the step.
-        assumptions: What the reader must know, in words.
-        reference_s: What the executor's reference product took on the machine when it was calibrated.
+        assumptions: Assumptions, as sentences for the reader.
+        reference_s: Seconds of the executor's reference matmul during calibration; None if not timed.
     """
 
     name: str
@@ -128,17 +130,17 @@ class Prediction:
 
     @property
     def worst_rank(self) -> int:
-        """The rank that needs most device memory, the lowest where several need the same."""
+        """Peak-memory rank; the lowest of equal ranks."""
         return max(self.memory, key=lambda m: (m.device_bytes, m.short_bytes, -m.rank)).rank
 
     @property
     def worst_memory(self) -> RankMemory:
-        """Memory of the worst rank."""
+        """Memory of the peak-memory rank."""
         return next(m for m in self.memory if m.rank == self.worst_rank)
 
     @property
     def worst_host_bytes(self) -> int:
-        """What is offloaded to the memory of one node, by all its ranks together, where it is most."""
+        """Offloaded bytes in host memory, summed over the ranks of a node, on the node with the most."""
         totals: dict[int, int] = {}
         for memory in self.memory:
             node = self.job.cluster.node_of(memory.rank)
@@ -147,27 +149,27 @@ class Prediction:
 
     @property
     def host_fits(self) -> bool | None:
-        """Whether what is offloaded is within the memory of every node; None when that is unknown."""
+        """True if offloaded tensors fit in the host memory of every node; None if that memory is unknown."""
         capacity = self.job.cluster.host_memory_bytes
         return None if capacity is None else self.worst_host_bytes <= capacity
 
     @property
     def samples_per_s_per_device(self) -> float:
-        """Throughput in sequences or images."""
+        """Throughput per device, in sequences or images per second."""
         return self.job.training.global_batch_size / self.step_time_s / self.job.cluster.num_devices
 
     @property
     def document_tokens_per_s_per_device(self) -> float:
-        """Throughput in tokens of documents, padding left out."""
+        """Throughput per device, in tokens of packed documents per second, without padding."""
         model = self.job.model
         packs = model.packs
         return self.tokens_per_s_per_device * (model.document_share if packs is None else packs.document_share)
 
     def to_json(self, *, timeline: bool = True) -> dict[str, Any]:
-        """The prediction as the JSON document the command line prints and files hold.
+        """JSON document of the prediction, as printed by the command line and stored in files.
 
         Args:
-            timeline: With the spans, which are most of it; else there are none.
+            timeline: Include the spans, which are most of the document.
         """
         worst, job = self.worst_memory, self.job
         return {

@@ -1,7 +1,7 @@
-"""Data checked against a spec type, with every violation told in the user's words.
+"""Validation of data against a spec type, with every violation in the user's terms.
 
-pydantic does the checking; its findings are translated here: the dotted field as the user wrote it, the value, the
-rule in plain words, the nearest thing that would work, and the place in the file.
+pydantic validates. This module translates its errors: the dotted field as the user wrote it, the value, the rule in
+plain words, the nearest valid choice, and the location in the file.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def parse_model(
     *,
     prefix: Path = (),
 ) -> Model:
-    """Data as a spec.
+    """Validate data as a spec.
 
     Args:
-        model: The type wanted.
+        model: Spec type.
         data: Plain data (dict, list, str, int, float, bool, None).
-        lines: Places of keys in the file, paths from the root of the file.
-        file: Name of the file, for the error.
-        prefix: Where ``data`` lies in the file, e.g. ``("plan",)``.
+        lines: Locations of keys in the file, by path from the root of the file.
+        file: File name for errors.
+        prefix: Path of ``data`` in the file, e.g. ``("plan",)``.
 
     Raises:
-        SpecError: With all problems of the data at once.
+        SpecError: The data is invalid; lists all problems.
     """
     result, problems = validate(model, data, lines, prefix=prefix)
     if result is None:
@@ -64,9 +64,9 @@ def validate(
     prefix: Path = (),
     elsewhere: Mapping[str, str] = _NOWHERE,
 ) -> tuple[Model | None, tuple[Problem, ...]]:
-    """As ``parse_model``, but returns the problems: ``(spec, ())`` or ``(None, problems)``.
+    """Validate data like ``parse_model``, but return the problems: ``(spec, ())`` or ``(None, problems)``.
 
-    ``elsewhere`` has keys that ``model`` does not have, and what to write instead.
+    ``elsewhere`` maps keys that ``model`` does not have to the text to write instead.
     """
     try:
         # JSON mode reads lists as tuples and words as enum members, and is as strict about everything else.
@@ -84,13 +84,13 @@ def validate(
 
 
 def _without_echoes(details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """The findings without lists that are too short only because pydantic leaves out the wrong values in them."""
+    """Errors without lists that are too short only because pydantic dropped their invalid values."""
     wrong = {detail["loc"][:length] for detail in details for length in range(len(detail["loc"]))}
     return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in wrong]
 
 
 def find_place(lines: Mapping[Path, Place], path: Path) -> tuple[int | None, int | None]:
-    """Line and column of a key, or of the nearest key around it; ``(None, None)`` when there is none."""
+    """Line and column of a key, or of its nearest enclosing key; ``(None, None)`` if there is none."""
     for length in range(len(path), 0, -1):
         if path[:length] in lines:
             return lines[path[:length]]
@@ -98,12 +98,12 @@ def find_place(lines: Mapping[Path, Place], path: Path) -> tuple[int | None, int
 
 
 def in_file_order(problem: Problem) -> tuple[int, int]:
-    """Sort key: problems as they come in the file, those without a place first."""
+    """Sort key of a problem: order in the file, problems without a location first."""
     return problem.line or 0, problem.column or 0
 
 
 def render_value(value: Any) -> str:
-    """A value as the user would write it, shortened.
+    """Render a value as the user would write it, shortened.
 
     >>> render_value("2"), render_value(True), render_value(2.5), render_value([1, "a"])
     ('"2"', 'true', '2.5', '[1, "a"]')
@@ -146,7 +146,7 @@ def _problem(
 
 
 def _as_written(loc: Path, data: Any) -> Path:
-    """A path without the places in lists of one value that were written without brackets.
+    """Path without list indices for single values that were written without brackets.
 
     >>> _as_written(("tp", 0), {"tp": "2"}), _as_written(("tp", 0), {"tp": ["2"]})
     (('tp',), ('tp', 0))
@@ -168,7 +168,7 @@ def _as_written(loc: Path, data: Any) -> Path:
 def _rule(
     kind: str, value: Any, annotation: Any, context: dict[str, Any], message: str, *, is_key: bool, key: str | int
 ) -> tuple[str, str]:
-    """The rule and the fix of one finding."""
+    """Rule and fix of one pydantic error."""
     if kind == "missing":
         return "is missing", f"add {key}: ..."
     if kind == "extra_forbidden":
@@ -221,7 +221,7 @@ _TYPES = {
 
 
 def _type_fix(kind: str, value: Any, key: str) -> str:
-    """What to write instead of a value of the wrong type."""
+    """Fix for a value of the wrong type."""
     if kind in ("int_type", "float_type") and isinstance(value, str) and _is_number(value):
         plain = value.strip().replace("_", "")
         return f"write {plain}, as YAML has no _ in numbers" if "_" in value else f"write {plain} without quotes"
@@ -242,7 +242,7 @@ _BYTES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**2
 
 
 def _in_bytes(text: str) -> str:
-    """``80GB`` as a number of bytes; empty for what is no number with such a unit."""
+    """Convert text like ``80GB`` to a number of bytes, as text; empty for other text."""
     found = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]i?b)\s*", text, re.IGNORECASE)
     return f"{float(found[1]) * _BYTES[found[2].lower()]:.0f}" if found and _is_number(found[1]) else ""
 
@@ -260,7 +260,7 @@ def _number(value: float) -> str:
 
 
 def _annotation_at(model: type[BaseModel], loc: Path) -> Any:
-    """The declared type of the value at a path inside ``model``; None where the path leaves what is declared."""
+    """Declared type of the value at a path inside ``model``; None for an undeclared path."""
     annotation: Any = model
     for part in loc:
         annotation = _step(_bare(annotation), part)
@@ -280,7 +280,7 @@ def _step(annotation: Any, part: str | int) -> Any:
 
 
 def _bare(annotation: Any) -> Any:
-    """Without ``Annotated`` and without ``| None``."""
+    """Strip ``Annotated`` and ``| None`` from a type."""
     while True:
         if get_origin(annotation) is Annotated:
             annotation = get_args(annotation)[0]
@@ -298,7 +298,7 @@ def _field_names(annotation: Any) -> list[str]:
 
 
 def _choices(annotation: Any, *, key: bool) -> list[str]:
-    """Values a Literal allows; for a wrong key, those of the enclosing dict's key type."""
+    """Values of a ``Literal``; for an invalid key, those of the enclosing dict's key type."""
     if key:
         annotation = _bare(get_args(annotation)[0]) if get_origin(annotation) is dict else annotation
     return [str(choice) for choice in get_args(annotation)] if get_origin(annotation) is Literal else []

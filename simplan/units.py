@@ -1,7 +1,7 @@
-"""Units: constants to compute with and the one place that turns quantities into text.
+"""Unit constants, and formatting of quantities as text.
 
-Inside, everything is bytes, seconds, FLOPs and bytes per second; a name says its unit (``_s``, ``_bytes``,
-``_bytes_per_s``, ``_flop_per_s``). On screen: GiB and MiB for memory, GB/s for links, ms for times, TFLOP/s for rates.
+Internally, all values are bytes, seconds, FLOPs and bytes per second, and names end in their unit (``_s``, ``_bytes``,
+``_bytes_per_s``, ``_flop_per_s``). Output uses GiB and MiB for memory, GB/s for links, ms for times, TFLOP/s for rates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GIB = 1024**3
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things.
+    """Format a count with its noun.
 
     >>> counted(1, "device"), counted(8, "device")
     ('1 device', '8 devices')
@@ -37,11 +37,11 @@ def counted(number: int, noun: str) -> str:
 
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
-"""Bytes of one element as it lies in memory (tf32 is a compute mode of fp32)."""
+"""Bytes of one element in memory (tf32 is a compute mode of fp32)."""
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Memory in binary units.
+    """Format memory in binary units.
 
     >>> format_bytes(1.5 * GIB), format_bytes(300 * MIB), format_bytes(12)
     ('1.50 GiB', '300.0 MiB', '12 B')
@@ -56,7 +56,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """A duration with three or four significant digits.
+    """Format a duration with three or four significant digits.
 
     >>> format_time(0.0123), format_time(2.5), format_time(4.2e-5), format_time(0.0)
     ('12.3 ms', '2.500 s', '42.0 us', '0 s')
@@ -74,7 +74,7 @@ def format_time(seconds: float) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """A link or memory rate in decimal units, as vendors print them.
+    """Format a link or memory rate in decimal units, as vendors do.
 
     >>> format_rate(3.35e12), format_rate(450e9), format_rate(2.5e6)
     ('3.35 TB/s', '450 GB/s', '2.5 MB/s')
@@ -87,7 +87,7 @@ def format_rate(bytes_per_s: float) -> str:
 
 
 def format_flop_per_s(flop_per_s: float) -> str:
-    """A compute rate.
+    """Format a compute rate.
 
     >>> format_flop_per_s(989e12), format_flop_per_s(91.2e9)
     ('989 TFLOP/s', '91.2 GFLOP/s')
@@ -98,7 +98,7 @@ def format_flop_per_s(flop_per_s: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """A large count, shortened.
+    """Format a large count, shortened.
 
     >>> format_count(7_615_616), format_count(124_439_808), format_count(512)
     ('7.62 M', '124 M', '512')
@@ -110,7 +110,7 @@ def format_count(number: float) -> str:
 
 
 def format_number(value: float) -> str:
-    """A number with at least four significant digits, and never as a power of ten.
+    """Format a number with at least four significant digits, and never as a power of ten.
 
     >>> format_number(0.123456), format_number(17.5), format_number(131_072)
     ('0.1235', '17.5', '131,072')
@@ -119,7 +119,7 @@ def format_number(value: float) -> str:
 
 
 def format_number_evenly(value: float) -> str:
-    """As ``format_number``, with the zeros at its end: for numbers below each other.
+    """Format a number like ``format_number``, but keep trailing zeros, for columns of numbers.
 
     >>> format_number_evenly(0.123456), format_number_evenly(18.0), format_number_evenly(131_072)
     ('0.1235', '18.00', '131,072')
@@ -128,7 +128,7 @@ def format_number_evenly(value: float) -> str:
 
 
 def format_percent(fraction: float, digits: int = 1) -> str:
-    """A fraction as percent.
+    """Format a fraction as percent.
 
     >>> format_percent(0.4567)
     '45.7 %'

@@ -1,4 +1,4 @@
-"""Small arithmetic and wording for rules: divisors, and lists of choices."""
+"""Arithmetic and wording for rules: divisors, and lists of choices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["divisors", "either", "nearest_divisors"]
 
 
 def nearest_divisors(number: int, value: int) -> list[int]:
-    """The nearest divisors of ``number`` around ``value``: one below (or equal), one above, where there is one."""
+    """Divisors of ``number`` next to ``value``: the largest up to it and the smallest above it, if any."""
     found = divisors(number)
     below = [d for d in found if d <= value]
     above = [d for d in found if d > value]
@@ -16,7 +16,7 @@ def nearest_divisors(number: int, value: int) -> list[int]:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending; for numbers too large to factor in an instant, the powers of two among them."""
+    """All divisors, ascending; above 10**10, only those that are powers of two."""
     if number > 10**10:
         return [2**k for k in range(40) if number % 2**k == 0]
     low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
@@ -24,6 +24,6 @@ def divisors(number: int) -> list[int]:
 
 
 def either(choices: Iterable[object]) -> str:
-    """``a``, ``a or b``, ``a, b or c``."""
+    """Choices as text: ``a``, ``a or b``, ``a, b or c``."""
     words = [str(choice) for choice in choices]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

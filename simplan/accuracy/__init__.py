@@ -1,1 +1,1 @@
-"""Predictions held against training runs that others published."""
+"""Predictions compared with published training runs."""

@@ -1,4 +1,4 @@
-"""What the schema of published runs has no field for, of models that the catalogue knows: biases, windows, norms."""
+"""Architecture details that the schema of published runs lacks (biases, windows, norms), from catalog models."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _SWITCHES = (
 
 
 def switches_of(model: RunModel, family: str) -> tuple[dict[str, Any], str | None]:
-    """Fields of ``ModelSpec`` that models of just these sizes have, and which model says so.
+    """Find further ``ModelSpec`` fields from a catalog model with exactly the same sizes.
 
     Args:
-        model: As published.
-        family: Of ``ModelSpec``.
+        model: Published model.
+        family: Family of the ``ModelSpec``.
 
     Returns:
-        The fields and the name of the model; nothing where none has such sizes, or those that do differ in this.
+        The fields and the name of the catalog model; empty and None if no model matches, or matching models differ.
     """
     sizes = {name: getattr(model, name) for name in _SIZES}
     if model.moe is not None:

@@ -1,4 +1,4 @@
-"""Whether predictions choose well among plans for the same training."""
+"""Quality of plan choices: predicted and measured ranking of plans for the same training."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from simplan.accuracy.outcome import RunOutcome
 
 __all__ = ["Choices", "choices"]
 
-_APART = 1.03  # pairs whose times differ by less are a matter of the measurement
-_OF_SHAPE = {"name", "vocab_size", "params"}  # vocabularies are padded to multiples of tp: the same model
+_APART = 1.03  # pairs with a smaller ratio of step times are within measurement noise
+_OF_SHAPE = {"name", "vocab_size", "params"}  # vocabularies are padded to multiples of tp, for the same model
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """How good the choices are.
+    """Quality of predicted choices among plans.
 
     Attributes:
-        num_groups: Groups of runs that differ in their plan only, two plans or more.
-        num_runs: Runs in them.
-        median_regret, mean_regret, max_regret: How much longer a step of the plan takes that is predicted to be best
-            than one of the best plan, both as measured, over the groups.
-        num_pairs: Pairs of plans in a group whose measured times are more than 3 % apart.
-        kendall_tau: Of these, the part that is predicted in the right order less the part in the wrong order.
+        num_groups: Groups of at least two runs that differ only in their plan.
+        num_runs: Runs in the groups.
+        median_regret, mean_regret, max_regret: Relative excess of the measured step time of the plan predicted to be
+            best over the measured best, per group. None without groups.
+        num_pairs: Pairs of plans in a group whose measured times differ by more than 3%.
+        kendall_tau: Fraction of the pairs predicted in the right order minus the fraction in the wrong order; None
+            without pairs.
     """
 
     num_groups: int
@@ -40,12 +41,12 @@ class Choices:
     kendall_tau: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """As a part of the JSON document."""
+        """Part of the JSON document."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 def choices(outcomes: Iterable[RunOutcome]) -> Choices:
-    """Over the groups of runs of one file that differ in their plan only."""
+    """Evaluate choices in groups of runs of one file that differ only in their plan."""
     groups = [group for group in _groups(outcomes) if len({_plan(outcome) for outcome in group}) > 1]
     regrets, orders = [], []
     for group in groups:

@@ -1,4 +1,4 @@
-"""All published runs predicted, equal ones once, in several processes."""
+"""Prediction of published runs in several processes; equal requests are predicted once."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from simplan.units import GIB
 __all__ = ["OnProgress", "predict_runs", "sentences"]
 
 OnProgress = Callable[[int, int], None]
-"""Is told how many predictions of how many are done."""
+"""Callback with the number of finished predictions and their total."""
 
 _PART_OPERATIONS = 40_000
-_FEW = 24  # so many predictions take about as long as starting processes does
+_FEW = 24  # predictions that take about the time of starting processes
 
 
 def predict_runs(
     files: Iterable[ReadFile], *, jobs: int = 1, on_progress: OnProgress = lambda done, of: None
 ) -> list[RunOutcome]:
-    """Predicts every run from its configuration, in the order of the files.
+    """Predict every run from its configuration, in the order of the files.
 
     Args:
-        files: The runs.
-        jobs: Processes; -1 for one a core.
-        on_progress: Is called now and then.
+        files: Files of runs.
+        jobs: Processes; -1 for one per core.
+        on_progress: Called after some of the predictions.
     """
     listed = [(read.file, run, _question(run, read.recipes)) for read in files for run in read.runs or ()]
     asked = {_key(question): question for _, _, question in listed if isinstance(question, RunQuestion)}
@@ -44,7 +44,7 @@ def predict_runs(
         answer = answers[_key(question)] if isinstance(question, RunQuestion) else question
         if isinstance(answer, Predicted) and isinstance(
             question, RunQuestion
-        ):  # equal questions may have come about differently
+        ):  # equal requests may have different notes
             outcomes.append(RunOutcome(file, run, replace(answer, notes=question.notes)))
         else:
             outcomes.append(RunOutcome(file, run, None, str(answer)))
@@ -52,7 +52,7 @@ def predict_runs(
 
 
 def sentences(error: Exception) -> str:
-    """Why something was not predicted, in one line; a bug must not hide what can be said of all other runs."""
+    """Reason for a missing prediction, on one line; a bug must not hide the results of other runs."""
     if isinstance(error, SpecError):
         return "; ".join(problem.sentence() for problem in error.problems)
     if isinstance(error, SimplanError):
@@ -63,7 +63,7 @@ def sentences(error: Exception) -> str:
 
 
 def _question(run: PublishedRun, recipes: Recipes) -> RunQuestion | str:
-    """The question, or why there is none."""
+    """Prediction request of a run, or the reason for a missing one."""
     try:
         return question_of_run(run, recipes)
     except Exception as error:
@@ -71,7 +71,7 @@ def _question(run: PublishedRun, recipes: Recipes) -> RunQuestion | str:
 
 
 def _key(question: RunQuestion) -> str:
-    """Equal for equal questions."""
+    """Key that is equal for equal requests."""
     job = question.job
     parts = (
         job.model.model_dump_json(exclude={"name", "sources"}),
@@ -94,7 +94,7 @@ def _answers(
         return
     from joblib import Parallel, delayed
 
-    # the longest first, so that no process is still at one when all others are done
+    # longest first, so that no process is still busy when all others are done
     ordered = sorted(asked.items(), key=lambda item: _work(item[1]), reverse=True)
     pool = Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)
     done = 0
@@ -105,7 +105,7 @@ def _answers(
 
 
 def _parts(ordered: Sequence[tuple[str, RunQuestion]]) -> Iterator[list[tuple[str, RunQuestion]]]:
-    """Long questions alone, short ones many at a time."""
+    """Batch requests: long ones alone, many short ones together."""
     part: list[tuple[str, RunQuestion]] = []
     size = 0
     for question in ordered:
@@ -119,7 +119,7 @@ def _parts(ordered: Sequence[tuple[str, RunQuestion]]) -> Iterator[list[tuple[st
 
 
 def _work(question: RunQuestion) -> int:
-    """About how many operations are written out."""
+    """Approximate number of simulated operations."""
     plan = question.job.plan
     microbatches = question.job.num_microbatches if question.steps_overlap else 3 * plan.pp
     each = 30 * plan.num_stages

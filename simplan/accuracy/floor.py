@@ -1,4 +1,4 @@
-"""What one number explains: the errors of a constant utilization of the devices, fitted to the very runs."""
+"""Constant-MFU baseline: errors of one constant utilization, fitted to the same runs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ __all__ = ["constant_utilization", "step_flops"]
 
 
 def step_flops(job: Job) -> float:
-    """FLOPs of a step: those of the model, causal attention counted by half, and those of recomputation.
+    """FLOPs of a step: model FLOPs with causal attention counted half, plus recomputed FLOPs.
 
-    Full recomputation counts as one more forward of all blocks, as is usual, though the last product need not be made
-    again. Where only some blocks of every stage run again, stages are those of equal FLOPs unless the plan has its own.
+    Full recomputation counts as one more forward of all blocks, as is usual, although the last GEMM need not be
+    recomputed. If only some blocks per stage are recomputed, stages have equal FLOPs unless the plan sets
+    ``stage_layers``.
     """
     layers, plan = job.model.layers, job.plan
     assignment = _assignment(job.model, plan)
@@ -38,7 +39,7 @@ def step_flops(job: Job) -> float:
 
 
 def _assignment(model: ModelSpec, plan: ParallelPlan) -> StageAssignment:
-    if plan.recompute_layers is None:  # blocks are alike, whatever their stages
+    if plan.recompute_layers is None:  # all blocks count the same, regardless of the stage
         return StageAssignment((0, len(model.layers)))
     if plan.stage_layers is not None:
         return assign_stage_layers(plan.stage_layers, model.num_last_layers)
@@ -46,10 +47,10 @@ def _assignment(model: ModelSpec, plan: ParallelPlan) -> StageAssignment:
 
 
 def constant_utilization(outcomes: Iterable[RunOutcome]) -> ErrorFigures:
-    """Errors of FLOPs / (devices x rate), with one rate for each file, device and precision: the median over its runs.
+    """Errors of FLOPs / (devices x rate), with one rate per file, device and precision: the median over its runs.
 
-    The rate is the peak of the device times a constant utilization. A prediction that is not better than this knows
-    nothing about plans.
+    The rate is the device peak times a constant utilization. A predictor that does not beat this baseline shows no
+    knowledge of plans.
     """
     rates: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for outcome in outcomes:

@@ -1,4 +1,4 @@
-"""What came of one published run: predicted beside measured."""
+"""Outcome of one published run: prediction and measurement."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["Predicted", "RunOutcome", "measured_memory_gib"]
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What simplan says about a run.
+    """Prediction of a published run.
 
     Attributes:
-        step_time_s: Of one optimizer step.
-        step_time_interval_s: Interval that should hold the truth in 9 of 10 cases; None where there is none.
-        memory_gib: Peak of the worst rank, by what is counted; nothing where only times were predicted.
-        oom: Whether it does not fit; None where that is not known.
-        flops: Of a step, those that are computed again counted, causal attention by half.
-        software: The software profile that was used.
-        notes: What was filled in, and what of the run is not in the prediction.
+        step_time_s: Seconds of one optimizer step.
+        step_time_interval_s: 90% interval of the step time; None if not predicted.
+        memory_gib: Peak of the worst rank by kind of figure; empty if only times were predicted.
+        oom: True if the run is predicted not to fit; None if unknown.
+        flops: FLOPs of a step, including recomputation, with causal attention counted half.
+        software: Name of the software profile.
+        notes: Assumed values, and features of the run that the prediction lacks.
     """
 
     step_time_s: float
@@ -36,13 +36,13 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """A run, and its prediction or why there is none.
+    """A run, with its prediction or the reason for a missing one.
 
     Attributes:
-        file: The file it is in.
-        run: The run.
-        predicted: None where it was skipped.
-        reason: Why, in that case.
+        file: File of the run.
+        run: Published run.
+        predicted: Prediction; None if the run was skipped.
+        reason: Reason for skipping; None if predicted.
     """
 
     file: str
@@ -52,7 +52,7 @@ class RunOutcome:
 
     @property
     def error(self) -> float | None:
-        """Predicted over measured step time, less one; None where one of them is missing."""
+        """Predicted over measured step time, minus 1; None if either is missing."""
         measured_s = self.run.measured.step_time_s
         if self.predicted is None or measured_s is None:
             return None
@@ -60,7 +60,7 @@ class RunOutcome:
 
     @property
     def in_interval(self) -> bool | None:
-        """Whether the measured step time lies within the interval; None where one of them is missing."""
+        """True if the measured step time is inside the interval; None if either is missing."""
         measured_s = self.run.measured.step_time_s
         if self.predicted is None or self.predicted.step_time_interval_s is None or measured_s is None:
             return None
@@ -69,18 +69,18 @@ class RunOutcome:
 
     @property
     def memory_kind(self) -> MemoryKind:
-        """What the measured peak is a figure of; without one, what the framework prints."""
+        """Kind of the measured peak; without one, the kind that the framework prints."""
         return next(iter(measured_memory_gib(self.run)), stacks()[self.run.software.framework].prints)
 
     @property
     def memory_errors(self) -> dict[MemoryKind, float]:
-        """As ``error``, of peak memory, by kind of figure; the one that is compared comes first."""
+        """Relative error of peak memory by kind; the compared kind comes first."""
         if self.predicted is None or not self.predicted.memory_gib:
             return {}
         return {kind: self.predicted.memory_gib[kind] / gib - 1 for kind, gib in measured_memory_gib(self.run).items()}
 
     def to_json(self) -> dict[str, Any]:
-        """The outcome as a part of the JSON document."""
+        """Outcome as a part of the JSON document."""
         run, predicted, kind = self.run, self.predicted, self.memory_kind
         interval_s = None if predicted is None else predicted.step_time_interval_s
         return {
@@ -107,7 +107,7 @@ class RunOutcome:
 
 
 def measured_memory_gib(run: PublishedRun) -> dict[MemoryKind, float]:
-    """Measured peaks, GiB, the surest figure first; one that is printed as GB only counts as the framework means it."""
+    """Measured peaks in GiB, most reliable kind first; a plain "GB" is read as the framework defines it."""
     measured = run.measured
     found: dict[MemoryKind, float] = {}
     if measured.peak_allocated_gib is not None:

@@ -1,14 +1,14 @@
-"""Step times of pipelines from profiled times of their stages, in place of the cost model.
+"""Step times of pipelines from profiled stage times, without the cost model.
 
-A profile says how long a stage is at one microbatch and how long a message takes, measured in a few steps of the very
-run. A step is then a matter of the schedule: the longest time of a rank from its first action to its last
-(``simplan.program.schedules.bubble``). Two things are not in a profile, and the same for all runs:
+A profile gives the time of a stage for one microbatch and the time of a P2P send, measured in a few steps of the same
+run. The step time then follows from the schedule: the longest time of a rank from its first to its last action
+(``simplan.program.schedules.bubble``). Two effects are not in a profile, and are the same for all runs:
 
-- between the arrival of a message and the first kernel of the pass that needs it the host has to wake up and launch;
+- after the arrival of an input, the host has to wake up and launch the first kernel of the pass;
 - next to communication, and once the device is warm, kernels take longer than in the profile.
 
-Both were fitted on the visible runs of Qi et al. 2024 (arXiv:2401.10241, tables 4 and 6; 18 runs of 4 models). Without
-them predictions are 8.5 % off (all too short), with them 1.1 %; fitted without the model that is predicted 1.4 %.
+Both were fitted on the visible runs of Qi et al. 2024 (arXiv:2401.10241, tables 4 and 6; 18 runs of 4 models). The
+error is 8.5% without them (all too short) and 1.1% with them; leave-one-model-out, 1.4%.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from simplan.program.schedules.bubble import longest_span_s
 __all__ = ["PASS_START_S", "SLOWDOWN", "StageProfile", "predict_from_profiles", "profiled_step_s", "read_profiles"]
 
 PASS_START_S = 0.7e-3
-"""From the arrival of an input to the first kernel of its pass; bounds 0 to 2 ms."""
+"""Seconds from the arrival of an input to the first kernel of its pass; bounds 0 to 2 ms."""
 SLOWDOWN = 1.04
-"""Of all computation; bounds 1 to 1.1."""
-_RELATIVE_STD = 0.018  # of the errors with the model left out
+"""Slowdown of all compute relative to the profile; bounds 1 to 1.1."""
+_RELATIVE_STD = 0.018  # of the leave-one-model-out errors
 _NINE_IN_TEN = 1.645
 
 
 class StageProfile(Spec):
-    """One profile.
+    """Profiled times of one pipeline.
 
     Attributes:
-        id, source: As of a run.
+        id, source: Identifier and source, as for a run.
         model: Name of the model.
-        pp, num_microbatches: Of the pipeline that was profiled.
-        run_ids: Schedule -> id of the run with the same model, stages and microbatches.
-        t_f_ms, t_b_ms, t_w_ms: A stage and microbatch: forward, backward for the input and for the weights.
-        t_comm_ms: A message between neighbours.
+        pp, num_microbatches: Pipeline ranks and microbatches of the profiled pipeline.
+        run_ids: By schedule, the id of the run with the same model, stages and microbatches.
+        t_f_ms, t_b_ms, t_w_ms: Milliseconds per stage and microbatch: forward, dgrad, wgrad.
+        t_comm_ms: Milliseconds of a P2P send between neighbors.
     """
 
     id: str
@@ -72,10 +72,10 @@ class _ProfileFile(Spec):
 
 
 def read_profiles(path: Path) -> dict[str, StageProfile]:
-    """Profiles by the id of the run that they are of.
+    """Read profiles, by the id of their run.
 
     Raises:
-        SpecError: The file cannot be read, or holds no profiles.
+        SpecError: The file cannot be read, or contains no profiles.
     """
     document = read_yaml(path)
     if not isinstance(document.data, dict) or "profiled_stage_times" not in document.data:
@@ -86,7 +86,7 @@ def read_profiles(path: Path) -> dict[str, StageProfile]:
 
 
 def predict_from_profiles(files: Iterable[ReadFile], profiles: dict[str, StageProfile]) -> list[RunOutcome]:
-    """Predicts the runs that have a profile; the others are skipped."""
+    """Predict the runs with a profile; skip the others."""
     return [_outcome(read, run, profiles) for read in files for run in read.runs or ()]
 
 
@@ -127,13 +127,13 @@ def profiled_step_s(
     pass_start_s: float = PASS_START_S,
     slowdown: float = SLOWDOWN,
 ) -> float:
-    """The step time of a pipeline.
+    """Step time of a pipeline, in seconds.
 
     Args:
-        profile: Its times.
+        profile: Profiled times.
         schedule: One of ``SCHEDULES``.
-        virtual_stages: Stages of a rank, which take equal parts of its time.
-        pass_start_s, slowdown: What is not in a profile; 0 and 1 for its times as they are.
+        virtual_stages: Stages per rank, which take equal parts of the rank's time.
+        pass_start_s, slowdown: Effects that a profile lacks; 0 and 1 use the profile as is.
     """
     part = slowdown / 1e3 / virtual_stages
     num_stages = profile.pp * virtual_stages

@@ -1,7 +1,7 @@
-"""From a published run to a question for ``predict``: the same model, cluster, training, software and plan.
+"""Conversion of a published run to a job: its model, cluster, training, software and plan.
 
-What a source does not say is filled in here, each time with a sentence for the reader. What simplan cannot predict is
-refused by name further on, by the rules that every plan has to pass.
+Values that a source does not print are assumed here, each with a note for the reader. Unsupported features raise errors
+later, by the rules that every plan has to pass.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from simplan.units import format_flop_per_s
 __all__ = ["RunQuestion", "question_of_run"]
 
 _NETWORK_GBIT: Mapping[str, float] = MappingProxyType({"tpu-v4": 50, "tpu-v5e": 25, "tpu-v5p": 50, "tpu-v6e": 100})
-"""Data-centre network of a TPU, Gbit/s (jax-ml/scaling-book, tpus.md: egress per chip)."""
+"""Data-center network of a TPU, Gbit/s (jax-ml/scaling-book, tpus.md: egress per chip)."""
 _USUAL_GBIT = 100.0
 _PACKED_DOCUMENT_TOKENS = 256  # fine-tuning rows: "the packed samples are much shorter than seq_len"
-_NVL72, _TRAY = 72, 4  # devices of a domain of GB200 and GB300, and of what its scheduler allocates
+_NVL72, _TRAY = 72, 4  # devices of an NVLink domain of GB200 and GB300, and of a tray, the unit of allocation
 _LORA_RANK = 32  # the default of NeMo and Megatron-Bridge (nemo/collections/llm/peft/lora.py: dim)
 _SYNCHRONIZED = {"zb-2p-optsync": "zb-2p"}
 _SIZES = frozenset({
@@ -50,13 +50,13 @@ _RECIPES = {"tensorwise": "tensorwise", "rowwise_with_gw_hp": "rowwise_with_gw_h
 
 @dataclass(frozen=True, slots=True)
 class RunQuestion:
-    """What ``predict`` is asked about a run.
+    """Prediction request for a published run.
 
     Attributes:
-        job: As for any prediction.
-        steps_overlap: Every pipeline rank goes on to its next step by itself, so that a step takes as long as the
-            busiest rank is at it, not from the first start to the last end.
-        notes: What was filled in, and what of the run is not in the prediction.
+        job: Job of the run.
+        steps_overlap: True if pipeline ranks start the next step without waiting for each other: the step time is then
+            the time of the busiest rank. False: the step lasts from the first start to the last end.
+        notes: Assumed values, and features of the run that the prediction lacks.
     """
 
     job: Job
@@ -65,14 +65,14 @@ class RunQuestion:
 
 
 def question_of_run(run: PublishedRun, own: Recipes = NO_RECIPES) -> RunQuestion:
-    """The question behind a run.
+    """Convert a published run to a prediction request.
 
     Args:
-        run: The run.
-        own: Recipes of its file.
+        run: Published run.
+        own: Recipes in the file of the run.
 
     Raises:
-        SpecError: Something of it has no counterpart here.
+        SpecError: A feature of the run has no counterpart in simplan.
     """
     notes: list[str] = []
     recipes = recipes_of(run, own)
@@ -101,7 +101,7 @@ def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
         profile = profile.model_copy(update={"compiled": True})
     if not stacks()[given.framework].is_known:
         rates = profile.rates.model_copy(update=_UNFITTED)
-        # whether it pads vocabularies is not known either; nanotron, as an example, does so as far as tp needs
+        # padding of vocabularies is unknown too; nanotron, for example, pads to a multiple of tp
         profile = profile.model_copy(update={"rates": rates, "vocab_multiple": 1})
     fused = stacks()[given.framework].fused_attention if given.flash_attention is None else given.flash_attention
     if fused is not None:
@@ -145,7 +145,7 @@ def _model(run: PublishedRun, software: SoftwareSpec, settings: Settings, notes:
 
 
 def _adapters(run: PublishedRun, settings: Settings, notes: list[str]) -> dict[str, Any]:
-    """What has adapters, of which rank."""
+    """LoRA fields of ``ModelSpec``: rank, and adapted modules if known."""
     rank = run.plan.lora_rank or settings.lora_rank
     if rank is None:
         notes.append(f"plan.lora_rank is not known: {_LORA_RANK}")
@@ -161,7 +161,7 @@ def _head_dim(model: RunModel) -> int:
 
 
 def _family(model: RunModel, notes: list[str]) -> str:
-    """The family whose layers it has."""
+    """Model family with the same layers."""
     if model.family == "moe":
         return "deepseek" if model.mla is not None else "moe"
     if model.family == "mpt":
@@ -178,7 +178,7 @@ def _family(model: RunModel, notes: list[str]) -> str:
 
 
 def _vocabulary(run: PublishedRun, software: SoftwareSpec, notes: list[str]) -> int:
-    """As it is printed where the software pads it; else padded where tensor-parallel ranks could not share it out."""
+    """Published vocabulary size, padded to a multiple of tp unless the software profile pads it."""
     size, tp = run.model.vocab_size, run.plan.tp
     if software.vocab_multiple > 1:
         return size
@@ -212,7 +212,7 @@ def _cluster(run: PublishedRun, notes: list[str]) -> ClusterSpec:
 
 
 def _domain(given: RunCluster, notes: list[str]) -> int:
-    """Devices of a domain that a job takes: as many of each, whole trays, where it needs several large domains.
+    """Devices that a job uses per NVLink domain: equal numbers of full trays, if it needs several NVL72 domains.
 
     NVIDIA-NeMo/Megatron-Bridge at 067f987, scripts/performance/utils/executors.py (since v0.1.0rc4): ``--segment`` is
     the largest number of up to 18 trays that divides those of the job.
@@ -228,7 +228,7 @@ def _domain(given: RunCluster, notes: list[str]) -> int:
 
 
 def _network_gbit(device: DeviceSpec) -> float:
-    """What nodes of such devices usually have: as a cluster of the catalogue with them, or with the same links."""
+    """Usual network of a device in Gbit/s: from a catalog cluster with the same device, or with the same links."""
     if device.id in _NETWORK_GBIT:
         return _NETWORK_GBIT[device.id]
     nodes = [catalog.node(name) for name in catalog.names("clusters") if name != "this-machine"]
@@ -260,7 +260,7 @@ def _training(run: PublishedRun, software: SoftwareSpec, notes: list[str]) -> Tr
 
 
 def _recipe(printed: str) -> str:
-    """The recipe that is meant by what a source prints."""
+    """FP8 recipe for the name that a source prints."""
     return next((recipe for word, recipe in _RECIPES.items() if word in printed.lower()), "tensorwise")
 
 
@@ -304,7 +304,7 @@ def _plan(run: PublishedRun, settings: Settings, notes: list[str]) -> ParallelPl
         notes.append(f"plan.etp is not known: {fields['etp']}, as {run.software.framework} of the time has it")
     if given.cp > 1:
         fields["cp_comm"] = given.cp_comm or stacks()[run.software.framework].cp_comm
-    if given.pp > 1 and run.model.family != "t5":  # how encoder and decoder are shared out is not known
+    if given.pp > 1 and run.model.family != "t5":  # the assignment of encoder and decoder to stages is unknown
         placement = "loop" if facts is None else facts.placement
         by_rank = given.stage_layers or (run.model.num_hidden_layers // given.pp,) * given.pp
         fields["stage_layers"] = layers_of_stages(by_rank, virtual_stages, placement)

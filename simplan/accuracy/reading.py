@@ -1,4 +1,4 @@
-"""Files of published runs, read and checked."""
+"""Reader of files of published runs, with checks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 class RunFile(Spec):
-    """A file of runs.
+    """Schema of a file of published runs.
 
     Attributes:
-        meta: Where the runs come from, in the words of who collected them.
-        recipes: What its runs were started with beyond what it prints, by framework.
-        runs: The runs.
+        meta: Origin of the runs, as free-form data of their collector.
+        recipes: By framework, settings of the runs beyond the published fields.
+        runs: Published runs.
     """
 
     meta: dict[str, Any]
@@ -41,9 +41,9 @@ class ReadFile:
     """A file and its runs.
 
     Attributes:
-        file: As the user named it, or the path within a folder that the user named.
-        runs: None where the file holds something else.
-        recipes: Its own.
+        file: Path as given, or path within a given folder.
+        runs: Published runs; None if the file contains other data.
+        recipes: Recipes in the file.
     """
 
     file: str
@@ -52,10 +52,10 @@ class ReadFile:
 
 
 def read_published(paths: Iterable[Path]) -> list[ReadFile]:
-    """Reads files, and in folders all ``*.yaml`` and ``*.yml`` below.
+    """Read files, and all ``*.yaml`` and ``*.yml`` files below folders.
 
     Raises:
-        SpecError: A file cannot be read, a run is not of the schema or does not add up, or two runs have one id.
+        SpecError: A file cannot be read, a run violates the schema or is inconsistent, or two runs have one id.
     """
     read = [_read(file) for file in _files(paths)]
     seen: dict[str, str] = {}
@@ -88,14 +88,14 @@ def _read(path: Path) -> ReadFile:
 
 
 def parse_published(text: str, name: str) -> ReadFile:
-    """The runs of a file that comes as text.
+    """Parse a file of runs from text.
 
     Args:
         text: YAML.
-        name: What errors and tables call it.
+        name: Name for errors and tables.
 
     Raises:
-        SpecError: As ``read_published``.
+        SpecError: See ``read_published``.
     """
     return _checked(parse_yaml(text, name), name)
 

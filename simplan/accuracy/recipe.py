@@ -1,4 +1,4 @@
-"""A recipe: settings that published runs of some kinds were started with beyond what their tables print."""
+"""Recipes: settings of published runs beyond the fields that their tables print."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def _is_release(text: str) -> str:
 
 
 Release = Annotated[str, AfterValidator(_is_release)]
-"""Year and month of a container: releases compare as their texts do."""
+"""Year and month of a container; releases compare as text."""
 
 
 class Experts(Spec):
-    """Sizes that tell models with experts apart, since names of such models are spelled in many ways."""
+    """Sizes that identify a mixture of experts, since the names of models vary in spelling."""
 
     num_experts: Count
     top_k: Count
@@ -41,14 +41,14 @@ class Experts(Spec):
 
 
 class Where(Spec):
-    """One kind of runs; a condition that is not given holds for all.
+    """Conditions that select runs; a missing condition holds for all runs.
 
     Attributes:
-        since: The first release; runs without a release are older than all.
-        before: The first release that no longer is of this kind.
-        tasks, models, devices, precisions, num_devices, zero_stages, ep: The values, one of which a run has.
-        num_stages: The same of all stages of its pipeline.
-        experts: The same of its experts.
+        since: First release; runs without a release count as older than all releases.
+        before: First release that is excluded.
+        tasks, models, devices, precisions, num_devices, zero_stages, ep: Allowed values; empty for all.
+        num_stages: Allowed numbers of pipeline stages in total; empty for all.
+        experts: Allowed sizes of experts; empty for all.
     """
 
     since: Release | None = None
@@ -64,7 +64,7 @@ class Where(Spec):
     experts: tuple[Experts, ...] = ()
 
     def holds_for(self, run: PublishedRun) -> bool:
-        """Whether a run is of this kind."""
+        """True if a run meets all conditions."""
         release = _release(run)
         named: tuple[tuple[tuple[object, ...], object], ...] = (
             (self.tasks, run.task),
@@ -85,24 +85,24 @@ class Where(Spec):
 
 
 class Settings(Spec):
-    """What a recipe sets; None, or no states, where it leaves something as it is.
+    """Settings of a recipe; None, or no states, leaves a setting unchanged.
 
     Attributes:
-        grad_dtype: In which precision gradients are reduced.
-        weights: How often weights in 8 bits are quantized.
-        states: Bytes of optimizer states that differ, by their names in ``StateBytes``.
-        offload_layers: How many blocks have their activations on the host.
-        lora_rank: Of adapters.
-        lora_targets: The matrices that have some.
-        virtual_stages: Stages of a pipeline rank, of a table that has no column for them.
-        recompute_modules: Of which backward runs again what they made.
-        recompute_layers: How many blocks of every stage run again.
-        stage_layers: Layers of every stage, embedding and head not counted.
-        mtp_num_layers: Layers for multi-token prediction.
-        expert_dispatch: How tokens come to their experts.
-        expert_overlap: They do beside another microbatch.
-        fused_experts: Activations of experts are part of their products.
-        fp8_dot_product_attention: The attention core is in 8 bits.
+        grad_dtype: Precision of gradient reductions.
+        weights: Frequency of FP8 weight quantization.
+        states: Bytes of optimizer states that differ, by field of ``StateBytes``.
+        offload_layers: Number of blocks with activations offloaded to the host.
+        lora_rank: Rank of LoRA adapters.
+        lora_targets: Modules with LoRA adapters.
+        virtual_stages: Stages per pipeline rank, for tables without such a column.
+        recompute_modules: Modules that selective recomputation recomputes.
+        recompute_layers: Number of recomputed blocks per stage.
+        stage_layers: Layers per stage, without embedding and head.
+        mtp_num_layers: Number of multi-token prediction layers.
+        expert_dispatch: Implementation of expert dispatch.
+        expert_overlap: True if expert dispatch overlaps another microbatch.
+        fused_experts: True if the activations of experts are fused into their grouped GEMMs.
+        fp8_dot_product_attention: True if the attention core runs in FP8.
     """
 
     grad_dtype: Literal["fp32", "bf16", "fp16"] | None = None
@@ -122,16 +122,16 @@ class Settings(Spec):
     fp8_dot_product_attention: bool | None = None
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Those of some fields that are set."""
+        """Values of the named fields that are set."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def updated(self, later: Settings) -> Settings:
-        """These, with what later ones set; optimizer states one by one."""
+        """Copy with later settings applied; optimizer states are merged by name."""
         changes = later.given(*(name for name in Settings.model_fields if name != "states"))
         return self.model_copy(update=changes | {"states": self.states | later.states})
 
     def words(self) -> Iterator[str]:
-        """What is set, for people."""
+        """Yield a description of each setting."""
         if self.grad_dtype is not None:
             yield f"gradients reduced in {self.grad_dtype}"
         if self.weights is not None:
@@ -165,9 +165,9 @@ class Recipe(Spec):
     """Settings of some runs of a framework.
 
     Attributes:
-        where: The kinds of runs it is for, one of which is enough; none for all runs of the framework.
-        sets: What it sets.
-        source: Where this is said.
+        where: Alternative conditions on runs, of which one must hold; empty for all runs of the framework.
+        sets: Settings of the recipe.
+        source: Source of the settings.
     """
 
     where: tuple[Where, ...] = ()
@@ -175,12 +175,12 @@ class Recipe(Spec):
     source: Annotated[str, Field(min_length=1)]
 
     def is_for(self, run: PublishedRun) -> bool:
-        """Whether a run of its framework is one of its."""
+        """True if the recipe applies to a run of its framework."""
         return not self.where or any(kind.holds_for(run) for kind in self.where)
 
 
 Recipes = Mapping[Framework, tuple[Recipe, ...]]
-"""By framework, in order: what several set is the last one's."""
+"""Recipes by framework, in order; the last recipe that sets a field wins."""
 NO_RECIPES: Recipes = MappingProxyType({})
 
 
@@ -188,8 +188,8 @@ class RecipeFile(Spec):
     """A file of recipes.
 
     Attributes:
-        meta: What its author wants to say, or to repeat by aliases.
-        recipes: By framework, in order.
+        meta: Free-form data of the author, such as anchors for YAML aliases.
+        recipes: Recipes by framework, in order.
     """
 
     meta: dict[str, Any] = Field(default_factory=dict)
@@ -209,6 +209,6 @@ def _experts(run: PublishedRun) -> Experts | None:
 
 
 def _release(run: PublishedRun) -> str:
-    """Of its container; empty, which comes before all others, where its version names none."""
+    """Release of a run's container; empty, which sorts first, if its version names none."""
     found = _RELEASE.search(run.software.version or "")
     return "" if found is None else found[1]

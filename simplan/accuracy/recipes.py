@@ -1,8 +1,8 @@
-"""The recipes that tables of published runs name, and what they make of a run's software.
+"""Recipes of published runs, and their effect on the software profile.
 
-A table of a framework's own runs says which scripts made it. What these set for just such a run is as good as printed;
-what they leave open is the framework's own, which is in its software profile. Recipes lie in ``catalog/recipes`` beside
-this module; a file of runs may bring more (``recipes:``).
+Tables of a framework's own runs name the scripts that produced them. Settings of these scripts for a run count as
+published. Other settings are the framework's defaults, from its software profile. Recipes are stored in
+``catalog/recipes`` next to this module; a file of runs may add more (``recipes:``).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["parse_recipes", "recipes_of", "settings_of", "shipped_recipes", "wit
 
 
 def parse_recipes(text: str, name: str) -> Recipes:
-    """The recipes of a file that comes as text.
+    """Parse a file of recipes from text.
 
     Args:
         text: YAML.
-        name: What errors call it.
+        name: Name for errors.
 
     Raises:
-        SpecError: It is not YAML, or not of the schema.
+        SpecError: The text is not YAML, or violates the schema.
     """
     document = parse_yaml(text, name)
     return parse_model(RecipeFile, document.data, document.lines, name).recipes
@@ -37,7 +37,7 @@ def parse_recipes(text: str, name: str) -> Recipes:
 
 @cache
 def shipped_recipes() -> Recipes:
-    """Those of all files in ``catalog/recipes``."""
+    """Recipes of all files in ``catalog/recipes``."""
     found: dict[Framework, tuple[Recipe, ...]] = defaultdict(tuple)
     folder = resources.files("simplan.accuracy").joinpath("catalog", "recipes")
     for file in sorted(folder.iterdir(), key=lambda file: file.name):
@@ -47,11 +47,11 @@ def shipped_recipes() -> Recipes:
 
 
 def recipes_of(run: PublishedRun, own: Recipes = NO_RECIPES) -> tuple[Recipe, ...]:
-    """Those that a run was started with, in order.
+    """Recipes that apply to a run, in order.
 
     Args:
-        run: The run.
-        own: Recipes of its file, which come after the shipped ones.
+        run: Published run.
+        own: Recipes in the file of the run, applied after the shipped ones.
     """
     framework = run.software.framework
     listed = (*shipped_recipes().get(framework, ()), *own.get(framework, ()))
@@ -59,12 +59,12 @@ def recipes_of(run: PublishedRun, own: Recipes = NO_RECIPES) -> tuple[Recipe, ..
 
 
 def settings_of(recipes: Sequence[Recipe]) -> Settings:
-    """What recipes set together: the last that sets something has it."""
+    """Combined settings of recipes; the last recipe that sets a field wins."""
     return reduce(Settings.updated, (recipe.sets for recipe in recipes), Settings())
 
 
 def with_settings(software: SoftwareSpec, settings: Settings) -> SoftwareSpec:
-    """A software profile as recipes set it."""
+    """Software profile with the settings of recipes."""
     names = ("expert_dispatch", "expert_overlap", "fused_experts", "fp8_dot_product_attention")
     update = settings.given(*names)
     if settings.weights is not None and (low := software.low_precision.get("fp8")) is not None:
@@ -75,7 +75,7 @@ def with_settings(software: SoftwareSpec, settings: Settings) -> SoftwareSpec:
 
 
 def _with_states(software: SoftwareSpec, settings: Settings) -> dict[str, object]:
-    """Fields of the profile with other optimizer states in mixed precision."""
+    """Profile fields with the changed optimizer states of mixed precision."""
     return {
         kinds: given | {"bf16": given["bf16"].model_copy(update=dict(settings.states))}
         for kinds in ("state_bytes", "lora_state_bytes")

@@ -1,4 +1,4 @@
-"""The answer of ``simplan accuracy``: outcomes of all runs, and figures per file and over all of them."""
+"""Result of ``simplan accuracy``: outcomes of all runs, and error figures per file and overall."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ IN_CATALOG, NOT_IN_CATALOG = "frameworks in the catalog", "other frameworks"
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What is said of some runs together.
+    """Error figures of a set of runs.
 
     Attributes:
-        num_runs, num_skipped: How many they are, and how many of them were not predicted.
+        num_runs, num_skipped: Number of runs, and of runs without a prediction.
         step_time: Errors of step times.
-        constant_utilization: The same of one rate for each file, device and precision, fitted to these very runs.
-        peak_memory: Errors of peaks: ``all``, and by kind of figure.
-        oom: Verdicts on what fits.
-        choosing: Choices among plans.
+        constant_utilization: Errors of the constant-MFU baseline, fitted to the same runs per file, device and
+            precision.
+        peak_memory: Errors of memory peaks: ``all``, and by kind of figure.
+        oom: Counts of correct and wrong out-of-memory predictions.
+        choosing: Quality of choices among plans.
     """
 
     num_runs: int
@@ -51,7 +52,7 @@ class Figures:
 
     @classmethod
     def of(cls, outcomes: Sequence[RunOutcome]) -> Figures:
-        """Figures of some outcomes."""
+        """Compute the figures of outcomes."""
         return cls(
             num_runs=len(outcomes),
             num_skipped=sum(outcome.predicted is None for outcome in outcomes),
@@ -63,7 +64,7 @@ class Figures:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As a part of the JSON document."""
+        """Part of the JSON document."""
         by_kind = {kind: figures.to_json() for kind, figures in self.peak_memory.items() if kind != "all"}
         return {
             "num_runs": self.num_runs,
@@ -78,23 +79,23 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Everything that was found.
+    """Outcomes and figures of all runs.
 
     Attributes:
-        outcomes: All runs, in the order of the files.
-        without_runs: Files that hold something else.
+        outcomes: Outcomes of all runs, in the order of the files.
+        without_runs: Files that contain other data.
     """
 
     outcomes: tuple[RunOutcome, ...]
     without_runs: tuple[str, ...] = ()
 
     def of_file(self, file: str) -> list[RunOutcome]:
-        """The outcomes of one file."""
+        """Outcomes of one file."""
         return [outcome for outcome in self.outcomes if outcome.file == file]
 
     @property
     def by_file(self) -> dict[str, Figures]:
-        """Figures of each file."""
+        """Error figures of each file."""
         return {file: Figures.of(self.of_file(file)) for file in dict.fromkeys(o.file for o in self.outcomes)}
 
     @property
@@ -108,18 +109,18 @@ class Accuracy:
 
     @property
     def overall(self) -> Figures:
-        """Figures of all runs."""
+        """Error figures of all runs."""
         return Figures.of(self.outcomes)
 
     @property
     def names(self) -> dict[str, str]:
-        """What each file is called in tables: its name without folder and suffix, where no other has the same."""
+        """Name of each file in tables: without folder and suffix if that is unique, else the path."""
         files = list(dict.fromkeys(outcome.file for outcome in self.outcomes))
         stems = [PurePath(file).stem for file in files]
         return {file: stem if stems.count(stem) == 1 else file for file, stem in zip(files, stems, strict=True)}
 
     def to_json(self) -> dict[str, Any]:
-        """The whole JSON document."""
+        """JSON document of ``simplan accuracy --json``."""
         return {
             "schema_version": ACCURACY_SCHEMA_VERSION,
             "kind": "accuracy",

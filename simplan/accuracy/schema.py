@@ -1,10 +1,10 @@
-"""Published training runs as files hold them: one schema, strict, its keys described in scenarios/published/README.md.
+"""Schema of files of published training runs; its keys are described in scenarios/published/README.md.
 
-Three things hold in every run, whatever its numbers:
+Every run satisfies three identities:
 
 - dp_replicate x dp_shard x tp x pp x cp = num_devices
 - num_microbatches x microbatch_size x dp_replicate x dp_shard = global_batch_size
-- stage_layers add up to num_hidden_layers; without them, pp x virtual_stages divides num_hidden_layers
+- stage_layers sum to num_hidden_layers; without stage_layers, pp x virtual_stages divides num_hidden_layers
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Framework = Literal[
 ]
 Task = Literal["pretrain", "sft", "lora"]
 MemoryKind = Literal["allocated", "reserved", "device"]
-"""What a published peak is a figure of: tensors, what the caching allocator holds, or memory in use on the device."""
+"""Kind of a published peak: tensors, memory of the caching allocator, or memory in use on the device."""
 
 Zero = Annotated[int, Field(ge=0)]
 
 
 class RunSoftware(Spec):
-    """What trained; None where the source does not say."""
+    """Framework of a run; None for values that the source does not print."""
 
     framework: Framework
     version: str | None
@@ -55,7 +55,7 @@ class RunSoftware(Spec):
 
 
 class RunExperts(Spec):
-    """A mixture of experts."""
+    """Sizes of a mixture of experts."""
 
     num_experts: Count
     top_k: Count
@@ -65,7 +65,7 @@ class RunExperts(Spec):
 
 
 class RunLatentAttention(Spec):
-    """Multi-head latent attention."""
+    """Sizes of multi-head latent attention."""
 
     q_lora_rank: Count | None = None
     kv_lora_rank: Count
@@ -75,7 +75,7 @@ class RunLatentAttention(Spec):
 
 
 class RunModel(Spec):
-    """The shape of the model."""
+    """Shape of the model."""
 
     name: str
     family: Literal["gpt", "llama", "mpt", "t5", "bert", "moe", "other"]
@@ -95,14 +95,15 @@ class RunModel(Spec):
 
 
 class RunCluster(Spec):
-    """The devices and what joins them.
+    """Devices and links of a run.
 
     Attributes:
-        device: As of the catalogue.
-        num_devices, devices_per_node: How many.
-        intra_link, inter_link_gbit_per_device: What joins those of a node, and nodes.
-        matmul_flop_per_s: Best product by dtype, as the owners of this very machine timed it kernel by kernel; nothing
-            that is from a step time.
+        device: Catalog name of the device.
+        num_devices, devices_per_node: Number of devices, in total and per node.
+        intra_link, inter_link_gbit_per_device: Link inside a node, and network rate per device in Gbit/s; None if
+            unknown.
+        matmul_flop_per_s: Best GEMM rate by dtype, as the owners of this machine timed it kernel by kernel; never
+            derived from a step time.
     """
 
     device: str
@@ -114,7 +115,7 @@ class RunCluster(Spec):
 
 
 class RunPlan(Spec):
-    """How the training was spread, its batch and its precision."""
+    """Parallel plan, batch and precision of a run."""
 
     dp_replicate: Count
     dp_shard: Count
@@ -152,7 +153,7 @@ class RunPlan(Spec):
 
 
 class Measured(Spec):
-    """What was measured; None where the source does not say."""
+    """Measured figures; None for values that the source does not print."""
 
     step_time_s: Positive | None
     tokens_per_s_per_device: Positive | None
@@ -165,14 +166,14 @@ class Measured(Spec):
 
 
 class PublishedRun(Spec):
-    """One run.
+    """One published run.
 
     Attributes:
         id: Unique over all files.
         source: Repository, path and commit, or paper and table.
-        software, task, model, cluster, plan: What was run.
-        measured: What came out.
-        derived_step_time: The step time was computed from a published throughput.
+        software, task, model, cluster, plan: Configuration of the run.
+        measured: Measured figures.
+        derived_step_time: True if the step time was computed from a published throughput.
         assumed: Dotted names of fields that the source does not print.
         quality: ``inconsistent``: figures contradict each other. ``noisy``: the source warns of large variation.
             ``assumed``: a field that sets the amount of work is assumed. ``good``: otherwise.
@@ -192,7 +193,7 @@ class PublishedRun(Spec):
 
 
 def identity_problems(run: PublishedRun) -> Iterator[Problem]:
-    """What does not add up in a run; fields are dotted from the run on."""
+    """Yield inconsistencies of a run, with fields dotted from the run."""
     plan, layers = run.plan, run.model.num_hidden_layers
     yield from _product(
         "cluster.num_devices",

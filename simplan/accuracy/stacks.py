@@ -1,4 +1,4 @@
-"""Which software profile stands for a framework and version, and what its figures mean: ``catalog/stacks.yaml``."""
+"""Software profile of each framework and version, and meaning of its printed figures: ``catalog/stacks.yaml``."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _Year = Annotated[int, Field(ge=0)]
 
 
 class Stack(Spec):
-    """What a framework brings that a published run does not print.
+    """Framework properties that a published run does not print.
 
     Attributes:
-        profiles: Name of the software profile, by the first year that it holds for, the oldest first.
-        cp_comm: How its context parallelism exchanges keys and values.
-        fp8_recipe: How it scales fp8 unless told otherwise.
-        prints: What a peak is a figure of where the source prints "GB" only.
-        printed_gb_bytes: How many bytes such a GB has.
-        whole_experts_since: The first year in which tensor-parallel ranks have whole experts and route their own
-            tokens (etp = 1); before, or where there is none, they split every expert.
-        fused_attention: Whether attention is one kernel where a run does not say; None for as in the profile.
-        combining: Profiles of plans with tensor parallelism and pipelines, or with sharded optimizer states alone,
-            where that is another lineage of software than the rest.
-        is_known: Its profiles are of itself; else they stand in for it, and what was fitted to them is not of it.
+        profiles: Name of the software profile by the first year it applies to, oldest first.
+        cp_comm: Communication of context-parallel attention.
+        fp8_recipe: Default FP8 scaling.
+        prints: Kind of a memory peak that the source labels only "GB".
+        printed_gb_bytes: Bytes of such a "GB".
+        whole_experts_since: First year in which tensor-parallel ranks hold unsharded experts and route their own tokens
+            (etp = 1). Before, or if None, they shard every expert.
+        fused_attention: True if attention is one fused kernel by default; None for the profile's default.
+        combining: Profiles for plans that combine tensor parallelism and pipelines, or shard only optimizer states, if
+            that is a separate codebase; empty if not.
+        is_known: True if the profiles model this framework; False if they are fallback profiles of another one.
     """
 
     profiles: dict[_Year, str]
@@ -56,7 +56,7 @@ class _StackFile(Spec):
 
 @cache
 def stacks() -> Mapping[Framework, Stack]:
-    """All of them, by framework."""
+    """Properties of all frameworks."""
     text = resources.files("simplan.accuracy").joinpath("catalog", _FILE).read_text(encoding="utf-8")
     document = parse_yaml(text, _FILE)
     return parse_model(_StackFile, document.data, document.lines, _FILE).stacks
@@ -67,10 +67,9 @@ _YEAR_AND_MONTH = re.compile(r"(?<![0-9.])(2[0-9])\.(?:0[1-9]|1[0-2])(?![0-9])")
 
 
 def profile_name(software: RunSoftware, plan: RunPlan) -> str:
-    """The name of the software profile.
+    """Name of the software profile of a run.
 
-    A version without a year, or year and month (23.08), is taken for a recent one, unless attention is not fused, which
-    it was before 2022.
+    A version without a year, or year and month (23.08), counts as recent. If attention is not fused, it counts as 2021.
     """
     stack, year = stacks()[software.framework], _year(software)
     combines = (plan.tp > 1 and plan.pp > 1) or plan.zero_stage == 1
@@ -79,7 +78,7 @@ def profile_name(software: RunSoftware, plan: RunPlan) -> str:
 
 
 def splits_experts(software: RunSoftware) -> bool:
-    """Whether tensor-parallel ranks split every expert (etp = tp); else each has whole ones (etp = 1)."""
+    """True if tensor-parallel ranks shard every expert (etp = tp); False for unsharded experts (etp = 1)."""
     since = stacks()[software.framework].whole_experts_since
     return since is None or _year(software) < since
 

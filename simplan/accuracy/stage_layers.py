@@ -1,4 +1,4 @@
-"""Layers of every pipeline rank, as published runs have them, shared out over its stages."""
+"""Layers per stage from layers per pipeline rank, as published runs give them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["layers_of_stages"]
 
 
 def layers_of_stages(by_rank: Sequence[int], virtual_stages: int, placement: Placement = "loop") -> tuple[int, ...]:
-    """Layers of every stage, as even as they can be.
+    """Distribute the layers of each rank evenly over its stages.
 
-    What a rank has too little for equal stages is missing where it has an end of the model, since embedding and head
-    are counted as layers there: in the first stage of all, or in the last.
+    A rank with too few layers for equal stages gets fewer in its stage with the embedding or head, which count as
+    layers there: the first or the last stage of the pipeline.
 
     Args:
-        by_rank: Layers of every pipeline rank.
-        virtual_stages: Stages of a rank.
-        placement: Which rank has which stages.
+        by_rank: Layers of each pipeline rank.
+        virtual_stages: Stages per rank.
+        placement: Assignment of stages to ranks.
 
     >>> layers_of_stages([3, 4, 4, 3], 2)
     (1, 2, 2, 2, 2, 2, 2, 1)

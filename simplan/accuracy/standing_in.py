@@ -1,7 +1,7 @@
-"""What a software profile refuses and a published run has all the same: predicted as other profiles have it, and said.
+"""Fallbacks for features that a published run uses and its software profile does not support, each with a note.
 
-A scenario whose plan is not modelled is refused, so that its author changes it. A published run is what it is, and a
-prediction that says what it took for granted is worth more than none.
+A scenario with an unsupported plan raises an error, so that its author changes it. A published run cannot change, so a
+prediction with stated assumptions is better than none.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from simplan.software.software import SoftwareSpec
 
 __all__ = ["with_stand_ins", "without_refused_overlap"]
 
-_TORCH = "torch"  # has most
+_TORCH = "torch"  # the profile with the most features
 _AS_WIDE: Mapping[str, str] = MappingProxyType({"fp16": "bf16", "bf16": "fp16", "tf32": "fp32"})
-"""Precisions whose weights and states are as wide."""
+"""Precision with the same widths of weights and states."""
 
 
 def with_stand_ins(profile: SoftwareSpec, plan: RunPlan, notes: list[str]) -> SoftwareSpec:
-    """The profile with what the plan asks for besides.
+    """Add features to a profile that the plan of a run requires.
 
     Args:
-        profile: Of the run's framework.
-        plan: Of the run.
-        notes: Gets a sentence for everything that was added.
+        profile: Software profile of the run's framework.
+        plan: Plan of the run.
+        notes: List that gets a sentence per added feature.
     """
     if profile.id == _TORCH:
         profile = _torch(profile)
@@ -53,13 +53,13 @@ def with_stand_ins(profile: SoftwareSpec, plan: RunPlan, notes: list[str]) -> So
 
 
 def without_refused_overlap(job: Job, notes: list[str]) -> Job:
-    """A job without exchanges for experts beside another microbatch where the framework itself refuses them.
+    """Disable ``expert_overlap`` in a job if the framework does not support it for the plan.
 
-    A recipe has them for a model on a device; a run of other stages or recomputation cannot have had them.
+    A recipe enables expert overlap per model and device. A run with other stages or recomputation cannot have used it.
 
     Args:
-        job: Of the run; its software has what recipes set.
-        notes: Gets a sentence where they are left out.
+        job: Job of the run, with the settings of recipes.
+        notes: List that gets a sentence if the overlap is disabled.
     """
     again = job.plan.recompute == "full" or "moe" in (job.plan.recompute_modules or ())
     refused = violations(job, (expert_overlap_ranks, expert_overlap_stages, expert_overlap_precision))
@@ -71,7 +71,7 @@ def without_refused_overlap(job: Job, notes: list[str]) -> Job:
 
 
 def _torch(profile: SoftwareSpec) -> SoftwareSpec:
-    """With what torch's own runtime refuses, since it stands for frameworks that have it."""
+    """Add features that torch's runtime lacks, since its profile is the fallback for frameworks that have them."""
     low = profile.low_precision
     return profile.model_copy(
         update={
@@ -83,7 +83,7 @@ def _torch(profile: SoftwareSpec) -> SoftwareSpec:
 
 
 def _precision(profile: SoftwareSpec, plan: RunPlan, notes: list[str]) -> dict[str, object]:
-    """How it is quantized, and element widths, where the profile has none: those of a precision that is as wide."""
+    """Quantization and element widths of a precision that the profile lacks, from a precision of the same width."""
     changes: dict[str, object] = {}
     wide = plan.precision
     if wide in ("fp8", "mxfp8", "nvfp4"):

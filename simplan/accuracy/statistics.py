@@ -16,13 +16,13 @@ __all__ = ["ErrorFigures", "StepTimeFigures", "Verdicts", "memory_figures", "ste
 
 @dataclass(frozen=True, slots=True)
 class ErrorFigures:
-    """Figures of relative errors, predicted over measured less one; fractions, None without any run.
+    """Figures of relative errors (predicted over measured, minus 1), as fractions; None without runs.
 
     Attributes:
-        num: Runs.
-        mape: Mean of their absolute values.
-        median_ape, p90_ape, max_ape: Median, 90th percentile (linear between two) and largest of the same.
-        bias: Mean with signs: above 0 where predictions are too long, or too large.
+        num: Number of runs.
+        mape: Mean absolute error.
+        median_ape, p90_ape, max_ape: Median, 90th percentile (linear interpolation) and maximum of absolute errors.
+        bias: Mean signed error: positive if predictions are too long, or too large.
     """
 
     num: int
@@ -34,7 +34,7 @@ class ErrorFigures:
 
     @classmethod
     def of(cls, errors: Sequence[float]) -> ErrorFigures:
-        """Figures of some errors."""
+        """Compute the figures of errors."""
         if not errors:
             return cls(0)
         sizes = np.abs(errors)
@@ -54,12 +54,12 @@ class ErrorFigures:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeFigures:
-    """Errors of step times, and what intervals are worth.
+    """Errors of step times, and coverage and width of their intervals.
 
     Attributes:
-        errors: Of predicted step times.
-        interval_coverage: Part of the measured step times that lie within their intervals.
-        median_interval_half_width: Median of half their widths, over the predicted step time.
+        errors: Errors of predicted step times.
+        interval_coverage: Fraction of measured step times inside their 90% intervals; None without runs.
+        median_interval_half_width: Median of half the interval width over the predicted step time; None without runs.
     """
 
     errors: ErrorFigures
@@ -75,7 +75,7 @@ class StepTimeFigures:
 
 
 def step_time_figures(outcomes: Iterable[RunOutcome]) -> StepTimeFigures:
-    """Over the runs that have a step time and were predicted."""
+    """Figures of the runs with a measured and a predicted step time."""
     errors, covered, half_widths = [], [], []
     for outcome in outcomes:
         if outcome.error is None:
@@ -93,7 +93,7 @@ def step_time_figures(outcomes: Iterable[RunOutcome]) -> StepTimeFigures:
 
 
 def memory_figures(outcomes: Iterable[RunOutcome]) -> dict[str, ErrorFigures]:
-    """Over the runs that have a peak: ``all``, each once, and by kind of figure, of which a run may have two."""
+    """Figures of the runs with a measured peak: ``all`` counts each run once; the others are by kind of figure."""
     found: dict[str, list[float]] = {"all": []}
     for outcome in outcomes:
         errors = outcome.memory_errors
@@ -106,13 +106,13 @@ def memory_figures(outcomes: Iterable[RunOutcome]) -> dict[str, ErrorFigures]:
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """How often runs out of memory were foretold.
+    """Counts of correct and wrong out-of-memory predictions.
 
     Attributes:
-        fit, oom: Right verdicts: it fitted, and it ran out of memory.
-        missed: It ran out of memory and was said to fit.
-        false_alarms: It fitted and was said not to.
-        unknown: No verdict: the capacity of the device is not known.
+        fit, oom: Correct predictions of runs that fit, and of runs out of memory.
+        missed: Runs out of memory that were predicted to fit.
+        false_alarms: Runs that fit and were predicted not to.
+        unknown: Runs without a verdict, since the device memory is unknown.
     """
 
     fit: int = 0
@@ -123,7 +123,7 @@ class Verdicts:
 
     @property
     def right(self) -> float | None:
-        """Part of the verdicts that are right."""
+        """Fraction of correct verdicts; None without verdicts."""
         total = self.fit + self.oom + self.missed + self.false_alarms
         return (self.fit + self.oom) / total if total else None
 
@@ -134,7 +134,7 @@ class Verdicts:
 
 
 def verdicts(outcomes: Iterable[RunOutcome]) -> Verdicts:
-    """Over the runs whose memory was predicted."""
+    """Count the verdicts on runs whose memory was predicted."""
     counts: dict[str, int] = defaultdict(int)
     for outcome in outcomes:
         if outcome.predicted is None or not outcome.predicted.memory_gib:

@@ -1,7 +1,7 @@
-"""The catalogue: devices, links, clusters, models and software by name, every value with its source.
+"""The catalog: devices, links, clusters, models and software profiles by name, every value with its source.
 
-The data lies in ``catalog`` beside this module: a file for each kind, for software a file for each profile. Files are
-parsed when something of their kind is first asked for, and once.
+The data files are in the folder of this module: one file per kind, and for software one per profile. A file is parsed
+once, when an entry of its kind is first requested.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ _NETWORK = re.compile(r"([a-z]+)-([0-9]+(?:\.[0-9]+)?)gbit")
 
 @dataclass(frozen=True, slots=True)
 class NodeEntry:
-    """What one node of a cluster holds.
+    """Composition of one node of a cluster.
 
     Attributes:
-        id: Catalogue name of the cluster, or ``inline``.
-        device: Its devices.
-        devices_per_node: How many.
-        intra_link: Joins them; None when the device names none.
-        inter_link: Joins nodes; None when unknown.
-        source: Where the composition comes from.
-        host_memory_bytes: Memory of its host; None when unknown.
-        host_memory_bandwidth_bytes_per_s: Of that memory; None when unknown.
+        id: Catalog name of the cluster, or ``inline``.
+        device: Device of the node.
+        devices_per_node: Number of devices.
+        intra_link: Link between the devices; None when the device names none.
+        inter_link: Link between nodes; None when unknown.
+        source: Source of the composition.
+        host_memory_bytes: Host memory of the node; None when unknown.
+        host_memory_bandwidth_bytes_per_s: Bandwidth of host memory; None when unknown.
     """
 
     id: str
@@ -74,7 +74,7 @@ class NodeEntry:
 
 
 def names(kind: Kind) -> tuple[str, ...]:
-    """All names of one kind, in the order of the catalogue."""
+    """All names of one kind, in catalog order."""
     listed = tuple(_file(kind)[kind])
     if kind == "links":
         links = _file("links")
@@ -96,7 +96,7 @@ def device(name: str) -> DeviceSpec:
 
 
 def kernel_fields(architecture: str) -> dict[str, Any]:
-    """Fields of a device that its architecture implies: ``kernels``, and ``sources`` of them.
+    """Fields of a device that its architecture implies: ``kernels``, and their ``sources``.
 
     Raises:
         SpecError: No such architecture; names the nearest.
@@ -110,11 +110,11 @@ def kernel_fields(architecture: str) -> dict[str, Any]:
 
 @cache
 def kernel_rates(architecture: str, *, textbook: bool = False) -> KernelRates:
-    """What kernels of an architecture reach; what they usually reach where it is not in the catalogue.
+    """Kernel efficiencies of an architecture; general values for one that is not in the catalog.
 
     Args:
-        architecture: Its name.
-        textbook: Without what training runs say (``kernels_fitted.yaml``): where a fit starts.
+        architecture: Name of the architecture.
+        textbook: Return the priors that a fit starts from, without fitted values (``kernels_fitted.yaml``).
     """
     entry = dict(_parsed("kernels")["architectures"].get(architecture, {}))
     entry.pop("sources", None)
@@ -126,18 +126,18 @@ def kernel_rates(architecture: str, *, textbook: bool = False) -> KernelRates:
             attention[name] = attention[name] | {"sustained": sustained}
         shared = dict(fitted["all"])
         if not entry and not own:
-            del shared["unseen_std"]  # it is of architectures of which something is known
+            del shared["unseen_std"]  # applies to known architectures only
         entry |= shared | own | {"attention": attention}
     return KernelRates.model_validate(entry)
 
 
 @cache
 def link(name: str, *, textbook: bool = False) -> LinkSpec:
-    """A link; ``network-<n>gbit`` is a network of n Gbit/s per device, ``efa-<n>gbit`` one of a cloud's own transport.
+    """A link; ``network-<n>gbit`` is a network of n Gbit/s per device, ``efa-<n>gbit`` one with AWS's EFA transport.
 
     Args:
-        name: Its name.
-        textbook: Without what measurements say (``links_fitted.yaml``): where a fit starts.
+        name: Name of the link.
+        textbook: Return the priors that a fit starts from, without fitted values (``links_fitted.yaml``).
 
     Raises:
         SpecError: No such link; names the nearest.
@@ -153,8 +153,8 @@ def network_link(gbit_per_device: float, kind: str = "network", *, textbook: boo
 
     Args:
         gbit_per_device: Bandwidth of one device's share in one direction, Gbit/s (1e9 bit/s).
-        kind: InfiniBand and RoCE, or ``efa``.
-        textbook: As of ``link``.
+        kind: ``network`` for InfiniBand and RoCE, or ``efa``.
+        textbook: Return the priors that a fit starts from, without fitted values.
     """
     entry = {"bytes_per_s": gbit_per_device * 1e9 / 8, **_file("links")["networks"][kind]}
     return _link(f"{kind}-{gbit_per_device:g}gbit", kind, entry, textbook=textbook)
@@ -173,10 +173,10 @@ def _link(name: str, kind: str, entry: dict[str, Any], *, textbook: bool) -> Lin
 
 
 def unmeasured_link(library: str = "nccl") -> dict[str, Any]:
-    """Fields of a link that measurements of other links tell about: how sure its prices are, and time to launch.
+    """Fields of a link that measurements of other links determine: uncertainty of cost estimates, and launch time.
 
     Args:
-        library: Whose collectives run on it.
+        library: Library whose collectives run on the link.
     """
     fitted = _parsed("links_fitted")
     shared = {"relative_std": fitted["relative_std"]}
@@ -184,7 +184,7 @@ def unmeasured_link(library: str = "nccl") -> dict[str, Any]:
 
 
 def _kernel_sources(architecture: str) -> dict[str, str]:
-    """Where rates of kernels come from; those that are not named are assumptions."""
+    """Sources of kernel efficiencies; those without a source are assumptions."""
     textbook, kernels = kernel_rates(architecture, textbook=True), kernel_rates(architecture)
     entry = _parsed("kernels")["architectures"].get(architecture, {})
     sources = {f"kernels.{key}": source for key, source in _sources("kernels", entry.get("sources", {})).items()}
@@ -198,7 +198,7 @@ def _kernel_sources(architecture: str) -> dict[str, str]:
 
 @cache
 def node(name: str) -> NodeEntry:
-    """What one node of a catalogue cluster holds (``this-machine`` is not one: see ``cluster``).
+    """Composition of one node of a catalog cluster (``this-machine`` is none: see ``cluster``).
 
     Raises:
         SpecError: No such cluster; names the nearest.
@@ -221,11 +221,11 @@ def cluster(name: str, num_devices: int | None = None) -> ClusterSpec:
     """A cluster.
 
     Args:
-        name: Catalogue name.
-        num_devices: All devices of the job; None means one full node (for ``this-machine``, one rank per core).
+        name: Catalog name.
+        num_devices: All devices of the job; None for one full node (for ``this-machine``, one rank per core).
 
     Raises:
-        SpecError: No such cluster, or more ranks than this machine can hold.
+        SpecError: No such cluster, or more ranks than this machine can run.
     """
     if name == THIS_MACHINE:
         return this_machine(num_devices, link("loopback"))
@@ -234,7 +234,7 @@ def cluster(name: str, num_devices: int | None = None) -> ClusterSpec:
 
 
 def make_cluster(entry: NodeEntry, num_devices: int) -> ClusterSpec:
-    """Enough nodes of one kind for ``num_devices``."""
+    """Cluster of equal nodes with ``num_devices`` devices."""
     return ClusterSpec(
         id=entry.id,
         device=entry.device,
@@ -255,16 +255,16 @@ def model(name: str) -> ModelSpec:
 
     Raises:
         SpecError: No such model; names the nearest.
-        NotModelledError: A model of a family that is not modelled yet.
+        NotModelledError: A model of a family that is not modeled yet.
     """
     return ModelSpec.model_validate(model_fields(name))
 
 
 def model_fields(name: str) -> dict[str, Any]:
-    """The fields the catalogue states for a model, to be overridden before ``ModelSpec`` derives the others.
+    """Fields that the catalog states for a model, to be overridden before ``ModelSpec`` derives the others.
 
     Raises:
-        SpecError: As ``model``.
+        SpecError: No such model; names the nearest.
     """
     entry = dict(_entry("models", name))
     del entry["published_parameters"]
@@ -273,10 +273,10 @@ def model_fields(name: str) -> dict[str, Any]:
 
 
 def published_parameters(name: str) -> int:
-    """The parameter count the model's source prints, perhaps rounded.
+    """Parameter count that the model's source states, perhaps rounded.
 
     Raises:
-        SpecError: As ``model``.
+        SpecError: No such model; names the nearest.
     """
     return int(_entry("models", name)["published_parameters"])
 
@@ -286,12 +286,12 @@ def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
     """A software profile.
 
     Args:
-        name: Its name.
-        textbook: Without what training runs say (``kernels_fitted.yaml``): where a fit starts.
+        name: Name of the profile.
+        textbook: Return the priors that a fit starts from, without fitted values (``kernels_fitted.yaml``).
 
     Raises:
         SpecError: No such profile; names the nearest.
-        NotModelledError: A framework that is not modelled yet.
+        NotModelledError: A framework that is not modeled yet.
     """
     entry = _entry("software", name)
     fields = {"id": name, **entry, "sources": _sources("software", entry["sources"])}
@@ -311,7 +311,7 @@ def _file(kind: Kind) -> dict[str, Any]:
 
 @cache
 def _software_files() -> dict[str, Any]:
-    """One file each; torch comes first."""
+    """Software profiles, one per file, with torch first."""
     folder = resources.files("simplan.catalog").joinpath("software")
     names = sorted(
         (file.name.removesuffix(".yaml") for file in folder.iterdir()), key=lambda name: (name != "torch", name)
@@ -322,7 +322,7 @@ def _software_files() -> dict[str, Any]:
 
 
 def _software_entry(name: str) -> dict[str, Any]:
-    """What a profile states, over what the one that it is ``like`` states."""
+    """Fields of a profile, merged over those of the profile named in ``like``."""
     own = dict(_parsed(f"software/{name}"))
     base = own.pop("like", None)
     if base is None:
@@ -334,7 +334,7 @@ def _software_entry(name: str) -> dict[str, Any]:
 
 @cache
 def _parsed(name: str) -> dict[str, Any]:
-    """A file of the catalogue."""
+    """Parsed contents of a catalog file."""
     text = resources.files("simplan.catalog").joinpath(*f"{name}.yaml".split("/")).read_text(encoding="utf-8")
     data: dict[str, Any] = yaml.load(text, Loader=_LOADER)
     return data
@@ -344,7 +344,7 @@ _INSTEAD: dict[str, str] = {
     "devices": f"{documentation('how-to/devices')} says how to describe another",
     "clusters": "or give device and devices_per_node in place of a preset",
 }
-"""What to do without an entry."""
+"""Advice for an entry that does not exist, by kind."""
 
 
 def _entry(kind: Kind, name: str) -> dict[str, Any]:
@@ -368,7 +368,7 @@ def _entry(kind: Kind, name: str) -> dict[str, Any]:
 
 
 def _sources(kind: Kind | Literal["kernels"], sources: dict[str, str]) -> dict[str, str]:
-    """Sources with the file's short references written out: ``mamf: shape`` names the reference and a detail."""
+    """Sources with the file's short references expanded: ``mamf: shape`` is a reference and a detail."""
     file = _parsed(kind) if kind == "kernels" else _file(kind)
     references: dict[str, str] = file["references"]
 

@@ -1,4 +1,4 @@
-"""What a plan runs on: devices, links and the cluster they form."""
+"""Hardware of a plan: devices, links and the cluster that they form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ClusterSpec", "DeviceSpec", "Dtype", "HostBytes", "LinkSpec", "Sprea
 
 Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8"]
 HostBytes = Annotated[int, Field(ge=1, le=10**15)]
-"""Memory of one node; a rack that is one NVLink domain has more than a ``Count`` goes to."""
+"""Memory of one node; a rack that is one NVLink domain exceeds the limit of a ``Count``."""
 _Part = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -22,19 +22,20 @@ class DeviceSpec(Spec):
     """One accelerator (or, on a CPU, one rank's share of the machine).
 
     Attributes:
-        id: Catalogue name, e.g. ``h100-sxm-80gb``.
-        kind: ``cpu`` devices have no kernels in flight: host and compute are one, and ranks share the cores.
+        id: Catalog name, e.g. ``h100-sxm-80gb``.
+        kind: Device kind. ``cpu`` devices have no kernels in flight: host and compute are one, and ranks share the
+            cores.
         memory_bytes: Capacity as the driver reports it; None when the sources do not say.
         memory_bandwidth_bytes_per_s: Datasheet bandwidth of the device memory.
         peak_flop_per_s: Dense peak (no sparsity) by dtype.
-        matmul_flop_per_s: Best measured matmul rate by dtype, where somebody published or calibrated one.
-        architecture: Whose kernels it runs (``catalog/kernels.yaml``).
-        num_sms: Multiprocessors that tiles of products are dealt out to; None where they are not.
-        kernels: What kernels reach.
+        matmul_flop_per_s: Best measured matmul rate by dtype, where published or calibrated.
+        architecture: Name of the architecture in ``catalog/kernels.yaml``.
+        num_sms: SMs over which GEMM tiles are distributed; None for devices without SMs, or unknown.
+        kernels: Kernel efficiencies.
         intra_link: Name of the link that joins devices of one node; None for PCIe-less or unknown.
-        host_link: Name of the link to memory of the host, each device its own; None for unknown, or a CPU.
-        sources: Field name -> where its value comes from.
-        warning: What the sources disagree about.
+        host_link: Name of the link to host memory, separate for each device; None for unknown, or a CPU.
+        sources: Field name -> source of its value.
+        warning: Disagreement between the sources.
     """
 
     id: str
@@ -53,7 +54,7 @@ class DeviceSpec(Spec):
 
 
 class Spread(Spec):
-    """How far prices of messages are off: relative standard deviation by size.
+    """Uncertainty of communication cost estimates: relative standard deviation by size.
 
     Attributes:
         small: Below 1 MiB, where latency counts.
@@ -66,31 +67,32 @@ class Spread(Spec):
     large: NonNegative
 
     def of(self, num_bytes: float) -> float:
-        """Of a message of so many bytes."""
+        """Relative standard deviation for ``num_bytes``."""
         if num_bytes < MIB:
             return self.small
         return self.medium if num_bytes < 64 * MIB else self.large
 
 
 class LinkSpec(Spec):
-    """One tier of the network, and what a library of collectives reaches on it (``simplan.cost.communication``).
+    """One network tier, and the efficiency of a collective library on it (``simplan.cost.communication``).
 
     Attributes:
-        id: Catalogue name, e.g. ``nvlink4``.
-        bytes_per_s: Bandwidth in one direction, per device, by datasheet; of a torus, of one of a device's links.
-        latency_s: Time of one step to a neighbour, with buffers of the large-message protocol.
-        bandwidth_share: Part of ``bytes_per_s`` that large messages reach.
-        launch_s: From the start of a collective to its first byte, on top of what its library's own model says.
-        library: Whose algorithms run: ``nccl`` (RCCL likewise), ``xla`` on a torus, or ``gloo`` between processes.
-        switch_share: Part of ``bytes_per_s`` reached when the switch reduces and multicasts (NVLink SHARP, NVLS);
-            None where it cannot.
-        part_of_node: Where devices are wired to each other without a switch, by devices of a node: which part of
-            ``bytes_per_s`` a group of so many devices can use. A size that is not listed can use all.
-        torus_axes: Axes of a torus, each with two links of every device; None for a switch or direct links.
-        torus_wrap: Length from which an axis of it closes to a ring; None for a switch or direct links.
-        relative_std: How sure prices are.
-        fitted_on: Measurements that constants were fitted on; None where they are textbook values.
-        sources: Field name -> where its value comes from.
+        id: Catalog name, e.g. ``nvlink4``.
+        bytes_per_s: Datasheet bandwidth in one direction, per device; for a torus, of one of a device's links.
+        latency_s: Time of one step to a neighbor, with buffers of the large-message protocol.
+        bandwidth_share: Fraction of ``bytes_per_s`` that large buffers achieve.
+        launch_s: Time from the start of a collective to its first byte, in addition to the library's own model.
+        library: Library whose algorithms run: ``nccl`` (RCCL likewise), ``xla`` on a torus, or ``gloo`` between
+            processes.
+        switch_share: Fraction of ``bytes_per_s`` achieved when the switch reduces and multicasts (NVLink SHARP, NVLS);
+            None without that feature.
+        part_of_node: Fraction of ``bytes_per_s`` that a group can use where devices are wired without a switch, by
+            devices per node and group size. A size that is not listed can use all.
+        torus_axes: Axes of a torus, each with two links per device; None for a switch or direct links.
+        torus_wrap: Shortest axis of a torus that closes to a ring; None for a switch or direct links.
+        relative_std: Uncertainty of cost estimates.
+        fitted_on: Measurements that constants were fitted on; None for priors.
+        sources: Field name -> source of its value.
     """
 
     id: str
@@ -108,7 +110,7 @@ class LinkSpec(Spec):
     sources: dict[str, str] = Field(default_factory=dict)
 
     def rate_of_group(self, num_ranks: int, devices_per_node: int) -> float:
-        """Bytes per second that each of so many devices of a node reaches with large messages."""
+        """Bytes per second that each of ``num_ranks`` devices of a node achieves with large buffers."""
         part = self.part_of_node.get(devices_per_node, {}).get(num_ranks, 1.0)
         return self.bytes_per_s * self.bandwidth_share * part
 
@@ -117,17 +119,17 @@ class ClusterSpec(Spec):
     """A number of equal nodes.
 
     Attributes:
-        id: Catalogue name, or ``inline``.
-        device: The device all nodes are filled with.
+        id: Catalog name, or ``inline``.
+        device: Device of all nodes.
         devices_per_node: Devices in one ``intra_link`` domain; need not divide ``num_devices``.
         num_devices: All devices of the job.
-        intra_link: Joins devices of one node; None for a node of one device.
-        inter_link: Joins nodes, as bandwidth per device; None for a single node.
-        host_link: Joins each device with memory of its host; None for unknown, or a CPU.
-        host_memory_bytes: Memory of the host of one node; None for unknown, or a CPU.
-        host_memory_bandwidth_bytes_per_s: Datasheet bandwidth of that memory, all sockets together; None for unknown.
-        cores_per_node: CPU cores the ranks of one node share, when the device is a CPU; else None.
-        source: Where the composition comes from.
+        intra_link: Link between devices of one node; None for a node of one device.
+        inter_link: Link between nodes, with bandwidth per device; None for a single node.
+        host_link: Link between each device and host memory; None for unknown, or a CPU.
+        host_memory_bytes: Host memory of one node; None for unknown, or a CPU.
+        host_memory_bandwidth_bytes_per_s: Datasheet bandwidth of host memory, all sockets together; None for unknown.
+        cores_per_node: CPU cores that the ranks of one node share; None for devices other than a CPU.
+        source: Source of the composition.
     """
 
     id: str
@@ -144,7 +146,7 @@ class ClusterSpec(Spec):
 
     @property
     def num_nodes(self) -> int:
-        """Nodes needed for ``num_devices``, the last one perhaps not full."""
+        """Nodes of ``num_devices`` devices; the last one may not be full."""
         return -(-self.num_devices // self.devices_per_node)
 
     @property
@@ -153,5 +155,5 @@ class ClusterSpec(Spec):
         return min(self.devices_per_node, self.num_devices)
 
     def node_of(self, rank: int) -> int:
-        """Ranks fill nodes in order."""
+        """Node of a rank; ranks fill nodes in order."""
         return rank // self.devices_per_node

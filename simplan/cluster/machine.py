@@ -1,4 +1,4 @@
-"""This machine, or several like it, as a cluster: cores, memory, and how many ranks they hold. Needs no torch."""
+"""A cluster of one or several machines like this one: cores, memory and largest number of ranks. Needs no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 THIS_MACHINE = "this-machine"
 MAX_RANKS_PER_CORE = 4
 RANK_OVERHEAD_BYTES = 350 * MIB
-"""Resident memory of a process that has imported torch and started gloo, before it holds a model."""
+"""Resident memory of a process that has imported torch and started gloo, without a model."""
 
 
 def num_cores() -> int:
@@ -34,7 +34,7 @@ def num_cores() -> int:
 
 
 def num_nvidia_devices() -> int:
-    """NVIDIA GPUs of this machine, by what their driver tells Linux."""
+    """NVIDIA GPUs of this machine that the Linux driver lists."""
     folder = Path("/proc/driver/nvidia/gpus")
     return len(list(folder.iterdir())) if folder.is_dir() else 0
 
@@ -45,7 +45,7 @@ def machine_memory_bytes() -> int:
 
 
 def max_ranks(cores: int, memory_bytes: int) -> int:
-    """Most ranks a machine holds: few enough per core to make progress, and memory for every process."""
+    """Largest number of ranks of a machine, limited by cores and by memory per process."""
     return max(1, min(MAX_RANKS_PER_CORE * cores, memory_bytes // RANK_OVERHEAD_BYTES))
 
 
@@ -54,16 +54,16 @@ def this_machine(
 ) -> ClusterSpec:
     """The cluster of CPU ranks on this machine, or on several machines like it.
 
-    A rank's share of the memory is its device memory; its peak is unknown until a calibration tells.
+    Device memory is the machine's memory divided by its ranks. The peak rate is unknown without a calibration.
 
     Args:
-        num_devices: Ranks of all nodes, a multiple of these; None means one per core.
-        link: What joins the ranks of a node.
-        num_nodes: Machines, each with as many ranks.
-        inter_link: What joins them.
+        num_devices: Ranks of all nodes, a multiple of ``num_nodes``; None for one rank per core.
+        link: Link between the ranks of a node.
+        num_nodes: Machines, each with the same number of ranks.
+        inter_link: Link between nodes; None for a single node.
 
     Raises:
-        SpecError: More ranks than the machine can hold.
+        SpecError: More ranks than the machine can run.
     """
     cores, memory_bytes = num_cores(), machine_memory_bytes()
     ranks = cores if num_devices is None else num_devices // num_nodes

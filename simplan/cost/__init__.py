@@ -1,1 +1,1 @@
-"""How long work takes, and how sure that is."""
+"""Cost model: estimated time of work, with its uncertainty."""

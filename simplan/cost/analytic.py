@@ -1,4 +1,4 @@
-"""Costs from datasheets and published ceilings, for devices that nobody calibrated."""
+"""Cost estimates from datasheets and published measurements, for devices without a calibration."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from simplan.units import format_time
 __all__ = ["AnalyticCost"]
 
 _HOST_STD = 0.5
-"""Trainers and their hosts differ; one number stands for all."""
+"""Relative standard deviation of host waits; one value covers all trainers and hosts."""
 
 
 class AnalyticCost:
-    """A ``CostModel`` of kernels per device and latency and bandwidth per link.
+    """A ``CostModel`` with kernel times per device, and latency and bandwidth per link.
 
     Args:
-        cluster: Where messages go.
-        kernels: What they take on a device.
-        stack: How messages fare in training with a framework; by default as where they were timed alone.
+        cluster: Cluster with the links for communication.
+        kernels: Kernel times of the device.
+        stack: Slowdown of communication in training with a framework; None for no slowdown.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class AnalyticCost:
 
     @property
     def taken_share(self) -> float:
-        """See ``CostModel``: nothing where no kernels move them, as on a torus of TPUs."""
+        """See ``CostModel``; 0 where no kernels run the communication, as on a TPU torus."""
         link = self._cluster.intra_link or self._cluster.inter_link
         by_kernels = link is not None and link.library == "nccl"
         return self._cluster.device.kernels.taken_share if by_kernels else 0.0
@@ -59,7 +59,7 @@ class AnalyticCost:
         return found
 
     def compute_s(self, work: LayerWork) -> float:
-        """Seconds of ``compute``, without what it says."""
+        """Returns the seconds of ``compute`` without a formula."""
         return self._kernels.seconds(work)
 
     def message(self, message: Message) -> Price:
@@ -76,7 +76,7 @@ class AnalyticCost:
         return found
 
     def message_s(self, message: Message) -> float:
-        """Seconds of ``message``, without what it says."""
+        """Returns the seconds of ``message`` without a formula."""
         route = self._route(message.ranks)
         return self._slowdown(route) * message_s(message, self._cluster, route)
 

@@ -1,4 +1,4 @@
-"""What a cost model is: a price, in seconds and with its provenance, for every kind of work in a Program."""
+"""Cost models: estimates in seconds, with their provenance, for every kind of work in a Program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CostModel", "Price", "Provenance"]
 
 
 class Provenance(StrEnum):
-    """Where a price comes from, surest first."""
+    """Sources of a cost estimate, most reliable first."""
 
     CALIBRATED = "calibrated"
     PUBLISHED = "published"
@@ -22,12 +22,12 @@ class Provenance(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """How long something takes, alone.
+    """Cost estimate: the time of one item of work that runs alone.
 
     Attributes:
-        seconds: The time.
-        provenance: Where it comes from.
-        relative_std: Relative standard deviation: how sure it is.
+        seconds: Estimated time in seconds.
+        provenance: Source of the estimate.
+        relative_std: Relative standard deviation of the estimate.
         formula: The formula with numbers filled in.
     """
 
@@ -38,25 +38,25 @@ class Price:
 
 
 class CostModel(Protocol):
-    """Prices work, alone. Equal work has an equal price, so callers may keep prices."""
+    """Estimates the time of work that runs alone. Equal work has equal estimates, so callers may cache them."""
 
     @property
     def taken_share(self) -> float:
-        """Part of a device that messages take from what is computed beside them, below 1."""
+        """Overlap slowdown: fraction of compute throughput lost while communication overlaps, below 1."""
         ...
 
     def compute(self, work: LayerWork) -> Price:
-        """Time of one phase of one layer on one device."""
+        """Returns the time of one phase of one layer on one device."""
         ...
 
     def message(self, message: Message) -> Price:
-        """Time of a collective or a send once all its members are ready."""
+        """Returns the time of a collective or P2P transfer once all its members are ready."""
         ...
 
     def host_copy(self, copy: HostCopy) -> Price:
-        """Time of a copy between a device and its host."""
+        """Returns the time of a copy between a device and its host."""
         ...
 
     def host_wait(self, wait: HostWait) -> Price:
-        """Time of what the device waits for its host for."""
+        """Returns the time of a wait of the device for its host."""
         ...

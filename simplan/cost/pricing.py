@@ -1,4 +1,4 @@
-"""Prices a whole Program: a duration for every operation, and the list of what was priced."""
+"""Cost estimates of a whole Program: a duration per operation, and the list of estimated terms."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = ["PricedTerm", "Pricing", "host_calls_price", "price_program"]
 
 @dataclass(slots=True)
 class PricedTerm:
-    """One kind of work that occurs in a Program.
+    """One kind of work in a Program, with its cost estimate.
 
     Attributes:
-        name: E.g. ``block forward``.
-        kind: What its time counts as.
-        price: Price of one occurrence.
+        name: Name, e.g. ``block forward``.
+        kind: Category of its time.
+        price: Cost estimate of one occurrence.
         count: Occurrences over all ranks of the Program.
     """
 
@@ -45,14 +45,14 @@ class PricedTerm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pricing:
-    """Durations of a Program's operations and where they come from.
+    """Estimated durations of a Program's operations, and their sources.
 
     Attributes:
-        durations_s: (num_ops,) Seconds of operations.
-        deviations_s: (num_ops,) One standard deviation of each.
-        by_work: What was priced, in order of first occurrence.
-        taken_share: Part of a device that messages take from what is computed beside them.
-        beside: What that lengthens durations by, mean over ranks; None where they are as of what is done alone.
+        durations_s: ``(num_ops,)`` Seconds per operation.
+        deviations_s: ``(num_ops,)`` Standard deviation of each duration, in seconds.
+        by_work: Estimates by work, in order of first occurrence.
+        taken_share: Overlap slowdown: fraction of compute throughput lost while communication overlaps.
+        beside: Time that the overlap slowdown adds, mean over ranks; None if durations do not include it.
     """
 
     durations_s: NDArray[np.float64]
@@ -63,15 +63,15 @@ class Pricing:
 
     @property
     def terms(self) -> tuple[PricedTerm, ...]:
-        """What was priced."""
+        """All estimates."""
         return (*self.by_work.values(), *(() if self.beside is None else (self.beside,)))
 
 
 def price_program(program: Program, cost: CostModel) -> Pricing:
-    """Asks the cost model for every kind of work once and adds up.
+    """Estimates every kind of work once with the cost model, and sums the work of each operation.
 
-    Layers of one operation are as wrong together as alone (their prices share a source), so deviations add. All is
-    priced as if it was done alone.
+    Errors of the layers of one operation share a source, so deviations add linearly. All work is estimated as if it ran
+    alone.
     """
     columns = program.columns
     used, first, counts = np.unique(columns.work, return_index=True, return_counts=True)
@@ -115,13 +115,13 @@ def _excess(part: Excess, cost: CostModel) -> Price:
     if part.taken:
         formula += f", which have {format_percent(part.taken)} less of the device meanwhile"
     surest = max(messages, key=lambda price: price.relative_std)
-    # products that have the rest of the device meanwhile end after the messages, or before them
+    # GEMMs with the remaining SMs end after the communication, or before it
     seconds = max(moving_s - beside.seconds, part.taken * moving_s)
     return Price(seconds, surest.provenance, surest.relative_std, formula)
 
 
 def _name(work: LayerWork) -> str:
-    """``block forward``, or with some of the kernels only ``block forward: norm2 to down``."""
+    """Returns ``block forward``, or with a subset of the kernels ``block forward: norm2 to down``."""
     whole = f"{work.layer.title} {work.phase}{' on the host' if work.on_host else ''}"
     if work.kernels is None:
         return whole
@@ -130,16 +130,16 @@ def _name(work: LayerWork) -> str:
 
 
 _VIEW_S = 18e-6
-"""Python makes a view of one tensor of a list and asks for its own rank: 14 to 22 us on a busy server (AMD EPYC, torch
-2.13, tensors on the CPU). Not fitted."""
+"""Seconds for Python to create a view of one tensor of a list and to look up its own rank: 14 to 22 us on a busy server
+(AMD EPYC, torch 2.13, tensors on the CPU). Not fitted."""
 _COPY_S = 8.5e-6
-"""Torch checks it and copies it from or to one buffer for all: 5 to 12 us there; on a GPU each copy is a launch
-besides. Not fitted."""
+"""Seconds for torch to check one tensor and to copy it from or to a common buffer: 5 to 12 us on the same server. On a
+GPU each copy is an additional launch. Not fitted."""
 _RELATIVE_STD = 0.3
 
 
 def host_calls_price(calls: HostCalls) -> Price:
-    """Price on any host."""
+    """Estimates the time of host calls on any host."""
     call_s = _COPY_S if calls.copies else _VIEW_S
     formula = f"{calls.num_calls} x {format_time(call_s)} of the host"
     return Price(calls.num_calls * call_s, Provenance.DATASHEET, _RELATIVE_STD, formula)

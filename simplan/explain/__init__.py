@@ -1,4 +1,4 @@
-"""Every term of a prediction with its formula and its numbers, and the difference of two, term by term."""
+"""Explanations: every term of a prediction with its formula and numbers, and differences of two predictions."""
 
 from simplan.explain.difference import Difference, DifferenceRow, difference
 from simplan.explain.explanation import Explanation, explain

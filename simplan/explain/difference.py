@@ -1,4 +1,4 @@
-"""Two explanations side by side: the difference of the wholes, term by term."""
+"""Difference of two explanations, term by term."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Difference", "DifferenceRow", "difference"]
 
 @dataclass(frozen=True, slots=True)
 class DifferenceRow:
-    """One term in both; 0 where one does not have it.
+    """One term in both explanations.
 
     Attributes:
-        group, name, unit: As in ``ExplainedTerm``.
-        first, second: Its values.
-        first_formula, second_formula: How they come about; empty where it is absent.
+        group, name, unit: See ``ExplainedTerm``.
+        first, second: Values of the term; 0 if it is absent.
+        first_formula, second_formula: Formulas with numbers; empty if the term is absent.
     """
 
     group: str
@@ -38,7 +38,7 @@ class DifferenceRow:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What the second scenario has more than the first; rows of time and memory sum to the difference of the wholes."""
+    """Second minus first explanation; rows of time and memory sum to the total differences."""
 
     first: Explanation
     second: Explanation
@@ -66,7 +66,7 @@ class Difference:
 
 
 def difference(first: Explanation, second: Explanation) -> Difference:
-    """Lines two explanations up by the names of their terms."""
+    """Match the terms of two explanations by name."""
     return Difference(
         first,
         second,
@@ -77,7 +77,7 @@ def difference(first: Explanation, second: Explanation) -> Difference:
 
 
 def _lined_up(first: Iterable[ExplainedTerm], second: Iterable[ExplainedTerm]) -> tuple[DifferenceRow, ...]:
-    """Terms of one name are added up; groups keep together, the largest difference first in each."""
+    """Rows by group, largest difference first; terms of the same name are summed."""
     ones, others = _by_name(first), _by_name(second)
     groups = list(dict.fromkeys(group for group, _ in (*ones, *others)))
     rows = []

@@ -1,4 +1,4 @@
-"""A prediction taken apart: parts that sum to the whole, each with its formula."""
+"""Explanation of a prediction: terms that sum to the step time and the memory, each with its formula."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["Explanation", "explain"]
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One prediction taken apart.
+    """Breakdown of one prediction.
 
     Attributes:
-        name: Of the scenario.
-        rank: The rank whose step is explained: of those that compute longest, the lowest.
-        step_time_s: The step, to which the parts of ``time`` sum.
-        time: Seconds.
-        memory_rank: The rank whose memory is explained: the one that needs most.
-        device_bytes: What it needs at its worst instant, to which the parts of ``memory`` sum.
-        memory_action: The action during which that is; empty for the time between steps.
-        memory: Bytes.
-        figures: Numbers that follow, with their formulas.
+        name: Name of the scenario.
+        rank: Rank whose step is explained: the one with the most compute, the lowest of equal ranks.
+        step_time_s: Step time in seconds, the sum of ``time``.
+        time: Terms in seconds.
+        memory_rank: Rank whose memory is explained: the peak-memory rank.
+        device_bytes: Device bytes of that rank at its peak point, the sum of ``memory``.
+        memory_action: Action during the peak; empty for between steps.
+        memory: Terms in bytes.
+        figures: Derived figures with their formulas.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Explanation:
 
 
 def explain(prediction: Prediction, simulated: Simulated) -> Explanation:
-    """Takes a prediction apart.
+    """Break down a prediction.
 
     Args:
         prediction: The prediction.
-        simulated: The step behind it.
+        simulated: Simulated step of the prediction.
     """
     rank = max(range(len(prediction.splits)), key=lambda r: (_busy_s(prediction.splits[r]), -r))
     worst = prediction.worst_memory
@@ -75,7 +75,7 @@ def _busy_s(split: Split) -> float:
 
 
 def _figures(prediction: Prediction) -> Iterator[ExplainedTerm]:
-    """Throughput and utilization."""
+    """Yield throughput and utilization."""
     model, training, cluster = prediction.job.model, prediction.job.training, prediction.job.cluster
     step, devices = format_time(prediction.step_time_s), counted(cluster.num_devices, "device")
     samples = counted(training.global_batch_size, model.sample)

@@ -1,4 +1,4 @@
-"""Which messages are seen: time in which bytes of a rank move while it computes nothing, shared out among them."""
+"""Exposed communication of a rank: time in which it communicates and does not compute."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Interval = tuple[float, float]
 
 
 def exposed_s(computing: Iterable[Interval], moving: Sequence[tuple[str, Interval]]) -> dict[str, float]:
-    """By label, the time its messages are exposed; where several move at once, each counts an equal part.
+    """Exposed seconds by label; concurrent communication shares exposed time equally.
 
     Args:
-        computing: When the rank computes.
-        moving: Label and interval of every message.
+        computing: Intervals in which the rank computes.
+        moving: Label and interval of every collective or P2P send.
     """
     found = dict.fromkeys((label for label, _ in moving), 0.0)
     events: list[tuple[float, int, str]] = []  # time, change, label; no label for computing

@@ -1,4 +1,4 @@
-"""What a rank's memory is made of at its worst instant."""
+"""Breakdown of a rank's memory at its peak point."""
 
 from __future__ import annotations
 
@@ -18,62 +18,42 @@ __all__ = ["memory_parts"]
 
 
 def memory_parts(prediction: Prediction, program: Program) -> Iterator[ExplainedTerm]:
-    """Parts that sum to the device memory of the rank that needs most.
+    """Yield terms that sum to the device memory of the peak-memory rank.
 
     Args:
         prediction: The prediction.
-        program: Its Level 2 Program.
+        program: Level 2 Program of the prediction.
     """
     job = prediction.job
     worst = prediction.worst_memory
     rank = program.stands_for[worst.rank]
-    state = job.software.state(job.training, job.plan)
     resting = program.resting_bytes[rank]
-    optimizer = state.optimizer_bytes(job.training.optimizer)
-    trained = resting[MemoryCategory.GRADIENTS] // state.gradient
-    quantized = _quantized_bytes(prediction, rank)
-    wide = resting[MemoryCategory.PARAMETERS] - quantized
-    frozen = (wide - trained * state.parameter) // state.frozen
-    widths = {
-        MemoryCategory.PARAMETERS: state.parameter,
-        MemoryCategory.GRADIENTS: state.gradient + state.unaccumulated,
-        MemoryCategory.OPTIMIZER: optimizer,
-    }
     for category, num_bytes in worst.by_category.items():
         if not num_bytes:
             continue
-        kept = wide if category is MemoryCategory.PARAMETERS else resting.get(category, 0)
-        if category is MemoryCategory.HOST:
-            formula = "offloaded to the host, whose memory is the device's own here"
-        elif category in widths:
-            formula = f"{kept // widths[category]:,} parameters x {widths[category]} B"
-            if frozen and category is MemoryCategory.PARAMETERS:
-                formula = f"{trained:,} parameters x {state.parameter} B + {frozen:,} frozen x {state.frozen} B"
-            elif frozen:
-                formula = f"{kept // widths[category]:,} parameters trained x {widths[category]} B"
-            if job.plan.shards_parameters:
-                formula += f" (one of {job.plan.dp_shard * job.plan.cp} shards)"
-            if category is MemoryCategory.PARAMETERS and quantized:
-                more = f"+ {format_bytes(quantized)} of" if quantized > 0 else f"- {format_bytes(-quantized)} by"
-                formula += f" {more} quantized weights"
-            elif num_bytes > kept:
-                formula += f" + {format_bytes(num_bytes - kept)} of gradients that wait to be added or reduced"
-        elif category is MemoryCategory.ACTIVATIONS:
-            formula = _activations(prediction, program, rank)
-        elif category is MemoryCategory.BUFFERS:
-            moving = num_bytes - kept
-            formula = f"{format_bytes(kept)} of receive buffers" if kept else ""
-            if moving:
-                formula += f"{' + ' if kept else ''}{format_bytes(moving)} of messages and what they hold"
-        elif category is MemoryCategory.GATHERED:
-            formula = f"{num_bytes // state.gathered:,} parameters gathered then x {state.gathered} B"
-        elif category is MemoryCategory.LOGITS:
-            formula = _logits(prediction, num_bytes)
-        elif category is MemoryCategory.CONTEXT:
-            formula = "driver context and communication library (on a CPU, the program)"
-        else:
-            tables = f", {format_bytes(kept)} of it tables that stay" if kept else ""
-            formula = f"gradients and temporaries inside of {worst.peak_action or 'nothing'}{tables}"
+        kept = resting.get(category, 0)
+        match category:
+            case MemoryCategory.HOST:
+                formula = "offloaded to the host, whose memory is the device's own here"
+            case MemoryCategory.PARAMETERS | MemoryCategory.GRADIENTS | MemoryCategory.OPTIMIZER:
+                formula = _states(prediction, program, category, num_bytes)
+            case MemoryCategory.ACTIVATIONS:
+                formula = _activations(prediction, program, rank)
+            case MemoryCategory.BUFFERS:
+                moving = num_bytes - kept
+                formula = f"{format_bytes(kept)} of receive buffers" if kept else ""
+                if moving:
+                    formula += f"{' + ' if kept else ''}{format_bytes(moving)} of messages and what they hold"
+            case MemoryCategory.GATHERED:
+                gathered = job.software.state(job.training, job.plan).gathered
+                formula = f"{num_bytes // gathered:,} parameters gathered then x {gathered} B"
+            case MemoryCategory.LOGITS:
+                formula = _logits(prediction, num_bytes)
+            case MemoryCategory.CONTEXT:
+                formula = "driver context and communication library (on a CPU, the program)"
+            case _:
+                tables = f", {format_bytes(kept)} of it tables that stay" if kept else ""
+                formula = f"gradients and temporaries inside of {worst.peak_action or 'nothing'}{tables}"
         yield ExplainedTerm(str(category), str(category), num_bytes, "bytes", formula)
     rounding = worst.reserved_bytes - worst.allocated_bytes
     if rounding:
@@ -86,8 +66,38 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Explained
         )
 
 
+def _states(prediction: Prediction, program: Program, category: MemoryCategory, num_bytes: int) -> str:
+    """Formula for parameters, gradients or optimizer states of the peak-memory rank."""
+    job, rank = prediction.job, program.stands_for[prediction.worst_memory.rank]
+    state, resting = job.software.state(job.training, job.plan), program.resting_bytes[rank]
+    trained = resting[MemoryCategory.GRADIENTS] // state.gradient
+    quantized = _quantized_bytes(prediction, rank)
+    wide = resting[MemoryCategory.PARAMETERS] - quantized
+    frozen = (wide - trained * state.parameter) // state.frozen
+    is_parameters = category is MemoryCategory.PARAMETERS
+    width = {
+        MemoryCategory.PARAMETERS: state.parameter,
+        MemoryCategory.GRADIENTS: state.gradient + state.unaccumulated,
+        MemoryCategory.OPTIMIZER: state.optimizer_bytes(job.training.optimizer),
+    }[category]
+    kept = wide if is_parameters else resting.get(category, 0)
+    formula = f"{kept // width:,} parameters x {width} B"
+    if frozen and is_parameters:
+        formula = f"{trained:,} parameters x {state.parameter} B + {frozen:,} frozen x {state.frozen} B"
+    elif frozen:
+        formula = f"{kept // width:,} parameters trained x {width} B"
+    if job.plan.shards_parameters:
+        formula += f" (one of {job.plan.dp_shard * job.plan.cp} shards)"
+    if is_parameters and quantized:
+        more = f"+ {format_bytes(quantized)} of" if quantized > 0 else f"- {format_bytes(-quantized)} by"
+        formula += f" {more} quantized weights"
+    elif num_bytes > kept:
+        formula += f" + {format_bytes(num_bytes - kept)} of gradients that wait to be added or reduced"
+    return formula
+
+
 def _logits(prediction: Prediction, num_bytes: int) -> str:
-    """Copies of the output distribution, each of one microbatch's own tokens and vocabulary."""
+    """Formula for copies of the output distribution, each tokens x vocabulary of one microbatch and rank."""
     head = prediction.job.padded_model.layers_of(prediction.job.plan.shard)[-1]
     elements = sum(tensor.elements for tensor in head.saved if tensor.logits) * prediction.job.plan.microbatch_size
     return (
@@ -97,7 +107,7 @@ def _logits(prediction: Prediction, num_bytes: int) -> str:
 
 
 def _activations(prediction: Prediction, program: Program, rank: int) -> str:
-    """Microbatches alive, by stage and size."""
+    """Formula for saved activations: microbatches by stage and size."""
     alive: dict[tuple[int, int | None], int] = defaultdict(int)
     ops = [program.ops[index] for index in program.by_rank[rank]]
     worst = peak_position(program, rank)
@@ -116,7 +126,7 @@ def _activations(prediction: Prediction, program: Program, rank: int) -> str:
 
 
 def _quantized_bytes(prediction: Prediction, rank: int) -> int:
-    """What quantized weights of a rank take between steps beside those in 16 bits, or, negative, less than them."""
+    """Persistent bytes of a rank's quantized weights beyond its BF16 weights; negative if they replace those."""
     plan, software = prediction.job.plan, prediction.job.software
     if plan.shards_parameters:
         return 0

@@ -9,16 +9,16 @@ __all__ = ["ExplainedTerm"]
 
 @dataclass(frozen=True, slots=True)
 class ExplainedTerm:
-    """A part of a whole, or a figure.
+    """A term of a sum, or a figure.
 
     Attributes:
-        group: What it is a part of, e.g. ``compute`` or ``activations``.
-        name: What it is.
-        value: In ``unit``.
+        group: Group of the term, e.g. ``compute`` or ``activations``.
+        name: Name of the term.
+        value: Value in ``unit``.
         unit: ``s``, ``bytes``, or empty.
         formula: The formula with numbers filled in.
-        provenance: Where its price comes from; None when it has none of its own.
-        relative_std: How sure that price is.
+        provenance: Source of the cost estimate; None if the term has none.
+        relative_std: Relative standard deviation of the cost estimate; None if the term has none.
     """
 
     group: str

@@ -1,4 +1,4 @@
-"""What a rank's step is made of."""
+"""Breakdown of a rank's step time."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _GROUPS: Mapping[SpanKind, str] = {kind: str(kind) for kind in SpanKind if kind 
 
 
 def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
-    """Parts that sum to the step: terms of what is computed, what is seen of messages, and what is left.
+    """Yield terms that sum to the step time: compute, exposed communication, and idle time.
 
     Args:
         prediction: The prediction.
-        simulated: What is behind it.
-        rank: Whose step.
+        simulated: Simulated step of the prediction.
+        rank: Rank whose step is explained.
     """
     split = prediction.splits[rank]
     written_out = simulated.program.stands_for[rank]
@@ -56,7 +56,7 @@ def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Itera
 
 
 def _longer(simulated: Simulated, group: str, seconds: float) -> ExplainedTerm:
-    """What computing takes longer than alone."""
+    """Term for the slowdown of compute by overlap or shared cores."""
     beside = simulated.pricing.beside
     if beside is None:
         rule = "ranks and their messages share the cores: what it takes longer than alone"
@@ -68,7 +68,7 @@ def _longer(simulated: Simulated, group: str, seconds: float) -> ExplainedTerm:
 
 
 def _merged(counts: Counter[Work], terms: Mapping[Work, PricedTerm]) -> list[tuple[str, int, Price]]:
-    """Work of one name and price is one term."""
+    """Merge work with the same name and cost estimate; name, count and estimate of each."""
     found: dict[tuple[str, Price], int] = {}
     for work, count in counts.items():
         term = terms[work]
@@ -79,7 +79,7 @@ def _merged(counts: Counter[Work], terms: Mapping[Work, PricedTerm]) -> list[tup
 
 
 def _messages(simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
-    """Messages by name: what of them is exposed, with the price of each."""
+    """Yield exposed communication by name, with the cost estimates of its operations."""
     program, times, by_work = simulated.program, simulated.times, simulated.pricing.by_work
     computing = []
     moving = []
@@ -92,7 +92,7 @@ def _messages(simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
         if op.stream is Stream.COMPUTE:
             computing.append(interval)
             continue
-        # one operation may be several messages, one after the other
+        # one operation may be several collectives in sequence
         start_s, total_s = interval[0], sum(by_work[work].price.seconds for work in op.work)
         for work in op.work:
             term = by_work[work]
@@ -120,7 +120,7 @@ def _messages(simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
 
 
 def _idle_formula(prediction: Prediction) -> str:
-    """What idle time is, beside the closed form of the schedule where there is one."""
+    """Formula for idle time, with the closed form of the schedule if there is one."""
     plan, m = prediction.job.plan, prediction.job.num_microbatches
     p, v = plan.pp, plan.virtual_stages
     closed = {

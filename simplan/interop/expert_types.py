@@ -1,4 +1,4 @@
-"""What Hugging Face's mixtures of experts call the fields of a ``ModelSpec``; see ``ModelType``."""
+"""Hugging Face model types of mixtures of experts: keys for the fields of ``ModelSpec``; see ``ModelType``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MAY_MISS = frozenset({
 
 
 def _moe(keys: Mapping[str, str], *, windows: bool = False, **fixed: Any) -> ModelType:
-    """A mixture of experts with usual attention."""
+    """Mixture of experts with standard attention."""
     more = same_names("sliding_window") if windows else {}
     return ModelType(
         family="moe",
@@ -60,7 +60,7 @@ _DEEPSEEK = ModelType(
     later_tokens="num_nextn_predict_layers",
     in_experts=frozenset({"shared_expert_intermediate_size"}),
 )
-# checkpoints store experts in 4 bits, which are widened when they are read to be trained
+# checkpoints store experts in FP4; training upcasts them on load
 _NEUTRAL_OF_GPT_OSS = {key: values for key, values in _NEUTRAL.items() if key != "quantization_config"} | {
     "quantization_config.quant_method": ("mxfp4",)
 }
@@ -93,4 +93,4 @@ EXPERT_TYPES: Mapping[str, ModelType] = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
 }
-"""Values of ``model_type``. Hugging Face's own models leave out a layer that predicts a second token (DeepSeek-V3)."""
+"""Model types by ``model_type``. Hugging Face's DeepSeek-V3 omits the multi-token prediction layer."""

@@ -1,7 +1,8 @@
-"""Hugging Face's ``config.json`` as a model, for model types whose layers are exactly those of one of our families.
+"""Import of Hugging Face ``config.json`` files, for model types that match a model family of simplan exactly.
 
 Keys that change neither shapes nor costs (initializers, token ids, dropout rates, rotary scaling) are accepted. Keys
-that change the model in a way simplan does not model are refused by name unless they have their neutral value.
+that change the model in a way that is not modeled raise an error that names the key, unless they have their neutral
+value.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ _FULL, _IN_WINDOW = "full_attention", "sliding_attention"
 def model_fields_from_config(
     config: Mapping[str, Any], *, name: str, seq_len: int | None = None, mtp: bool = False
 ) -> dict[str, Any]:
-    """Fields of a ``ModelSpec`` from a Hugging Face config, for ``ModelSpec`` to check and complete.
+    """Convert a Hugging Face config to fields of ``ModelSpec``, which checks and completes them.
 
     Args:
-        config: The content of ``config.json``.
-        name: Name for the model.
-        seq_len: Tokens of one sequence; None for images only. The longest that a model knows is often many times
-            what anybody trains on (131,072 of Llama 3.1), so it is no default.
-        mtp: Layers for multi-token prediction are trained: the software has them. Else they are left out, as
-            transformers leaves them out.
+        config: Content of ``config.json``.
+        name: Name of the model.
+        seq_len: Tokens per sequence; None only for image models. The config's maximum is no default, since training
+            sequences are often much shorter (Llama 3.1: 131,072).
+        mtp: Include the multi-token prediction layers, which the software trains. False omits them, as transformers
+            does.
 
     Raises:
         SpecError: Keys or ``seq_len`` are missing or ``model_type`` is unknown.
-        NotModelledError: The config uses options that are not modelled.
+        NotModelledError: The config uses options that are not modeled yet.
     """
     word = config.get("model_type")
-    if word not in tuple(MODEL_TYPES):  # a list or a mapping cannot be looked up
+    if word not in tuple(MODEL_TYPES):  # a list or mapping is not hashable
         value = render_value(word) if word is not None else None
         rule = "is missing" if word is None else "is a family that is not modelled yet"
         error = SpecError if word is None else NotModelledError
@@ -66,11 +67,11 @@ def model_fields_from_config(
 
 
 def _windows(config: Mapping[str, Any], window: Any, num_layers: Any) -> dict[str, Any]:
-    """Fields that say which layers attend in a window.
+    """Fields for the layers with sliding-window attention.
 
     Raises:
-        SpecError: Not as many types as layers.
-        NotModelledError: Others than all, none, or all but every so many.
+        SpecError: The number of layer types differs from the number of layers.
+        NotModelledError: The pattern is none of: all layers, no layer, all layers except every n-th.
     """
     types = config.get("layer_types")
     if window is None:
@@ -93,7 +94,7 @@ def _windows(config: Mapping[str, Any], window: Any, num_layers: Any) -> dict[st
 
 
 def _no_length(longest: Any, kind: ModelType) -> Problem:
-    """How long sequences of the training are is for the user to say; a usual length is offered."""
+    """Error for a missing ``seq_len``, with a usual length as the fix."""
     if not isinstance(longest, int):
         return Problem(field="seq_len", rule="is missing", fix=f"add seq_len: {_USUAL_LENGTH}")
     key = kind.keys["max_position_embeddings"]

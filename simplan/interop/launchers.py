@@ -1,4 +1,4 @@
-"""What starts torchrun on every node of a cluster: a Slurm batch script, a Kubernetes PyTorchJob.
+"""Launchers that start torchrun on every node: a Slurm batch script, a Kubernetes PyTorchJob.
 
 Sources: Slurm's sbatch and srun manuals (``SLURM_NODEID`` counts the nodes of a job, ``scontrol show hostnames`` lists
 them in that order; ``--nodes=MIN-MAX`` takes what is free; ``--no-kill`` keeps a job that has lost a node); torchrun's
@@ -24,25 +24,25 @@ __all__ = ["Launch", "claim_of", "kubernetes_job", "slurm_script"]
 _MOUNT = "/job"
 _FILE = "job.json"
 _POD_OUT = "/tmp/simplan-out"
-_LONGEST_NAME = 50  # a pod's name adds its role and number, and has at most 63 characters
+_LONGEST_NAME = 50  # a pod adds its role and number, and a name has at most 63 characters
 _LARGEST_CONFIG_MAP = 1 * MIB
 
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # torchrun would set and announce it; ranks set their own number
-_CPU_ENVIRONMENT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62)}  # freed tensors stay, as on a GPU
-_NODES_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else ranks look for a rank 0 that may have left
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # avoids torchrun's warning; ranks set their own number
+_CPU_ENVIRONMENT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62)}  # caches freed memory, as on a GPU
+_NODES_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else ranks look for rank 0, which may have left
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What is to be started.
+    """A job to launch, and its nodes.
 
     Attributes:
-        job: What the ranks run.
-        num_nodes: Nodes.
-        ranks_per_node: Ranks of each.
-        gpus_per_node: Devices of each, where they are GPUs; else 0.
-        cores_per_node: Cores that ranks of each share, where they compute on the CPU; else None.
-        min_nodes: As few of them begin or go on without others; None for all.
+        job: Job that the ranks run.
+        num_nodes: Number of nodes, the maximum for an elastic run.
+        ranks_per_node: Ranks per node.
+        gpus_per_node: GPUs per node; 0 for CPU devices.
+        cores_per_node: Cores per node that CPU ranks share; None for GPUs.
+        min_nodes: Minimum nodes of an elastic run; None if all nodes are required.
     """
 
     job: RunSpec
@@ -53,27 +53,27 @@ class Launch:
     min_nodes: int | None = None
 
     def nodes(self, between: str) -> str:
-        """How many nodes: ``4``, or ``2:4`` with a colon between."""
+        """Node count, or range with a separator: ``4``, or ``2:4`` for ``:``."""
         return f"{self.num_nodes}" if self.min_nodes is None else f"{self.min_nodes}{between}{self.num_nodes}"
 
     @property
     def job_text(self) -> str:
-        """The job as JSON, in one line."""
+        """The job as JSON on one line."""
         return self.job.model_dump_json(exclude_defaults=True, exclude={"software": {"sources"}})
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of every node."""
+        """Environment variables for every node."""
         found = dict(_ENVIRONMENT)
         found |= {} if self.gpus_per_node else _CPU_ENVIRONMENT
         return found | (_NODES_ENVIRONMENT if self.num_nodes > 1 else {})
 
     def torchrun(self, job_file: str, out_dir: str, endpoint: str, run_id: str) -> list[str]:
-        """The command of one node for a shell, in lines that belong together.
+        """Shell command of one node, as lines to join.
 
         Args:
-            job_file, out_dir: Quoted.
-            endpoint, run_id: Where nodes meet, quoted.
+            job_file, out_dir: Paths, quoted for the shell.
+            endpoint, run_id: Rendezvous endpoint and id, quoted for the shell.
         """
         kept = self.job.checkpointing
         lines = [f"torchrun --nnodes {self.nodes(':')} --nproc-per-node {self.ranks_per_node}"]
@@ -87,7 +87,7 @@ class Launch:
 
 
 def slurm_script(launch: Launch) -> str:
-    """A batch script for ``sbatch``; the job is in it."""
+    """Batch script for ``sbatch``, which contains the job."""
     header = [
         f"--job-name={_name(launch.job.name)}",
         f"--nodes={launch.nodes('-')}",
@@ -134,14 +134,14 @@ def slurm_script(launch: Launch) -> str:
 
 
 def kubernetes_job(launch: Launch, image: str) -> str:
-    """A ConfigMap with the job and a PyTorchJob (kubeflow.org/v1), as one YAML file for ``kubectl apply``.
+    """YAML for ``kubectl apply``: a ConfigMap with the job, and a PyTorchJob (kubeflow.org/v1).
 
     Args:
-        launch: What to start.
-        image: A container image with simplan and torch.
+        launch: Job and nodes.
+        image: Container image with simplan and torch.
 
     Raises:
-        NotModelledError: The job is larger than a ConfigMap may be.
+        NotModelledError: The job exceeds the size limit of a ConfigMap.
     """
     name, elastic = _name(launch.job.name), launch.min_nodes is not None
     text = launch.job_text
@@ -187,7 +187,7 @@ def kubernetes_job(launch: Launch, image: str) -> str:
     spec: dict[str, Any] = {}
     if elastic:
         assert kept is not None
-        # a container that ends with an error comes back to the run, or all begin again where it was
+        # a container that fails rejoins the run, or all restart from the last checkpoint
         spec["runPolicy"] = {"backoffLimit": kept.max_restarts * launch.num_nodes}
         limits = {"minReplicas": launch.min_nodes, "maxReplicas": launch.num_nodes}
         spec["elasticPolicy"] = {"rdzvBackend": "c10d", **limits}
@@ -209,15 +209,15 @@ def kubernetes_job(launch: Launch, image: str) -> str:
 
 
 def claim_of(launch: Launch) -> str:
-    """The volume claim that pods of a Kubernetes job keep checkpoints in."""
+    """Name of the volume claim for checkpoints of a Kubernetes job."""
     return f"{_name(launch.job.name)}-checkpoints"
 
 
 class _Plain(yaml.SafeDumper):
-    """Without anchors, and texts of several lines as blocks."""
+    """YAML dumper without anchors; multi-line text becomes a block."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Everything is written out."""
+        """Always True: repeat values instead of using anchors."""
         return True
 
 
@@ -229,5 +229,5 @@ _Plain.add_representer(str, _text)
 
 
 def _name(name: str) -> str:
-    """The name as Kubernetes and Slurm take it: small letters, digits and dashes."""
+    """Convert a name for Kubernetes and Slurm: lowercase letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:_LONGEST_NAME].strip("-") or "simplan"

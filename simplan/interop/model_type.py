@@ -1,4 +1,4 @@
-"""One of Hugging Face's model types: what it calls the fields of a ``ModelSpec``."""
+"""Hugging Face model types: keys of their config for the fields of ``ModelSpec``."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["ModelType", "same_names"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelType:
-    """One value of ``model_type``.
+    """Mapping of one ``model_type`` to ``ModelSpec``.
 
     Attributes:
-        family: Which family of models it is.
-        keys: By field of ``ModelSpec``, the key of the config; dots lead into mappings.
+        family: Model family of simplan.
+        keys: By field of ``ModelSpec``, the key of the config; dots select nested keys.
         optional: Fields that may be missing.
-        neutral: Keys that change the model, and the values that leave it as simplan models it (absent and null
-            always do).
-        fixed: Fields that no key says.
-        windows: ``sliding_window`` is that of all layers; else of some, where ``use_sliding_window`` is set.
-        alternates: Of every second layer, from the first on, unless ``layer_types`` says of which.
-        has_sequences: Sequences are as long as the user says.
-        later_tokens: The key of layers for multi-token prediction, of types that have some.
-        in_experts: Widths that the config counts in experts, each as wide as ``moe_intermediate_size``.
+        neutral: Keys that change the model, with the values that leave it as modeled; absent and null always do.
+        fixed: Fields of ``ModelSpec`` that no key gives, with their values.
+        windows: True if ``sliding_window`` applies to all layers; False if ``use_sliding_window`` enables it for some.
+        alternates: True if ``sliding_window`` applies to every second layer, from the first, unless ``layer_types`` is
+            set.
+        has_sequences: True if the user gives ``seq_len``; False for image models.
+        later_tokens: Key with the number of multi-token prediction layers; None if the type has none.
+        in_experts: Fields that the config counts in experts of width ``moe_intermediate_size``.
     """
 
     family: str
@@ -39,12 +39,12 @@ class ModelType:
     in_experts: frozenset[str] = frozenset()
 
     def read(self, config: Mapping[str, Any], name: str) -> Any:
-        """Value of a field of ``ModelSpec``; None where the config does not have it."""
+        """Value of a field of ``ModelSpec``; None if the config lacks it."""
         value = self.look_up(config, self.keys[name])
         return len(value) if name == "num_classes" and isinstance(value, Mapping) else value
 
     def look_up(self, config: Mapping[str, Any], key: str) -> Any:
-        """Value of a key, perhaps inside of mappings."""
+        """Value of a dotted key; None if the config lacks it."""
         found: Any = config
         for part in key.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
@@ -52,5 +52,5 @@ class ModelType:
 
 
 def same_names(*names: str) -> dict[str, str]:
-    """Keys that are called as the fields are."""
+    """Keys with the same names as the fields."""
     return {name: name for name in names}

@@ -1,4 +1,4 @@
-"""What Hugging Face's model types call the fields of a ``ModelSpec``, and which of their options are modelled."""
+"""Supported Hugging Face model types: keys for the fields of ``ModelSpec``, and modeled options."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _LLAMA_OPTIONAL = frozenset({
 
 
 def _llama(*, windows: bool = False, **fixed: Any) -> ModelType:
-    """Llama's keys, with what a model type adds to its layers."""
+    """Model type with Llama's keys and further fixed fields."""
     keys = same_names(*_SAME_NAMES) | {"tied_embeddings": "tie_word_embeddings"}
     if windows:
         keys["sliding_window"] = "sliding_window"
@@ -167,4 +167,4 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "vit": _VIT,
     **EXPERT_TYPES,
 }
-"""Values of ``model_type`` that can be read."""
+"""Supported model types by ``model_type``."""

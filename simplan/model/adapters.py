@@ -1,13 +1,13 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685): low-rank adapters beside matrices, all other weights frozen.
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): low-rank adapters next to matrices, all other weights frozen.
 
-The layers of a family are transformed: a matrix W (n x k) that is a target gets A (r x k) and B (n x r), and gives
-y = x W^T + scale (x A^T) B^T (equation 3). What backward then has to compute and keep is what torch's autograd does: a
-frozen matrix needs no product for its weight and keeps no input; what nothing trained is below of has no gradient at
-all. The embedding is frozen, so that in the first block this holds for all before its first adapter.
+The layers of a family are transformed: a target matrix W (n x k) gets A (r x k) and B (n x r), and gives y = x W^T +
+scale (x A^T) B^T (equation 3). Backward computes and saves what torch's autograd does. A frozen matrix needs no weight
+gradient and saves no input. A tensor that depends on no trained weight has no gradient. The embedding is frozen, so the
+first block has no gradients before its first adapter.
 
-Under tensor parallelism B of a matrix that is split by columns is split as well and A is whole, of which every rank has
-a part of the gradient; of one that is split by rows A is split and B whole. No exchange is added: the product of the
-adapter is summed over ranks together with that of the matrix.
+Under tensor parallelism, a matrix split by columns has B split and A replicated; every rank has a partial gradient of
+A. A matrix split by rows has A split and B replicated. No collective is added: the adapter's result is summed over
+ranks together with that of the matrix.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ __all__ = ["adapted_layers", "adapter_targets"]
 
 
 def adapter_targets(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[str, ...]]:
-    """By what ``ModelSpec.lora_targets`` can name, the matrices of a model's blocks that it stands for.
+    """Matrices of a model's blocks, by the names that ``ModelSpec.lora_targets`` accepts.
 
-    Each matrix stands for itself; ``attention`` and ``mlp`` for those of these parts, ``all`` for both, and ``qkv`` for
-    those that make queries, keys and values.
+    Each matrix has its own name. ``attention`` and ``mlp`` select the matrices of these parts, ``all`` both, and
+    ``qkv`` the matrices that make queries, keys and values.
     """
     block = next(layer for layer in layers if layer.kind is LayerKind.BLOCK)
     matrices = {
@@ -62,12 +62,12 @@ def adapter_targets(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[str, ...]
 
 
 def adapted_layers(layers: Sequence[LayerSpec], model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
-    """The layers of a model with adapters beside the matrices of its blocks, and all else frozen.
+    """Layers of a model with adapters next to the matrices of its blocks, and everything else frozen.
 
     Args:
-        layers: As its family makes them.
-        model: Its ``lora_rank`` is at least 1.
-        shard: How layers are split.
+        layers: Layers as the family builds them.
+        model: Model whose ``lora_rank`` is at least 1.
+        shard: Split of the layers.
     """
     known = adapter_targets(layers)
     targets = frozenset(name for target in model.lora_targets for name in known.get(target, ()))
@@ -104,7 +104,7 @@ def _adapted(layer: LayerSpec, targets: frozenset[str], rank: int, shard: Shard,
 def _with_adapters(
     layer: LayerSpec, parameters: Sequence[ParameterSpec], targets: frozenset[str], rank: int, shard: Shard
 ) -> Iterator[ParameterSpec]:
-    """A module's adapters come after its own weight and bias."""
+    """Insert the adapters of a module after its own weight and bias."""
     split = shard.tp > 1
     row_parallel = {layer.kernels[index].name for index in layer.kernels_with(Role.ROW_PARALLEL)}
     for parameter, following in zip(parameters, [*parameters[1:], None], strict=True):
@@ -119,9 +119,9 @@ def _with_adapters(
 
 
 def _operators(layer: LayerSpec, targets: frozenset[str], rank: int, *, first: bool) -> Iterator[Operator]:
-    """The operators with adapters beside matrices; what nothing trained is below of has no backward."""
+    """Operators with adapters next to matrices; operators that depend on no trained weight have no backward."""
     needed = set() if first else {tensor.name for tensor in layer.inputs}
-    followers: dict[int, set[str]] = {}  # what all operators of one kernel read
+    followers: dict[int, set[str]] = {}  # names that the operators of each kernel read
     for operator, place in zip(layer.operators, layer.places, strict=True):
         followers.setdefault(place, set()).update(operator.reads)
     for operator, place in zip(layer.operators, layer.places, strict=True):
@@ -165,7 +165,7 @@ def _matrix(operator: Operator, kernel: Gemm, rank: int, *, propagates: bool) ->
         parameters=(f"{name}.lora_b.weight",),
         roles=roles,
     )
-    # the sum scales what it adds; of the gradient, that makes another tensor
+    # the sum scales the adapter's result; its backward makes a scaled copy of the gradient
     yield Operator(reads=(adapted.name,), makes=(scaled,), in_place=True)
     yield Operator(
         kernel=Pointwise(f"{name}.lora_sum", 2 * m * n, m * n),

@@ -1,4 +1,4 @@
-"""Matrices with one input that a framework holds as one: one product, and its input is quantized once."""
+"""Fused GEMMs: matrices with one input that a framework stores as one, so that their input is quantized once."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["joined_gemms", "joins"]
 
 
 def joined_gemms(gemms: Iterable[Gemm]) -> list[Gemm]:
-    """Matrix products of a layer with those of one input as one, and those of their adapters likewise.
+    """Matmuls of a layer, with those that share one input fused into one, and likewise their adapters.
 
     Args:
-        gemms: Of one layer.
+        gemms: Matmuls of one layer.
     """
     made: dict[tuple[object, ...], Gemm] = {}
     for gemm in gemms:
@@ -25,10 +25,10 @@ def joined_gemms(gemms: Iterable[Gemm]) -> list[Gemm]:
 
 
 def joins(one: Gemm, other: Gemm) -> bool:
-    """Whether two products of a layer are parts of one."""
+    """True if two matmuls of a layer are fused into one."""
     return _joint(one) == _joint(other)
 
 
 def _joint(gemm: Gemm) -> tuple[object, ...]:
-    """Equal for parts of one product."""
+    """Fusion key, equal for matmuls that are fused into one."""
     return gemm.joint or gemm.name, replace(gemm, name="", n=0)

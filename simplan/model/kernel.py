@@ -1,4 +1,4 @@
-"""Kernels: what a layer runs, for one sequence: matrix products, attention, memory-bound passes, exchanges."""
+"""Kernels of a layer, for one sequence: matmuls, attention, memory-bound kernels, lookups and collectives."""
 
 from __future__ import annotations
 
@@ -23,50 +23,53 @@ __all__ = [
 ]
 
 TOKEN_TABLE = "wte"
-"""The ``Lookup`` of tokens in the embedding; any other one is in a smaller table."""
+"""Name of the ``Lookup`` of tokens in the embedding; any other ``Lookup`` reads a smaller table."""
 
 LOSS = "cross_entropy"
-"""The ``Pointwise`` of the loss."""
+"""Name of the ``Pointwise`` of the loss."""
 
 
 PointwiseFunction = Literal["layer_norm", "rms_norm", "gelu", "silu_multiply", "rotary", "cross_entropy", "add"]
 
 
 class CollectiveKind(StrEnum):
-    """Ways in which bytes move. What ``num_bytes`` of a message means is said for each; nccl-tests counts alike."""
+    """Communication operations. Each member states which buffer ``num_bytes`` measures, as in nccl-tests."""
 
     ALL_REDUCE = "all_reduce"
-    """The buffer of each rank."""
+    """Buffer of each rank."""
     ALL_GATHER = "all_gather"
-    """The gathered buffer."""
+    """Gathered buffer."""
     REDUCE_SCATTER = "reduce_scatter"
-    """The buffer before it is scattered."""
+    """Buffer before it is scattered."""
     ALL_TO_ALL = "all_to_all"
-    """The buffer of each rank."""
+    """Buffer of each rank."""
     BROADCAST = "broadcast"
-    """The buffer; the root comes first among the ranks of the message."""
+    """Buffer of the root, which comes first among the ranks."""
     RING = "ring"
-    """What each rank sends to the next one of its group while it receives as much from the one before."""
+    """Buffer that each rank sends to the next rank of its group while it receives an equal one from the previous
+    rank."""
     SEND = "send"
-    """The message; its ranks are source and destination."""
+    """Buffer of a P2P send; the ranks are source and destination."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """A matrix product of activations (m x k) with a weight (k x n); m counts the rows of one sequence.
+    """A matmul of activations (m x k) with a weight (k x n); m counts the rows of one sequence.
 
     Attributes:
-        name: What others call it.
-        m, n, k: Sizes.
-        num_groups: Weights, side by side, each for as many of the rows (experts).
-        model_rows: The rows that model FLOPs count; 0 for all of them. Experts compute places that no token takes, too.
-        image_elements: Of a convolution, the elements of its input: m counts the pixels of its output, and k all inputs
-            of one of them, so that every input is used several times; 0 for m k.
-        trained: Backward makes the gradient of the weight.
-        propagates: Backward makes the gradient of the input.
-        streams: Where the groups are kernels of their own: on how many streams these run; 0 for one kernel of all.
-        cast_before: Operands that the kernels before it make as narrow as it computes with, so that no cast does.
-        joint: Products with one input and one of these words can be held as one matrix; none for alone.
+        name: Name of the matrix in its layer.
+        m, n, k: Rows of the input, columns of the result, inner dimension.
+        num_groups: Weight matrices of a grouped GEMM (experts), each for m / num_groups rows; 1 for a plain GEMM.
+        model_rows: Rows counted in model FLOPs; 0 for all of them. Experts also compute capacity slots that no token
+            fills.
+        image_elements: Elements of a convolution's input. m then counts output pixels and k all inputs of one output
+            pixel, so that every input is used several times. 0 for a matmul, whose input has m k elements.
+        trained: Backward computes the gradient of the weight (wgrad).
+        propagates: Backward computes the gradient of the input (dgrad).
+        streams: CUDA streams over which separate kernels of the groups run; 0 for one grouped kernel.
+        cast_before: Operands that preceding kernels write in the precision of this matmul, so that no separate cast
+            runs.
+        joint: Fusion group: matmuls with one input and the same word can be fused (QKV, gate-up); empty for none.
     """
 
     name: str
@@ -84,56 +87,55 @@ class Gemm:
 
     @property
     def flops(self) -> int:
-        """2 m n k, of the rows that count."""
+        """Model FLOPs of forward: 2 m n k, with ``model_rows`` for m where given."""
         return 2 * (self.model_rows or self.m) * self.n * self.k
 
     @property
     def backward_products(self) -> int:
-        """Products of backward, each as large as that of forward."""
+        """Matmuls of backward (dgrad, wgrad), each as large as the forward matmul."""
         return self.trained + self.propagates
 
     @property
     def computed_flops(self) -> int:
-        """2 m n k."""
+        """FLOPs that the forward kernel computes: 2 m n k."""
         return 2 * self.m * self.n * self.k
 
     @property
     def input_elements(self) -> int:
-        """Elements it reads, weights aside."""
+        """Elements of the input, without weights."""
         return self.image_elements or self.m * self.k
 
     @property
     def weight_elements(self) -> int:
-        """Of all weights."""
+        """Elements of all ``num_groups`` weights."""
         return self.num_groups * self.n * self.k
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The attention core (two batched products and the softmax) of one sequence.
+    """The attention core (two batched matmuls and the softmax) of one sequence.
 
     Attributes:
-        num_heads, num_key_value_heads, head_dim: Shapes, on one rank.
+        num_heads, num_key_value_heads, head_dim: Query heads, key and value heads, and width of a head, on one rank.
         seq_len: Queries, on one rank.
-        causal: Each query meets the keys up to its own, which is half of the scores.
-        num_keys: Keys that every query meets, mask aside; 0 for as many as there are queries.
-        value_head_dim: Width of a head of the values; 0 for that of the keys.
-        window: Of the keys up to its own each query meets the last so many; 0 for all of them.
-        masked: A table of what is added to the scores (a bias, or minus infinity) says which of them count, so that
-            no kernel skips any.
-        padded: Values are padded to the width of keys, which is computed, too.
-        eager: Scores, and what the softmax makes of them, are tensors of their own, not only inside of one kernel.
-        soft_cap: Scores of eager attention pass through a scaled tanh: three kernels more.
-        fused_softmax: Of eager attention, scaling, mask and softmax are one kernel on numbers as wide as activations;
-            else the softmax is one of fp32 numbers.
-        dropout: Weights of eager attention pass through dropout.
-        documents: Lengths of the documents that share the sequence: a token meets those of its own only. What they
-            leave of it is padding, which meets itself and counts for nothing. Each is a call of the kernel; empty for
-            one call over the sequence.
-        one_call: They are all in one call of the kernel.
-        name: What others call it.
-        propagates: It has a backward: something that is trained is in its inputs.
-        eight_bits: Queries, keys and values, and gradients of the output, are quantized for it.
+        causal: Each query attends to the keys up to its own, which is half of the scores.
+        num_keys: Keys per query before masking; 0 for ``seq_len``.
+        value_head_dim: Width of a value head; 0 for ``head_dim``.
+        window: Sliding window: keys up to its own that each query attends to; 0 for no window.
+        masked: A mask tensor (a bias, or minus infinity) is added to the scores, so that the kernel skips no keys.
+        padded: Values are padded to the width of keys, and the padding is computed.
+        eager: Scores and softmax results are materialized as tensors (unfused attention).
+        soft_cap: Scores of eager attention pass through a scaled tanh: three more kernels.
+        fused_softmax: In eager attention, scaling, mask and softmax are one kernel in the precision of activations;
+            else the softmax is a separate kernel in FP32.
+        dropout: Attention weights of eager attention pass through dropout.
+        documents: Lengths of the documents packed into the sequence; empty for one document. A token attends only to
+            its own document. The rest of the sequence is padding, which attends to itself and counts for no model
+            FLOPs. Each document is a separate kernel call.
+        one_call: All documents are one kernel call.
+        name: Name of the core in its layer.
+        propagates: Attention has a backward, because a trained weight is upstream of its inputs.
+        eight_bits: Queries, keys, values and gradients of the output are quantized to FP8.
     """
 
     num_heads: int
@@ -158,30 +160,30 @@ class Attention:
 
     @property
     def num_scores(self) -> int:
-        """Products of a query and a key, q k a."""
+        """Query-key pairs over all heads, q k a."""
         return sum(queries * keys for queries, keys in self._counted) * self.num_heads
 
     @property
     def full_flops(self) -> int:
-        """2 q k a (d + d_v): both products over all queries and keys (the PaLM convention), of each document."""
+        """2 q k a (d + d_v): both matmuls over all queries and keys of each document (the PaLM convention)."""
         return sum(self._full_flops(queries, keys) for queries, keys in self._counted)
 
     @property
     def flops(self) -> int:
-        """What counts of ``full_flops``: half when causal; with a window of w of k keys w (2 k - w) / (2 k^2) of it."""
+        """Model FLOPs: half of ``full_flops`` if causal; with a window of w of k keys, w (2 k - w) / (2 k^2) of it."""
         return sum(self._flops(queries, keys) for queries, keys in self._counted)
 
     @property
     def computed_flops(self) -> int:
-        """What the kernel computes: all scores where a table masks them or they are a tensor, else ``flops``.
+        """FLOPs that the kernels compute: all scores if masked or eager, else ``flops``.
 
-        Padding, of values or of the sequence, is computed, too.
+        Padding of values and of the sequence is computed, too.
         """
         return sum(self.calls)
 
     @property
     def calls(self) -> tuple[int, ...]:
-        """The same of each call of the kernel."""
+        """``computed_flops`` of each kernel call."""
         pairs = self._counted
         padding = self.seq_len - sum(self.documents)
         if self.documents and padding:
@@ -194,7 +196,7 @@ class Attention:
 
     @property
     def _counted(self) -> tuple[tuple[int, int], ...]:
-        """Queries and keys that meet: of every document, or of the whole sequence."""
+        """Numbers of queries and keys counted in model FLOPs: per document, or of the whole sequence."""
         if self.documents:
             return tuple((length, length) for length in self.documents)
         return ((self.seq_len, self.num_keys or self.seq_len),)
@@ -215,13 +217,13 @@ class Pointwise:
     """A memory-bound kernel.
 
     Attributes:
-        name: What others call it.
-        reads, writes: Elements of one sequence.
-        propagates: It has a backward.
-        moves: It only moves elements: backward moves their gradients back, no more than forward does. Else backward
-            also reads what forward had.
-        launches: Kernels that run for it one after the other, in forward and in backward.
-        like: The function that comes nearest among those that a calibration times.
+        name: Name of the kernel in its layer.
+        reads, writes: Elements read and written for one sequence.
+        propagates: The kernel has a backward.
+        moves: The kernel only moves elements: backward moves as many gradients. Otherwise backward also reads tensors
+            of forward.
+        launches: Kernels launched in sequence, in forward and in backward.
+        like: Most similar function among those that a calibration times.
     """
 
     name: str
@@ -235,7 +237,7 @@ class Pointwise:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """An embedding lookup: rows gathered (forward) and, if it is trained, scattered (backward) for one sequence."""
+    """An embedding lookup for one sequence: forward gathers rows; backward scatters gradients of a trained table."""
 
     name: str
     rows: int
@@ -244,13 +246,13 @@ class Lookup:
 
 
 class ExpertDraw(NamedTuple):
-    """A token takes some of all experts, each set of them as often as any other."""
+    """Random routing: a token uses ``top_k`` of ``num_experts`` experts, and every such set is equally likely."""
 
     num_experts: int
     top_k: int
 
     def places(self, num_places: int) -> float:
-        """Places that have some of a token's experts: R (1 - C(E - E/R, k) / C(E, k)) of R that have as many each.
+        """Expected ranks (or nodes) that a token goes to: R (1 - C(E - E/R, k) / C(E, k)) of R with E/R experts each.
 
         >>> ExpertDraw(8, 1).places(8), ExpertDraw(8, 8).places(4)
         (1.0, 4.0)
@@ -261,19 +263,20 @@ class ExpertDraw(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A collective inside a layer, over its tensor-, context- or expert-parallel ranks, or those of one expert.
+    """A collective inside a layer, over its tensor-, context- or expert-parallel ranks, or the ranks of one expert.
 
     Attributes:
-        name: What is exchanged.
-        axis: The axis of the mesh whose ranks take part.
-        forward: What forward does; None for nothing.
-        backward: What backward does in its place; None for nothing.
-        elements: Elements of the buffer (see ``CollectiveKind`` for which) for one sequence.
-        bytes_per_element: Fixed width; None for the width of activations.
-        beside_previous: It needs only what was there before the kernels since the last exchange, and runs beside them
-            where the device can (ring attention sends keys on while it works on those it has).
-        residual: What is exchanged is of the residual stream, which autocast keeps in fp32.
-        draw: Of an exchange that brings a token to every node once, and on from there: which experts it goes to.
+        name: Name of the tensor that is communicated.
+        axis: Mesh axis whose ranks take part.
+        forward: Collective of forward; None for none.
+        backward: Collective of backward; None for none.
+        elements: Elements of the buffer for one sequence (``CollectiveKind`` states which buffer).
+        bytes_per_element: Fixed bytes per element; None for the width of activations.
+        beside_previous: The collective depends on none of the kernels since the last collective and overlaps them where
+            the device can. Ring attention sends keys on while it computes with them.
+        residual: The tensor belongs to the residual stream, which autocast keeps in FP32.
+        draw: Routing of an expert all-to-all that sends a token to every node once and forwards it there; None for
+            others.
     """
 
     name: str
@@ -291,7 +294,7 @@ Kernel = Gemm | Attention | Pointwise | Lookup | Exchange
 
 
 def has_backward(kernel: Kernel) -> bool:
-    """Whether backward does something for a kernel: not where nothing that is trained is in its result."""
+    """True if backward runs something for a kernel: a trained weight is in the kernel or upstream of it."""
     match kernel:
         case Gemm():
             return kernel.backward_products > 0

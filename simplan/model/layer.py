@@ -1,7 +1,7 @@
-"""A layer: what it holds, computes and keeps for the backward pass.
+"""A layer: its parameters, operators and the tensors saved for backward.
 
-A model is a list of layers; each family in ``simplan.model.families`` is one builder of such a list.
-Quantities are per sequence; a microbatch of b sequences does b times as much.
+A model is a list of layers; each family in ``simplan.model.families`` is one builder of such a list. Quantities are per
+sequence; a microbatch of b sequences has b times as much.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = [
 
 
 class LayerKind(StrEnum):
-    """What a layer is in the pipeline: the first, a repeated one, or the last with the loss."""
+    """Position of a layer in the pipeline: the first, a repeated one, or the last with the loss."""
 
     EMBEDDING = "embedding"
     BLOCK = "block"
@@ -66,13 +66,13 @@ class ParameterSpec:
     """One weight tensor.
 
     Attributes:
-        name: Name inside its layer, as the executor's module calls it.
-        shape: Its dimensions, on one rank.
-        partial_gradient: Every tensor-parallel rank holds all of it but sees only a part of the tokens (sequence
-            parallelism) or heads, so that its gradients are summed over these ranks once they are complete.
-        expert: Every expert-parallel rank holds another part of it (its own experts), so that only ranks with the same
-            experts average its gradients.
-        frozen: It is not trained: no gradient, no optimizer states.
+        name: Name inside its layer, as in the executor's module.
+        shape: Dimensions on one rank.
+        partial_gradient: Every tensor-parallel rank holds the full weight but sees only some of the tokens (sequence
+            parallelism) or heads. Complete gradients are summed over these ranks.
+        expert: Expert weight: every expert-parallel rank holds different experts, and only ranks with the same experts
+            average its gradients.
+        frozen: The weight is not trained: no gradient, no optimizer states.
     """
 
     name: str
@@ -92,23 +92,25 @@ class LayerSpec:
     """One layer.
 
     Attributes:
-        key: Identifies shape and kind; equal keys mean equal layers (also in a calibration).
-        kind: Where it stands in the model.
+        key: Identifier of shape and kind; equal keys mean equal layers (also in a calibration).
+        kind: Position in the model.
         parameters: Weight tensors in the order in which forward uses them.
-        operators: What forward runs, in order, for one sequence.
-        inputs: Tensors that it gets from the layer before, of one sequence.
-        outputs: Names of the tensors that it gives to the next one (none for the head: a scalar loss).
-        output_shapes: Their shapes, of one sequence; of the head, those of the logits.
-        passed_outputs: Which of them are inputs that it only hands on.
-        product_outputs: Which of them are for matrix products alone, in their precision, not of the residual stream.
-        constants: Tables that are made once and that all layers of this key on a rank share.
-        buffers: Tables of its own that are neither weights nor kept for backward.
+        operators: Operators of forward, in order, for one sequence.
+        inputs: Tensors from the layer before, of one sequence.
+        outputs: Names of the tensors for the next layer (none for the head: a scalar loss).
+        output_shapes: Shapes of ``outputs``, of one sequence; for the head, the shape of the logits.
+        passed_outputs: Indices of outputs that are inputs passed on unchanged.
+        product_outputs: Indices of outputs in the precision of matmuls instead of that of the residual stream.
+        constants: Lookup tables made once and shared by all layers of this key on a rank.
+        buffers: Tables of this layer alone that are neither weights nor saved for backward.
         tied: Names of parameters that are the same tensor as the embedding's ``wte`` in another layer.
-        compiled: It is one function for torch.compile, whose backward gives all gradients of weights at its end.
-        reruns_to_end: What backward runs again of it, it runs to its end, though nothing asks for the last results.
-        late_savers: Matmuls that save their input when they have run, as autograd functions do.
-        mtp_depth: It follows the last block, for tokens so many places further on (``simplan.model.families.mtp``).
-        needs_input_gradient: Something before it is trained.
+        compiled: The layer is one torch.compile function, whose backward returns all gradients of weights at its end.
+        reruns_to_end: Recomputation re-executes the layer to its end (no early stop), although nothing needs the last
+            results.
+        late_savers: Names of matmuls that save their input after they ran, as autograd functions do.
+        mtp_depth: Multi-token prediction depth: the layer follows the last block and predicts this many tokens further
+            ahead (``simplan.model.families.mtp``); 0 for other layers.
+        needs_input_gradient: Something before the layer is trained.
     """
 
     key: str
@@ -131,17 +133,17 @@ class LayerSpec:
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
-        """What forward runs and what is priced, in order, for one sequence."""
+        """Kernels with a cost estimate, in the order of forward, for one sequence."""
         return kernels_of(self.operators)
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """By operator, the index of its kernel."""
+        """Index of each operator's kernel."""
         return kernel_places(self.operators)
 
     @cached_property
     def roles(self) -> tuple[frozenset[Role], ...]:
-        """By kernel, the roles of its operator."""
+        """Roles of each kernel's operator."""
         return tuple(operator.roles for operator in self.operators if operator.kernel is not None)
 
     def kernels_with(self, role: Role) -> tuple[int, ...]:
@@ -150,7 +152,7 @@ class LayerSpec:
 
     @cached_property
     def needed(self) -> frozenset[str]:
-        """Names of the tensors that backward makes gradients of."""
+        """Names of the tensors whose gradients backward computes."""
         inputs = (
             tensor.name for tensor in self.inputs if self.needs_input_gradient and self.kind is not LayerKind.EMBEDDING
         )
@@ -158,14 +160,14 @@ class LayerSpec:
 
     @cached_property
     def saved(self) -> tuple[Tensor, ...]:
-        """What forward saves for backward, for one sequence."""
+        """Tensors that forward saves for backward, for one sequence."""
         found = saved_tensors(self.operators, self.inputs, self.needed)
         given = {*self.outputs} & {*self.makers}  # which the next layer saves, and counts
         return tuple(tensor for tensor in found if tensor.handed_on or tensor.name not in given)
 
     @cached_property
     def makers(self) -> dict[str, int]:
-        """By tensor that it makes, the index of the kernel that does."""
+        """Index of the kernel that makes each tensor, by name."""
         pairs = zip(self.operators, self.places, strict=True)
         return {tensor.name: place for operator, place in pairs for tensor in operator.makes}
 
@@ -184,7 +186,7 @@ class LayerSpec:
 
     @cached_property
     def output_elements(self) -> int:
-        """Elements handed to the next layer, for one sequence (0 for the head)."""
+        """Elements passed to the next layer, for one sequence (0 for the head)."""
         return 0 if self.kind is LayerKind.HEAD else sum(math.prod(shape) for shape in self.output_shapes)
 
     def __hash__(self) -> int:
@@ -195,11 +197,11 @@ class LayerSpec:
 
     @property
     def title(self) -> str:
-        """What it is called: its kind, or ``mtp`` of one for later tokens."""
+        """Display name: the kind, or ``mtp`` for multi-token prediction."""
         return "mtp" if self.mtp_depth else str(self.kind)
 
     def output_bytes(self, activation_bytes: int, residual_bytes: int) -> tuple[int, int]:
-        """``(made, passed on)``: bytes of one sequence that the next layer gets."""
+        """Bytes ``(made, passed on)`` of one sequence that the next layer gets."""
         totals = [0, 0]
         for index, shape in enumerate(self.output_shapes if self.output_elements else ()):
             width = activation_bytes if index in self.product_outputs else residual_bytes
@@ -217,10 +219,10 @@ class LayerSpec:
         return sum(p.num_elements for p in self.parameters if not p.frozen)
 
     def flops(self, *, full_attention: bool = False) -> int:
-        """Forward model FLOPs of one sequence: matrix products and attention.
+        """Forward model FLOPs of one sequence: matmuls and attention.
 
         Args:
-            full_attention: Count the whole attention square (PaLM) instead of the causal half.
+            full_attention: Count the full attention square (PaLM) instead of the causal half.
         """
         total = 0
         for kernel in self.kernels:
@@ -231,7 +233,7 @@ class LayerSpec:
         return total
 
     def backward_flops(self, *, full_attention: bool = False) -> int:
-        """The same of backward: as many products as have to be made, which is twice forward where all is trained."""
+        """Backward model FLOPs of one sequence: twice forward if all weights are trained."""
         total = 0
         for kernel in self.kernels:
             if isinstance(kernel, Gemm):
@@ -241,11 +243,11 @@ class LayerSpec:
         return total
 
     def storages(self, activation_bytes: int, residual_bytes: int) -> dict[str, Tensor]:
-        """By tensor, the one whose memory it has at these widths."""
+        """Map each tensor to the tensor whose memory it uses at these widths."""
         return storages(self.operators, self.inputs, activation_bytes, residual_bytes)
 
     def saved_bytes(self, activation_bytes: int) -> tuple[int, int]:
-        """``(activations, logits)`` kept for backward, bytes of one sequence."""
+        """Bytes ``(activations, logits)`` of one sequence saved for backward."""
         totals = [0, 0]
         found = self.storages(activation_bytes, activation_bytes)
         for tensor in {found[tensor.name].name: found[tensor.name] for tensor in self.saved}.values():

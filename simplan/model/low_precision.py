@@ -1,10 +1,9 @@
-"""Linear layers whose matrix products are in 8 or 4 bits: what is quantized when, with which scales, and what is kept.
+"""Linear layers with FP8, MXFP8 or NVFP4 matmuls: quantized operands, their scales, and tensors saved for backward.
 
-All else is bf16 mixed precision: weights and optimizer states, embedding, head, norms, the core of attention, routers,
-adapters, and the experts of software whose grouped products are not of that kind. A linear layer y = x W' has three
-products: the output, the gradient of the input (g W) and that of the weight (g' x). Each adds up along another
-dimension, and elements that are added up have scales in common, so that every operand is needed quantized twice: along
-its rows and along its columns.
+All else is BF16 mixed precision: weights and optimizer states, embedding, head, norms, the attention core, routers and
+adapters. So are experts where the framework does not quantize grouped GEMMs. A linear layer y = x W' has three matmuls:
+the output, the input gradient (g W) and the weight gradient (g' x). Each sums along another dimension, and elements
+that are summed share scales. So every operand is needed quantized twice: along its rows and along its columns.
 
 Sources, called by these names below:
 
@@ -47,46 +46,48 @@ __all__ = [
 LowPrecision = Literal["fp8", "mxfp8", "nvfp4"]
 Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "delayed"]
 Kept = Literal["wide", "quantized"]
-"""What of its operands a linear layer keeps for backward: them as they are, in 16 bits, or what it made of them."""
+"""Form in which a linear layer saves operands for backward: ``wide`` for unquantized (BF16), or ``quantized``."""
 
 QuantizedWeights = Literal["microbatch", "step", "stored"]
-"""How often weights are quantized, and how long that lives: for every microbatch, to the end of its backward; once a
-step, beside the weights in 16 bits, to the next one; or when they are updated, in place of weights in 16 bits."""
+"""Lifetime of quantized weights. ``microbatch``: quantized for every microbatch, freed at the end of its backward.
+``step``: quantized once per step and stored in addition to the BF16 weights. ``stored``: quantized at the update and
+stored in place of BF16 weights."""
 
 LOW_PRECISIONS: tuple[LowPrecision, ...] = ("fp8", "mxfp8", "nvfp4")
 DEFAULT_RECIPE: Fp8Recipe = "tensorwise"
 TORCHAO_RECIPES: tuple[Fp8Recipe, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-"""Recipes of ``torchao.float8``, whose casts are torch's operations; those of its blockwise one are Triton kernels."""
+"""Recipes of ``torchao.float8`` whose casts are torch operations; the casts of its blockwise recipe are Triton
+kernels."""
 
 _SCALE_OF_TENSOR_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearFormat:
-    """How linear layers are quantized.
+    """Quantization format of linear layers.
 
     Attributes:
-        precision: What the products are computed in, and whose rate of a device they have.
-        recipe: Of fp8, how it is scaled; of the others the same as ``precision``.
-        element_bits: Of a quantized element.
-        scale_bytes: Of one scale.
-        block: Elements in a row that share a scale, rows along which products add up; 0 for a whole row.
-        block_rows: Rows of activations that share one; 0 for all of them.
-        weight_block_rows: Rows of weights that share one; 0 for all of them.
-        scale_of_tensor: The scales have a scale of the whole tensor besides.
-        finds_largest: A pass over the operand finds its largest element before another one quantizes it; else a pass
-            has the whole block at hand, or the scale from earlier steps.
+        precision: Precision of the matmuls, which selects the device's rate.
+        recipe: FP8 scaling recipe; equal to ``precision`` for MXFP8 and NVFP4.
+        element_bits: Bits of a quantized element.
+        scale_bytes: Bytes of one scale.
+        block: Elements in a row that share a scale; matmuls sum along rows. 0 for a full row.
+        block_rows: Rows of activations that share a scale; 0 for all of them.
+        weight_block_rows: Rows of weights that share a scale; 0 for all of them.
+        scale_of_tensor: In addition to block scales there is a per-tensor scale.
+        finds_largest: One pass over the operand finds its largest element (amax) before another pass quantizes it.
+            Otherwise a pass reads the full block, or the scale comes from earlier steps.
         both_at_once: One pass quantizes along rows and along columns.
-        transposes_wide: Columns are quantized as the rows of a transposed copy in 16 bits.
-        wide_weight_gradient: The gradient of the weight is a product in 16 bits.
-        eager: Casts are torch's own operations one after the other, through FP32, as torchao's are to FP8 where it is
-            not compiled. Each matmul has casts of its own, and copies operands that its kernel wants in another order.
-        orders_scales: Products want the scales of blocks in another order than casts write them: for each operand a
-            small kernel comes before (TE, common/swizzle and pytorch/csrc/extensions/gemm.cpp; torchao, to_blocked).
-        multiple: Rows, columns and tokens are multiples of it.
-        kept: What is kept for backward.
-        weights: How often weights are quantized.
-        experts: The grouped products of experts are quantized as well.
+        transposes_wide: Columns are quantized as the rows of a transposed BF16 copy.
+        wide_weight_gradient: The weight gradient is a BF16 matmul.
+        eager: Casts to FP8 are single torch operations through FP32, as in uncompiled torchao. Each matmul has its own
+            casts, and copies operands that its kernel needs in another memory layout.
+        orders_scales: Matmuls need block scales in another layout than casts write: a small kernel reorders them for
+            each operand (TE, common/swizzle and pytorch/csrc/extensions/gemm.cpp; torchao, to_blocked).
+        multiple: Required divisor of rows, columns and tokens.
+        kept: Form of the operands saved for backward.
+        weights: Lifetime of quantized weights.
+        experts: Grouped GEMMs of experts are quantized as well.
     """
 
     precision: LowPrecision
@@ -110,15 +111,15 @@ class LinearFormat:
 
     @property
     def has_one_scale(self) -> bool:
-        """All elements of an operand have one, so that it is the same along rows and along columns."""
+        """True for per-tensor scaling, where the scale is the same along rows and along columns."""
         return not (self.block or self.block_rows or self.weight_block_rows)
 
     def quantized_bytes(self, rows: int, columns: int, *, weight: bool = False) -> int:
         """Bytes of a quantized matrix with its scales.
 
         Args:
-            rows, columns: Its size; products add up along a row.
-            weight: It is one.
+            rows, columns: Size of the matrix; matmuls sum along a row.
+            weight: The matrix is a weight.
         """
         in_rows = self.weight_block_rows if weight else self.block_rows
         num_scales = -(-rows // (in_rows or rows)) * -(-columns // (self.block or columns))
@@ -133,21 +134,21 @@ _MXFP8 = LinearFormat(
 _FORMATS: dict[tuple[LowPrecision, str], LinearFormat] = {
     (form.precision, form.recipe): form
     for form in (
-        # one fp32 scale a tensor, e4m3 and for gradients e5m2 (torchao's default; TE's Float8CurrentScaling)
+        # one FP32 scale per tensor, e4m3 and for gradients e5m2 (torchao's default; TE's Float8CurrentScaling)
         replace(_FP8, recipe="tensorwise", block_rows=0, weight_block_rows=0, finds_largest=True, both_at_once=True),
-        # the same, its scale from the largest elements of earlier steps (TE's DelayedScaling)
+        # per-tensor scale from the largest elements of earlier steps (TE's DelayedScaling)
         replace(_FP8, recipe="delayed", block_rows=0, weight_block_rows=0, both_at_once=True),
-        # one a row (torchao); its kernels transpose in 16 bits (roofline_utils.py)
+        # one scale per row (torchao); its kernels transpose in BF16 (roofline_utils.py)
         replace(_FP8, recipe="rowwise", transposes_wide=True),
-        # the gradient of the weight in bf16, that of the input by weights of one scale (torchao)
+        # weight gradient in BF16, input gradient with weights of one scale (torchao)
         replace(_FP8, recipe="rowwise_with_gw_hp", wide_weight_gradient=True),
         # 1 x 128 for activations and gradients, 128 x 128 for weights (DeepSeek-V3; torchao; TE's Float8BlockScaling)
         replace(_FP8, recipe="blockwise", block=128, weight_block_rows=128, multiple=128),
-        # 1 x 32 with scales of 8 bits, e8m0 (OCP, torchao; TE's MXFP8BlockScaling)
+        # 1 x 32 with 8-bit scales, e8m0 (OCP, torchao; TE's MXFP8BlockScaling)
         _MXFP8,
-        # 1 x 16 with e4m3 scales and one fp32 scale a tensor; those of weights, equal in 16 x 16, are written out. The
-        # pass for the largest element also does the random Hadamard transform's (NVFP4, torchao, TE). Rounding
-        # stochastically takes no pass.
+        # 1 x 16 with e4m3 scales and one FP32 scale per tensor; weight scales, equal in 16 x 16, are expanded. The
+        # pass for the largest element also does that of the random Hadamard transform (NVFP4, torchao, TE).
+        # Stochastic rounding takes no pass.
         replace(
             _MXFP8,
             precision="nvfp4",
@@ -172,15 +173,15 @@ def linear_format(
     experts: bool = False,
     eager: bool = False,
 ) -> LinearFormat:
-    """The format of a training.
+    """Quantization format of a training run.
 
     Args:
         precision: ``TrainingSpec.precision``.
-        recipe: Of fp8 alone.
-        kept: What the software keeps.
-        weights: How often it quantizes weights.
-        experts: It quantizes those of experts, too.
-        eager: It casts to FP8 in eager mode, where the recipe has no kernels of its own.
+        recipe: FP8 scaling recipe; None for ``DEFAULT_RECIPE``, ignored for other precisions.
+        kept: Form in which the framework saves operands.
+        weights: Lifetime of quantized weights.
+        experts: Weights of experts are quantized, too.
+        eager: Casts to FP8 run in eager mode, for recipes without separate kernels.
     """
     name = (recipe or DEFAULT_RECIPE) if precision == "fp8" else precision
     eager = eager and name in TORCHAO_RECIPES
@@ -188,16 +189,16 @@ def linear_format(
 
 
 def linears(layer: LayerSpec, *, experts: bool = False) -> list[Gemm]:
-    """The matrix products of a layer that a low precision is for, in order; none outside of blocks.
+    """Matmuls of a layer that can be quantized, in order; none outside of blocks.
 
-    Routers and adapters stay in bf16 (adapters: NVIDIA-NeMo/Megatron-Bridge at 067f987,
+    Routers and adapters stay in BF16 (adapters: NVIDIA-NeMo/Megatron-Bridge at 067f987,
     src/megatron/bridge/peft/utils.py, and NVIDIA/NeMo, nemo/collections/llm/peft/utils.py: linear layers of Megatron
     Core, not of TE).
 
     Args:
         layer: The layer.
-        experts: The grouped products of its experts are among them: of torchao's linear layers they are not, of TE's
-            they are (``GroupedLinear``).
+        experts: Include the grouped GEMMs of experts. torchao's linear layers do not cover them; TE's do
+            (``GroupedLinear``).
     """
     if layer.kind is not LayerKind.BLOCK:
         return []
@@ -208,9 +209,9 @@ def linears(layer: LayerSpec, *, experts: bool = False) -> list[Gemm]:
 
 
 def quantized_linears(layer: LayerSpec, form: LinearFormat) -> list[Gemm]:
-    """Those of a layer that a format is for.
+    """Matmuls of a layer that a format quantizes.
 
-    Not in 4 bits are those of layers for multi-token prediction, which run in 16 then (NVIDIA/Megatron-LM at d98e8a6,
+    NVFP4 leaves out layers for multi-token prediction, which then run in BF16 (NVIDIA/Megatron-LM at d98e8a6,
     megatron/core/transformer/multi_token_prediction.py, ``_proj_and_transformer_layer``: "ignoring FP4").
     """
     if layer.mtp_depth and form.precision == "nvfp4":
@@ -222,14 +223,14 @@ class Cast(NamedTuple):
     """A quantization of one operand.
 
     Attributes:
-        operand: Which.
-        backward: It is done in backward, not in forward.
-        reads: Passes that read the operand as it is.
-        writes: Quantized copies that are written.
-        wide_writes: Copies in 16 bits that are written on the way.
-        between_bytes: Per element, what operations in between read and write.
-        copies: Quantized copies that are copied once more, in another order.
-        kernels: How many there are.
+        operand: Operand that is quantized.
+        backward: The cast runs in backward, not in forward.
+        reads: Passes that read the unquantized operand.
+        writes: Quantized copies written.
+        wide_writes: Intermediate BF16 copies written.
+        between_bytes: Bytes per element that intermediate operations read and write.
+        copies: Quantized copies that are copied once more, into another memory layout.
+        kernels: Number of kernels.
     """
 
     operand: Literal["input", "weight", "gradient"]
@@ -243,26 +244,26 @@ class Cast(NamedTuple):
 
 
 _EAGER_CAST_BYTES = 32
-"""Per element: abs, max, to FP32, times the scale, clamped, to FP8. An operand in FP32 is wider and not upcast, which
-comes to the same. The result is not among it."""
+"""Bytes per element of six operations: abs, max, to FP32, times the scale, clamp, to FP8; without the result. An FP32
+operand is wider but not upcast, which gives the same sum."""
 
 _EAGER_CAST_KERNELS = 12
-"""These six, and of the scale: to FP64, clamped, reciprocal, times the largest number, to FP32, and inverted."""
+"""The six operations, and six on the scale: to FP64, clamp, reciprocal, times the largest number, to FP32, inverse."""
 
 _POWER_OF_TWO_KERNELS = 3
 
 
 def casts(form: LinearFormat, *, trained: bool = True, propagates: bool = True) -> Iterator[Cast]:
-    """What a linear layer quantizes in one forward and backward.
+    """Quantizations of a linear layer in one forward and backward.
 
-    Software that keeps its operands quantized makes both copies of input and weight in forward, as far as backward
-    needs them (TE, linear.py: ``set_usage`` of the quantizers). The other makes those along rows in forward, and in
-    backward begins again with what it kept. The gradient is quantized in backward.
+    Frameworks that save quantized operands make both copies of input and weight in forward, as far as backward needs
+    them (TE, linear.py: ``set_usage`` of the quantizers). Frameworks that save BF16 operands quantize along rows in
+    forward, and in backward quantize the saved operands again. The output gradient is quantized in backward.
 
     Args:
-        form: How it is quantized.
-        trained: Backward has a product for its weight; always so of software that keeps operands as they are.
-        propagates: Backward has a product for its input; as above.
+        form: Quantization format.
+        trained: Backward computes the weight gradient; always true if operands are saved in BF16.
+        propagates: Backward computes the input gradient; always true if operands are saved in BF16.
     """
     passes = 1 + form.finds_largest
     if form.kept == "quantized":
@@ -287,7 +288,7 @@ def casts(form: LinearFormat, *, trained: bool = True, propagates: bool = True) 
 
 
 def _eager_casts(form: LinearFormat) -> Iterator[Cast]:
-    """Two for each matmul in FP8; see ``simplan.program.memory.low_precision_footprint`` for those that are copied."""
+    """Two casts per FP8 matmul; ``simplan.program.memory.low_precision_footprint`` has those that are copied."""
     kernels = _EAGER_CAST_KERNELS + (0 if form.has_one_scale else _POWER_OF_TWO_KERNELS)
     cast = partial(Cast, reads=0, writes=1, between_bytes=_EAGER_CAST_BYTES)
     yield from (cast(operand, False, kernels=kernels) for operand in ("input", "weight"))

@@ -1,4 +1,4 @@
-"""The model, in Hugging Face's words, and the list of layers it unfolds into."""
+"""The model, with the keys of Hugging Face configs, and its layers."""
 
 from __future__ import annotations
 
@@ -28,76 +28,81 @@ else:
 
 
 class ModelSpec(Spec):
-    """A model of one of the families of ``simplan.model.families``, which says what its layers are.
+    """A model of one of the families of ``simplan.model.families``, which define its layers.
 
-    The keys are those of Hugging Face's ``config.json`` as far as it has them. A family takes some of them, has
-    defaults for others, and refuses the rest by name; sizes that a family does not have are 0. Defaults of
-    transformers: ``num_key_value_heads`` as many as heads, ``head_dim = hidden_size / num_attention_heads``, and
-    ``max_position_embeddings`` = ``seq_len``.
+    Keys are those of Hugging Face's ``config.json`` where it has them. A family takes some keys, has defaults for
+    others, and rejects the rest with an error that names the key. Sizes that a family does not have are 0. Defaults as
+    in transformers: ``num_key_value_heads`` = ``num_attention_heads``, ``head_dim = hidden_size /
+    num_attention_heads``, and ``max_position_embeddings`` = ``seq_len``.
 
     Attributes:
-        name: For people; has no effect.
+        name: Display name; has no effect.
         family: ``gpt``: learned positions, LayerNorm, biases, a two-matrix GELU MLP (GPT-2). ``llama``: rotary
-            positions, RMSNorm, no biases, a gated SiLU MLP, grouped queries. ``mpt``: as gpt, with ALiBi for positions
-            and no biases. ``bert``: a post-norm encoder trained on masked tokens. ``vit``: classes of images.
-            ``moe``: as llama, with experts in place of the MLP. ``deepseek``: the same with latent attention.
-            ``t5``: an encoder and a decoder. ``resnet``: classes of images by convolutions.
-        num_hidden_layers: Blocks; of T5's encoder.
-        num_decoder_layers: Blocks of T5's decoder, as many as of its encoder unless given.
-        seq_len: Tokens of one sequence; for images, their patches and the class token, which is the default. Of T5, in
-            the encoder.
-        decoder_seq_len: In the decoder, as many as in the encoder unless given.
-        document_lengths: Tokens of the documents that share every sequence, in their order; empty for one that fills
-            it. A token attends to those of its own document, and positions start anew in each. What documents leave of
-            a sequence is padding at its end: it attends to itself alone, is computed like other tokens, and is in no
-            loss (torchtune's PackedDataset).
-        packs: Of which packs these documents are one, where they were drawn (``simplan.model.packing``).
-        vocab_size: Rows of the embedding, padding included; but what software adds itself (``SoftwareSpec.padded``) may
-            be left out.
-        tied_embeddings: Input embedding and output head share one weight. With a pipeline each end holds a copy,
-            and their gradients are all-reduced every step.
-        attention_bias: Biases of q, k, v and the projection of the attention's output.
+            positions, RMSNorm, no biases, a gated SiLU MLP, grouped queries. ``mpt``: gpt with ALiBi for positions and
+            no biases. ``bert``: a post-norm encoder trained on masked tokens. ``vit``: image classification. ``moe``:
+            llama with experts in place of the MLP. ``deepseek``: moe with latent attention. ``t5``: an encoder and a
+            decoder. ``resnet``: image classification by convolutions.
+        num_hidden_layers: Blocks; for T5, blocks of the encoder.
+        num_decoder_layers: Blocks of T5's decoder; default ``num_hidden_layers``.
+        seq_len: Tokens of one sequence; for images, patches and the class token, which is the default. For T5, tokens
+            in the encoder.
+        decoder_seq_len: Tokens of one sequence in the decoder; default ``seq_len``.
+        document_lengths: Tokens of the documents packed into every sequence, in order; empty for one document that
+            fills the sequence. A token attends only to its own document, and positions restart in each. The rest of a
+            sequence is padding at its end: it attends to itself alone, is computed like other tokens, and is in no loss
+            (torchtune's PackedDataset).
+        packs: Statistics of the packs that ``document_lengths`` represents, if lengths were sampled
+            (``simplan.model.packing``); None otherwise.
+        vocab_size: Rows of the embedding, including padding. Padding that the framework adds itself
+            (``SoftwareSpec.padded``) may be left out.
+        tied_embeddings: Input embedding and output head share one weight. With a pipeline, first and last stage each
+            hold a copy, and the gradients of both are all-reduced every step.
+        attention_bias: Biases of q, k, v and the output projection of attention.
         qkv_bias: Biases of q, k and v only (Qwen2).
-        qk_norm: ``head``: heads of queries and keys have an RMSNorm of one weight for all of them (Qwen3).
-            ``projection``: all heads together have one (OLMoE).
-        partial_rotary_factor: Part of the width of a head's queries and keys that is rotated (GPT-NeoX: a quarter).
-        attention_sinks: Each head has a score that takes part in the softmax and in nothing else (gpt-oss).
-        sliding_window: Every query meets at most so many keys up to its own (Mistral 7B v0.1); None for all of them.
-        sliding_window_pattern: Every so many blocks the last one has no window; 0 for a window in all of them.
-        gated_mlp: MLPs have a gate. Of T5 that is version 1.1, with a head of its own; all other families have one or
-            have none (``Family.gated_mlp``), and the other value is refused.
-        relative_attention_buckets: Distances between tokens that T5 tells apart.
+        qk_norm: ``head``: one RMSNorm weight shared by all heads normalizes each head of queries and keys (Qwen3).
+            ``projection``: one RMSNorm over all heads together (OLMoE).
+        partial_rotary_factor: Fraction of the width of a head's queries and keys that is rotated (GPT-NeoX: a quarter).
+        attention_sinks: Each head has a learned score that takes part in the softmax and in nothing else (gpt-oss).
+        sliding_window: Largest number of keys up to its own that a query attends to (Mistral 7B v0.1); None for no
+            limit.
+        sliding_window_pattern: Period in blocks: the last block of each period has no window; 0 for a window in all
+            blocks.
+        gated_mlp: MLPs have a gate. For T5, true is version 1.1, which has a separate head. Every other family is fixed
+            to one value (``Family.gated_mlp``), and the other value is rejected.
+        relative_attention_buckets: Distances between tokens that T5 distinguishes.
         type_vocab_size: Types that a token can have (BERT's first and second segment).
         image_size: Pixels along each side of an image.
-        patch_size: The same of the patches that it is cut into.
-        num_channels: Colours of an image.
+        patch_size: Pixels along each side of a patch.
+        num_channels: Color channels of an image.
         num_classes: Classes that an image can have.
         depths: Blocks of each stage of a ResNet.
-        layer_type: Two convolutions in a block, or three, of which the first narrows and the last widens.
-        embedding_size: Channels of a ResNet's first stage, within its blocks; twice as many in each that follows.
+        layer_type: Convolutions of a block: two (``basic``), or three, of which the first narrows and the last widens
+            (``bottleneck``).
+        embedding_size: Channels inside the blocks of a ResNet's first stage; each further stage doubles them.
         num_experts: Experts of a block, of which a token uses ``top_k``.
         top_k: Hugging Face's num_experts_per_tok.
-        moe_intermediate_size: As ``intermediate_size``, of one expert.
-        num_dense_layers: So many leading blocks have an MLP of ``intermediate_size`` instead (first_k_dense_replace).
-        shared_expert_intermediate_size: As ``intermediate_size``, of all experts together that every token uses.
-        shared_expert_gate: Their output is weighed by one number a token (Qwen1.5-MoE).
-        router_bias: Of the scores of experts (gpt-oss).
-        expert_bias: Biases of the experts' matrices (gpt-oss).
-        capacity_factor: Tokens of a sequence that an expert has places for, over its even share of them. It computes
-            all of its places: 1 is what balanced experts need.
-        expert_imbalance: What is expected of the fullest expert of a sequence: its tokens over the even share.
-        drop_tokens: Tokens that find no place skip the expert; else there must be places for all.
-        q_lora_rank: Width of what queries are made from; None for the hidden states (DeepSeek-V2-Lite).
-        kv_lora_rank: Width of what keys and values are made from.
+        moe_intermediate_size: Intermediate size of one expert.
+        num_dense_layers: Leading blocks with an MLP of ``intermediate_size`` instead of experts
+            (first_k_dense_replace).
+        shared_expert_intermediate_size: Intermediate size of all shared experts together, which every token uses.
+        shared_expert_gate: One number per token weights the output of the shared experts (Qwen1.5-MoE).
+        router_bias: The router has a bias (gpt-oss).
+        expert_bias: The experts' matrices have biases (gpt-oss).
+        capacity_factor: Capacity slots of an expert per sequence, relative to its even share of the tokens. All slots
+            are computed: 1 is enough for balanced experts.
+        expert_imbalance: Expected tokens of the fullest expert of a sequence, relative to the even share.
+        drop_tokens: Tokens without a capacity slot skip the expert; false requires slots for all tokens.
+        q_lora_rank: Width of the latent vector of queries; None for the hidden states (DeepSeek-V2-Lite).
+        kv_lora_rank: Width of the latent vector of keys and values.
         qk_nope_head_dim: Width of a head's queries and keys that is not rotated.
-        qk_rope_head_dim: Width that is rotated; one for all heads of the keys.
+        qk_rope_head_dim: Width of a head's queries and keys that is rotated; all heads share the rotated keys.
         v_head_dim: Width of a head's values.
         mtp_num_layers: Layers after the last block, beyond ``num_hidden_layers``, that each predict one token further
-            ahead (num_nextn_predict_layers). DeepSeek-V3 has 1. Their work and their parameters count as the model's.
-        lora_rank: Rank of adapters beside matrices, all other weights frozen (``simplan.model.adapters``); 0 for none.
-        lora_targets: Which matrices, as layers call them (q, k, v or qkv, proj, gate, up, down), or ``attention``,
-            ``mlp`` or ``all`` of them.
-        sources: Field name -> where its value comes from.
+            ahead (num_nextn_predict_layers). DeepSeek-V3 has 1. Model FLOPs and parameters include these layers.
+        lora_rank: Rank of adapters next to matrices, all other weights frozen (``simplan.model.adapters``); 0 for none.
+        lora_targets: Matrices with adapters, by name in the layer (q, k, v or qkv, proj, gate, up, down), or
+            ``attention``, ``mlp`` or ``all``.
+        sources: Field name -> source of its value.
     """
 
     name: str = "inline"
@@ -161,7 +166,7 @@ class ModelSpec(Spec):
 
     @property
     def sample(self) -> str:
-        """What one input is called: ``sequence`` or ``image``."""
+        """Name of one input: ``sequence`` or ``image``."""
         return "image" if FAMILIES[self.family].inputs == "images" else "sequence"
 
     @model_validator(mode="before")
@@ -173,7 +178,7 @@ class ModelSpec(Spec):
         data = data | lists  # a file has lists, and strict mode wants the tuple itself
         name = data.get("family")
         family = FAMILIES.get(name) if isinstance(name, str) else None
-        if family is None:  # an error of its own, beside which nothing else is missing
+        if family is None:  # a separate error, next to which nothing else is missing
             return {field: _nothing(field) for field in cls._sizes()} | data
         absent = {field: _nothing(field) for field in cls._sizes() if field not in family.fields}
         gate = {} if "gated_mlp" in family.fields else {"gated_mlp": family.gated_mlp}
@@ -182,7 +187,7 @@ class ModelSpec(Spec):
     @field_validator("*")
     @classmethod
     def _fits_the_family(cls, value: Any, info: ValidationInfo) -> Any:
-        """Fields of other families are refused, but for the value that says that there is nothing."""
+        """Reject fields of other families, except for the value that means absent."""
         name, chosen = info.field_name or "", info.data.get("family")
         if name in _OF_ALL or chosen is None:
             return value
@@ -200,42 +205,42 @@ class ModelSpec(Spec):
 
     @classmethod
     def _sizes(cls) -> list[str]:
-        """Fields that have no default of their own."""
+        """Names of fields without a default."""
         return [name for name, field in cls.model_fields.items() if field.is_required() and name not in _OF_ALL]
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """All layers, whole, from the one that takes the input to the head with the loss."""
+        """All layers, unsharded, from the one that takes the input to the head with the loss."""
         return self.layers_of(Shard())
 
     def layers_of(self, shard: Shard) -> tuple[LayerSpec, ...]:
-        """The same layers, but only what one tensor- and context-parallel rank holds and does of each.
+        """All layers, as one tensor- and context-parallel rank holds and computes them.
 
         Args:
-            shard: How layers are split; the degrees divide what they split (``simplan.rules``).
+            shard: Split of the layers; the degrees divide what they split (``simplan.rules``).
         """
         layers = FAMILIES[self.family].layers(self, shard)
         return adapted_layers(layers, self, shard) if self.lora_rank else layers
 
     def padded(self, multiple: int) -> ModelSpec:
-        """The same with the next larger vocabulary that is a multiple; itself where it has none, or none so large."""
+        """The model with its vocabulary padded to a multiple; unchanged if it has none or the result is too large."""
         size = -(-self.vocab_size // multiple) * multiple
         return self if size in (0, self.vocab_size) or size > _LARGEST_VOCABULARY else _with_vocabulary(self, size)
 
     @property
     def segments(self) -> tuple[int, ...]:
-        """Tokens of a sequence that attend to each other: its documents and its padding, or all of it."""
+        """Lengths of the parts of a sequence that attend to themselves: documents and padding, or all of it."""
         padding = self.seq_len - sum(self.document_lengths)
         return (*self.document_lengths, padding) if padding or not self.document_lengths else self.document_lengths
 
     @property
     def document_share(self) -> float:
-        """Of the tokens of a sequence, those that are no padding."""
+        """Fraction of the tokens of a sequence that are not padding."""
         return sum(self.document_lengths) / self.seq_len if self.document_lengths else 1.0
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """By block, the window of its attention; 0 for none, also where no document is longer than it."""
+        """Attention window of each block; 0 for none, also if no document is longer than the window."""
         window = self.sliding_window or 0
         window = 0 if window >= max(self.segments) else window
         every = self.sliding_window_pattern
@@ -249,19 +254,18 @@ class ModelSpec(Spec):
 
     @cached_property
     def num_trained_parameters(self) -> int:
-        """Those of them that are not frozen: all but with LoRA."""
+        """Weights that are not frozen: all of them, except with LoRA."""
         frozen = sum(layer.num_parameters - layer.num_trained for layer in self.layers)
         return self.num_parameters if not frozen else sum(layer.num_trained for layer in self.layers)
 
     def flops_per_sequence(self, *, full_attention: bool = False) -> int:
         """Model FLOPs of one sequence, forward and backward, no recomputation.
 
-        The vocabulary is the model's own, without what software adds (``SoftwareSpec.padded``).
+        The vocabulary is the model's own, without padding by the framework (``SoftwareSpec.padded``).
 
-        Backward counts what has to be made: twice forward where all weights are trained; with LoRA no products for the
-        weights that are frozen, and nothing below the first adapter. A utilization is of these. Padding counts for
-        nothing, in attention and in the products of all tokens with weights. ``full_attention`` counts the whole square
-        of every document.
+        Backward is twice forward if all weights are trained. With LoRA it leaves out gradients of frozen weights, and
+        everything below the first adapter. MFU is computed from these FLOPs. Padding tokens count for nothing, in
+        attention and in matmuls. ``full_attention`` counts the full square of every document.
         """
         total = attention = 0
         for layer in self.layers:
@@ -273,12 +277,12 @@ class ModelSpec(Spec):
 
     @property
     def num_blocks(self) -> int:
-        """Of encoder and decoder, or of all stages of a ResNet."""
+        """Blocks of encoder and decoder, or of all stages of a ResNet."""
         return self.num_hidden_layers + self.num_decoder_layers + sum(self.depths)
 
     @property
     def num_last_layers(self) -> int:
-        """Layers after the last block, which are in the last stage of a pipeline: the head, and those before it."""
+        """Layers after the last block, which are in the last pipeline stage: the head, and multi-token prediction."""
         return 1 + self.mtp_num_layers
 
     def block_indices(self) -> tuple[int, ...]:
@@ -287,7 +291,7 @@ class ModelSpec(Spec):
 
 
 def _other_gate(chosen: str) -> str:
-    """Why a model of a family cannot have a gate in its MLPs, or be without, and which family can."""
+    """Error text for a family whose MLPs cannot have (or lack) a gate, with the families that can."""
     own = FAMILIES[chosen]
     having = [
         name
@@ -304,11 +308,11 @@ def _other_gate(chosen: str) -> str:
 
 
 def _nothing(name: str) -> int | bool | tuple[()]:
-    """What a field says of a model of a family that does not have it."""
+    """Value of a field for a model whose family does not have the field."""
     return () if name == "depths" else False if name == "tied_embeddings" else 0
 
 
 @lru_cache(maxsize=64)
 def _with_vocabulary(model: ModelSpec, size: int) -> ModelSpec:
-    """Kept, because a search asks for the same few again and again."""
+    """Cached, because a search requests the same few sizes again and again."""
     return model.model_copy(update={"vocab_size": size})

@@ -1,8 +1,8 @@
 """The operator graph of a layer: operators that read and make named tensors, and what each saves for backward.
 
 A family builds the operators of its layers from parts (``simplan.model.parts.part``). All else follows from them: the
-kernels that are priced, the tensors saved for backward, the order in which gradients of weights are complete, and, by
-one walk (``simplan.program.memory.liveness``), the memory that forward and backward need.
+kernels with a cost estimate, the tensors saved for backward, and the order in which gradients of weights are complete.
+One walk (``simplan.program.memory.liveness``) gives the memory of forward and backward.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor inside a layer, or one that a layer takes or gives.
+    """A tensor inside a layer, or one of its inputs or outputs.
 
     Attributes:
-        name: Its name in the layer.
+        name: Name in the layer.
         elements: Elements for one sequence.
         bytes_per_element: Fixed width (indices, FP32 statistics); None for the width of activations.
         residual: Part of the residual stream, which autocast keeps in FP32.
-        logits: Belongs to the output distribution, which a breakdown of memory shows apart.
-        of_microbatch: One for all sequences of a microbatch.
-        handed_on: An output that later layers save; counted where it is made.
-        elsewhere: An input whose memory is counted elsewhere: that of an earlier layer, or the batch.
-        widened: A scratch copy of what the operator reads: none where nothing that it reads is narrower.
+        logits: Part of the output distribution, which a memory breakdown shows separately.
+        of_microbatch: One tensor for all sequences of a microbatch.
+        handed_on: An output that later layers save; its memory is counted in the layer that makes it.
+        elsewhere: An input whose memory is counted elsewhere: in an earlier layer, or as the batch.
+        widened: An upcast scratch copy of a tensor that the operator reads; absent if none of these is narrower.
     """
 
     name: str
@@ -55,16 +55,16 @@ class Tensor:
     widened: bool = False
 
     def width(self, activation_bytes: int, residual_bytes: int) -> int:
-        """Bytes of an element, by the widths of activations and of the residual stream."""
+        """Bytes per element, given the widths of activations and of the residual stream."""
         return self.bytes_per_element or (residual_bytes if self.residual else activation_bytes)
 
     def num_bytes(self, activation_bytes: int, residual_bytes: int) -> int:
-        """Bytes of one sequence, likewise."""
+        """Bytes of one sequence, given the widths of activations and of the residual stream."""
         return self.elements * self.width(activation_bytes, residual_bytes)
 
 
 class Role(StrEnum):
-    """What an operator is in its block, for frameworks that treat it otherwise than others."""
+    """Function of an operator in its block, for frameworks that treat some operators differently."""
 
     NORM = "norm"
     """A norm of the residual stream, whose result goes into matmuls."""
@@ -73,44 +73,45 @@ class Role(StrEnum):
     ATTENTION = "attention"
     """A projection before or after an attention core."""
     UP_PROJECTION = "up_projection"
-    """Of latent attention, what makes queries, keys and values of all heads from narrow vectors."""
+    """An operator of latent attention that makes queries, keys and values of all heads from low-rank vectors."""
     MLP = "mlp"
-    """Any of the branch that is an MLP or a mixture of experts."""
+    """Any operator of the branch that is an MLP or a mixture of experts."""
     EXPERTS = "experts"
-    """A grouped product of experts, or the activation between two of them."""
+    """A grouped GEMM of experts, or the activation between two of them."""
     SHARED_EXPERT = "shared_expert"
-    """Any of the expert that all tokens go to."""
+    """Any operator of the expert that processes all tokens."""
     GATING = "gating"
-    """A product that makes scores by which outputs of experts are weighed."""
+    """A matmul that makes the scores that weight expert outputs."""
     COLUMN_PARALLEL = "column_parallel"
-    """A product whose matrix tensor-parallel ranks split by columns."""
+    """A matmul whose matrix tensor-parallel ranks split by columns."""
     ROW_PARALLEL = "row_parallel"
-    """The same by rows."""
+    """A matmul whose matrix tensor-parallel ranks split by rows."""
     ADAPTER = "adapter"
-    """Of a low-rank adapter."""
+    """An operator of a low-rank adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """One operator, as autograd has it.
+    """One operator, as autograd sees it.
 
     Attributes:
-        kernel: What is priced; None for an operator that is part of the kernel before it.
-        reads: Names of the tensors that it reads, inputs of the layer among them.
-        makes: Tensors that it makes; some of them for its backward alone (statistics, masks).
-        saves: Names of the tensors that its backward reads.
-        saves_for: Some of these, each with the tensor whose gradient alone needs it.
-        parameters: Names of its parameters, in the order in which backward completes their gradients.
-        is_cast: It changes the width alone: where widths are equal, its result is what it reads.
-        in_place: Its result takes the memory of the first tensor that it reads.
-        splits: Its results are parts of what it reads, whose gradients backward joins.
-        passes: Gradients of what it reads are the gradient of its result, cast where widths differ.
-        gates: It is the activation of a gate, which a fused kernel computes together with the product after it.
-        composed: Its backward is composed of single operations, whose tensors are its scratch, unless software has a
-            kernel for it.
-        forward_scratch, backward_scratch: Tensors that exist only while it runs.
-        regathers: An all-gather in backward that brings this tensor back, which forward did not save.
-        roles: What it is in its block.
+        kernel: Kernel with a cost estimate; None for an operator that is part of the kernel before it.
+        reads: Names of the tensors read, inputs of the layer among them.
+        makes: Tensors made; some of them only for backward (statistics, masks).
+        saves: Names of the tensors that backward reads.
+        saves_for: Pairs of a saved tensor and the only tensor whose gradient needs it.
+        parameters: Names of parameters, in the order in which backward completes their gradients.
+        is_cast: Only the dtype changes: with equal widths, the result shares the memory of the tensor read.
+        in_place: The result overwrites the first tensor read.
+        splits: The results are parts of the tensor read, whose gradients backward joins.
+        passes: The gradient of the result is the gradient of every tensor read, cast where widths differ.
+        gates: Activation of a gate, which a fused kernel computes together with the multiplication after it.
+        composed: Backward is composed of single operations, whose tensors are its scratch, unless the framework has a
+            fused kernel.
+        forward_scratch, backward_scratch: Tensors that exist only while the operator runs.
+        regathers: Name of the tensor that this all-gather restores in backward, because forward did not save it; empty
+            for other operators.
+        roles: Functions of the operator in its block.
     """
 
     kernel: Kernel | None = None
@@ -132,7 +133,7 @@ class Operator:
 
     @property
     def trains(self) -> bool:
-        """Whether it makes gradients of parameters."""
+        """True if backward computes gradients of parameters."""
         match self.kernel:
             case Gemm(trained=trained) | Lookup(trained=trained):
                 return trained
@@ -141,12 +142,12 @@ class Operator:
 
 
 def kernels_of(operators: Iterable[Operator]) -> tuple[Kernel, ...]:
-    """The kernels, in the order of forward."""
+    """Kernels of operators, in the order of forward."""
     return tuple(operator.kernel for operator in operators if operator.kernel is not None)
 
 
 def kernel_places(operators: Iterable[Operator]) -> tuple[int, ...]:
-    """By operator, the index of the kernel that it is, or that it is a part of."""
+    """Index of each operator's kernel: its own, or that of the operator it is fused into."""
     found, index = [], -1
     for operator in operators:
         index += operator.kernel is not None
@@ -162,15 +163,16 @@ def storages(
     *,
     of_gradients: bool = False,
 ) -> dict[str, Tensor]:
-    """By tensor, the one whose memory it has.
+    """Map each tensor to the tensor whose memory it uses.
 
-    That is itself, what a cast between equal widths or an operator in place reads, or what it is a part of.
+    A tensor uses its own memory, except for the result of a cast between equal widths, of an operator in place, and of
+    a split.
 
     Args:
-        operators: Of a layer, in the order of forward.
-        inputs: Tensors it takes.
-        activation_bytes, residual_bytes: Widths.
-        of_gradients: Of the gradients of tensors: those of parts have memory of their own.
+        operators: Operators of a layer, in the order of forward.
+        inputs: Input tensors of the layer.
+        activation_bytes, residual_bytes: Bytes per element of activations and of the residual stream.
+        of_gradients: Map gradients instead of tensors: gradients of parts have memory of their own.
     """
     widths = activation_bytes, residual_bytes
     found = {tensor.name: tensor for tensor in inputs}
@@ -184,14 +186,14 @@ def storages(
 
 
 def needs_gradient(operators: Iterable[Operator], inputs: Iterable[str]) -> frozenset[str]:
-    """The tensors that backward makes gradients of.
+    """Names of the tensors whose gradients backward computes.
 
-    Matmuls of tokens that are all-gathered once are one function to autograd: all of their results have gradients if
-    one has.
+    Matmuls that share one all-gather of tokens are one autograd function: all of their results have gradients if one
+    has.
 
     Args:
-        operators: Of a layer, in the order of forward.
-        inputs: Tensors it takes whose gradients are wanted.
+        operators: Operators of a layer, in the order of forward.
+        inputs: Names of the input tensors whose gradients are needed.
     """
     found, operators = set(inputs), tuple(operators)
     brought = {operator.regathers for operator in operators if operator.regathers}
@@ -206,8 +208,8 @@ def saved_by(operator: Operator, needed: frozenset[str]) -> tuple[str, ...]:
     """Names of the tensors that an operator saves for backward.
 
     Args:
-        operator: Which.
-        needed: The tensors that backward makes gradients of.
+        operator: The operator.
+        needed: Names of the tensors whose gradients backward computes.
     """
     if not operator.trains and needed.isdisjoint(operator.reads):
         return ()
@@ -218,12 +220,12 @@ def saved_by(operator: Operator, needed: frozenset[str]) -> tuple[str, ...]:
 
 
 def saved_tensors(operators: Sequence[Operator], inputs: Sequence[Tensor], needed: frozenset[str]) -> Iterator[Tensor]:
-    """The tensors saved for backward, each once, in the order in which they are made.
+    """Tensors saved for backward, each once, in the order in which they are made.
 
     Args:
-        operators: Of a layer, in the order of forward.
-        inputs: Tensors it takes.
-        needed: The tensors that backward makes gradients of.
+        operators: Operators of a layer, in the order of forward.
+        inputs: Input tensors of the layer.
+        needed: Names of the tensors whose gradients backward computes.
     """
     names = {name for operator in operators for name in saved_by(operator, needed)}
     tensors = [*inputs, *(tensor for operator in operators for tensor in operator.makes)]
@@ -233,8 +235,8 @@ def saved_tensors(operators: Sequence[Operator], inputs: Sequence[Tensor], neede
 def gradient_order(operators: Sequence[Operator]) -> tuple[str, ...]:
     """Names of parameters in the order in which backward completes their gradients.
 
-    Matmuls of tokens that backward gathers again are one function to autograd, which gives the gradients of all their
-    weights at its end; biases are added after it, and so come before.
+    Matmuls whose tokens backward gathers again are one autograd function, which returns the gradients of all their
+    weights at its end. Biases are added after that function, so their gradients come first.
     """
     gathered = {operator.regathers for operator in operators if operator.regathers}
     found: list[str] = []
@@ -255,11 +257,11 @@ def gradient_order(operators: Sequence[Operator]) -> tuple[str, ...]:
 
 
 def bypassed(operators: Iterable[Operator], names: Iterable[str]) -> tuple[Operator, ...]:
-    """The operators without some, whose readers then read what these read first.
+    """Remove the operators that make some tensors; their readers read the first input of the removed operator instead.
 
     Args:
-        operators: Of a layer, in the order of forward.
-        names: Tensors that those make which are left out.
+        operators: Operators of a layer, in the order of forward.
+        names: Names of tensors whose makers are removed.
     """
     instead: dict[str, str] = {}
     wanted = frozenset(names)

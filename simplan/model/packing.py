@@ -1,9 +1,8 @@
-"""Documents of many lengths packed into sequences, and the one pack that stands for all of them.
+"""Documents of many lengths packed into sequences, and the one pack that represents them.
 
 Fine-tuning packs several documents into every sequence (Krell et al. 2021, arXiv:2107.02027). A step has thousands of
-packs, of which no two are alike, and a prediction is of one step: so documents are drawn and packed, and of the packs
-the one is taken whose attention costs what it costs on average. How much packs differ goes with it, because ranks wait
-for the fullest one.
+different packs, and a prediction is of one step. So documents are sampled and packed, and the pack with the average
+attention cost is chosen. The spread of the packs is reported with it, because ranks wait for the fullest one.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ __all__ = [
 ]
 
 NUM_DOCUMENTS = 20_000
-"""Documents that are drawn: what a pack holds on average is then known to about a percent."""
+"""Number of sampled documents, enough to know the average contents of a pack to about 1%."""
 
 _FEWEST_PACKS = 20
 _Lengths = NDArray[np.int64]
 
 Packing = Literal["greedy", "first_fit_decreasing"]
 """``greedy`` takes documents as they come and begins a sequence where one does not fit (torchtune's PackedDataset,
-pytorch/torchtune@v0.6.1). ``first_fit_decreasing`` takes the longest first and puts each into the first sequence that
-has room (NeMo's packing_algorithm; Johnson 1973)."""
+pytorch/torchtune@v0.6.1). ``first_fit_decreasing`` takes the longest first and puts each into the first sequence with
+enough space (NeMo's packing_algorithm; Johnson 1973)."""
 
 
 class DocumentOptions(Spec):
-    """What is done to documents, wherever their lengths come from.
+    """Truncation and packing of documents, for every source of lengths.
 
     Attributes:
-        max: Longer documents are cut to so many tokens; always to those of a sequence.
-        packing: How documents are packed.
-        seed: Of numpy's default_rng; equal seeds give equal packs.
+        max: Largest length in tokens, to which longer documents are cut; None for the sequence length.
+        packing: Packing algorithm.
+        seed: Seed of numpy's default_rng; equal seeds give equal packs.
     """
 
     max: Count | None = None
@@ -57,18 +56,18 @@ class DocumentOptions(Spec):
 
 
 class DocumentSource(DocumentOptions, ABC):
-    """Where lengths come from."""
+    """Source of document lengths."""
 
     @abstractmethod
     def draw(self, number: int, generator: np.random.Generator) -> _Lengths:
-        """Lengths (number) before they are cut."""
+        """Sample lengths (number) before truncation."""
 
 
 class Lognormal(DocumentSource):
     """Lengths whose logarithms are normal.
 
     Attributes:
-        distribution: Its name.
+        distribution: Name of the distribution.
         median: Tokens that half of the documents exceed.
         sigma: Standard deviation of the natural logarithm of the lengths.
     """
@@ -78,15 +77,15 @@ class Lognormal(DocumentSource):
     sigma: Annotated[float, Field(ge=0, le=10)]
 
     def draw(self, number: int, generator: np.random.Generator) -> _Lengths:
-        """See ``DocumentSource``."""
+        """Sample lengths; see ``DocumentSource``."""
         return np.rint(self.median * np.exp(self.sigma * generator.standard_normal(number))).astype(np.int64)
 
 
 class Histogram(DocumentSource):
-    """Lengths as they were counted.
+    """Counted lengths.
 
     Attributes:
-        histogram: Documents by their number of tokens; only their shares matter.
+        histogram: Number of documents by their number of tokens; only relative frequencies matter.
     """
 
     histogram: Annotated[dict[int, NonNegative], Field(max_length=100_000)]
@@ -103,25 +102,25 @@ class Histogram(DocumentSource):
         return counts
 
     def draw(self, number: int, generator: np.random.Generator) -> _Lengths:
-        """See ``DocumentSource``."""
+        """Sample lengths; see ``DocumentSource``."""
         lengths = np.array(list(self.histogram), dtype=np.int64)
         weights = np.array(list(self.histogram.values()))
         return generator.choice(lengths, number, p=weights / weights.sum())
 
 
 class PackStatistics(Spec):
-    """What is known of all packs, of which one was taken.
+    """Statistics of all packs, of which one was chosen.
 
     Attributes:
-        packing: How documents were packed.
-        seed: Of the generator that drew them (numpy's default_rng).
-        num_documents: That were drawn.
-        num_packs: Sequences that they fill.
-        documents_per_pack: Their mean number.
-        document_share: Of all tokens, those of documents: the efficiency of packing.
-        cut_share: Documents that were longer than allowed, of all.
-        relative_std: Standard deviation of the pairs of tokens that attend to each other in a pack, over their mean.
-        relative_excess: What the fullest pack has of them above their mean, over the mean.
+        packing: Packing algorithm.
+        seed: Seed of the generator that sampled the documents (numpy's default_rng).
+        num_documents: Documents sampled.
+        num_packs: Sequences filled.
+        documents_per_pack: Mean number of documents per sequence.
+        document_share: Fraction of tokens that belong to documents: the efficiency of packing.
+        cut_share: Fraction of documents that were truncated.
+        relative_std: Standard deviation over packs of the number of attending token pairs, relative to the mean.
+        relative_excess: Attending token pairs of the fullest pack above the mean, relative to the mean.
     """
 
     packing: Packing
@@ -136,18 +135,18 @@ class PackStatistics(Spec):
 
 
 def represent(source: DocumentSource, seq_len: int) -> tuple[tuple[int, ...], PackStatistics]:
-    """Draws ``NUM_DOCUMENTS`` documents and packs them.
+    """Sample ``NUM_DOCUMENTS`` documents and pack them.
 
     Args:
-        source: What their lengths are, and how they are packed.
+        source: Distribution of the lengths, and packing options.
         seq_len: Tokens of a sequence.
 
     Returns:
-        The lengths, longest first, in the pack whose number of pairs of tokens (the squares of the lengths, the
-        padding's too) is nearest to the mean over all packs; and what is known of all.
+        The lengths, longest first, in the pack whose number of token pairs (squares of the lengths, padding included)
+        is nearest to the mean over all packs; and the statistics of all packs.
 
     Raises:
-        SpecError: Sequences are so long that the documents fill too few of them to say how they differ.
+        SpecError: Sequences are so long that the documents fill too few of them to estimate their spread.
     """
     drawn = source.draw(NUM_DOCUMENTS, np.random.default_rng(source.seed))
     most = min(seq_len, source.max or seq_len)
@@ -177,7 +176,7 @@ def represent(source: DocumentSource, seq_len: int) -> tuple[tuple[int, ...], Pa
 
 
 def _greedy(lengths: _Lengths, seq_len: int) -> list[list[int]]:
-    """The last sequence, for which no documents may have been left, is not among them."""
+    """Pack in order. The last sequence is left out, since it may be incomplete."""
     packs: list[list[int]] = [[]]
     room = seq_len
     for length in lengths.tolist():
@@ -193,7 +192,7 @@ def _first_fit_decreasing(lengths: _Lengths, seq_len: int) -> list[list[int]]:
     packs: list[list[int]] = []
     room = np.zeros(len(lengths), dtype=np.int64)
     for length in np.sort(lengths)[::-1].tolist():
-        room[len(packs)] = seq_len  # one that is empty is always there
+        room[len(packs)] = seq_len  # an empty sequence is always available
         place = int((room[: len(packs) + 1] >= length).argmax())
         if place == len(packs):
             packs.append([])

@@ -1,8 +1,8 @@
-"""Recomputation of activations: what a layer still keeps in each mode, and what its backward runs again.
+"""Recomputation of activations: tensors that a layer saves in each mode, and kernels that its backward recomputes.
 
-The modes ``none``, ``selective`` and ``full`` are those of the executor's modules, the others those of the frameworks
-whose published runs use them. Embedding and head are never recomputed. What single modules of a block keep is in
-``simplan.model.recompute_modules``.
+The modes ``none``, ``selective`` and ``full`` are those of the executor's modules. The others are those of the
+frameworks whose published runs use them. Embedding and head are never recomputed. ``simplan.model.recompute_modules``
+has single modules of a block.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ __all__ = ["Recomputation", "Rerun", "recomputation", "recompute_of"]
 
 _ALL_TO_ALL = CollectiveKind.ALL_TO_ALL
 _LAYER_STRIDE = 2  # torchtitan's usual one for selective_layer
-_UNCOUNTED = {Role.GATING, Role.EXPERTS}  # to selective_op: torchtitan's gate, and grouped products, no aten.mm
+_UNCOUNTED = {Role.GATING, Role.EXPERTS}  # by selective_op: torchtitan's gate, and grouped GEMMs, no aten.mm
 
 
 def recompute_of(layer: LayerSpec, plan: ParallelPlan, place: int) -> Recompute:
-    """What backward runs again of a layer. Not of one for later tokens where that is of the first blocks of a stage.
+    """Recomputation mode of a layer.
 
-    (NVIDIA/Megatron-LM at d98e8a6, megatron/core/transformer/multi_token_prediction.py, ``_checkpointed_forward``.)
+    Multi-token prediction is not recomputed where recomputation is limited to the first blocks of a stage
+    (NVIDIA/Megatron-LM at d98e8a6, megatron/core/transformer/multi_token_prediction.py, ``_checkpointed_forward``).
 
     Args:
         layer: The layer.
         plan: The plan.
-        place: Of the block among those of its stage, from 0.
+        place: Index of the block in its stage, from 0.
     """
     return "none" if layer.mtp_depth and plan.recompute_layers is not None else plan.recompute_at(place)
 
@@ -37,22 +38,22 @@ def recompute_of(layer: LayerSpec, plan: ParallelPlan, place: int) -> Recompute:
 def recomputation(
     layer: LayerSpec, mode: Recompute, block_index: int = 0, modules: Sequence[RecomputeModule] | None = None
 ) -> Recomputation:
-    """What a layer keeps and repeats.
+    """Tensors that a layer saves and kernels that it recomputes in one mode.
 
-    ``full`` keeps the input. ``selective`` keeps all but what some modules keep for themselves alone: the attention
-    core (Korthikanti et al. 2022), or others that are named. ``selective_op`` keeps the results of every second matrix
-    product beginning with the first, of a fused attention core, of reduce-scatters and of all-to-alls (torchtitan's
-    per-op policy), of which some are not needed; routers and products of experts run again and
-    do not count. ``selective_layer`` repeats every second block in full, the first not (torchtitan). ``minimal`` keeps
-    the results of matrix products, added up over ranks, as far as backward needs them (MaxText). ``qkv_proj_offloaded``
-    has q, k and v on the host, whose transfers are not counted, and repeats the rest (MaxText). There XLA makes
-    exchanges of tensor-parallel ranks part of the products that they feed or sum up, so that they run again only with
-    these.
+    ``full`` saves the input. ``selective`` recomputes single modules and saves everything except the tensors that only
+    they need: the attention core (Korthikanti et al. 2022), or named modules. ``selective_op`` is torchtitan's per-op
+    policy. It saves the results of every second matmul, beginning with the first, of a fused attention core, of
+    reduce-scatters and of all-to-alls. Some of these results are not needed. Routers and grouped GEMMs of experts are
+    recomputed and do not count. ``selective_layer`` recomputes every second block in full, not the first (torchtitan).
+    ``minimal`` saves the results of matmuls, summed over ranks, as far as backward needs them (MaxText).
+    ``qkv_proj_offloaded`` offloads q, k and v to host memory, without counting the transfers, and recomputes the rest
+    (MaxText). In the last two modes XLA merges tensor-parallel collectives with the matmuls that they feed or sum, so
+    that collectives are repeated only with these.
 
     Args:
         layer: The layer.
         mode: ``ParallelPlan.recompute``.
-        block_index: Which of the model's blocks it is, from 0; matters to ``selective_layer`` only.
+        block_index: Index of the block in the model, from 0; matters to ``selective_layer`` only.
         modules: ``ParallelPlan.recompute_modules``.
     """
     if layer.kind is not LayerKind.BLOCK:
@@ -75,7 +76,7 @@ def recomputation(
         case "minimal":
             products = _gemms(layer)[:-1]
             parts = [index for index in products if _is_summed(layer.kernels[index + 1])]
-            sums = [index + 1 for index in parts]  # a product over ranks is kept as the one array that it is to JAX
+            sums = [index + 1 for index in parts]  # JAX saves a matmul over ranks as one array, its sum
             found = _keeping(layer, sorted({*products, *sums} - {*parts}), parts)
             return _without_lone_exchanges(layer, found)
         case "qkv_proj_offloaded":
@@ -85,21 +86,21 @@ def recomputation(
 
 
 def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: list[int] | None = None) -> Recomputation:
-    """Keeps the input and the results of some kernels; the others run again as far as saved tensors need them.
+    """Save the input and the results of some kernels; recompute the others as far as backward needs them.
 
     Args:
         layer: The layer.
-        kept: Indices of kernels whose results are kept.
-        elsewhere: Indices of kernels whose results are kept, but not on the device.
+        kept: Indices of kernels whose results are saved.
+        elsewhere: Indices of kernels whose results are saved, but not on the device.
     """
-    # the input itself, not what matrix products made of it
+    # the input itself, not its quantized copies
     names = {tensor.name for tensor in layer.inputs if not tensor.elsewhere}
-    kept = sorted({*kept, *token_lookups(layer)})  # embeddings come into what runs again as the input does
+    kept = sorted({*kept, *token_lookups(layer)})  # embeddings enter the recomputation like the input
     for index in kept:
         names |= _results(layer, index)
     remade = {layer.makers[tensor.name] for tensor in layer.saved if tensor.name in layer.makers} - {*kept}
     remade |= {index for index in _gemms(layer) if layer.kernels[index].name in layer.late_savers}
-    # torch ends the second forward with the last tensor that backward needs, others with its result
+    # torch ends the recomputation with the last tensor that backward needs, others with the layer's result
     last = max(index for index in range(len(layer.kernels)) if layer.reruns_to_end or index in remade)
     if any(not kernel.trained for kernel in layer.kernels if isinstance(kernel, Gemm)):
         last = max(last, _last_product(layer) - 1)  # a frozen weight is such a tensor, too
@@ -109,24 +110,24 @@ def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: lis
         for index, kernel in enumerate(layer.kernels[: last + 1])
         if index not in skipped and not (isinstance(kernel, Exchange) and kernel.forward is None)
     )
-    # a ring's attention kernels make one result together; a norm at the end needs its input before the last product
+    # a ring's attention kernels make one result together; a norm at the end needs its input before the last matmul
     rerun = Rerun(again, max(last, _gemms(layer)[-1]))
     return Recomputation(frozenset(names), (rerun,), from_start=True)
 
 
 def _is_summed(kernel: object) -> bool:
-    """Whether a kernel adds up what ranks have of a product."""
+    """True if a kernel sums partial results of a matmul over ranks."""
     return isinstance(kernel, Exchange) and kernel.forward in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE)
 
 
 def _is_scattered(kernel: object) -> bool:
-    """Whether ranks sum up what they have of a layer's branch or of experts, each for its own tokens."""
+    """True if ranks sum and scatter partial results of a branch or of experts."""
     axes = ("tp", "etp")
     return isinstance(kernel, Exchange) and kernel.axis in axes and kernel.forward is CollectiveKind.REDUCE_SCATTER
 
 
 def _without_lone_exchanges(layer: LayerSpec, kept: Recomputation) -> Recomputation:
-    """Leaves out tensor-parallel exchanges of products that do not run again."""
+    """Leave out tensor-parallel collectives of matmuls that are not recomputed."""
 
     def runs(index: int) -> bool:
         kernel = layer.kernels[index]
@@ -142,7 +143,7 @@ def _without_lone_exchanges(layer: LayerSpec, kept: Recomputation) -> Recomputat
 
 
 def _results(layer: LayerSpec, index: int) -> set[str]:
-    """Names of what a kernel gives: all of it, or of what is no matmul or collective, as far as backward needs it."""
+    """Names of a kernel's results: all of a matmul or collective, else those that backward needs."""
     operators = [operator for operator, place in zip(layer.operators, layer.places, strict=True) if place == index]
     if isinstance(layer.kernels[index], Gemm | Exchange):
         return {tensor.name for operator in operators if operator.kernel is not None for tensor in operator.makes}
@@ -155,7 +156,7 @@ def _all_saved(layer: LayerSpec) -> frozenset[str]:
 
 
 def _last_product(layer: LayerSpec) -> int:
-    """Index of the last matrix that backward has a product of."""
+    """Index of the last matmul that has a backward."""
     return max(_where(layer, lambda kernel: isinstance(kernel, Gemm) and kernel.backward_products > 0))
 
 

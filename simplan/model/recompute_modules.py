@@ -1,18 +1,18 @@
-"""Modules of a block that backward runs again alone: what they keep of forward, and when they run.
+"""Modules of a block that backward recomputes separately: their saved tensors, and when they are recomputed.
 
 The names are Megatron Core's (NVIDIA/Megatron-LM at d98e8a6, 2026-08: megatron/core/transformer/transformer_config.py,
-recompute_modules). A module that discards its output (``CheckpointWithoutOutput``) runs again when the gradient of what
-was made of that output arrives, and gives only what it made; one that is checkpointed as usual keeps its input, and
-runs again to its end when the gradient of its output arrives.
+recompute_modules). A module that discards its output (``CheckpointWithoutOutput``) is recomputed when the gradient of a
+consumer of that output arrives, and yields only that output. A module with ordinary checkpointing saves its input, and
+is re-executed to its end when the gradient of its output arrives.
 
 ===============  ==================================================================================================
-core_attn        the attention core; of a fused kernel only the sums that it keeps for backward are gone
-mla_up_proj      of latent attention, the products from narrow vectors to heads, and the rotation (output discarded)
-layernorm        norms that are no part of the product after them: before latent attention, and before experts (output
-                 discarded)
-moe_act          the activation between the products of experts (output discarded)
+core_attn        the attention core; of a fused kernel only the sums that it saves for backward are gone
+mla_up_proj      of latent attention, the matmuls from latent vectors to heads, and the rotation (output discarded)
+layernorm        norms that are not fused into the matmul after them: before latent attention, and before experts
+                 (output discarded)
+moe_act          the activation between the grouped GEMMs of experts (output discarded)
 mlp              the second half of a block without experts
-moe              the second half of a block with experts, with what is sent to them and back
+moe              the second half of a block with experts, including dispatch and combine
 shared_experts   the expert that all tokens go to
 ===============  ==================================================================================================
 """
@@ -31,12 +31,12 @@ __all__ = ["Recomputation", "Rerun", "has_module", "recomputed_modules", "token_
 
 
 class Rerun(NamedTuple):
-    """What runs again in backward at one time.
+    """Kernels that backward recomputes together.
 
     Attributes:
-        kernels: Indices into ``LayerSpec.kernels`` of what runs again, in order.
-        needed_by: Index of the kernel before whose backward they run: the first that asks for a tensor that was not
-            kept. Backward of the kernels after it comes first.
+        kernels: Indices into ``LayerSpec.kernels`` of the recomputed kernels, in order.
+        needed_by: Index of the kernel before whose backward they run: the first that needs a tensor that was not saved.
+            Backward of the kernels after it comes first.
     """
 
     kernels: tuple[int, ...]
@@ -44,12 +44,12 @@ class Rerun(NamedTuple):
 
 
 class Recomputation(NamedTuple):
-    """What recomputation makes of a layer.
+    """Saved tensors and recomputed kernels of a layer.
 
     Attributes:
         saved: Names of the tensors that forward saves for backward.
-        reruns: What runs again, in the order in which backward comes to it.
-        from_start: The layer runs again from its input on, but for what was kept; else parts of it alone.
+        reruns: Groups of recomputed kernels, in the order in which backward reaches them.
+        from_start: The layer is recomputed from its input on, except for saved tensors; else only parts of it are.
     """
 
     saved: frozenset[str]
@@ -58,28 +58,28 @@ class Recomputation(NamedTuple):
 
     @property
     def kernels(self) -> tuple[int, ...]:
-        """Indices of all that runs again, in the order of forward."""
+        """Indices of all recomputed kernels, in the order of forward."""
         return tuple(sorted(index for rerun in self.reruns for index in rerun.kernels))
 
 
 class _Part(NamedTuple):
-    """What one module makes of a block: tensors that are not kept, and what runs again for them."""
+    """Effect of recomputing one module: tensors that are not saved, and the kernels that restore them."""
 
     dropped: frozenset[str]
     rerun: Rerun
 
 
 def has_module(layer: LayerSpec, module: RecomputeModule) -> bool:
-    """Whether a block has such a module."""
+    """True if a block has a module."""
     return any(True for _ in _MODULES[module](layer))
 
 
 def recomputed_modules(layer: LayerSpec, modules: Sequence[RecomputeModule]) -> Recomputation:
-    """What a block keeps and repeats when single modules of it run again; those that it does not have are none.
+    """Saved tensors and recomputed kernels of a block for single modules; modules that it lacks are ignored.
 
     Args:
         layer: The block.
-        modules: Their names.
+        modules: Names of the modules.
     """
     parts = [part for module in modules for part in _MODULES[module](layer)]
     dropped = {name for part in parts for name in part.dropped}
@@ -90,12 +90,12 @@ def recomputed_modules(layer: LayerSpec, modules: Sequence[RecomputeModule]) -> 
     again = tuple(reruns)
     places = {index for rerun in again for index in rerun.kernels}
     read = {name for operator, place in _placed(layer) if place in places for name in operator.reads}
-    inputs = {name for name in read if layer.makers.get(name) not in places}  # of what runs again
+    inputs = {name for name in read if layer.makers.get(name) not in places}  # of the recomputed kernels
     return Recomputation(frozenset({tensor.name for tensor in layer.saved} - dropped | inputs), again)
 
 
 def _core_attn(layer: LayerSpec) -> Iterator[_Part]:
-    """Drops what only the attention core needs; its output is kept by the projection, where it is its input."""
+    """Drop tensors that only the attention core needs. The projection saves the core's output if that is its input."""
     cores = _where(layer, lambda kernel: isinstance(kernel, Attention | Lookup))  # a bias is looked up for its core
     cores -= token_lookups(layer)
     if all(isinstance(core := layer.kernels[index], Attention) and not core.propagates for index in cores):
@@ -110,7 +110,7 @@ def _core_attn(layer: LayerSpec) -> Iterator[_Part]:
 
 
 def _cores(layer: LayerSpec, cores: set[int]) -> Iterator[set[int]]:
-    """The kernels of each attention core, with what is looked up for it before."""
+    """Kernels of each attention core, with the lookups before it."""
     group: set[int] = set()
     for index in sorted(cores):
         kernel, following = layer.kernels[index], min((other for other in cores if other > index), default=None)
@@ -122,12 +122,12 @@ def _cores(layer: LayerSpec, cores: set[int]) -> Iterator[set[int]]:
 
 
 def token_lookups(layer: LayerSpec) -> set[int]:
-    """Indices of what looks tokens up in a block: the lookup, and what adds up the parts of its ranks."""
+    """Indices of the kernels of a token lookup in a block: the lookup, and the sum of its ranks' parts."""
     return _where(layer, lambda kernel: kernel.name in (TOKEN_TABLE, f"{TOKEN_TABLE} output"))
 
 
 def _mla_up_proj(layer: LayerSpec) -> Iterator[_Part]:
-    """Its results are gone when the attention core has used them, and are made again for the core's backward."""
+    """Drop the up-projection's results after the attention core; recompute them for the core's backward."""
     again = _forward_of(layer, layer.kernels_with(Role.UP_PROJECTION))
     if again:
         core = max(_where(layer, lambda kernel: isinstance(kernel, Attention)))
@@ -135,10 +135,10 @@ def _mla_up_proj(layer: LayerSpec) -> Iterator[_Part]:
 
 
 def _layernorm(layer: LayerSpec) -> Iterator[_Part]:
-    """Each is made again when the gradient of the branch that begins with it arrives.
+    """Recompute each norm when the gradient of the branch that begins with it arrives.
 
-    Others are part of the product after them (TELayerNormColumnParallelLinear, megatron/core/models/gpt/
-    gpt_layer_specs.py), and do not run again.
+    Other norms are fused into the matmul after them (TELayerNormColumnParallelLinear,
+    megatron/core/models/gpt/gpt_layer_specs.py) and are not recomputed.
     """
     sums = layer.kernels_with(Role.RESIDUAL)
     for norm in layer.kernels_with(Role.NORM):
@@ -151,7 +151,7 @@ def _layernorm(layer: LayerSpec) -> Iterator[_Part]:
 
 
 def _moe_act(layer: LayerSpec) -> Iterator[_Part]:
-    """Where the activation is part of the product before it, the backward of the fused kernels computes it again."""
+    """Recompute the activation of experts; if it is fused into a GEMM, the fused backward kernel recomputes it."""
     inside = layer.kernels_with(Role.EXPERTS)
     products = [index for index in inside if isinstance(layer.kernels[index], Gemm)]
     if not products:
@@ -190,7 +190,7 @@ _MODULES: dict[RecomputeModule, Callable[[LayerSpec], Iterator[_Part]]] = {
 
 
 def _all_of(layer: LayerSpec, role: Role) -> Iterator[_Part]:
-    """All that has a role, again when the gradient of the branch that it is in arrives."""
+    """Recompute all kernels with a role when the gradient of their branch arrives."""
     places = layer.kernels_with(role)
     if places:
         end = max(layer.kernels_with(Role.MLP))
@@ -198,12 +198,12 @@ def _all_of(layer: LayerSpec, role: Role) -> Iterator[_Part]:
 
 
 def _forward_of(layer: LayerSpec, places: Iterable[int]) -> tuple[int, ...]:
-    """Those of some kernels that forward runs."""
+    """Indices of kernels that run in forward."""
     return tuple(i for i in places if not isinstance(layer.kernels[i], Exchange) or _is_exchange_of_forward(layer, i))
 
 
 def _readers(layer: LayerSpec, place: int) -> Iterator[Operator]:
-    """What reads the result of a kernel, be it cast or gathered from tensor-parallel ranks before."""
+    """Operators that read the result of a kernel, also after a cast or a tensor-parallel collective."""
     names = {t.name for operator, index in _placed(layer) if index == place for t in operator.makes}
     for operator, index in _placed(layer):
         if index == place or names.isdisjoint(operator.reads):
@@ -215,7 +215,7 @@ def _readers(layer: LayerSpec, place: int) -> Iterator[Operator]:
 
 
 def _quantized_inputs(layer: LayerSpec, products: Sequence[str]) -> frozenset[str]:
-    """What products keep of their inputs in 8 or 4 bits: nothing where the inputs are made again, from which it is.
+    """Names of the quantized inputs that matmuls save, which are not saved if the inputs are recomputed.
 
     (``set_save_original_input``, megatron/core/transformer/transformer_layer.py and moe/experts.py.)
     """

@@ -1,9 +1,10 @@
-"""What one tensor- and context-parallel rank has of a transformer's sizes, and what it exchanges with the others.
+"""Sizes of a transformer on one tensor- and context-parallel rank, and its tensor-parallel communication.
 
 Tensor parallelism is Megatron's (Shoeybi et al. 2019): the first matrix of a pair is split by columns, the second by
-rows. Without sequence parallelism outputs of the second are all-reduced in forward, gradients of the input of the first
-in backward. With it (Korthikanti et al. 2022) tokens are gathered before the first and reduced and scattered after the
-second. torch's DTensor saves the gathered tokens for backward; Megatron-LM saves the own ones and gathers them again.
+rows. Without sequence parallelism, forward all-reduces outputs of the second, and backward all-reduces input gradients
+of the first. With sequence parallelism (Korthikanti et al. 2022), tokens are all-gathered before the first and
+reduce-scattered after the second. torch's DTensor saves the gathered tokens for backward. Megatron-LM saves each rank's
+own tokens and gathers them again.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ class RankShare(NamedTuple):
     """Sizes on one rank, for one sequence.
 
     Attributes:
-        shard: How layers are split.
-        tokens: Where matrices are applied.
-        own_tokens: Where norms and residuals are computed: fewer with sequence parallelism.
-        hidden: Of every token, whole.
-        heads, kv_heads, head_dim: Attention heads.
+        shard: Split of the layers.
+        tokens: Tokens where matrices are applied.
+        own_tokens: Tokens where norms and residuals are computed: fewer with sequence parallelism.
+        hidden: Hidden size, unsplit.
+        heads, kv_heads, head_dim: Query heads, key and value heads, and width of a head.
         intermediate: Columns of the MLP.
         vocab: Rows of the embedding, or classes of a model without one.
-        documents: Lengths of the documents that share a sequence; empty for one that fills it.
+        documents: Lengths of the documents packed into a sequence; empty for one document.
     """
 
     shard: Shard
@@ -60,22 +61,22 @@ class RankShare(NamedTuple):
 
     @property
     def hidden_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the hidden states between layers."""
+        """Shapes of the hidden states between layers."""
         return ((self.own_tokens, self.hidden),)
 
     @property
     def logits_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the logits of every token."""
+        """Shapes of the logits."""
         return ((self.tokens, self.vocab),)
 
     @property
     def partial(self) -> bool:
-        """Parameters that see only the own tokens have partial gradients."""
+        """True if parameters outside of matmul pairs have partial gradients (sequence parallelism)."""
         return self.shard.sequence_parallel
 
     @property
     def suffix(self) -> str:
-        """What a layer's key says about its split; nothing for a whole layer."""
+        """Description of the split in a layer's key; empty for an unsplit layer."""
         shard = self.shard
         parts = []
         if shard.tp > 1:
@@ -110,11 +111,11 @@ def share_of(model: ModelSpec, shard: Shard) -> RankShare:
 
 
 class Gathered(NamedTuple):
-    """What tensor-parallel ranks do with the input of matrices split by columns.
+    """Input of column-parallel matrices on tensor-parallel ranks.
 
     Attributes:
         before: Operators before the matrices.
-        name: Of the tensor that the matrices read.
+        name: Name of the tensor that the matrices read.
     """
 
     before: tuple[Operator, ...]
@@ -122,12 +123,12 @@ class Gathered(NamedTuple):
 
 
 def for_columns(source: str, share: RankShare, rows: int = 0, width: int = 0) -> Gathered:
-    """The input of matrices split by columns, of all tokens.
+    """The input of column-parallel matrices, with the tokens of all tensor-parallel ranks.
 
     Args:
-        source: Name of the tensor, of the own tokens.
+        source: Name of the tensor with a rank's own tokens.
         share: Sizes.
-        rows: Rows of the input, of one sequence; 0 for as many as there are tokens.
+        rows: Rows of the input, of one sequence; 0 for ``share.tokens``.
         width: Elements of a row; 0 for the hidden size.
     """
     elements = (rows or share.tokens) * (width or share.hidden)
@@ -153,10 +154,10 @@ def for_columns(source: str, share: RankShare, rows: int = 0, width: int = 0) ->
 
 
 def regathered(operators: Sequence[Operator]) -> Iterator[Operator]:
-    """Operators whose matmuls save the own tokens of gathered ones, which backward gathers again (Megatron-LM).
+    """Operators whose matmuls save a rank's own tokens; backward gathers the others again (Megatron-LM).
 
     Args:
-        operators: Of a layer, in the order of forward.
+        operators: Operators of a layer, in the order of forward.
     """
     sources: dict[str, Exchange] = {}
     last: dict[str, int] = {}
@@ -181,13 +182,13 @@ def regathered(operators: Sequence[Operator]) -> Iterator[Operator]:
 
 
 def sum_of_rows(source: str, result: str, share: RankShare, *, residual: bool = False) -> list[Operator]:
-    """What follows a matrix, or an embedding, that is split by rows.
+    """Operators that sum the result of a row-parallel matrix or embedding over ranks.
 
     Args:
-        source: Name of the part that a rank makes.
+        source: Name of a rank's partial result.
         result: Name of the sum.
         share: Sizes.
-        residual: The output is of the residual stream.
+        residual: The sum belongs to the residual stream.
     """
     elements, own = share.tokens * share.hidden, share.own_tokens * share.hidden
     summed = Tensor(result, own, residual=residual)
@@ -203,13 +204,13 @@ def biases_after_sums(
 ) -> tuple[tuple[Operator, ...], tuple[ParameterSpec, ...]]:
     """Biases of matrices split by rows, added once to the sum over ranks (Megatron-LM's RowParallelLinear).
 
-    Where ranks split tokens, each adds it to its own, so that gradients are partial.
+    With sequence parallelism, each rank adds the bias to its own tokens, so that gradients are partial.
 
     Args:
-        operators: Of a layer, in the order of forward.
-        parameters: Of the layer.
+        operators: Operators of a layer, in the order of forward.
+        parameters: Parameters of the layer.
     """
-    biases: dict[str, str] = {}  # by the part that a rank makes
+    biases: dict[str, str] = {}  # by name of a rank's partial result
     partial: set[str] = set()
     found: list[Operator] = []
     for operator in operators:

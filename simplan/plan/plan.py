@@ -1,4 +1,4 @@
-"""How a training is spread over devices: the parallel plan, its stages and the ranks they sit on."""
+"""Parallel plan of a training run, its stages, and the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,27 @@ RecomputeModule = Literal["core_attn", "mla_up_proj", "layernorm", "moe_act", "m
 
 
 class ParallelPlan(Spec):
-    """One way to spread a training over devices; the words are torchtitan's, Megatron's where it has none.
+    """One way to parallelize a training run; field names are torchtitan's, or Megatron's where torchtitan has none.
 
-    Defaults that depend on other fields are filled in when the plan is made: ``zero_stage`` is 3 when ``dp_shard``
-    is above 1, ``sequence_parallel`` is on when ``tp`` is above 1, and ``schedule`` is ``1f1b`` when ``pp`` is above 1
-    (``interleaved_1f1b`` when ``virtual_stages`` is above 1), else ``none``; ``virtual_stages`` is 2 with schedules
-    that take two stages a rank. ``schedule`` is one that simplan has, one that an installed package brings, or a CSV
-    file with a table of actions. ``None`` in ``grad_dtype`` and ``bucket_bytes`` means the software's own value; in
-    ``stage_layers``, a balanced split; its first and last may be 0, for stages that have the embedding or the head
-    alone. ``recompute_modules`` says which modules of a block ``selective`` runs again, ``None`` the attention core,
-    and ``recompute_layers`` of how many blocks of every stage backward runs anything again, the first ones, ``None`` of
-    all. ``offload_optimizer`` is FSDP2's CPUOffloadPolicy: shards of parameters, their gradients and optimizer states
-    are in memory of the host, whose CPU updates them. ``offload_activations`` keeps there what blocks keep from forward
-    to backward; ``offload_layers`` says of how many blocks, the first ones, ``None`` of all.
+    Defaults that depend on other fields are filled in when the plan is made. ``zero_stage`` is 3 if ``dp_shard`` is
+    above 1. ``sequence_parallel`` is on if ``tp`` is above 1. ``schedule`` is ``1f1b`` if ``pp`` is above 1
+    (``interleaved_1f1b`` if ``virtual_stages`` is above 1), else ``none``. ``virtual_stages`` is 2 with schedules that
+    need two stages per rank.
 
-    Experts have a mesh of their own over the ranks of a stage (Liu et al. 2025, arXiv:2504.14960, MoE parallel
-    folding): ``etp`` ranks split every expert's matrices, ``ep`` of these groups have different experts, and the rest
-    have the same ones. So ``ep`` may go over tensor- and context-parallel ranks.
+    ``schedule`` is a schedule of simplan, one from an installed package, or a CSV file with an action table. ``None``
+    in ``grad_dtype`` and ``bucket_bytes`` means the framework's own value. ``stage_layers`` is the number of blocks per
+    stage, ``None`` for a balanced split. Its first and last entries may be 0, for stages with the embedding or the head
+    alone.
+
+    ``recompute_modules`` names the modules of a block that ``selective`` recomputes, ``None`` for the attention core.
+    ``recompute_layers`` limits recomputation to the first blocks of every stage, ``None`` for all blocks.
+    ``offload_optimizer`` is FSDP2's CPUOffloadPolicy: shards of parameters, their gradients and optimizer states are in
+    host memory, and the CPU updates them. ``offload_activations`` moves the tensors that blocks save for backward to
+    host memory. ``offload_layers`` limits that to the first blocks of the model, ``None`` for all blocks.
+
+    Experts have a separate mesh over the ranks of a stage (Liu et al. 2025, arXiv:2504.14960, MoE parallel folding).
+    ``etp`` ranks split every expert's matrices, ``ep`` groups of these ranks hold different experts, and the remaining
+    ranks replicate them. So ``ep`` may span tensor- and context-parallel ranks.
     """
 
     dp_replicate: Count = 1
@@ -94,12 +98,12 @@ class ParallelPlan(Spec):
 
     @property
     def num_devices(self) -> int:
-        """Devices the plan needs (``ep`` and ``etp`` fold into the ranks of a stage)."""
+        """Devices of the plan (``ep`` and ``etp`` reuse the ranks of a stage)."""
         return self.dp * self.tp * self.cp * self.pp
 
     @property
     def shard(self) -> Shard:
-        """The part of every layer that a rank has."""
+        """Split of every layer over tensor-, context- and expert-parallel ranks."""
         return Shard(
             tp=self.tp,
             sequence_parallel=self.sequence_parallel,
@@ -111,38 +115,38 @@ class ParallelPlan(Spec):
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks of a stage among which all experts are spread once or more: ``ep`` divides them."""
+        """Ranks of a stage over which all experts are spread, once or more: ``ep`` divides them."""
         return self.dp * self.cp * self.tp // self.etp
 
     @property
     def expert_shards(self) -> int:
-        """Ranks among which FSDP shards every expert: those of a replica that have the same ones; 1 for none."""
+        """Ranks over which FSDP shards every expert: ranks of a replica with the same experts; 1 for none."""
         ranks, groups = self.dp_shard * self.cp * self.tp, self.ep * self.etp
         return ranks // groups if self.shards_parameters and ranks % groups == 0 else 1
 
     @property
     def is_layer_by_layer(self) -> bool:
-        """Whether collectives or copies of single layers run beside what is computed, so that layers are simulated."""
+        """True if collectives or copies of single layers overlap compute, so that single layers are simulated."""
         ring = self.cp > 1 and self.cp_comm == "ring"
         return (self.pp == 1 and self.shards_parameters) or ring or self.offload_activations
 
     @property
     def shards_parameters(self) -> bool:
-        """FSDP: parameters and gradients are sharded over the shard group."""
+        """True for FSDP: parameters and gradients are sharded over the shard group."""
         return self.zero_stage >= 2 and self.dp_shard * self.cp > 1
 
     @property
     def shards_optimizer_only(self) -> bool:
-        """ZeRO-1: only optimizer states are sharded."""
+        """True for ZeRO-1: only optimizer states are sharded."""
         return self.zero_stage == 1 and self.dp_shard * self.cp > 1
 
     def recompute_at(self, place: int) -> Recompute:
-        """What backward runs again of a block of a stage, counted from 0."""
+        """Recomputation mode of the block at a given index of its stage, counted from 0."""
         return self.recompute if self.recompute_layers is None or place < self.recompute_layers else "none"
 
     @property
     def recomputed(self) -> str:
-        """What backward runs again, in words."""
+        """Description of the recomputation, in words."""
         of_modules = "" if self.recompute_modules is None else f" of {', '.join(self.recompute_modules)}"
         number = self.recompute_layers
         blocks = "block" if number == 1 else f"{number} blocks"
@@ -152,19 +156,19 @@ class ParallelPlan(Spec):
 
     @property
     def num_stages(self) -> int:
-        """Model parts: pipeline ranks times virtual stages."""
+        """Pipeline stages: pipeline ranks times virtual stages."""
         return self.pp * self.virtual_stages
 
 
 def _stages_of(schedule: object) -> int:
-    """Stages of a rank that a schedule always has."""
+    """Stages per rank that a schedule requires; 1 if it does not fix them."""
     facts = SCHEDULE_FACTS.get(schedule) if isinstance(schedule, str) else None
     return 1 if facts is None else facts.virtual_stages or 1
 
 
 @dataclass(frozen=True, slots=True)
 class StageAssignment:
-    """Which layers each stage holds.
+    """Layers of each stage.
 
     Attributes:
         boundaries: ``num_stages + 1`` increasing indices into ``ModelSpec.layers``; stage s holds
@@ -188,7 +192,7 @@ class StageAssignment:
         return range(self.boundaries[stage], self.boundaries[stage + 1])
 
     def place(self, layer: int) -> int:
-        """Which block of its stage a layer is, from 0; the embedding, layer 0, counts as none.
+        """Index of a layer among the blocks of its stage, from 0; the embedding, layer 0, does not count.
 
         >>> [StageAssignment((0, 3, 5, 6)).place(layer) for layer in range(6)]
         [0, 0, 1, 0, 1, 0]
@@ -212,12 +216,12 @@ Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 
 @dataclass(frozen=True, slots=True)
 class RankMapping:
-    """Which rank sits where: the mesh ``[pp, dp_replicate, dp_shard, cp, tp]``, pp outermost, as in torchtitan.
+    """Mesh ``[pp, dp_replicate, dp_shard, cp, tp]`` of the ranks, pp outermost, as in torchtitan.
 
     Attributes:
         pp, dp_replicate, dp_shard, cp, tp: Ranks along each axis.
-        ep: Neighbouring groups of ``etp`` ranks that have different experts.
-        etp: Neighbouring ranks that split every expert; 1 or ``tp``.
+        ep: Neighboring groups of ``etp`` ranks that hold different experts.
+        etp: Neighboring ranks that split every expert; 1 or ``tp``.
     """
 
     pp: int = 1
@@ -235,7 +239,7 @@ class RankMapping:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Number of all ranks."""
         return math.prod(self.sizes)
 
     @property
@@ -245,16 +249,16 @@ class RankMapping:
 
     @property
     def ranks_per_stage(self) -> int:
-        """Ranks that hold the same stages, or parts of them."""
+        """Ranks that hold the same stages, or shards of them."""
         return self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     def rank(self, place: Place) -> int:
-        """The rank at a place of the mesh."""
+        """Rank at given coordinates of the mesh."""
         pp, dp_replicate, dp_shard, cp, tp = place
         return (((pp * self.dp_replicate + dp_replicate) * self.dp_shard + dp_shard) * self.cp + cp) * self.tp + tp
 
     def place(self, rank: int) -> Place:
-        """Where a rank sits."""
+        """Coordinates of a rank on the mesh."""
         rank, tp = divmod(rank, self.tp)
         rank, cp = divmod(rank, self.cp)
         rank, dp_shard = divmod(rank, self.dp_shard)
@@ -262,20 +266,20 @@ class RankMapping:
         return Place(pp, dp_replicate, dp_shard, cp, tp)
 
     def group(self, rank: int, *axes: Axis) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` along some axes only, ascending."""
+        """Ranks that differ from ``rank`` along given axes only, ascending."""
         first = self.rank(self.place(rank)._replace(**dict.fromkeys(axes, 0)))
         return tuple(first + offset for offset in _offsets(self, axes))
 
     def pp_group(self, rank: int) -> tuple[int, ...]:
-        """The rank's pipeline, first stage first."""
+        """Ranks of the rank's pipeline, first stage first."""
         return self.group(rank, "pp")
 
     def dp_group(self, rank: int) -> tuple[int, ...]:
-        """Ranks that average their gradients: they hold the same part of the same stages and see other tokens."""
+        """Ranks that average their gradients: they hold equal parts of the same stages and process different tokens."""
         return self.group(rank, "dp_replicate", "dp_shard", "cp")
 
     def shard_group(self, rank: int) -> tuple[int, ...]:
-        """Ranks over which FSDP and ZeRO shard; context-parallel ranks are among them, as in torchtitan."""
+        """Ranks over which FSDP and ZeRO shard; this includes context-parallel ranks, as in torchtitan."""
         return self.group(rank, "dp_shard", "cp")
 
     def replicate_group(self, rank: int) -> tuple[int, ...]:
@@ -296,36 +300,36 @@ class RankMapping:
         return tuple(range(first, first + self.etp))
 
     def ep_group(self, rank: int) -> tuple[int, ...]:
-        """Ranks that exchange tokens, because each has other experts."""
+        """Ranks of the expert all-to-all: each holds different experts."""
         size = self.ep * self.etp
         first = rank - rank % self.ranks_per_stage % size
         return tuple(range(first + rank % self.etp, first + size, self.etp))
 
     def expert_group(self, rank: int) -> tuple[int, ...]:
-        """Ranks that sum the gradients of the same experts: they see other tokens."""
+        """Ranks that sum the gradients of the same experts: they process different tokens."""
         width, size = self.ranks_per_stage, self.ep * self.etp
         first = rank - rank % width
         return tuple(range(first + rank % width % size, first + width, size))
 
     def expert_shard_group(self, rank: int) -> tuple[int, ...]:
-        """Ranks over which FSDP shards experts: of ``expert_group`` those of one replica."""
+        """Ranks over which FSDP shards experts: the ranks of ``expert_group`` in one replica."""
         replica, size = self.dp_shard * self.cp * self.tp, self.ep * self.etp
         first = rank - rank % replica
         return tuple(range(first + rank % replica % size, first + replica, size)) if replica % size == 0 else (rank,)
 
     def exchanging_groups(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Ranks that exchange something inside of layers, by the axis of ``Exchange``."""
+        """Ranks of the collectives inside layers, by the axis of ``Exchange``."""
         groups = {"tp": self.tp_group, "cp": self.cp_group, "ep": self.ep_group, "etp": self.etp_group}
         return {axis: group(rank) for axis, group in groups.items()}
 
     def data_rank(self, rank: int) -> int:
-        """Which of the ``plan.dp`` parts of the batch a rank trains on."""
+        """Index of the batch shard (of ``plan.dp``) that a rank trains on."""
         place = self.place(rank)
         return place.dp_replicate * self.dp_shard + place.dp_shard
 
 
 @lru_cache(maxsize=256)
 def _offsets(mapping: RankMapping, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-    """Of the group along some axes that rank 0 is in, all ranks, ascending."""
+    """Ranks of rank 0's group along given axes, ascending."""
     choices = [range(size) if axis in axes else (0,) for axis, size in zip(Place._fields, mapping.sizes, strict=True)]
     return tuple(mapping.rank(Place(*coordinates)) for coordinates in itertools.product(*choices))

@@ -1,4 +1,4 @@
-"""What the schedules that come with simplan take; ``simplan.program.schedules`` has the functions that write them."""
+"""Requirements of simplan's pipeline schedules; ``simplan.program.schedules`` generates their action tables."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ __all__ = [
 ]
 
 SCHEDULE_GROUP = "simplan.schedules"
-"""Group of entry points by which installed packages bring schedules."""
+"""Entry point group through which installed packages add schedules."""
 
 Placement = Literal["loop", "v"]
-"""Where stages are: stage s on rank s mod p, or down the ranks and back up, so that rank r has stages r and 2p-1-r."""
+"""Stages of the p ranks. ``loop``: stage s is on rank s mod p. ``v``: stages go down the ranks and back up, so that
+rank r has stages r and 2p-1-r."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFacts:
-    """What a schedule takes.
+    """Requirements of a schedule.
 
     Attributes:
-        virtual_stages: Stages of a rank; None for any number above one.
-        placement: Which rank has which stages.
-        splits_backward: It has I and W instead of B, for some microbatches at least.
-        needs_times: It is found from the times of stages.
+        virtual_stages: Stages per rank; None for any number above one.
+        placement: Assignment of stages to ranks.
+        splits_backward: Some microbatches have a split backward: input gradient (I) and weight gradient (W) instead of
+            B.
+        needs_times: The schedule is computed from the times of stages.
     """
 
     virtual_stages: int | None = 1
@@ -65,18 +67,18 @@ SCHEDULE_FACTS: Mapping[str, ScheduleFacts] = MappingProxyType(
         "dualpipe-v": _V,
     }
 )
-"""By name; ``none`` is no schedule."""
+"""Requirements by schedule name; ``none`` is no schedule."""
 
 
 REFUSED_SCHEDULES = ("zb-2p-optsync",)
-"""Known, but not modelled yet."""
+"""Known schedules that are not modeled yet."""
 
 
 def check_schedule_name(name: str) -> str:
-    """The name of a schedule, if there is one of that name; a file need not be there yet.
+    """Return the name of a known schedule or of a CSV file, which need not exist yet.
 
     Raises:
-        ValueError: There is none; names the nearest.
+        ValueError: The schedule is unknown; the message names the nearest.
     """
     if name == "none" or name in SCHEDULE_FACTS or name in REFUSED_SCHEDULES or is_table_file(name):
         return name
@@ -88,21 +90,21 @@ def check_schedule_name(name: str) -> str:
 
 
 def is_own_schedule(name: str) -> bool:
-    """Whether it is the user's: a table in a file, or a name that an installed package brings."""
+    """True for a custom schedule: an action table in a file, or a schedule from an installed package."""
     return name != "none" and name not in SCHEDULE_FACTS
 
 
 def is_table_file(name: str) -> bool:
-    """Whether a schedule is given as a file with a table of actions."""
+    """True if a schedule is given as a CSV file with an action table."""
     return name.lower().endswith(".csv")
 
 
 def splits_backward(name: str) -> bool:
-    """Whether it is one of simplan's whose backward is in two parts, for some microbatches at least."""
+    """True for a schedule of simplan with a split backward, for some microbatches at least."""
     facts = SCHEDULE_FACTS.get(name)
     return facts is not None and facts.splits_backward
 
 
 def installed_schedules() -> Mapping[str, EntryPoint]:
-    """Schedules that installed packages bring, by name; none of them is loaded."""
+    """Schedules of installed packages by name, not loaded."""
     return {point.name: point for point in entry_points(group=SCHEDULE_GROUP)}

@@ -1,4 +1,4 @@
-"""Which part of every layer one rank holds and computes under tensor, context and expert parallelism."""
+"""Split of every layer under tensor, context and expert parallelism."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["Shard"]
 
 
 class Shard(Spec):
-    """The part of a layer that each of its tensor-, context- and expert-parallel ranks has; all have equal parts.
+    """Split of a layer into equal parts over tensor-, context- and expert-parallel ranks.
 
     Attributes:
         tp: Tensor-parallel ranks: heads, MLP columns and vocabulary are split (Shoeybi et al. 2019).
         sequence_parallel: Outside of attention and MLP these ranks split the tokens (Korthikanti et al. 2022).
         cp: Context-parallel ranks: tokens are split everywhere.
-        cp_comm: How attention then gets at all keys: sent round a ring (Liu et al. 2023), gathered, or exchanged for
-            heads (DeepSpeed-Ulysses, Jacobs et al. 2023).
-        ep: Expert-parallel ranks: experts are split, and tokens are exchanged for those of other ranks (Lepikhin et al.
-            2021, GShard).
-        etp: Tensor-parallel ranks of an expert: its matrices are split as those of an MLP are; 1 or ``tp``.
+        cp_comm: Context-parallel attention: keys and values sent around a ring (Liu et al. 2023), all-gathered, or an
+            all-to-all of tokens for heads (DeepSpeed-Ulysses, Jacobs et al. 2023).
+        ep: Expert-parallel ranks: experts are split, and tokens are sent to their experts by all-to-all (Lepikhin et
+            al. 2021, GShard).
+        etp: Tensor-parallel ranks of an expert, whose matrices are split like those of an MLP; 1 or ``tp``.
     """
 
     tp: Count = 1
@@ -32,5 +32,5 @@ class Shard(Spec):
 
     @property
     def experts_apart(self) -> bool:
-        """Experts are not split as other weights are, so that other ranks have the same ones."""
+        """True if experts are split over other ranks than the other weights."""
         return self.ep > 1 or self.etp < self.tp

@@ -1,4 +1,4 @@
-"""One plan -> a Prediction."""
+"""Prediction of one plan."""
 
 from simplan.predict.build import build_program, cost_model, folding_of, sharing_of
 from simplan.predict.evaluate import predict, predict_step

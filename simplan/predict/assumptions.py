@@ -1,6 +1,8 @@
-"""What the reader of a prediction must know, in words."""
+"""Assumptions of a prediction, as sentences for its reader."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.base import Provenance
@@ -19,107 +21,135 @@ def assumptions(
     pricing: Pricing,
     short_bytes: int,
 ) -> tuple[str, ...]:
-    """One sentence each.
+    """Sentences on the assumptions of a prediction.
 
     Args:
-        job: What is predicted.
-        pricing: Of the step.
-        short_bytes: What the allocator would reserve more on a larger device, where the plan fits.
+        job: Predicted job.
+        pricing: Cost estimates of the step.
+        short_bytes: Bytes that the allocator would reserve additionally on a larger device; 0 if the plan does not fit.
     """
-    model, cluster, training, plan, software = job.model, job.cluster, job.training, job.plan, job.software
-    found = list(padding_assumption(job))
+    return (
+        *_of_model(job),
+        *_of_plan(job),
+        *_of_costs(job, pricing),
+        *_of_machine(job, pricing, short_bytes),
+        *_of_offload(job),
+    )
+
+
+def _of_model(job: Job) -> Iterator[str]:
+    """Sentences on the model."""
+    model, software = job.model, job.software
+    yield from padding_assumption(job)
     longest, most = max(model.segments), model.max_position_embeddings
     if longest > most > 0:
         what = "a document" if model.document_lengths else "a sequence"
-        found.append(
+        yield (
             f"{what} of {longest:,} tokens is longer than the model takes (max_position_embeddings = {most:,}): time "
             "and memory are as if it took them"
         )
+    if model.family == "deepseek":
+        yield "tokens choose among all experts, not among those of a few groups (n_group)"
+        if not model.mtp_num_layers:
+            with_it = "" if software.mtp else f", which is all that is modelled with {software.id}"
+            yield f"no layer predicts a second token, as mtp_num_layers = 0{with_it}"
+    if FAMILIES[model.family].soft_cap:
+        yield (
+            "scores of attention are tensors, as in Hugging Face's eager attention and in Megatron Bridge: kernels "
+            "that cap them inside (flash-attn from 2.6 on, flex_attention) are not modelled"
+        )
+
+
+def _of_plan(job: Job) -> Iterator[str]:
+    """Sentences on training and plan."""
+    training, plan, software = job.training, job.plan, job.software
     if plan.zero_stage and plan.dp_shard * plan.cp == 1:
         instead = f": dp_shard = {plan.dp} in place of dp_replicate shards" if plan.dp > 1 else ""
-        found.append(f"zero_stage = {plan.zero_stage} shards nothing, as dp_shard = 1{instead}")
+        yield f"zero_stage = {plan.zero_stage} shards nothing, as dp_shard = 1{instead}"
     microbatches = job.num_microbatches
     if microbatches > 1 and software.reduces_every(plan) and plan.grad_sync == "step":
-        found.append(f"sharded gradients are reduced after each of {microbatches} microbatches, as {software.id} does")
+        yield f"sharded gradients are reduced after each of {microbatches} microbatches, as {software.id} does"
     elif plan.shards_parameters and microbatches > 1 and plan.grad_sync == "step":
         instead = f"; microbatch would hold their shards only, and reduce {microbatches} times"
-        found.append(
+        yield (
             f"gradients of {microbatches} microbatches add up whole before they are reduced, as grad_sync = step"
             + instead * (not plan.shard.experts_apart)  # with which it is not modelled
         )
     if training.precision == "fp16":
-        found.append(
+        yield (
             "fp16: of the loss scaler are not modelled its pass over the gradients of a rank (8 bytes each, read and "
             "written once a step) and steps that it skips"
         )
     if plan.ep == 1 and software.expert_dispatch in ("deepep", "hybridep"):
-        found.append("every rank has all experts, as ep = 1: no effect of software.expert_dispatch")
-    if model.family == "deepseek":
-        found.append("tokens choose among all experts, not among those of a few groups (n_group)")
-        if not model.mtp_num_layers:
-            with_it = "" if software.mtp else f", which is all that is modelled with {software.id}"
-            found.append(f"no layer predicts a second token, as mtp_num_layers = 0{with_it}")
-    if FAMILIES[model.family].soft_cap:
-        found.append(
-            "scores of attention are tensors, as in Hugging Face's eager attention and in Megatron Bridge: kernels "
-            "that cap them inside (flash-attn from 2.6 on, flex_attention) are not modelled"
-        )
+        yield "every rank has all experts, as ep = 1: no effect of software.expert_dispatch"
+
+
+def _of_costs(job: Job, pricing: Pricing) -> Iterator[str]:
+    """Sentences on the sources of cost estimates."""
+    cluster, software = job.cluster, job.software
     provenances = {term.price.provenance for term in pricing.terms if term.price.seconds > 0}
     known = {Provenance.DATASHEET, Provenance.PUBLISHED}
     if provenances & known and Provenance.CALIBRATED in provenances:
         names = sorted({t.name for t in pricing.terms if t.price.provenance in known and t.price.seconds > 0})
-        found.append(f"not timed, so priced from datasheets: {', '.join(names)}")
+        yield f"not timed, so priced from datasheets: {', '.join(names)}"
     elif provenances & known:
-        found.append(_priced_from(cluster, software))
+        yield (_priced_from(cluster, software))
         if cluster.device.warning is not None:
-            found.append(f"{cluster.device.id}: {cluster.device.warning}")
+            yield f"{cluster.device.id}: {cluster.device.warning}"
     if Provenance.EXTRAPOLATED in provenances:
         names = sorted({t.name for t in pricing.terms if t.price.provenance is Provenance.EXTRAPOLATED})
-        found.append(f"outside of what was calibrated: {', '.join(names)}")
+        yield f"outside of what was calibrated: {', '.join(names)}"
+
+
+def _of_machine(job: Job, pricing: Pricing, short_bytes: int) -> Iterator[str]:
+    """Sentences on the device, its allocator, the framework and the links."""
+    cluster, software = job.cluster, job.software
     if cluster.device.kind != "cpu":
         share = software.reserve_fraction
-        found.append(
+        yield (
             f"the allocator reserves {share:.0%} more than comes and goes in a step, in whole 2 MiB blocks"
             if share
             else "reserved memory is allocated memory in whole 2 MiB blocks; fragmentation is not modelled"
         )
-        found.append("the device never waits for the host to launch: that counts as a time that every kernel takes")
+        yield "the device never waits for the host to launch: that counts as a time that every kernel takes"
     if short_bytes:
-        found.append(
+        yield (
             f"the allocator finds {format_bytes(short_bytes)} less than it would reserve, so it frees blocks and asks "
             "again; what that takes is not modelled"
         )
     if software.not_modelled:
         things = f"{len(software.not_modelled)} thing{'s' if len(software.not_modelled) > 1 else ''}"
-        found.append(
-            f"{things} that {software.id} does and simplan does not model: `simplan show software {software.id}`"
-        )
+        yield f"{things} that {software.id} does and simplan does not model: `simplan show software {software.id}`"
     if cluster.cores_per_node is not None:
-        found.append(f"ranks share {cluster.cores_per_node} cores (processor sharing)")
+        yield f"ranks share {cluster.cores_per_node} cores (processor sharing)"
     if pricing.beside is not None:
-        found.append(
+        yield (
             f"what is computed beside messages has {format_percent(pricing.taken_share)} less of its device meanwhile"
         )
     if any(term.kind is SpanKind.COMMUNICATION for term in pricing.terms) and cluster.num_nodes > 1:
-        found.append("links are not shared with other jobs, and flows do not slow each other down")
+        yield "links are not shared with other jobs, and flows do not slow each other down"
+
+
+def _of_offload(job: Job) -> Iterator[str]:
+    """Sentences on host memory."""
+    plan, cluster = job.plan, job.cluster
     is_cpu = cluster.device.kind == "cpu"
     if plan.offload_optimizer or plan.offload_activations:
-        found.append(
+        yield (
             "host and device are one memory here: offloading saves nothing"
             if is_cpu
             else "buffers on the host are pinned, every device has its host link to itself, and the memory of the host "
             "is as fast as all links together"
         )
     if plan.offload_optimizer and not is_cpu:
-        found.append(
+        yield (
             "the optimizer runs at the bandwidth of the host's memory, of which ranks of a node have equal parts; that "
             "takes threads enough, and torchrun sets OMP_NUM_THREADS=1 unless it is given"
         )
-    return tuple(found)
 
 
 def padding_assumption(job: Job) -> tuple[str, ...]:
-    """What the software makes of the vocabulary; nothing where it leaves it as it is."""
+    """Sentence on the padded vocabulary; empty if the software does not pad it."""
     size, padded, software = job.model.vocab_size, job.padded_model.vocab_size, job.software
     if padded == size:
         return ()
@@ -131,7 +161,7 @@ def padding_assumption(job: Job) -> tuple[str, ...]:
 
 
 def _priced_from(cluster: ClusterSpec, software: SoftwareSpec) -> str:
-    """Where prices on a device that nobody calibrated come from, and how sure they are."""
+    """Source and uncertainty of cost estimates on a device without calibration."""
     name, device = cluster.device.id, cluster.device
     if device.kernels.fitted_on is None:
         return f"{name} is priced from datasheets: no published run on {device.architecture} was seen; a wide interval"

@@ -1,4 +1,4 @@
-"""From a plan to a priced Program: costs, stages, folding."""
+"""Inputs of a simulation: cost model, stages, folding and Program of a plan."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ __all__ = [
     "table_of",
 ]
 
-_MOST_OPERATIONS = 120_000  # a larger Level 2 Program expands only what communicates; its time is the same
+_MOST_OPERATIONS = 120_000  # a larger Level 2 Program expands only layers with communication; its time is the same
 
 
 def build_program(prediction: Prediction, *, level: int = 2, folded: bool = True) -> Program:
-    """The Program behind a prediction, for drawing, comparing and running.
+    """Lower a prediction to its Program, for drawing, comparing and running.
 
     Args:
         prediction: A prediction.
-        level: 1 or 2.
-        folded: Write out ranks that do the same once.
+        level: 1 for the action level, 2 for the kernel level.
+        folded: Include ranks with identical work once.
     """
     job = prediction.job
     folding = folding_of(job) if folded else unfolded(RankMapping.of(job.plan))
@@ -61,12 +61,12 @@ def build_program(prediction: Prediction, *, level: int = 2, folded: bool = True
 
 
 def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
-    """Which ranks stand for others; none where ranks share cores, because then each of them slows the others down.
+    """Folding of ranks with identical work; ranks that share cores are not folded, since they slow each other down.
 
     Args:
-        job: What is asked.
-        dealt_alike: Ranks to which ZeRO-1 deals out unequal parameters count as alike, for which then the first of
-            them stands; it has the largest parameter.
+        job: The job.
+        dealt_alike: Fold ranks to which ZeRO-1 assigns unequal parameters. The first rank, which has the largest
+            parameter, then represents them.
     """
     plan, cluster = job.plan, job.cluster
     mapping = RankMapping.of(plan)
@@ -85,13 +85,13 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
 
 @lru_cache(maxsize=128)
 def _kept_folding(mapping: RankMapping, devices_per_node: int, unequal_shards: bool) -> Folding:
-    """Kept, because plans of a search have few meshes."""
+    """Cached folding: plans of a search have few meshes."""
 
     def owns(rank: int) -> int:
-        """Tells ranks of a shard group apart where they hold unequal parts.
+        """Rank's index in its shard group if shards are unequal, else 0.
 
-        torch's ZeRO-1 deals out whole parameters; and where rows do not divide, the last shards of parameters have
-        fewer of them to sum over tensor-parallel ranks.
+        torch's ZeRO-1 assigns unsharded parameters to ranks. And if rows do not divide evenly, the last shards of a
+        parameter have fewer rows to sum over tensor-parallel ranks.
         """
         return mapping.shard_group(rank).index(rank) if unequal_shards else 0
 
@@ -99,15 +99,15 @@ def _kept_folding(mapping: RankMapping, devices_per_node: int, unequal_shards: b
 
 
 def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
-    """Calibrated costs where there is a calibration, datasheet costs elsewhere.
+    """Make the cost model of a job: calibrated if a calibration is given, else from datasheets.
 
     Args:
-        job: What is asked.
-        calibration: Timings of the cluster's device, if there are some.
+        job: The job.
+        calibration: Timings of the cluster's device; None if not calibrated.
 
     Raises:
-        SpecError: The cluster is this machine and there is no calibration, the calibration is of another device or
-            says nothing of what is asked, or a datasheet lacks a value.
+        SpecError: The cluster is this machine and there is no calibration, the calibration is for another device or
+            lacks required timings, or a datasheet lacks a value.
     """
     cluster, training, plan, software = job.cluster, job.training, job.plan, job.software
     if calibration is None and cluster.cores_per_node is not None:
@@ -138,7 +138,7 @@ def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
 def _datasheet_cost(job: Job) -> AnalyticCost:
     training, plan, software = job.training, job.plan, job.software
     state = software.state(training, plan)
-    in_step = state.linear is not None  # casts of weights that are done once in it are spread over microbatches
+    in_step = state.linear is not None  # weight casts done once per step are spread over its microbatches
     num_microbatches = job.num_microbatches if in_step else 1
     precision, update = training.precision, training.update
     return _kept_cost(job.cluster, precision, state, update, software, plan.shards_parameters, num_microbatches)
@@ -154,7 +154,7 @@ def _kept_cost(
     shards_parameters: bool,
     num_microbatches: int,
 ) -> AnalyticCost:
-    """Kept with all its prices: plans of a search share most of them."""
+    """Cached cost model with its estimates: plans of a search share most of them."""
     kernels = kernel_cost(
         cluster.device,
         precision,
@@ -170,13 +170,14 @@ def _kept_cost(
 
 
 def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreUse | None:
-    """Cores that operations share; None for devices of their own.
+    """Cores that operations share; None if every rank has its own device.
 
-    Ranks of a CPU machine share its cores. A rank computes on ``max(1, cores // ranks)`` threads; a message keeps as
-    much of a core busy on each member as explains how much slower computing was measured to be beside one, else one.
-    With N ranks on C cores of t threads and d cores for the message, that is (N t + N d) / C times. A message between
-    nodes waits for the network and keeps none busy. What two ranks send each other takes turns
-    (``simplan.cost.communication.gloo``).
+    Ranks of a CPU machine share its cores. A rank computes on t = ``max(1, cores // ranks)`` threads. Communication
+    keeps d cores busy on each member, so that compute on C cores with N ranks slows down by (N t + N d) / C. The
+    measured slowdown gives d, limited to 0 to 1; without a measurement d is 1.
+
+    Communication between nodes waits for the network and keeps no core busy. The two directions between a pair of ranks
+    are serialized (``simplan.cost.communication.gloo``).
     """
     slowdown = cost.compute_slowdown if isinstance(cost, CalibratedCost) else None
     cores = cluster.cores_per_node
@@ -196,13 +197,13 @@ def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreU
 
 
 def _connection(op: Op) -> frozenset[int] | None:
-    """The ranks between which a message passes; None for anything else."""
+    """Sender and receiver of a P2P send; None for other operations."""
     message = op.message
     return frozenset(message.ranks) if message is not None and message.kind is CollectiveKind.SEND else None
 
 
 def assign_layers(job: Job, cost: CostModel) -> StageAssignment:
-    """The user's split of layers into stages, or as many for each where the software has it so, or the balanced one."""
+    """Assign layers to stages: ``plan.stage_layers``, else equal blocks if the software requires it, else balanced."""
     model, plan, software = job.model, job.plan, job.software
     given = plan.stage_layers or software.equal_stage_layers(model.num_blocks, plan.num_stages)
     if given is not None:
@@ -218,13 +219,13 @@ def assign_layers(job: Job, cost: CostModel) -> StageAssignment:
 
 
 def table_of(job: Job, assignment: StageAssignment, cost: CostModel, num_microbatches: int) -> Table:
-    """What every pipeline rank does in a step.
+    """Make the action table of a step.
 
     Args:
-        job: What is asked.
-        assignment: Which layers each stage holds.
-        cost: Prices, for schedules that are found from the times of stages.
-        num_microbatches: Of the step.
+        job: The job.
+        assignment: Layers of each stage.
+        cost: Cost model, for schedules that depend on stage times.
+        num_microbatches: Microbatches of the step.
     """
     facts = SCHEDULE_FACTS.get(job.plan.schedule)
     timed = facts is not None and facts.needs_times
@@ -233,7 +234,7 @@ def table_of(job: Job, assignment: StageAssignment, cost: CostModel, num_microba
 
 
 def expands_all(job: Job, folding: Folding, num_microbatches: int) -> bool:
-    """Whether Level 2 is small enough to write every layer out."""
+    """True if the Level 2 Program is small enough to expand every layer."""
     model, plan = job.padded_model, job.plan
     columns = len(folding.ranks) // plan.pp
     pieces = max(1 + 2 * sum(isinstance(k, Exchange) for k in layer.kernels) for layer in model.layers_of(plan.shard))

@@ -1,4 +1,4 @@
-"""One plan -> a Prediction: table, Program, prices, simulation, memory."""
+"""Prediction of one plan: action table, Program, cost estimates, simulation and memory."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ __all__ = ["predict", "predict_step", "recomputed_share"]
 
 
 def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None = None) -> Prediction:
-    """Predicts time and memory of one optimizer step.
+    """Predict time and memory of one optimizer step.
 
     Args:
-        job: What is asked.
-        name: For people.
-        calibration: Timings of the cluster's device; needed when the cluster is this machine.
+        job: The job.
+        name: Display name.
+        calibration: Timings of the cluster's device; required if the cluster is this machine.
 
     Raises:
-        SpecError: The plan breaks rules (all of them are named), or a price cannot be had.
-        NotModelledError: The plan asks for what simplan does not model.
+        SpecError: The plan violates rules (all are listed), or a cost estimate is not available.
+        NotModelledError: The plan uses an option that is not modeled yet.
     """
     return predict_step(job, name=name, calibration=calibration)[0]
 
@@ -46,13 +46,13 @@ def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None
 def predict_step(
     job: Job, *, name: str = "scenario", calibration: Calibration | None = None
 ) -> tuple[Prediction, Simulated]:
-    """A prediction, and the simulated step that it was read off; of a truncated step the longer one.
+    """Predict a step, and also return the simulated step; of a truncated step, the longer simulated one.
 
     Args:
-        job, name, calibration: As of ``predict``.
+        job, name, calibration: See ``predict``.
 
     Raises:
-        SpecError, NotModelledError: As of ``predict``.
+        SpecError, NotModelledError: See ``predict``.
     """
     check_job(job)
     model, cluster, training, plan = job.model, job.cluster, job.training, job.plan
@@ -113,7 +113,7 @@ def _pace_assumptions(calibration: Calibration | None) -> tuple[str, ...]:
 
 
 def _truncation_assumptions(extent: Extent) -> tuple[str, ...]:
-    """What the reader must know of a step that was not simulated whole."""
+    """Sentence on a truncated step; empty if all microbatches are simulated."""
     if not extent.period:
         return ()
     return (
@@ -130,7 +130,7 @@ def _reference_s(cost: CostModel, job: Job) -> float | None:
 
 
 def recomputed_share(job: Job, assignment: StageAssignment) -> float:
-    """FLOPs that are computed again over those of forward and backward."""
+    """Recomputed FLOPs over FLOPs of forward and backward."""
     plan = job.plan
     again = total = 0
     for number, layer in enumerate(job.software.layers_of(job.model, plan)):
@@ -142,11 +142,11 @@ def recomputed_share(job: Job, assignment: StageAssignment) -> float:
 
 
 def _terms(step: TruncatedStep) -> tuple[Term, ...]:
-    """What was priced; equal work of different ranks is one term, its count a mean over ranks."""
+    """Cost terms of a step; equal work of several ranks is one term, with the mean count per rank."""
     num_ranks = len(step.programs[0].ranks)
     merged: dict[tuple[str, str], Term] = {}
     fewer: dict[tuple[str, str], float] = {}
-    for simulated in reversed(step.simulated):  # the longer one last
+    for simulated in reversed(step.simulated):  # the longer step last
         fewer = {key: term.count for key, term in merged.items()}
         merged = {}
         for term in simulated.pricing.terms:

@@ -1,4 +1,4 @@
-"""What a rank needs of its device: tensors, what the caching allocator keeps beyond them, and the context."""
+"""Device memory of a rank: tensors, reserve of the caching allocator, and driver context."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["RankPeaks", "device_memory", "rank_memory", "rank_peaks"]
 
 
 class RankPeaks(NamedTuple):
-    """Bytes of tensors of a rank on its device.
+    """Tensor bytes of a rank on its device.
 
     Attributes:
-        resting: Held between steps.
-        rebuild: Held once beside that, between the first two steps.
-        passes, update: As of ``StepPeaks``.
+        resting: Persistent bytes between steps.
+        rebuild: Additional bytes held once, between the first two steps.
+        passes, update: Transient peaks of the passes and of the optimizer; see ``StepPeaks``.
     """
 
     resting: int
@@ -30,21 +30,21 @@ class RankPeaks(NamedTuple):
 
     @property
     def allocated(self) -> int:
-        """At the worst instant."""
+        """Allocated bytes at the peak point."""
         return self.resting + max(self.rebuild, self.passes, self.update)
 
 
 def rank_peaks(program: Program, rank: int) -> RankPeaks:
-    """Bytes of tensors of one rank of a Program of Level 2."""
+    """Tensor bytes of one rank of a Level 2 Program."""
     return RankPeaks(resting_bytes(program, rank), program.rebuild_bytes[rank], *step_peaks(program, rank))
 
 
 def rank_memory(program: Program, job: Job, calibration: Calibration | None) -> tuple[RankMemory, ...]:
-    """Memory of every rank at its worst instant.
+    """Memory of every rank at its peak point.
 
     Args:
-        program: Of Level 2.
-        job, calibration: As in ``predict``.
+        program: Level 2 Program.
+        job, calibration: See ``predict``.
     """
     context_bytes = _context_bytes(job, calibration)
     found = {}
@@ -74,17 +74,17 @@ def rank_memory(program: Program, job: Job, calibration: Calibration | None) -> 
 
 
 def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = None) -> RankMemory:
-    """What a rank needs of its device, without categories.
+    """Device memory of a rank, without categories.
 
-    The caching allocator has whole blocks of the device, and more than is in use, as it cannot move them. One that the
-    driver has nothing left for gives its free blocks back and asks again, and fails only then (torch 2.13,
-    c10/cuda/CUDACachingAllocator.cpp, ``malloc``: ``release_cached_blocks``, then ``alloc_block``). So what it would
-    keep beyond the tensors is needed by nobody, and the reserve ends where the device does. Free parts of blocks that
-    are in use cannot be given back; how many those are nobody published, and none are counted.
+    The caching allocator reserves blocks, and more than is in use, since it cannot move tensors. If the driver has no
+    memory left, the allocator frees its unused blocks and retries, and fails only then (torch 2.13,
+    c10/cuda/CUDACachingAllocator.cpp, ``malloc``: ``release_cached_blocks``, then ``alloc_block``). So the reserve
+    beyond the tensors is optional, and is capped at the device memory. Fragmentation inside blocks in use is not
+    counted; no measurements of it are public.
 
     Args:
-        peaks: Of tensors.
-        job, calibration: As in ``predict``.
+        peaks: Tensor bytes of the rank.
+        job, calibration: See ``predict``.
     """
     cluster, software = job.cluster, job.software
     allocated, context_bytes = peaks.allocated, _context_bytes(job, calibration)
@@ -103,6 +103,6 @@ def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = 
 
 
 def _context_bytes(job: Job, calibration: Calibration | None) -> int:
-    """What the driver's context and libraries take of a device."""
+    """Device bytes of the driver context and libraries."""
     calibrated = None if calibration is None else calibration.context_bytes
     return calibrated or int(job.software.context_bytes.get(job.cluster.device.kind, 0))

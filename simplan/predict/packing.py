@@ -1,4 +1,4 @@
-"""What a prediction says about sequences that several documents share: how packs differ, and what that may cost."""
+"""Assumptions on packed sequences: variation between packs, and a bound on the cost of imbalance."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["attention_s", "fullest_excess", "packing_assumptions"]
 
 
 def packing_assumptions(job: Job, attention_share: float) -> Iterator[str]:
-    """Sentences for the reader.
+    """Yield sentences on packed sequences; none if sequences are not packed.
 
     Args:
-        job: What is predicted; its plan says which ranks wait for each other.
-        attention_share: Of the step, what the attention cores take of it on the rank where they take most.
+        job: Predicted job; its plan determines which ranks wait for each other.
+        attention_share: Fraction of the step time spent in attention cores, on the rank with the largest.
     """
     model = job.model
     if not model.document_lengths:
@@ -54,22 +54,22 @@ def packing_assumptions(job: Job, attention_share: float) -> Iterator[str]:
 
 
 def fullest_excess(packs: PackStatistics, num_ranks: int, packs_each: int) -> float:
-    """Bound of what the fullest of some ranks is expected to have above the mean, over the mean.
+    """Upper bound on the expected excess of the fullest of several ranks, relative to the mean.
 
-    Of n independent draws of any distribution the largest is expected at most (n - 1) / sqrt(2 n - 1) standard
-    deviations above the mean (Hartley and David 1954, Gumbel 1954); and none has more than the fullest pack of all.
+    The largest of n independent samples of any distribution is expected at most (n - 1) / sqrt(2 n - 1) standard
+    deviations above the mean (Hartley and David 1954, Gumbel 1954). The fullest of all packs is a second bound.
 
     Args:
-        packs: How packs differ.
-        num_ranks: Which wait for each other.
-        packs_each: Of each rank, between two waits.
+        packs: Statistics of the packs.
+        num_ranks: Ranks that wait for each other.
+        packs_each: Packs of each rank between two waits.
     """
     deviations = (num_ranks - 1) / (2 * num_ranks - 1) ** 0.5
     return float(min(deviations * packs.relative_std / packs_each**0.5, packs.relative_excess))
 
 
 def attention_s(job: Job, assignment: StageAssignment, table: Table, cost: CostModel) -> float:
-    """Seconds that attention cores take in a step on the pipeline rank where they take most."""
+    """Seconds of attention cores in a step, on the pipeline rank with the most."""
     plan = job.plan
     layers = job.software.layers_of(job.model, plan)
     found: dict[tuple[object, Recompute, int], float] = {}
@@ -90,7 +90,7 @@ def attention_s(job: Job, assignment: StageAssignment, table: Table, cost: CostM
 
 
 def _core_s(layer: LayerSpec, plan: ParallelPlan, cost: CostModel, mode: Recompute, block: int) -> float:
-    """Of one layer and microbatch."""
+    """Attention-core seconds of one layer and microbatch."""
     cores = tuple(index for index, kernel in enumerate(layer.kernels) if isinstance(kernel, Attention))
     if not cores:
         return 0.0
@@ -101,10 +101,10 @@ def _core_s(layer: LayerSpec, plan: ParallelPlan, cost: CostModel, mode: Recompu
 
 
 def _waiting(plan: ParallelPlan, microbatches: int) -> tuple[int, int]:
-    """How many parts of a step may wait for each other, and packs of each.
+    """Number of parts of a step that may wait for each other, and packs per part.
 
-    Ranks that only reduce gradients wait once a step. Where layers exchange something of their own, they wait in every
-    microbatch; and a pipeline is no slower than if all microbatches were as full as the fullest.
+    Ranks that only reduce gradients wait once per step. Ranks with collectives inside layers wait in every microbatch.
+    A pipeline is at most as slow as if all microbatches were as full as the fullest.
     """
     b = plan.microbatch_size
     if plan.pp > 1:

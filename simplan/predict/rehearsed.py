@@ -1,4 +1,4 @@
-"""A step time of a whole job from one rank's rehearsal: its measured computing, and modelled communication."""
+"""Step time of a job from the rehearsal of one rank: measured compute, modeled communication."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["KindTime", "Rehearsed", "rehearsed_step"]
 
 @dataclass(frozen=True, slots=True)
 class KindTime:
-    """What one kind of action of one stage computes, mean over its microbatches.
+    """Compute time of one kind of action of one stage, mean over microbatches.
 
     Attributes:
-        kind, stage: Which.
-        predicted_s: Without communication.
-        measured_s: On the rehearsed rank: mean over microbatches of medians over steps.
-        relative_std: Of the mean over microbatches, from step to step.
+        kind, stage: Kind and stage of the action.
+        predicted_s: Predicted seconds without communication.
+        measured_s: Measured seconds on the rehearsed rank: mean over microbatches of medians over steps.
+        relative_std: Relative standard deviation over steps of the mean over microbatches.
     """
 
     kind: ActionKind
@@ -41,15 +41,15 @@ class KindTime:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """The step of the whole job, with what the rehearsed rank was measured to compute.
+    """Step of a job, simulated with the measured compute of the rehearsed rank.
 
     Attributes:
-        step_time_s: Of the whole job.
-        step_time_interval_s: In 9 of 10 cases: spread of what was measured, doubts about what was not.
-        split: Of the rehearsed rank's step.
-        kinds: Predicted beside measured, by kind of action and stage.
-        measured_share: Share of all computing, over ranks, that is of ranks at the rehearsed place of the pipeline. The
-            rest is the prediction's, scaled as that of the rehearsed rank had to be.
+        step_time_s: Step time of the job, in seconds.
+        step_time_interval_s: 90% interval, from the spread of measured parts and the uncertainty of modeled parts.
+        split: Time split of the rehearsed rank's step.
+        kinds: Predicted and measured compute, by kind of action and stage.
+        measured_share: Fraction of the compute of all ranks that belongs to ranks at the rehearsed pipeline rank. The
+            remaining compute is predicted, and scaled like the rehearsed rank's.
     """
 
     step_time_s: float
@@ -60,15 +60,15 @@ class Rehearsed:
 
 
 def rehearsed_step(prediction: Prediction, simulated: Simulated, rehearsal: Rehearsal) -> Rehearsed:
-    """Runs the simulator once more, computing as measured.
+    """Simulate the step again with measured compute.
 
-    Ranks at the same place of the pipeline do the same work, so the measured times are theirs as well. Layers of an
-    action keep their shares of its time, so that communication overlaps with it as predicted.
+    Ranks with the same pipeline coordinate do the same work, so they get the measured times too. Layers of an action
+    keep their fractions of its time, so that communication overlaps as predicted.
 
     Args:
-        prediction: Of the whole job.
-        simulated: The step behind it.
-        rehearsal: Of one of its ranks, with times.
+        prediction: Prediction of the job.
+        simulated: Simulated step of the prediction.
+        rehearsal: Rehearsal of one rank, with times.
     """
     assert rehearsal.actions, "a rehearsal without a device has no times"
     kinds = _kinds(prediction, simulated, rehearsal)
@@ -92,7 +92,7 @@ _Key = tuple[ActionKind, int]
 
 
 def _kinds(prediction: Prediction, simulated: Simulated, rehearsal: Rehearsal) -> dict[_Key, KindTime]:
-    """Predicted beside measured, in the order of the rank's row."""
+    """Predicted and measured compute, in the order of the rank's row."""
     predicted_s: dict[Action, float] = defaultdict(float)
     stands_for = simulated.program.stands_for[rehearsal.rank]
     for op in simulated.program.ops:
@@ -119,7 +119,7 @@ def _kinds(prediction: Prediction, simulated: Simulated, rehearsal: Rehearsal) -
 def _repriced(
     prediction: Prediction, simulated: Simulated, rehearsal: Rehearsal, kinds: Mapping[_Key, KindTime]
 ) -> tuple[Pricing, float]:
-    """Prices with computing as measured, and the share of it that is of ranks at the rehearsed place."""
+    """Estimates with measured compute, and the fraction of compute of ranks at the rehearsed pipeline rank."""
     mapping = RankMapping.of(prediction.job.plan)
     place = mapping.place(rehearsal.rank).pp
     of_kind = _ratios_by_kind(kinds)
@@ -149,7 +149,7 @@ def _ratio(time: KindTime) -> float:
 
 
 def _ratios_by_kind(kinds: Mapping[_Key, KindTime]) -> dict[ActionKind, float]:
-    """Measured over predicted, stages of the rehearsed rank together."""
+    """Measured over predicted seconds by kind, summed over stages of the rehearsed rank."""
     measured_s: dict[ActionKind, float] = defaultdict(float)
     predicted_s: dict[ActionKind, float] = defaultdict(float)
     for (kind, _), time in kinds.items():
@@ -159,14 +159,13 @@ def _ratios_by_kind(kinds: Mapping[_Key, KindTime]) -> dict[ActionKind, float]:
 
 
 def _computes(op: Op, prediction: Prediction) -> bool:
-    """Whether an operation's work is inside of the span that a rank measures for its action.
+    """True if an operation's work is inside the span that a rank measures for its action.
 
-    On a CPU everything is done on the spot, by one thread; on other devices copies around gathers and reductions of
-    data parallelism are beside the computation.
+    On a CPU, one thread does all work in order. On other devices, copies for data-parallel collectives overlap compute.
     """
     return op.meeting is None and (op.stream is Stream.COMPUTE or prediction.job.cluster.device.kind == "cpu")
 
 
 def _computing_s(op: Op, pricing: Pricing) -> float:
-    """Of an operation, what is no communication."""
+    """Seconds of an operation without communication."""
     return sum(pricing.by_work[part].price.seconds for part in op.work if not isinstance(part, Message | HostCopy))

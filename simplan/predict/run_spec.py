@@ -1,4 +1,4 @@
-"""What runs what was predicted."""
+"""Run specification of a predicted plan."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["run_spec_of"]
 
 
 def run_spec_of(prediction: Prediction, **options: Any) -> RunSpec:
-    """A prediction's plan with its stages and its table, fully decided.
+    """Make the ``RunSpec`` of a prediction, with stages and action table fixed.
 
     Args:
-        prediction: What is to be run.
-        options: Further fields of ``RunSpec``; ``dtype`` is the training's precision unless given.
+        prediction: Prediction to run.
+        options: Further fields of ``RunSpec``; ``dtype`` defaults to the training precision (tf32: fp32, fp8: bf16).
     """
     job = prediction.job
     precision = job.training.precision

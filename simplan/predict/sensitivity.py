@@ -1,4 +1,4 @@
-"""What would make a step faster: its time when one rate of the hardware is one percent better."""
+"""Sensitivity of the step time to each hardware rate, from a 1% improvement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BETTER = 1.01
 
 
 class Resource(StrEnum):
-    """A rate of the hardware."""
+    """A hardware rate."""
 
     COMPUTE = "compute"
     MEMORY_BANDWIDTH = "memory_bandwidth"
@@ -29,11 +29,11 @@ class Resource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MarginalValue:
-    """What one percent more of a resource is worth.
+    """Effect of 1% more of a resource on the step time.
 
     Attributes:
-        resource: Which.
-        relative_change: Of the step time, e.g. -0.006 when it is 0.6 % shorter. Never above 0 but for rounding.
+        resource: Improved resource.
+        relative_change: Relative change of the step time, e.g. -0.006 for 0.6% less. Never above 0 except for rounding.
     """
 
     resource: Resource
@@ -41,17 +41,17 @@ class MarginalValue:
 
 
 def marginal_values(prediction: Prediction, simulated: Simulated) -> tuple[MarginalValue, ...]:
-    """The resources that the cluster has, the one worth most first.
+    """Sensitivities to the resources of the cluster, most valuable first.
 
-    Plan, stages and order of actions stay as they are; everything is priced again on the better hardware, and the
-    longest path is found again, so that work that hides something else shows its true, small value.
+    Plan, stages and order of actions stay fixed. Costs are estimated again on the better hardware, and the longest path
+    is recomputed, so work that hides other work shows its true, small value.
 
     Args:
-        prediction: What was asked.
-        simulated: The step behind it.
+        prediction: The prediction.
+        simulated: Simulated step of the prediction.
 
     Raises:
-        NotModelledError: Ranks share cores: this machine is timed as a whole, not by its rates.
+        NotModelledError: Ranks share cores, so the machine has timings and no rates.
     """
     compiled = compile_program(simulated.program, simulated.sharing)
     better = {resource: improved(prediction.job.cluster, resource) for resource in Resource}
@@ -72,12 +72,13 @@ def marginal_values(prediction: Prediction, simulated: Simulated) -> tuple[Margi
 
 
 def improved(cluster: ClusterSpec, resource: Resource, factor: float = _BETTER) -> ClusterSpec | None:
-    """The cluster with one rate so many times as high; None where it has no such thing.
+    """Copy of a cluster with one rate multiplied by ``factor``; None if the cluster lacks the resource.
 
     Args:
         cluster: The cluster.
-        resource: Compute: all matrix rates, by datasheet and as measured. Links: their bandwidth, not their latency.
-        factor: How many times as high.
+        resource: Improved resource. Compute means all GEMM rates, datasheet and measured; links mean bandwidth, not
+            latency.
+        factor: Multiplier of the rate.
     """
     device = cluster.device
     match resource:

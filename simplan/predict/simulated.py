@@ -1,4 +1,4 @@
-"""A plan's Program with its prices and the times of all its operations."""
+"""Simulated step: a Program with cost estimates and times of its operations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Simulated", "interval_s", "moved_durations_s", "simulate_program", "
 
 _OF_HOST = (HostWait, HostCalls, HostCopy)
 ErrorSource = Literal["computing", "host", "messages"]
-_NINE_IN_TEN = 1.645  # standard deviations of a normal distribution that hold 90 %
+_NINE_IN_TEN = 1.645  # standard deviations of a normal distribution that cover 90%
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class Simulated:
     """One simulated step.
 
     Attributes:
-        program: What ran.
-        alone: How long its operations take alone.
-        pricing: How long they take with messages beside them.
-        times: When they ran.
-        engine: Runs it again with other durations.
-        sharing: Cores that operations share, if they do.
+        program: Simulated Program.
+        alone: Cost estimates without the overlap slowdown.
+        pricing: Cost estimates with the overlap slowdown.
+        times: Start and end of every operation.
+        engine: Simulator, to run the Program again with other durations.
+        sharing: Shared cores of operations; None if ranks do not share cores.
     """
 
     program: Program
@@ -49,7 +49,7 @@ class Simulated:
 
 
 def simulate_program(program: Program, cost: CostModel, cluster: ClusterSpec) -> Simulated:
-    """Prices and simulates."""
+    """Estimate costs of a Program, and simulate it."""
     sharing = sharing_of(program, cluster, cost)
     engine = engine_of(program, sharing)
     alone = price_program(program, cost)
@@ -58,13 +58,14 @@ def simulate_program(program: Program, cost: CostModel, cluster: ClusterSpec) ->
 
 
 def moved_durations_s(program: Program, pricing: Pricing) -> list[NDArray[np.float64]]:
-    """Durations of all operations, with what one source of errors prices one standard deviation higher, and lower.
+    """Durations of all operations with one source of error shifted by one standard deviation.
 
-    Prices of computation share their source and err together, so do those of messages and those of what the host does;
-    the three err independently.
+    The sources are compute, communication and host. Errors within a source are fully correlated; the sources are
+    independent.
 
     Returns:
-        Once longer for each source, then once shorter for each: by as large a factor, as prices cannot be negative.
+        One vector per source with longer durations, then one per source with shorter ones. Both shifts use the same
+        factor, so durations stay positive.
     """
     durations_s, deviations_s = pricing.durations_s, pricing.deviations_s
     longer_s = durations_s + deviations_s
@@ -74,7 +75,7 @@ def moved_durations_s(program: Program, pricing: Pricing) -> list[NDArray[np.flo
 
 
 def sources_of_error(program: Program) -> dict[ErrorSource, NDArray[np.bool_]]:
-    """By source of errors, ``(num_ops,)`` whether it prices operations: these err together."""
+    """By source of error, ``(num_ops,)`` True for its operations; errors within a source are fully correlated."""
     messages = program.of_kind(SpanKind.COMMUNICATION)
     by_host = np.array([bool(work) and all(isinstance(part, _OF_HOST) for part in work) for work in program.works])
     host = by_host[program.columns.work] & ~messages
@@ -82,14 +83,14 @@ def sources_of_error(program: Program) -> dict[ErrorSource, NDArray[np.bool_]]:
 
 
 def interval_s(step_time_s: float, moved_s: Sequence[float]) -> tuple[float, float]:
-    """The interval that should hold the truth in 9 of 10 cases.
+    """90% interval of the step time.
 
-    A message that hides behind computation lengthens the step when it takes longer and shortens it in no case, so each
-    side has its own moves. Errors are in logarithms.
+    Hidden communication lengthens the step when it takes longer, and never shortens it. So each side has its own
+    shifted step times. Errors are in logarithms.
 
     Args:
-        step_time_s: The step time.
-        moved_s: The same with each set of ``moved_durations_s``, in that order.
+        step_time_s: Step time in seconds.
+        moved_s: Step time with each vector of ``moved_durations_s``, in the same order.
     """
     sources = len(moved_s) // 2
     up, down = (

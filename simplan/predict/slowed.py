@@ -1,8 +1,8 @@
-"""What computing takes where messages move beside it: part of the device is theirs meanwhile.
+"""Slowdown of compute that overlaps communication.
 
-What is computed beside them advances by so much less as long as they move. How long they do is looked up once, in a
-step that knows nothing of it: exact where messages end before what they run beside, which then takes longer by a share
-of their time; where they take longer it is they that the step waits for.
+Overlapped compute loses a fraction of its throughput. The overlap time is taken once, from a step without the slowdown.
+That is exact if the communication ends before the compute it overlaps. If the communication takes longer, the step
+waits for the communication anyway.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _Floats = npt.NDArray[np.float64]
 
 
 def slowed(program: Program, pricing: Pricing, run: Callable[[_Floats], Times]) -> Pricing:
-    """Prices of a Program whose computing shares its devices with messages.
+    """Apply the overlap slowdown to the cost estimates of a Program.
 
     Args:
-        program: What was priced.
-        pricing: Of what is done alone.
-        run: Starts and ends of all operations with given durations.
+        program: Program of the estimates.
+        pricing: Estimates without overlap slowdown.
+        run: Simulator: durations to start and end of every operation.
 
     Returns:
-        The same with longer durations and deviations of what is computed beside messages, if anything is.
+        Estimates with longer durations and deviations of overlapped compute; ``pricing`` if nothing overlaps.
     """
     beside = Beside.of(program) if pricing.taken_share else None
     if beside is None or not beside.of_rank:
@@ -60,13 +60,13 @@ def slowed(program: Program, pricing: Pricing, run: Callable[[_Floats], Times]) 
 
 
 def _computing_part(work: tuple[Work, ...], pricing: Pricing) -> float:
-    """Of the time of an operation, what goes to computing; messages that are not written out are waited for in it."""
+    """Compute fraction of an operation's time; the rest is communication merged into the operation."""
     seconds = [(pricing.by_work[part].price.seconds, isinstance(part, LayerWork)) for part in work]
     return sum(own_s for own_s, computes in seconds if computes) / sum(own_s for own_s, _ in seconds)
 
 
 def _term(program: Program, pricing: Pricing, beside_s: _Floats) -> PricedTerm:
-    """What all that is worth, on average over ranks."""
+    """Cost term of the overlap slowdown, mean over ranks."""
     num_ranks, total_s = len(program.ranks), float(beside_s.sum())
     one = program.works[program.columns.work[beside_s.argmax()]][0]
     relative = np.divide(pricing.deviations_s, pricing.durations_s, out=np.zeros_like(beside_s), where=beside_s > 0)

@@ -1,4 +1,4 @@
-"""How long the stages of a plan take and what they keep, for schedules that are found from it."""
+"""Times and saved activations of stages, for schedules that depend on them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ def stage_times(
     assignment: StageAssignment,
     cost: CostModel,
 ) -> tuple[StageTimes, float]:
-    """Times of one microbatch, exchanges within stages included; a message takes as long as the longest does.
+    """Stage times of one microbatch, and the activations that survive dgrad.
 
-    With them the part of a microbatch's activations that is kept from I to W, at most all, where it is largest.
+    Times include collectives inside stages. All P2P sends take the time of the longest. The second value is the largest
+    fraction, over stages, of a microbatch's saved activations that are kept from dgrad (I) to wgrad (W); at most 1.
 
     Args:
-        job: What is asked; one stage a rank.
-        assignment: Which layers each stage holds.
-        cost: Prices.
+        job: Job with one stage per rank.
+        assignment: Layers of each stage.
+        cost: Cost model.
     """
     plan = job.plan
     table = complete_table(one_f_one_b(PipelineShape(plan.pp, 1)))  # any: only its placement matters
@@ -64,9 +65,10 @@ def stage_times(
 
 
 def _kept_for_weight(stages: Stages, stage: int) -> float:
-    """Bytes held from I to W over bytes held from forward to I, at most 1.
+    """Bytes saved from dgrad (I) to wgrad (W) over bytes saved from forward to dgrad, at most 1.
 
-    Gradients that wait for W may make it more; but a limit on memory is then one on microbatches.
+    Gradients that wait for wgrad can push the ratio above 1. The cap keeps a memory limit equivalent to a limit on
+    microbatches.
     """
     splits = [stages.facts(stage, position).split() for position in range(len(stages.layers[stage]))]
     between = sum(split.between_activations + split.between_logits for split in splits)

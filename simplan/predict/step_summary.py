@@ -1,4 +1,4 @@
-"""Time and memory of a truncated step, without all that ``predict`` says besides: for hundreds of plans."""
+"""Fast evaluation of hundreds of plans: time and memory of a truncated step, without the rest of a prediction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _Floats = NDArray[np.float64]
-_MOVED = 1e-7  # by so much of itself a price is moved: the longest path stays the longest
+_MOVED = 1e-7  # relative shift of a cost; small enough to keep the longest path
 _APART = 1e-4
 _GOLDEN = 0.6180339887498949  # multiples of it are spread evenly, without repeats
 _MIN_TIMES = 1e-3
@@ -39,12 +39,12 @@ _MIN_OVERLAP = 1e-6  # of the step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSummary:
-    """The numbers of a prediction.
+    """Time and memory of a prediction.
 
     Attributes:
-        step_time_s, step_time_interval_s: As of ``Prediction``.
-        allocated_bytes, reserved_bytes, device_bytes: Peaks of the rank that has most of each.
-        fits: Whether the device bytes are within the capacity; None where that is unknown.
+        step_time_s, step_time_interval_s: See ``Prediction``.
+        allocated_bytes, reserved_bytes, device_bytes: Largest peak over ranks, each on its own.
+        fits: True if the device bytes are within the device memory; None if that is unknown.
     """
 
     step_time_s: float
@@ -56,17 +56,17 @@ class StepSummary:
 
 
 class OverlapSlowdown(NamedTuple):
-    """Part of a device that messages take from what is computed beside them."""
+    """Marker for the overlap slowdown: the fraction of compute throughput lost while communication overlaps."""
 
 
 class StepTerm(NamedTuple):
-    """A part of a step time.
+    """A term of the step time.
 
     Attributes:
-        work: What is done, or what messages take of devices.
-        seconds: Its price; of what is taken, the part.
-        times: How often the step waits for it: the derivative of the step time with respect to its price; of what is
-            taken, the seconds that are computed beside messages.
+        work: Work, or the overlap slowdown.
+        seconds: Seconds of the work; for the overlap slowdown, the fraction lost.
+        times: Derivative of the step time with respect to ``seconds``: occurrences on the longest path. For the overlap
+            slowdown, seconds of overlapped compute.
     """
 
     work: Work | OverlapSlowdown
@@ -76,15 +76,15 @@ class StepTerm(NamedTuple):
 
 @uncollected()
 def summarize_step(job: Job, *, steps_overlap: bool = False) -> StepSummary:
-    """Predicts time and memory of one optimizer step on devices of their own.
+    """Predict time and memory of one optimizer step; ranks must not share cores.
 
     Args:
-        job: What is asked.
-        steps_overlap: No rank waits for others at the end of a step, so that a step takes as long as the busiest rank
-            is at it; else from the first start to the last end.
+        job: The job.
+        steps_overlap: True if no rank waits for others at the end of a step: the step time is then the time of the
+            busiest rank. False: the step lasts from the first start to the last end.
 
     Raises:
-        SpecError: As ``predict``.
+        SpecError: See ``predict``.
     """
     step = summarized_step(job, steps_overlap=steps_overlap)
     step_time_s, *moved_s = step.seconds(moved_durations_s, steps_overlap=steps_overlap).tolist()
@@ -104,14 +104,14 @@ def summarize_step(job: Job, *, steps_overlap: bool = False) -> StepSummary:
 def evaluate_step(
     job: Job, calibration: Calibration | None = None, max_bytes: int | None = None, *, whole: bool = False
 ) -> tuple[int, float | None]:
-    """Device memory of the worst rank, with all that the caching allocator would like, and the step time, seconds.
+    """Device bytes of the worst rank with the full allocator reserve, and the step time in seconds.
 
     Args:
-        job: What is asked; it keeps the rules.
-        calibration: Timings of the device, if there are any.
-        max_bytes: The time of a plan that needs more is None, and costs nothing; None for no limit.
-        whole: As much is simulated as by ``predict``; else the step is truncated, and ranks to which ZeRO-1 deals out
-            unequal parameters count as alike.
+        job: Job that violates no rule.
+        calibration: Timings of the device; None if not calibrated.
+        max_bytes: Memory limit; the time of a plan that needs more is None and is not simulated. None for no limit.
+        whole: Simulate to the extent of ``predict``. False truncates the step, and folds ranks to which ZeRO-1 assigns
+            unequal parameters.
     """
     extent = predicted_extent(job) if whole or job.cluster.cores_per_node is not None else extent_of(job)
     folding = folding_of(job, dealt_alike=not whole)
@@ -125,16 +125,16 @@ def evaluate_step(
 
 @uncollected()
 def step_terms(job: Job, *, steps_overlap: bool = False) -> tuple[StepTerm, ...]:
-    """The step time as a sum: that of its longest path, which is linear in prices as long as it stays the longest.
+    """Decompose the step time into terms of its longest path, which is locally linear in costs.
 
-    Where stages are alike several paths are as long, and a price may lengthen one of them and not shorten the others.
-    So every price is first moved by less than one part in ten thousand, each by another, and one path is the longest.
+    Equal stages make several paths equally long, and a cost may occur on only some of them. So every cost is first
+    shifted by a different amount, below 1e-4 of itself, which makes one path the longest.
 
     Args:
-        job, steps_overlap: As of ``summarize_step``.
+        job, steps_overlap: See ``summarize_step``.
 
     Returns:
-        What the step waits for; prices, each so many times, add up to the step time, to one part in ten thousand.
+        Terms of the longest path. The sum of ``seconds`` x ``times`` is the step time, within 1e-4.
     """
     pricings: list[Pricing] = []
 
@@ -166,7 +166,7 @@ def step_terms(job: Job, *, steps_overlap: bool = False) -> tuple[StepTerm, ...]
 
 
 def summarized_step(job: Job, *, steps_overlap: bool) -> TruncatedStep:
-    """The step behind a summary; arguments as of ``summarize_step``."""
+    """Truncated step of a summary; for arguments see ``summarize_step``."""
     assert job.cluster.cores_per_node is None, "ranks that share cores are simulated as a whole"
     check_job(job)
     whole = job.num_microbatches

@@ -1,15 +1,17 @@
-"""A long step from a shorter one: enough microbatches are simulated, and the rest is extrapolated.
+"""Truncated simulation: a few microbatches are simulated, and longer steps are extrapolated.
 
-The rows of a pipeline are periodic: between the fill and the drain each further microbatch (of an interleaved schedule,
-each round of as many as there are pipeline ranks) adds the same actions to every rank. Two steps are simulated that
-differ by one period. The time of a step is a longest path, so with every further period it grows by the largest mean
-weight of a cycle of the pipeline, once the path runs along that cycle. Two cycles are looked at: the one of the
-simulated steps, which is their difference, and the compute stream of each rank, which is busy with a period for as long
-as its computation takes. The path that stays on a rank for all further periods bounds the step from below; so the
-larger one of both is taken. Without a pipeline each microbatch adds as much as the last.
+The rows of an action table are periodic: between fill and drain, each further microbatch adds the same actions to every
+rank. In an interleaved schedule, the period is a round with one microbatch per pipeline rank. Two steps are simulated
+that differ by one period.
 
-Memory of a rank grows by the same bytes with every period, where it grows: activations of GPipe, tensors that were sent
-and are not waited for.
+The step time is a longest path. With every further period it grows by the largest mean cycle weight of the pipeline,
+once the path follows that cycle. Two cycles are considered. One is the cycle of the simulated steps, which is their
+difference. The other is the compute stream of each rank, which is busy for the compute time of a period. A path that
+stays on one rank for all further periods is a lower bound of the step, so the larger of both is used. Without a
+pipeline, each microbatch adds as much as the last.
+
+Memory of a rank grows by the same bytes with every period, where it grows at all: activations of GPipe, and sent
+tensors that are not waited for.
 """
 
 from __future__ import annotations
@@ -44,19 +46,19 @@ __all__ = ["Extent", "TruncatedStep", "extent_of", "predicted_extent"]
 
 _Floats = NDArray[np.float64]
 _MAX_PASSES = 30_000
-"""Microbatches x pipeline ranks, or x layers where each has collectives of its own, that ``predict`` simulates."""
+"""Maximum simulated in full by ``predict``: microbatches x pipeline ranks, or x layers if layers have collectives."""
 _FEWEST = 12
-"""Microbatches that are simulated of a pipeline, at least: of short ones a few more tell which path is the longest."""
+"""Minimum number of simulated microbatches of a pipeline, needed to find the longest path of short pipelines."""
 _Vectors = Callable[[Program, Pricing], list[_Floats]]
 
 
 class Extent(NamedTuple):
-    """How much of a step is simulated.
+    """Simulated extent of a step.
 
     Attributes:
         simulated: Microbatches of the longer simulated step.
-        period: How many fewer the shorter one has; 0 where the whole step is simulated.
-        whole: Microbatches of the step.
+        period: Difference in microbatches to the shorter simulated step; 0 if the full step is simulated.
+        whole: Microbatches of the full step.
     """
 
     simulated: int
@@ -65,16 +67,16 @@ class Extent(NamedTuple):
 
     @property
     def num_periods(self) -> int:
-        """Periods that are extrapolated."""
+        """Number of extrapolated periods."""
         return (self.whole - self.simulated) // self.period if self.period else 0
 
 
 def extent_of(job: Job) -> Extent:
-    """How much of a step has to be simulated.
+    """Extent of a step that has to be simulated.
 
-    A pipeline of p ranks is filled after p microbatches, drained within the last p, and has two more between; of an
-    interleaved one three rounds, of which the first may differ. Schedules that are found from the times of stages, and
-    the user's own, are different with every number of microbatches.
+    A pipeline of p ranks fills within p microbatches, drains within the last p, and needs two more in between. An
+    interleaved one needs three rounds, since the first may differ. Custom schedules and schedules that depend on stage
+    times change with the number of microbatches, so they are simulated in full.
     """
     plan, whole = job.plan, job.num_microbatches
     facts = SCHEDULE_FACTS.get(plan.schedule)
@@ -90,7 +92,7 @@ def extent_of(job: Job) -> Extent:
 
 
 def predicted_extent(job: Job) -> Extent:
-    """How much of a step ``predict`` simulates: all of it, but of a very long one what ``extent_of`` says."""
+    """Extent of a step that ``predict`` simulates: the full step, or ``extent_of`` if that is too long."""
     plan, whole = job.plan, job.num_microbatches
     passes = whole * (job.model.num_blocks + 2 if plan.is_layer_by_layer else plan.pp)
     if job.cluster.cores_per_node is not None or passes <= _MAX_PASSES:
@@ -100,15 +102,15 @@ def predicted_extent(job: Job) -> Extent:
 
 @dataclass(frozen=True, eq=False)
 class TruncatedStep:
-    """One optimizer step of a job, whole or truncated.
+    """One optimizer step of a job, in full or truncated.
 
     Attributes:
-        job: What is asked; it keeps the rules.
-        extent: How much of the step is simulated.
-        calibration: Timings of the device, if there are any.
-        level: Of the Program.
-        folding: Which ranks are written out.
-        expand_all: As of ``Lowering``.
+        job: Job that violates no rule.
+        extent: Simulated extent of the step.
+        calibration: Timings of the device; None if not calibrated.
+        level: Level of the Program: 1 for actions, 2 for kernels.
+        folding: Folding of ranks; None for all ranks.
+        expand_all: See ``Lowering``.
     """
 
     job: Job
@@ -120,30 +122,30 @@ class TruncatedStep:
 
     @cached_property
     def cost(self) -> CostModel:
-        """Prices."""
+        """Cost model of the job."""
         return cost_model(self.job, self.calibration)
 
     @cached_property
     def assignment(self) -> StageAssignment:
-        """Which layers each stage holds."""
+        """Layers of each stage."""
         return assign_layers(self.job, self.cost)
 
     @cached_property
     def tables(self) -> tuple[Table, ...]:
-        """What pipeline ranks do in the longer simulated step, and in the shorter one where the step is truncated."""
+        """Action tables of the longer simulated step and, if truncated, of the shorter one."""
         job, extent = self.job, self.extent
         sizes = (extent.simulated, extent.simulated - extent.period) if extent.period else (extent.simulated,)
         return tuple(table_of(job, self.assignment, self.cost, size) for size in sizes)
 
     def at_level1(self) -> TruncatedStep:
-        """The same step of whole actions, without the overlap inside them."""
+        """The step at Level 1: actions as units, without overlap inside them."""
         found = replace(self, level=1)
         vars(found).update(cost=self.cost, assignment=self.assignment, tables=self.tables)  # the same at both levels
         return found
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
-        """The Programs of the tables."""
+        """Programs of the action tables."""
         job = self.job
         how = Lowering(self.level, self.folding, self.expand_all, host_waits=job.cluster.device.kind == "cpu")
         lowerer = Lowerer(job, self.assignment, self.tables[0], how)
@@ -151,16 +153,16 @@ class TruncatedStep:
 
     @cached_property
     def simulated(self) -> tuple[Simulated, ...]:
-        """The same, priced and simulated."""
+        """Programs with cost estimates and simulated times."""
         return tuple(simulate_program(program, self.cost, self.job.cluster) for program in self.programs)
 
     def seconds(self, others: _Vectors = lambda *_: [], *, steps_overlap: bool = False) -> _Floats:
-        """Times of the step, ``(1 + num_others,)`` seconds: with the durations as priced, and with others.
+        """Step times in seconds, ``(1 + num_others,)``: with estimated durations, then with other durations.
 
         Args:
-            others: Makes vectors of durations, as many for every Program.
-            steps_overlap: No rank waits for others at the end of a step, so that a step takes as long as the busiest
-                rank is at it; else from the first start to the last end.
+            others: Makes further vectors of durations, the same number for each Program.
+            steps_overlap: True if no rank waits for others at the end of a step: the step time is then the time of the
+                busiest rank. False: the step lasts from the first start to the last end.
         """
         vectors = [np.array([each.pricing.durations_s, *others(each.program, each.pricing)]) for each in self.simulated]
         longer, *shorter = (
@@ -177,7 +179,7 @@ class TruncatedStep:
         return np.asarray(found)
 
     def peaks(self) -> dict[int, RankPeaks]:
-        """Bytes of every rank that is simulated."""
+        """Tensor bytes of every simulated rank."""
         program, *shorter = self.programs
         found = {}
         for rank in program.ranks:
@@ -221,10 +223,10 @@ class TruncatedStep:
         return tuple(found)
 
     def splits(self, step_time_s: float) -> dict[int, Split]:
-        """Where the step of every rank that is simulated went.
+        """Time split of every simulated rank.
 
         Args:
-            step_time_s: Time of the whole step.
+            step_time_s: Time of the full step, in seconds.
         """
         longer, *shorter = (_splits_of_ranks(step.program, step.times) for step in self.simulated)
         if not shorter:
@@ -240,9 +242,9 @@ class TruncatedStep:
         return found
 
     def idle_fraction(self) -> float:
-        """Share of time without computation, from the first to the last one of any rank, mean over ranks.
+        """Bubble fraction: idle fraction between the first and the last compute of any rank, mean over ranks.
 
-        The optimizer step is left out, as in the closed forms.
+        The optimizer step is excluded, as in the closed forms.
         """
         (longer_busy_s, longer_s), *shorter = (_busy_and_total_s(step.program, step.times) for step in self.simulated)
         busy_s, total_s = longer_busy_s, longer_s
@@ -264,14 +266,14 @@ def _splits_of_ranks(program: Program, times: Times) -> dict[int, Split]:
 
 
 def _busy_and_total_s(program: Program, times: Times) -> tuple[float, float]:
-    """Seconds that all ranks compute, and from the first to the last computation of any of them."""
+    """Compute seconds summed over ranks, and seconds from the first to the last compute of any rank."""
     computes = program.on_stream(Stream.COMPUTE) & program.of_kind(*COMPUTING) & (times.end_s > times.start_s)
     start_s, end_s = times.start_s[computes], times.end_s[computes]
     return float((end_s - start_s).sum()), float(end_s.max() - start_s.min())
 
 
 def _step_times_s(step: Simulated, vectors_s: _Floats, *, steps_overlap: bool) -> _Floats:
-    """``(num_vectors,)`` Times of a simulated step."""
+    """``(num_vectors,)`` Step times of a simulated step."""
     if not steps_overlap:
         return np.array([step.times.step_time_s, *step.engine.step_times_s(vectors_s[1:])])
     start_s, end_s = compile_program(step.program).spans(vectors_s)
@@ -291,7 +293,7 @@ def _through_ranks_s(step: Simulated, vectors_s: _Floats) -> _Floats:
 
 
 def _last_forward(program: Program, rank: int) -> int:
-    """The first computation of the last forward of a rank."""
+    """Index of the first compute operation of the last forward of a rank."""
     indices = program.rank_indices[rank]
     forward = program.of_action(ActionKind.FORWARD)[indices] & program.on_stream(Stream.COMPUTE)[indices]
     c = program.columns

@@ -1,1 +1,1 @@
-"""The Program: who does what, in what order, with what work; and the steps that make one."""
+"""The Program (the lowered operation list of a training step) and the passes that produce it."""

@@ -1,8 +1,8 @@
-"""Level 1 actions and the tables they form, in torch's text form.
+"""Pipeline actions and action tables, in torch's text form.
 
-An action is what one rank does to one stage, usually for one microbatch: ``0F1`` is the forward of microbatch 1 on
-stage 0, ``2SEND_F3`` sends its output on, ``1REDUCE_GRAD`` reduces the gradients of stage 1. A table is one tuple of
-actions per pipeline rank, in the order in which the rank's host issues them.
+An action is one piece of work of a rank on a stage, usually for one microbatch. ``0F1`` is the forward of microbatch 1
+on stage 0, ``2SEND_F3`` sends the output of stage 2, ``1REDUCE_GRAD`` reduces the gradients of stage 1. An action table
+has one tuple of actions per pipeline rank, in the order in which the rank's CPU issues them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Action", "ActionKind", "Table", "format_table", "parse_table"]
 
 
 class ActionKind(StrEnum):
-    """Kinds of actions; the letters are torch's, OPTIM is ours."""
+    """Kinds of actions. All letters are torch's except OPTIM, which is simplan's."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -37,12 +37,12 @@ class ActionKind(StrEnum):
 
     @property
     def is_compute(self) -> bool:
-        """Forward or (part of a) backward."""
+        """True for forward and for full or split backward."""
         return self in _COMPUTE
 
     @property
     def per_microbatch(self) -> bool:
-        """Whether an action of this kind names a microbatch."""
+        """True for kinds whose actions name a microbatch."""
         return self not in _PER_STAGE
 
 
@@ -66,11 +66,11 @@ _TEXT = re.compile(r"(\d{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUC
 
 
 class Action(NamedTuple):
-    """One entry of a table.
+    """One entry of an action table.
 
     Attributes:
         stage: Stage index.
-        kind: What is done.
+        kind: Kind of the action.
         microbatch: Microbatch index; None for UNSHARD, RESHARD, REDUCE_GRAD and OPTIM.
     """
 
@@ -82,7 +82,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
 
     def in_words(self) -> str:
-        """For people who do not know the letters.
+        """Returns a description for readers who do not know the letters.
 
         >>> Action.parse("1F3").in_words(), Action.parse("0OPTIM").in_words()
         ('forward of microbatch 3, stage 1', 'optimizer step of stage 0')
@@ -94,7 +94,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Reads torch's text form; the whole text must match.
+        """Parses torch's text form; the whole text must match.
 
         Raises:
             ProgramError: The text is not an action.
@@ -121,12 +121,12 @@ Table = tuple[tuple[Action, ...], ...]
 
 
 def format_table(table: Table) -> list[list[str]]:
-    """The table as lists of strings, as it is written to files."""
+    """Returns the table as lists of strings, the form written to files."""
     return [[str(action) for action in row] for row in table]
 
 
 def parse_table(rows: Sequence[Sequence[str]]) -> Table:
-    """The inverse of ``format_table``; empty cells are skipped.
+    """Parses a table in the form of ``format_table``; empty cells are skipped.
 
     Raises:
         ProgramError: A cell is not an action.

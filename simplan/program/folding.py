@@ -1,8 +1,8 @@
-"""Folding: ranks that do the same at the same time are written out once.
+"""Folding: ranks with identical work at identical times are simulated once.
 
-Ranks with equal coordinates but for the pipeline axis form a column. Columns fold when everything that makes a rank's
-list differ is equal for each of their ranks: the tiers that each of its groups spans, the neighbours it sends to, what
-it owns of the optimizer states, and, in turn, the classes of the columns it meets in its groups (colour refinement).
+Ranks whose coordinates differ only on the pipeline axis form a column. Two columns fold if all of these agree for each
+of their ranks: the tiers that each group spans, the neighbors of its P2P sends, and its optimizer-state shards. The
+classes of the columns in each of its groups must agree as well (color refinement).
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ __all__ = ["Folding", "fold", "unfolded"]
 
 @dataclass(frozen=True, slots=True)
 class Folding:
-    """Which ranks are written out.
+    """Assignment of every rank to the rank that is simulated for it.
 
     Attributes:
-        stands_for: By rank, the rank that is written out in its place.
-        ranks: The ranks that are written out, ascending.
+        stands_for: Per rank, the simulated rank that represents it.
+        ranks: Simulated ranks, ascending.
     """
 
     stands_for: tuple[int, ...]
     ranks: tuple[int, ...]
 
     def members(self, group: tuple[int, ...]) -> tuple[int, ...]:
-        """The ranks written out that take part in what a group does together, ascending."""
+        """Returns the simulated ranks that represent the members of a group, ascending."""
         return tuple(sorted({self.stands_for[rank] for rank in group}))
 
 
 def unfolded(mapping: RankMapping) -> Folding:
-    """Every rank is written out."""
+    """Returns a folding in which every rank is simulated."""
     ranks = tuple(range(mapping.world_size))
     return Folding(ranks, ranks)
 
 
 def fold(mapping: RankMapping, node_of: Callable[[int], int], owns: Callable[[int], Hashable]) -> Folding:
-    """Folds all columns that are alike.
+    """Folds all equivalent columns.
 
     Args:
-        mapping: Which rank sits where.
+        mapping: Coordinates and groups of ranks.
         node_of: Node of a rank.
-        owns: Of a rank, what makes its work differ from that of others at the same stage.
+        owns: Per rank, a key for the optimizer states that it updates; columns fold only if their keys are equal.
     """
     width = mapping.ranks_per_stage
     firsts = range(width)  # ranks of the first pipeline stage stand for their columns
@@ -89,7 +89,7 @@ def fold(mapping: RankMapping, node_of: Callable[[int], int], owns: Callable[[in
 
 
 def _groups(ranks: range, group_of: Callable[[int], tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """All groups of one kind, each once."""
+    """Returns all distinct groups of one kind."""
     found: list[tuple[int, ...]] = []
     placed: set[int] = set()
     for rank in ranks:
@@ -100,7 +100,7 @@ def _groups(ranks: range, group_of: Callable[[int], tuple[int, ...]]) -> list[tu
 
 
 def _spread(groups: list[tuple[int, ...]], nodes: NDArray[np.int64], width: int) -> dict[int, int]:
-    """By rank, a number for how many ranks its group has on each node, on every pipeline stage."""
+    """Returns a number per rank; equal numbers have equal counts of group members per node, on every pipeline stage."""
     members = np.array(groups) + np.arange(0, len(nodes), width)[:, None, None]  # (stages, groups, ranks)
     on = np.sort(nodes[members], axis=-1)
     run = np.cumsum(np.diff(on, axis=-1, prepend=-1) != 0)  # number of the run of equal nodes
@@ -109,7 +109,7 @@ def _spread(groups: list[tuple[int, ...]], nodes: NDArray[np.int64], width: int)
 
 
 def _by_member(groups: list[tuple[int, ...]], fact: Callable[[tuple[int, ...]], Hashable]) -> dict[int, int]:
-    """By rank, a number for a fact about its group; equal facts have equal numbers."""
+    """Returns a number per rank for a fact about its group; equal facts get equal numbers."""
     numbers = _numbered([fact(group) for group in groups])
     return {member: number for group, number in zip(groups, numbers, strict=True) for member in group}
 
@@ -119,6 +119,6 @@ def _members_in(classes: list[int]) -> Callable[[tuple[int, ...]], Hashable]:
 
 
 def _numbered(values: Sequence[Hashable]) -> list[int]:
-    """Equal values get equal numbers."""
+    """Numbers the values; equal values get equal numbers."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(value, len(numbers)) for value in values]

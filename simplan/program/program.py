@@ -1,12 +1,13 @@
-"""The Program: who does what, in what order, with what work. It holds no seconds.
+"""The Program: the lowered operation list of one training step. It has no times.
 
-A Program is a list of operations. Each belongs to a rank and one of the rank's streams and names the Level 1 action it
-is part of. Order on a stream is the order of issue; across the streams of a rank ``waits`` says what must have ended;
-across ranks the members of one ``meeting`` start together once all of them can. Level 1 has one operation per action
-(plus its gradient reduction); Level 2 expands forward and backward into layers and the reduction into buckets.
+Each operation belongs to one rank and one of the rank's streams, and names the action it is part of. Operations of a
+stream run in the order of issue. Across the streams of a rank, ``waits`` lists the operations that must end first.
+Across ranks, the members of one ``meeting`` (a collective, or a send and its receive) start together once all are
+ready. Level 1 (action level) has one operation per action plus its gradient reduction. Level 2 (kernel level) expands
+forward and backward into layers and the reduction into buckets.
 
 Operations are columns of numpy arrays: a step of a thousand microbatches has a million of them. An ``Op`` is a view of
-one row, for people and tests; engines, prices and memory read the columns.
+one row for tests and display; engines, cost estimates and memory tracking read the columns.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ __all__ = [
 
 
 class Stream(StrEnum):
-    """Queues of a rank. What is on one of them runs in order of issue, one after the other.
+    """Streams of a rank. Operations of one stream run sequentially, in the order of issue.
 
-    Collectives of one process group share a queue, as NCCL's do. Messages have one for each kind; where those between
-    two ranks hold each other up, they wait for each other (``RankWriter``).
+    Collectives of one process group share a stream, as in NCCL. P2P sends and receives have one stream per kind and
+    direction. Where P2P transfers between two ranks block each other, explicit waits order them (``RankWriter``).
     """
 
     COMPUTE = "compute"
@@ -71,7 +72,7 @@ class Stream(StrEnum):
 
 
 class Phase(StrEnum):
-    """What is done to a layer."""
+    """Phases of a layer's work in a step."""
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
@@ -90,17 +91,17 @@ class LayerWork(NamedTuple):
     """One phase of one layer for one microbatch.
 
     Attributes:
-        layer: The layer, as one rank has it.
-        phase: Forward, forward again, backward or one of its parts (gradients of activations, gradients of weights),
-            what FSDP does around gathering its parameters or around reducing its gradients (copies, mostly), adding
-            its gradients to those of microbatches before, dividing them, summing up their squares, or updating its
-            parameters.
-        microbatch_size: Sequences (no matter to what is done to parameters and gradients only).
-        num_parameters: Elements that phases of parameters and gradients touch; a tied weight that another layer of the
-            rank owns is not among them.
-        kernels: Indices into ``layer.kernels`` of those that run; None for all. Exchanges among them take no part.
-        cuts: Exchanges for which they are cut into parts, to run beside them.
-        on_host: The CPU does it, in memory of the host; of phases of parameters and gradients.
+        layer: The layer, as sharded for one rank.
+        phase: Forward, recompute, full or split backward, copies around an FSDP unshard (``GATHER_COPY``) or
+            reduce-scatter (``REDUCE_COPY``), gradient accumulation, gradient division (``SCALE``), sum of squared
+            gradients (``NORM``) or optimizer update.
+        microbatch_size: Sequences per microbatch; ignored by phases that only touch parameters and gradients.
+        num_parameters: Elements touched by phases of parameters and gradients. A tied weight that another layer of the
+            rank owns is not counted.
+        kernels: Indices into ``layer.kernels`` of the kernels that run; None for all. Collectives among them are
+            ignored.
+        cuts: Number of collectives for which the kernels are split into chunks that overlap with communication.
+        on_host: True if the CPU does the work in host memory (only phases of parameters and gradients).
     """
 
     layer: LayerSpec
@@ -113,13 +114,13 @@ class LayerWork(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Bytes that move.
+    """One communication: a collective or a P2P transfer.
 
     Attributes:
-        kind: How.
-        num_bytes: How many; see ``CollectiveKind`` for what counts.
-        ranks: Global ranks of the group; of a broadcast the root first; source and destination of a send.
-        draw: As of ``Exchange``.
+        kind: Kind of collective or P2P transfer.
+        num_bytes: Size in bytes; ``CollectiveKind`` defines it per kind.
+        ranks: Global ranks of the group. A broadcast lists its root first; a send lists source and destination.
+        draw: Distribution of tokens over experts, as in ``Exchange``; None for other communication.
     """
 
     kind: CollectiveKind
@@ -129,11 +130,11 @@ class Message(NamedTuple):
 
 
 class HostCopy(NamedTuple):
-    """Bytes that move between a device and memory of its host; the link carries both directions at once.
+    """A copy between a device and its host memory; the link carries both directions simultaneously.
 
     Attributes:
-        num_bytes: How many.
-        to_host: From the device to the host, or back.
+        num_bytes: Size in bytes.
+        to_host: True for a copy from device to host, False for one from host to device.
     """
 
     num_bytes: int
@@ -141,11 +142,11 @@ class HostCopy(NamedTuple):
 
 
 class HostCalls(NamedTuple):
-    """Tensors that the host handles one by one, while the device waits.
+    """Tensors that the host handles individually while the device waits.
 
     Attributes:
-        num_calls: How many.
-        copies: Each is copied from or to one buffer for all; else a view is made of it.
+        num_calls: Number of tensors.
+        copies: True if each tensor is copied from or to one common buffer, False if only a view of it is created.
     """
 
     num_calls: int
@@ -153,24 +154,24 @@ class HostCalls(NamedTuple):
 
 
 class HostWait(NamedTuple):
-    """What the device waits for its host for.
+    """A wait of the device for its host.
 
     Attributes:
-        reason: Once a ``step`` a trainer takes the next batch, reads the loss and norms back and logs. Before a forward
-            a stage takes its ``batch``, whose sizes are read back from the device.
+        reason: ``step``: once per step, a trainer fetches the next batch, reads back the loss and norms, and logs.
+            ``batch``: before a forward, a stage fetches its batch, whose sizes are read back from the device.
     """
 
     reason: Literal["step", "batch"]
 
 
 class Excess(NamedTuple):
-    """What messages take beyond the work that they run beside, where neither is written out alone.
+    """Communication time beyond the overlapped compute, where neither has a separate operation.
 
     Attributes:
-        messages: One after the other.
-        beside: What is computed meanwhile, which is counted where it is computed.
-        taken: Part of the device's multiprocessors that messages run on: what is computed meanwhile takes longer by
-            such a part of the time that they run beside it.
+        messages: Communications, executed sequentially.
+        beside: Compute that overlaps with the communications; its own time is counted in its own operation.
+        taken: Fraction of the device's SMs that communication occupies. Overlapped compute takes longer by this
+            fraction of the overlap time.
     """
 
     messages: tuple[Message, ...]
@@ -182,7 +183,7 @@ Work = LayerWork | Message | HostCopy | HostCalls | HostWait | Excess
 
 
 class MemoryCategory(StrEnum):
-    """What memory holds; the host pool is in memory of the host, which is the device's own where that is a CPU."""
+    """Categories of memory. ``HOST`` is the pool in host memory, which is the device's own memory on a CPU."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -197,12 +198,12 @@ class MemoryCategory(StrEnum):
 
 
 class MemoryEffect(NamedTuple):
-    """How an operation changes one category of memory.
+    """Change of one memory category by an operation.
 
     Attributes:
-        category: Which.
-        during_bytes: Bytes more than before while it runs.
-        after_bytes: Bytes more than before once it is done; negative when it frees.
+        category: The category.
+        during_bytes: Change while the operation runs, in bytes, relative to before.
+        after_bytes: Change once the operation has ended, in bytes, relative to before; negative if it frees memory.
     """
 
     category: MemoryCategory
@@ -216,16 +217,17 @@ class Op:
 
     Attributes:
         rank: Global rank.
-        stream: The rank's stream it runs on.
-        name: For people, e.g. ``0F1``, ``block 3``, ``bucket 0``.
-        action: The Level 1 action it is part of.
-        kind: What its time counts as.
-        work: What is done, one after the other: layer phases, a message, a copy to or from the host, or calls of the
-            host; nothing takes no time. Messages among others, of operations that are not written out in full, are
-            waited for on the spot.
-        waits: Indices into ``Program.ops`` of operations of the same rank that must end first, besides its predecessor
-            on the stream.
-        meeting: Key shared with the operations of other ranks that start together with this one, or None.
+        stream: Stream of the rank on which the operation runs.
+        name: Display name, e.g. ``0F1``, ``block 3``, ``bucket 0``.
+        action: The action that the operation is part of.
+        kind: Category of the operation's time.
+        work: Work items, executed sequentially: layer phases, a communication, a copy to or from the host, or host
+            calls. Empty work takes no time. Communication among other items, in operations that are not expanded, is
+            blocking.
+        waits: Indices into ``Program.ops`` of operations of the same rank that must end first, in addition to the
+            predecessor on the stream.
+        meeting: Key shared with the operations of other ranks that start together with this one; None for no such
+            ranks.
         memory: Changes of memory.
     """
 
@@ -241,15 +243,15 @@ class Op:
 
     @property
     def message(self) -> Message | None:
-        """The message of an operation that is one."""
-        alone = len(self.work) == 1 or self.meeting is not None  # a part that is sent is gathered in the same operation
+        """The communication of an operation that is a single communication; None for any other operation."""
+        alone = len(self.work) == 1 or self.meeting is not None  # sent parts are all-gathered in the same operation
         if self.stream is not Stream.COMPUTE and alone and isinstance(self.work[0], Message):
             return self.work[0]
         return None
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The message of an operation that is one, and those of the same kind that follow upon it."""
+        """The communication of an operation and those of the same kind after it; empty if the operation is none."""
         first = self.message
         if first is None:
             return ()
@@ -265,7 +267,7 @@ _ACTION_CODE = {kind: code for code, kind in enumerate(ACTION_KINDS)}
 
 
 class OpColumns(NamedTuple):
-    """Operations as columns, ``(num_ops,)`` each unless said otherwise.
+    """Operations as columns, each of shape ``(num_ops,)`` unless noted.
 
     Attributes:
         rank: Global rank.
@@ -277,9 +279,9 @@ class OpColumns(NamedTuple):
         microbatch: Microbatch of the action; -1 for none.
         work: Index into ``Program.works``.
         memory: Index into ``Program.effects``.
-        meeting: Number shared by the members of a meeting, -1 for none.
-        wait_first: ``(num_ops + 1,)`` Where the waits of each operation begin in ``wait``.
-        wait: Indices of operations that must have ended.
+        meeting: Number shared by the members of a meeting; -1 for none.
+        wait_first: ``(num_ops + 1,)`` Offsets into ``wait`` at which the waits of each operation begin.
+        wait: Indices of the operations that must have ended.
     """
 
     rank: NDArray[np.int32]
@@ -298,23 +300,23 @@ class OpColumns(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One step of one plan.
+    """The operations of one step of a plan.
 
     Attributes:
-        level: 1 or 2.
-        table: The Level 1 table, one row per pipeline rank.
-        columns: All operations; those of one rank stand in host issue order.
+        level: 1 (one operation per action) or 2 (operations per layer and bucket).
+        table: The action table, one row per pipeline rank.
+        columns: All operations; those of one rank are in host issue order.
         names: Names of operations, as formats: ``{action}`` is the action, ``{3}`` layer 3 of its stage.
         works: Work of operations. Equal work of one rank is one entry.
-        effects: What operations do to memory; the first entry is nothing.
-        ranks: The ranks that are written out, ascending.
-        stands_for: By rank of the job, the rank that is written out in its place (see ``simplan.program.folding``).
-        resting_bytes: Per rank, memory held between steps by category.
-        rebuild_bytes: Per rank, buffers held once beside that, when DDP rebuilds its buckets before the second step:
-            the old and the new ones are alive together.
-        one_memory: Host and device are one memory (a CPU), so that what is offloaded counts as well.
-        layer_names: By stage, the names of its layers.
-        all_written_out: At Level 2, every rank and every layer has operations of its own.
+        effects: Memory changes of operations; the first entry is empty.
+        ranks: Simulated ranks, ascending.
+        stands_for: Per rank of the job, the simulated rank that represents it (see ``simplan.program.folding``).
+        resting_bytes: Per rank, persistent memory between steps by category, in bytes.
+        rebuild_bytes: Per rank, bytes of additional buffers when DDP rebuilds its buckets before the second step: the
+            old and the new buckets are resident together.
+        one_memory: True if host and device share one memory (a CPU), so that offloaded bytes count as well.
+        layer_names: Per stage, the names of its layers.
+        all_written_out: True if, at Level 2, every rank and every layer has separate operations.
     """
 
     level: int
@@ -344,7 +346,7 @@ class Program:
         *,
         one_memory: bool = False,
     ) -> Program:
-        """A Program of operations written by hand, as in tests; arguments as of the class."""
+        """Returns a Program of explicit operations, as used in tests; for the arguments see the class attributes."""
         names: dict[str, int] = {}
         works: dict[int, int] = {}
         effects: dict[tuple[MemoryEffect, ...], int] = {(): 0}
@@ -382,16 +384,16 @@ class Program:
         )
 
     def __len__(self) -> int:
-        """Operations."""
+        """Number of operations."""
         return len(self.columns.rank)
 
     @property
     def ops(self) -> Sequence[Op]:
-        """The operations as objects, made when they are asked for."""
+        """The operations as objects, created on access."""
         return _Ops(self)
 
     def op(self, index: int) -> Op:
-        """One operation as an object."""
+        """Returns one operation as an object."""
         c = self.columns
         microbatch = int(c.microbatch[index])
         action = Action(int(c.stage[index]), ACTION_KINDS[c.action[index]], microbatch if microbatch >= 0 else None)
@@ -409,23 +411,23 @@ class Program:
         )
 
     def on_stream(self, *streams: Stream) -> NDArray[np.bool_]:
-        """``(num_ops,)`` Whether operations are on one of some streams."""
+        """``(num_ops,)`` Returns True for operations on any of the given streams."""
         chosen = np.array([stream in streams for stream in STREAMS])
         return np.asarray(chosen[self.columns.stream])
 
     def of_kind(self, *kinds: SpanKind) -> NDArray[np.bool_]:
-        """``(num_ops,)`` Whether the time of operations counts as one of some kinds."""
+        """``(num_ops,)`` Returns True for operations whose time counts as any of the given kinds."""
         chosen = np.array([kind in kinds for kind in SPAN_KINDS])
         return np.asarray(chosen[self.columns.kind])
 
     def of_action(self, *kinds: ActionKind) -> NDArray[np.bool_]:
-        """``(num_ops,)`` Whether operations are part of an action of one of some kinds."""
+        """``(num_ops,)`` Returns True for operations that are part of an action of any of the given kinds."""
         chosen = np.array([kind in kinds for kind in ACTION_KINDS])
         return np.asarray(chosen[self.columns.action])
 
     @cached_property
     def effect_bytes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """``(num_effects, num_categories)`` Bytes more while an operation runs, and once it is done."""
+        """``(num_effects, num_categories)`` Change in bytes while an operation runs, and after its end."""
         categories = {category: column for column, category in enumerate(MemoryCategory)}
         during, after = (np.zeros((len(self.effects), len(categories)), np.int64) for _ in range(2))
         for row, effects in enumerate(self.effects):
@@ -464,7 +466,7 @@ class Program:
 
 
 def _grouped(values: NDArray[np.int64]) -> dict[int, tuple[int, ...]]:
-    """Value -> indices where it is, ascending; values in the order in which they first come."""
+    """Returns value -> ascending indices at which it occurs; values are in order of first occurrence."""
     order = np.argsort(values, kind="stable")
     begins = np.flatnonzero(np.diff(values[order], prepend=values.min(initial=0) - 1))
     parts = np.split(order, begins[1:])

@@ -1,4 +1,4 @@
-"""When everything happened: spans on the streams of ranks, predicted or measured, in one shape."""
+"""Timelines: spans on the streams of ranks, in one format for predictions and measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["COMPUTING", "Span", "SpanKind", "Split", "Timeline", "covered_s", "s
 
 
 class SpanKind(StrEnum):
-    """What a span's time counts as in the split of a step."""
+    """Categories of time in the breakdown of a step."""
 
     COMPUTE = "compute"
     RECOMPUTE = "recompute"
@@ -26,23 +26,23 @@ class SpanKind(StrEnum):
 _KINDS = tuple(SpanKind)
 
 COMPUTING = frozenset({SpanKind.COMPUTE, SpanKind.RECOMPUTE})
-"""Kinds that count as work when idle time is measured."""
+"""Kinds that count as compute when idle time is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing that ran.
+    """One interval of activity on a stream.
 
     Attributes:
         rank: Global rank.
         stream: ``compute`` or the name of a communication stream.
-        name: What ran, e.g. ``0F1``, ``all_reduce bucket 2``.
-        action: The Level 1 action it belongs to, in text form.
-        kind: What its time counts as.
+        name: Name of the operation, e.g. ``0F1``, ``all_reduce bucket 2``.
+        action: The action that the span belongs to, in text form.
+        kind: Category of the span's time.
         start_s: Start, seconds from the start of the step.
-        end_s: End.
-        num_bytes: Bytes moved, for communication.
-        peer: The other rank of a send or receive.
+        end_s: End, seconds from the start of the step.
+        num_bytes: Bytes moved by communication; 0 for other spans.
+        peer: The other rank of a send or receive; None for other spans.
     """
 
     rank: int
@@ -61,9 +61,9 @@ class Timeline:
     """All spans of one step.
 
     Attributes:
-        spans: In no particular order.
-        num_ranks: Ranks that took part.
-        step_time_s: From 0 to the end of the last rank.
+        spans: Spans, in no particular order.
+        num_ranks: Number of ranks.
+        step_time_s: Seconds from the start of the step to the end of the last rank.
     """
 
     spans: Sequence[Span]
@@ -84,14 +84,14 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Where one rank's step went: exclusive shares that sum to the step, seconds.
+    """Breakdown of one rank's step time: exclusive parts in seconds that sum to the step.
 
     Attributes:
-        compute_s: Forward and backward.
-        recompute_s: Forward run again for the backward pass.
-        exposed_communication_s: Bytes of this rank move while it computes nothing, on whatever stream.
-        wait_s: Bubble, a late peer.
-        host_s: The host is behind.
+        compute_s: Forward and backward, without recomputation.
+        recompute_s: Forward recomputed for the backward pass.
+        exposed_communication_s: Communication of this rank on any stream while its compute stream is idle.
+        wait_s: Remaining idle time: pipeline bubble, or waiting for a late peer.
+        host_s: Time on the compute stream spent waiting for the host.
         optimizer_s: The optimizer step.
     """
 
@@ -104,7 +104,7 @@ class Split:
 
     @property
     def total_s(self) -> float:
-        """Sum of the shares: the step time."""
+        """Sum of the parts: the step time."""
         return (
             self.compute_s
             + self.recompute_s
@@ -116,11 +116,11 @@ class Split:
 
 
 def split_of_rank(spans: Iterable[Span], step_time_s: float) -> Split:
-    """Splits one rank's step; see ``split_of_times``.
+    """Computes the breakdown of one rank's step; see ``split_of_times``.
 
     Args:
         spans: Spans of one rank; those on ``compute`` do not overlap.
-        step_time_s: Length of the step.
+        step_time_s: Step time in seconds.
     """
     listed = list(spans)
     kinds = np.array([_KINDS.index(span.kind) for span in listed], np.int64)
@@ -136,16 +136,16 @@ def split_of_times(
     end_s: NDArray[np.float64],
     step_time_s: float,
 ) -> Split:
-    """Splits one rank's step.
+    """Computes the breakdown of one rank's step.
 
-    Time on the compute stream counts as its kind. Of the gaps, what communication of this rank covers is exposed
-    communication, the rest is wait.
+    Time on the compute stream counts as its kind. Gaps covered by communication of this rank are exposed communication;
+    the remaining gaps are wait.
 
     Args:
-        kinds: Indices into ``tuple(SpanKind)``.
-        on_compute: Whether each is on the compute stream; those do not overlap.
-        start_s, end_s: When each ran.
-        step_time_s: Length of the step.
+        kinds: ``(spans,)`` Indices into ``tuple(SpanKind)``.
+        on_compute: ``(spans,)`` True for spans on the compute stream, which do not overlap.
+        start_s, end_s: ``(spans,)`` Start and end in seconds.
+        step_time_s: Step time in seconds.
     """
     busy = on_compute & (kinds != _KINDS.index(SpanKind.COMMUNICATION))
     by_kind_s = np.bincount(kinds[busy], (end_s - start_s)[busy], len(_KINDS))
@@ -163,7 +163,7 @@ def split_of_times(
 
 
 def covered_s(start_s: NDArray[np.float64], end_s: NDArray[np.float64]) -> float:
-    """Seconds during which at least one of some intervals is under way."""
+    """Returns the seconds covered by at least one of the intervals."""
     if not len(start_s):
         return 0.0
     order = np.argsort(start_s, kind="stable")

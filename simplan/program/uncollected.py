@@ -1,4 +1,4 @@
-"""Without the cyclic garbage collector while many objects are made that all stay."""
+"""Pausing Python's cyclic garbage collector while many long-lived objects are created."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["uncollected"]
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Pauses the collector, as a context or as a decorator.
+    """Pauses the collector, as a context manager or as a decorator.
 
-    It walks all objects again and again while their number grows, and finds nothing: operations, events and spans form
-    no cycles that outlive their use. Half of the time of a large simulation went into that.
+    The collector would traverse all objects repeatedly as their number grows, and find nothing: operations, events and
+    spans form no cycles that outlive their use. Half of the time of a large simulation went into these traversals.
     """
     was_on = gc.isenabled()
     gc.disable()

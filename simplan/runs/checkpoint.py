@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what is asked, what one says about itself, and what of it can go on."""
+"""Checkpoints of a run: options, header, and checks before resuming."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["CheckpointHeader", "CheckpointTiming", "Checkpointing", "differences
 
 
 class Checkpointing(Spec):
-    """How a run keeps its state.
+    """Checkpointing options of a run.
 
     Attributes:
-        folder: Absolute path, which all nodes share; one folder in it for every checkpoint.
-        every: Steps between checkpoints.
-        keep: Whole checkpoints that stay; older ones are deleted.
-        resume: Begin with the newest checkpoint of the folder; from the beginning when there is none.
-        max_restarts: How often ranks that failed or hang are started again, from the newest checkpoint.
+        folder: Absolute path, shared by all nodes; each checkpoint is one folder in it.
+        every: Number of steps between checkpoints.
+        keep: Number of complete checkpoints to keep; older ones are deleted.
+        resume: True to resume from the latest checkpoint of the folder, or from step 0 if there is none.
+        max_restarts: Maximum restarts from the latest checkpoint after ranks fail or hang.
     """
 
     folder: str
@@ -35,12 +35,13 @@ class Checkpointing(Spec):
 
 
 class CheckpointTiming(Spec):
-    """What a checkpoint took.
+    """Time to write a checkpoint.
 
     Attributes:
-        step: Steps done when it was taken.
-        written_s: From the end of the step to the whole checkpoint on the disk; training waits for it.
-        failure: Why it was not written; None when it was.
+        step: Steps completed at the checkpoint.
+        written_s: Seconds from the end of the step until the checkpoint is complete on disk, during which training
+            waits.
+        failure: Reason why writing failed; None for success.
     """
 
     step: int
@@ -49,14 +50,14 @@ class CheckpointTiming(Spec):
 
 
 class CheckpointHeader(Spec):
-    """What a checkpoint says about itself: of which training it is, and which files belong to it.
+    """Header of a checkpoint: the training that it belongs to, and its files.
 
     Attributes:
-        step: Steps done, which is also the position in the data: step n has the same samples in every run.
-        model, training, plan: Of the run that wrote it.
-        seed: Of its weights and data.
-        dtype: Of its job.
-        file_bytes: Size of every other file by name.
+        step: Steps completed, which is also the position in the data: step n has the same samples in every run.
+        model, training, plan: Model, training and plan of the run that wrote the checkpoint.
+        seed: Seed of the run's weights and data.
+        dtype: Precision of the job.
+        file_bytes: File name -> size in bytes, for all files except the header.
     """
 
     schema_version: Literal[3] = 3
@@ -76,11 +77,11 @@ _SAME_STAGES = ("pp", "virtual_stages")
 def differences(
     header: CheckpointHeader, model: ModelSpec, training: TrainingSpec, plan: ParallelPlan, seed: int, dtype: str
 ) -> Iterator[Problem]:
-    """Why a job cannot go on from a checkpoint: another training, or a split whose parts do not fit.
+    """Yields the reasons why a job cannot resume from a checkpoint: another training, or an incompatible split.
 
-    Data- and tensor-parallel ranks, how states are sharded over them, and pipeline stages may be others; only a tied
-    embedding, which has two copies in a pipeline, needs the same stages, and experts that ranks split as many
-    tensor-parallel ranks.
+    Data- and tensor-parallel sizes, sharding of states, and pipeline stages may differ. There are two exceptions: a
+    tied embedding, which has two copies in a pipeline, needs equal stages; experts with tensor parallelism need an
+    equal tensor-parallel size.
     """
     same = [
         ("model", header.model.model_dump(), model.model_dump()),

@@ -1,4 +1,4 @@
-"""How a job goes on with fewer nodes: the same training on fewer data-parallel ranks with more microbatches each."""
+"""Continuation of a job on fewer nodes: the same training with fewer data-parallel ranks and more microbatches each."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["FewerNodes", "Nodes", "on_fewer_devices"]
 
 
 class FewerNodes(Spec):
-    """What is other than on all nodes; model, training and data are the same.
+    """Plan of a job on fewer nodes; model, training and data are unchanged.
 
     Attributes:
-        num_nodes: Nodes that are there.
-        plan, boundaries, table, predicted_memory_bytes: As of ``RunSpec``.
+        num_nodes: Number of remaining nodes.
+        plan, boundaries, table, predicted_memory_bytes: See ``RunSpec``.
     """
 
     num_nodes: Count
@@ -29,17 +29,17 @@ class FewerNodes(Spec):
 
 
 def on_fewer_devices(plan: ParallelPlan, num_devices: int) -> ParallelPlan:
-    """The plan with fewer data-parallel ranks, and everything else as it is.
+    """Returns the plan with fewer data-parallel ranks; all other degrees are unchanged.
 
-    Groups of shards keep their size where that divides the data-parallel ranks that are left; else states are sharded
-    over all of these.
+    Shard groups keep their size if it divides the remaining data-parallel ranks; otherwise states are sharded over all
+    of these ranks.
 
     Args:
-        plan: On all devices.
-        num_devices: Devices that are left.
+        plan: Plan for all devices.
+        num_devices: Number of remaining devices.
 
     Raises:
-        SpecError: They do not hold whole replicas of the model.
+        SpecError: The remaining devices are no whole number of model replicas.
     """
     of_replica = plan.tp * plan.cp * plan.pp
     if num_devices % of_replica:
@@ -52,17 +52,17 @@ def on_fewer_devices(plan: ParallelPlan, num_devices: int) -> ParallelPlan:
 
 
 class Nodes(Spec):
-    """The rendezvous, as one node sees it.
+    """Rendezvous options of one node.
 
     Attributes:
-        min_nodes, max_nodes: torchrun's ``--nnodes MIN:MAX``: as many begin and go on when others are lost or leave,
-            and as many at most.
+        min_nodes, max_nodes: torchrun's ``--nnodes MIN:MAX``: minimum nodes to start, and to continue after nodes are
+            lost or leave, and maximum nodes.
         ranks_per_node: torchrun's ``--nproc-per-node``.
-        host, port: torchrun's ``--rdzv-endpoint``, where the store is.
-        leads: Whether this is the node at ``host``, which has the store and the job.
-        join_timeout_s: How long to wait for the others.
-        last_call_timeout_s: How long to wait for more of them once there are as many as can begin.
-        asked: What was asked, by section or option; must be equal on all nodes.
+        host, port: torchrun's ``--rdzv-endpoint``, the address of the store.
+        leads: True on the node at ``host``, which has the store and the job.
+        join_timeout_s: Seconds to wait for the other nodes.
+        last_call_timeout_s: Seconds to wait for further nodes once ``min_nodes`` have joined.
+        asked: Requested settings, by section or option; must be equal on all nodes.
     """
 
     schema_version: Literal[1] = 1
@@ -78,5 +78,5 @@ class Nodes(Spec):
 
     @property
     def endpoint(self) -> str:
-        """``HOST:PORT``."""
+        """The address as ``HOST:PORT``."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

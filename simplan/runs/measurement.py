@@ -1,4 +1,4 @@
-"""What running a job recorded. The executor writes it, ``compare`` reads it."""
+"""Measurements of a job. The executor writes them, ``compare`` reads them."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ IssuedKind = Literal[
 
 
 class PeakMemory(Spec):
-    """Peak memory in three columns, bytes; None where the device or the run does not tell.
+    """Peak memory by three counters, in bytes; None where the device or the run has no value.
 
     Attributes:
-        allocated_bytes: By tensors (CUDA allocator statistics; on the CPU, the profiler's allocation trace).
-        reserved_bytes: By the caching allocator; None on the CPU, which has none.
-        device_bytes: On the device by the driver's account; on the CPU, the peak resident set of the process.
+        allocated_bytes: Bytes of tensors (CUDA allocator statistics; on the CPU, the profiler's allocation trace).
+        reserved_bytes: Bytes of the caching allocator; None on the CPU, which has none.
+        device_bytes: Bytes on the device as reported by the driver; on the CPU, the peak resident set of the process.
     """
 
     allocated_bytes: Count | None = None
@@ -53,13 +53,13 @@ class PeakMemory(Spec):
 
 
 class MeasuredSpan(Spec):
-    """An action as it ran, or a part of one: waits for messages are outside of the span.
+    """A measured action, or a part of one, without waits for communication.
 
     Attributes:
         action: Text form, e.g. ``0F1``; OPTIM and REDUCE_GRAD included.
-        kind: What its time counts as in the split of the step.
-        start_s: Seconds from the common start of the step (clock aligned over ranks).
-        end_s: End on the same clock.
+        kind: Category of its time in the breakdown of the step.
+        start_s: Start, in seconds from the common start of the step (clocks aligned over ranks).
+        end_s: End on the same clock, in seconds.
     """
 
     action: str
@@ -69,15 +69,15 @@ class MeasuredSpan(Spec):
 
 
 class MeasuredCollective(Spec):
-    """A collective or message as it was issued, in issue order.
+    """A collective, P2P transfer or host copy, in issue order.
 
     Attributes:
         kind: A kind of collective, ``send`` or ``recv``, or a copy between the device and its host.
-        action: The action during which it was issued (``0SEND_F1``; for a DDP bucket the backward it overlaps).
-        ranks: Global ranks of the group (of a broadcast the root first), or (source, destination); of a copy, the rank.
-        num_bytes: As ``simplan.model.layer.CollectiveKind`` counts them.
-        start_s: When it was issued.
-        end_s: When its completion was seen; None when that was not observed.
+        action: Action during which it was issued (``0SEND_F1``; for a DDP bucket the backward that it overlaps).
+        ranks: Global ranks of the group (root first for a broadcast), or (source, destination); for a copy, the rank.
+        num_bytes: Size in bytes as in ``simplan.model.layer.CollectiveKind``.
+        start_s: Time of issue, in seconds.
+        end_s: Time at which its completion was observed, in seconds; None if it was not observed.
     """
 
     kind: IssuedKind
@@ -89,16 +89,16 @@ class MeasuredCollective(Spec):
 
 
 class RankMeasurement(Spec):
-    """One rank.
+    """Measurement of one rank.
 
     Attributes:
         rank: Global rank.
-        peak_memory: Over the whole run.
-        actions: Of the representative step (the one whose step time is the median), in issue order.
-        collectives: Of the same step, in issue order.
-        reruns: Forward that ran again inside of the actions, one span for each block or attention core; None where
-            that was not timed: in compiled blocks, where it is a part of their backward.
-        step_times_s: This rank's own time of each steady step.
+        peak_memory: Peak over the whole run.
+        actions: Actions of the representative step (the step with the median step time), in issue order.
+        collectives: Communication of the same step, in issue order.
+        reruns: Recomputation inside the actions, one span per block or attention core. None if it was not timed: in
+            compiled blocks it is a part of their backward.
+        step_times_s: The rank's own time of each steady step, in seconds.
     """
 
     rank: int
@@ -110,14 +110,14 @@ class RankMeasurement(Spec):
 
 
 class SlowRank(Spec):
-    """A rank that computes for longer than others with the same to do.
+    """A rank whose compute takes longer than on its peers with equal work.
 
     Attributes:
-        rank: Which.
-        factor: How many times as long.
-        compared_with: The others.
-        compute_s: Seconds of a step in which it computes, median over the steady steps; waits are left out.
-        others_compute_s: The same of the others.
+        rank: Global rank.
+        factor: Compute time over that of its peers.
+        compared_with: Ranks of its peers.
+        compute_s: Seconds of compute per step, without waits, median over the steady steps.
+        others_compute_s: Seconds of compute per step on its peers, without waits.
     """
 
     rank: int
@@ -128,16 +128,16 @@ class SlowRank(Spec):
 
 
 class EarlierPart(Spec):
-    """What a run did on other nodes, until some went or came.
+    """A part of a run on another set of nodes, before nodes left or joined.
 
     Attributes:
-        num_nodes: Nodes it ran on.
-        plan: On their ranks.
-        first_step: Steps that were done when it began.
-        end_step: Steps that were done in the checkpoint that the next part began with; what it did beyond is done
-            again there.
+        num_nodes: Number of nodes.
+        plan: Plan on the ranks of these nodes.
+        first_step: Steps completed when the part began.
+        end_step: Steps completed in the checkpoint from which the next part began; later steps of this part are
+            repeated there.
         losses: Mean loss of every step between the two.
-        ended: Why it ended.
+        ended: Reason why the part ended.
     """
 
     num_nodes: Count
@@ -149,24 +149,25 @@ class EarlierPart(Spec):
 
 
 class Measurement(Spec):
-    """A measured run; of one whose nodes went or came, its last part.
+    """A measured run; if nodes left or joined, its last part.
 
-    Step times, losses and ranks are those of one plan, which is that of ``job``. ``earlier`` tells of the others.
+    Step times, losses and ranks belong to one plan, the plan of ``job``. ``earlier`` has the other parts.
 
     Attributes:
-        job: What was run.
-        complete: False when the run ended early; ``failure`` says why and the steps before it are kept.
-        step_times_s: Steady steps: last rank's end minus first rank's start.
-        warmup_step_times_s: The steps before, not counted.
-        reference_s: What the executor's reference product took between the steady steps: how fast the machine was.
+        job: The job.
+        complete: False if the run ended early; ``failure`` has the reason, and earlier steps are kept.
+        step_times_s: Steady steps, in seconds: last rank's end minus first rank's start.
+        warmup_step_times_s: Warm-up steps before them, in seconds; not counted.
+        reference_s: Seconds of the executor's reference matmul between the steady steps, a measure of the machine's
+            speed; None if it was not timed.
         losses: Mean loss of every step, warm-up included.
         ranks: One entry per rank.
-        first_step: Steps that the checkpoint had done with which the run began, or its last part; 0 for a run from the
+        first_step: Steps completed in the checkpoint from which the run, or its last part, began; 0 for a run from the
             beginning.
-        earlier: Parts on other nodes, in order; empty unless nodes went or came.
-        checkpoints: What each took, as rank 0 has it, of all parts; a step that was done again may come again.
-        slow_ranks: Ranks that are slower than their like, beyond the spread of their steps.
-        notes: What a reader should know besides, one sentence each.
+        earlier: Parts on other nodes, in order; empty unless nodes left or joined.
+        checkpoints: Time of each checkpoint on rank 0, over all parts; a repeated step may occur twice.
+        slow_ranks: Ranks that are slower than their peers, beyond the spread of their steps.
+        notes: Further remarks for the reader, one sentence each.
         environment: Machine, versions, threads, backend.
     """
 
@@ -188,12 +189,12 @@ class Measurement(Spec):
 
     @property
     def step_time_s(self) -> float:
-        """Median of the steady steps."""
+        """Median of the steady steps, in seconds."""
         return statistics.median(self.step_times_s)
 
     @property
     def spread(self) -> float:
-        """Half the distance of the 10th and 90th percentile, relative to the median."""
+        """Half the difference of the 90th and 10th percentile, relative to the median."""
         ordered = sorted(self.step_times_s)
         low = ordered[int(0.1 * (len(ordered) - 1))]
         high = ordered[-1 - int(0.1 * (len(ordered) - 1))]

@@ -1,4 +1,4 @@
-"""What rehearsing one rank of a job recorded. The executor writes it, ``validate.rehearsal`` reads it."""
+"""Record of a rehearsal, a dry run of one rank. The executor writes it, ``validate.rehearsal`` reads it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["ActionTime", "Rehearsal"]
 
 
 class ActionTime(Spec):
-    """How long one action kept the device.
+    """Device time of one action.
 
     Attributes:
         action: Text form, e.g. ``0F1``.
-        seconds: In each measured step, without what the fake process group took instead of communicating.
+        seconds: Seconds in each measured step, without the time of the fake process group that replaces communication.
     """
 
     action: str
@@ -28,22 +28,22 @@ class ActionTime(Spec):
 
     @property
     def median_s(self) -> float:
-        """Over the steps."""
+        """Median seconds over the steps."""
         return statistics.median(self.seconds)
 
 
 class Rehearsal(Spec):
-    """One rank of a job, run alone.
+    """Record of a rehearsal: one rank of a job, run alone.
 
     Attributes:
         job: The job.
-        rank: Which of its ranks.
-        fake: On tensors without data: there are memory and collectives, but no times.
-        peak_memory: Of the steps, by the device's own account where it has one.
-        peak_by_category: What the rank held at its worst moment, bytes: every tensor, followed one by one.
-        peak_action: The action during which that was.
-        actions: Times in the order of the rank's row; empty for a fake one.
-        collectives: What the rank issued in the last step, in order; nothing of it was carried out.
+        rank: Global rank.
+        fake: True for tensors without data: memory and collectives are recorded, but no times.
+        peak_memory: Peak over the steps, as reported by the device if it reports memory.
+        peak_by_category: Bytes by category at the rank's peak, from tracking every tensor.
+        peak_action: Action during which the peak occurred.
+        actions: Times in the order of the rank's row; empty for a fake rehearsal.
+        collectives: Communication that the rank issued in the last step, in order; none of it was executed.
         environment: Machine, versions, device.
     """
 

@@ -1,4 +1,4 @@
-"""What is handed to the executor: one plan, fully decided, with the Level 1 table that was simulated."""
+"""Job files, the executor's input: one fully specified plan with the action table that was simulated."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from simplan.training.training import TrainingSpec
 __all__ = ["RunSpec"]
 
 _USUAL_WARMUP = 5
-"""Steps that are run beside those asked for, where it is left open how many do not count."""
+"""Additional steps to run if the number of warm-up steps is unspecified."""
 
 
 class RunSpec(Spec):
-    """A job file: everything the ranks need, decided beforehand.
+    """A job file: all settings that the ranks need.
 
     Attributes:
         name: Name of the scenario.
-        model, training, plan, software: What was asked, resolved.
+        model, training, plan, software: Resolved settings of the request.
         boundaries: The stage assignment (see ``StageAssignment``).
-        table: The complete Level 1 table, text form, one row per pipeline rank.
-        num_steps: Steady steps to measure.
-        num_warmup_steps: Steps run before them and not counted; None for finding afterwards from the step times which
-            these were, of a few steps more.
-        seed: Of weights and synthetic tokens.
-        dtype: ``fp64`` replaces the training precision, for checking against one process.
-        device: ``auto`` takes CUDA devices when there are enough, else the CPU.
-        timeout_s: A rank that makes no progress for so long ends the run.
-        checkpointing: How the state is kept; None for not at all.
-        predicted_memory_bytes: By rank, what the prediction says it needs on its device; empty without a prediction.
-        fewer_nodes: How it goes on with fewer nodes than all, more of them first; empty when it does not.
-        profile_memory: Run one extra step under the allocation profiler (CPU only) for peak allocated bytes.
+        table: The complete action table, text form, one row per pipeline rank.
+        num_steps: Number of steady steps to measure.
+        num_warmup_steps: Number of steps before them that are not counted; None to run a few more steps and to detect
+            the warm-up afterwards from the step times.
+        seed: Seed of weights and synthetic tokens.
+        dtype: ``fp64`` replaces the training precision, for comparison with the single-process reference.
+        device: ``auto`` uses CUDA devices if there are enough, otherwise the CPU.
+        timeout_s: Seconds without progress of a rank after which the run is aborted.
+        checkpointing: Checkpointing options; None for no checkpoints.
+        predicted_memory_bytes: Per rank, predicted bytes on its device; empty without a prediction.
+        fewer_nodes: Plans for continuation on fewer nodes, in descending number of nodes; empty for no continuation.
+        profile_memory: True to run one extra step under the allocation profiler (CPU only) for peak allocated bytes.
     """
 
     schema_version: Literal[1] = 1
@@ -63,26 +63,26 @@ class RunSpec(Spec):
 
     @property
     def num_all_steps(self) -> int:
-        """Steps of the training, warm-up included."""
+        """Number of steps, warm-up included."""
         return self.num_steps + (_USUAL_WARMUP if self.num_warmup_steps is None else self.num_warmup_steps)
 
     @property
     def assignment(self) -> StageAssignment:
-        """Which layers each stage holds."""
+        """Assignment of layers to stages."""
         return StageAssignment(self.boundaries)
 
     def on_nodes(self, fewer: FewerNodes) -> RunSpec:
-        """The job as so many nodes go on with it."""
+        """Returns the job with the plan for fewer nodes."""
         keys = ("plan", "boundaries", "table", "predicted_memory_bytes")
         return self.model_copy(update={key: getattr(fewer, key) for key in keys})
 
     def on_ranks(self, num_ranks: int) -> RunSpec | None:
-        """The job on as many of these ranks (torchrun's WORLD_SIZE) as have a plan; None when they are too few."""
+        """Returns the job with the largest plan that fits ``num_ranks`` (torchrun's WORLD_SIZE); None if none fits."""
         plans = (self, *map(self.on_nodes, self.fewer_nodes))
         return next((job for job in plans if job.plan.num_devices <= num_ranks), None)
 
     def parsed_table(self) -> Table:
-        """The table as actions.
+        """Returns the table as actions.
 
         Raises:
             ProgramError: A cell is not an action.

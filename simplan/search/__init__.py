@@ -1,6 +1,6 @@
-"""Many plans: the best, and why not the others.
+"""Search over parallel plans: the best plans, and why the others lost.
 
-``simplan.search(job)`` is ``simplan.search.search``: the package may be called.
+The package is callable: ``simplan.search(job)`` calls ``simplan.search.search``.
 """
 
 import sys
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class _Callable(ModuleType):
-    """A package that is called like the function that gave it its name."""
+    """Module type that makes the package callable as ``search``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> SearchResult:
         return search(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The search: one job on one or several numbers of devices, its candidates, and the answer."""
+"""Entry point of the search: one job, on one or several device counts, to a ``SearchResult``."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _LIMITS = {"memory": "the worst device must hold it", "max_step_time_s": "a step
 
 @dataclass(frozen=True, slots=True)
 class SearchProgress:
-    """How far a search is.
+    """Progress of a search.
 
     Attributes:
-        done: Candidates rejected, bounded or timed.
+        done: Candidates rejected, pruned or timed.
         total: Candidates of the space.
-        best_step_time_s: Step time of the best so far; None while there is none.
-        so_far: The answer as it would be if the search were stopped now; made when it is asked for, during the call.
-        doing: What is done at present.
+        best_step_time_s: Step time of the best plan so far, in seconds; None before the first plan.
+        so_far: Returns the result if the search stopped now. Valid only during the progress call.
+        doing: Description of the current phase.
     """
 
     done: int
@@ -62,35 +62,39 @@ def search(
     explain: bool = True,
     on_progress: Callable[[SearchProgress], None] | None = None,
 ) -> SearchResult:
-    """The best plans of a space, exactly: no plan of the space is better by the model of ``predict``.
+    """Find the best plans of a space, exactly: by ``predict``, no plan of the space is better.
 
-    Of plans with as many ranks on every axis, as large microbatches and the same time to a thousandth the simplest is
-    shown, and the others are counted (``RankedPlan.alike``): so one that is better by less may be among these.
-    Plans that need full recomputation are also tried with as few blocks of every stage as fit (``recompute_layers``):
-    the most promising ones, so that of these alone a better one may be missed.
-    Layers are split into stages as ``predict`` splits them: as many blocks for each where the software has it so, else
-    the contiguous split whose slowest stage is fastest.
-    Ctrl-C ends the search with the best so far (``interrupted``).
+    Equivalent plans have the same parallel degrees and microbatch size, and step times within 0.1%. Each group shows
+    its simplest plan and counts the others (``RankedPlan.alike``). One of the others may be faster by less than 0.1%.
+
+    Plans that fit only with full recomputation are also tried with the fewest recomputed blocks per stage that fit
+    (``recompute_layers``). Only the most promising ones are tried, so this part of the search is not exhaustive.
+
+    Layers are split into stages as in ``predict``: equal blocks per stage where the software requires it, else the
+    contiguous split with the fastest slowest stage.
+
+    Ctrl-C ends the search and returns the best plans so far (``interrupted``).
 
     Args:
-        job: What is asked; its plan has what a search does not vary, and else is not looked at.
-        space: The plans to choose from and what makes one better; by default all of the default ranges, by step time.
-        name: For people.
-        calibration: Timings of this machine, when the cluster is this machine.
-        jobs: Processes; -1 for one a core. Under ``joblib.parallel_config`` those of its backend (Dask, Ray).
-        explain: Say of the ranked plans what limits them, and what change would make a plan when there is none.
-        on_progress: Called often, from this process.
+        job: The job. Its plan supplies the fields that a search does not vary; the other plan fields are ignored.
+        space: Ranges and objective; None for the default ranges, ranked by step time.
+        name: Display name.
+        calibration: Timings of this machine; only when the cluster is this machine.
+        jobs: Worker processes; -1 for one per core. Under ``joblib.parallel_config``, workers of that backend (Dask,
+            Ray).
+        explain: Report bottleneck and sensitivities of ranked plans, and feasible changes when no plan fits.
+        on_progress: Called after every batch, in this process.
 
     Raises:
-        SpecError: What is asked is wrong whatever the plan, its ranges have no plan between them, or a price cannot be
-            had.
+        SpecError: The job is invalid for every plan, the ranges have no plan in common, or cost is not available as an
+            objective.
     """
     possible = that_it_has(job.software, space or SearchSpace())
     return _Search(name, job, possible, calibration, jobs, on_progress).result(explain=explain)
 
 
 class _Search:
-    """One search: what it is asked, and what it knows so far."""
+    """State of one search: the request, and the results so far."""
 
     def __init__(
         self,
@@ -160,9 +164,12 @@ class _Search:
         return found
 
     def _confirm(self) -> bool:
-        """Gives what is ranked or on the front the numbers of ``predict``; whether any plan had others before.
+        """Replace numbers of truncated steps by those of ``predict`` for ranked plans and the front.
 
-        Those of truncated steps are no larger, so what is not kept by them is not kept by these either.
+        Truncated steps never overestimate, so a plan that they exclude stays excluded.
+
+        Returns:
+            True if the numbers of any plan changed.
         """
         changed = False
         while unknown := [timed for timed in self._incumbents.shown if timed.plan not in self._confirmed]:
@@ -185,7 +192,7 @@ class _Search:
         return changed
 
     def _answer(self, *, interrupted: bool) -> SearchResult:
-        """What is known now; an interrupted search counts what was looked at."""
+        """Current result; an interrupted search counts only the evaluated candidates."""
         counts, job = self._statistics, self._job
         return SearchResult(
             name=self._name,
@@ -264,7 +271,7 @@ class _Search:
         )
 
     def _misses(self) -> tuple[NearestMiss, ...]:
-        """What lacks memory; where nothing is within the deadline and something fits, what lacks time."""
+        """Nearest misses: over memory, or over the deadline if plans fit but none meets the deadline."""
         late = not self._incumbents.ranked and bool(self._statistics.late)
 
         def told(miss: Miss) -> NearestMiss:
@@ -281,7 +288,7 @@ class _Search:
 
 
 def _alike(group: Group) -> Alike:
-    """What the others of a group have that the one that is shown has not."""
+    """Number of other plans in a group, and their field values that differ from the shown plan."""
     names = (*FIELDS, "recompute_layers")
     shown, *others = ({name: getattr(timed.plan, name) for name in names} for timed in (group.shown, *group.others))
     found = {key: {other[key] for other in others} - {value} for key, value in shown.items()}
@@ -289,17 +296,17 @@ def _alike(group: Group) -> Alike:
 
 
 def _in_words(name: str, software: SoftwareSpec) -> str:
-    """What rejected candidates, a rule or a limit of the search, in one sentence."""
+    """One sentence for the rule or limit that rejected candidates."""
     return _LIMITS.get(name) or BY_NAME[name].in_words(software)
 
 
 def _order(value: Any) -> tuple[bool, Any]:
-    """None, which is all blocks, is last."""
+    """Sort key of a field value; None (all blocks) sorts last."""
     return value is None, value or 0 if not isinstance(value, str) else value
 
 
 def _default_sizes(space: SearchSpace, job: Job) -> list[int]:
-    """The cluster's devices; where their number is an objective, also its halves down to one device."""
+    """Device counts to search: the cluster's; with ``num_devices`` as objective, also repeated halves of it."""
     most = job.cluster.num_devices
     if "num_devices" not in space.goals:
         return [most]

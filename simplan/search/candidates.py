@@ -1,4 +1,4 @@
-"""Candidates of a search: plans as a table of columns that are named by the fields of ``ParallelPlan``."""
+"""Candidate plans of a search as a table; columns have the names of ``ParallelPlan`` fields."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["FIELDS", "Candidates", "Categories", "Column", "categories", "plan_o
 
 Column = NDArray[np.int64]
 Categories = Mapping[str, tuple[Any, ...]]
-"""By field whose values are no numbers, the values: a column has positions in them."""
+"""Values of each non-numeric field; columns store indices into them."""
 
 FIELDS = (
     "dp_replicate", "dp_shard", "zero_stage", "reshard_after_forward", "tp", "sequence_parallel", "cp", "cp_comm",
     "ep", "pp", "virtual_stages", "schedule", "microbatch_size", "recompute", "recompute_modules", "grad_sync",
 )  # fmt: skip
-"""Fields of a plan that a search varies."""
+"""Plan fields that a search varies."""
 
 _FLAGS = ("reshard_after_forward", "sequence_parallel")
 
 
 def categories(recompute_modules: Sequence[tuple[str, ...]] = ()) -> Categories:
-    """Values of the fields that are no numbers.
+    """Values of the non-numeric plan fields.
 
     Args:
-        recompute_modules: Those of a space; None, which names no modules, comes first.
+        recompute_modules: Module lists of a space. None (no modules named) is added in front.
     """
     return MappingProxyType(
         {
@@ -45,18 +45,18 @@ def categories(recompute_modules: Sequence[tuple[str, ...]] = ()) -> Categories:
 
 
 def plan_order(plan: ParallelPlan) -> tuple[Any, ...]:
-    """Breaks ties between plans that are equally good; what a plan does not say comes first."""
+    """Sort key that breaks ties between equally good plans; None sorts first."""
     values = (getattr(plan, name) for name in (*FIELDS, "recompute_layers"))
     return tuple((value is not None, value) for value in values)
 
 
 class Candidates:
-    """Plans that differ in ``FIELDS`` alone.
+    """Plans that differ only in ``FIELDS``.
 
     Args:
-        base: Has the other fields.
-        values: Of the fields that are no numbers.
-        columns: By field, ``(num_rows,)`` whole numbers.
+        base: Plan with the other fields.
+        values: Values of the non-numeric fields.
+        columns: By field, ``(num_rows,)`` integers.
     """
 
     __slots__ = ("base", "columns", "values")
@@ -66,7 +66,7 @@ class Candidates:
 
     @classmethod
     def of_rows(cls, base: ParallelPlan, values: Categories, rows: Sequence[tuple[int, ...]]) -> Candidates:
-        """A table of rows in the order of ``FIELDS``."""
+        """Make a table from rows in the order of ``FIELDS``."""
         table = np.array(rows, np.int64).reshape(-1, len(FIELDS)).T
         return cls(base, values, dict(zip(FIELDS, table, strict=True)))
 
@@ -77,30 +77,30 @@ class Candidates:
         return self.columns[name]
 
     def take(self, rows: NDArray[Any]) -> Candidates:
-        """Some rows, by number or by a mask."""
+        """Select rows by index or mask."""
         return Candidates(self.base, self.values, {name: column[rows] for name, column in self.columns.items()})
 
     def with_value(self, name: str, value: Any) -> Candidates:
-        """The same with one value in all rows of a field."""
+        """Copy of the table with one field set to a value in all rows."""
         number = self.values[name].index(value) if name in self.values else int(value)
         return Candidates(self.base, self.values, {**self.columns, name: np.full(len(self), number)})
 
     @staticmethod
     def joined(tables: Sequence[Candidates]) -> Candidates:
-        """All rows of several tables of one search, of which there is at least one."""
+        """Concatenate at least one table of one search."""
         first = tables[0]
         columns = {name: np.concatenate([table[name] for table in tables]) for name in FIELDS}
         return Candidates(first.base, first.values, columns)
 
     def plan(self, row: int) -> ParallelPlan:
-        """The plan of a row."""
+        """Plan of a row."""
         fields: dict[str, Any] = {name: int(column[row]) for name, column in self.columns.items()}
         fields |= {name: self.values[name][fields[name]] for name in self.values}
         fields |= {name: bool(fields[name]) for name in _FLAGS}
         return self.base.model_copy(update=fields)
 
     def has(self, name: str, value: Any) -> NDArray[np.bool_]:
-        """``(num_rows,)`` Whether a field has a value."""
+        """``(num_rows,)`` True where a field has a value."""
         wanted = self.values[name].index(value) if name in self.values else int(value)
         return np.asarray(self.columns[name] == wanted)
 
@@ -111,7 +111,7 @@ class Candidates:
 
     @property
     def num_shards(self) -> Column:
-        """Ranks over which ZeRO shards, where it does."""
+        """Ranks over which ZeRO shards."""
         return self["dp_shard"] * self["cp"]
 
     @property

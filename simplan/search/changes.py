@@ -1,4 +1,4 @@
-"""When no plan is within the limits: the smallest changes of what is asked with which there is one, each tried."""
+"""Smallest changes of a request that make a plan feasible, when none is; each change is tried."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from simplan.wording import divisors
 
 __all__ = ["changes"]
 
-_MOST_BYTES = 10**12  # of a device, as in DeviceSpec: no device that could be described has more
+_MOST_BYTES = 10**12  # per device, the maximum of DeviceSpec
 _MOST_DOUBLINGS = 10  # a thousand times the devices: beyond that, it is another job
 
 
 def changes(
     job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...], calibration: Calibration | None = None
 ) -> tuple[Change, ...]:
-    """Changes that make a plan, one of each kind, the least of its kind among those tried.
+    """Find changes that make a plan feasible: per kind, the smallest of those tried.
 
     Args:
-        job: What has no plan.
-        space: The ranges it has none in.
-        misses: The nearest of its plans.
-        calibration: Timings of the device, if there are any.
+        job: Job without a feasible plan.
+        space: Ranges of the search.
+        misses: Near misses of the search, closest first.
+        calibration: Timings of the device; None if not calibrated.
     """
     late = [miss for miss in misses if miss.step_time_s is not None]
     if late:
@@ -45,7 +45,7 @@ def changes(
 
 
 def _rounded_up(seconds: float) -> float:
-    """To four digits, so that a plan that takes so long is within it.
+    """Round up to four digits, so that the plan meets the deadline.
 
     >>> _rounded_up(6.14812), _rounded_up(0.25)
     (6.149, 0.25)
@@ -56,7 +56,7 @@ def _rounded_up(seconds: float) -> float:
 
 
 def _memory(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> Change | None:
-    """Devices with as much memory as the nearest miss needs."""
+    """Devices with the memory that the nearest miss needs."""
     if not misses:
         return None
     miss = misses[0]
@@ -66,7 +66,7 @@ def _memory(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> Ch
     richer = job.cluster.device.model_copy(update={"memory_bytes": needed})
     asked = replace(job, cluster=job.cluster.model_copy(update={"device": richer}))
     capacity = capacity_bytes(asked, space)
-    while capacity is not None and capacity < miss.device_bytes:  # a fraction of a byte was cut off
+    while capacity is not None and capacity < miss.device_bytes:  # int() rounded the capacity down
         needed += 1
         capacity = int(needed * space.max_memory_fraction)
     there = job.cluster.device.memory_bytes
@@ -75,7 +75,7 @@ def _memory(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> Ch
 
 
 def _recompute(job: Job, space: SearchSpace, calibration: Calibration | None) -> Change | None:
-    """Recomputation, where the space leaves it out."""
+    """Full recomputation, if the space excludes it."""
     if space.recompute is None or "full" in space.recompute:
         return None
     plan = first_fit(job, space.model_copy(update={"recompute": (*space.recompute, "full")}), calibration)
@@ -83,7 +83,7 @@ def _recompute(job: Job, space: SearchSpace, calibration: Calibration | None) ->
 
 
 def _ranges(job: Job, space: SearchSpace, calibration: Calibration | None) -> Change | None:
-    """The whole default space of the software, where the ranges are narrower."""
+    """The default ranges of the software, if the given ranges are narrower."""
     given = given_ranges(job.software, space)
     if not given:
         return None
@@ -94,7 +94,7 @@ def _ranges(job: Job, space: SearchSpace, calibration: Calibration | None) -> Ch
 
 
 def _batch(job: Job, space: SearchSpace, calibration: Calibration | None) -> Change | None:
-    """The largest divisor of the batch with which there is a plan: fewer microbatches are in flight."""
+    """A smaller batch, a divisor of the requested one: fewer microbatches are in flight."""
     batch = job.training.global_batch_size
     for smaller in _sizes_below(batch):
         training = job.training.model_copy(update={"global_batch_size": smaller})
@@ -106,7 +106,7 @@ def _batch(job: Job, space: SearchSpace, calibration: Calibration | None) -> Cha
 
 
 def _sizes_below(batch: int) -> Iterator[int]:
-    """Divisors, from the largest, each at most half of the one before."""
+    """Descending divisors of a batch, each at most half of the previous one."""
     last = batch
     for size in reversed(divisors(batch)):
         if 2 * size <= last:
@@ -115,7 +115,7 @@ def _sizes_below(batch: int) -> Iterator[int]:
 
 
 def _devices(job: Job, space: SearchSpace, calibration: Calibration | None) -> Change | None:
-    """Twice, four times ... as many devices; where the batch cannot be dealt out to them, they are in the pipeline."""
+    """A power of two times the devices; if the batch cannot be split among them, they go to the pipeline."""
     if job.cluster.cores_per_node is not None:
         return None
     there = job.cluster.num_devices

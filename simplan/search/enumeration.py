@@ -1,4 +1,4 @@
-"""Every candidate of a space, with the rules asked as early as their fields are known."""
+"""Enumeration of the candidates of a space; each rule is checked once its fields are decided."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from simplan.wording import divisors, either
 __all__ = ["DEFAULT_SCHEDULES", "LONG_SEQUENCE", "Enumeration", "Mesh", "empty_space"]
 
 LONG_SEQUENCE = 32_768
-"""Tokens from which on context parallelism is tried by default."""
+"""Sequence length, in tokens, from which context parallelism is tried by default."""
 
 DEFAULT_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-v")
 _DEFAULT_RECOMPUTE = ("none", "selective", "full")
@@ -40,12 +40,12 @@ _STEPS = (
     "recompute recompute_modules",
     "microbatch_size grad_sync",
 )
-"""Fields of a plan in the order in which they are decided."""
+"""Plan fields in the order in which they are decided."""
 _OF_REDUCTION = [rule for rule in RULES if "grad_sync" in rule.reads]
 
 
 class _Steps(NamedTuple):
-    """Which rule forbids what has been decided, by step."""
+    """Rule checks of each step; each returns the first violated rule."""
 
     mesh: FilterStage
     sharding: FilterStage
@@ -56,7 +56,7 @@ class _Steps(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """Ranks along each axis: candidates of one mesh differ in everything else."""
+    """Parallel degrees of a plan."""
 
     tp: int
     cp: int
@@ -69,18 +69,19 @@ class Mesh(NamedTuple):
 class Enumeration:
     """The candidates of a space on the devices of one cluster.
 
-    Values that mean nothing in a plan are not candidates: a schedule without a pipeline, ZeRO with one shard,
-    sequence parallelism with tp = 1, reductions after every microbatch where there is one. ZeRO-3 that does not reshard
-    is ZeRO-2, and is listed as that.
+    Values without effect are not candidates: a schedule without a pipeline, ZeRO with one shard, sequence parallelism
+        with
+    tp = 1, and gradient reductions per microbatch with one microbatch. ZeRO-3 without resharding is ZeRO-2, and is
+    listed as ZeRO-2.
 
     Args:
-        space: The ranges.
-        job: What is asked; its plan has what a search does not vary.
+        space: Ranges of the search.
+        job: The job. Its plan supplies the fields that a search does not vary.
     """
 
     def __init__(self, space: SearchSpace, job: Job) -> None:
         self._space, self._job = space, job
-        self._reduces_each = job.software.reduces_each_microbatch  # whatever a plan says
+        self._reduces_each = job.software.reduces_each_microbatch  # regardless of the plan
         self._values = categories(space.recompute_modules or ())
         self.filter = PlanFilter(job, RULES if space.tp_across_nodes else (*RULES, *SEARCH_RULES))
         self._why_not = _Steps(*self.filter.stages(*_STEPS))
@@ -95,20 +96,20 @@ class Enumeration:
 
     @property
     def total(self) -> int:
-        """How many candidates there are."""
+        """Number of candidates."""
         return sum(self.size(mesh) for mesh in self.meshes)
 
     def size(self, mesh: Mesh) -> int:
-        """Candidates of one mesh."""
+        """Number of candidates of one mesh."""
         each = len(self._pipelines(mesh)) * len(self._exchanges(mesh))
         return each * sum(self._inner(mesh, zero_stage) for zero_stage, _ in self._shardings(mesh))
 
     def tables(self, rejected: Counter[str], meshes: Iterable[Mesh] | None = None) -> Iterator[Candidates]:
-        """Candidates that break no rule, in tables of thousands.
+        """Yield tables of thousands of candidates that violate no rule.
 
         Args:
-            rejected: Counts the others, by rule.
-            meshes: Whose; by default all.
+            rejected: Counter of the other candidates by violated rule; updated.
+            meshes: Meshes to enumerate; None for all.
         """
         rows: list[tuple[int, ...]] = []
         for _, group in groupby(self.meshes if meshes is None else meshes, key=lambda mesh: mesh.pp):
@@ -128,7 +129,7 @@ class Enumeration:
             yield Candidates.of_rows(self._job.plan, self._values, rows)
 
     def _of_meshes(self, meshes: Sequence[Mesh], rejected: Counter[str]) -> Iterator[list[tuple[int, ...]]]:
-        """Rows of meshes with as many pipeline ranks; those with one schedule follow each other."""
+        """Rows of meshes with equal pipeline degree, grouped by schedule."""
         pipelines = self._pipelines(meshes[0])
         sharded: list[tuple[Mesh, tuple[int, bool]]] = []
         for mesh in meshes:
@@ -156,7 +157,7 @@ class Enumeration:
         batches, recomputes = self._microbatches(mesh, sharding[0]), self._recomputes()
 
         def allowed(options: list[T], why: Callable[[T], str | None], each: int) -> list[T]:
-            """The options that break no rule; the others are counted, ``each`` candidates for one."""
+            """Options that violate no rule; each rejected option counts as ``each`` candidates."""
             kept = []
             for option in options:
                 broken = why(option)
@@ -201,10 +202,10 @@ class Enumeration:
         whole = bool(FAMILIES[model.family].whole_layers)
         heads = [] if whole else [d for d in divisors(model.num_attention_heads or 1) if d <= in_node]
         long = model.seq_len >= LONG_SEQUENCE and not whole
-        tps = space.tp or tuple(heads or [1] if not model.num_experts else [1])  # beside experts only when asked
+        tps = space.tp or tuple(heads or [1] if not model.num_experts else [1])  # with experts, tp only on request
         cps = space.cp or ((1, 2, 4, 8) if long else (1,))
         eps = space.ep or tuple(divisors(model.num_experts) if model.num_experts else [1])
-        for pp in _unique(space.pp) or divisors(devices):  # outermost: plans of one table have much in common
+        for pp in _unique(space.pp) or divisors(devices):  # outermost, so that plans of one table share a pipeline
             if space.pp is None and pp > model.num_blocks:
                 continue
             for tp, cp in product(_unique(tps), _unique(cps)):
@@ -219,7 +220,7 @@ class Enumeration:
                             yield Mesh(tp, cp, pp, dp // dp_shard, dp_shard, ep)
 
     def _shardings(self, mesh: Mesh) -> list[tuple[int, bool]]:
-        """ZeRO stage, and whether parameters are resharded after forward."""
+        """Pairs of ZeRO stage and ``reshard_after_forward``."""
         if mesh.dp_shard * mesh.cp == 1:
             return [(0, True)]
         stages = _unique(self._space.zero_stage) or (0, 1, 2, 3)
@@ -230,7 +231,7 @@ class Enumeration:
         return found
 
     def _pipelines(self, mesh: Mesh) -> list[tuple[str, int]]:
-        """Schedule and stages of a rank."""
+        """Pairs of schedule and stages per rank."""
         if mesh.pp == 1:
             return [("none", 1)]
         most = self._job.model.num_blocks // mesh.pp
@@ -243,7 +244,7 @@ class Enumeration:
         return found
 
     def _exchanges(self, mesh: Mesh) -> list[tuple[bool, str]]:
-        """Sequence parallelism, and how context-parallel ranks exchange keys."""
+        """Pairs of ``sequence_parallel`` and ``cp_comm``."""
         splits = _unique(self._space.sequence_parallel) or (True, False)
         ways = _unique(self._space.cp_comm) or (self._default_cp_comm(),)
         return [(split, way) for split in (splits if mesh.tp > 1 else (False,)) for way in _ways(mesh.cp, ways)]
@@ -252,7 +253,10 @@ class Enumeration:
         return "all_gather" if self._job.cluster.device.kind == "cpu" else "ring"
 
     def _microbatches(self, mesh: Mesh, zero_stage: int) -> list[tuple[int, str]]:
-        """Sizes, and when gradients are reduced: by default also after each where whole ones would take room."""
+        """Pairs of microbatch size and ``grad_sync``.
+
+        By default, reductions per microbatch are tried where unsharded gradients would otherwise stay in memory.
+        """
         dp, batch = mesh.dp_replicate * mesh.dp_shard, self._job.training.global_batch_size
         sizes, syncs = self._microbatch_sizes(mesh), _unique(self._space.grad_sync)
         if not syncs:
@@ -263,14 +267,14 @@ class Enumeration:
         return [(size, sync) for size in sizes for sync in (syncs if batch >= 2 * dp * size else ("step",))]
 
     def _microbatch_sizes(self, mesh: Mesh) -> list[int]:
-        """Every divisor of the local batch; of a batch that cannot be dealt out, one candidate stands for all."""
+        """Divisors of the local batch; 1 if the batch cannot be split evenly among data-parallel ranks."""
         if self._space.microbatch_size is not None:
             return list(_unique(self._space.microbatch_size))
         local, rest = divmod(self._job.training.global_batch_size, mesh.dp_replicate * mesh.dp_shard)
         return [1] if rest else divisors(local)
 
     def _recomputes(self) -> list[tuple[str, tuple[str, ...] | None]]:
-        """What runs again, and of selective recomputation which modules; none are named by default."""
+        """Pairs of ``recompute`` and ``recompute_modules``; modules are None by default."""
         choices = _unique(self._space.recompute) or _DEFAULT_RECOMPUTE
         named = _unique(self._space.recompute_modules) or (None,)
         return [(choice, modules) for choice in choices for modules in (named if choice == "selective" else (None,))]
@@ -292,12 +296,12 @@ _AXES = ("tp", "cp", "pp", "dp_replicate", "dp_shard")
 
 
 def empty_space(space: SearchSpace, software: SoftwareSpec, enumerations: Mapping[int, Enumeration]) -> Problem:
-    """What to tell of a space without a single candidate, in the words of who gave its ranges.
+    """Error for a space without candidates, in terms of the user's ranges.
 
     Args:
-        space: The ranges.
-        software: Whose own restrictions are nothing that a user gave.
-        enumerations: By number of devices.
+        space: Ranges of the search.
+        software: Software of the job; its own restrictions are not reported as user ranges.
+        enumerations: Enumeration by number of devices.
     """
     given = given_ranges(software, space)
     if any(enumeration.meshes for enumeration in enumerations.values()):

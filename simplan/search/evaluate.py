@@ -1,4 +1,4 @@
-"""Numbers of plans as ``predict`` has them: the one road from a plan to its memory and its step time."""
+"""Memory and step time of plans, as in ``predict``."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from simplan.sim.choice import load_compiled
 
 __all__ = ["Evaluator", "Numbers", "evaluate"]
 
-_ALONE_S = 4.0  # for so long it works alone: other processes take about as long to start
+_ALONE_S = 4.0  # seconds in this process before workers start: workers take about 4 s to start
 
-_LOADING_S = 0.4  # what loading the compiled engine takes
+_LOADING_S = 0.4  # seconds to load the compiled engine
 
 Numbers = tuple[int, float | None]
-"""Device memory of the worst rank with all that the allocator would like, and the step time, seconds."""
+"""Device bytes of the worst rank with the full allocator reserve, and step time in seconds (None if not simulated)."""
 
 
 def evaluate(
     job: Job, calibration: Calibration | None = None, max_bytes: int | None = None, *, whole: bool = False
 ) -> Numbers:
-    """Numbers of a plan; no time of one that needs more than ``max_bytes``.
+    """Memory and step time of a plan; the time is None if the plan needs more than ``max_bytes``.
 
     Args:
-        job: What is asked, with the plan.
-        calibration: Timings of the device, if there are any.
-        max_bytes: None for no limit.
-        whole: As much of a long step is simulated as by ``predict``; else it is truncated.
+        job: Job with the plan.
+        calibration: Timings of the device; None if not calibrated.
+        max_bytes: Memory limit; None for no limit.
+        whole: Simulate a long step to the extent of ``predict``; False truncates it further.
     """
     return evaluate_step(job, calibration, max_bytes, whole=whole)
 
@@ -43,9 +43,9 @@ class Evaluator:
     """Evaluates plans in one process or in several.
 
     Args:
-        job: What every plan shares.
-        calibration: Timings of the device, if there are any.
-        jobs: Processes, or workers of the backend that joblib is told to use; -1 for one a core.
+        job: Job without the plan.
+        calibration: Timings of the device; None if not calibrated.
+        jobs: Worker processes, or workers of the active joblib backend; -1 for one per core.
     """
 
     def __init__(self, job: Job, calibration: Calibration | None = None, jobs: int = 1) -> None:
@@ -55,7 +55,7 @@ class Evaluator:
         self._token = ""
 
     def numbers(self, plans: Sequence[ParallelPlan], max_bytes: int | None, *, whole: bool = False) -> list[Numbers]:
-        """See ``evaluate``; plans keep the rules."""
+        """Memory and step time of plans that violate no rule; see ``evaluate``."""
         job, calibration = self._job, self._calibration
         if self._jobs == 1 or self._spent_s <= _ALONE_S:
             if self._spent_s > _LOADING_S:
@@ -73,7 +73,7 @@ class Evaluator:
         return list(self._pool(calls))
 
     def is_approximate(self, plan: ParallelPlan) -> bool:
-        """Whether the numbers of a truncated step may differ from those of ``predict``."""
+        """True if a truncated step may give other numbers than ``predict``."""
         job = self._job.with_plan(plan)
         if job.cluster.cores_per_node is not None:
             return False
@@ -81,7 +81,7 @@ class Evaluator:
         return deals or extent_of(job).period > 0
 
 
-_asked: dict[str, tuple[Job, Calibration | None]] = {}  # of this process: one object, whose layers are made once
+_asked: dict[str, tuple[Job, Calibration | None]] = {}  # per process: one Job, so that its layers are made once
 
 
 def _worker_numbers(

@@ -1,4 +1,4 @@
-"""Why a plan takes as long as it does, and what would help most."""
+"""Bottleneck of a plan, and sensitivity of its step time to each resource."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from simplan.search.statistics import Waiting
 __all__ = ["MORE", "explain_plan", "more_memory"]
 
 MORE = 1.1
-"""How much of a resource there would be, over what there is."""
+"""Factor by which a resource is increased."""
 
 _MOST_TRIED = 32  # plans
-_NOTICED = 1e-4  # a smaller share of the step is nothing that anybody would pay for
+_NOTICED = 1e-4  # smallest reported fraction of the step time
 
 
 def explain_plan(name: str, job: Job, calibration: Calibration | None) -> SearchExplanation:
-    """The prediction of a plan, and the step time again with 10 % more of every resource.
+    """Predict a plan, and its step time with 10% more of each resource.
 
     Args:
-        name: For people.
-        job: With the plan, on as many devices as it needs.
-        calibration: Timings of the device, if there are any.
+        name: Display name.
+        job: Job with the plan, on the devices that the plan needs.
+        calibration: Timings of the device; None if not calibrated.
     """
     prediction = predict(job, name=name, calibration=calibration)
     busiest = min(range(len(prediction.splits)), key=lambda rank: (prediction.splits[rank].wait_s, rank))
@@ -55,13 +55,13 @@ def explain_plan(name: str, job: Job, calibration: Calibration | None) -> Search
 
 
 def more_memory(evaluator: Evaluator, step_time_s: float, nearly: list[Waiting], capacity: int) -> float:
-    """Share of the step time that 10 % more memory saves: by the fastest plan that would then fit.
+    """Fraction of the step time saved by the fastest plan that fits with 10% more memory.
 
     Args:
-        evaluator: Of the same job.
-        step_time_s: Of the best plan that fits.
-        nearly: Plans that would fit then, as far as bounds tell; a few are tried.
-        capacity: Memory of a device that plans may use, bytes.
+        evaluator: Evaluator of the job.
+        step_time_s: Step time of the best plan that fits.
+        nearly: Plans that fit with 10% more memory by their bounds; the 32 with the lowest bounds on time are tried.
+        capacity: Usable device memory, bytes.
     """
     least_s = step_time_s
     for waiting in sorted(nearly, key=lambda one: one.step_time_s)[:_MOST_TRIED]:
@@ -73,7 +73,7 @@ def more_memory(evaluator: Evaluator, step_time_s: float, nearly: list[Waiting],
 
 
 def _saved(job: Job, calibration: Calibration | None, step_time_s: float) -> dict[str, float]:
-    """By resource, the share of the step that more of it saves; nothing where ranks share cores."""
+    """By resource, the fraction of the step time that 10% more of it saves; empty if ranks share cores."""
     if job.cluster.cores_per_node is not None:
         return {}
     saved = {}
@@ -87,7 +87,7 @@ def _saved(job: Job, calibration: Calibration | None, step_time_s: float) -> dic
 
 
 def _richer(job: Job) -> Iterator[tuple[str, Job]]:
-    """The job with 10 % more of each resource."""
+    """Yield the name of each resource, and the job with 10% more of it."""
     cluster = job.cluster
     device = cluster.device
 

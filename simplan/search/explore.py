@@ -1,8 +1,8 @@
-"""The loop of a search: rules, bounds of all candidates, truncated steps of the most promising, best first.
+"""Main loop of a search: rules and bounds of all candidates, then truncated steps, most promising first.
 
-Exact: a candidate is left out only when it violates a rule, does not fit, or could not be kept whatever its time. Only
-plans whose bounds leave them a place are simulated: of the others nobody knows whether they fit. Which candidates are
-left out is decided between batches of a fixed size, and so depends on neither the number of processes nor their speed.
+The loop is exact: it excludes a candidate only if the candidate violates a rule, does not fit, or is pruned by its
+bound. Only plans that survive pruning are simulated, so it is unknown if pruned plans fit. Pruning happens between
+batches of fixed size, and so depends neither on the number of processes nor on their speed.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from simplan.search.statistics import MORE_MEMORY, ROUNDING, Limits, Miss, OnPro
 __all__ = ["Exploration", "first_fit"]
 
 _BATCHES = (2, 4, 8, 16, 32)
-"""Candidates of the first batches; all further ones have as many as the last."""
+"""Candidates per batch; further batches have the last size."""
 _MOST_BEYOND = 256
-"""Candidates that do not fit by a bound, of which the nearest misses are found."""
+"""Candidates over memory that are considered as near misses."""
 _FEW_MISSES = 16
 
 
 class _Beyond(NamedTuple):
-    """A plan that does not fit. Order: what it lacks, then the plan's fields.
+    """A plan that does not fit, sorted by the missing bytes, then by plan fields.
 
     Attributes:
-        lacking: Bytes too many, at least.
-        order: Of the plan, as of ``plan_order``.
+        lacking: Lower bound on the bytes over the limit.
+        order: ``plan_order`` of the plan.
         plan: The plan.
-        step_time_s: Its time, at least.
-        is_known: It lacks just so many.
+        step_time_s: Lower bound on the step time.
+        is_known: True if ``lacking`` is exact.
     """
 
     lacking: int
@@ -57,16 +57,16 @@ class _Beyond(NamedTuple):
 
 
 class Exploration:
-    """The candidates of one number of devices.
+    """Exploration of the candidates for one number of devices.
 
     Args:
-        enumeration: The space.
-        bounds: Of the same job.
-        evaluator: Of the same job.
-        limits: What a plan must keep within.
-        incumbents: Takes the best; what it holds already bounds the others.
-        statistics: Takes the counts. Both are right up to the last batch when this is interrupted.
-        on_progress: Called after every batch.
+        enumeration: Candidates of the space.
+        bounds: Bounds of the job.
+        evaluator: Evaluator of the job.
+        limits: Memory limit and deadline.
+        incumbents: Best plans, updated; they also prune candidates.
+        statistics: Counts, updated. Both are consistent up to the last batch after an interruption.
+        on_progress: Called after each batch.
     """
 
     def __init__(
@@ -81,16 +81,16 @@ class Exploration:
     ) -> None:
         self._enumeration, self._bounds, self._evaluator = enumeration, bounds, evaluator
         self._limits, self._incumbents, self._statistics, self._told = limits, incumbents, statistics, on_progress
-        self._rows: Candidates | None = None  # those that fit by their bounds, the most promising first
+        self._rows: Candidates | None = None  # candidates that fit by their bounds, most promising first
         self._least_bytes: Column = np.zeros(0, np.int64)
         self._least_s: Floats = np.zeros(0)
-        self._left: list[int] = []  # rows that nobody looked at
+        self._left: list[int] = []  # rows not evaluated yet
         self._has_explored = False
         self._beyond: list[_Beyond] = []
         self._num_batches, self._num_devices = 0, enumeration.num_devices
 
     def bound(self) -> None:
-        """Bounds of all candidates; those of memory reject, and the others wait."""
+        """Compute bounds of all candidates; reject those over memory, and queue the others."""
         capacity, statistics = self._limits.device_bytes, self._statistics
         found: list[tuple[Candidates, Column, Floats]] = []
         for table in self._enumeration.tables(statistics.rejected):
@@ -111,9 +111,9 @@ class Exploration:
         self._left = list(range(len(order)))
 
     def explore(self) -> None:
-        """Memory and time of those that no bound cuts, by what is known when each batch begins.
+        """Evaluate the candidates that are not pruned, batch by batch.
 
-        Called again when plans have turned out to be slower than they were taken for, it goes on with what was cut.
+        A second call, after corrections made incumbents slower, resumes with the pruned candidates.
         """
         cut: list[int] = []
         hopeful = self._hopeful(self._left, cut)
@@ -124,9 +124,9 @@ class Exploration:
         self._left, self._has_explored = cut, True
 
     def find_misses(self) -> None:
-        """The nearest misses: of those that would be among the best as far as bounds tell.
+        """Find the near misses among plans that are not pruned by their bounds.
 
-        Where there is a plan they are no more than advice, and few are looked at whose memory is not known yet.
+        If a plan was found, near misses are only a hint, so at most 16 plans of unknown memory are evaluated.
         """
         capacity, statistics = self._limits.device_bytes, self._statistics
         left = _FEW_MISSES if self._incumbents.ranked else _MOST_BEYOND
@@ -144,7 +144,7 @@ class Exploration:
             statistics.missed([Miss.of(size - capacity, one.plan, size)])
 
     def _hopeful(self, rows: Sequence[int], cut: list[int]) -> Iterator[int]:
-        """Rows that no bound cuts, by what is known when each is asked for; takes note of those that one cuts."""
+        """Yield rows that are not pruned by the current incumbents; append pruned rows to ``cut``."""
         deadline_s, incumbents, statistics = self._limits.step_time_s, self._incumbents, self._statistics
         one_objective, num_new = len(incumbents.goal.objectives) == 1, int(not self._has_explored)
         assert self._rows is not None or not rows
@@ -157,7 +157,7 @@ class Exploration:
             elif not incumbents.is_hopeless(self._num_devices, int(self._least_bytes[row]), least_s):
                 statistics.bounded -= 1 - num_new
                 yield row
-            elif one_objective:  # and so is all that comes after it
+            elif one_objective:  # all later rows are pruned too
                 rest = np.array(rows[place:])
                 late_rows = self._least_s[rest] > (np.inf if deadline_s is None else deadline_s)
                 statistics.too_late(int(late_rows.sum()))
@@ -169,7 +169,7 @@ class Exploration:
                 cut.append(row)
 
     def _take(self, rows: Sequence[int]) -> None:
-        """Memory, and times of those that fit."""
+        """Evaluate rows: memory of each, and step time of those that fit."""
         assert self._rows is not None
         capacity, deadline_s, statistics = self._limits.device_bytes, self._limits.step_time_s, self._statistics
         plans = [self._rows.plan(row) for row in rows]
@@ -196,7 +196,7 @@ class Exploration:
     def _note_beyond(
         self, table: Candidates, least_bytes: Column, least_s: Floats, outside: NDArray[np.bool_], capacity: int
     ) -> None:
-        """Remembers those that lack least, and those that a little more memory may make fit, the fastest first."""
+        """Record the plans that lack the fewest bytes, and the fastest plans that may fit with 10% more memory."""
         rows = np.flatnonzero(outside)
         nearest = rows[np.argsort(least_bytes[rows], kind="stable")[:_MOST_BEYOND]]
         found = [
@@ -224,14 +224,14 @@ def first_fit(
     witness: ParallelPlan | None = None,
     failed: set[ParallelPlan] | None = None,
 ) -> ParallelPlan | None:
-    """A plan that violates no rule and fits; None when there is none. Exact, and done at the first.
+    """First plan found that violates no rule and fits; None if no plan of the space does.
 
     Args:
-        job: What is asked.
-        space: The ranges.
-        calibration: Timings of the device, if there are any.
-        witness: Tried first: a plan of another job that is likely to fit this one too.
-        failed: Plans that are known not to fit; gets those that are found not to.
+        job: The job.
+        space: Ranges of the search.
+        calibration: Timings of the device; None if not calibrated.
+        witness: Plan to try first, usually one that fits a similar job; None for no such plan.
+        failed: Plans known not to fit; extended by the plans found not to fit.
     """
     failed = set() if failed is None else failed
     enumeration, capacity = Enumeration(space, job), capacity_bytes(job, space)
@@ -250,7 +250,7 @@ def first_fit(
 
 
 def _frugal_first(enumeration: Enumeration, bounds: Bounds, capacity: int | None) -> Iterator[ParallelPlan]:
-    """Plans that may fit, mesh by mesh, those first that split most: most searches end soon."""
+    """Yield plans that may fit by their bounds, most sharded meshes first."""
 
     def splits(mesh: Mesh) -> tuple[int, int]:
         return mesh.tp * mesh.pp * mesh.dp_shard * mesh.ep, mesh.tp * mesh.cp

@@ -1,4 +1,4 @@
-"""The best plans so far and the front so far: all that a search remembers of the plans that it has timed."""
+"""Incumbents of a search: the best plans and the Pareto front so far."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from simplan.search.objective import Goal
 __all__ = ["NOISE", "Group", "Incumbents", "Timed"]
 
 NOISE = 1e-3
-"""Of plans whose times differ by no more than this part nobody knows which is faster."""
-_RECOMPUTES = get_args(Recompute)  # the least first
+"""Relative difference of step times within which plans count as equally fast."""
+_RECOMPUTES = get_args(Recompute)  # least recomputation first
 _ALL = float("inf")
-_SELDOM = 16  # ranks are found anew when one in so many is new
+_SELDOM = 16  # groups are remade once 1 in 16 near plans is new
 
 
 class Timed(NamedTuple):
-    """A plan that fits, with its numbers. Order: the first objective, then time, devices, memory, the plan's fields.
+    """A plan that fits, sorted by first objective, step time, devices, memory and plan fields.
 
     Attributes:
-        value: Of the first objective.
-        step_time_s: Time of a step.
-        num_devices: Devices it needs.
+        value: Value of the first objective.
+        step_time_s: Step time in seconds.
+        num_devices: Devices that the plan needs.
         device_bytes: Memory of the worst device.
-        order: Of the plan, as of ``plan_order``.
+        order: ``plan_order`` of the plan.
         plan: The plan.
     """
 
@@ -40,11 +40,11 @@ class Timed(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Plans that are as good as each other, and alike: as many ranks on every axis, as large microbatches.
+    """Equivalent plans: the same parallel degrees and microbatch size, and step times within 0.1%.
 
     Attributes:
-        shown: The simplest: of the fewest stages a rank, then least recomputation, then least memory.
-        others: The others, in the order of ``Timed``.
+        shown: The simplest plan: fewest stages per rank, then least recomputation, then least memory.
+        others: The other plans, in the order of ``Timed``.
     """
 
     shown: Timed
@@ -56,55 +56,59 @@ class Incumbents:
 
     Args:
         goal: The objectives.
-        top: How many to rank.
+        top: Number of groups to rank.
     """
 
     def __init__(self, goal: Goal, top: int) -> None:
         self.goal, self._top = goal, top
         self._known: dict[ParallelPlan, tuple[int, float]] = {}
-        self._near: list[Timed] = []  # all that may be in a group, ascending
+        self._near: list[Timed] = []  # plans that may be in a group, ascending
         self._groups: list[Group] = []
-        self._cut: tuple[float, float] | None = None  # value and time of the last that may be; None while all may
-        self._new = 0  # of what is near, how many came after the groups were made
-        self._front: list[tuple[float, float, Timed]] = []  # the first value rises, the second falls
+        self._cut: tuple[float, float] | None = None  # largest value and time that may be in a group; None for no limit
+        self._new = 0  # plans added to _near since the groups were made
+        self._front: list[tuple[float, float, Timed]] = []  # first value ascending, second descending
         self._value_noise = 1 + NOISE * goal.follows_time
         self._time_noise = 1 + NOISE * (goal.objectives[0] != "memory")
 
     @property
     def groups(self) -> list[Group]:
-        """The best so far, best first."""
+        """Best groups so far, best first."""
         if self._new:
             self._regroup()
         return self._groups
 
     @property
     def ranked(self) -> list[Timed]:
-        """One plan of each group."""
+        """Shown plan of each group."""
         return [group.shown for group in self.groups]
 
     @property
     def front(self) -> list[Timed]:
-        """Candidates that none is better than in both objectives, by the first; empty with one objective.
+        """Pareto front of both objectives, sorted by the first; empty with one objective.
 
-        Of candidates equal in both, one is kept: the first in the order of ``Timed``.
+        Of plans with equal values, the first in the order of ``Timed`` is kept.
         """
         return [timed for _, _, timed in self._front]
 
     @property
     def shown(self) -> list[Timed]:
-        """What the answer rests on: one plan of each group, the first of each, and the front."""
+        """Plans in the result: the shown and the fastest plan of each group, and the front."""
         firsts = [min((group.shown, *group.others)) for group in self.groups]
         return list(dict.fromkeys([*self.ranked, *firsts, *self.front]))
 
     def add(self, plan: ParallelPlan, device_bytes: int, step_time_s: float) -> None:
-        """Takes note of a plan."""
+        """Add a plan that fits."""
         self._known[plan] = device_bytes, step_time_s
         self._add(plan, device_bytes, step_time_s)
 
     def correct(self, plan: ParallelPlan, numbers: tuple[int, float] | None) -> None:
-        """Gives a plan its exact numbers, device bytes and seconds, or lets go of it as it does not fit after all.
+        """Replace the numbers of a plan by exact ones, or remove the plan.
 
-        What it had displaced is looked at again. Whoever has left out plans by what was known has to ask again.
+        Plans that it had displaced are considered again. Candidates pruned by the old numbers must be checked again.
+
+        Args:
+            plan: A plan that was added.
+            numbers: Exact device bytes and step time in seconds; None removes the plan.
         """
         del self._known[plan]
         if numbers is not None:
@@ -122,10 +126,10 @@ class Incumbents:
             self._pareto(*values, timed)
 
     def is_hopeless(self, num_devices: int, device_bytes: int, least_time_s: float) -> bool:
-        """Whether no plan of a time of at least ``least_time_s`` could be kept.
+        """True if a plan with a step time of at least ``least_time_s`` cannot be kept.
 
-        Every objective grows with the time or ignores it, so its value at the bound is a bound; and a candidate that
-        is equal to what is kept is never hopeless, so ties are broken by the plan alone.
+        Every objective grows with the step time or ignores it, so its value at the bound is a lower bound. A candidate
+        equal to a kept plan is never hopeless, so only plan fields break ties.
         """
         values = self.goal.values(num_devices, device_bytes, least_time_s)
         if self._new * _SELDOM > len(self._near):
@@ -140,9 +144,9 @@ class Incumbents:
             self._new += 1
 
     def _regroup(self) -> None:
-        """Makes groups, each from its fastest plan on, and lets go of what cannot be in one whatever comes.
+        """Make the groups, each from its fastest plan on, and drop plans that can no longer be in a group.
 
-        More plans only make the first of the last group faster.
+        Further plans can only make the first plan of the last group faster.
         """
         started: dict[Hashable, list[Timed]] = {}
         groups: list[list[Timed]] = []
@@ -166,7 +170,7 @@ class Incumbents:
         return not slower and timed.value <= first.value * self._value_noise
 
     def _is_dominated(self, first: float, second: float) -> bool:
-        """Whether a point of the front is at least as good in both values and better in one."""
+        """True if a point of the front is at least as good in both values and better in one."""
         place = self._before(first)
         if place < 0:
             return False
@@ -186,7 +190,7 @@ class Incumbents:
         self._front[start:end] = [point]
 
     def _before(self, first: float) -> int:
-        """The last point whose first value is at most so much: of those, it has the least second value; or -1."""
+        """Index of the last point with a first value of at most ``first``, which has the least second value; or -1."""
         return bisect_right(self._front, first, key=_first) - 1
 
 
@@ -199,7 +203,7 @@ def _first_two(timed: Timed) -> tuple[float, float]:
 
 
 def _likeness(plan: ParallelPlan) -> Hashable:
-    """What plans of one group have in common."""
+    """Key of a group: parallel degrees and microbatch size."""
     return plan.dp, plan.tp, plan.cp, plan.ep, plan.pp, plan.microbatch_size
 
 

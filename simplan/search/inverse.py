@@ -1,4 +1,4 @@
-"""A search turned round: the largest model, microbatch or sequence for which some plan fits."""
+"""Inverse search: the largest model, microbatch or sequence for which some plan fits."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Largest:
     """The largest value of a quantity with which a plan fits.
 
     Attributes:
-        quantity: What was made large.
-        value: How large.
-        plan: A plan that fits then.
-        fitting, failing: Values that were tried. The memory of a plan grows with each quantity, but which plans there
-            are depends on divisors: so values between those tried are not claimed.
-        exact: All values were looked at.
-        model_fields: What of the model is then other than was asked.
+        quantity: Maximized quantity, one of ``QUANTITIES``.
+        value: Largest value that was found to fit.
+        plan: A plan that fits with this value.
+        fitting, failing: Tried values that fit, and that do not. Values between tried ones may behave differently:
+            memory grows with the quantity, but the available plans depend on divisors.
+        exact: True if all values were tried.
+        model_fields: Fields of the model that differ from the job's model.
     """
 
     quantity: str
@@ -50,7 +50,7 @@ class Largest:
     model_fields: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The document of ``simplan search --largest --json``."""
+        """JSON document of ``simplan search --largest --json``."""
         return {
             "schema_version": 1,
             "kind": "largest",
@@ -71,18 +71,18 @@ def largest(
     *,
     calibration: Calibration | None = None,
 ) -> Largest:
-    """The largest value with which some plan of the space fits the devices' memory.
+    """Find the largest value of a quantity with which some plan of the space fits the devices' memory.
 
-    ``microbatch_size``: of all sizes of the space. ``seq_len`` in steps of 1,024 tokens and ``num_hidden_layers`` in
-    steps of one: doubled until nothing fits, then every eighth of the gap, of that gap again, down to the step. Every
-    value is a search of its own that ends at the first plan that fits.
+    ``microbatch_size`` tries all sizes of the space, largest first. ``seq_len`` (steps of 1,024 tokens) and
+    ``num_hidden_layers`` (steps of 1) double until nothing fits, then refine the gap by eighths down to the step. Each
+    value is a separate search that ends at the first plan that fits.
 
     Args:
-        job: What is asked.
-        space: The plans to choose from.
-        quantity: What to make large.
-        on_progress: Called with every value that is tried.
-        calibration: Timings of the device, if there are any.
+        job: The job.
+        space: Ranges of the search.
+        quantity: Quantity to maximize.
+        on_progress: Called with each value before it is tried.
+        calibration: Timings of the device; None if not calibrated.
 
     Raises:
         SpecError: The model has no such quantity, or the memory of the devices is unknown.
@@ -122,7 +122,7 @@ def _largest_microbatch(
 
 
 class _Growth:
-    """Values of a field of the model, each tried once."""
+    """Search for the largest value of a model field; each value is tried once."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class _Growth:
         )
 
     def _smallest(self, step: int) -> int:
-        """A value to start from that fits: the question's own in steps, else the largest half of it that does."""
+        """First value that fits: the job's value rounded down to a step, halved until it fits."""
         value: int = max(step, getattr(self._job.model, self._quantity) // step * step)
         while not self._fits(value):
             if value == step:
@@ -187,7 +187,7 @@ class _Growth:
         return self._found[value] is not None
 
     def _fields(self, value: int) -> dict[str, int]:
-        """Of the model: with more tokens also more positions, where these have rows of their own."""
+        """Model fields for a value; ``seq_len`` also extends learned position embeddings if needed."""
         fields: dict[str, int] = {self._quantity: value}
         longest = self._job.model.max_position_embeddings
         if self._quantity == "seq_len" and self._positions and value > longest:

@@ -1,4 +1,4 @@
-"""The job of a search: what no plan could mend, other numbers of devices, and the memory that plans may use."""
+"""Job of a search: checks that hold for every plan, other device counts, and usable device memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _OF_MODULES = [rule for rule in RULES if rule.name.startswith("recompute_modules
 
 
 def check_without_plan(job: Job, space: SearchSpace) -> None:
-    """Refuses what no plan of a space could mend.
+    """Raise errors of a job that no plan of a space can fix.
 
     Args:
-        job: What is asked; what its plan has of the fields that a search varies is not looked at.
-        space: The plans.
+        job: The job; its plan is ignored.
+        space: Ranges of the search.
 
     Raises:
-        SpecError: With every problem.
-        NotModelledError: The software does not run a module of ``search.recompute_modules`` alone again.
+        SpecError: The job is invalid for every plan; lists all problems.
+        NotModelledError: The software cannot recompute a module of ``search.recompute_modules`` on its own.
     """
     plan = ParallelPlan(dp_replicate=job.cluster.num_devices)
     try:
@@ -39,7 +39,7 @@ def check_without_plan(job: Job, space: SearchSpace) -> None:
 
 
 def _check_modules(job: Job, space: SearchSpace) -> None:
-    """Whether a module can run again does not depend on the ranks."""
+    """Check ``search.recompute_modules``, which does not depend on parallel degrees."""
     if space.recompute_modules and space.recompute is not None and "selective" not in space.recompute:
         value = render_value([list(modules) for modules in space.recompute_modules])
         asked = render_value(list(space.recompute))
@@ -54,14 +54,14 @@ def _check_modules(job: Job, space: SearchSpace) -> None:
 
 
 def with_num_devices(job: Job, num_devices: int) -> Job:
-    """The same job on another number of devices of its cluster.
+    """Copy of a job on another number of devices of its cluster.
 
-    Nodes of a cluster without a network of its own are joined by what the catalogue has for its preset.
+    A cluster that grows past one node without an ``inter_link`` gets the link of its catalog preset.
     """
     cluster = job.cluster
     if num_devices == cluster.num_devices:
         return job
-    if cluster.cores_per_node is not None:  # each rank of a CPU has another share of its memory
+    if cluster.cores_per_node is not None:  # the fraction of CPU memory per rank depends on the number of ranks
         return replace(job, cluster=catalog.cluster(cluster.id, num_devices))
     update: dict[str, object] = {"num_devices": num_devices}
     if num_devices > cluster.devices_per_node and cluster.inter_link is None:
@@ -73,6 +73,6 @@ def with_num_devices(job: Job, num_devices: int) -> Job:
 
 
 def capacity_bytes(job: Job, space: SearchSpace) -> int | None:
-    """Memory of a device that plans may use; None when the catalogue does not know it."""
+    """Usable device memory in bytes; None if the device memory is unknown."""
     memory_bytes = job.cluster.device.memory_bytes
     return None if memory_bytes is None else int(memory_bytes * space.max_memory_fraction)

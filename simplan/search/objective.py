@@ -1,4 +1,4 @@
-"""What makes one plan better than another, as numbers to make small."""
+"""Objectives of a search, as numbers to minimize."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["Goal"]
 
 _HOUR_S = 3600.0
 
-# Each grows with the step time, or does not depend on it: so the value at a lower bound of the time is a lower bound
-# of the value. Throughput per device is the inverse of device-seconds a step, for one batch.
+# Each grows with the step time or does not depend on it, so its value at a lower bound of the time is a lower bound.
+# For one batch, throughput per device is the inverse of device-seconds per step.
 _VALUES: Mapping[Objective, Callable[[int, int, float], float]] = MappingProxyType(
     {
         "step_time": lambda num_devices, device_bytes, step_time_s: step_time_s,
@@ -31,11 +31,11 @@ _VALUES: Mapping[Objective, Callable[[int, int, float], float]] = MappingProxyTy
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The objectives of a search, and what turns their values into what people read.
+    """Objectives of a search, and the inputs to convert their values to reported units.
 
     Attributes:
-        objectives: One, or the two of a front.
-        tokens_per_step: Tokens (images, for models of images) of one optimizer step.
+        objectives: One objective, or the two of a Pareto front.
+        tokens_per_step: Tokens per optimizer step; images for image models.
         dollars_per_device_hour, token_budget: As in ``SearchSpace``.
     """
 
@@ -46,7 +46,7 @@ class Goal:
 
     @classmethod
     def of(cls, space: SearchSpace, job: Job) -> Goal:
-        """What a space asks for."""
+        """Make the goal that a space requests."""
         tokens = 1 if job.model.sample == "image" else job.model.seq_len
         return cls(
             space.goals,
@@ -56,7 +56,7 @@ class Goal:
         )
 
     def values(self, num_devices: int, device_bytes: int, step_time_s: float) -> tuple[float, ...]:
-        """What to make small, a number for each objective."""
+        """Values to minimize, one per objective."""
         return tuple(_VALUES[name](num_devices, device_bytes, step_time_s) for name in self.objectives)
 
     def first_values(
@@ -75,15 +75,15 @@ class Goal:
 
     @property
     def follows_time(self) -> bool:
-        """Whether the first objective is the step time, or in proportion to it on as many devices."""
+        """True if the first objective is proportional to the step time at a fixed number of devices."""
         return self.objectives[0] in ("step_time", "tokens_per_s_per_device", "cost")
 
     def tokens_per_s_per_device(self, num_devices: int, step_time_s: float) -> float:
-        """Throughput."""
+        """Throughput per device, in tokens (or images) per second."""
         return self.tokens_per_step / step_time_s / num_devices
 
     def cost_dollars(self, num_devices: int, step_time_s: float) -> float | None:
-        """Price of the token budget: its steps, times devices, times the user's price; None without a price."""
+        """Price in dollars of training on the token budget; None without a price or a budget."""
         if self.dollars_per_device_hour is None or self.token_budget is None:
             return None
         steps = self.token_budget / self.tokens_per_step

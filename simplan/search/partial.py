@@ -1,8 +1,8 @@
-"""Plans that fit only where blocks run again, with as few of them as fit.
+"""Search for the fewest recomputed blocks per stage with which a plan fits.
 
-The more blocks of every stage run again, the less a step holds and the longer it takes. So of plans that differ in
-``recompute_layers`` alone the best is the first that fits. It is found by bisection, once all other plans are known,
-and only for those that could still be among the best.
+More recomputed blocks mean less memory and longer steps. So among plans that differ only in ``recompute_layers``, the
+best has the fewest recomputed blocks that fit. Bisection finds it after the other plans are known, only for plans that
+could still be among the best.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from simplan.search.statistics import Limits, OnProgress, Statistics, rounded
 __all__ = ["explore_partial", "has_partial"]
 
 _MOST = 32
-"""Plans that are tried, the most promising first."""
+"""Maximum number of plans to try, most promising first."""
 _LEAST_SHARE = 2 / 3
-"""Of a step whose blocks all run again, that of one in which none does: forward is no longer than backward."""
-_SURE = 0.99  # of an estimate, which takes all blocks of a stage to be alike
-_NEAR = 2  # probes beside a guess before the bisection
+"""Minimum step time without recomputation over step time with full: forward takes no longer than backward."""
+_SURE = 0.99  # factor for an estimate that assumes equal blocks in a stage
+_NEAR = 2  # probes next to a guess before the bisection
 
 
 class _Whole(NamedTuple):
-    """A plan whose blocks all run again. Order: what its first objective is about, then the same of its time.
+    """A plan with full recomputation, sorted by estimated first objective, then by estimated step time.
 
     Attributes:
-        value: Of the first objective, with as few blocks as may fit.
-        about_s: The same of its time.
-        least_bytes: With all blocks.
-        share: Of the blocks, how many need to run again, at least.
-        order: Of the plan, as of ``plan_order``.
+        value: Estimated first objective with the fewest recomputed blocks that may fit.
+        about_s: Estimated step time with the fewest recomputed blocks that may fit.
+        least_bytes: Lower bound on memory with all blocks recomputed.
+        share: Estimated fraction of blocks that must be recomputed.
+        order: ``plan_order`` of the plan.
         plan: The plan.
     """
 
@@ -59,7 +59,7 @@ class _Whole(NamedTuple):
 
 
 def has_partial(job: Job, space: SearchSpace, calibration: Calibration | None) -> bool:
-    """Whether a search looks for plans that run some blocks again."""
+    """True if a search also tries plans that recompute only some blocks."""
     one = ParallelPlan(recompute="full", recompute_layers=1)
     return (
         space.recompute_layers == "least"
@@ -82,19 +82,19 @@ def explore_partial(
     on_progress: OnProgress,
     statistics: Statistics,
 ) -> int:
-    """Tries fewer blocks where all of them are too many and none is too few.
+    """Try fewer recomputed blocks for plans that fit with all blocks recomputed and not with none.
 
     Args:
-        job: What is asked; ``has_partial``.
-        space: Its plans.
-        bounds, evaluator: Of the same job.
-        limits: What a plan must keep within; memory is known.
-        incumbents: Takes the best; what it holds already bounds the others.
-        on_progress: Called after every plan.
-        statistics: Given to it.
+        job: A job for which ``has_partial`` is true.
+        space: Ranges of the search.
+        bounds, evaluator: Bounds and evaluator of the job.
+        limits: Memory limit and deadline; the memory limit is not None.
+        incumbents: Best plans, updated; they also prune candidates.
+        on_progress: Called after each plan.
+        statistics: Passed to ``on_progress``.
 
     Returns:
-        How many plans were timed besides those of the space.
+        Number of plans timed in addition to those of the space.
     """
     capacity = limits.device_bytes
     assert capacity is not None
@@ -112,7 +112,7 @@ def explore_partial(
 
 
 def _whole(enumeration: Enumeration, bounds: Bounds, incumbents: Incumbents, capacity: int) -> Iterator[_Whole]:
-    """Plans whose blocks all run again that may do with fewer, and may then be among the best."""
+    """Yield plans with full recomputation that may fit with fewer recomputed blocks and be among the best."""
     num_devices = enumeration.num_devices
     for table in enumeration.tables(Counter()):
         of_all = bounds.of(table, capacity)
@@ -135,7 +135,10 @@ def _whole(enumeration: Enumeration, bounds: Bounds, incumbents: Incumbents, cap
 def _fewest_blocks(
     job: Job, one: _Whole, evaluator: Evaluator, capacity: int
 ) -> tuple[ParallelPlan, int, float] | None:
-    """With as few blocks as fit, its bytes and its time; None where none need to run again, or all."""
+    """The plan with the fewest recomputed blocks that fit, its bytes and its seconds.
+
+    Returns None if the plan fits without recomputation, or only with all blocks recomputed.
+    """
 
     def fitting(update: dict[str, object]) -> tuple[ParallelPlan, int, float] | None:
         plan = one.plan.model_copy(update=update)
@@ -159,7 +162,7 @@ def _fewest_blocks(
 
 
 def _most_blocks(job: Job) -> int:
-    """Blocks of the stage that has most."""
+    """Number of blocks in the largest stage."""
     assignment = assign_layers(job, cost_model(job, None))
     last = job.model.num_blocks
     stages = map(assignment.layer_range, range(assignment.num_stages))

@@ -1,4 +1,4 @@
-"""The answer of a search. Plain data; ``simplan.search.search`` makes it."""
+"""Result of a search as plain data; made by ``simplan.search.search``."""
 
 from __future__ import annotations
 
@@ -31,16 +31,18 @@ SEARCH_SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchExplanation:
-    """Why a plan takes as long as it does.
+    """Bottleneck and sensitivities of a plan.
 
     Attributes:
-        step_time_interval_s: Interval of the step time in 9 of 10 cases.
-        mfu: Model FLOPs utilization; None when the peak is unknown.
-        allocated_bytes, reserved_bytes: Of the worst rank, beside its device bytes.
-        worst_rank: The rank that needs most memory.
-        busiest_rank: The rank that waits least: the others wait for it.
-        shares: Its step in shares that sum to 1: compute, recompute, exposed_communication, wait, host, optimizer.
-        saved: By resource, the share of the step time that 10 % more of it saves; what is left out has no effect.
+        step_time_interval_s: 90% interval of the step time, in seconds.
+        mfu: Model FLOPs utilization; None if the device peak is unknown.
+        allocated_bytes, reserved_bytes: Allocated and reserved peak of the peak-memory rank.
+        worst_rank: Peak-memory rank.
+        busiest_rank: Rank with the least wait time.
+        shares: Fractions of the busiest rank's step, which sum to 1: compute, recompute, exposed_communication, wait,
+            host, optimizer.
+        saved: By resource, the fraction of the step time that 10% more of it saves; resources without effect are
+            missing.
     """
 
     step_time_interval_s: tuple[float, float]
@@ -54,22 +56,22 @@ class SearchExplanation:
 
     @property
     def limit(self) -> str:
-        """The largest share of the busiest rank's step."""
+        """Name of the largest fraction of the busiest rank's step."""
         return max(self.shares, key=lambda name: self.shares[name])
 
     @property
     def help(self) -> str | None:
-        """The resource of which 10 % more saves most; None when nothing does."""
+        """Resource of which 10% more saves the most time; None if none saves any."""
         return max(self.saved, key=lambda name: self.saved[name], default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Plans that are as good as one that is shown, to a thousandth, on as many ranks of every axis.
+    """Plans equivalent to a shown plan: the same degrees and microbatch size, and step times within 0.1%.
 
     Attributes:
-        num_plans: How many.
-        differ_in: By key of a plan, the values that they have and the one that is shown has not.
+        num_plans: Number of other plans.
+        differ_in: By plan field, the values of the other plans that differ from the shown plan.
     """
 
     num_plans: int = 0
@@ -78,18 +80,18 @@ class Alike:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedPlan:
-    """A plan that fits, with its numbers.
+    """A plan that fits, with its memory, step time and throughput.
 
     Attributes:
         plan: The plan.
-        num_devices: Devices it needs.
-        step_time_s: Time of one optimizer step.
+        num_devices: Devices that the plan needs.
+        step_time_s: Seconds of one optimizer step.
         device_bytes: Device memory of the worst rank.
-        headroom_bytes: What is left of the memory that plans may use; None when the capacity is unknown.
-        tokens_per_s_per_device: Throughput; images per second for models of images.
+        headroom_bytes: Usable device memory that the worst rank leaves free; None if the device memory is unknown.
+        tokens_per_s_per_device: Throughput; images per second for image models.
         cost_dollars: Price of the token budget; None without a price.
-        explanation: Why it takes so long; of ranked plans only.
-        alike: Others that are as good; of ranked plans only.
+        explanation: Bottleneck and sensitivities; None for plans that are not ranked.
+        alike: Equivalent plans; empty for plans that are not ranked.
     """
 
     plan: ParallelPlan
@@ -133,16 +135,17 @@ class RankedPlan:
 
 @dataclass(frozen=True, slots=True)
 class SpaceCount:
-    """Where every candidate went: total = sum of rejected + bounded + timed.
+    """Candidate counts of a search: total = sum of rejected + bounded + timed.
 
     Attributes:
         total: Candidates of the space.
-        rejected: By the rule that removed them; ``memory`` and ``max_step_time_s`` are among the rules.
-        bounded: Could not be among the best by a bound on their time; nobody knows whether these fit.
-        timed: The others.
-        why: What the rules say, of those that removed any.
-        some_blocks: Plans timed besides those of the space, that run only some blocks again (``recompute_layers``).
-            Which are worth it depends on how many plans are ranked, so they are no part of the total.
+        rejected: Candidates by the rule that rejected them; ``memory`` and ``max_step_time_s`` count as rules.
+        bounded: Candidates pruned by the lower bound on their objective; it is unknown if they fit.
+        timed: Candidates with a simulated step time.
+        why: By rule that rejected candidates, its text.
+        some_blocks: Plans timed in addition to those of the space that recompute only some blocks
+            (``recompute_layers``). They are not part of the total, since their number depends on the number of ranked
+            plans.
     """
 
     total: int
@@ -155,15 +158,15 @@ class SpaceCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NearestMiss:
-    """A plan that breaks no rule but a limit.
+    """A plan that violates no rule, but exceeds the memory or the deadline.
 
     Attributes:
         plan: The plan.
-        num_devices: Devices it is for.
-        device_bytes: What its worst device needs.
-        lacking_bytes: How much of that is too much; None when it fits.
-        step_time_s: Its time, when it fits.
-        lacking_s: How much of that is beyond the deadline; None when memory is what it lacks.
+        num_devices: Devices that the plan needs.
+        device_bytes: Memory that the worst device needs.
+        lacking_bytes: Bytes over the usable memory; None if the plan fits.
+        step_time_s: Step time in seconds; None if the plan does not fit.
+        lacking_s: Seconds over the deadline; None if the plan does not fit.
     """
 
     plan: ParallelPlan
@@ -187,13 +190,14 @@ class NearestMiss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One change of the question with which there is a plan; tried, not guessed.
+    """One change of the request that makes a plan feasible; verified by a search.
 
     Attributes:
-        what: ``num_devices``, ``memory_bytes``, ``global_batch_size``, ``recompute``, ``ranges`` or ``deadline``.
-        value: What it must be.
-        words: The same as a sentence.
-        plan: A plan that is then within all limits.
+        what: Kind of change: ``num_devices``, ``memory_bytes``, ``global_batch_size``, ``recompute``, ``ranges`` or
+            ``max_step_time_s``.
+        value: New value.
+        words: The change as a phrase for reports.
+        plan: A plan that is feasible after the change.
     """
 
     what: str
@@ -204,20 +208,20 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The best plans of a space, and why not the others.
+    """Best plans of a space, and counts of and reasons for the others.
 
     Attributes:
-        name: For people.
-        objectives: What was made best.
-        ranked: The best plans by the first objective, best first; of plans that are alike and as good to a thousandth,
-            the simplest.
-        pareto: With two objectives, all plans that none is better than in both, by the first.
-        space: Where every candidate went.
-        nearest_misses: Plans that lack least: memory, or time where nothing is within the deadline.
-        changes: When there is no plan: changes that make one, each tried.
-        interrupted: The search was stopped: the best so far, and counts of what was looked at.
-        inputs: What was asked.
-        unit: What throughput counts: ``tokens`` or ``images``.
+        name: Display name.
+        objectives: Objectives of the search, the ranking one first.
+        ranked: Best plans by the first objective, best first; the simplest of each group of equivalent plans.
+        pareto: Pareto front of two objectives, sorted by the first; empty with one objective.
+        space: Candidate counts.
+        nearest_misses: Infeasible plans closest to the memory limit; closest to the deadline if plans fit but are too
+            slow.
+        changes: Changes that make a plan feasible; empty if a plan was found.
+        interrupted: True if the search was stopped: ranking and counts then cover only the evaluated candidates.
+        inputs: Inputs of the search.
+        unit: Unit of throughput: ``tokens`` or ``images``.
     """
 
     name: str
@@ -233,11 +237,13 @@ class SearchResult:
 
     @property
     def best(self) -> RankedPlan | None:
-        """The best plan; None when there is none."""
+        """The best plan; None if no plan is feasible."""
         return self.ranked[0] if self.ranked else None
 
     def to_dataframe(self) -> pd.DataFrame:
-        """A row a plan, ranked ones first, then those of the front that are not ranked; columns are the plan's keys.
+        """Table with one row per plan: ranked plans, then unranked plans of the front.
+
+        Columns have the names of plan fields and result keys.
 
         Raises:
             ImportError: pandas is not installed.
@@ -263,7 +269,7 @@ class SearchResult:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The document of ``simplan search --json``."""
+        """JSON document of ``simplan search --json``."""
         best = self.best
         return {
             "schema_version": SEARCH_SCHEMA_VERSION,

@@ -1,4 +1,4 @@
-"""What a search may choose from: the section ``search:`` of a scenario."""
+"""Search space: the section ``search:`` of a scenario."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ _Modules = Annotated[tuple[tuple[RecomputeModule, ...], ...], Field(min_length=1
 
 
 class SearchSpace(Spec):
-    """Which plans to compare, and what makes one better. A range that is not given is the default one.
+    """Ranges and objective of a search; a missing range has its default.
 
-    A range holds where a plan has that choice: ``schedule`` for pipelines, ``sequence_parallel`` where tp > 1,
-    ``zero_stage`` where there are several shards, ``reshard_after_forward`` at ZeRO-3, ``grad_sync`` where several
-    microbatches of a step follow each other without a pipeline. One value may be written without brackets.
+    A range applies only where a plan has the choice: ``schedule`` for pipelines, ``sequence_parallel`` for tp > 1,
+    ``zero_stage`` for several shards, ``reshard_after_forward`` for ZeRO-3, ``grad_sync`` for several microbatches
+    without a pipeline. A single value needs no brackets.
 
     Attributes:
-        objective: What is best: ``step_time``, ``tokens_per_s_per_device``, ``num_devices``, ``memory`` of the worst
-            device, or ``cost`` of ``token_budget`` tokens.
-        objectives: Two of them: the Pareto front; plans are ranked by the first.
-        top: Plans to rank.
-        max_memory_fraction: Share of the device memory that a plan may need by the prediction, the allocator's reserve
-            included; at 1 it is what ``predict`` calls fitting, but for what it calls fitting tightly.
-        max_step_time_s: The deadline of a step.
-        dollars_per_device_hour, token_budget: What ``cost`` needs: the user's price, and how many tokens to train on.
-        num_devices: Numbers of devices to compare; else the cluster's.
-        tp_across_nodes: Tensor-parallel groups may span nodes.
-        recompute_layers: ``least``: where plans fit with full recomputation and without any they do not, those that run
-            as few blocks of every stage again as fit are compared, too, the most promising ones. ``all``: they are not.
-        recompute_modules: What selective recomputation may run again: lists of modules, or one list. By default the
-            attention core alone.
+        objective: Objective to rank by: ``step_time``, ``tokens_per_s_per_device``, ``num_devices``, ``memory`` of the
+            worst device, or ``cost`` of ``token_budget`` tokens.
+        objectives: Two objectives for a Pareto front; plans are ranked by the first.
+        top: Number of plans to rank.
+        max_memory_fraction: Maximum predicted device memory of a plan as a fraction of the device memory, including the
+            allocator reserve. At 1, a plan that ``predict`` reports as fitting tightly does not count as fitting.
+        max_step_time_s: Deadline of a step, in seconds.
+        dollars_per_device_hour, token_budget: Price, and number of training tokens; required by ``cost``.
+        num_devices: Device counts to compare; by default the cluster's.
+        tp_across_nodes: Allow tensor-parallel groups to span nodes.
+        recompute_layers: ``least`` also tries the fewest recomputed blocks per stage that fit, for promising plans that
+            fit only with full recomputation; ``all`` does not.
+        recompute_modules: Modules that selective recomputation recomputes: a list, or lists to compare. By default the
+            attention core.
         tp, cp, cp_comm, ep, pp, virtual_stages, schedule, dp_replicate, dp_shard, zero_stage, reshard_after_forward,
             sequence_parallel, microbatch_size, recompute, grad_sync: Ranges of the plan's keys of the same names.
     """
@@ -81,7 +81,7 @@ class SearchSpace(Spec):
     @model_validator(mode="before")
     @classmethod
     def _lists(cls, data: Any) -> Any:
-        """One value is a list of one; a file has lists, and strict mode wants tuples."""
+        """Turn single values and lists of a file into the tuples that strict mode requires."""
         if not isinstance(data, dict):
             return data
 
@@ -91,13 +91,13 @@ class SearchSpace(Spec):
             values = tuple(value) if isinstance(value, list | tuple) else (value,)
             if key != "recompute_modules":
                 return values
-            one = values and all(isinstance(module, str) for module in values)  # modules that run again together
+            one = values and all(isinstance(module, str) for module in values)  # modules recomputed together
             return (values,) if one else tuple(tuple(each) if isinstance(each, list) else each for each in values)
 
         found = {key: listed(key, value) for key, value in data.items()}
         goals = found.get("objectives")
         if isinstance(goals, tuple) and "objective" not in found and goals[:1] and goals[0] in OBJECTIVES:
-            found["objective"] = goals[0]  # the first, so that a copy, which has every field, goes together too
+            found["objective"] = goals[0]  # so that a copy, in which every field is set, is valid too
         return found
 
     @model_validator(mode="after")
@@ -113,12 +113,12 @@ class SearchSpace(Spec):
 
     @property
     def goals(self) -> tuple[Objective, ...]:
-        """The objective, or both."""
+        """The objective, or both objectives."""
         return self.objectives or (self.objective,)
 
     @property
     def narrowed(self) -> tuple[str, ...]:
-        """Ranges that are given."""
+        """Names of the ranges that are set."""
         return tuple(name for name in RANGES if getattr(self, name) is not None)
 
 
@@ -127,14 +127,14 @@ RANGES = (
     "zero_stage", "reshard_after_forward", "microbatch_size", "recompute", "recompute_modules",
     "grad_sync",
 )  # fmt: skip
-"""Keys of a plan that a search varies."""
+"""Plan fields that a search varies."""
 
 
 def that_it_has(software: SoftwareSpec, space: SearchSpace) -> SearchSpace:
-    """The space without what the software does not have; what was asked for by name is refused by name.
+    """Restrict the default ranges of a space to values that the software supports.
 
     Raises:
-        NotModelledError: A range has values that the software does not.
+        NotModelledError: A range that is set has values that the software does not support.
     """
     allowed: dict[str, tuple[int, ...]] = {"zero_stage": software.zero_stages}
     if software.layers.attention == "unfused":
@@ -157,6 +157,6 @@ def that_it_has(software: SoftwareSpec, space: SearchSpace) -> SearchSpace:
 
 
 def given_ranges(software: SoftwareSpec, space: SearchSpace) -> tuple[str, ...]:
-    """The narrowed ranges of a space of ``that_it_has`` that are not as the software alone would have them."""
+    """Names of the ranges that the user set and that differ from the software's own restrictions."""
     whole = that_it_has(software, space.model_copy(update=dict.fromkeys(space.narrowed)))
     return tuple(name for name in space.narrowed if getattr(space, name) != getattr(whole, name))

@@ -1,4 +1,4 @@
-"""What a search counts beside the best: where candidates went, and which nearly fit."""
+"""Candidate counts and near misses of a search."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from simplan.search.incumbents import Incumbents
 __all__ = ["MORE_MEMORY", "ROUNDING", "Limits", "Miss", "OnProgress", "Statistics", "Waiting", "rounded"]
 
 MORE_MEMORY = 1.1
-"""What nearly fits needs at most so many times what there is."""
+"""A plan nearly fits if it needs at most this factor times the usable memory."""
 ROUNDING = 1 - 1e-9
-"""A bound or a deadline may be a sum in another order than the time it is compared with."""
+"""Tolerance for comparing times that were summed in different orders."""
 _MOST_NEARLY = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a plan must keep within.
+    """Constraints on a plan.
 
     Attributes:
-        device_bytes: Memory of a device that may be used; None when it is unknown.
-        step_time_s: The deadline; None for none.
-        num_misses: Nearest misses to remember.
+        device_bytes: Usable device memory; None if unknown.
+        step_time_s: Deadline of a step; None for none.
+        num_misses: Number of near misses to keep.
     """
 
     device_bytes: int | None
@@ -37,14 +37,14 @@ class Limits:
 
 
 class Miss(NamedTuple):
-    """A plan that violated nothing but a limit. Order: what it lacks, then the plan's fields.
+    """A plan that exceeds only the memory or the deadline, sorted by the excess, then by plan fields.
 
     Attributes:
-        lacking: Bytes too many, or, where nothing is within the deadline, seconds too many.
-        order: Of the plan, as of ``plan_order``.
+        lacking: Bytes over the memory limit; for plans that fit, seconds over the deadline.
+        order: ``plan_order`` of the plan.
         plan: The plan.
-        device_bytes: What it needs.
-        step_time_s: Its time; None when it does not fit.
+        device_bytes: Memory that the worst device needs.
+        step_time_s: Step time in seconds; None if the plan does not fit.
     """
 
     lacking: float
@@ -55,17 +55,17 @@ class Miss(NamedTuple):
 
     @classmethod
     def of(cls, lacking: float, plan: ParallelPlan, device_bytes: int, step_time_s: float | None = None) -> Miss:
-        """A plan that lacks so much."""
+        """Make a miss with its sort key."""
         return cls(lacking, plan_order(plan), plan, device_bytes, step_time_s)
 
 
 class Waiting(NamedTuple):
-    """A plan that nobody has timed. Order: a bound on its first objective, then on its time, then the plan's fields.
+    """A plan without a simulated time, sorted by its bounds on first objective and time, then by plan fields.
 
     Attributes:
-        value: Of the first objective, at least.
-        step_time_s: Its time, at least.
-        order: Of the plan, as of ``plan_order``.
+        value: Lower bound on the first objective.
+        step_time_s: Lower bound on the step time.
+        order: ``plan_order`` of the plan.
         plan: The plan.
     """
 
@@ -77,16 +77,16 @@ class Waiting(NamedTuple):
 
 @dataclass(slots=True)
 class Statistics:
-    """Where every candidate went.
+    """Candidate counts and near misses of a search.
 
     Attributes:
-        rejected: By rule, memory and deadline among them.
-        bounded: Could not have been kept.
-        timed: The others.
-        misses: The nearest that do not fit.
-        late: The nearest that fit and are too slow.
-        nearly: Of those that ``MORE_MEMORY`` would make fit, the ones with the least bounds.
-        num_misses: How many misses of each kind to remember.
+        rejected: Rejected candidates by rule, including memory and deadline.
+        bounded: Pruned candidates.
+        timed: Candidates with a simulated time.
+        misses: Nearest plans that do not fit.
+        late: Nearest plans that fit and miss the deadline.
+        nearly: Plans that may fit with ``MORE_MEMORY`` times the memory, those with the lowest bounds.
+        num_misses: Number of near misses to keep, per kind.
     """
 
     num_misses: int = 3
@@ -99,33 +99,33 @@ class Statistics:
 
     @property
     def done(self) -> int:
-        """Candidates dealt with."""
+        """Number of candidates rejected, pruned or timed."""
         return self.rejected.total() + self.bounded + self.timed
 
     def almost(self, nearly: Iterable[Waiting]) -> None:
-        """Candidates that a little more memory would make fit."""
+        """Add candidates that may fit with ``MORE_MEMORY`` times the memory."""
         self.nearly = heapq.nsmallest(_MOST_NEARLY, [*self.nearly, *nearly])
 
     def is_far(self, lacking: float) -> bool:
-        """Whether enough misses are nearer than one that lacks at least so much."""
+        """True if ``num_misses`` plans are closer to fitting than one that lacks ``lacking`` bytes."""
         return len(self.misses) == self.num_misses and lacking > self.misses[-1].lacking
 
     def missed(self, misses: Iterable[Miss]) -> None:
-        """Candidates that do not fit and were counted before."""
+        """Add near misses that were already counted as rejected."""
         self.misses = heapq.nsmallest(self.num_misses, [*self.misses, *misses])
 
     def too_large(self, misses: Iterable[Miss], far: int = 0) -> None:
-        """Candidates that do not fit, and how many more that do not by far."""
+        """Count candidates that do not fit: near misses, and ``far`` others."""
         found = list(misses)
         self.rejected["memory"] += len(found) + far
         self.missed(found)
 
     def is_later(self, least_time_s: float, deadline_s: float) -> bool:
-        """Whether enough that fit are nearer to the deadline than one of at least such a time."""
+        """True if ``num_misses`` plans are closer to the deadline than one of at least ``least_time_s``."""
         return len(self.late) == self.num_misses and least_time_s - deadline_s > self.late[-1].lacking
 
     def too_late(self, number: int, misses: Iterable[Miss] = ()) -> None:
-        """Candidates beyond the deadline; misses are those whose time is known."""
+        """Count ``number`` candidates beyond the deadline; ``misses`` are those with a known time."""
         self.rejected["max_step_time_s"] += number
         self.late = heapq.nsmallest(self.num_misses, [*self.late, *misses])
 
@@ -134,7 +134,7 @@ OnProgress = Callable[[Statistics, Incumbents], None]
 
 
 def rounded(step_time_s: float) -> float:
-    """To 12 digits: sums of the same numbers in another order are one time, and no front is made of their difference.
+    """Round to 12 digits, so that sums of the same numbers in another order are equal.
 
     >>> rounded(0.1 + 0.2)
     0.3

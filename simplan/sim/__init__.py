@@ -1,1 +1,1 @@
-"""When everything happens, and what memory is held meanwhile."""
+"""Simulation of a Program: times of all operations, and memory over time."""

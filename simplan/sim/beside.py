@@ -1,4 +1,4 @@
-"""Computing beside messages: for how long, and what it takes then."""
+"""Overlap of compute with communication of the same rank."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ __all__ = ["Beside"]
 _Floats = npt.NDArray[np.float64]
 _Indices = npt.NDArray[np.int64]
 _TAKING = (Stream.DATA, Stream.SHARD, Stream.REPLICATE, Stream.EXPERT_DATA)
-"""Streams of messages that are meant to hide. Exchanges of tensor-parallel ranks beside parts of a product are made by
-copy engines or on few multiprocessors; what these cost is in the price of cutting it (``KernelRates.split_s``). Of
-exchanges for experts ``Excess`` knows what they take; what those of keys and values take nobody published."""
+"""Streams whose communication overlaps with compute and slows it down.
+
+Tensor-parallel collectives next to chunks of a GEMM run on copy engines or few SMs; the cost of splitting the GEMM
+includes them (``KernelRates.split_s``). ``Excess`` has the slowdown by expert all-to-all. The slowdown by
+context-parallel communication is unknown (no public data)."""
 _EXCHANGING = (Stream.TENSOR, Stream.CONTEXT, Stream.EXPERT)
 _WITHIN = (Stream.COMPUTE, *_EXCHANGING)
 
 
 class _OfRank(NamedTuple):
-    """What one rank computes and what it moves, as indices into ``Program.ops``.
+    """Compute and communication of one rank, as indices into ``Program.ops``.
 
     Attributes:
-        moving: Messages.
-        computing: What computes.
-        group: Of each that computes, the group that it is part of.
-        member: What groups reach over: what computes, and exchanges that this waits for.
-        member_group: Their groups.
+        moving: Communication operations.
+        computing: Compute operations.
+        group: ``(computing,)`` Group of each compute operation.
+        member: Members of groups: compute operations, and collectives that they wait for.
+        member_group: ``(member,)`` Group of each member.
     """
 
     moving: _Indices
@@ -44,15 +46,16 @@ class _OfRank(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beside:
-    """What of a Program may run beside messages of its own rank.
+    """Compute operations of a Program that may overlap with communication of their own rank.
 
-    What follows upon each other in an action, where no messages but exchanges for parts of layers wait or are waited
-    for, is looked at together, and is beside messages by as large a part each: it need not be written out one by one,
-    and then exchanges come after all of it.
+    Consecutive operations of an action form a group. A group ends where communication waits for one of them or is
+    waited for, except collectives inside layers. All operations of a group overlap with communication by the same
+    fraction. Their order inside the group is therefore irrelevant, and layers may be merged, with their collectives at
+    the end.
 
     Attributes:
-        num_ops: All operations of the Program.
-        of_rank: By rank that has both.
+        num_ops: Number of operations of the Program.
+        of_rank: Entries for the ranks with both compute and communication.
     """
 
     num_ops: int
@@ -60,18 +63,18 @@ class Beside:
 
     @classmethod
     def of(cls, program: Program) -> Beside:
-        """Of a Program."""
+        """Returns the overlap candidates of a Program."""
         columns = program.columns
         computing = program.on_stream(Stream.COMPUTE) & program.of_kind(*COMPUTING)
         moving = program.on_stream(*_TAKING) & program.of_kind(SpanKind.COMMUNICATION)
-        # by operation, the last one of its rank, itself included, that computes
+        # by operation, the last compute operation of its rank up to and including itself
         order = np.concatenate([program.rank_indices[rank] for rank in program.ranks])
         last = np.maximum.accumulate(np.where(computing[order], np.arange(len(order)), -1))
         outside = ~program.on_stream(*_WITHIN)
         waiting = np.repeat(np.arange(len(program)), np.diff(columns.wait_first))
         begins_others = np.zeros(len(program), np.bool_)
         begins_others[columns.wait[outside[waiting]]] = True
-        # of what is outside of layers, only the first computation that waits for it waits indeed
+        # only the first compute operation that waits for communication outside of layers really waits
         awaits = np.zeros(len(program), np.bool_)
         is_wait = computing[waiting] & outside[columns.wait]
         _, first = np.unique(columns.wait[is_wait], return_index=True)
@@ -85,7 +88,7 @@ class Beside:
         new |= columns.rank[before] != columns.rank[computes]
         group = np.full(len(program), -1)
         group[computes] = np.cumsum(new)
-        # exchanges that follow a computation of the same action are part of its group
+        # collectives that follow a compute operation of the same action are part of its group
         leader = np.where(last >= 0, order[last], 0)
         exchanges = program.on_stream(*_EXCHANGING)[order] & (last >= 0)
         exchanges &= (action[leader] == action[order]) & (columns.rank[leader] == columns.rank[order])
@@ -100,10 +103,12 @@ class Beside:
         return cls(len(program), found)
 
     def seconds(self, start_s: _Floats, end_s: _Floats) -> _Floats:
-        """For how long each operation computes while messages of its rank move; 0 for all that does not compute.
+        """Returns the seconds for which each operation computes while communication of its rank is in progress.
+
+        The value is 0 for operations that do not compute.
 
         Args:
-            start_s, end_s: (num_ops,) When operations run.
+            start_s, end_s: ``(num_ops,)`` Start and end of operations, in seconds.
         """
         found = np.zeros(self.num_ops)
         for moving, computing, group, member, member_group in self.of_rank:
@@ -120,7 +125,7 @@ class Beside:
 
 
 def _joined(start_s: _Floats, end_s: _Floats) -> tuple[_Floats, _Floats]:
-    """Intervals in order, those that overlap as one, without those of no length."""
+    """Returns intervals in order, with overlapping ones merged and empty ones removed."""
     order = np.argsort(start_s, kind="stable")
     order = order[end_s[order] > start_s[order]]
     if not len(order):
@@ -131,7 +136,7 @@ def _joined(start_s: _Floats, end_s: _Floats) -> tuple[_Floats, _Floats]:
 
 
 def _moved_until(now_s: _Floats, first_s: _Floats, last_s: _Floats) -> _Floats:
-    """Seconds of separate intervals before each of some times."""
+    """Returns the seconds of disjoint intervals before each of the given times."""
     whole_s = np.concatenate([[0.0], np.cumsum(last_s - first_s)])
     place = np.searchsorted(first_s, now_s, side="right")
     latest = np.maximum(place - 1, 0)

@@ -1,4 +1,4 @@
-"""Which engine runs a Program: both give the same times, to the last bit, where both can."""
+"""Choice of the engine for a Program; where both engines apply, their times are equal to the last bit."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from simplan.sim.engine import CoreUse, Times, simulate
 __all__ = ["Engine", "engine_of", "load_compiled"]
 
 _FEWEST_OPERATIONS = 20_000
-"""From so many on, the eight runs of a truncated prediction in SimPy (20 microseconds an operation together) take
-longer than the import of numba with the loading of its machine code (0.4 seconds)."""
+"""Operations from which the eight runs of a truncated prediction in SimPy (20 microseconds per operation together) take
+longer than importing numba and loading its machine code (0.4 seconds)."""
 
 
 class Engine(Protocol):
-    """One Program, ready to run."""
+    """An engine with one Program, ready to run."""
 
     def times(self, durations_s: Durations) -> Times:
-        """Start and end of every operation."""
+        """Returns start and end of every operation."""
         ...
 
     def step_times_s(self, durations_s: Sequence[Durations] | NDArray[np.float64]) -> Sequence[float]:
-        """The end of the last operation under each vector of durations."""
+        """Returns the end of the last operation for each vector of durations, in seconds."""
         ...
 
 
@@ -49,18 +49,18 @@ class _SimPy:
 
 
 def load_compiled() -> None:
-    """Loads the compiled engine, which then runs small Programs as well: for whoever simulates many."""
+    """Loads the compiled engine, which then runs small Programs as well; useful before many simulations."""
     importlib.import_module("simplan.sim.longest_path")
 
 
 def engine_of(program: Program, sharing: CoreUse | None) -> Engine:
-    """SimPy where operations share cores and for small Programs; compiled for large static ones.
+    """Returns SimPy for shared cores and for small Programs, and the compiled engine for large static ones.
 
-    Once the compiled engine is loaded, it runs small ones as well.
+    Once the compiled engine is loaded, it runs small Programs as well.
 
     Args:
-        program: What to run.
-        sharing: Cores that operations share, if they do.
+        program: Program to run.
+        sharing: Cores that operations share; None for no sharing.
     """
     loaded = "simplan.sim.longest_path" in sys.modules
     if sharing is None and (loaded or len(program) >= _FEWEST_OPERATIONS):

@@ -1,9 +1,9 @@
-"""The compiled engine: a static Program as arrays, and its longest path under many duration vectors at once.
+"""The compiled engine: a static Program as arrays, and its longest path under many duration vectors together.
 
-A Program is static when a duration is a duration, whatever runs beside it: the order on every stream is fixed and a
-meeting is one node that starts when all its members are ready. Then the SimPy engine computes a longest path, and so
-does this one, with the same additions and maxima and hence to the last bit the same times. Where ranks share cores only
-the SimPy engine knows the answer, and it stays the reference for all others.
+A Program is static if durations do not depend on concurrent operations: the order on every stream is fixed, and a
+meeting is one node that starts when all its members are ready. The SimPy engine then computes a longest path. So does
+this engine, with the same additions and maxima, and therefore with equal times to the last bit. If ranks share cores
+only the SimPy engine applies, and it is the reference in all other cases.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Durations = Sequence[float] | npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledProgram:
-    """A Program's operations as nodes of a graph, the members of a meeting as one; it holds no durations.
+    """A Program's operations as nodes of a graph, with the members of a meeting as one node, without durations.
 
     Attributes:
-        node: (num_ops,) The node of each operation of ``Program.ops``. Nodes are numbered in topological order.
-        leader: (num_nodes,) The operation whose duration a node has: of a meeting the first.
-        first: (num_nodes + 1,) Where each node's predecessors begin in ``before``.
-        before: (num_edges,) Predecessors of all nodes: those on the streams, and what is waited for.
+        node: ``(num_ops,)`` Node of each operation of ``Program.ops``. Nodes are numbered in topological order.
+        leader: ``(num_nodes,)`` Operation whose duration the node has: the first operation of a meeting.
+        first: ``(num_nodes + 1,)`` Offsets into ``before`` at which the predecessors of each node begin.
+        before: ``(num_edges,)`` Predecessors of all nodes, on the streams and through waits.
     """
 
     node: npt.NDArray[np.int32]
@@ -41,19 +41,19 @@ class CompiledProgram:
     before: npt.NDArray[np.int32]
 
     def times(self, durations_s: Durations) -> Times:
-        """Start and end of every operation, as ``simplan.sim.engine.simulate`` gives them.
+        """Returns start and end of every operation, as ``simplan.sim.engine.simulate`` does.
 
         Args:
-            durations_s: (num_ops,) Time of every operation alone.
+            durations_s: ``(num_ops,)`` Seconds of every operation alone.
         """
         start_s, end_s = self.spans(durations_s)
         return Times(start_s, end_s)
 
     def spans(self, durations_s: Durations) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Start and end of every operation, seconds, in the shape of the durations.
+        """Returns start and end of every operation, in seconds, in the shape of the durations.
 
         Args:
-            durations_s: (num_ops,), or (num_vectors, num_ops), seconds.
+            durations_s: ``(num_ops,)`` or ``(num_vectors, num_ops)``, in seconds.
         """
         from simplan.sim.longest_path import node_ends
 
@@ -68,10 +68,10 @@ class CompiledProgram:
         return starts_s.reshape(given_s.shape), ends_s.reshape(given_s.shape)
 
     def tails_s(self, durations_s: Durations) -> npt.NDArray[np.float64]:
-        """(num_ops,) Seconds from the start of every operation to the end of the step, on the longest path.
+        """Returns the seconds from the start of every operation to the end of the step, on the longest path.
 
         Args:
-            durations_s: (num_ops,), seconds.
+            durations_s: ``(num_ops,)`` Durations in seconds.
         """
         from simplan.sim.longest_path import node_tails
 
@@ -80,10 +80,10 @@ class CompiledProgram:
         return np.asarray(tail_s[self.node])
 
     def step_times_s(self, durations_s: Sequence[Durations] | npt.NDArray[np.float64]) -> list[float]:
-        """The end of the last operation under each vector of durations, seconds.
+        """Returns the end of the last operation for each vector of durations, in seconds.
 
         Args:
-            durations_s: (num_vectors, num_ops), seconds.
+            durations_s: ``(num_vectors, num_ops)`` Durations in seconds.
         """
         from simplan.sim.longest_path import latest_ends
 
@@ -99,14 +99,14 @@ class CompiledProgram:
 
 
 def compile_program(program: Program, sharing: CoreUse | None = None) -> CompiledProgram:
-    """The arrays of a static Program.
+    """Returns a static Program as arrays.
 
     Args:
         program: A checked Program.
-        sharing: Cores that operations share, if they do.
+        sharing: Cores that operations share; None for no sharing.
 
     Raises:
-        NotModelledError: They do.
+        NotModelledError: Operations share cores.
     """
     if sharing is not None:
         raise NotModelledError(
@@ -123,7 +123,7 @@ def compile_program(program: Program, sharing: CoreUse | None = None) -> Compile
 
 
 def _leaders(program: Program) -> npt.NDArray[np.int64]:
-    """By operation, the first operation of its meeting: itself when it meets nobody."""
+    """Returns, per operation, the first operation of its meeting, or itself without a meeting."""
     meeting = program.columns.meeting
     leaders = np.arange(len(program))
     meets = np.flatnonzero(meeting >= 0)
@@ -133,7 +133,7 @@ def _leaders(program: Program) -> npt.NDArray[np.int64]:
 
 
 def _edges(program: Program) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """What must have ended before what: neighbours on the streams, then what is waited for."""
+    """Returns pairs of operations in order of execution: neighbors on the streams, then waits."""
     columns = program.columns
     place = columns.rank.astype(np.int64) * len(STREAMS) + columns.stream
     order = np.argsort(place, kind="stable")
@@ -151,7 +151,7 @@ def _in_topological_order(
     source: npt.NDArray[np.int64],
     target: npt.NDArray[np.int64],
 ) -> CompiledProgram:
-    """Numbers nodes so that every edge points to a higher one."""
+    """Numbers nodes so that every edge points to a higher number."""
     from simplan.sim.longest_path import topological_order
 
     num_nodes = len(leader)
@@ -167,7 +167,7 @@ def _in_topological_order(
 def _adjacent(
     ours: npt.NDArray[np.integer], others: npt.NDArray[np.integer], num_nodes: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Neighbours of every node, and where each node's begin among them (compressed sparse rows)."""
+    """Returns the neighbors of every node in compressed sparse rows: offsets and neighbors."""
     first = np.zeros(num_nodes + 1, np.int32)
     np.cumsum(np.bincount(ours, minlength=num_nodes), out=first[1:])
     return first, others[np.argsort(ours, kind="stable")].astype(np.int32)

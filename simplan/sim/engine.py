@@ -1,4 +1,4 @@
-"""The reference engine: every stream of every rank is a SimPy process that walks its list of operations."""
+"""The reference engine: every stream of every rank is a SimPy process that runs its list of operations."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class CoreUse:
 
     Attributes:
         cores_per_node: Cores of a node.
-        node: By operation, the node whose cores it uses.
-        demand: By operation, the cores it keeps busy when it runs alone; 0 for none.
-        turns: By operation, what it has for itself while it runs, such as the connection of two ranks; None for
-            nothing. Empty where no operation has anything.
+        node: Per operation, the node whose cores it uses.
+        demand: Per operation, the cores it keeps busy when it runs alone; 0 for none.
+        turns: Per operation, a resource that it holds exclusively while it runs, such as the connection of two ranks;
+            None for no resource. Empty if no operation has one.
     """
 
     cores_per_node: int
@@ -43,14 +43,14 @@ class CoreUse:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Times:
-    """When every operation of a Program ran, ``(num_ops,)`` seconds; indices are those of ``Program.ops``."""
+    """Start and end of every operation of a Program, ``(num_ops,)`` seconds; indices are those of ``Program.ops``."""
 
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
 
     @property
     def step_time_s(self) -> float:
-        """The end of the last operation."""
+        """The end of the last operation, in seconds."""
         return float(self.end_s.max(initial=0.0))
 
 
@@ -58,16 +58,16 @@ class Times:
 def simulate(
     program: Program, durations_s: Sequence[float] | NDArray[np.float64], sharing: CoreUse | None = None
 ) -> Times:
-    """Runs one step.
+    """Simulates one step.
 
-    An operation starts when its predecessor on the stream and everything it waits for have ended and, if it is part
-    of a meeting, when that is true of all members; they end together.
+    An operation starts when its predecessor on the stream and all operations that it waits for have ended. The
+    operations of a meeting start once this holds for all members, and they end together.
 
     Args:
-        program: What to run.
-        durations_s: Time of every operation alone, in the order of ``program.ops``; members of a meeting have equal
-            ones.
-        sharing: Cores that operations share, so that they may take longer; None where a duration is a duration.
+        program: Program to run.
+        durations_s: Seconds of every operation alone, in the order of ``program.ops``; equal for the members of a
+            meeting.
+        sharing: Cores that operations share, which may lengthen durations; None for no sharing.
 
     Returns:
         Start and end of every operation.
@@ -81,10 +81,10 @@ def simulate(
 
 
 class _Completion(Event):
-    """The end of an operation: an event that is scheduled once its start is known, as simpy's Timeout is at once."""
+    """End of an operation: an event scheduled once its start is known (simpy's Timeout: when it is created)."""
 
     def after(self, delay_s: float) -> None:
-        """Happens ``delay_s`` from now."""
+        """Schedules the event ``delay_s`` from now."""
         self._ok = True
         self._value = None
         self.env.schedule(self, NORMAL, delay_s)
@@ -93,9 +93,9 @@ class _Completion(Event):
 class _Run:
     """State of one simulation.
 
-    A meeting is run by the first of its members: ``leader`` maps every operation to the one that stands for it, itself
-    when it meets nobody. ``missing`` counts what a leader still lacks before it can start: each member's turn on its
-    stream and each operation that a member waits for.
+    The first member of a meeting runs the meeting: ``leader`` maps every operation to this member, and an operation
+    without a meeting to itself. ``missing`` counts the events that a leader needs before it can start: each member's
+    position at the head of its stream, and each operation that a member waits for.
     """
 
     def __init__(self, program: Program, durations_s: Sequence[float], sharing: CoreUse | None) -> None:
@@ -121,10 +121,10 @@ class _Run:
         self.demand = self._leader_demand() if cores else []
         self.nodes = {node: SharedCores(self.env, cores.cores_per_node) for node in set(cores.node)} if cores else {}
         self.turns = cores.turns if cores else ()
-        self.waiting: dict[Hashable, deque[int]] = {}  # by what is taken, who comes next
+        self.waiting: dict[Hashable, deque[int]] = {}  # by exclusive resource, the operations that wait for it
 
     def stream(self, indices: Sequence[int]) -> _Process:
-        """Walks the operations of one stream."""
+        """Runs the operations of one stream."""
         env, missing, completions, followers = self.env, self.missing, self.completion, self.followers
         start_s, end_s = self.start_s, self.end_s
         for index in indices:
@@ -144,7 +144,7 @@ class _Run:
                     self.start(follower)
 
     def start(self, leader: int) -> None:
-        """Everything is there: the operation, or the meeting, runs from now, or from its turn on."""
+        """Starts a ready operation or meeting, immediately or once its exclusive resource is free."""
         wanted = self.turns[leader] if self.turns else None
         if wanted is None:
             self.run_now(leader)
@@ -155,7 +155,7 @@ class _Run:
             self.take_turn(leader, wanted)
 
     def take_turn(self, leader: int, taken: Hashable) -> None:
-        """Runs an operation that has something for itself, and then who waits for that."""
+        """Runs an operation with its exclusive resource, then the next operation that waits for this resource."""
         completion = self.completion[leader]
         assert completion is not None
         assert completion.callbacks is not None
@@ -170,7 +170,7 @@ class _Run:
         self.run_now(leader)
 
     def run_now(self, leader: int) -> None:
-        """The operation, or the meeting, runs from now."""
+        """Starts the operation or meeting now."""
         self.start_s[leader] = self.env.now
         completion = self.completion[leader]
         assert completion is not None
@@ -181,7 +181,7 @@ class _Run:
             self.nodes[self.cores.node[leader]].run(completion, duration_s, self.demand[leader])
 
     def _leader_demand(self) -> list[float]:
-        """Cores that an operation keeps busy; a meeting's are those of all its members."""
+        """Returns the cores that each operation keeps busy; for a meeting, the sum over its members."""
         assert self.cores is not None
         demand = [0.0] * len(self.leader)
         for index, leader in enumerate(self.leader):
@@ -190,7 +190,7 @@ class _Run:
 
 
 def timeline(program: Program, times: Times) -> Timeline:
-    """The spans of a simulated step, made as they are asked for; operations that took no time are left out."""
+    """Returns the spans of a simulated step, created on access; operations that took no time are omitted."""
     return Timeline(_Spans(program, times), len(program.ranks), times.step_time_s)
 
 
@@ -237,14 +237,14 @@ _DONE_S = 1e-15
 
 
 class SharedCores:
-    """Cores that work is spread over evenly, as an operating system's scheduler does.
+    """Cores that are shared evenly among running work, as by an operating system's scheduler.
 
-    While the work that is running asks for no more cores than there are, all of it runs at full speed; beyond that,
-    all of it slows down alike, by cores / demand.
+    While running work demands at most ``num_cores`` cores, all of it runs at full speed. Beyond that, all work slows
+    down equally, by cores / demand.
 
     Args:
-        env: The simulation.
-        num_cores: Cores to share.
+        env: The simulation environment.
+        num_cores: Number of cores to share.
     """
 
     def __init__(self, env: Environment, num_cores: int) -> None:
@@ -256,12 +256,12 @@ class SharedCores:
         self._version = 0
 
     def run(self, done: Event, work_s: float, demand: float) -> None:
-        """Runs work; ``done`` happens at its end.
+        """Runs work; ``done`` is triggered at its end.
 
         Args:
             done: An event not yet triggered.
-            work_s: Time it takes alone.
-            demand: Cores it keeps busy.
+            work_s: Seconds of the work alone.
+            demand: Cores that the work keeps busy.
         """
         self._advance()
         self._remaining_s[done] = work_s
@@ -274,7 +274,7 @@ class SharedCores:
         return min(1.0, self._num_cores / demand) if demand > 0 else 1.0
 
     def _advance(self) -> None:
-        """Accounts for the work done since the last change."""
+        """Subtracts the work done since the last change."""
         elapsed_s = (self._env.now - self._updated_at_s) * self._speed
         self._updated_at_s = self._env.now
         for event in self._remaining_s:

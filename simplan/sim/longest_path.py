@@ -1,4 +1,4 @@
-"""The loops of the compiled engine, in numba."""
+"""Inner loops of the compiled engine, compiled with numba."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Floats = npt.NDArray[np.float64]
 
 @jit
 def topological_order(first: Ints, after: Ints, missing: Ints) -> Ints:
-    """Nodes in an order in which each comes after all before it; shorter than their number if there is a cycle.
+    """Returns the nodes in topological order; fewer than all nodes if there is a cycle.
 
-    The node that became ready last goes first (Kahn 1962, with a stack): so an order follows a rank until it has to
-    wait, and what a node needs was written not long before it.
+    The last node to become ready comes first (Kahn 1962, with a stack). The order therefore follows a rank until the
+    rank has to wait, and a node's inputs were written shortly before the node.
 
     Args:
-        first: Where each node's successors begin in ``after``; one more entry for the end.
+        first: Offsets into ``after`` at which each node's successors begin; one more entry for the end.
         after: Successors of all nodes.
-        missing: By node, its predecessors; used up.
+        missing: Per node, the number of its predecessors; modified.
     """
     num_nodes = len(missing)
     order = np.empty(num_nodes, np.int32)
@@ -50,14 +50,14 @@ def topological_order(first: Ints, after: Ints, missing: Ints) -> Ints:
 
 @jit
 def node_ends(first: Ints, before: Ints, leader: Ints, durations_s: Floats, start_s: Floats, end_s: Floats) -> None:
-    """Start and end of every node.
+    """Computes start and end of every node.
 
     Args:
-        first: Where each node's predecessors begin in ``before``; nodes are numbered in topological order.
+        first: Offsets into ``before`` at which each node's predecessors begin; nodes are in topological order.
         before: Predecessors of all nodes.
-        leader: By node, the operation whose duration it has.
-        durations_s: By operation.
-        start_s, end_s: By node; written to.
+        leader: Per node, the operation whose duration it has.
+        durations_s: ``(num_ops,)`` Durations in seconds.
+        start_s, end_s: ``(num_nodes,)`` Start and end in seconds; written to.
     """
     for node in range(len(leader)):
         ready_s = 0.0
@@ -69,13 +69,13 @@ def node_ends(first: Ints, before: Ints, leader: Ints, durations_s: Floats, star
 
 @jit
 def latest_ends(first: Ints, before: Ints, leader: Ints, durations_s: Floats, end_s: Floats, latest_s: Floats) -> None:
-    """The end of the last node under several duration vectors at once.
+    """Computes the end of the last node under several duration vectors together.
 
     Args:
         first, before, leader: As for ``node_ends``.
-        durations_s: By vector and operation.
-        end_s: By node and vector; scratch, its rows contiguous so that the inner loops are vector instructions.
-        latest_s: By vector; written to.
+        durations_s: ``(num_vectors, num_ops)`` Durations in seconds.
+        end_s: ``(num_nodes, num_vectors)`` Scratch; its rows are contiguous so that the inner loops are vectorized.
+        latest_s: ``(num_vectors,)`` End of the last node in seconds; written to.
     """
     num_vectors = durations_s.shape[0]
     latest_s[:] = 0.0
@@ -93,11 +93,11 @@ def latest_ends(first: Ints, before: Ints, leader: Ints, durations_s: Floats, en
 
 @jit
 def node_tails(first: Ints, before: Ints, leader: Ints, durations_s: Floats, tail_s: Floats) -> None:
-    """From the start of every node to the end of the step, on the longest path.
+    """Computes the time from the start of every node to the end of the step, on the longest path.
 
     Args:
         first, before, leader, durations_s: As for ``node_ends``.
-        tail_s: By node; written to.
+        tail_s: ``(num_nodes,)`` Time in seconds; written to.
     """
     tail_s[:] = 0.0
     for node in range(len(leader) - 1, -1, -1):

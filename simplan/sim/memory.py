@@ -1,4 +1,4 @@
-"""Peak memory: a walk over each rank's allocations and frees in host issue order, independent of durations."""
+"""Peak memory: a pass over each rank's allocations and frees in host issue order, independent of durations."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _Bytes = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class MemoryPeak:
-    """The worst instant of one rank.
+    """Memory of one rank at its peak point.
 
     Attributes:
         rank: Global rank.
-        by_category: Bytes at that instant.
-        action: The action during which it is, text form.
-        activations_in_flight: By stage, most microbatches alive at once over the whole step.
+        by_category: Bytes by category at the peak point.
+        action: Action at the peak point, text form; empty between steps.
+        activations_in_flight: Stage -> maximum number of microbatches in flight during the step.
     """
 
     rank: int
@@ -49,24 +49,24 @@ class MemoryPeak:
 
     @property
     def total_bytes(self) -> int:
-        """Sum over the categories."""
+        """Sum over the categories, in bytes."""
         return sum(self.by_category.values())
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """Memory of a rank from a time on."""
+    """Memory of a rank from a point in time on."""
 
     time_s: float
     by_category: dict[MemoryCategory, int]
 
 
 class StepPeaks(NamedTuple):
-    """Most bytes of one rank beside those that it holds between steps.
+    """Peak transient bytes of one rank, in addition to its persistent memory between steps.
 
     Attributes:
-        passes: In passes through layers and reductions of gradients.
-        update: While the optimizer runs.
+        passes: Peak during passes through layers and gradient reductions.
+        update: Peak during the optimizer step.
     """
 
     passes: int
@@ -74,10 +74,10 @@ class StepPeaks(NamedTuple):
 
 
 def memory_peak(program: Program, rank: int) -> MemoryPeak:
-    """Walks one rank's operations.
+    """Computes the peak memory of a rank from its operations.
 
-    Memory is back at what it was when the step ends; anything else is a bug of the lowering. The one moment outside of
-    a step that counts is DDP's rebuilding of its buckets.
+    At the end of a step, memory must return to its initial value; otherwise the lowering has a bug. The only point
+    outside of a step that counts is DDP's rebuilding of its buckets.
     """
     on_device = _on_device(program)
     held = _resting(program, rank) * on_device
@@ -101,7 +101,7 @@ def memory_peak(program: Program, rank: int) -> MemoryPeak:
 
 
 def peak_position(program: Program, rank: int) -> int:
-    """Where in the rank's list its memory is largest; -1 for the time between steps."""
+    """Returns the position of the peak in the rank's list of operations; -1 for a peak between steps."""
     during, after = _device_effects(program, rank)
     held = np.cumsum(after) - after
     assert not after.sum(), "memory is not back to its base"
@@ -111,12 +111,12 @@ def peak_position(program: Program, rank: int) -> int:
 
 
 def resting_bytes(program: Program, rank: int) -> int:
-    """What a rank holds between steps."""
+    """Returns the persistent bytes of a rank between steps."""
     return int((_resting(program, rank) * _on_device(program)).sum())
 
 
 def step_peaks(program: Program, rank: int) -> StepPeaks:
-    """Most bytes of a rank in a step, beside those that it holds between steps."""
+    """Returns the peak transient bytes of a rank in a step."""
     during, after = _device_effects(program, rank)
     totals = np.cumsum(after) - after + during
     updates = program.of_action(ActionKind.OPTIM)[program.rank_indices[rank]]
@@ -124,7 +124,7 @@ def step_peaks(program: Program, rank: int) -> StepPeaks:
 
 
 def host_peak_bytes(program: Program, rank: int) -> int:
-    """Most bytes that a rank has in memory of its host, by the same walk."""
+    """Returns the peak bytes of a rank in host memory."""
     host = _CATEGORIES.index(MemoryCategory.HOST)
     during, after = (
         effect[:, host][program.columns.memory[program.rank_indices[rank]]] for effect in program.effect_bytes
@@ -134,7 +134,7 @@ def host_peak_bytes(program: Program, rank: int) -> int:
 
 
 def _on_device(program: Program) -> _Bytes:
-    """``(num_categories,)`` 1 where a category is in memory of the device, else 0."""
+    """``(num_categories,)`` Returns 1 for categories in device memory, 0 for others."""
     return np.array([program.one_memory or category is not MemoryCategory.HOST for category in _CATEGORIES], np.int64)
 
 
@@ -144,7 +144,7 @@ def _resting(program: Program, rank: int) -> _Bytes:
 
 
 def _device_effects(program: Program, rank: int) -> tuple[_Bytes, _Bytes]:
-    """``(num_ops of the rank,)`` Bytes more on the device while each operation runs, and once it is done."""
+    """``(num_ops of the rank,)`` Returns the change of device bytes while each operation runs, and after its end."""
     effects = program.columns.memory[program.rank_indices[rank]]
     on_device = _on_device(program)
     during, after = ((effect @ on_device)[effects] for effect in program.effect_bytes)
@@ -152,10 +152,10 @@ def _device_effects(program: Program, rank: int) -> tuple[_Bytes, _Bytes]:
 
 
 def memory_trace(program: Program, rank: int, times: Times) -> Iterator[MemorySample]:
-    """Memory over time, for drawing: a sample when an operation starts and when it ends.
+    """Yields memory over time, for plots: a sample at the start and at the end of each operation.
 
-    Host issue order decides what is held; where a later operation starts earlier (another stream) its sample moves to
-    the time of its predecessor, so that times never go back.
+    Host issue order decides which memory is held. If a later operation starts earlier (on another stream), its sample
+    moves to the time of its predecessor, so that times never decrease.
     """
     held = dict.fromkeys(MemoryCategory, 0) | program.resting_bytes[rank]
     yield MemorySample(0.0, dict(held))
@@ -166,7 +166,7 @@ def memory_trace(program: Program, rank: int, times: Times) -> Iterator[MemorySa
         if not effects:
             continue
         for during, time_s in ((True, float(times.start_s[index])), (False, float(times.end_s[index]))):
-            if not on_compute[index]:  # issued and not waited for: it holds its buffer from issue on
+            if not on_compute[index]:  # asynchronous: its buffer is held from issue on
                 time_s = now_s
             now_s = max(now_s, time_s)
             for effect in effects:
@@ -175,7 +175,7 @@ def memory_trace(program: Program, rank: int, times: Times) -> Iterator[MemorySa
 
 
 def _in_flight(program: Program, rank: int) -> dict[int, int]:
-    """Most microbatches between forward and the end of backward, by stage."""
+    """Returns, per stage, the maximum number of microbatches between forward and the end of backward."""
     c, indices = program.columns, program.rank_indices[rank]
     indices = indices[program.on_stream(Stream.COMPUTE)[indices]]
     stage, action, microbatch = c.stage[indices], c.action[indices].astype(np.int64), c.microbatch[indices]
@@ -189,5 +189,5 @@ def _in_flight(program: Program, rank: int) -> dict[int, int]:
 
 
 def whole_blocks(num_bytes: int) -> int:
-    """Bytes that the CUDA caching allocator has of the device for so many: it reserves in blocks of 2 MiB."""
+    """Returns the device bytes that the CUDA caching allocator reserves: whole blocks of 2 MiB."""
     return -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES

@@ -1,7 +1,7 @@
-"""How fast kernels run: what is known of an architecture of devices, and of the software that launches them.
+"""Kernel efficiencies of a device architecture, and of the framework that launches the kernels.
 
-Textbook values with their sources are in ``catalog/kernels.yaml``; ``kernels_fitted.yaml``, which ``make fit`` writes,
-has the last word on those that published training runs say something about.
+``catalog/kernels.yaml`` has priors with their sources. ``kernels_fitted.yaml``, which ``make fit`` writes, overrides
+the values that published training runs determine.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from simplan.base import NonNegative, Positive, Spec
 __all__ = ["AttentionKernel", "AttentionShare", "KernelRates", "LowAttention", "StackRates"]
 
 AttentionKernel = Literal["flash1", "flash2", "flash3"]
-"""Generations of fused attention: FlashAttention 1, 2 and 3; cuDNN's are as the best of their architecture."""
+"""Generations of fused attention: FlashAttention 1, 2 and 3. cuDNN's kernels count as the best of their
+architecture."""
 _Part = Annotated[float, Field(gt=0, le=1)]
 
 
 class AttentionShare(Spec):
-    """What fused attention reaches of the best published rate of matrix products, heads of 128, long sequences.
+    """Efficiency of fused attention relative to the best published matmul rate, for head_dim 128 and long sequences.
 
     Attributes:
-        forward, backward: In either direction, of the FLOPs that are not masked.
-        half_keys, narrow_heads: As of ``KernelRates``, where the kernel itself was timed; None for as of all kernels.
-        sustained: Part of these that a training step reaches.
+        forward, backward: Efficiency in each direction, counting unmasked FLOPs.
+        half_keys, narrow_heads: ``KernelRates.half_keys`` and ``narrow_heads`` measured on this kernel; None for the
+            values of all kernels.
+        sustained: Fraction of these efficiencies achieved in a training step.
     """
 
     forward: Positive
@@ -36,10 +38,10 @@ class AttentionShare(Spec):
 
 
 class LowAttention(Spec):
-    """The rate of fused attention in 8 bits, as a multiple of that in 16 bits.
+    """Rate of fused attention in FP8 as a multiple of its BF16 rate.
 
     Attributes:
-        forward, backward: In either direction, casts apart.
+        forward, backward: Multiple in each direction, without casts.
     """
 
     forward: Positive
@@ -47,59 +49,60 @@ class LowAttention(Spec):
 
 
 class KernelRates(Spec):
-    """What kernels of an architecture reach.
+    """Kernel efficiencies of an architecture.
 
     Attributes:
-        ceiling_share: Part of the peak that products were ever measured at, for devices on which nobody measured.
-        matmul_share: Part of the best published rate of matrix products that those of a training step sustain: its
-            clocks fall with the power that it draws, and shapes are not the best ones.
-        low_share: The same of products in 8 bits.
-        fp4_share: The same in 4 bits.
-        bandwidth_share: Part of the datasheet's memory bandwidth that streaming kernels reach.
-        tile_s: What a tile of 256 x 128 of a product takes beyond its multiplications: it is begun and written out.
-            Smaller tiles take as much less. The faster the multiplications are, the more it matters.
-        half_depth: Length of the inner dimension at which a product reaches half of its rate, on devices of which no
-            multiprocessors are known.
-        last_wave: What a last wave of tiles that does not fill the device takes of a full one, beyond its part of it:
-            nothing where tiles are cut to fit, or where clocks rise as much as multiprocessors idle.
-        attention: Shares by kernel; a kernel that is missing does not run there.
-        low_attention: By precision and width of a head, attention in 8 bits beside that in 16; empty where nobody
-            published both.
-        half_keys: Keys that a query meets, on average, at which fused attention reaches half of its rate.
-        narrow_heads: Part of the rate of attention that heads of 64 reach.
-        score_traffic: Bytes of kernels that pass over the scores of unfused attention, as a part of what they read and
-            write: drawing dropout and masking keep them from streaming.
-        any_order: Products in 8 bits take operands along rows or columns, as those in 16 bits do.
-        row_scale_share: Part of the rate of products in 8 bits that those with a scale for each row reach.
-        aligned: Elements that a dimension should be a multiple of, to be read in whole sectors.
-        odd_share: Part of the rate of products with a dimension that is not.
-        misaligned_share: The same where operands are slices of larger ones (heads), which then begin inside of sectors:
-            they run without tensor cores (on an A100 in fp32 at 19.5 of 271 TFLOP/s).
-        tile_share: Part of the rate that tiles of half and of a quarter of the largest reach.
-        jitter: Standard deviation of how long a device computes, relative to the mean: N devices that wait for each
-            other are as slow as the slowest, on average slower than the mean by about sqrt(2 ln N) deviations.
-        kernel_s: What every kernel takes beyond its work: it is launched, fills the device, and runs out; also those
-            that stand for several small ones.
-        stream_overlap: Where small kernels are launched on several streams, how much of what each takes beyond its work
-            is hidden by those beside it; all of it would be 1. So that 108 products of experts that were timed one by
-            one on B200 (tests/cost/products_b200.csv) are within a tenth on average.
-        taken_share: Part of a device that messages take from what is computed beside them. The kernels that move them
-            share multiprocessors with no others: 16 of an A100's 108 on a DGX (S. Jeaugey in NVIDIA/nccl issue 689), so
-            0.15; and they share memory and power. Nothing where a network's own engines move bytes (TPUs).
-        split_s: What it takes to cut a product into parts that an exchange of tensor-parallel ranks runs beside, for
-            each exchange: parts are launched and wait for each other one by one, and small ones fill the device less.
-        step_s: What the host of a trainer does once a step while devices wait: it takes the next batch, reads the loss
-            and norms back, logs.
-        batch_s: What it does before a forward where software waits for it there (``SoftwareSpec.waits_for_batch``): the
-            device runs dry, the host takes the microbatch, copies and broadcasts it, makes masks, and launches anew.
-        unseen_std: How sure step times are under software that nothing was fitted to, or on an architecture that no
-            run was seen of. Of one of which nothing is known it stays an assumption: H100, A100 and B200 as devices
-            without an architecture are 9 % faster, 17 % slower and 24 % faster than as what they are.
-        experts_std: How sure the time of layers with experts is, of which nothing was fitted: about nine in ten of 150
-            published runs with experts are no further off than 1.645 of these.
-        between_nodes_std: How sure messages between nodes are in training; None for as sure as where they were timed
-            alone.
-        fitted_on: Runs that constants were fitted on; None where all are textbook values.
+        ceiling_share: Best measured matmul rate as a fraction of peak, for devices without a measurement.
+        matmul_share: Matmul rate in a training step as a fraction of the best published rate. Clocks fall with power
+            draw, and shapes are not the best ones.
+        low_share: ``matmul_share`` of FP8 matmuls.
+        fp4_share: ``matmul_share`` of FP4 matmuls.
+        bandwidth_share: Memory bandwidth of streaming kernels as a fraction of the datasheet bandwidth.
+        tile_s: Seconds per GEMM tile of 256 x 128 beyond its multiplications (start and write-out). Smaller tiles take
+            proportionally less. The faster the multiplications, the more it matters.
+        half_depth: Inner dimension at which a matmul achieves half of its rate, on devices with an unknown number of
+            SMs.
+        last_wave: Cost of the idle part of a last wave of tiles, as a fraction of busy time. Small where tiles are cut
+            to fit, or where clocks rise as SMs idle.
+        attention: Efficiencies by attention kernel; a kernel that is missing does not run on the architecture.
+        low_attention: Attention rates in FP8 relative to BF16, by precision and head_dim; empty without public data on
+            both.
+        half_keys: Average attended keys per query at which fused attention achieves half of its rate.
+        narrow_heads: Attention rate at head_dim 64 as a fraction of the rate.
+        score_traffic: Bytes of kernels over the scores of unfused attention, relative to what they read and write:
+            dropout sampling and masking keep them from streaming.
+        any_order: FP8 matmuls take operands along rows or columns, as BF16 matmuls do.
+        row_scale_share: Rate of FP8 matmuls with rowwise scaling as a fraction of the FP8 rate.
+        aligned: Elements that a dimension should be a multiple of, to be read in full sectors.
+        odd_share: Rate of matmuls with a dimension that is no multiple of ``aligned``, as a fraction of the rate.
+        misaligned_share: ``odd_share`` for operands that are slices of larger tensors (heads) and so begin inside of
+            sectors. These matmuls run without tensor cores (on an A100 in FP32 at 19.5 of 271 TFLOP/s).
+        tile_share: Rates of matmuls with tiles of half and of a quarter of the largest, as fractions of the rate.
+        jitter: Standard deviation of a device's compute time, relative to the mean. N devices that synchronize are as
+            slow as the slowest, on average about sqrt(2 ln N) deviations above the mean.
+        kernel_s: Fixed overhead per kernel in seconds: launch, ramp-up and tail. Kernels that represent several small
+            ones have it, too.
+        stream_overlap: Fraction of the fixed overhead of small kernels on several streams that concurrent kernels hide;
+            1 for all of it. With this value 108 expert GEMMs timed individually on B200 (tests/cost/products_b200.csv)
+            are within 10% on average.
+        taken_share: Overlap slowdown: fraction of compute throughput lost while communication overlaps. Communication
+            kernels occupy SMs: 16 of an A100's 108 on a DGX (S. Jeaugey in NVIDIA/nccl issue 689), so 0.15. They also
+            share memory and power. 0 where a network's own engines transfer bytes (TPUs).
+        split_s: Seconds per tensor-parallel collective to cut a matmul into chunks that overlap it. Chunks are launched
+            and wait for each other sequentially, and small chunks fill the device less.
+        step_s: Seconds of CPU work of a trainer once per step while devices wait: next batch, reading loss and norms
+            back, logging.
+        batch_s: Seconds of CPU work before a forward where the framework waits for it
+            (``SoftwareSpec.waits_for_batch``). The GPU starves while the CPU takes the microbatch, copies and
+            broadcasts it, makes masks, and launches again.
+        unseen_std: Relative standard deviation of step times for a framework or an architecture without in-sample runs.
+            For an unknown architecture it is an assumption: predicted as such, H100, A100 and B200 are 9% faster, 17%
+            slower and 24% faster than with their own constants.
+        experts_std: Relative standard deviation of the time of layers with experts, not fitted: about 90% of 150
+            published runs with experts have an error of at most 1.645 of it.
+        between_nodes_std: Relative standard deviation of communication between nodes in training; None for that of
+            collectives timed alone.
+        fitted_on: Runs that constants were fitted on; None if all are priors.
     """
 
     ceiling_share: _Part = 0.77
@@ -134,7 +137,7 @@ class KernelRates(Spec):
     fitted_on: str | None = None
 
     def kernel_of(self, newest: AttentionKernel) -> AttentionKernel | None:
-        """The newest kernel of attention that runs, or else the oldest one; None where none is known."""
+        """Newest attention kernel of the architecture up to ``newest``, else the oldest; None if none is known."""
         generations = get_args(AttentionKernel)
         known = [name for name in generations if name in self.attention]
         asked = [name for name in known if generations.index(name) <= generations.index(newest)]
@@ -142,20 +145,23 @@ class KernelRates(Spec):
 
 
 class StackRates(Spec):
-    """What a framework makes of kernels.
+    """Efficiency of kernels under a framework, relative to the architecture.
 
     Attributes:
-        attention_kernel: The newest generation that it calls; an architecture that has no such one runs an older one.
-        traffic: Bytes of memory-bound kernels, as a part of what the same operations of eager torch read and write;
-            fusion makes it less.
-        compiled_traffic: The same where blocks are compiled.
-        stack_share: What products reach of what the architecture sustains: of the version of its libraries, on the
-            machines that it usually runs on.
-        intra_slowdown: What messages inside nodes take in training, over what they take where collectives were timed
-            alone: kernels run beside them, and devices come late.
-        inter_slowdown: The same of messages between nodes, on the networks of the machines that it usually runs on.
-        relative_std: How sure step times are; None where nothing was fitted to it, and it is as for an unseen one.
-        fitted_on: Runs that constants were fitted on; None where all are textbook values.
+        attention_kernel: Newest generation of fused attention that the framework calls; an architecture without it runs
+            an older one.
+        traffic: Bytes of memory-bound kernels, as a fraction of what eager torch reads and writes for the same
+            operations; fusion lowers it.
+        compiled_traffic: ``traffic`` with compiled blocks.
+        stack_share: Matmul rate as a fraction of the architecture's rate. It depends on library versions, and on the
+            machines that the framework usually runs on.
+        intra_slowdown: Time of communication inside nodes in training, relative to collectives timed alone: other
+            kernels overlap, and ranks arrive late.
+        inter_slowdown: ``intra_slowdown`` of communication between nodes, on the networks of the machines that the
+            framework usually runs on.
+        relative_std: Relative standard deviation of step times; None without a fit, where ``KernelRates.unseen_std``
+            applies.
+        fitted_on: Runs that constants were fitted on; None if all are priors.
     """
 
     attention_kernel: AttentionKernel = "flash2"

@@ -1,4 +1,4 @@
-"""What the training framework brings: state precision, buckets, buffers and hooks."""
+"""Profile of a training framework: precision of states, gradient buckets, buffers, options and limits."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ _Wide = Literal["fp32", "tf32", "fp16", "bf16"]
 SoftwareOption = Literal[
     "compiled", "expert_dispatch", "expert_overlap", "fp8_dot_product_attention", "fused_experts", "vocab_multiple"
 ]
-"""Fields of a profile that are the user's choice."""
+"""Fields of a profile that a user can set."""
 TensorOverlap = Literal["none", "backward", "gathers", "all"]
-"""Exchanges of tensor-parallel ranks that run beside matrix products."""
+"""Tensor-parallel collectives that overlap matmuls."""
 
 
 class LowPrecisionLinears(Spec):
-    """Linear layers in one low precision, as the framework has them.
+    """Linear layers in one low precision, as a framework implements them.
 
     Attributes:
-        kept: What they keep of their operands for backward.
-        recipes: Of fp8, those that it has.
-        weights: How often weights are quantized where they are whole. What FSDP gathers is quantized every time, but
-            for weights that are ``stored`` so.
-        gathers: Those recipes with which tensor-parallel ranks gather inputs, and gradients of outputs, of the linear
-            layers of blocks in 8 bits.
-        experts: The grouped products of experts are in it as well.
-        frozen: Matrices that adapters stand beside are in it as well, without what gradients of weights would need.
-        eager: Casts are torch's own operations one after the other, unless blocks are compiled.
+        kept: Form in which operands are saved for backward.
+        weights: Lifetime of quantized weights that are unsharded. Weights that FSDP all-gathers are quantized every
+            time, unless they are ``stored`` quantized.
+        recipes: Supported FP8 recipes.
+        gathers: Recipes with which tensor-parallel ranks all-gather inputs and output gradients of the linear layers of
+            blocks in FP8.
+        experts: Grouped GEMMs of experts are quantized as well.
+        frozen: Matrices with adapters are quantized as well, without the operands of weight gradients.
+        eager: Casts are single torch operations in sequence, unless blocks are compiled.
     """
 
     kept: Kept
@@ -64,28 +64,29 @@ class LowPrecisionLinears(Spec):
 
 
 class StateBytes(Spec):
-    """Bytes per parameter and per element, as the framework keeps them in memory during training.
+    """Bytes per parameter and per element that a framework uses during training.
 
     Attributes:
-        parameter: The weights between steps.
-        frozen: Those of them that are not trained.
-        gradient: The accumulated gradient; of FSDP, whole until it is reduced.
-        master: A separate fp32 copy of the weights, when there is one.
-        moment: Each state of the optimizer, Adam's two moments for example.
-        activation: Bytes of one activation element that the backward pass keeps.
-        residual: The same for the residual stream.
-        boundary: Bytes of one element sent between stages.
-        gathered: Weights that FSDP has gathered for computing.
-        reduced: Gradients while FSDP reduces them.
-        product: A gradient of a matrix as its product gives it; 0 where products add to the gradients that are held.
-        placeholder: What autograd gets for a gradient that was added where it is held: an empty tensor, of block's
-            matrices one for each shape that is kept, of the head's one while its backward runs; 0 for none.
-        unaccumulated: Gradients of a microbatch, kept beside the wider ones that they are added to; 0 for none.
-        flattened: A flat copy of gradients that the optimizer widens; 0 for none.
-        weight_copy: A copy of the matrices in the precision of the activations that forward makes and keeps for
-            backward, for every microbatch; 0 for none.
-        linear: How the linear layers of blocks are quantized, where they are; of one training, not of a catalogue.
-        gathers_experts: FSDP shards and gathers experts of which other ranks have others; of one plan.
+        parameter: Weight between steps.
+        frozen: Weight that is not trained.
+        gradient: Accumulated gradient; with FSDP, unsharded until it is reduced.
+        master: Separate FP32 copy of the weight; 0 for none.
+        moment: Each state of the optimizer, for example each of Adam's two moments.
+        activation: Activation element saved for backward.
+        residual: Element of the residual stream saved for backward.
+        boundary: Element sent between stages.
+        gathered: Weight that FSDP has all-gathered for compute.
+        reduced: Gradient during its reduction.
+        product: Weight gradient as its matmul writes it; 0 where matmuls accumulate into the stored gradients.
+        placeholder: Empty tensor that autograd gets for a gradient accumulated in place: one per shape of the blocks'
+            matrices, which stays, and one for the head during its backward; 0 for none.
+        unaccumulated: Gradient of a microbatch, stored in addition to the wider one that it is added to; 0 for none.
+        flattened: Flat copy of a gradient that the optimizer upcasts; 0 for none.
+        weight_copy: Copy of a matrix in the precision of activations, which forward makes for every microbatch and
+            saves for backward; 0 for none.
+        linear: Quantization format of the linear layers of blocks; None for no quantization. Belongs to one training
+            run, not to the catalog.
+        gathers_experts: FSDP shards and all-gathers expert-parallel weights. Belongs to one plan, not to the catalog.
     """
 
     parameter: Count
@@ -112,19 +113,19 @@ class StateBytes(Spec):
 
     @property
     def widened_bytes(self) -> int:
-        """Of a gradient while the optimizer runs: its copy as wide as the master copy, where it is narrower."""
+        """Bytes per gradient of its upcast copy while the optimizer runs; 0 if it is as wide as the master copy."""
         return int(self.master) + self.flattened if self.master > self.gradient else 0
 
     @property
     def narrowed_bytes(self) -> int:
-        """Of a gradient that is kept wider than it is reduced: the copy that is reduced, just before the update."""
+        """Bytes per gradient of the downcast copy that is reduced just before the update; 0 for none."""
         return self.reduced if self.unaccumulated and self.reduced < self.gradient else 0
 
     @property
     def accumulation_bytes(self) -> int:
-        """Read and written to add one gradient of a microbatch to the gradients that are held, in a kernel of its own.
+        """Bytes read and written to add a microbatch's gradient to the stored gradient in a separate kernel.
 
-        A product that is narrower is widened first; products that add to the gradients themselves take no kernel.
+        A narrower gradient is upcast first. Matmuls that accumulate into the stored gradients need no kernel.
         """
         if not self.product:
             return 0
@@ -132,13 +133,13 @@ class StateBytes(Spec):
         return widened + 3 * int(self.gradient)
 
     def optimizer_bytes(self, optimizer: OptimizerName) -> int:
-        """Bytes of optimizer states for one parameter, and of the master copy."""
+        """Bytes of optimizer states and master copy for one parameter."""
         return OPTIMIZERS[optimizer].num_states * self.moment + int(self.master)
 
     @model_validator(mode="before")
     @classmethod
     def _dependent_defaults(cls, data: Any) -> Any:
-        """Unless said otherwise residuals are as wide as activations, weights and gradients are as wide everywhere."""
+        """Default widths: residual and product as activation, frozen and gathered as parameter, reduced as gradient."""
         if not isinstance(data, dict):
             return data
         same = {
@@ -152,82 +153,87 @@ class StateBytes(Spec):
 
 
 class SoftwareSpec(Spec):
-    """A software profile: everything about a framework that moves time or memory.
+    """A software profile: everything about a framework that affects time or memory.
 
     Attributes:
-        id: Catalogue name.
-        state_bytes: By training precision, where parameters are whole; a precision that is missing is not supported.
-        sharded_state_bytes: The same where FSDP shards them.
-        lora_state_bytes, sharded_lora_state_bytes: The same where adapters are trained and all other weights frozen.
-        low_precision: Which precisions below 16 bits its linear layers have; all else is then as for bf16.
-        layers: How it computes layers.
-        rates: What it makes of kernels.
-        compiled: Blocks are compiled, which joins memory-bound kernels; where the profile is ``executable`` they keep
-            for backward what torch.compile does, else as much as others.
+        id: Catalog name.
+        state_bytes: Bytes per element by training precision, for unsharded parameters; a precision that is missing is
+            not supported.
+        sharded_state_bytes: ``state_bytes`` for parameters that FSDP shards.
+        lora_state_bytes, sharded_lora_state_bytes: ``state_bytes`` and ``sharded_state_bytes`` for adapters, with all
+            other weights frozen.
+        low_precision: Supported precisions of linear layers below 16 bits; everything else is then as for BF16.
+        layers: Implementation of the layers.
+        rates: Efficiency of kernels under the framework.
+        compiled: Blocks are compiled, which fuses memory-bound kernels. If the profile is ``executable``, blocks save
+            for backward what torch.compile saves, else what uncompiled blocks save.
         options: Fields that a scenario may set.
-        runtime: Whose replicas, pipelines and FSDP it has, with their limits.
-            ``torch``: DDP makes its buckets anew before the second step, when it holds both for a moment. A pipeline
-            rank has one receive buffer per microbatch and direction; what it sends lives to the end of the step, where
-            it waits for all sends; gradients are divided by the number of microbatches once they are complete.
-            ``megatron`` (DeepSpeed's is alike): a pipeline rank receives into new tensors, lets go of what is sent,
-            divides losses instead of gradients, and waits for messages in ``synchronous_schedules``.
-            ``xla``: as torch's, but buffers live as long as they are used, and FSDP copies nothing out of or into one
-            flat buffer for each unit, as it does elsewhere.
+        runtime: Implementation of data parallelism, pipelines and FSDP, with its limits. ``torch``: DDP rebuilds its
+            buckets before the second step and briefly holds both sets. A pipeline rank has one receive buffer per
+            microbatch and direction. Tensors that it sends live to the end of the step, where it waits for all sends.
+            Gradients are divided by the number of microbatches once they are complete. ``megatron`` (DeepSpeed's is
+            similar): a pipeline rank receives into new tensors, frees tensors once they are sent, divides losses
+            instead of gradients, and waits for P2P communication in ``synchronous_schedules``. ``xla``: torch's, except
+            that buffers live only while they are used, and FSDP makes no copies into or out of one flat buffer per
+            unit, as it does elsewhere.
         bucket_bytes: Size at which DDP closes a gradient bucket.
         first_bucket_bytes: Size of the first bucket, smaller so that the reduction starts early.
-        grad_overlap: Buckets are reduced while the backward pass still runs.
-        waits_for_gradients: Where DDP waits for reductions: at the end of a stage's last ``backward``, before what it
-            sends (torch), or in the ``step``, after all backwards; reductions that do not overlap begin there.
-        waits_for_batch: Before each forward of a stage the device runs dry, as it takes the microbatch from the host.
-        lists_of_shards: What FSDP gathers and reduces goes matrix by matrix, as a list of one tensor for every rank;
-            the host makes, checks and copies these one by one, and the device waits.
-        live_elements: With such lists, something is gathered ahead only while fewer elements than these are gathered,
-            and a matrix is let go of, and gathered again, if as many are used before it is; None for no such limit.
-        splits_sends: Tensor-parallel ranks that hold equal tensors each send a part to the next stage, where the parts
-            are gathered.
-        reduces_each_microbatch: Where parameters are sharded, and without a pipeline, gradients are reduced after every
-            microbatch, whatever ``plan.grad_sync`` says: nothing has room for whole ones.
-        receives_ahead: Those in which a pipeline rank posts what it receives for its next forward and its next backward
-            before the computation that comes first: a message waits for its sender only, and for those before it in
-            its direction.
-        ddp_in_pipelines: DDP reduces the gradients of a backward in two parts, and works with several stages on a rank.
-        equal_stages: Stages without ``stage_layers`` have as many blocks as each other, or are balanced (``no``).
-        packed_attention: How documents that share a sequence attend: in one call of the kernel for each, or in one for
-            all; None where that is not modelled.
+        grad_overlap: Reduction of buckets overlaps backward.
+        waits_for_gradients: Point at which DDP waits for reductions: at the end of a stage's last ``backward``, before
+            its sends (torch), or in the ``step``, after all backwards. Reductions without overlap begin there.
+        waits_for_batch: Before each forward of a stage the GPU starves while it waits for the microbatch from the host.
+        lists_of_shards: FSDP all-gathers and reduce-scatters matrix by matrix, with a list of one tensor per rank. The
+            CPU makes, checks and copies these tensors sequentially, and the device waits.
+        live_elements: Limit of gathered elements with ``lists_of_shards``; None for no limit. FSDP prefetches only
+            below the limit. It frees a matrix, and gathers it again, if at least this many elements are used before the
+            matrix.
+        splits_sends: Tensor-parallel ranks with equal tensors each send one part to the next stage, which all-gathers
+            the parts.
+        reduces_each_microbatch: With sharded parameters and without a pipeline, gradients are reduced after every
+            microbatch, regardless of ``plan.grad_sync``: there is no memory for unsharded gradients.
+        receives_ahead: Schedules in which a pipeline rank posts the receives for its next forward and next backward
+            before the preceding compute. A P2P send then waits only for its sender, and for earlier sends in its
+            direction.
+        ddp_in_pipelines: DDP reduces the gradients of a split backward, and works with several stages per rank.
+        equal_stages: Blocks per stage without ``stage_layers``: equal numbers ``always`` or ``where_possible``, or a
+            balanced split (``no``).
+        packed_attention: Attention of packed documents: one kernel call for each (``document_calls``), or ``one_call``
+            for all; None if not modeled.
         context_bytes: Device memory of the driver context and the communication library, by device kind.
-        zero_stages: Of ``ParallelPlan.zero_stage``, those that it has.
+        zero_stages: Supported values of ``ParallelPlan.zero_stage``.
         sequence_parallelism: Tensor-parallel ranks can split the tokens of norms and sums as well.
-        optimizer_shards: What ZeRO-1 deals out to ranks: whole parameters, which their owners broadcast once they are
-            updated (torch's ZeroRedundancyOptimizer), or equal numbers of elements of flat buffers, whose gradients are
-            reduced and scattered and whose updated parameters are gathered (Megatron's distributed optimizer,
-            DeepSpeed).
-        gathers_ahead: Where elements are dealt out, updated parameters are gathered beside the next forward, bucket by
-            bucket, not at the end of the step.
-        tp_overlap: Which exchanges of tensor-parallel ranks run beside the matrix products next to them in a block:
-            ``none``, those of ``backward`` before and after matrices split by columns, ``gathers``, in both directions
-            but no sums, or ``all``, in both directions.
-        expert_dispatch: How tokens come to their experts (``simplan.model.implementations.expert_dispatch``).
-        expert_overlap: Tokens of a microbatch travel to and from experts while another one, whose backward is next to
-            its forward in the schedule, is computed (Megatron Core's overlap_moe_expert_parallel_comm).
-        fused_experts: Activations of experts, and their casts to 8 bits, are part of the products before them.
-        fp8_dot_product_attention: Where linear layers are in fp8 or mxfp8, the attention core is in 8 bits as well.
-        grad_dtypes: Precisions of gradients that a plan may ask for besides the software's own (``plan.grad_dtype``).
-        adds_apart: Gradients that a plan wants wider than the software's own are added up apart from those, and reduced
-            as wide as those.
-        flat_updates: What the optimizer makes for a step are single blocks, which the allocator has no room for in
-            what layers left.
-        recompute_modules: Modules of a block besides the attention core that it can run again alone.
-        recompute_layers: It can run only the first blocks of every stage again.
-        mtp: It trains layers for multi-token prediction.
-        vocab_multiple: Vocabularies are padded to a multiple of this times ``tp``; 1 where they are as they are given,
-            so that ``tp`` has to divide them. What is padded is held, computed and sent like other rows. A model keeps
-            its ``vocab_size``; its parameters and FLOPs, which utilizations are of, are without padding, where
-            Megatron's own num_floating_point_operations counts it.
-        reserve_fraction: Of memory that comes and goes in a step, by how much more the allocator reserves.
-        trainer: A trainer runs the steps, which loads data, reads results back and logs between them; else a bare loop.
-        executable: ``simplan run`` runs plans of it.
-        not_modelled: What it does and simplan does not model: there it is as torch is.
-        sources: Field name -> where its value comes from.
+        optimizer_shards: Unit that ZeRO-1 assigns to ranks. ``parameters``: full parameters, which their owners
+            broadcast after the update (torch's ZeroRedundancyOptimizer). ``elements``: equal numbers of elements of
+            flat buffers, with a reduce-scatter of gradients and an all-gather of updated parameters (Megatron's
+            distributed optimizer, DeepSpeed).
+        gathers_ahead: With ``elements``, the all-gather of updated parameters overlaps the next forward bucket by
+            bucket, instead of running at the end of the step.
+        tp_overlap: Tensor-parallel collectives that overlap the matmuls next to them in a block: ``none``; in
+            ``backward``, those before and after matrices split by columns; ``gathers``, in both directions except sums;
+            or ``all``, in both directions.
+        expert_dispatch: Dispatch of tokens to experts (``simplan.model.implementations.expert_dispatch``).
+        expert_overlap: The expert all-to-all of a microbatch overlaps the compute of another microbatch, whose backward
+            is next to its forward in the schedule (Megatron Core's overlap_moe_expert_parallel_comm).
+        fused_experts: Activations of experts, and their casts to FP8, are fused into the matmuls before them.
+        fp8_dot_product_attention: The attention core is in FP8 where linear layers are in FP8 or MXFP8.
+        grad_dtypes: Gradient precisions that a plan may request in addition to the framework's own
+            (``plan.grad_dtype``).
+        adds_apart: Gradients wider than the framework's own are accumulated in separate buffers, and reduced in the
+            framework's precision.
+        flat_updates: Temporaries of the optimizer are single blocks, which do not fit into memory that layers freed.
+        recompute_modules: Modules of a block that can be recomputed separately, in addition to the attention core.
+        recompute_layers: Recomputation can be limited to the first blocks of every stage.
+        mtp: Multi-token prediction is supported.
+        vocab_multiple: Vocabularies are padded to a multiple of this times ``tp``; 1 for no padding, where ``tp`` has
+            to divide them. Padding rows are stored, computed and communicated like other rows. The model keeps its
+            ``vocab_size``. Its parameters and FLOPs (and so MFU) exclude padding, which Megatron's own
+            num_floating_point_operations includes.
+        reserve_fraction: Memory that the allocator reserves beyond transient memory, as a fraction of it.
+        trainer: A trainer runs the steps, and loads data, reads results back and logs between them; else a bare loop
+            does.
+        executable: ``simplan run`` can run plans under this profile.
+        not_modelled: Features of the framework that are not modeled; predictions treat them as in torch.
+        sources: Field name -> source of its value.
     """
 
     id: str
@@ -279,7 +285,7 @@ class SoftwareSpec(Spec):
 
     @property
     def title(self) -> str:
-        """Its name, with the options that are set."""
+        """Name of the profile, with the options that are set."""
         words: dict[SoftwareOption, str] = {
             "compiled": "compiled" if self.compiled else "",
             "expert_dispatch": self.expert_dispatch if self.expert_dispatch != "copies" else "",
@@ -292,24 +298,24 @@ class SoftwareSpec(Spec):
 
     @property
     def preallocated_receives(self) -> bool:
-        """Whether a pipeline rank keeps one receive buffer per microbatch and direction."""
+        """True if a pipeline rank has one receive buffer per microbatch and direction."""
         return self.runtime == "torch"
 
     @property
     def synchronous_schedules(self) -> tuple[str, ...]:
-        """Those in which a pipeline rank computes nothing while it sends or receives.
+        """Schedules in which a pipeline rank computes nothing while it sends or receives.
 
-        It asks for what it receives when it needs it, and goes on when all is there and sent.
+        The rank posts a receive when it needs the tensor, and continues when all transfers are complete.
         """
         return ("naive", "gpipe", "1f1b") if self.runtime == "megatron" else ()
 
     @property
     def traffic(self) -> float:
-        """Of memory-bound kernels, as of ``StackRates``."""
+        """Bytes of memory-bound kernels relative to eager torch (``StackRates``)."""
         return self.rates.compiled_traffic if self.compiled else self.rates.traffic
 
     def layers_of(self, model: ModelSpec, plan: ParallelPlan) -> tuple[LayerSpec, ...]:
-        """The layers of a model as one rank has and computes them."""
+        """Layers of a model, as one rank holds and computes them."""
         style = self.layers.model_copy(
             update={
                 "compiled": self.compiled and self.executable,
@@ -322,33 +328,33 @@ class SoftwareSpec(Spec):
         return styled_layers(self.padded(model, plan).layers_of(plan.shard), style, model.family)
 
     def padded(self, model: ModelSpec, plan: ParallelPlan) -> ModelSpec:
-        """The model as the software makes it for so many tensor-parallel ranks: perhaps with a larger vocabulary."""
+        """The model with the vocabulary that the framework uses under a plan, perhaps a larger one."""
         return model if self.vocab_multiple == 1 else model.padded(self.vocab_multiple * plan.tp)
 
     def equal_stage_layers(self, num_blocks: int, num_stages: int) -> tuple[int, ...] | None:
-        """As many blocks for each stage, where the software has it so; None for the balanced split."""
+        """Equal numbers of blocks per stage, if the framework uses them; None for the balanced split."""
         if self.equal_stages == "no" or num_blocks % num_stages:
             return None
         return (num_blocks // num_stages,) * num_stages
 
     @property
     def cuts_products(self) -> bool:
-        """Whether exchanges of tensor-parallel ranks run beside parts of the very products that need or make them."""
+        """True if tensor-parallel collectives overlap chunks of the matmuls that need or make their tensors."""
         return self.tp_overlap in ("gathers", "all")
 
     def reduces_every(self, plan: ParallelPlan) -> bool:
-        """Whether gradients are reduced after every microbatch, not only after the last one."""
+        """True if gradients are reduced after every microbatch, not only after the last one."""
         unasked = self.reduces_each_microbatch and plan.shards_parameters and plan.pp == 1
         return unasked or plan.grad_sync == "microbatch"
 
     def states(self, training: TrainingSpec, plan: ParallelPlan) -> Mapping[_Wide, StateBytes]:
-        """Element widths by precision, as far as the software has them for such a training under such a plan."""
+        """Bytes per element by precision that the framework supports for a training run under a plan."""
         if training.task == "lora":
             return self.sharded_lora_state_bytes if plan.shards_parameters else self.lora_state_bytes
         return self.sharded_state_bytes if plan.shards_parameters else self.state_bytes
 
     def state(self, training: TrainingSpec, plan: ParallelPlan) -> StateBytes:
-        """Element widths of one training under one plan."""
+        """Bytes per element of one training run under one plan."""
         kinds = self.states(training, plan)
         low = self.low_precision.get(training.precision)  # type: ignore[arg-type]
         if low is None:
@@ -365,13 +371,13 @@ class SoftwareSpec(Spec):
         return self._with_gradients(kinds["bf16"], plan).model_copy(update={"linear": form})
 
     def gathers_quantized(self, state: StateBytes) -> bool:
-        """Whether tensor-parallel ranks gather in 8 bits what the linear layers of blocks compute with."""
+        """True if tensor-parallel ranks all-gather operands of the linear layers of blocks in FP8."""
         linear = state.linear
         low = None if linear is None else self.low_precision.get(linear.precision)
         return low is not None and linear is not None and linear.recipe in low.gathers
 
     def _with_gradients(self, state: StateBytes, plan: ParallelPlan) -> StateBytes:
-        """With gradients reduced, and where they are whole also kept, in the precision that the plan asks for."""
+        """Widths with gradients reduced, and if unsharded also accumulated, in the precision that the plan requests."""
         if plan.expert_shards > 1:
             state = state.model_copy(update={"gathers_experts": True})
         if plan.grad_dtype is None:

@@ -1,4 +1,4 @@
-"""What optimizers keep, move and need to know of each parameter."""
+"""States, traffic and norms of optimizers, per parameter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["LAYERWISE", "NOT_MODELLED", "OPTIMIZERS", "UPDATES", "OptimizerFacts
 OptimizerName = Literal["adam", "adamw", "sgd", "sgd_momentum", "lars", "lamb"]
 _Foreach = Literal["adam_foreach", "adamw_foreach", "sgd_foreach", "sgd_momentum_foreach"]
 UpdateName = OptimizerName | _Foreach
-"""An optimizer and how its step is computed: ``_foreach`` for one kernel after the other over lists of all tensors."""
+"""An optimizer and the kernels of its step; ``_foreach`` for a sequence of kernels over lists of all tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,10 @@ class OptimizerFacts:
     """One optimizer.
 
     Attributes:
-        num_states: Tensors that it keeps for each parameter, each as wide as ``StateBytes.moment`` says.
-        streamed_bytes: Read and written for each fp32 parameter by one step, zeroing the gradient included.
-        num_norms: Norms that it takes over each parameter tensor; where ranks have parts of a tensor they sum up the
-            squares.
-        num_temporaries: Tensors as large as all parameters that it makes for its step.
+        num_states: Tensors stored per parameter, each as wide as ``StateBytes.moment``.
+        streamed_bytes: Bytes read and written per FP32 parameter by one step, zeroing the gradient included.
+        num_norms: Norms computed per parameter tensor; ranks with shards of a tensor sum the squares.
+        num_temporaries: Temporary tensors of a step, each as large as all parameters.
     """
 
     num_states: int
@@ -40,22 +39,22 @@ OPTIMIZERS: dict[UpdateName, OptimizerFacts] = {
     "lars": OptimizerFacts(1, 32, 2),  # weight and gradient once more, for their norms
     "lamb": OptimizerFacts(2, 44, 2),  # the update is written in place of the gradient, and read with the weight
 }
-"""By name: SGD (with momentum 0.9), Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019), LARS (You et al.
-2017, arXiv:1708.03888), LAMB (You et al. 2020, arXiv:1904.00962)."""
+"""Optimizers by name: SGD (with momentum 0.9), Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019), LARS (You
+et al. 2017, arXiv:1708.03888), LAMB (You et al. 2020, arXiv:1904.00962)."""
 
 UPDATES: dict[UpdateName, OptimizerFacts] = {
     **OPTIMIZERS,
     # torch 2.13, optim/sgd.py: weight += gradient, or momentum *= and += before it
     "sgd_foreach": OptimizerFacts(0, 12 + 4),
     "sgd_momentum_foreach": OptimizerFacts(1, 8 + 12 + 12 + 4),
-    # torch 2.13, optim/adam.py: lerp, mul, addcmul, a root in a tensor of its own, div and add of it, addcdiv
+    # torch 2.13, optim/adam.py: lerp, mul, addcmul, a root in a separate tensor, its div and add, addcdiv
     "adam_foreach": OptimizerFacts(2, 12 + 8 + 12 + 8 + 8 + 8 + 16 + 4, num_temporaries=1),
     "adamw_foreach": OptimizerFacts(2, 8 + 12 + 8 + 12 + 8 + 8 + 8 + 16 + 4, num_temporaries=1),  # and decay
 }
-"""The same with what torch does without fused kernels (``foreach``): bytes of one kernel after the other."""
+"""Optimizers with fused kernels, and with torch's sequence of kernels (``foreach``), whose bytes are summed."""
 
 NOT_MODELLED = ("8bit", "8-bit", "4bit", "paged", "adafactor", "muon", "lion", "shampoo", "soap", "sophia", "galore")
-"""Parts of names of optimizers that keep other states than these, by which they are told from misspelt ones."""
+"""Parts of the names of optimizers with other states, to tell them from misspelt names."""
 
 LAYERWISE = frozenset(name for name, facts in OPTIMIZERS.items() if facts.num_norms)
-"""Those whose step depends on norms."""
+"""Optimizers whose step depends on norms."""

@@ -1,4 +1,4 @@
-"""What is trained, apart from the model and the plan."""
+"""Batch, precision and optimizer of a training run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 
 
 def _modelled(name: Any) -> Any:
-    """Optimizers that exist and are not modelled are no misspelt names of others."""
+    """Tell optimizers that are not modeled from misspelt names."""
     if isinstance(name, str) and any(part in name.lower() for part in NOT_MODELLED):
         known = ", ".join(get_args(OptimizerName))
         raise ValueError(f"is an optimizer that is not modelled yet, for it keeps other states; modelled: {known}")
@@ -28,18 +28,17 @@ class TrainingSpec(Spec):
 
     Attributes:
         global_batch_size: Sequences per optimizer step, over all devices.
-        precision: Format of the linear layers' matmuls; fp16 and bf16 are mixed precision. fp8, mxfp8 and
-            nvfp4 are bf16 but for the linear layers of blocks (``simplan.model.low_precision``).
-        fp8_recipe: How fp8 is scaled; None for one scale a tensor (``tensorwise``), and for other precisions.
-        optimizer: What it keeps, moves and needs to know is in ``simplan.training.optimizer``.
-        fused_optimizer: One kernel reads and writes all of a step's tensors; false for torch's ``foreach``, one kernel
-            after the other, which for Adam needs a tensor as large as all parameters of the rank. None for fused where
-            there is such a kernel, which is all but LARS and LAMB.
-        clip_grad_norm: Gradients of the whole model are scaled to this norm where theirs is larger; None for as they
-            are.
-        task: What the run is for. ``pretrain`` trains all weights, ``lora`` the adapters of ``ModelSpec.lora_rank``.
-            ``sft`` computes what ``pretrain`` does: tokens of prompts and padding are masked in the loss, and their
-            logits are computed all the same.
+        precision: Format of the linear layers' matmuls. FP16 and BF16 are mixed precision. ``fp8``, ``mxfp8`` and
+            ``nvfp4`` are BF16 except for the linear layers of blocks (``simplan.model.low_precision``).
+        fp8_recipe: FP8 scaling recipe; None for per-tensor scaling (``tensorwise``), and for other precisions.
+        optimizer: Optimizer; ``simplan.training.optimizer`` has its states, traffic and norms.
+        fused_optimizer: One kernel reads and writes all tensors of a step; false for torch's ``foreach``, a sequence of
+            kernels, which for Adam needs a tensor as large as all parameters of the rank. None for fused where there is
+            such a kernel, which is all except LARS and LAMB.
+        clip_grad_norm: Norm to which gradients of the full model are scaled if theirs is larger; None for no clipping.
+        task: Purpose of the run. ``pretrain`` trains all weights, ``lora`` the adapters of ``ModelSpec.lora_rank``.
+            ``sft`` computes the same as ``pretrain``: tokens of prompts and padding are masked in the loss, but their
+            logits are computed.
     """
 
     global_batch_size: Count
@@ -52,7 +51,7 @@ class TrainingSpec(Spec):
 
     @property
     def update(self) -> UpdateName:
-        """The optimizer as its step is computed; of LARS and LAMB there is one way."""
+        """The optimizer with the kernels of its step; LARS and LAMB have one variant."""
         foreach: dict[OptimizerName, UpdateName] = {
             "adam": "adam_foreach",
             "adamw": "adamw_foreach",

@@ -1,1 +1,1 @@
-"""Predictions beside measurements."""
+"""Comparison of predictions with measurements."""

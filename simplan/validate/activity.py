@@ -1,8 +1,8 @@
-"""What a rank did at every instant of a step, predicted or measured, in one shape: pieces without gaps or overlap.
+"""Activity of a rank over a step, predicted or measured, as pieces without gaps or overlap.
 
-A piece is computing, or bytes that move while nothing is computed, or waiting. Bytes move from when the last member of
-a collective or message is there: what the others spend before that is waiting. What a rank was seen to do nothing of is
-unexplained; a prediction has none of it.
+A piece is compute, exposed communication, or wait. Communication starts once the last member of the collective or P2P
+send has arrived; earlier time of the other members is wait. Measured time without any recorded activity is unexplained;
+predictions have none.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = [
 ]
 
 UNEXPLAINED = "unexplained"
-"""The part of a piece of that share."""
+"""Part name of unexplained pieces."""
 
 _WAITING = "waiting"
 _NO_TIME_S = 1e-12
 
 
 class ActivityShare(StrEnum):
-    """Exclusive shares of a rank's step: those of ``Split``, and what nothing was seen of."""
+    """Exclusive shares of a rank's step: those of ``Split``, and unexplained time."""
 
     COMPUTE = "compute"
     RECOMPUTE = "recompute"
@@ -51,7 +51,7 @@ class ActivityShare(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Something on the compute stream."""
+    """Interval of work on the compute stream."""
 
     start_s: float
     end_s: float
@@ -61,13 +61,13 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Bytes that move.
+    """Interval of communication on a rank.
 
     Attributes:
-        start_s: When the last member was there.
-        end_s: When they had arrived here.
-        part: What they are.
-        last_rank: The member that was there last; None where nobody had to be waited for.
+        start_s: Arrival of the last member, in seconds.
+        end_s: Completion on this rank, in seconds.
+        part: Name of the communication.
+        last_rank: Member that arrived last; None if no rank had to be waited for.
     """
 
     start_s: float
@@ -78,13 +78,13 @@ class Transfer:
 
 @dataclass(slots=True)
 class Activity:
-    """All that is known of a rank's step.
+    """Recorded or predicted activity of a rank's step.
 
     Attributes:
-        busy: In the order of time, without overlap.
-        transfers: In any order.
-        waiting: Intervals in which the rank waits for others, as far as it neither computes nor transfers.
-        idle: What all the rest is.
+        busy: Work on the compute stream, in time order, without overlap.
+        transfers: Communication, in any order.
+        waiting: Intervals of wait for other ranks; compute and communication inside them take precedence.
+        idle: Share of all remaining time.
     """
 
     busy: list[Busy] = field(default_factory=list)
@@ -95,13 +95,14 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a rank's step.
+    """Interval of a rank's step with one activity.
 
     Attributes:
-        start_s, end_s: From when to when.
-        share: What it counts as.
-        part: What it is of, e.g. ``backward``; of all stages alike, for a path may go through any of equal ones.
-        transfer: The transfer that it is a part of.
+        start_s, end_s: Start and end in seconds.
+        share: Share of the step that the piece counts as.
+        part: Name of the activity, e.g. ``backward``; the same for all stages, since equal stages are interchangeable
+            on a critical path.
+        transfer: Communication that the piece belongs to; None for other pieces.
     """
 
     start_s: float
@@ -112,12 +113,12 @@ class Piece:
 
     @property
     def duration_s(self) -> float:
-        """From start to end."""
+        """Duration in seconds."""
         return self.end_s - self.start_s
 
 
 def pieces_of(activity: Activity, step_time_s: float) -> tuple[Piece, ...]:
-    """The whole step of a rank from 0 to its end, piece after piece."""
+    """Pieces of a rank's step, from 0 to its end."""
     pieces: list[Piece] = []
     now_s = 0.0
     transfers = sorted(activity.transfers, key=lambda transfer: transfer.start_s)
@@ -133,7 +134,7 @@ def pieces_of(activity: Activity, step_time_s: float) -> tuple[Piece, ...]:
 
 
 def _gap(start_s: float, end_s: float, transfers: Sequence[Transfer], activity: Activity) -> list[Piece]:
-    """What fills the time between two computations; of transfers that overlap the one that began last."""
+    """Pieces between two compute intervals; of overlapping transfers, the last to start counts."""
     if end_s <= start_s:
         return []
     inside = [t for t in transfers if t.start_s < end_s and t.end_s > start_s]
@@ -188,7 +189,7 @@ _STREAMS = {
 
 
 def busy_span(action: str, kind: SpanKind, start_s: float, end_s: float) -> Busy:
-    """A span of the compute stream."""
+    """Convert a span of the compute stream."""
     if kind is SpanKind.RECOMPUTE:
         return Busy(start_s, end_s, ActivityShare.RECOMPUTE, "recomputation")
     parsed = Action.parse(action).kind
@@ -196,7 +197,7 @@ def busy_span(action: str, kind: SpanKind, start_s: float, end_s: float) -> Busy
 
 
 def stream_words(stream: str) -> str:
-    """What moves on a stream, both ends of a message alike.
+    """Name of the communication on a stream; the same for sender and receiver.
 
     >>> stream_words("send_f"), stream_words("data_parallel")
     ('messages between stages', 'data-parallel communication')
@@ -205,11 +206,13 @@ def stream_words(stream: str) -> str:
 
 
 def predicted_activity(timeline: Timeline, *, recompute_apart: bool = True) -> dict[int, Activity]:
-    """By rank. Members of a meeting have spans of equal times; who was last is who computed until then.
+    """Activity by rank of a predicted step.
+
+    Members of a collective have spans with equal times; the last to arrive is the rank that computed until then.
 
     Args:
         timeline: The predicted step.
-        recompute_apart: Forward that runs again is a share of its own, not a part of backward's computing.
+        recompute_apart: Report recomputation as a separate share; False counts it as part of backward.
     """
     activities: dict[int, Activity] = defaultdict(Activity)
     moving: dict[tuple[float, float, int], list[Span]] = defaultdict(list)
@@ -231,7 +234,7 @@ def predicted_activity(timeline: Timeline, *, recompute_apart: bool = True) -> d
 
 
 def _last_of(spans: Sequence[Span], ends: Mapping[int, Iterable[float]]) -> int | None:
-    """The member that computed until the meeting began."""
+    """Rank that computed until the collective began; None if there is none."""
     start_s = spans[0].start_s
     near_s = _NO_TIME_S + 1e-9 * start_s
     found = (span.rank for span in spans if any(abs(end_s - start_s) <= near_s for end_s in ends.get(span.rank, ())))

@@ -1,4 +1,4 @@
-"""Which terms make a predicted step differ from a measured one: additive, so that nothing is left over unsaid."""
+"""Attribution of the step-time error to terms whose differences sum to the error."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _OTHER_STEPS = "the median step beside the one that was recorded"
 
 @dataclass(frozen=True, slots=True)
 class TermDifference:
-    """One thing that both critical paths may hold.
+    """One term of the predicted and measured critical paths.
 
     Attributes:
-        part: What it is, e.g. ``backward``.
-        share: Which share of a step it belongs to.
-        predicted_s, measured_s: Time on either critical path.
+        part: Name of the term, e.g. ``backward``.
+        share: Share of the step that the term belongs to.
+        predicted_s, measured_s: Seconds on the predicted and on the measured critical path; 0 if absent.
     """
 
     part: str
@@ -41,11 +41,11 @@ class TermDifference:
 
 @dataclass(frozen=True, slots=True)
 class RankSplit:
-    """Where a rank's step goes.
+    """Time split of a rank's step.
 
     Attributes:
         rank: Global rank.
-        predicted_s, measured_s: Time by share; each sums to its step, the recorded one for what was measured.
+        predicted_s, measured_s: Seconds by share; they sum to the predicted step and to the recorded step.
     """
 
     rank: int
@@ -56,14 +56,14 @@ class RankSplit:
 def attribute(
     predicted: Timeline, measurement: Measurement
 ) -> tuple[tuple[TermDifference, ...], tuple[RankSplit, ...]]:
-    """Terms of the critical paths, largest difference first, and the splits of all ranks.
+    """Terms of the critical paths, largest difference first, and the time splits of all ranks.
 
-    What is left unexplained, and how the recorded step differs from the median, are terms of their own. Where the
-    measurement does not tell recomputation from the rest of a backward, it is a part of that on both sides.
+    Unexplained time, and the difference of the recorded step to the median step, are terms of their own. If the
+    measurement does not separate recomputation from backward, both sides count it as backward.
 
     Args:
         predicted: The predicted step.
-        measurement: A run of the same job with recorded actions; else there are no terms.
+        measurement: A run of the same job; without recorded actions, no terms are returned.
     """
     of_measured = measured_activity(measurement)
     recorded_s = max((busy.end_s for activity in of_measured.values() for busy in activity.busy), default=0.0)

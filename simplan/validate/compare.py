@@ -1,4 +1,4 @@
-"""Prediction beside measurement: signed errors, the spread of the repeats, and what neither explains."""
+"""Comparison of a prediction with a measurement: signed errors, spread of repeats, and unexplained time."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from simplan.validate.structure import TIMED_KINDS, issued_as_predicted, ran_as_
 __all__ = ["AT_THIS_SPEED", "Comparison", "compare"]
 
 AT_THIS_SPEED = "step time, computing as fast as in the run"
-"""The row in which what is predicted of computing is slowed down as the reference product was."""
+"""Name of the row with predicted compute rescaled to the compute speed of the run (reference matmul)."""
 
 _COMPUTING = (ActivityShare.COMPUTE, ActivityShare.RECOMPUTE, ActivityShare.OPTIMIZER)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A prediction beside a measurement of the same job.
+    """A prediction compared with a measurement of the same job.
 
     Attributes:
-        rows: Step time first, then memory, then the parts of the step.
-        structure_equal: Every rank ran exactly the actions of the predicted table and issued exactly the collectives
-            and messages of Level 2 (kind, group, bytes), both in order.
-        interval_holds: The measured step time lies in the predicted interval.
-        unexplained_s: Time on the measured step's critical path in which its rank was seen to do nothing, nor to wait.
-        notes: What to know when reading.
-        terms: What the two critical paths are made of; their differences sum to that of the step times.
-        splits: Where the step of each rank goes; on every rank the differences sum to that of the steps, too.
-        slowdown: How many times as long the same matrix product took in the run as when the machine was calibrated;
-            None where one of the two did not time it.
+        rows: Step time, then memory, then the parts of the step.
+        structure_equal: True if every rank ran exactly the predicted actions, and issued exactly the predicted
+            communication of Level 2 (kind, group, bytes), both in order.
+        interval_holds: True if the measured step time is inside the predicted 90% interval.
+        unexplained_s: Seconds on the measured critical path without recorded activity or known wait.
+        notes: Notes for the reader.
+        terms: Terms of both critical paths; their differences sum to the step-time difference.
+        splits: Time split of each rank; per rank, the differences sum to the step-time difference.
+        slowdown: Time of the reference matmul in the run over its time in the calibration; None if either did not time
+            it.
     """
 
     rows: tuple[ComparisonRow, ...]
@@ -63,15 +63,15 @@ class Comparison:
 def compare(
     prediction: Prediction | Mapping[str, Any], measurement: Measurement, program: Program | None = None
 ) -> Comparison:
-    """Lines up a prediction with a measurement.
+    """Compare a prediction with a measurement.
 
     Args:
         prediction: A prediction, or its JSON document.
         measurement: A run of the same job.
-        program: The Program of the prediction, where it is at hand.
+        program: Program of the prediction; None to lower it here.
 
     Raises:
-        SpecError: They are of different jobs, or the measurement has no steady step.
+        SpecError: The jobs differ, or the measurement has no steady step.
     """
     if isinstance(prediction, Prediction):
         predicted, prediction = prediction.timeline, prediction.to_json(timeline=False)
@@ -126,7 +126,7 @@ def compare(
 
 
 def _slowdown(prediction: Mapping[str, Any], measurement: Measurement) -> float | None:
-    """How many times as long the reference product took in the run as in the calibration."""
+    """Time of the reference matmul in the run over its time in the calibration; None if not timed in both."""
     calibrated_s = prediction.get("reference_s")
     if calibrated_s is None or measurement.reference_s is None:
         return None
@@ -134,7 +134,7 @@ def _slowdown(prediction: Mapping[str, Any], measurement: Measurement) -> float 
 
 
 def _computing_s(terms: Iterable[TermDifference]) -> float:
-    """What computing takes of the predicted critical path."""
+    """Compute seconds on the predicted critical path."""
     return sum(term.predicted_s for term in terms if term.share in _COMPUTING)
 
 
@@ -165,7 +165,7 @@ def _same_job(prediction: Mapping[str, Any], measurement: Measurement) -> None:
 
 
 def _memory_rows(prediction: Mapping[str, Any], measurement: Measurement) -> Iterable[ComparisonRow]:
-    """Peaks of the rank that was measured to need most, by column."""
+    """Yield peak memory of the measured peak-memory rank, by column."""
     for column in ("allocated", "reserved", "device"):
         known = [
             (value, rank.rank)
@@ -180,7 +180,7 @@ def _memory_rows(prediction: Mapping[str, Any], measurement: Measurement) -> Ite
 
 
 def _beyond_the_device(prediction: Mapping[str, Any], measurement: Measurement) -> Iterable[str]:
-    """Peaks that the predicted device has no room for."""
+    """Yield a note if a measured peak exceeds the memory of the predicted device."""
     capacity_gib = prediction["capacity_gib"]
     found = {
         rank.rank: max(value for _, value in rank.peak_memory if value is not None) / GIB
@@ -198,8 +198,8 @@ def _beyond_the_device(prediction: Mapping[str, Any], measurement: Measurement) 
 def _action_times(timeline: Timeline) -> dict[tuple[int, ActionKind], list[float]]:
     """(stage, kind) -> durations of its actions over ranks and microbatches.
 
-    An action lasts from its first computation to the end of everything that belongs to it, gradient reduction
-    included: that is what a host sees.
+    An action lasts from its first compute to the end of all its work, including gradient reduction, as the host sees
+    it.
     """
     found: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
     for (_, action), (start_s, end_s) in _hulls(timeline).items():
@@ -208,9 +208,9 @@ def _action_times(timeline: Timeline) -> dict[tuple[int, ActionKind], list[float
 
 
 def _hulls(timeline: Timeline) -> dict[tuple[int, Action], tuple[float, float]]:
-    """(rank, action) -> start and end of everything that belongs to it, for the actions that compute.
+    """(rank, action) -> start and end of all its work, for compute actions.
 
-    The all-reduce of tied embeddings is left out: most of it is waiting for the other end of the pipeline.
+    The all-reduce of tied embeddings is excluded, since most of it is wait between the first and the last stage.
     """
     actions: dict[str, Action] = {}
     hulls: dict[tuple[int, Action], tuple[float, float]] = {}

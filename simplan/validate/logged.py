@@ -1,7 +1,7 @@
-"""What the log of any framework says of a run, and a prediction beside it.
+"""Comparison of a prediction with the log of any framework.
 
-A log has step times, or a throughput, and perhaps a peak of memory; it has no timeline. So it says how far a prediction
-is off and not where: what can be told is which parts of the predicted step are large and unsure enough.
+A log has step times or a throughput, and perhaps a memory peak, but no timeline. So the error is known and its location
+is not: only large and uncertain parts of the predicted step can be reported.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ _KINDS = {
 _OWN_WORDS = {
     ActivityShare.RECOMPUTE: "recomputation",
     ActivityShare.HOST: "the host",
-}  # whatever the action they are part of
+}  # names regardless of the action
 _WARMUP = 1.5  # times the median
 _SAME_JOB = 0.02  # a throughput and a step time of one job agree within the digits of a log
 
 
 def _as_tuple(value: Any) -> Any:
-    """One number is a list of one."""
+    """Turn one number into a tuple of one."""
     if isinstance(value, list):
         return tuple(value)
     return (value,) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 _Peaks = Annotated[tuple[Positive, ...], Field(min_length=1), BeforeValidator(_as_tuple)]
-"""GiB: one number for the rank that needs most, or one for each rank."""
+"""Peaks in GiB: one number for the peak-memory rank, or one per rank."""
 
 
 class LoggedRun(Spec):
-    """A run as its log has it. Something must tell the step time; all the rest is optional.
+    """A run as logged. One field must give the step time; the others are optional.
 
     Attributes:
-        step_times_s: Steps, best those after warm-up; see ``warmup_steps``.
-        step_time_s: In place of them, where the log has one number only.
-        tokens_per_s_per_device: Throughput of one device; alone, the step time follows from the batch of the
-            predicted job.
-        peak_allocated_gib: By tensors (``torch.cuda.max_memory_allocated``).
-        peak_reserved_gib: By the caching allocator (``torch.cuda.max_memory_reserved``).
-        peak_device_gib: On the device (``nvidia-smi``).
+        step_times_s: Times of steps in seconds, preferably after warm-up; see ``warmup_steps``. None if not logged.
+        step_time_s: Step time in seconds, for a log with one number only.
+        tokens_per_s_per_device: Throughput of one device. If it is the only field, the batch of the predicted job gives
+            the step time.
+        peak_allocated_gib: Peak of tensors in GiB (``torch.cuda.max_memory_allocated``).
+        peak_reserved_gib: Peak of the caching allocator in GiB (``torch.cuda.max_memory_reserved``).
+        peak_device_gib: Peak on the device in GiB (``nvidia-smi``).
     """
 
     schema_version: Literal[1] = 1
@@ -84,35 +84,34 @@ class LoggedRun(Spec):
 
     @property
     def peaks(self) -> Peaks:
-        """By column, as far as they are told."""
+        """Logged peaks by column."""
         found = {column: getattr(self, f"peak_{column}_gib") for column in COLUMNS}
         return {column: peaks for column, peaks in found.items() if peaks is not None}
 
     @property
     def warmup_steps(self) -> int:
-        """Steps at the beginning that took much longer than the median: compilation, the first batches."""
+        """Number of initial steps much slower than the median: compilation, the first batches."""
         times_s = self.step_times_s or ()
         most_s = _WARMUP * statistics.median(times_s) if times_s else 0.0
         return sum(1 for _ in takewhile(lambda time_s: time_s > most_s, times_s))
 
     @property
     def steady_steps_s(self) -> tuple[float, ...]:
-        """The steps without those."""
+        """Step times without the warm-up steps."""
         return (self.step_times_s or ())[self.warmup_steps :]
 
 
 @dataclass(frozen=True, slots=True)
 class UnsurePart:
-    """A part of the predicted critical path, and how sure its price is.
+    """A part of the predicted critical path, with its uncertainty.
 
     Attributes:
-        part: What it is, e.g. ``backward``.
-        share: Which share of a step it belongs to.
-        predicted_s: Time on the critical path.
-        relative_std: Relative standard deviation of the prices of its kind, weighted by their time.
-        times_as_long: So many times as long it would have to take to make up the whole difference alone; None where
-            no time would be short enough.
-        hidden_s: Communication only: what of it, on the rank where that is most, runs beside computing.
+        part: Name of the part, e.g. ``backward``.
+        share: Share of the step that the part belongs to.
+        predicted_s: Seconds on the critical path.
+        relative_std: Relative standard deviation of the cost estimates of its kind, weighted by time.
+        times_as_long: Slowdown of this part that would explain the whole error; None if no positive time would.
+        hidden_s: Seconds of hidden communication, on the rank with the most; 0 for compute.
     """
 
     part: str
@@ -124,21 +123,21 @@ class UnsurePart:
 
     @property
     def std_s(self) -> float:
-        """One standard deviation."""
+        """Standard deviation in seconds."""
         return self.predicted_s * self.relative_std
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedComparison:
-    """A prediction beside what a log says.
+    """A prediction compared with a log.
 
     Attributes:
-        rows: Step time first, then memory.
-        interval_s: Predicted to hold the step time in 9 of 10 cases.
-        interval_holds: It does.
-        difference_s: Step time, predicted minus measured.
-        parts: Of the predicted critical path, those first that are least sure in seconds.
-        notes: What to know when reading, and what a log cannot say.
+        rows: Step time, then memory.
+        interval_s: Predicted 90% interval of the step time, in seconds.
+        interval_holds: True if the measured step time is inside the interval.
+        difference_s: Predicted minus measured step time.
+        parts: Parts of the predicted critical path, largest uncertainty in seconds first.
+        notes: Notes for the reader, including what a log cannot show.
     """
 
     rows: tuple[ComparisonRow, ...]
@@ -157,14 +156,14 @@ class LoggedComparison:
 
 
 def compare_logged(prediction: Mapping[str, Any], logged: LoggedRun) -> LoggedComparison:
-    """Lines up a prediction with what a log says. Whether both are of the same job is for the reader to know.
+    """Compare a prediction with a log; the caller must know that both are for the same job.
 
     Args:
         prediction: A prediction's JSON document.
         logged: A run of the same job.
 
     Raises:
-        SpecError: No field tells the step time, two contradict each other, or a peak cannot be of such a job.
+        SpecError: No field gives the step time, two fields contradict each other, or a peak is impossible for the job.
     """
     predicted_s = prediction["step_time_s"]
     measured_s = _step_time_s(prediction, logged)
@@ -183,7 +182,7 @@ def compare_logged(prediction: Mapping[str, Any], logged: LoggedRun) -> LoggedCo
 
 
 def _step_time_s(prediction: Mapping[str, Any], logged: LoggedRun) -> float:
-    """What was measured, from the field that tells it most directly."""
+    """Measured step time, from the most direct field."""
     if logged.step_times_s is not None and logged.step_time_s is not None:
         raise SpecError(Problem(field="step_time_s", rule="says the same as step_times_s", fix="keep one of them"))
     told_s = logged.step_time_s if logged.step_times_s is None else statistics.median(logged.steady_steps_s)
@@ -209,11 +208,11 @@ def _step_time_s(prediction: Mapping[str, Any], logged: LoggedRun) -> float:
 
 
 def _unsure_parts(prediction: Mapping[str, Any], longer_s: float) -> tuple[UnsurePart, ...]:
-    """Parts of the critical path that have a price, least sure first.
+    """Parts of the critical path with a cost estimate, most uncertain first.
 
     Args:
         prediction: The document.
-        longer_s: By so much the measured step is longer; negative where it is shorter.
+        longer_s: Measured minus predicted step time, in seconds.
     """
     timeline = predicted_timeline(prediction)
     activity = predicted_activity(timeline)
@@ -241,7 +240,7 @@ def _unsure_parts(prediction: Mapping[str, Any], longer_s: float) -> tuple[Unsur
 
 
 def _hidden_s(timeline: Timeline, rows: Mapping[int, Sequence[Piece]]) -> dict[str, float]:
-    """By what moves: how long it does so beside computing, on the rank where that is longest."""
+    """Hidden communication seconds by name, on the rank with the most."""
     beside_s: dict[tuple[str, int], float] = defaultdict(float)
     for span in timeline.spans:
         if span.kind is SpanKind.COMMUNICATION:
@@ -257,7 +256,7 @@ def _hidden_s(timeline: Timeline, rows: Mapping[int, Sequence[Piece]]) -> dict[s
 
 
 def _relative_stds(prediction: Mapping[str, Any]) -> dict[SpanKind, float]:
-    """How sure the prices of a kind are: they err together, so their deviations add."""
+    """Relative standard deviation of the cost estimates by kind; errors of a kind are fully correlated."""
     time_s: dict[SpanKind, float] = defaultdict(float)
     deviation_s: dict[SpanKind, float] = defaultdict(float)
     for term in prediction["terms"]:
@@ -280,22 +279,22 @@ def _notes(prediction: Mapping[str, Any], logged: LoggedRun) -> Iterator[str]:
 
 
 COLUMNS = ("allocated", "reserved", "device")
-"""Each contains the one before."""
+"""Memory columns; each includes the previous one."""
 
 _ROUNDED = 1.01  # figures of one log agree within their digits
 _UNITS = (("GB", 1e9), ("MiB", 2**20), ("MB", 1e6), ("bytes", 1))
 
 
 Peaks = Mapping[str, tuple[float, ...]]
-"""By column, as far as a log has them, GiB: one number for the rank that needs most, or one for each rank."""
+"""Logged peaks in GiB by column: one number for the peak-memory rank, or one per rank."""
 
 
 def memory_rows(prediction: Mapping[str, Any], told: Peaks) -> Iterator[ComparisonRow]:
-    """Peaks of the rank that was measured to need most; where one number is known, of the rank predicted to.
+    """Yield peaks of the measured peak-memory rank; if only one number is logged, of the predicted one.
 
     Raises:
-        SpecError: A peak is more than a device has or than what it is a part of, or there are peaks of other ranks than
-            the predicted ones.
+        SpecError: A peak exceeds the device memory or a column that includes it, or the ranks differ from the predicted
+            ranks.
     """
     problems = [*_too_large(told, prediction["capacity_gib"]), *_contradictions(told)]
     ranks = prediction["ranks"]
@@ -317,7 +316,7 @@ def memory_rows(prediction: Mapping[str, Any], told: Peaks) -> Iterator[Comparis
 
 
 def memory_notes(prediction: Mapping[str, Any], told: Peaks) -> Iterator[str]:
-    """What to know of the peaks."""
+    """Yield notes on the peaks."""
     if not told:
         yield "peak memory is not compared: peak_allocated_gib, peak_reserved_gib or peak_device_gib would tell it"
     least_gib = min(rank["memory_gib"].get("parameters", 0.0) for rank in prediction["ranks"])

@@ -1,4 +1,4 @@
-"""Timelines out of files: of a measurement, and of a prediction's JSON."""
+"""Timelines from files: of a measurement, and of a prediction's JSON."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["computed_spans", "measured_timeline", "predicted_timeline", "stream_
 
 
 def measured_timeline(measurement: Measurement) -> Timeline:
-    """The representative step of a measurement.
+    """Timeline of the representative step of a measurement.
 
-    Actions are on the compute stream. A message is drawn from its issue to the moment its completion was seen, on a
-    stream of its own kind; messages whose completion was not seen are left out.
+    Actions are on the compute stream. A collective or P2P send lasts from its issue to its observed completion, on the
+    stream of its kind. Communication without an observed completion is omitted.
     """
     spans = []
     mapping = RankMapping.of(measurement.job.plan)
@@ -51,12 +51,12 @@ def measured_timeline(measurement: Measurement) -> Timeline:
 
 
 def times_recomputation(measurement: Measurement) -> bool:
-    """Whether forward that runs again is told from the rest of a backward, or there is none."""
+    """True if recomputation is recorded separately from backward, or there is no recomputation."""
     return measurement.job.plan.recompute == "none" or all(rank.reruns is not None for rank in measurement.ranks)
 
 
 def computed_spans(rank: RankMeasurement) -> Iterator[MeasuredSpan]:
-    """A rank's actions, cut where forward ran again inside of them."""
+    """Yield a rank's actions, split around recomputation."""
     for span in rank.actions:
         now_s = span.start_s
         for rerun in rank.reruns or ():
@@ -72,7 +72,7 @@ def _name(span: MeasuredSpan) -> str:
 
 
 def stream_of(message: MeasuredCollective, rank: int, mapping: RankMapping) -> Stream:
-    """The stream on which Level 2 has such a message."""
+    """Level 2 stream of a collective or P2P send."""
     action = Action.parse(message.action)
     if message.kind in ("send", "recv"):
         return Stream(action.kind.value.lower())
@@ -101,7 +101,7 @@ def stream_of(message: MeasuredCollective, rank: int, mapping: RankMapping) -> S
 
 
 def predicted_timeline(prediction: Mapping[str, Any]) -> Timeline:
-    """The timeline inside a prediction's JSON document."""
+    """Timeline in a prediction's JSON document."""
     spans = tuple(
         Span(
             rank=span["rank"],

@@ -1,8 +1,8 @@
-"""What ranks did in a measured step, from the spans of actions and the stamps of collectives and messages.
+"""Activity of ranks in a measured step, from spans of actions and timestamps of communication.
 
-A collective's bytes move once its last member has issued it. Where a rank stands still for one inside of an action is
-known in two cases: calls that return when all is done (gloo's, but for DDP's buckets), and DDP, which has nothing to do
-but to wait after its last bucket. Elsewhere (NCCL's streams) what is inside of an action counts as computing.
+A collective starts once its last member has issued it. Waits inside an action are known in two cases: blocking calls
+(gloo's, except DDP's buckets), and DDP, which only waits after its last bucket. For other communication (NCCL's
+streams), all time inside an action counts as compute.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from simplan.validate.measured import computed_spans, stream_of
 
 __all__ = ["measured_activity"]
 
-_SENDS = {ActionKind.SEND_F: 1, ActionKind.SEND_B: -1}  # and the stage that receives, counted from the sender's
+_SENDS = {ActionKind.SEND_F: 1, ActionKind.SEND_B: -1}  # receiving stage relative to the sending stage
 _COPIES = ("to_host", "from_host")
 
 
 class _Moved(NamedTuple):
-    """A collective or message of one rank, and what it is among all of them: equal keys are one exchange."""
+    """A collective or P2P send of one rank, with a key that its members share."""
 
     key: tuple[object, ...]
     collective: MeasuredCollective
@@ -32,7 +32,7 @@ class _Moved(NamedTuple):
 
 
 def measured_activity(measurement: Measurement) -> dict[int, Activity]:
-    """By rank, the representative step of a measurement."""
+    """Activity by rank in the representative step of a measurement."""
     mapping = RankMapping.of(measurement.job.plan)
     moved = {rank.rank: list(_keyed(rank.collectives)) for rank in measurement.ranks}
     issued: dict[tuple[object, ...], dict[int, float]] = defaultdict(dict)
@@ -63,7 +63,7 @@ def _keyed(collectives: Iterable[MeasuredCollective]) -> Iterator[_Moved]:
 
 
 def _busy_activity(measurement: Measurement, rank: RankMeasurement, moved: list[_Moved]) -> Activity:
-    """Actions without the time in which they stand still."""
+    """Activity of a rank's actions, without their waits."""
     activity = Activity(idle=ActivityShare.UNEXPLAINED)
     synchronous = measurement.environment.get("backend") != "nccl"
     plan = measurement.job.plan
@@ -85,11 +85,11 @@ def _busy_activity(measurement: Measurement, rank: RankMeasurement, moved: list[
         busy = busy_span(span.action, span.kind, span.start_s, span.end_s)
         activity.busy += _without(busy, still)
     ends = [each.collective.end_s for each in moved if each.collective.kind == "send" and each.collective.end_s]
-    if ends:  # the pipeline waits for all that was sent before it goes on
+    if ends:  # the pipeline waits for all previous sends
         seen_s = max(ends)
         before = [busy.end_s for busy in activity.busy if busy.end_s <= seen_s]
         activity.waiting.append((max(before, default=seen_s), seen_s))
-    if activity.busy:  # whoever is done waits for the others
+    if activity.busy:  # a rank that is done waits for the others
         activity.waiting.append((activity.busy[-1].end_s, float("inf")))
     return activity
 
@@ -112,14 +112,14 @@ def _add_transfer(
     mapping: RankMapping,
     arrived: dict[tuple[object, ...], Transfer],
 ) -> None:
-    """What a rank waits for: all but sends, which it hands over and goes on."""
+    """Add communication that a rank waits for; sends are asynchronous and not waited for."""
     collective = each.collective
     if collective.end_s is None or collective.kind == "send":
         return
     last = max(issued, key=lambda member: issued[member])
     ready_s = issued[last]
     if collective.kind == "recv":
-        # seen when the rank asked for it; what it computed until then says nothing about when the bytes came
+        # completion is seen when the rank waits for it; compute before that says nothing about the transfer
         free_s = max((busy.end_s for busy in activity.busy if busy.end_s <= collective.end_s), default=0.0)
         if free_s > ready_s:
             last, ready_s = rank, free_s
@@ -134,6 +134,6 @@ def _add_transfer(
 
 
 def _add_sends(activity: Activity, moved: list[_Moved], arrived: dict[tuple[object, ...], Transfer]) -> None:
-    """A message moves at its sender while its receiver sees it move."""
+    """Add sends, with the transfer times that their receivers recorded."""
     found = (arrived.get(each.key) for each in moved if each.collective.kind == "send")
     activity.transfers += [transfer for transfer in found if transfer is not None]

@@ -1,4 +1,4 @@
-"""The chain of pieces over all ranks that determines how long a step takes; their durations sum to it."""
+"""Critical path of a step: the chain of pieces over all ranks whose durations sum to the step time."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ __all__ = ["critical_pieces"]
 
 
 def critical_pieces(rows: Mapping[int, Sequence[Piece]], step_time_s: float) -> tuple[Piece, ...]:
-    """Follows the rank that ends last back to the start of the step.
+    """Follow the critical path backward from the rank that ends last.
 
-    Where it waits, or bytes that it needs begin to move, the path goes on with the rank that was there last. A wait
-    that nobody is known to have caused stays on the path as what it is.
+    At a wait or the start of a transfer, the path continues on the rank that arrived last. A wait without a known cause
+    stays on the path.
 
     Args:
-        rows: Rank -> its whole step in pieces, from 0 to ``step_time_s``.
-        step_time_s: Length of the step.
+        rows: By rank, pieces of its step from 0 to ``step_time_s``.
+        step_time_s: Step time in seconds.
 
     Returns:
-        Pieces, last first, cut to what of them is on the path; they sum to ``step_time_s``.
+        Pieces on the path, last first, cut to their part on the path; they sum to ``step_time_s``.
     """
     ends = {rank: [piece.end_s for piece in row] for rank, row in rows.items()}
 
     def at(rank: int, time_s: float) -> tuple[int, Piece]:
-        """The piece that is under way just before a time."""
+        """Index and piece just before a time."""
         index = min(bisect_left(ends[rank], time_s), len(ends[rank]) - 1)
         return index, rows[rank][index]
 
@@ -51,7 +51,7 @@ def critical_pieces(rows: Mapping[int, Sequence[Piece]], step_time_s: float) -> 
 
 
 def _idle_tail_s(row: Sequence[Piece]) -> float:
-    """How long a rank has nothing to do at the end of the step."""
+    """Seconds of wait or unexplained time at the end of a rank's step."""
     tail_s = 0.0
     for piece in reversed(row):
         if piece.share not in (ActivityShare.WAIT, ActivityShare.UNEXPLAINED):

@@ -1,4 +1,4 @@
-"""A measured run out of a file: what ``simplan run`` wrote, or what a log says, written down by hand."""
+"""Reader of measured runs: the output of ``simplan run``, or figures of a log written by hand."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _OTHER_WORDS = {
 
 
 def parse_measured(text: str, file: str) -> Measurement | LoggedRun:
-    """A measurement, if the text has the job that was run, else what a log says.
+    """Parse a measurement, or a logged run if the text contains no job.
 
     Args:
-        text: JSON, or YAML if the name of the file ends so.
-        file: Its name, for errors too.
+        text: JSON; YAML if the file name ends in .yaml or .yml.
+        file: File name, also used in errors.
 
     Raises:
-        SpecError: It is neither.
+        SpecError: The text is neither.
     """
     if file.lower().endswith(YAML_SUFFIXES):
         if len(text) > MAX_YAML_BYTES:
@@ -64,7 +64,7 @@ def _where() -> dict[str, str]:
 
 
 def _refuse_other_files(data: dict[str, Any], file: str) -> None:
-    """What is likely to be given by mistake is told by what it is."""
+    """Raise a specific error for files that are likely given by mistake."""
     if data.get("kind") == "prediction":
         rule, fix = "is a prediction", "give the measurement.json of a run as the second file"
     elif "runs" in data and "meta" in data:

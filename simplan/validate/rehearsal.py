@@ -1,4 +1,4 @@
-"""A prediction beside the rehearsal of one of its ranks."""
+"""Comparison of a prediction with the rehearsal of one of its ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _COLUMNS = ("allocated", "reserved", "device")
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """Bytes of one column or one category.
+    """Predicted and measured bytes of one column or category.
 
     Attributes:
-        name: ``allocated`` (by tensors), ``reserved``, ``device``, or a category of memory.
-        predicted_bytes, measured_bytes: At the peak.
+        name: ``allocated`` (tensors), ``reserved``, ``device``, or a memory category.
+        predicted_bytes, measured_bytes: Bytes at the peak.
     """
 
     name: str
@@ -33,23 +33,23 @@ class MemoryRow:
 
     @property
     def signed_error(self) -> float | None:
-        """(predicted - measured) / measured; None where nothing was measured."""
+        """(predicted - measured) / measured; None if the measured value is 0."""
         return (self.predicted_bytes - self.measured_bytes) / self.measured_bytes if self.measured_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
 class RehearsalComparison:
-    """Predicted beside measured, for one rank.
+    """Prediction and rehearsal of one rank, compared.
 
     Attributes:
-        rank: Which.
-        fake: It ran on tensors without data.
-        peaks: By column, as far as the device tells.
-        categories: What was held at the worst moment; the two moments need not be the same action.
-        predicted_action, measured_action: During which the peaks were; empty for between two steps.
-        predicted_step_time_s: Of the whole job, from the catalogue or the calibration alone.
-        rehearsed: The step with measured computing; None without a device.
-        notes: What to know when reading.
+        rank: Rehearsed rank.
+        fake: True if the rank ran on fake tensors (without data).
+        peaks: Peaks by column, as far as the device reports them.
+        categories: Memory by category at each peak; the predicted and measured peaks may be in different actions.
+        predicted_action, measured_action: Action during the peak; empty for between two steps.
+        predicted_step_time_s: Step time of the job, from the catalog or the calibration alone.
+        rehearsed: Step simulated with measured compute; None for fake tensors.
+        notes: Notes for the reader.
     """
 
     rank: int
@@ -72,12 +72,12 @@ class RehearsalComparison:
 
 
 def compare_rehearsal(prediction: Prediction, simulated: Simulated, rehearsal: Rehearsal) -> RehearsalComparison:
-    """Lines up a prediction with the rehearsal of one of its ranks.
+    """Compare a prediction with the rehearsal of one of its ranks.
 
     Args:
-        prediction: Of the job that was rehearsed.
-        simulated: The step behind it.
-        rehearsal: Of one rank.
+        prediction: Prediction of the rehearsed job.
+        simulated: Simulated step of the prediction.
+        rehearsal: Rehearsal of one rank.
     """
     categories, action = (
         _tensors(simulated.program, rehearsal.rank) if rehearsal.fake else _of_rank(prediction, rehearsal)
@@ -98,9 +98,9 @@ def compare_rehearsal(prediction: Prediction, simulated: Simulated, rehearsal: R
 
 
 def _tensors(program: Program, rank: int) -> tuple[dict[MemoryCategory, int], str]:
-    """What is predicted for tensors without data.
+    """Predicted memory by category for fake tensors, and the action of its peak.
 
-    All of them are in one place, those on the host among them; and DDP keeps its first buckets.
+    Fake tensors share one memory, including offloaded ones, and DDP keeps its first buckets.
     """
     together = replace(program, one_memory=True, rebuild_bytes=dict.fromkeys(program.ranks, 0))
     peak = memory_peak(together, program.stands_for[rank])

@@ -1,4 +1,4 @@
-"""One quantity, predicted beside measured."""
+"""Rows of a comparison: one quantity, predicted and measured."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 
 __all__ = ["ComparisonRow", "compared", "relative_spread"]
 
-_FEWEST = 5  # repeats that have a spread
+_FEWEST = 5  # minimum number of repeats for a spread
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """One quantity.
+    """One predicted and measured quantity.
 
     Attributes:
-        name: What it is.
-        predicted, measured: In ``unit``.
+        name: Name of the quantity.
+        predicted, measured: Values in ``unit``.
         unit: ``s`` or ``GiB``.
-        signed_error: (predicted - measured) / measured; None when the measured value is 0.
-        spread: Half the distance of the 10th and 90th percentile, relative: of the steps for the step time, of the
-            microbatches and ranks of one step for its parts; None for fewer than five.
-        within_spread: Whether the error is no larger than the spread, so that nothing can be read off it.
+        signed_error: (predicted - measured) / measured; None if the measured value is 0.
+        spread: Half the distance of the 10th and 90th percentile, relative to the median; None for fewer than five
+            values. Values are the steps for the step time, and the microbatches and ranks of one step for its parts.
+        within_spread: True if the error is at most the spread, so that it shows nothing; None if either is None.
     """
 
     name: str
@@ -35,7 +35,7 @@ class ComparisonRow:
 
 
 def compared(name: str, predicted: float, measured: float, unit: str, spread: float | None) -> ComparisonRow:
-    """The row of a quantity; see ``ComparisonRow``."""
+    """Make the row of a quantity; see ``ComparisonRow``."""
     error = (predicted - measured) / measured if measured else None
     within = None if error is None or spread is None else abs(error) <= spread
     return ComparisonRow(name, predicted, measured, unit, error, spread, within)

@@ -1,4 +1,4 @@
-"""What ranks must do and issue, by the Program, beside what they did and issued."""
+"""Structural comparison: actions and communication of the Program and of a measured run."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ TIMED_KINDS = (
     ActionKind.REDUCE_GRAD,
     ActionKind.OPTIM,
 )
-"""Kinds of actions that a measurement has spans of; messages are recorded apart."""
+"""Kinds of actions that a measurement records as spans; communication is recorded separately."""
 
 _COPIES = (Stream.TO_HOST.value, Stream.FROM_HOST.value)
 
 Issued = tuple[str, tuple[int, ...], int, str]
-"""Kind, ranks, bytes and action of a collective or message."""
+"""Kind, ranks, bytes and action of a collective, P2P send or copy."""
 
 
 def ran_as_predicted(measurement: Measurement) -> bool:
-    """Whether every rank ran exactly the actions of its row of the table, in order."""
+    """True if every rank ran exactly the actions of its row of the action table, in order."""
     job, table = measurement.job, measurement.job.parsed_table()
     mapping = RankMapping.of(job.plan)
     return all(
@@ -48,17 +48,17 @@ def ran_as_predicted(measurement: Measurement) -> bool:
 
 
 def issued_as_predicted(measurement: Measurement, program: Program | None = None) -> bool:
-    """Whether every rank issued exactly the collectives, messages and copies of Level 2: kind, group, bytes, order.
+    """True if every rank issued exactly the communication of Level 2: kind, group, bytes and order.
 
-    Copies are compared in an order of their own: gradients are reduced by hooks in the middle of a backward.
+    Host copies are compared in a separate order, since hooks reduce gradients in the middle of a backward.
 
-    Where layers exchange activations and DDP reduces gradients, a bucket may be full between two exchanges of one
-    layer, and FSDP reduces experts of their own there; Level 2 has both after the layer. There the order is compared
-    within each group and kind.
+    With collectives inside layers, a DDP bucket may fill up between two of them, and FSDP reduces expert gradients
+    there. Level 2 places both reductions after the layer. In that case, the order is compared only within each group
+    and kind.
 
     Args:
-        measurement: What ran.
-        program: As of ``predicted_messages``.
+        measurement: Measured run.
+        program: See ``predicted_messages``.
     """
     mixed = reduces_between_exchanges(measurement.job.plan)
     predicted = predicted_messages(measurement.job, program)
@@ -75,20 +75,20 @@ def issued_as_predicted(measurement: Measurement, program: Program | None = None
 
 
 def reduces_between_exchanges(plan: ParallelPlan) -> bool:
-    """Whether gradients are reduced in the middle of layers that exchange something."""
+    """True if gradients may be reduced between the collectives of a layer."""
     return plan.expert_shards > 1 or (plan.tp * plan.cp * plan.ep > 1 and not plan.shards_parameters)
 
 
 def predicted_messages(job: RunSpec, program: Program | None = None) -> dict[int, list[Issued]]:
-    """By rank, what Level 2 of the job's Program issues, in host order.
+    """Communication that Level 2 of the job's Program issues, by rank, in host order.
 
     Args:
-        job: What was run.
-        program: Its Program, where it is at hand; it is lowered here unless it is all written out.
+        job: Job of the run.
+        program: Program of the job. It is lowered here if None, not fully expanded, or with optimizer offload.
     """
     if program is None or not program.all_written_out or job.plan.offload_optimizer:
-        any_cluster = catalog.cluster("dgx-h100", job.plan.num_devices)  # a run does not say which; it is the same
-        plan = job.plan.model_copy(update={"offload_optimizer": False})  # copies that torch makes are not recorded
+        any_cluster = catalog.cluster("dgx-h100", job.plan.num_devices)  # a run has no cluster; the result is the same
+        plan = job.plan.model_copy(update={"offload_optimizer": False})  # copies made by torch are not recorded
         asked = Job(job.model, any_cluster, job.training, plan, job.software)
         program = lower(asked, job.assignment, job.parsed_table(), Lowering(level=2))
     found: dict[int, list[Issued]] = {rank: [] for rank in program.ranks}

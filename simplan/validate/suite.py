@@ -1,4 +1,4 @@
-"""Many scenarios on one device: what was predicted, what was measured, and how far apart they are in all."""
+"""Suite: predictions and measurements of many scenarios on one device, with overall errors."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from simplan.units import GIB
 __all__ = ["MEASURES", "Errors", "Measure", "Suite", "SuiteCase", "case_of_rehearsal", "case_of_run", "errors_of"]
 
 Measure = Literal["step_time", "memory"]
-"""Step time, and peak memory by tensors."""
+"""Compared measure: step time, or peak memory of tensors."""
 
 MEASURES: tuple[Measure, ...] = ("step_time", "memory")
 
 
 class SuiteCase(Spec):
-    """One scenario.
+    """Prediction and measurement of one scenario.
 
     Attributes:
-        name: Of its file, without the suffix.
-        digest: Of the file's content: a case is measured again when its scenario changed.
-        kind: All of it was run, or one rank was rehearsed.
-        failure: Why there is no measurement; None when there is one.
-        predicted_step_time_s: From the catalogue, or the calibration where there is one.
-        measured_step_time_s: Median of the steady steps; of a rehearsal, the step of the whole job with its measured
-            computing and modelled communication.
-        spread: Half of the 10th to the 90th percentile of the steps, relative; None for a rehearsal.
-        predicted_allocated_bytes, measured_allocated_bytes: Peak of the (rehearsed) rank.
-        mfu: Measured; None when the device's peak is unknown, and for rehearsals.
+        name: File name of the scenario, without suffix.
+        digest: Digest of the file; a changed scenario is measured again.
+        kind: ``run`` for a full run, ``rehearsal`` for the rehearsal of one rank.
+        failure: Reason for a missing measurement; None if there is one.
+        predicted_step_time_s: Predicted from the calibration, or from the catalog if there is none.
+        measured_step_time_s: Median of the steady steps. For a rehearsal, the step of the job with measured compute and
+            modeled communication.
+        spread: Half the distance of the 10th and 90th percentile of the steps, relative to the median; None for a
+            rehearsal.
+        predicted_allocated_bytes, measured_allocated_bytes: Peak of tensors on the peak-memory (or rehearsed) rank.
+        mfu: Measured MFU; None if the device peak is unknown, and for rehearsals.
     """
 
     name: str
@@ -47,7 +48,7 @@ class SuiteCase(Spec):
     mfu: float | None = None
 
     def error(self, measure: Measure) -> float | None:
-        """(predicted - measured) / measured; None where one of both is missing."""
+        """(predicted - measured) / measured; None if either is missing."""
         if measure == "step_time":
             return _error(self.predicted_step_time_s, self.measured_step_time_s)
         return _error(self.predicted_allocated_bytes, self.measured_allocated_bytes)
@@ -57,10 +58,11 @@ class Errors(Spec):
     """Signed relative errors of several cases.
 
     Attributes:
-        num: How many.
-        mean_absolute, bias: Means of their sizes and of themselves.
-        worst: The largest by size, with its sign.
-        worst_case: Whose that is.
+        num: Number of cases.
+        mean_absolute: Mean absolute error.
+        bias: Mean signed error.
+        worst: Largest error by absolute value, with its sign.
+        worst_case: Name of the case with the largest error.
     """
 
     num: int
@@ -71,13 +73,13 @@ class Errors(Spec):
 
 
 class Suite(Spec):
-    """What a suite found.
+    """Results of a suite.
 
     Attributes:
-        environment: Machine, device, versions.
-        calibration_file: That predictions are made from, beside the report; None for the catalogue alone.
-        cases: In the order of their names.
-        not_reached: Names of cases for which there was no time left.
+        environment: Machine, device and versions.
+        calibration_file: Calibration used for predictions, in the folder of the report; None for the catalog alone.
+        cases: Cases, sorted by name.
+        not_reached: Names of cases that the time limit skipped.
     """
 
     schema_version: Literal[1] = 1
@@ -106,7 +108,7 @@ class Suite(Spec):
 
 
 def errors_of(cases: Iterable[SuiteCase], measure: Measure) -> Errors | None:
-    """The errors of those cases that have one; None when there are none."""
+    """Errors of the cases with a prediction and a measurement; None if there are no such cases."""
     found = [(value, case.name) for case in cases if (value := case.error(measure)) is not None]
     if not found:
         return None
@@ -121,11 +123,11 @@ def errors_of(cases: Iterable[SuiteCase], measure: Measure) -> Errors | None:
 
 
 def case_of_run(name: str, digest: str, document: Mapping[str, Any]) -> SuiteCase:
-    """A case from what ``simplan run --json`` printed.
+    """Make a case from the output of ``simplan run --json``.
 
     Args:
-        name, digest: Of the scenario.
-        document: The JSON document.
+        name, digest: Name and digest of the scenario.
+        document: JSON document.
     """
     predicted, measured = document["prediction"], document["measurement"]
     rank = max(measured["ranks"], key=lambda rank: rank["peak_memory"]["allocated_bytes"] or 0)
@@ -145,7 +147,7 @@ def case_of_run(name: str, digest: str, document: Mapping[str, Any]) -> SuiteCas
 
 
 def case_of_rehearsal(name: str, digest: str, document: Mapping[str, Any]) -> SuiteCase:
-    """A case from what ``simplan rehearse --json`` printed; arguments as above."""
+    """Make a case from the output of ``simplan rehearse --json``; for arguments see ``case_of_run``."""
     compared = document["comparison"]
     rehearsed = compared["rehearsed"]
     allocated = next((row for row in compared["peaks"] if row["name"] == "allocated"), None)

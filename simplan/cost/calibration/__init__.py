@@ -1,1 +1,1 @@
-"""Measured prices of a machine: their format, where they lie, and costs from them."""
+"""Calibrations: measured costs of a machine, their file format and location, and estimates from them."""

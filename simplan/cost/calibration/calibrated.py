@@ -1,4 +1,4 @@
-"""Costs from a calibration: layers that were timed, kernels of its grid for all others, collectives and copies."""
+"""Cost estimates from a calibration: timed layers, kernels of its grid for other layers, collectives and copies."""
 
 from __future__ import annotations
 
@@ -42,29 +42,31 @@ from simplan.units import format_bytes, format_time
 __all__ = ["CalibratedCost", "weight_share"]
 
 _SYSTEMATIC_STD = 0.04
-"""A timing of a layer alone differs from the layer inside a step by about so much, whatever its repeats say."""
+"""Relative standard deviation between a layer timed alone and the layer inside a step, regardless of repeats."""
 _EXTRAPOLATED_STD = 0.3
 _OF_PARAMETERS = (Phase.GATHER_COPY, Phase.REDUCE_COPY, Phase.SCALE, Phase.NORM, Phase.OPTIMIZER)
-_READ_ONLY = 0.5  # of what a division of gradients moves, their norm reads one half
+_READ_ONLY = 0.5  # a norm of gradients only reads: half of the bytes moved by their division
 
 
 class CalibratedCost:
-    """A ``CostModel`` that looks timings up, and says so when it has to extrapolate.
+    """A ``CostModel`` that looks up timings, and marks extrapolations.
 
-    Timings were taken with all ranks busy. Where these asked for more cores than there are, a timing holds the wait for
-    a core; a price is the time alone, for the simulator shares the cores out itself, so that wait is taken off.
+    Timings were taken with all ranks busy. If the ranks used more cores than the machine has, a timing includes the
+    wait for a core. An estimate is the time alone, because the simulator models the sharing of cores, so the wait is
+    divided out.
 
     Args:
         calibration: The timings.
         dtype: Precision of the run.
         optimizer: Optimizer of the run.
-        num_ranks: Ranks of the run on each machine.
-        fp8_recipe: Scaling of linear layers, if the precision is FP8.
-        mixed: How the run comes by half precision; no matter to others.
-        cluster: Where messages go; groups that were not timed across its nodes are priced from its network. None for
-            one machine.
-        otherwise: Prices messages and copies that were not timed, of devices that the catalogue knows.
-        traffic: As of ``GridCost``.
+        num_ranks: Ranks of the run per machine.
+        fp8_recipe: Scaling of linear layers if the precision is FP8.
+        mixed: Method of mixed precision; ignored for other precisions.
+        cluster: Cluster whose network gives estimates for groups that were not timed across nodes. None for one
+            machine.
+        otherwise: Estimates for communication and copies that were not timed, for devices of the catalog; None for
+            none.
+        traffic: See ``GridCost``.
     """
 
     def __init__(
@@ -107,13 +109,15 @@ class CalibratedCost:
         *,
         host_copies: bool = False,
     ) -> bool:
-        """Whether all of this was timed with so many ranks on the machine; kernels of a grid do not count as layers.
+        """Returns True if the calibration timed all of this with the run's ranks per machine.
+
+        Kernels of the grid do not count as layers.
 
         Args:
-            layer_keys: Layers.
-            microbatch_size: Sequences.
-            kinds: Ways in which bytes move (``simplan.cost.calibration.kinds``).
-            host_copies: Whether bytes move between device and host.
+            layer_keys: Keys of the layers.
+            microbatch_size: Microbatch size, in sequences.
+            kinds: Kinds of communication (``simplan.cost.calibration.kinds``).
+            host_copies: True if copies between device and host are needed.
         """
         if host_copies and not self._host_copies():
             return False
@@ -122,14 +126,14 @@ class CalibratedCost:
         return timed.issuperset(kinds) and all((key, microbatch_size) in self._layers for key in layer_keys)
 
     def reference_s(self, layer_keys: Collection[str], microbatch_size: int) -> float | None:
-        """What the executor's reference product took while these layers were timed, or else the kernels of the grid.
+        """Returns the time of the executor's reference matmul while these layers, or else the grid, were timed.
 
         Args:
-            layer_keys: Layers of the run.
-            microbatch_size: Sequences.
+            layer_keys: Keys of the layers of the run.
+            microbatch_size: Microbatch size, in sequences.
 
         Returns:
-            Mean seconds; None where it was not timed.
+            Mean seconds; None if it was not timed.
         """
         layers = (self._layers.get((key, microbatch_size)) for key in layer_keys)
         timings = [timing for timing in layers if timing is not None] or self._grid_timings
@@ -138,14 +142,14 @@ class CalibratedCost:
 
     @property
     def compute_slowdown(self) -> float | None:
-        """Time of computing beside collectives over its time alone; on CPUs of as many ranks, else None."""
+        """Time of compute overlapped with collectives over its time alone; None for no timing with this rank count."""
         is_gpu = self._calibration.device_kind == "gpu"
         found = [t.compute_slowdown for t in self._calibration.overlaps if is_gpu or t.num_ranks == self._num_ranks]
         return statistics.median(found) if found else None
 
     @property
     def taken_share(self) -> float:
-        """See ``CostModel``: as measured, else as without a calibration; nothing on CPUs, whose cores ranks share."""
+        """See ``CostModel``: as measured, otherwise as without a calibration; 0 on CPUs, whose cores ranks share."""
         if self._calibration.device_kind != "gpu":
             return 0.0
         slowdown = self.compute_slowdown
@@ -157,9 +161,9 @@ class CalibratedCost:
         """See ``CostModel``.
 
         Raises:
-            SpecError: Nothing in the calibration comes near.
+            SpecError: The calibration has no timing of the layer, at any microbatch size, and no grid.
         """
-        if work.on_host and self._otherwise is not None:  # a CPU that is not the device was not timed
+        if work.on_host and self._otherwise is not None:  # the host's CPU was not timed
             return self._otherwise.compute(work)
         timing = self._layers.get((work.layer.key, work.microbatch_size))
         if timing is None:
@@ -193,13 +197,13 @@ class CalibratedCost:
         )
 
     def _crowding(self, num_ranks: int, threads: int) -> float:
-        """Cores that all ranks asked for while they were timed, over those there are; 1 on devices of their own."""
+        """Returns cores used by all ranks during timing over cores of the machine, at least 1; 1 on GPUs."""
         if self._calibration.device_kind != "cpu":
             return 1.0
         return max(1.0, num_ranks * threads / self._calibration.num_cores)
 
     def _untimed_compute(self, work: LayerWork) -> Price:
-        """From the grid, else from the nearest timed microbatch size of the same layer."""
+        """Estimates from the grid, otherwise from the nearest timed microbatch size of the same layer."""
         if self._grid is not None:
             price = self._grid.price(work)
             threads = max(1, self._calibration.num_cores // self._grid_ranks)
@@ -225,7 +229,7 @@ class CalibratedCost:
         """See ``CostModel``.
 
         Raises:
-            SpecError: No message of this kind was timed.
+            SpecError: No communication of this kind was timed.
         """
         kind, n = message.kind, len(message.ranks)
         if n == 1:
@@ -267,7 +271,7 @@ class CalibratedCost:
         """See ``CostModel``.
 
         Raises:
-            SpecError: No such copy was timed with so many ranks.
+            SpecError: No copy was timed with this number of ranks.
         """
         curve = self._host_copies()
         if not curve and self._otherwise is not None:
@@ -293,13 +297,13 @@ class CalibratedCost:
         return Price(0.0, Provenance.CALIBRATED, 0.0, "a bare loop was timed")
 
     def _host_copies(self) -> list[HostCopyTiming]:
-        """Timings with as many ranks, smallest first."""
+        """Returns copy timings with the run's ranks per machine, smallest first."""
         found = (t for t in self._calibration.host_copies if t.world_size == self._num_ranks)
         return sorted(found, key=lambda timing: timing.num_bytes)
 
 
 def _grid_timings(calibration: Calibration, dtype: str, num_ranks: int) -> list[KernelTiming]:
-    """The grid of a precision; on CPUs, of ranks with as many threads, of those the one of the nearest number."""
+    """Returns kernel timings of a precision; on CPUs, for equal threads per rank and the nearest rank count."""
     cores = calibration.num_cores
     found = [
         t
@@ -312,7 +316,7 @@ def _grid_timings(calibration: Calibration, dtype: str, num_ranks: int) -> list[
 
 
 def _sample(timing: LayerTiming, phase: Phase) -> Sample | None:
-    """None for nothing to do: where the input has no gradient, the whole backward is in its second part."""
+    """Returns the timing of a phase; None for an input half of backward without work (no gradient of the input)."""
     return {
         Phase.FORWARD: timing.forward_s,
         Phase.RECOMPUTE: timing.forward_s,
@@ -329,7 +333,7 @@ def _sample(timing: LayerTiming, phase: Phase) -> Sample | None:
 
 
 def _interpolate(curve: Sequence[CommunicationTiming | HostCopyTiming], num_bytes: int) -> tuple[float, bool]:
-    """Time of a message between timed sizes, linear in bytes; beyond the largest along the last slope."""
+    """Returns the time between timed sizes, linear in bytes, and True if inside; extrapolates with the last slope."""
     first, last = curve[0], curve[-1]
     if num_bytes <= first.num_bytes or len(curve) == 1:
         scale = max(1.0, num_bytes / first.num_bytes)
@@ -342,17 +346,19 @@ def _interpolate(curve: Sequence[CommunicationTiming | HostCopyTiming], num_byte
 
 
 _FLOPS_PER_ELEMENT = 32
-"""Operations of a matrix product in the time that one element takes to or from memory: a CPU core's 40 GFLOP/s in fp32
-beside 5 GB/s. It only divides up a time that was measured."""
+"""FLOPs of a matmul in the time to move one element to or from memory: 40 GFLOP/s per CPU core in FP32 at 5 GB/s. It
+only divides a measured time among kernels."""
 
-_SCORE_PASSES = 8  # over scores that are tensors: those of the products, of the bias and of the softmax
+_SCORE_PASSES = 8  # over scores that are tensors: those of the matmuls, of the bias and of the softmax
 
 
 def weight_share(work: LayerWork) -> float:
-    """Weight of the kernels that run over the weight of all: FLOPs, plus elements moved; exchanges weigh nothing.
+    """Returns the weight of the kernels that run over the weight of all kernels of the layer.
+
+    The weight is FLOPs plus elements moved; collectives have no weight.
 
     Args:
-        work: Forward, recomputation or backward of a layer or of a part of it.
+        work: Forward, recomputation or backward of a layer or of some of its kernels.
     """
     if work.kernels is None:
         return 1.0
@@ -362,12 +368,12 @@ def weight_share(work: LayerWork) -> float:
 
 
 def _times(layer: LayerSpec, kernel: Kernel, phase: Phase) -> int:
-    """How often a phase does what forward does of a kernel, as far as kernels differ in it.
+    """Returns how many times a phase repeats a kernel's forward work, as far as kernels differ.
 
-    A whole backward does all of them about twice, but of a matrix one product where its weight is frozen or its input
-    needs no gradient, and what nothing trained is below of not at all. Of its two parts, each has one product of every
-    matrix; gradients of activations are all in the first one, and what is left for the second is to sum up what
-    reached other weights.
+    A full backward repeats all kernels about twice. A GEMM counts one matmul if its weight is frozen or its input needs
+    no gradient; kernels without trained parameters before them count zero. Each half of a split backward has one matmul
+    per GEMM. All gradients of activations are in the first half; the second half only sums the gradients of other
+    weights.
     """
     if phase is Phase.BACKWARD_INPUT:
         return 0 if isinstance(kernel, Lookup) else 1 if isinstance(kernel, Gemm) else 2

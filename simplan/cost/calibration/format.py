@@ -1,7 +1,7 @@
-"""The calibration format: what this machine's kernels and links were measured to take.
+"""The calibration format: measured times of a machine's kernels and links.
 
-The executor writes it (``simplan calibrate``), the cost model reads it. It holds single layers, single kernels
-over a grid of sizes, collectives and sends; never a stage, a schedule or a step of a plan.
+The executor writes a calibration (``simplan calibrate``); the cost model reads it. It contains single layers, single
+kernels over a grid of sizes, collectives and P2P sends; never a stage, a schedule or a step of a plan.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 
 TimedDtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
 Mixed = Literal["autocast", "cast"]
-"""How half precision comes about: fp32 weights under torch.autocast, or weights cast to it, as FSDP gathers them."""
+"""Method of mixed precision: FP32 weights under torch.autocast, or weights cast to low precision, as in FSDP."""
 
 
 KernelName = Literal[
@@ -64,8 +64,8 @@ KernelName = Literal[
     "copy",
     "launch",
 ]
-"""Kernels of the grid, as the executor's layers run them; ``launch`` is the least time of any, ``copy`` the bandwidth
-of the memory."""
+"""Kernels of the grid, as the executor's layers run them. ``launch`` is the minimum time of any kernel, ``copy`` the
+memory bandwidth."""
 Slowdown = Annotated[float, Field(ge=1.0)]
 
 _Timing = TypeVar("_Timing", bound=Spec)
@@ -74,33 +74,33 @@ _CONDITIONS = ("device", "num_cores", "backend", "torch", "driver", "nccl")
 
 
 def way_of_mixing(dtype: str, *, sharded: bool) -> Mixed:
-    """How torch comes by half precision; without half precision there is one way only.
+    """Returns torch's method of mixed precision; without mixed precision ``autocast``.
 
     Args:
         dtype: Precision of the run.
-        sharded: FSDP shards the parameters.
+        sharded: True if FSDP shards the parameters.
     """
     return "cast" if sharded and dtype in ("bf16", "fp16", "fp8") else "autocast"
 
 
 _SAME_PACE = 0.05
-_PACE_STD = 0.25  # of the change, as a logarithm: what is not bound by the cores' clock changes by less
+_PACE_STD = 0.25  # of the change, as a logarithm: kernels not bound by the cores' clock change by less
 
 
 class Sample(Spec):
-    """Repeated timings of one thing.
+    """Statistics of repeated timings of one item.
 
-    A step is a sum of many of them, so what counts is their mean, not their median: timings on a busy machine are
-    skewed. The slowest and fastest twentieth are moved to the 5th and 95th percentile first (a winsorized mean), so
-    that a single stall of the machine does not count.
+    A step is a sum of many items, so the relevant value is their mean, not their median: timings on a busy machine are
+    skewed. The slowest and fastest twentieth are first moved to the 5th and 95th percentile (a winsorized mean). A
+    single stall of the machine therefore does not count.
 
     Attributes:
-        mean_s: Winsorized mean over all repeats of all ranks.
-        low_s: 10th percentile.
-        high_s: 90th percentile.
-        round_std: Relative standard deviation of the means of rounds, robustly from their 10th and 90th percentile. A
-            round is a fraction of a second, so this is how much one step differs from the next on this machine.
-        num_repeats: How many timings there were.
+        mean_s: Winsorized mean over all repeats of all ranks, in seconds.
+        low_s: 10th percentile, in seconds.
+        high_s: 90th percentile, in seconds.
+        round_std: Relative standard deviation of the means of rounds, estimated from their 10th and 90th percentile. A
+            round is a fraction of a second, so the value is the difference between steps on this machine.
+        num_repeats: Number of timings.
     """
 
     mean_s: NonNegative
@@ -110,7 +110,7 @@ class Sample(Spec):
     num_repeats: Count
 
     def times(self, factor: float) -> Sample:
-        """On a machine that is so much slower; where it would end up between the two paces is not sure."""
+        """Returns the sample for a machine slower by ``factor``; the change of pace adds to its deviation."""
         return self.model_copy(
             update={
                 "mean_s": self.mean_s * factor,
@@ -122,27 +122,27 @@ class Sample(Spec):
 
 
 class LayerTiming(Spec):
-    """One layer alone, the other ranks as busy.
+    """Timings of one layer alone, while the other ranks run the same.
 
     Attributes:
         key: ``LayerSpec.key``.
-        microbatch_size: Sequences.
+        microbatch_size: Microbatch size, in sequences.
         dtype: Precision of the run.
-        fp8_recipe: Scaling of linear layers, if the precision is FP8.
-        mixed: How half precision came about.
-        num_ranks: Ranks that ran the same thing at the same time.
-        optimizer: Which optimizer.
-        forward_s: Forward, keeping what backward needs; for the head, loss included.
+        fp8_recipe: Scaling of linear layers if the precision is FP8.
+        mixed: Method of mixed precision.
+        num_ranks: Ranks that ran the same layer simultaneously.
+        optimizer: Optimizer that was timed.
+        forward_s: Forward, saving tensors for backward; includes the loss for the head.
         backward_s: Backward, accumulating into existing gradients.
-        backward_input_s: The first part of a backward in two parts, gradients of activations; None for a layer whose
-            input has no gradient, which has no such part.
-        backward_weight_s: The second part, gradients of weights, accumulating; None where there is no first one.
-        optimizer_s: The optimizer's step over this layer's fp32 parameters, gradients zeroed.
-        scale_s: Dividing this layer's fp32 gradients by a number.
-        gather_copy_s: What FSDP does around an all-gather of this layer's parameters over all ranks: its hooks, copying
-            the rank's shards in and whole parameters out.
-        reduce_copy_s: What it does around a reduce-scatter of their gradients.
-        reference_s: What the executor's reference product took meanwhile, in the median: how fast the machine was.
+        backward_input_s: Gradients of activations of a split backward; None for a layer whose input has no gradient.
+        backward_weight_s: Gradients of weights of a split backward, accumulating; None if ``backward_input_s`` is None.
+        optimizer_s: Optimizer step over this layer's FP32 parameters, with gradients set to zero.
+        scale_s: Division of this layer's FP32 gradients by a number.
+        gather_copy_s: FSDP's work around an all-gather of this layer's parameters over all ranks: its hooks, copies of
+            the rank's shards into the buffer, and copies of unsharded parameters out of it.
+        reduce_copy_s: FSDP's work around a reduce-scatter of their gradients.
+        reference_s: Median seconds of the executor's reference matmul during the timings, a measure of the machine's
+            speed; None if it was not timed.
     """
 
     key: str
@@ -164,17 +164,17 @@ class LayerTiming(Spec):
 
 
 class KernelTiming(Spec):
-    """A kernel of the grid, from which layers that were not timed themselves are priced.
+    """Timing of a kernel of the grid, from which layers without a timing are estimated.
 
     Attributes:
-        kernel: What it does.
-        sizes: Of a product ``rows, columns, depth``; of attention ``heads of all sequences, seq_len, head_dim``; of all
-            others the elements that it makes (of the optimizer and of FSDP's copies, parameters).
+        kernel: Name of the kernel.
+        sizes: ``rows, columns, depth`` of a matmul; ``heads of all sequences, seq_len, head_dim`` of attention; output
+            elements of any other kernel (parameters for the optimizer and for FSDP's copies).
         dtype: Precision.
-        num_ranks: Ranks that did the same at the same time.
-        seconds: One of them, weights not in any cache.
-        backward_s: Its backward; None where that is a kernel of its own.
-        reference_s: As of ``LayerTiming``.
+        num_ranks: Ranks that ran the same kernel simultaneously.
+        seconds: One run, with weights in no cache.
+        backward_s: Its backward; None if that is a separate kernel.
+        reference_s: See ``LayerTiming``.
     """
 
     kernel: KernelName
@@ -187,14 +187,14 @@ class KernelTiming(Spec):
 
 
 class CommunicationTiming(Spec):
-    """A collective or a message.
+    """Timing of a collective or a P2P send.
 
     Attributes:
-        kind: How; ``send`` is one way, from the call of send to the receiver's having the bytes.
+        kind: Kind of communication. ``send`` is one direction, from the call of send until the receiver has the bytes.
         num_ranks: Ranks in the group (2 for a send).
-        world_size: Ranks on the machine, or on each of several, all taking part in groups like this one at once.
-        num_bytes: As ``CollectiveKind`` counts them.
-        num_nodes: Nodes that the group is spread over.
+        world_size: Ranks per machine; all communicate simultaneously, in groups of the same kind.
+        num_bytes: Size in bytes as in ``CollectiveKind``.
+        num_nodes: Nodes that the group spans.
     """
 
     kind: CollectiveKind
@@ -206,14 +206,14 @@ class CommunicationTiming(Spec):
 
 
 class OverlapTiming(Spec):
-    """How much computing and a collective slow each other down.
+    """Mutual slowdown of compute and a collective that overlap.
 
     Attributes:
-        kind: Of the collective.
-        num_ranks: In its group, all ranks of the machine.
-        num_bytes: Its size.
-        compute_slowdown: Time of matrix products while it runs, over their time alone; at least 1.
-        communication_slowdown: Its time beside matrix products, over its time alone; at least 1.
+        kind: Kind of the collective.
+        num_ranks: Ranks in its group: all ranks of the machine.
+        num_bytes: Size of the collective in bytes.
+        compute_slowdown: Time of matmuls during the collective over their time alone; at least 1.
+        communication_slowdown: Time of the collective during matmuls over its time alone; at least 1.
     """
 
     kind: CollectiveKind
@@ -224,11 +224,11 @@ class OverlapTiming(Spec):
 
 
 class HostCopyTiming(Spec):
-    """A copy from the device to its host, which on a CPU is one from memory to memory.
+    """Timing of a copy from the device to its host; on a CPU, a copy from memory to memory.
 
     Attributes:
-        world_size: Ranks on the machine, all copying at the same time.
-        num_bytes: Of the tensor.
+        world_size: Ranks per machine, all copying simultaneously.
+        num_bytes: Size of the tensor in bytes.
     """
 
     world_size: Count
@@ -240,15 +240,15 @@ class ShapeRequest(Spec):
     """A model whose layers are to be timed at one microbatch size.
 
     Attributes:
-        model: Its layers.
-        shard: What each rank has of them; exchanges are left out of the timings.
-        microbatch_size: Sequences.
+        model: Model whose layers are timed.
+        shard: Part of the layers that each rank has; collectives are excluded from the timings.
+        microbatch_size: Microbatch size, in sequences.
         dtype: Precision.
-        fp8_recipe: Scaling of linear layers, if the precision is FP8.
-        mixed: How half precision comes about; see ``way_of_mixing``.
-        optimizer: Whose step is timed, over fp32 weights.
-        compiled: Blocks are compiled.
-        model_code: Whose modules are timed.
+        fp8_recipe: Scaling of linear layers if the precision is FP8.
+        mixed: Method of mixed precision; see ``way_of_mixing``.
+        optimizer: Optimizer whose step over FP32 weights is timed.
+        compiled: True if blocks are compiled.
+        model_code: Source of the modules that are timed.
     """
 
     model: ModelSpec
@@ -263,27 +263,27 @@ class ShapeRequest(Spec):
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """What each rank has, with the keys by which they are priced."""
+        """Layers of each rank, with the keys by which their timings are looked up."""
         style = LayerStyle(compiled=self.compiled, model_code=self.model_code)
         return styled_layers(self.model.layers_of(self.shard), style, self.model.family)
 
 
 class CalibrationRequest(Spec):
-    """What to measure.
+    """Items to measure.
 
     Attributes:
         shapes: Layers to time.
-        num_ranks: Processes that run at the same time, on each node.
-        num_nodes: Nodes; on several, collectives and messages are timed and nothing else.
-        device: What they compute on.
-        budget_s: Time to spend on the measurements, start-up excluded.
-        communication: Kinds of collectives and messages to time too.
+        num_ranks: Simultaneous processes per node.
+        num_nodes: Number of nodes; on several, only communication is timed.
+        device: Compute device.
+        budget_s: Seconds for the measurements, start-up excluded.
+        communication: Kinds of communication to time as well.
         grid: Precisions in which to time kernels over sizes, for layers of any model.
-        host_copies: Time copies between device and host too.
-        overlap: Time how computing and collectives slow each other down.
-        small_grid: Fewer and smaller sizes, for a first look.
-        pending: What an interrupted calibration has left to do: of the parts of this one only these are measured, if
-            any of them is among these.
+        host_copies: True to time copies between device and host as well.
+        overlap: True to time the mutual slowdown of compute and collectives.
+        small_grid: True for fewer and smaller sizes, for a quick calibration.
+        pending: Remaining items of an interrupted calibration. If any of them belongs to this request, only these items
+            are measured.
     """
 
     schema_version: Literal[1] = 1
@@ -301,7 +301,7 @@ class CalibrationRequest(Spec):
 
 
 class Calibration(Spec):
-    """What was measured on one machine.
+    """Measurements of one machine.
 
     Attributes:
         created: ISO date and time, UTC.
@@ -309,14 +309,13 @@ class Calibration(Spec):
         device_kind: ``cpu`` or ``gpu``.
         num_cores: Cores that the ranks of the machine share.
         memory_bytes: Memory of the machine (CPU) or of one device (GPU).
-        context_bytes: What a rank takes of it before it holds a tensor: the program (CPU) or the driver's context,
-            and the communication library.
+        context_bytes: Bytes that a rank uses before it allocates a tensor: the program (CPU) or the driver's context
+            (GPU), and the communication library.
         layers, kernels, communication, host_copies, overlaps: The timings.
-        pending: Parts that were to be measured and have not been, where a calibration was interrupted; the next one
-            goes on with them.
-        reference_s: What the executor's reference product took, where nothing else was measured.
-        pace: What the timings of computing were multiplied by, in the median, for a machine whose pace has changed
-            since; None where they are as measured.
+        pending: Items not measured because the calibration was interrupted; the next one resumes with them.
+        reference_s: Seconds of the executor's reference matmul, if nothing else was measured; None otherwise.
+        pace: Median factor by which compute timings were multiplied, for a machine whose speed has changed since; None
+            for unchanged timings.
     """
 
     schema_version: Literal[1] = 1
@@ -336,14 +335,14 @@ class Calibration(Spec):
     pace: Positive | None = None
 
     def at_pace(self, reference_s: float, num_ranks: int) -> Calibration:
-        """For a machine on which the reference product now takes another time than when this was measured.
+        """Returns the calibration rescaled to the current time of the reference matmul.
 
-        Each timing of computing has the time that the product took meanwhile, so that what was measured while the
-        machine was busy is corrected by itself. Changes below 5 % are those of the product's own timings.
+        Each compute timing records the time of the reference matmul during that timing, so timings on a busy machine
+        are corrected individually. Changes below 5% are noise of the reference itself.
 
         Args:
-            reference_s: Of so many ranks at once, now.
-            num_ranks: Timings of other numbers of ranks stay.
+            reference_s: Current seconds of the reference matmul with ``num_ranks`` ranks simultaneously.
+            num_ranks: Rank count of the timings to rescale; others are unchanged.
         """
         factors: list[float] = []
 
@@ -368,10 +367,10 @@ class Calibration(Spec):
         )
 
     def merged(self, newer: Calibration) -> Calibration:
-        """This calibration with ``newer``'s timings added; where both timed the same thing, the newer one counts.
+        """Returns this calibration with ``newer``'s timings added; for equal items the newer timing counts.
 
-        Timings of another processor, number of cores, backend or version of torch are no measure of now: where one of
-        these changed, only the newer timings are left.
+        Timings with another processor, number of cores, backend or version of torch do not apply. If one of these
+        changed, only the newer timings remain.
         """
         if any(self.environment.get(fact) != newer.environment.get(fact) for fact in _CONDITIONS):
             return newer
@@ -389,7 +388,7 @@ class Calibration(Spec):
 
 
 def _merge(old: tuple[_Timing, ...], new: tuple[_Timing, ...], values: frozenset[str]) -> tuple[_Timing, ...]:
-    """Both, one of each identity: all fields but ``values`` tell what was timed."""
+    """Returns both, without duplicates: timings are equal if all fields except ``values`` are."""
 
     def identity(timing: _Timing) -> str:
         return repr([(name, getattr(timing, name)) for name in type(timing).model_fields if name not in values])
@@ -398,5 +397,5 @@ def _merge(old: tuple[_Timing, ...], new: tuple[_Timing, ...], values: frozenset
 
 
 def pace_in_words(pace: float) -> str:
-    """How much slower, or faster, a machine has become."""
+    """Returns the change of a machine's speed in words."""
     return f"{pace:.2f} times slower" if pace > 1 else f"{1 / pace:.2f} times faster"

@@ -1,4 +1,4 @@
-"""Which kinds of collectives a plan issues, so that a calibration can time these and no others."""
+"""Kinds of communication that a plan uses, so that a calibration times only these."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["kinds_needed"]
 
 
 def kinds_needed(plan: ParallelPlan, model: ModelSpec, training: TrainingSpec) -> frozenset[CollectiveKind]:
-    """The kinds of all messages of a step.
+    """Returns the kinds of all communication of a step.
 
     Args:
-        plan: How the training is spread.
-        model: Its layers say what tensor- and context-parallel ranks exchange.
-        training: Whether norms are taken over what ranks have parts of.
+        plan: The parallel plan.
+        model: Model whose layers define the communication of tensor- and context-parallel ranks.
+        training: Training options; norms over sharded tensors need an all-reduce.
     """
     kinds = _of_layers(plan, model) | _of_gradients(plan)
     if model.num_experts and plan.shard.experts_apart and plan.expert_ranks > plan.ep:
@@ -44,7 +44,7 @@ def _of_layers(plan: ParallelPlan, model: ModelSpec) -> set[CollectiveKind]:
 
 
 def _of_gradients(plan: ParallelPlan) -> set[CollectiveKind]:
-    """What averages gradients, and hands out what sharded optimizers have updated."""
+    """Returns the kinds that reduce gradients and distribute updates of sharded optimizers."""
     if plan.shards_parameters:
         kinds = {CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER}
         return kinds | {CollectiveKind.ALL_REDUCE} if plan.dp_replicate > 1 else kinds

@@ -1,4 +1,4 @@
-"""Where a machine's calibration lies, and reading and writing it."""
+"""Location, reading and writing of a machine's calibration file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["default_path", "load", "refuse_other_device", "save"]
 
 
 def default_path() -> Path:
-    """``calibration.json`` in simplan's folder of the user's cache (XDG_CACHE_HOME, else ~/.cache)."""
+    """Returns ``calibration.json`` in simplan's folder of the user's cache (XDG_CACHE_HOME, otherwise ~/.cache)."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "simplan" / "calibration.json"
 
 
 def load(path: Path) -> Calibration | None:
-    """The calibration in a file; None when there is no such file.
+    """Reads a calibration file; returns None if it does not exist.
 
     Raises:
         SpecError: The file is not a calibration of this version.
@@ -37,7 +37,7 @@ def load(path: Path) -> Calibration | None:
 
 
 def save(path: Path, calibration: Calibration) -> None:
-    """Writes a calibration; a reader never sees half a file.
+    """Writes a calibration atomically: a reader never sees a partial file.
 
     Raises:
         SpecError: The file cannot be written.
@@ -46,17 +46,17 @@ def save(path: Path, calibration: Calibration) -> None:
     write_model(path, calibration)
 
 
-_MEMORY_TOLERANCE = 0.15  # drivers report less than the label says
+_MEMORY_TOLERANCE = 0.15  # drivers report less than the nominal memory
 
 
 def refuse_other_device(calibration: Calibration, cluster: ClusterSpec) -> None:
-    """A calibration prices the kind of device that it was taken on, and no other.
+    """Checks that a calibration was taken on the kind of device that the cluster has.
 
-    The catalogue's ``h100-sxm-80gb`` is NVIDIA's ``H100 80GB HBM3``: the model is the first word of the one, and a word
-    of the other; what has the same model and another memory is another device.
+    The catalog's ``h100-sxm-80gb`` is NVIDIA's ``H100 80GB HBM3``. The first word of the catalog's name must occur in
+    the other name, and the memory must agree.
 
     Raises:
-        SpecError: It was taken on something else.
+        SpecError: The calibration was taken on another device.
     """
     device, timed_on = cluster.device, str(calibration.environment.get("device") or "an unnamed device")
     if cluster.cores_per_node is not None:

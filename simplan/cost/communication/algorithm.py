@@ -1,4 +1,4 @@
-"""One way to carry out a message, as a formula: time to start, steps, bytes over bandwidths."""
+"""A communication algorithm as a formula: start time, steps, bytes over bandwidths."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["CommAlgorithm", "TransferTerm"]
 
 
 class TransferTerm(NamedTuple):
-    """Bytes over a bandwidth.
+    """Transfer time in a communication algorithm: bytes over a bandwidth.
 
     Attributes:
-        factor: Part of the message's bytes that passes the tightest place.
-        bytes_per_s: Bandwidth there.
-        text: The factor for people, with the sign of multiplication; ``{n}`` stands for ``size``.
-        size: Of the group that the factor is about.
+        factor: Bytes that cross the bottleneck link, as a multiple of ``num_bytes``.
+        bytes_per_s: Bandwidth of the bottleneck link, in bytes per second.
+        text: The factor in formulas, with the multiplication sign; ``{n}`` stands for ``size``.
+        size: Size of the group that determines the factor.
     """
 
     factor: float
@@ -26,13 +26,13 @@ class TransferTerm(NamedTuple):
 
 
 class CommAlgorithm(NamedTuple):
-    """One way to carry out a message.
+    """One communication algorithm (and protocol) for one collective or P2P transfer.
 
     Attributes:
         name: Algorithm and protocol, e.g. ``ring LL128``.
-        start_s: Until the first byte moves.
-        steps: ``(number, seconds of each)``, one after the other.
-        moves: One after the other.
+        start_s: Seconds until the first byte is transferred.
+        steps: ``(number, seconds of each)``, executed sequentially.
+        moves: Transfers, executed sequentially.
     """
 
     name: str
@@ -41,7 +41,7 @@ class CommAlgorithm(NamedTuple):
     moves: tuple[TransferTerm, ...]
 
     def seconds(self, num_bytes: float) -> float:
-        """Time of a message of so many bytes."""
+        """Returns the seconds for ``num_bytes`` bytes."""
         total_s = self.start_s
         for number, step_s in self.steps:
             total_s += number * step_s
@@ -50,7 +50,7 @@ class CommAlgorithm(NamedTuple):
         return total_s
 
     def formula(self, num_bytes: float, where: str) -> str:
-        """The same with numbers filled in."""
+        """Returns the formula for ``num_bytes`` bytes with numbers filled in."""
         terms = [format_time(self.start_s)] if self.start_s else []
         terms += [f"{number} x {format_time(step_s)}" for number, step_s in self.steps if number]
         for _, bytes_per_s, text, size in self.moves:

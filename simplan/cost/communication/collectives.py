@@ -1,16 +1,16 @@
-"""Time of collectives and messages: latency and bandwidth by size, algorithm and place, in closed form.
+"""Time of collectives and P2P transfers: latency and bandwidth by size, algorithm and location, in closed form.
 
-Every way to carry a message out has a time in seconds: start + steps x latency + bytes / bandwidth. The fastest is
-taken. Which ways there are is said by the library that runs on the link inside a node:
+Every communication algorithm has a time in seconds: start + steps x latency + bytes / bandwidth. The fastest algorithm
+is used. The library of the link inside a node defines the available algorithms:
 
 - ``nccl``: rings, double binary trees, reduction in the switch, each with its protocols
   (``simplan.cost.communication.nccl``);
 - ``xla``: the axes of a torus (``simplan.cost.communication.torus``);
 - ``gloo``: rings and trees between processes, over TCP (``simplan.cost.communication.gloo``).
 
-How much of a datasheet's bandwidth a link reaches and how long a step takes is in the catalogue, fitted on published
-measurements by ``make fit``, with the spread that remains. Groups that share a node have a device's
-network each: one rank in each node uses the network of one device, k of them that of k devices.
+The catalog has each link's fraction of datasheet bandwidth and time per step, fitted on published measurements by
+``make fit``, with the remaining spread. A group uses the networks of its devices: with one rank per node that of one
+device, with k ranks per node those of k devices. Groups that share a node do not compete for a network.
 
 Sources: Patarasuk and Yuan 2009 (rings), Thakur et al. 2005 (pairwise exchange), the bus bandwidths of nccl-tests.
 """
@@ -31,11 +31,11 @@ __all__ = ["bus_factor", "message_price", "message_s", "send_s"]
 
 
 def bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
-    """Part of ``num_bytes`` that each rank sends (nccl-tests' factor between algorithm and bus bandwidth).
+    """Returns the bytes that each rank sends over ``num_bytes`` (nccl-tests' ratio of bus and algorithm bandwidth).
 
     Args:
-        kind: How bytes move.
-        num_ranks: Ranks in the group; of a send, two.
+        kind: Kind of collective or P2P transfer.
+        num_ranks: Ranks in the group; 2 for a send.
     """
     part = (num_ranks - 1) / num_ranks
     match kind:
@@ -48,20 +48,20 @@ def bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
 
 
 def send_s(num_bytes: float, bytes_per_s: float, latency_s: float) -> float:
-    """One message: latency plus bytes over bandwidth."""
+    """Returns the seconds of one P2P transfer: latency plus bytes over bandwidth."""
     return latency_s + num_bytes / bytes_per_s
 
 
 def message_price(message: Message, cluster: ClusterSpec, route: Route | None = None) -> Price:
-    """Price on a cluster of two tiers. A group of one costs nothing.
+    """Estimates the time on a cluster with two tiers. A group of one rank costs nothing.
 
     Args:
-        message: Its ranks are devices of the cluster.
-        cluster: Where they are.
-        route: That of its ranks, where it is known already.
+        message: The communication; its ranks are devices of the cluster.
+        cluster: The cluster.
+        route: Route of its ranks; None to compute it.
 
     Raises:
-        SpecError: The cluster names no link for a tier that the message crosses.
+        SpecError: The cluster names no link for a tier that the communication crosses.
     """
     if len(message.ranks) == 1:
         return Price(0.0, Provenance.DATASHEET, 0.0, "a group of one")
@@ -77,7 +77,7 @@ def message_price(message: Message, cluster: ClusterSpec, route: Route | None = 
 
 
 def _relative_std(route: Route, num_bytes: float, cluster: ClusterSpec) -> float:
-    """How sure a price is: between nodes training shares the network with more than benchmarks of collectives do."""
+    """Returns the relative std; between nodes, training shares the network more than collective benchmarks do."""
     in_training = cluster.device.kernels.between_nodes_std
     if route.between is None or in_training is None:
         return route.slowest.link.relative_std.of(num_bytes)
@@ -85,7 +85,7 @@ def _relative_std(route: Route, num_bytes: float, cluster: ClusterSpec) -> float
 
 
 def message_s(message: Message, cluster: ClusterSpec, route: Route | None = None) -> float:
-    """Seconds of ``message_price``, without what it says; the same arguments and errors."""
+    """Returns the seconds of ``message_price`` without a formula; the arguments and errors are equal."""
     if len(message.ranks) == 1:
         return 0.0
     route = route or route_of(message.ranks, cluster)
@@ -93,7 +93,7 @@ def message_s(message: Message, cluster: ClusterSpec, route: Route | None = None
 
 
 def _ways(message: Message, route: Route, cluster: ClusterSpec) -> list[CommAlgorithm]:
-    """A cluster has one library: that of its link inside nodes."""
+    """Returns the available algorithms; a cluster has one library, that of its link inside nodes."""
     link = cluster.intra_link or route.slowest.link
     match link.library:
         case "nccl":

@@ -1,24 +1,25 @@
-"""What gloo sends between processes, as torch's ProcessGroupGloo calls it.
+"""Communication algorithms of gloo between processes, as called by torch's ProcessGroupGloo.
 
-All but the broadcast and the all-to-all are rings, whose parts (at most 1 MiB) follow each other without waiting, so
-that a link is busy throughout. A reduce-scatter is a whole all-reduce of which every rank keeps its part: torch has no
-other on gloo. Bytes a rank sends of a message over n ranks:
+All collectives except broadcast and all-to-all are rings, whose chunks (at most 1 MiB) are pipelined, so a link is busy
+throughout. A reduce-scatter is a full all-reduce of which every rank keeps its part: torch has no other on gloo. Bytes
+sent per rank, over the message size, for n ranks:
 
 - all-reduce and reduce-scatter: 2 (n-1)/n;
-- all-gather and all-to-all: (n-1)/n; an all-to-all takes twice as long as these bytes, an all-gather of two ranks 3/2
+- all-gather and all-to-all: (n-1)/n; an all-to-all takes twice the time of these bytes, an all-gather of two ranks 3/2
   times (below);
-- broadcast: a binomial tree without parts, in which a sender's messages share its link: d (d+1)/2 times the message
-  for depth d, one after the other.
+- broadcast: a binomial tree without chunks, in which a sender's transfers share its link: d (d+1)/2 times the message
+  for depth d, sequentially.
 
-Two ranks share one connection. On it, that a rank is ready to receive is said behind the bytes that it sends, and a
-sender waits to be told so. Who comes last knows that the others are ready and sends at once; where it sends before it
-says that it is ready, the others wait for its bytes. An all-to-all thus has one direction after the other, as a hop
-round a ring of two has; an all-gather of two (in halves) goes both ways in one of three parts of its time; an
-all-reduce says first that it is ready. Messages that two ranks send each other at the same time take turns as well
-(``simplan.sim.engine``). Larger rings receive from another rank than they send to.
+Two ranks share one connection. On it, a rank's ready-to-receive notice queues behind its own outgoing bytes, and a
+sender waits for that notice. The last rank to arrive knows that the others are ready and sends immediately. If that
+rank sends before its own notice, the others wait for its bytes. An all-to-all therefore transfers in one direction
+after the other (half duplex), as does a hop of a ring of two. An all-gather of two ranks (in halves) transfers in both
+directions during one third of its time. An all-reduce sends its notice first. P2P transfers in opposite directions
+between two ranks are serialized as well (``simplan.sim.engine``). In larger rings a rank receives from another rank
+than it sends to.
 
 Source: pytorch/gloo at 70dc360272df, gloo/allreduce.cc (ring), allgather.cc, broadcast.cc, alltoall.cc,
-transport/tcp/pair.cc; torch 2.13, ProcessGroupGloo. Counted on links of 100, 400 and 1600 Mbit/s between 2 and 4 hosts
+transport/tcp/pair.cc; torch 2.13, ProcessGroupGloo. Counted on links of 100, 400 and 1600 Mbit/s between 2 and 4 nodes
 (docs/explanation/communication.md).
 """
 
@@ -32,13 +33,13 @@ __all__ = ["gloo_way"]
 
 
 def gloo_way(kind: CollectiveKind, route: Route) -> CommAlgorithm:
-    """The way gloo takes.
+    """Returns gloo's algorithm for a kind of communication.
 
-    A ring leaves a node once, over the network of all the group's ranks there.
+    A ring leaves a node once, over the network of all ranks that the group has on the node.
 
     Args:
-        kind: How bytes move.
-        route: Where the ranks are.
+        kind: Kind of collective or P2P transfer.
+        route: Route of the ranks.
     """
     n, tier = route.num_ranks, route.slowest
     ring_bytes_per_s = tier.group_bytes_per_s if route.between is not None else tier.pair_bytes_per_s

@@ -1,4 +1,4 @@
-"""The host of a device: time of copies to and from its pinned memory, and the rate at which its CPU streams memory."""
+"""Host of a device: time of copies to and from its pinned memory, and memory bandwidth of its CPU."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from simplan.units import format_bytes, format_rate, format_time
 __all__ = ["HOST_LINK_EFFICIENCY", "HOST_MEMORY_EFFICIENCY", "host_copy_price", "host_memory_rate"]
 
 HOST_LINK_EFFICIENCY = 0.8
-"""Share of the datasheet bandwidth that copy engines reach. NVIDIA's nvbandwidth (README at 04bf2869) prints 12.36 GB/s
-one way and 11.16 GB/s each way at once over PCIe 3 x16, 0.77 and 0.70 of it; NVIDIA's article about it 55.63 GB/s over
-PCIe 5 x16, 0.88."""
+"""Fraction of the datasheet bandwidth that copy engines achieve. NVIDIA's nvbandwidth (README at 04bf2869) prints 12.36
+GB/s in one direction and 11.16 GB/s each in both simultaneously over PCIe 3 x16, 0.77 and 0.70 of the datasheet;
+NVIDIA's article about nvbandwidth prints 55.63 GB/s over PCIe 5 x16, 0.88."""
 
 HOST_MEMORY_EFFICIENCY = 0.75
-"""Share of the datasheet bandwidth of a host's memory that its CPU reaches. STREAM reaches 0.73 to 0.79 of DDR4 (Texas
-Instruments, SPRACV1B, AM6442), and torch 2.13's fused AdamW is as fast as an addition of tensors: 44 and 38 GB/s on two
+"""Fraction of the datasheet bandwidth of host memory that the CPU achieves. STREAM achieves 0.73 to 0.79 of DDR4 (Texas
+Instruments, SPRACV1B, AM6442). torch 2.13's fused AdamW is as fast as an addition of tensors: 44 and 38 GB/s on two
 cores of an AMD EPYC (2026-11-25)."""
 
 _NODE_BYTES_PER_S = 409.6e9
-"""Of a node that does not say: two sockets of eight channels of DDR4-3200 (AMD's datasheet of EPYC 7742)."""
+"""Default bandwidth of a node's memory: two sockets of eight channels of DDR4-3200 (AMD datasheet of EPYC 7742)."""
 
 _RELATIVE_STD = 0.25
 
 
 def host_memory_rate(cluster: ClusterSpec) -> float | None:
-    """Bytes per second that the CPU moves for each device of a node, all at once; None for devices that are CPUs.
+    """Returns the CPU's memory bytes per second per device, with all devices of a node active; None for CPUs.
 
-    Threads enough for it are assumed: torchrun sets OMP_NUM_THREADS to 1 unless it is given.
+    Assumes enough CPU threads: torchrun sets OMP_NUM_THREADS to 1 unless it is given.
     """
     if cluster.device.kind == "cpu":
         return None
@@ -38,11 +38,11 @@ def host_memory_rate(cluster: ClusterSpec) -> float | None:
 
 
 def host_copy_price(copy: HostCopy, cluster: ClusterSpec) -> Price:
-    """Price on a cluster whose devices each have a link to the host of their own.
+    """Estimates the time of a copy on a cluster whose devices each have a separate link to the host.
 
     Args:
-        copy: What is copied.
-        cluster: ``simplan.rules.offload`` has seen that it names the link.
+        copy: The copy.
+        cluster: The cluster; ``simplan.rules.offload`` has checked that it names the link.
     """
     link = cluster.host_link
     assert link is not None

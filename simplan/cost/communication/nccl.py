@@ -1,9 +1,10 @@
-"""NCCL's ways to carry out a message (RCCL's likewise), from its own model of itself.
+"""Communication algorithms of NCCL (and RCCL), following NCCL's own cost model.
 
-NCCL gives every algorithm and protocol a latency and a bandwidth and takes the fastest for the size at hand; so do we,
-with the latency of one step and the bandwidth of each link from the catalogue. The table of protocols is its own, as
-ratios to the step of a ring with protocol Simple: NVIDIA/nccl, src/graph/tuning.cc at 5067397c2676 (``baseLatencies``,
-``hwLatencies``, ``llMaxBws``, ``ncclTopoTuneModel``). With n ranks, k of them in each of N nodes, B bytes:
+NCCL assigns every algorithm and protocol a latency and a bandwidth and uses the fastest for the given size. simplan
+does the same, with the latency of one step and the bandwidth of each link from the catalog. The table of protocols is
+NCCL's, as ratios to the step of a ring with protocol Simple: NVIDIA/nccl, src/graph/tuning.cc at 5067397c2676
+(``baseLatencies``, ``hwLatencies``, ``llMaxBws``, ``ncclTopoTuneModel``). With n ranks, k of them in each of N nodes, B
+bytes:
 
 ========= ==================== ============================ =========================================================
 algorithm collectives          steps                        bytes over a link
@@ -20,11 +21,11 @@ pairwise  all_to_all           one, and posting n - 2 more  (n-1)/n x B, the par
           ring, send           one                          B
 ========= ==================== ============================ =========================================================
 
-Laps are 2 for an all_reduce, else 1. Rings: Patarasuk and Yuan 2009; double binary trees: Sanders, Speck and Traff
-2009; NVLS: NVIDIA/nccl-tests doc/PERFORMANCE.md and Klenk et al. 2020 (in-network reduction over NVLink). Not modelled:
-CollNet and SHARP on InfiniBand, PAT, registered buffers, copy engines, NCCL_* settings, that clouds' transports have no
-LL128, that trees are slower at medium sizes (``treeCorrectionFactor``: tried, no gain on published measurements), and
-that NCCL's choice is at times not the fastest.
+Laps are 2 for an all_reduce, otherwise 1. Rings: Patarasuk and Yuan 2009; double binary trees: Sanders, Speck and Traff
+2009; NVLS: NVIDIA/nccl-tests doc/PERFORMANCE.md and Klenk et al. 2020 (in-network reduction over NVLink). Not modeled:
+CollNet and SHARP on InfiniBand, PAT, registered buffers, copy engines, NCCL_* settings, cloud transports without LL128.
+Two more effects are not modeled: the slowdown of trees at medium sizes (``treeCorrectionFactor``: tried, no gain on
+published measurements), and cases where NCCL's choice is not the fastest.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ LAPS = {
 
 
 class _Terms(NamedTuple):
-    """A protocol on one tier: steps over the step of a ring with Simple, and the part of the bandwidth it leaves."""
+    """A protocol on one tier: steps relative to a ring step with Simple, and its fraction of the bandwidth."""
 
     ring_step: float
     tree_step: float
@@ -56,7 +57,7 @@ class _Terms(NamedTuple):
 
 
 class _Protocol(NamedTuple):
-    """Every 8 bytes of LL carry 4 bytes of flags, every 128 of LL128 carry 8; Simple moves whole buffers."""
+    """An NCCL protocol. Every 8 bytes of LL contain 4 bytes of flags, every 128 of LL128 contain 8; Simple has none."""
 
     name: str
     start_s: float
@@ -79,11 +80,11 @@ _NVLS_STEP_INSIDE, _NVLS_STEP_BETWEEN = 7.35, 1.49  # hwLatencies: 25 of 3.4 us;
 
 
 def nccl_ways(message: Message, route: Route) -> list[CommAlgorithm]:
-    """The ways that NCCL has; it takes the fastest.
+    """Returns NCCL's available algorithms, of which it uses the fastest.
 
     Args:
-        message: Among two ranks or more.
-        route: Where they are.
+        message: Communication among two or more ranks.
+        route: Route of the ranks.
     """
     match message.kind:
         case CollectiveKind.SEND | CollectiveKind.RING:
@@ -99,7 +100,7 @@ def nccl_ways(message: Message, route: Route) -> list[CommAlgorithm]:
 
 
 def _hop(protocol: _Protocol, route: Route) -> CommAlgorithm:
-    """Neighbour to neighbour; of a ring's hops the slowest counts."""
+    """Returns the algorithm of a transfer between neighbors; of a ring's hops the slowest counts."""
     tier, terms = route.slowest, protocol.inside if route.between is None else protocol.between
     start_s = tier.link.launch_s + protocol.start_s
     move = TransferTerm(1.0, terms.share * tier.pair_bytes_per_s)
@@ -114,11 +115,11 @@ def _ring(protocol: _Protocol, kind: CollectiveKind, route: Route) -> CommAlgori
     if inside is not None:
         step_s = protocol.inside.ring_step * inside.latency_s
         if between is not None:
-            step_s = max(step_s, protocol.post_s)  # a step inside waits for the host to post those outside
+            step_s = max(step_s, protocol.post_s)  # a step inside waits for the host to post the steps outside
         steps = ((laps * (n - 1 - hops_between), step_s),)
         rate = protocol.inside.share * inside.group_bytes_per_s
     if between is not None:
-        # with one rank in a node, latencies show in full: those of a tree
+        # with one rank per node, latencies are fully exposed, as in a tree
         relative = protocol.between.tree_step if inside is None else protocol.between.ring_step
         steps = ((laps * hops_between, relative * between.latency_s), *steps)
         rate = min(rate, protocol.between.share * between.group_bytes_per_s)
@@ -145,7 +146,7 @@ def _tree(protocol: _Protocol, route: Route) -> CommAlgorithm:
 
 
 def _switch_can(kind: CollectiveKind, route: Route) -> bool:
-    """Between nodes only all_reduce goes on as a tree."""
+    """Returns True if NVLS supports the collective; between nodes only all_reduce does, continued as a tree."""
     return kind is CollectiveKind.ALL_REDUCE or (route.between is None and kind is not CollectiveKind.BROADCAST)
 
 
@@ -165,20 +166,20 @@ def _nvls(kind: CollectiveKind, route: Route, inside: Tier, switch_share: float)
 
 
 def _tree_steps(route: Route, between: Tier, relative: float) -> tuple[int, float]:
-    """Up and down again."""
+    """Returns the number and seconds of a tree's steps between nodes, up and down."""
     return 2 * (route.num_nodes - 1).bit_length(), relative * between.latency_s
 
 
 def _tree_move(route: Route, between: Tier, share: float) -> TransferTerm:
-    """What the network of a node sends."""
+    """Returns the transfer of a tree over a node's network."""
     rate = share * between.group_bytes_per_s
     return TransferTerm(1.0, rate) if route.num_nodes == 2 else TransferTerm(2.0, rate, "2 x ")
 
 
 def _pairwise(protocol: _Protocol, message: Message, route: Route) -> CommAlgorithm:
-    """Every rank sends one n-th to every other; both tiers carry their part at the same time, the slower one counts.
+    """Returns the all-to-all in which every rank sends one n-th to every other; of both tiers the slower one counts.
 
-    Tokens for experts may go to each node once, and inside of it to all ranks that have some of their experts.
+    Expert dispatch may send each token to a node once, and inside the node to all ranks with its experts.
     """
     n, k, nodes = route.num_ranks, route.local, route.num_nodes
     once = message.draw if route.between is not None and route.inside is not None else None

@@ -1,4 +1,4 @@
-"""Where the ranks of a message are, and what the links between them reach."""
+"""Routes: location of the ranks of a group, and bandwidth of the links between them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Route", "Tier", "route_of"]
 
 
 class Tier(NamedTuple):
-    """A link that a group of ranks uses, and what they reach on it with large messages.
+    """A link that a group of ranks uses, and the bandwidth of large transfers on it.
 
     Attributes:
         link: The link.
-        latency_s: Its latency.
-        pair_bytes_per_s: One rank to one other.
-        group_bytes_per_s: Inside a node, each rank while all of the node send; between nodes, all ranks of one node
-            together, as every device has its own share of the node's network.
+        latency_s: Latency in seconds.
+        pair_bytes_per_s: Bytes per second from one rank to one other.
+        group_bytes_per_s: Bytes per second. Inside a node, per rank while all ranks of the node send. Between nodes,
+            for all ranks of one node together, since every device has a separate share of the node's network.
     """
 
     link: LinkSpec
@@ -30,14 +30,14 @@ class Tier(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A group of ranks on a cluster.
+    """Location of a group of ranks on a cluster.
 
     Attributes:
-        num_ranks, num_nodes: Of the group.
-        local: Its ranks in the node that has the fewest: the one that sets the pace.
-        devices_per_slice: Devices that a link inside a node joins.
-        inside: Between ranks of a node; None where every node has one of them.
-        between: Between nodes; None for a group in one node.
+        num_ranks, num_nodes: Ranks of the group, and nodes that they span.
+        local: Ranks in the node with the fewest ranks of the group, which is the bottleneck.
+        devices_per_slice: Devices that a link inside a node connects.
+        inside: Link between ranks of a node; None if every node has one rank.
+        between: Link between nodes; None for a group in one node.
     """
 
     num_ranks: int
@@ -49,27 +49,27 @@ class Route(NamedTuple):
 
     @property
     def slowest(self) -> Tier:
-        """What a message over the whole group is judged by, and two neighbours in different nodes use."""
+        """The tier between nodes if the group spans several, otherwise the tier inside the node."""
         tier = self.between or self.inside
         assert tier is not None, "a group of one has no route"
         return tier
 
     @property
     def where(self) -> str:
-        """For formulas."""
+        """Description of the location for formulas."""
         link = self.slowest.link.id
         return link if self.between is None else f"{self.num_nodes} nodes x {self.local}, {link}"
 
 
 def route_of(ranks: Sequence[int], cluster: ClusterSpec) -> Route:
-    """Where the ranks of a message are.
+    """Returns the route of a group of ranks.
 
     Args:
-        ranks: Two or more.
-        cluster: Ranks fill its nodes in order.
+        ranks: Two or more ranks.
+        cluster: The cluster; ranks fill its nodes in order.
 
     Raises:
-        SpecError: The cluster names no link for a tier that messages between them cross.
+        SpecError: The cluster names no link for a tier that the group crosses.
     """
     per_node = cluster.devices_per_node
     nodes = Counter(rank // per_node for rank in ranks)

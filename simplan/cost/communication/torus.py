@@ -1,8 +1,8 @@
-"""Messages on a torus of chips that are wired to their neighbours (TPU), as XLA carries them out.
+"""Communication algorithms on a torus of directly connected chips (TPU), as implemented by XLA.
 
-A slice of S chips on a torus of A axes has S**(1/A) chips along each. A group of n of them spans some of the axes,
-round(A log n / log S), at least one; each of these has two links of every chip, of bandwidth W one way, where the axis
-is long enough to close to a ring, and else one that counts. With B bytes:
+A slice of S chips on a torus of A axes has S**(1/A) chips along each axis. A group of n chips spans round(A log n / log
+S) axes, at least one. Each axis has two links per chip, of bandwidth W per direction, if it is long enough to close to
+a ring; otherwise one link counts. With B bytes:
 
 ============================ ===========================================================================
 all_gather, reduce_scatter   B / (2 W axes), and half the way round each axis one hop after the other
@@ -12,8 +12,8 @@ broadcast                    as an all_gather
 ring, send                   one hop over one link
 ============================ ===========================================================================
 
-Source: jax-ml/scaling-book, sharding.md and tpus.md at 0819a7d8c55d. Slices are joined by another network: what leaves
-them goes round a ring over the slices, every chip with its own part, before or after its part inside.
+Source: jax-ml/scaling-book, sharding.md and tpus.md at 0819a7d8c55d. Slices are connected by another network. Traffic
+between slices runs in a ring over the slices, every chip with its own part, before or after the part inside the slice.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = ["torus_way"]
 
 
 def torus_way(message: Message, route: Route) -> CommAlgorithm:
-    """The way over a torus.
+    """Returns the algorithm over a torus.
 
     Args:
-        message: Among two ranks or more.
-        route: Where they are; its link inside, if it uses that, is a torus.
+        message: Communication among two or more ranks.
+        route: Route of the ranks; its link inside a slice, if used, is a torus.
     """
     kind = message.kind
     if kind in (CollectiveKind.SEND, CollectiveKind.RING):
@@ -51,7 +51,7 @@ def torus_way(message: Message, route: Route) -> CommAlgorithm:
 
 
 def _inside(kind: CollectiveKind, route: Route, link: LinkSpec) -> tuple[tuple[int, float], TransferTerm]:
-    """Of the ranks of one slice."""
+    """Returns step and transfer for the ranks of one slice."""
     n = route.local
     axes = max(1, round((link.torus_axes or 1) * math.log(n) / math.log(route.devices_per_slice)))
     side = n ** (1 / axes)
@@ -66,7 +66,7 @@ def _inside(kind: CollectiveKind, route: Route, link: LinkSpec) -> tuple[tuple[i
 
 
 def _between(kind: CollectiveKind, route: Route, tier: Tier) -> tuple[tuple[int, float], TransferTerm]:
-    """Of the slices: every chip moves its part of the buffer over its own share of the network."""
+    """Returns step and transfer between slices: every chip sends its part of the buffer over its own network."""
     nodes, k = route.num_nodes, 1 if kind is CollectiveKind.ALL_TO_ALL else route.local
     laps = LAPS.get(kind, 1)
     text = f"{'2 ' if laps == 2 else ''}({{n}}-1)/{{n}} x 1/{k} x "

@@ -1,1 +1,1 @@
-"""Time of kernels."""
+"""Time of compute kernels."""

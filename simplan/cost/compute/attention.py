@@ -1,4 +1,4 @@
-"""Time of the attention core: fused, by the generation of its kernel, or unfused, product by product."""
+"""Time of the attention core: fused, by kernel generation, or unfused, matmul by matmul."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simplan.software.rates import AttentionShare, LowAttention
 
 __all__ = ["AttentionRates"]
 
-_BACKWARD_PRODUCTS = 2.5  # five products against two, since the scores are computed again (Dao et al. 2022)
+_BACKWARD_PRODUCTS = 2.5  # five matmuls against two, since the scores are recomputed (Dao et al. 2022)
 _WIDE_HEAD = 128
 _EAGER_PASSES = 4  # scores read and written with a scale or bias, read by the softmax, weights written
 _EAGER_BYTES = 8  # the softmax in fp32, written and read
@@ -25,19 +25,20 @@ _ROW = 32
 
 @dataclass(frozen=True, slots=True)
 class AttentionRates:
-    """What attention reaches.
+    """Achieved rates of attention kernels.
 
     Attributes:
-        products: Matrix products of 16 or 32 bits, of which unfused attention has four.
-        flop_per_s: The best published rate of such products.
-        share: Of that, by a fused kernel whose heads are wide and whose queries meet many keys.
-        half_keys: Keys that a query meets at which a fused kernel reaches half of its rate.
-        narrow_heads: Part of the rate that heads of 64 reach.
-        width: Bytes of an element.
-        score_traffic: As of ``KernelRates``.
-        form: How it is quantized where it is in 8 bits.
-        low: Rates of that by width of a head.
-        traffic: Of casts, as of ``StackRates``.
+        products: Rates of the BF16, FP16 or FP32 matmuls of unfused attention.
+        flop_per_s: Best published rate of these matmuls, in FLOP/s.
+        share: Efficiency, as a fraction of ``flop_per_s``, of a fused kernel with large head_dim and many keys per
+            query.
+        half_keys: Attended keys per query at which a fused kernel achieves half of its rate.
+        narrow_heads: Fraction of the rate achieved with head_dim 64.
+        width: Bytes per element.
+        score_traffic: See ``KernelRates``.
+        form: Format of FP8 attention; None for none.
+        low: FP8 rates by head_dim; None for none.
+        traffic: Traffic factor of casts; see ``StackRates``.
     """
 
     products: ProductRates
@@ -52,16 +53,16 @@ class AttentionRates:
     traffic: float = 1.0
 
     def seconds(self, kernel: Attention, b: int, *, backward: bool) -> float:
-        """Of b sequences."""
+        """Returns the seconds for b sequences."""
         if kernel.eight_bits:
             return self._low_s(kernel, b, backward)
         return self._eager_s(kernel, b, backward) if kernel.eager else self._fused_s(kernel, b, backward)
 
     def _low_s(self, kernel: Attention, b: int, backward: bool) -> float:
-        """The same kernel at another rate, and casts of what it reads.
+        """Returns the seconds of FP8 attention: the fused kernel at another rate, plus casts of its inputs.
 
-        Backward computes the scores of all keys up to a query's own even where there is a window: on GB300 it took
-        6.7 ms of 8,192 tokens and 1.9 of 4,096 with one of 128, where that in 16 bits took 0.86 and 0.44
+        Backward computes the scores of all keys up to a query's own even with a sliding window. On GB300 with a window
+        of 128 it took 6.7 ms for 8,192 tokens and 1.9 ms for 4,096. BF16 took 0.86 ms and 0.44 ms
         (NVIDIA/cudnn-frontend at c3552dea, benchmark/sdpa_benchmark_training/results/gpt_oss/gb300, cuDNN 9.24).
         """
         assert self.low is not None
@@ -79,7 +80,7 @@ class AttentionRates:
 
     @staticmethod
     def _casts(kernel: Attention, backward: bool) -> tuple[int, int]:
-        """Tensors that are quantized, and their elements in one sequence: queries, keys and values, or gradients."""
+        """Returns the number of quantized tensors and their elements per sequence: Q, K and V, or the gradient."""
         values = kernel.value_head_dim or kernel.head_dim
         if backward:
             return 1, kernel.seq_len * kernel.num_heads * values
@@ -87,7 +88,7 @@ class AttentionRates:
         return 3, kernel.seq_len * kernel.num_heads * kernel.head_dim + keys
 
     def _fused_s(self, kernel: Attention, b: int, backward: bool) -> float:
-        """Calls of the kernel one after the other; tiles that the mask cuts through cost as much as whole ones."""
+        """Returns the seconds of sequential fused kernels; tiles that the mask crosses cost as much as full tiles."""
         width = kernel.head_dim + (kernel.value_head_dim or kernel.head_dim)
         keys = kernel.computed_flops / (2 * kernel.num_heads * kernel.seq_len * width)
         share = self.share.backward if backward else self.share.forward
@@ -99,7 +100,7 @@ class AttentionRates:
         return sum(flops * times + self.products.kernel_s for flops in kernel.calls)
 
     def _eager_s(self, kernel: Attention, b: int, backward: bool) -> float:
-        """Two batched products, four in backward, and kernels that pass over the scores between them."""
+        """Returns the seconds of two batched matmuls, four in backward, and of kernels over the scores between them."""
         heads, queries = b * kernel.num_heads, kernel.seq_len
         keys, scores = kernel.num_keys or queries, b * kernel.num_scores
         dims = (kernel.head_dim, kernel.value_head_dim or kernel.head_dim)
@@ -118,7 +119,7 @@ class AttentionRates:
         return sum(self.products.seconds(product) for product in runs) + passing_s
 
     def _products(self, heads: int, queries: int, keys: int, dim: int, scores: int) -> tuple[Product, Product]:
-        """One that makes scores, and one that sums over them."""
+        """Returns the matmul that computes scores and the matmul that sums over them."""
         num_bytes = self.width * (scores + heads * (queries + keys) * dim)
         scores_of, sum_over = (queries, keys, dim, heads, num_bytes), (queries, dim, keys, heads, num_bytes)
         return Product(*scores_of, operands="slices"), Product(*sum_over, operands="slices")

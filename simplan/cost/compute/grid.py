@@ -1,8 +1,8 @@
 """Times of single kernels, interpolated between the sizes of a calibration's grid.
 
-Between sizes, logarithms are linear: a power law is met exactly. Below the smallest size a kernel takes what that takes
-(it is bound by its launch), beyond the largest it takes as many times longer as it has more to do, and so where a grid
-has no time at a corner because that would have taken too long.
+Interpolation between sizes is linear in logarithms, so a power law is met exactly. Below the smallest size a kernel
+takes the time of that size (launch-bound). Beyond the largest size, time grows in proportion to the work. The same
+applies to a corner of the grid without a timing, because that would have taken too long.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from simplan.cost.calibration.format import KernelName, KernelTiming
 
 __all__ = ["GridTime", "KernelGrid"]
 
-_REACH = 4.0  # so many times beyond its sizes a grid is still believed: the distance of two of them
-_OF_ATTENTION = (1, 2, 1)  # its time goes with heads, the square of their length, and their width
+_REACH = 4.0  # factor beyond its sizes within which a grid is trusted: the distance of two sizes
+_OF_ATTENTION = (1, 2, 1)  # time scales with heads, the square of their length, and head_dim
 
 
 class GridTime(NamedTuple):
-    """A time.
+    """Time of a kernel from the grid.
 
     Attributes:
-        seconds: How long.
-        inside: It lies within what was timed.
-        std: Relative standard deviation of the timings that it comes from.
+        seconds: Time in seconds.
+        inside: True if the size is within the timed range.
+        std: Relative standard deviation of the underlying timings.
     """
 
     seconds: float
@@ -40,7 +40,7 @@ class KernelGrid:
     """The grid of one precision.
 
     Args:
-        timings: Kernels over sizes, all in that precision and of as many ranks.
+        timings: Kernel timings over sizes, all in that precision and with the same number of ranks.
     """
 
     def __init__(self, timings: Iterable[KernelTiming]) -> None:
@@ -55,22 +55,22 @@ class KernelGrid:
         }
 
     def __contains__(self, kernel: object) -> bool:
-        """Whether a kernel was timed."""
+        """Returns True if the kernel was timed."""
         return (kernel, False) in self._tables
 
     def time(self, kernel: KernelName, sizes: Sequence[float], *, backward: bool = False) -> GridTime:
-        """Time of a kernel that was timed, at sizes that need not have been.
+        """Returns the time of a timed kernel at any size.
 
         Args:
-            kernel: Which.
-            sizes: As of ``KernelTiming``; fractions count.
-            backward: Of its backward.
+            kernel: Name of the kernel.
+            sizes: See ``KernelTiming``; fractions are allowed.
+            backward: True for the kernel's backward.
         """
         return self._tables[kernel, backward].at(sizes)
 
 
 class _Table:
-    """Times of one kernel, over a lattice some corners of which may be missing."""
+    """Times of one kernel over a lattice of sizes, of which some corners may be missing."""
 
     def __init__(self, times: Mapping[tuple[int, ...], tuple[float, float]], powers: Sequence[int]) -> None:
         self._times = {sizes: seconds for sizes, (seconds, _) in times.items()}
@@ -83,9 +83,9 @@ class _Table:
         return math.prod(size**power for size, power in zip(sizes, self._powers, strict=True))
 
     def at(self, sizes: Sequence[float]) -> GridTime:
-        """Interpolated along every axis."""
+        """Returns the time interpolated along every axis."""
         inside = self._work(sizes) <= _REACH * self._most
-        ends: list[tuple[tuple[int, float], ...]] = []  # by axis, the neighbours and their weights
+        ends: list[tuple[tuple[int, float], ...]] = []  # by axis, the neighbors and their weights
         beyond = 1.0
         for size, axis, power in zip(sizes, self._axes, self._powers, strict=True):
             inside = inside and size <= _REACH * axis[-1]
@@ -99,7 +99,7 @@ class _Table:
         return GridTime(math.exp(log_s) * beyond, inside, self._std)
 
     def _corner(self, sizes: tuple[int, ...]) -> float:
-        """A time of the lattice; where it is missing that of the nearest smaller corner, for more work."""
+        """Returns the time of a lattice corner; a missing corner is scaled by work from the nearest smaller one."""
         if sizes in self._times:
             return self._times[sizes]
         smaller = [known for known in self._times if all(k <= s for k, s in zip(known, sizes, strict=True))]
@@ -108,7 +108,7 @@ class _Table:
 
 
 def _neighbours(size: float, axis: Sequence[int]) -> tuple[tuple[int, float], ...]:
-    """The sizes around one and their weights, linear in the logarithm."""
+    """Returns the sizes next to a size and their weights, linear in the logarithm."""
     if size <= axis[0] or len(axis) == 1:
         return ((axis[0], 1.0),)
     if size >= axis[-1]:

@@ -1,4 +1,4 @@
-"""Costs of layers that were not timed themselves: the sum of their kernels, each from the grid of a calibration."""
+"""Cost estimates of layers without a timing: the sum of their kernels, each from the grid of a calibration."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["GridCost"]
 _ACTIVATION_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_INPUT)
 _WEIGHT_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
 _SYSTEMATIC_STD = 0.12
-"""A layer differs from the sum of its kernels by about so much: what Python does between them, views, caches."""
+"""Relative standard deviation between a layer and the sum of its kernels: Python overhead, views, caches."""
 _EXTRAPOLATED_STD = 0.3
-_NEGLIGIBLE = 0.1  # of a layer's time may lie outside of what was timed
+_NEGLIGIBLE = 0.1  # fraction of a layer's time that may lie outside of the timed range
 
 _OF_PARAMETERS: dict[Phase, KernelName] = {
     Phase.GATHER_COPY: "gather_copy",
@@ -30,14 +30,15 @@ _OF_PARAMETERS: dict[Phase, KernelName] = {
 
 
 class GridCost:
-    """Prices any layer.
+    """Cost estimates of any layer from kernel timings.
 
     Args:
         grid: Kernels over sizes, in the precision of the run.
-        optimizer: Which optimizer, and how its step is computed; those that were not timed take as many times longer as
-            they move more bytes.
-        accumulates: Backward adds to gradients that are there; else it makes new ones (weights that FSDP casts).
-        traffic: Bytes of memory-bound kernels, as a part of what eager torch's read and write.
+        optimizer: Optimizer and implementation of its step. An optimizer that was not timed is scaled by the bytes that
+            it moves.
+        accumulates: True if backward adds to existing gradients, False if it creates new ones (weights that FSDP
+            casts).
+        traffic: Bytes of memory-bound kernels, as a fraction of the bytes that eager torch reads and writes.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class GridCost:
         self._traffic = traffic
 
     def price(self, work: LayerWork) -> Price:
-        """Sum over the kernels that run."""
+        """Returns the sum over the kernels that run."""
         found = list(self._times(work))
         seconds = sum(time.seconds for _, time in found)
         outside = [(name, time.seconds) for name, time in found if not time.inside]
@@ -101,7 +102,7 @@ class GridCost:
                 raise AssertionError("an exchange is a message")
 
     def _products(self, kernel: Gemm, b: int, phase: Phase) -> Iterator[GridTime]:
-        """That of forward, or those of backward: for the input's gradient and for the weight's; experts in turn."""
+        """Yields times of the forward matmul, or of the two backward matmuls; matmuls of experts run sequentially."""
         rows, n, k, groups = b * kernel.m / kernel.num_groups, kernel.n, kernel.k, kernel.num_groups
         found: list[tuple[KernelName, tuple[float, float, float]]] = []
         if phase in (Phase.FORWARD, Phase.RECOMPUTE):
@@ -112,11 +113,11 @@ class GridCost:
             found.append(("linear_weight_gradient", (n, k, rows)))
         for name, sizes in found:
             time = self._grid.time(name, sizes)
-            # a convolution is more than the product that it amounts to
+            # a convolution costs more than its equivalent matmul
             yield time._replace(seconds=groups * time.seconds, inside=time.inside and not kernel.image_elements)
 
     def _attention(self, kernel: Attention, b: int, backward: bool) -> GridTime:
-        """Timed were causal scores of as many queries as keys: others take as many times longer as they compute."""
+        """Returns the timed case (causal, equal numbers of queries and keys), scaled by the FLOPs of the kernel."""
         lengths = kernel.seq_len * (kernel.num_keys or kernel.seq_len)
         sizes = (b * kernel.num_heads, lengths**0.5, kernel.head_dim)
         time = self._grid.time("attention", sizes, backward=backward)
@@ -133,7 +134,7 @@ def _gradient_elements(kernel: Kernel, layer: LayerSpec) -> int:
 
 
 def _pointwise(kernel: Pointwise) -> tuple[KernelName, float]:
-    """The kernel of the grid that comes nearest, and how many elements it makes."""
+    """Returns the nearest kernel of the grid, and its number of output elements."""
     match kernel.like:
         case "silu_multiply" | "rotary":
             return kernel.like, kernel.writes / 2

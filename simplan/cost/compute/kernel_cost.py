@@ -1,4 +1,4 @@
-"""What kernels take on a device of the catalogue, as a framework runs them."""
+"""Kernel costs of a device of the catalog for a framework."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def kernel_cost(
     num_microbatches: int = 1,
     host_bytes_per_s: float | None = None,
 ) -> KernelCost:
-    """What kernels take on a device of the catalogue.
+    """Returns the kernel costs of a device of the catalog.
 
     Args:
         device: The device.
-        precision: Of the training.
-        state: Element widths.
-        optimizer: Which optimizer, and how its step is computed.
+        precision: Precision of the training.
+        state: Bytes per element of tensors.
+        optimizer: Optimizer and implementation of its step.
         software: The framework.
-        num_devices: Devices that wait for each other.
-        shards_parameters: FSDP reduces gradients, which is priced where it is done.
-        num_microbatches: Of a step, over which casts of weights are spread that are done once in it.
-        host_bytes_per_s: As of ``KernelCost``.
+        num_devices: Number of devices that wait for each other.
+        shards_parameters: True if FSDP reduces gradients; their accumulation is then part of FSDP's copies.
+        num_microbatches: Microbatches per step, over which casts of weights that run once per step are spread.
+        host_bytes_per_s: See ``KernelCost``.
 
     Raises:
-        SpecError: The catalogue has no peak for the precision, or no memory bandwidth.
+        SpecError: The catalog has no peak for the precision, or no memory bandwidth.
     """
     wanted: list[Precision] = [precision] if state.linear is None else ["bf16", precision]
     _check(device, precision, wanted)
@@ -88,12 +88,12 @@ def kernel_cost(
 
 
 def _relative_std(rates: KernelRates, stack: StackRates) -> float:
-    """As sure as predictions of the framework's other runs, if there are any, on an architecture that was seen."""
+    """Returns the std of the framework's runs, if known, on a fitted architecture; otherwise ``unseen_std``."""
     return rates.unseen_std if rates.fitted_on is None or stack.relative_std is None else stack.relative_std
 
 
 def _low_rates(device: DeviceSpec, state: StateBytes, ceiling: float, stack: StackRates) -> ProductRates:
-    """Of products in 8 or 4 bits."""
+    """Returns the rates of FP8 or FP4 matmuls."""
     assert state.linear is not None
     rates = device.kernels
     scaled = rates.row_scale_share if state.linear.recipe.startswith("rowwise") else 1.0
@@ -152,7 +152,7 @@ def _check(device: DeviceSpec, precision: Precision, wanted: list[Precision]) ->
 
 
 def _ceiling(device: DeviceSpec, dtype: Precision) -> tuple[float, Provenance]:
-    """The best that products were ever measured at, else a share of the peak; both kinds of 16 bits are alike."""
+    """Returns the best measured matmul rate, otherwise a fraction of the peak; BF16 and FP16 share a rate."""
     alike: list[Dtype] = [dtype]
     if dtype in _SIXTEEN_BITS:
         alike += [

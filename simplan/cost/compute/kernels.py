@@ -1,4 +1,4 @@
-"""Time of compute on a device that nobody calibrated: a sum over the kernels of a layer."""
+"""Time of compute on a device without a calibration: a sum over the kernels of a layer."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ _SCALE_BYTES = 8
 _NORM_BYTES = 4
 _ACCUMULATE_BYTES = 12
 _HOST_STD = 0.5
-"""CPUs, their threads and the bandwidth of their memory differ more than devices do."""
+"""Relative standard deviation: CPUs, their threads and their memory bandwidth vary more than devices do."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCost:
-    """What kernels take on one device, in one precision, as one framework runs them.
+    """Kernel costs of one device, in one precision, as run by one framework.
 
     Attributes:
-        products: Matrix products in the precision of activations.
-        attention: The attention core.
-        state: Element widths.
-        optimizer: Which optimizer, and how its step is computed.
-        provenance: Of the rate of products.
-        relative_std: How sure prices are.
-        experts_std: The same of layers with experts.
-        slowest: What the slowest device takes of what they all take on average.
-        traffic: As of ``StackRates``.
-        accumulation_bytes: Read and written for every gradient of a matrix, to add it to those that are held.
-        low: Products of the linear layers where ``state.linear`` says that they are in a lower precision.
-        joined: Matrices with one input are one, as of ``LayerStyle.joined_products``.
-        weight_casts: Part of the microbatches in which weights of such products are cast.
-        any_order, split_s: As of ``KernelRates``.
-        host_bytes_per_s: As of ``host_memory_rate``.
+        products: Rates of matmuls in the precision of activations.
+        attention: Rates of the attention core.
+        state: Bytes per element of tensors.
+        optimizer: Optimizer and implementation of its step.
+        provenance: Source of the matmul rate.
+        relative_std: Relative standard deviation of estimates.
+        experts_std: Relative standard deviation for layers with experts, if larger.
+        slowest: Time of the slowest device over the mean of all devices.
+        traffic: See ``StackRates``.
+        accumulation_bytes: Bytes read and written per gradient element of a matrix to accumulate it.
+        low: Rates of linear layers in the low precision of ``state.linear``; None for none.
+        joined: True if matrices with the same input are fused; see ``LayerStyle.joined_products``.
+        weight_casts: Fraction of the microbatches in which weights of low-precision linear layers are cast.
+        any_order, split_s: See ``KernelRates``.
+        host_bytes_per_s: See ``host_memory_rate``; None for none.
     """
 
     products: ProductRates
@@ -71,11 +71,11 @@ class KernelCost:
     host_bytes_per_s: float | None = None
 
     def price(self, work: LayerWork) -> Price:
-        """Sum over the kernels that run.
+        """Returns the sum over the kernels that run.
 
-        Of a backward in two parts the first has one product of each matrix and all else but lookups, the second the
-        other product, the lookups, and what reads activations and gradients once more for the weights of norms.
-        Copies, the division of gradients and the optimizer stream so many bytes a parameter.
+        The input half of a split backward has one matmul per matrix and all other kernels except lookups. The weight
+        half has the other matmul, the lookups, and passes that read activations and gradients again for the weights of
+        norms. Copies, gradient division and the optimizer stream a fixed number of bytes per parameter.
         """
         if width := self._streamed_bytes(work.phase):
             of_host = " (memory of the host)" if self._host_rate(work) else ""
@@ -91,7 +91,7 @@ class KernelCost:
         return Price(self.seconds(work), self.provenance, relative_std, self._formula(work))
 
     def seconds(self, work: LayerWork) -> float:
-        """Of ``price``, without what it says."""
+        """Returns the seconds of ``price`` without a formula."""
         width = self._streamed_bytes(work.phase)
         if width:
             num_bytes = width * work.num_parameters
@@ -103,11 +103,11 @@ class KernelCost:
         return self.slowest * (wide_s + linear.products_s + linear.casts_s) + work.cuts * self.split_s
 
     def _host_rate(self, work: LayerWork) -> float | None:
-        """Bytes per second of work that a CPU does which is not the device."""
+        """Returns bytes per second for work of a CPU that is not the device; None for work of the device."""
         return self.host_bytes_per_s if work.on_host else None
 
     def _split(self, kernels: list[Kernel], work: LayerWork) -> tuple[list[Gemm], list[Kernel]]:
-        """Linear layers in low precision among kernels, and the others."""
+        """Splits kernels into low-precision linear layers and all others."""
         form = self.state.linear
         quantized = set(quantized_linears(work.layer, form)) if self.low and form else set()
         gemms = [kernel for kernel in kernels if isinstance(kernel, Gemm)]
@@ -117,7 +117,7 @@ class KernelCost:
         return low, [*wide, *(kernel for kernel in kernels if not isinstance(kernel, Gemm))]
 
     def _linear_cost(self, kernels: list[Gemm], work: LayerWork) -> LinearCost:
-        """Of linear layers in low precision."""
+        """Returns the cost of linear layers in low precision."""
         total = LinearCost()
         if self.low is None or not kernels:
             return total
@@ -154,7 +154,7 @@ class KernelCost:
         return ", ".join(found)
 
     def _streamed_bytes(self, phase: Phase) -> int:
-        """Bytes read and written for each parameter; 0 for phases that run kernels."""
+        """Returns the bytes read and written per parameter; 0 for phases that run kernels."""
         match phase:
             case Phase.GATHER_COPY | Phase.REDUCE_COPY:
                 return 2 * self.state.gathered
@@ -189,7 +189,7 @@ class KernelCost:
                 raise AssertionError("an exchange is a message")
 
     def _weights_s(self, kernel: Gemm, phase: Phase) -> float:
-        """Of kernels beside the products: copies of weights for them, and gradients added to those that are held."""
+        """Returns the seconds of weight copies before matmuls, and of gradient accumulation after them."""
         if phase is Phase.FORWARD and self.state.weight_copy:
             width = int(self.state.parameter) + self.state.weight_copy
         elif phase in _WEIGHT_GRADIENTS and kernel.trained:
@@ -202,7 +202,7 @@ class KernelCost:
         return num_bytes / self.products.bytes_per_s + launches * self.products.kernel_s
 
     def _products(self, kernel: Gemm, b: int, phase: Phase) -> list[Product]:
-        """That of forward, or those of backward: for the input's gradient and for the weight's."""
+        """Returns the forward matmul, or the input-gradient and weight-gradient matmuls of backward."""
         rows, n, k, groups = b * kernel.m / kernel.num_groups, kernel.n, kernel.k, kernel.num_groups
         elements = b * (kernel.m * n + kernel.input_elements) + kernel.weight_elements
         num_bytes = elements * self.state.activation
@@ -218,7 +218,7 @@ class KernelCost:
 
 
 def running_kernels(work: LayerWork) -> list[Kernel]:
-    """Kernels of a layer that run in a phase, exchanges left out."""
+    """Returns the kernels of a layer that run in a phase, without collectives."""
     all_kernels = work.layer.kernels
     indices = range(len(all_kernels)) if work.kernels is None else work.kernels
     kernels = [all_kernels[index] for index in indices if not isinstance(all_kernels[index], Exchange)]
@@ -233,7 +233,7 @@ def running_kernels(work: LayerWork) -> list[Kernel]:
 
 
 def _flops(kernel: Gemm | Attention, phase: Phase) -> int:
-    """What a formula says of a kernel; of attention as many products as model FLOPs count."""
+    """Returns the FLOPs of a kernel for formulas; attention's backward counts as many matmuls as model FLOPs do."""
     if phase is not Phase.BACKWARD:
         return kernel.computed_flops
     return kernel.computed_flops * (kernel.backward_products if isinstance(kernel, Gemm) else 2)

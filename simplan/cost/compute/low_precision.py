@@ -1,9 +1,9 @@
-"""Time of linear layers in 8 or 4 bits: products at a rate of their own, and casts, which only move bytes.
+"""Time of FP8 and FP4 linear layers: matmuls at a separate rate, and casts, which only move bytes.
 
-A cast reads its operand as it is and writes it quantized, with its scales (``simplan.model.low_precision.casts`` has
-how often); in eager mode it is several kernels. That a compiler may join one with the norm or the activation before it
-is not counted. Which scales a product takes does not change its rate, though kernels for one scale a row are slower
-than those for one a tensor (torchao/float8/README.md at 36027d82).
+A cast reads its operand unquantized and writes it quantized, with its scales (``simplan.model.low_precision.casts`` has
+the counts); in eager mode a cast is several kernels. Fusion of a cast with the preceding norm or activation by a
+compiler is not counted. The kind of scaling does not change the rate of a matmul, though kernels with rowwise scaling
+are slower than those with per-tensor scaling (torchao/float8/README.md at 36027d82).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from simplan.software.software import StateBytes
 __all__ = ["LinearCost", "LinearRates"]
 
 _WITH_ONE_SCALE = 3
-_POST_SCALE_BYTES = 12  # per element: the product of its two scales is written in FP32, and read with it to scale it
+_POST_SCALE_BYTES = 12  # per element: the product of both scales is written in FP32, then read to scale the element
 _POST_SCALE_KERNELS = 4  # these two, and two that write scales of 1 for the matmul
 _PASSES = {Phase.FORWARD: False, Phase.RECOMPUTE: False, Phase.BACKWARD: True}
 
 
 class LinearCost(NamedTuple):
-    """What some linear layers take in a pass.
+    """Cost of linear layers in a pass.
 
     Attributes:
-        products_s: Of their matrix products.
-        casts_s: Of their casts.
-        num_casts: How many.
-        cast_bytes: Read and written by them.
-        flops: Of the products in low precision.
-        wide_flops: Of those in 16 bits.
+        products_s: Seconds of matmuls.
+        casts_s: Seconds of casts.
+        num_casts: Number of casts.
+        cast_bytes: Bytes read and written by casts.
+        flops: FLOPs of low-precision matmuls.
+        wide_flops: FLOPs of BF16 or FP16 matmuls.
     """
 
     products_s: float = 0.0
@@ -45,7 +45,7 @@ class LinearCost(NamedTuple):
     wide_flops: int = 0
 
     def plus(self, other: LinearCost) -> LinearCost:
-        """Of both."""
+        """Returns the sum of both costs."""
         return LinearCost(
             self.products_s + other.products_s,
             self.casts_s + other.casts_s,
@@ -58,16 +58,16 @@ class LinearCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LinearRates:
-    """What bounds them.
+    """Rates that bound low-precision linear layers.
 
     Attributes:
-        form: How they are quantized.
-        state: Element widths of all else; weights are cast from ``gathered``.
-        low: Products in low precision.
-        wide: The same in 16 bits.
-        traffic: Of casts, as of ``StackRates``.
-        weight_casts: Part of the microbatches in which weights are cast; their time is spread over all.
-        any_order: As of ``KernelRates.any_order``: an operand with one scale needs no copy along its columns.
+        form: Format of linear layers.
+        state: Bytes per element of all other tensors; weights are cast from ``gathered``.
+        low: Rates of low-precision matmuls.
+        wide: Rates of BF16 or FP16 matmuls.
+        traffic: Traffic factor of casts; see ``StackRates``.
+        weight_casts: Fraction of the microbatches in which weights are cast; their time is spread over all.
+        any_order: See ``KernelRates.any_order``: an operand with per-tensor scaling needs no copy along its columns.
     """
 
     form: LinearFormat
@@ -79,12 +79,12 @@ class LinearRates:
     any_order: bool = False
 
     def cost(self, gemm: Gemm, microbatch_size: int, phase: Phase) -> LinearCost:
-        """Of one linear layer.
+        """Returns the cost of one linear layer.
 
         Args:
-            gemm: Its product in forward.
-            microbatch_size: Sequences b.
-            phase: Forward, recomputation or a whole backward.
+            gemm: Its matmul in forward.
+            microbatch_size: Microbatch size b, in sequences.
+            phase: Forward, recomputation or a full backward.
         """
         backward, rows = _PASSES[phase], microbatch_size * gemm.m
         found = LinearCost()
@@ -106,7 +106,7 @@ class LinearRates:
         return found
 
     def _post_scale(self, elements: int) -> LinearCost:
-        """Scaling a result of backward per row and column, which in eager mode is done after its matmul."""
+        """Returns the cost of scaling a result of backward per row and column after its matmul, as in eager mode."""
         if not self.form.eager or self.form.has_one_scale:
             return LinearCost()
         num_bytes = _POST_SCALE_BYTES * elements
@@ -114,7 +114,7 @@ class LinearRates:
         return LinearCost(casts_s=seconds, cast_bytes=num_bytes)
 
     def cast_bytes(self, cast: Cast, gemm: Gemm, microbatch_size: int) -> int:
-        """Read and written by one cast."""
+        """Returns the bytes read and written by one cast."""
         rows = microbatch_size * gemm.m
         shapes = {"input": (rows, gemm.k), "weight": (gemm.num_groups * gemm.n, gemm.k), "gradient": (rows, gemm.n)}
         height, width = shapes[cast.operand]
@@ -125,11 +125,11 @@ class LinearRates:
         return wide + (writes + 2 * cast.copies) * self.form.quantized_bytes(height, width, weight=weight)
 
     def _launches_s(self, gemm: Gemm) -> float:
-        """What kernels of a cast take beyond their bytes: where groups are products of their own, each has its casts.
+        """Returns the fixed overhead of a cast's kernels; groups with separate matmuls have separate casts.
 
-        These come one after the other, also those before products on several streams; with scales from earlier steps
-        one kernel does all of them (TE, csrc/extensions/cast.cpp, multi_tensor_quantize_impl, v2.9 to v2.16). A scale
-        of the whole operand takes three kernels: they find the largest element, work out the scale, and cast.
+        The casts are serialized, even before matmuls on several streams. With delayed scaling one kernel runs all of
+        them (TE, csrc/extensions/cast.cpp, multi_tensor_quantize_impl, v2.9 to v2.16). Current per-tensor scaling takes
+        three kernels: they find the largest element, compute the scale, and cast.
         """
         if not gemm.streams or self.form.recipe == "delayed":
             return self.low.kernel_s
@@ -138,7 +138,7 @@ class LinearRates:
     def _product(
         self, rows: float, columns: int, depth: float, groups: int, streams: int, *, wide: bool = False
     ) -> LinearCost:
-        """Products of two operands; results are in 16 bits."""
+        """Returns the cost of matmuls of two operands; results are in BF16 or FP16."""
         bits = 8 * self.state.activation if wide else self.form.element_bits
         operands, result = groups * (rows + columns) * depth, groups * rows * columns
         product = Product(rows, columns, depth, groups, operands * bits / 8 + result * self.state.activation)

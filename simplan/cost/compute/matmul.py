@@ -1,4 +1,4 @@
-"""Time of a matrix product: tiles of its result, dealt out to the multiprocessors of a device in waves."""
+"""Time of a matmul: tiles of its result, computed in waves over the SMs of a device."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Literal, NamedTuple
 __all__ = ["Product", "ProductRates"]
 
 _TILES = ((256, 128, 0), (128, 256, 0), (128, 128, 1), (128, 64, 2), (64, 128, 2))
-"""Rows and columns of tiles that libraries have kernels for, and how many times they were halved: a smaller one reads
-more for each product (NVIDIA, Matrix Multiplication Background User's Guide, section 4)."""
+"""Rows and columns of tiles for which libraries have kernels, and how many times each was halved: a smaller tile reads
+more per multiplication (NVIDIA, Matrix Multiplication Background User's Guide, section 4)."""
 _WHOLE_TILE = 256 * 128
 _MOST_PARTS = 8
 
 
 class Product(NamedTuple):
-    """``rows x depth`` times ``depth x columns``, so many of them at once.
+    """A batch of matmuls ``rows x depth`` times ``depth x columns``.
 
     Attributes:
-        rows, columns, depth: Sizes of one.
-        groups: How many.
-        num_bytes: Read and written by all.
-        operands: ``whole`` matrices, ``slices`` of larger ones (heads), or images, which are ``padded`` to what kernels
-            like.
+        rows, columns, depth: Sizes of one matmul.
+        groups: Number of matmuls.
+        num_bytes: Bytes read and written by all matmuls.
+        operands: ``whole`` matrices, ``slices`` of larger ones (heads), or images, which are ``padded`` to aligned
+            sizes.
     """
 
     rows: float
@@ -35,20 +35,20 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """2 rows columns depth, of all."""
+        """FLOPs of all matmuls: 2 rows columns depth each."""
         return 2 * self.groups * self.rows * self.columns * self.depth
 
 
 @dataclass(frozen=True, slots=True)
 class ProductRates:
-    """What products reach.
+    """Achieved rates of matmuls.
 
     Attributes:
-        flop_per_s: Large ones.
-        bytes_per_s: Streaming kernels.
-        kernel_s, stream_overlap: As of ``KernelRates``.
-        num_sms: Multiprocessors; None where products are not dealt out to any.
-        tile_s, half_depth, last_wave, aligned, odd_share, misaligned_share, tile_share: As of ``KernelRates``.
+        flop_per_s: FLOP/s of large matmuls.
+        bytes_per_s: Bytes per second of streaming kernels.
+        kernel_s, stream_overlap: See ``KernelRates``.
+        num_sms: Number of SMs; None for devices whose matmuls are not modeled as tiles over SMs.
+        tile_s, half_depth, last_wave, aligned, odd_share, misaligned_share, tile_share: See ``KernelRates``.
     """
 
     flop_per_s: float
@@ -65,9 +65,9 @@ class ProductRates:
     stream_overlap: float = 1.0
 
     def launches_s(self, num_groups: int, streams: int) -> float:
-        """What kernels take beyond their work that are launched for one group each, or one for all (0 streams).
+        """Returns the fixed kernel overhead of one kernel per group, or of one kernel for all groups (0 streams).
 
-        Of n kernels on s streams n / s come one after the other, and of the others a part is not hidden.
+        Of n kernels on s streams n / s run sequentially, and a fraction of the other overheads is exposed.
         """
         if not streams:
             return self.kernel_s
@@ -75,7 +75,7 @@ class ProductRates:
         return self.kernel_s * (in_line + (1 - self.stream_overlap) * (num_groups - in_line))
 
     def seconds(self, product: Product) -> float:
-        """The longer of computing and moving bytes, and what any kernel takes beyond."""
+        """Returns the longer of compute time and memory time, plus the fixed kernel overhead."""
         rate = self.flop_per_s
         if product.operands != "padded" and any(size % self.aligned for size in (product.columns, product.depth)):
             rate *= self.misaligned_share if product.operands == "slices" else self.odd_share
@@ -86,12 +86,12 @@ class ProductRates:
         return max(compute_s, product.num_bytes / self.bytes_per_s) + self.kernel_s
 
     def _tiled_s(self, product: Product, flop_per_s: float, num_sms: int) -> float:
-        """Of the tiles that take least; where few fill no wave, the inner dimension is split into parts.
+        """Returns the time with the fastest tile size; few tiles that fill no wave are split along the inner dimension.
 
         Args:
-            product: The product.
-            flop_per_s: Of one multiprocessor.
-            num_sms: How many there are.
+            product: The matmuls.
+            flop_per_s: FLOP/s of one SM.
+            num_sms: Number of SMs.
         """
         best_s = math.inf
         for rows, columns, halved in _TILES:

@@ -1,4 +1,4 @@
-"""How long a pass through layers takes on one rank, with the exchanges that it waits for."""
+"""Time of a pass through layers on one rank, including exposed collectives."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def pass_time_s(
     message_s: Callable[[Message], float],
     free: Set[str] = frozenset(),
 ) -> float:
-    """Seconds of all that is computed, and of what exchanges take beyond the products that they run beside.
+    """Returns the seconds of all compute, and of collectives beyond the GEMMs with which they overlap.
 
     Args:
-        segments: Of the pass, in order.
-        groups: By axis, the ranks of its exchanges.
-        work_s, message_s: Prices.
-        free: Axes whose exchanges count as if they took no time.
+        segments: Segments of the pass, in order.
+        groups: Axis -> ranks of its collectives.
+        work_s, message_s: Cost estimates in seconds.
+        free: Axes whose collectives count as zero-cost.
     """
     total_s = hidden_s = 0.0
     for segment in segments:

@@ -1,7 +1,7 @@
-"""Families of models, each a builder of layers in a module of its own.
+"""Families of models, each a builder of layers in a separate module.
 
-To add one: a module with a ``Family`` (its builder puts layers together from parts), its name here, fields that are new
-in ``ModelSpec``, and modules that run it in the executor (``CONTRIBUTING.md``).
+To add one: a module with a ``Family`` (its builder composes layers from parts), its name here, new fields in
+``ModelSpec``, and modules that run it in the executor (``CONTRIBUTING.md``).
 """
 
 from __future__ import annotations
@@ -31,4 +31,4 @@ FAMILIES: Mapping[str, Family] = {"gpt": GPT, "llama": LLAMA, "mpt": MPT, "bert"
     "gemma2": GEMMA2,
     "neox": NEOX,
 }
-"""By name, as in ``ModelSpec.family``."""
+"""Families by name, as in ``ModelSpec.family``."""

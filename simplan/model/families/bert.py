@@ -1,7 +1,8 @@
-"""BERT's architecture, for masked language modelling (Devlin et al. 2019).
+"""BERT's architecture, for masked language modeling (Devlin et al. 2019).
 
-Full attention, sums that are normed after attention and MLP, types of tokens; without pooler, next-sentence head and
-dropout. The loss is that of the masked tokens, but logits are computed for all of them, as Hugging Face does.
+Full attention, norms after the sums with attention and MLP (post-norm), and token types; without pooler, next-sentence
+head and dropout. The loss covers the masked tokens, but logits are computed for all tokens, as in Hugging Face
+transformers.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _for_matmuls(source: str, share: RankShare) -> LayerPart:
 def _transform(share: RankShare) -> LayerPart:
     """A matrix and a GELU before the head's norm, which tensor-parallel ranks do not split."""
     n, h = share.own_tokens, share.hidden
-    wide = Tensor("transformed", n * h, residual=True)  # a norm's input, which autocast widens
+    wide = Tensor("transformed", n * h, residual=True)  # a norm's input, which autocast upcasts
     return joined(
         linear("transform", "input for matmuls", (n, h, h), bias=True, partial=(share.partial, share.partial)),
         activated("gelu", "transform output", n * h),

@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3: multi-head latent attention and a mixture of experts.
 
-Without the corrections of scores by which V3 chooses experts, which get no gradient. Its layer that predicts a second
-token is there where ``mtp_num_layers`` says so.
+V3's corrections of the scores that choose experts, which get no gradient, are not modeled. V3's layer that predicts a
+second token is present if ``mtp_num_layers`` is set.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a family of models is: its builder, the fields that describe its models, and what it is trained on."""
+"""Families of models: the builder of a family, the fields that describe its models, and its training task."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ LORA = frozenset({"lora_rank", "lora_targets"})
 """Fields of families whose blocks can have adapters (``simplan.model.adapters``)."""
 
 PACKED = frozenset({"document_lengths"})
-"""Fields of language models whose sequences may hold several documents."""
+"""Fields of language models with packed sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One family.
+    """One family of models.
 
     Attributes:
-        layers: Unfolds a model into its layers, of which one tensor- and context-parallel rank has some part.
-        fields: Fields of ``ModelSpec`` that describe its models; any other is refused by name.
-        defaults: From the fields that were given, as the user wrote them, the values of others.
-        inputs: What its first layer takes; of pairs, the tokens of the encoder and then those of the decoder.
-        task: What its head is trained for: the next token of every position, the tokens that were masked, the tokens of
-            the decoder, or the class of the input.
-        causal: Tokens attend to those before them only.
-        rotary: Field of the width of queries and keys that is rotated by position; empty for none.
-        soft_cap: Scores of attention pass through a scaled tanh (Gemma 2).
-        alibi: A bias that grows with the distance is added to the scores of attention (Press et al. 2022).
-        position_rows: Positions are rows of a table, which ends the sequences.
-        whole_layers: What its layers are, where tensor and context parallelism of them are not modelled.
-        whole_attention: What its attention is, where context parallelism of it is not modelled.
-        gated_mlp: Its MLPs, or those of its experts, have a gate. Of a family whose models may have one or not, which
-            takes the field of the same name, this says nothing.
+        layers: Builder of a model's layers, as one tensor- and context-parallel rank holds them.
+        fields: Fields of ``ModelSpec`` that describe models of the family; any other field is rejected.
+        defaults: Function from the fields that the user gave to the default values of others.
+        inputs: Input of the first layer. For ``token_pairs``, tokens of the encoder and then tokens of the decoder.
+        task: Training target of the head: the next token of every position, the masked tokens, the tokens of the
+            decoder, or the class of the input.
+        causal: Tokens attend only to themselves and earlier tokens.
+        rotary: Name of the field with the width of queries and keys that is rotated by position; empty for none.
+        soft_cap: Attention scores pass through a scaled tanh (Gemma 2).
+        alibi: A bias that grows with the distance is added to attention scores (Press et al. 2022).
+        position_rows: Positions are rows of a learned table, whose length limits sequences.
+        whole_layers: Name of the layers for which tensor and context parallelism are not modeled; empty for none.
+        whole_attention: Name of the attention for which context parallelism is not modeled; empty for none.
+        gated_mlp: MLPs, or those of experts, have a gate. Without meaning for a family that takes the field
+            ``gated_mlp``.
     """
 
     layers: Callable[[ModelSpec, Shard], tuple[LayerSpec, ...]]
@@ -80,10 +80,10 @@ class Family:
 
 
 def transformer_defaults(**fixed: Any) -> Defaults:
-    """Defaults of a transformer: as many key heads as heads, which share the hidden size.
+    """Defaults of a transformer: one key and value head per query head; the heads share the hidden size.
 
     Args:
-        fixed: Defaults of the family that depend on nothing.
+        fixed: Constant defaults of the family.
     """
 
     def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def transformer_defaults(**fixed: Any) -> Defaults:
 
 
 def longest(given: Mapping[str, Any]) -> dict[str, Any]:
-    """As many positions as tokens. A ``seq_len`` that cannot be is an error of its own, and not one of this as well."""
+    """Default ``max_position_embeddings``: ``seq_len``, or 1 if ``seq_len`` is invalid, which is a separate error."""
     if "seq_len" not in given:
         return {}
     length = given["seq_len"]
@@ -107,7 +107,7 @@ def longest(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_wide_mlp(defaults: Defaults) -> Defaults:
-    """The same, and an MLP four times as wide as the hidden size."""
+    """Defaults extended by an MLP four times as wide as the hidden size."""
 
     def wider(given: Mapping[str, Any]) -> dict[str, Any]:
         hidden = given.get("hidden_size")

@@ -1,9 +1,9 @@
 """Gemma 2's architecture: norms before and after attention and MLP, scores and logits under a scaled tanh.
 
-Hidden states begin as rows of the embedding times sqrt(hidden_size), and end as logits by the same rows. Every second
-block has a window. The tanh of the scores keeps fused kernels from computing attention (Hugging Face's eager attention,
-and Gemma2DotProductAttention of NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/models/gemma/gemma2_provider.py).
-RMSNorms multiply by 1 + weight, of which a training finds the sum as well.
+Hidden states begin as rows of the embedding times sqrt(hidden_size), and logits use the same rows. Every second block
+has a window. The tanh of the scores prevents fused attention kernels (Hugging Face's eager attention, and
+Gemma2DotProductAttention of NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/models/gemma/gemma2_provider.py). RMSNorms
+multiply by 1 + weight; training learns the sum all the same.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _block(model: ModelSpec, share: RankShare, window: int) -> LayerSpec:
 
 
 def _norm_after(name: str, branch: str, share: RankShare) -> LayerPart:
-    """A norm of what a branch gives, in its precision."""
+    """A norm of a branch's output, in the precision of the output."""
     weight = ParameterSpec(f"{name}.weight", (share.hidden,), share.partial)
     made = Tensor(f"{name} output", share.own_tokens * share.hidden)
     return LayerPart(
@@ -90,7 +90,7 @@ def _head(model: ModelSpec, share: RankShare) -> LayerSpec:
 
 
 def _capped(distribution: LayerPart, share: RankShare) -> LayerPart:
-    """The distribution of logits that pass through a scaled tanh, which keeps its result for backward."""
+    """An output distribution whose logits pass through a scaled tanh, which saves its result for backward."""
     elements = share.tokens * share.vocab
     words = ("scaled logits", "logits under tanh", "capped logits")
     made = [Tensor(word, elements, logits=True) for word in words]

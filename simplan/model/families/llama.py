@@ -1,7 +1,6 @@
 """Llama's architecture: RMSNorm, rotary grouped-query attention, RMSNorm, gated SiLU MLP; no biases.
 
-Its switches make Qwen2.5 of it (biases of q, k and v), Qwen3 (norms of queries and keys) and Mistral 7B v0.1 (attention
-in a window).
+Switches cover Qwen2.5 (biases of q, k and v), Qwen3 (norms of queries and keys) and Mistral 7B v0.1 (sliding window).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["ATTENTION", "LLAMA", "attention_of"]
 
 ATTENTION = frozenset({"attention_bias", "qkv_bias", "qk_norm", "sliding_window", "sliding_window_pattern"})
-"""Fields that switch its attention."""
+"""Fields that switch Llama's attention."""
 
 _NORM = NormKind(statistics=1, bias=False)
 
@@ -50,7 +49,7 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
 
 
 def attention_of(model: ModelSpec, share: RankShare, window: int) -> tuple[LayerPart, list[str]]:
-    """The attention of a block with a window (0 for none), and what it adds to the block's key."""
+    """Attention of a block with a window (0 for none), and its addition to the block's key."""
     biased: Biases = "all" if model.attention_bias else "qkv" if model.qkv_bias else "none"
     form = AttentionForm(
         fused=False,
@@ -67,7 +66,7 @@ def attention_of(model: ModelSpec, share: RankShare, window: int) -> tuple[Layer
 
 
 def _block(model: ModelSpec, share: RankShare, window: int) -> tuple[str, list[LayerPart]]:
-    """Its key and its parts."""
+    """Key and parts of a block."""
     attention, switches = attention_of(model, share, window)
     return block_key(model, share, *switches), [
         norm("norm1", "input", _NORM, share),

@@ -1,8 +1,8 @@
 """Llama's architecture with a mixture of experts in place of the MLP: Mixtral, Qwen-MoE, OLMoE, DeepSeek-MoE, gpt-oss.
 
-The first ``num_dense_layers`` blocks have an MLP as Llama's blocks do. What is counted as model FLOPs is the work of
-the experts that tokens use; what is priced is the work on all of their places (``simplan.model.parts.experts``). Losses
-that balance experts, and routers that choose within groups of experts, are not modelled.
+The first ``num_dense_layers`` blocks have an MLP like Llama's blocks. Model FLOPs count the work of the experts that
+tokens use. Cost estimates cover the work on all capacity slots (``simplan.model.parts.experts``). Load-balancing
+losses, and routers that choose within groups of experts, are not modeled.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ EXPERTS = frozenset({
 """Fields of every mixture of experts."""
 
 AttentionOf = Callable[["ModelSpec", RankShare, int], tuple[LayerPart, list[str]]]
-"""The attention of a block with a window, and what it adds to the block's key."""
+"""Function from a model, sizes and a window to the attention of a block, and its addition to the block's key."""
 
 _NORM = NormKind(statistics=1, bias=False)
 
 
 def sparse_layers(model: ModelSpec, shard: Shard, attention: AttentionOf) -> tuple[LayerSpec, ...]:
-    """Embedding, dense blocks, blocks with experts, perhaps such for later tokens, head.
+    """Embedding, dense blocks, blocks with experts, layers for multi-token prediction if any, and head.
 
     Args:
         model: The model.
-        shard: How its layers are split.
-        attention: Of its blocks.
+        shard: Split of the layers.
+        attention: Builder of the blocks' attention.
     """
     share = share_of(model, shard)
     embedding = layer_of(
@@ -69,7 +69,7 @@ def sparse_layers(model: ModelSpec, shard: Shard, attention: AttentionOf) -> tup
 def _block(
     model: ModelSpec, share: RankShare, sparse: bool, window: int, attention: AttentionOf
 ) -> tuple[str, list[LayerPart]]:
-    """Its key and its parts."""
+    """Key and parts of a block."""
     attended, more = attention(model, share, window)
     form = experts_form(model)
     if sparse:
@@ -93,7 +93,7 @@ def _block(
 
 
 def with_experts(defaults: Defaults) -> Defaults:
-    """The same, and dense blocks, if there are any, as wide as an expert."""
+    """Defaults extended by the width of dense blocks, if any: that of an expert."""
 
     def found(given: Mapping[str, Any]) -> dict[str, Any]:
         width = given.get("moe_intermediate_size")

@@ -1,15 +1,15 @@
 """Multi-token prediction: layers after the last block, each of which predicts one token further ahead (DeepSeek-V3).
 
-Depth d takes the hidden states of depth d - 1 (for d = 1 of the last block) and the embeddings of the tokens d places
-further on. Both are normed, put side by side and projected back to the hidden size; then comes a block like the last
-one of the model, and then the head once more, with a norm of its own but the model's output projection (DeepSeek-AI
-2024, arXiv:2412.19437, section 2.2). The embedding is the model's, too: the last stage of a pipeline, which has all of
-these layers, holds a copy of it, and the gradients of both are all-reduced every step.
+Depth d takes the hidden states of depth d - 1 (for d = 1 of the last block) and the embeddings of the tokens d
+positions further on. Both are normed, concatenated and projected back to the hidden size. A block like the model's last
+one follows, and then the head once more, with a separate norm but the model's output projection (DeepSeek-AI 2024,
+arXiv:2412.19437, section 2.2). The embedding is the model's, too. The last pipeline stage, which has all of these
+layers, holds a copy of the embedding, and the gradients of both are all-reduced every step.
 
-As Megatron Core runs it (NVIDIA/Megatron-LM at d98e8a6, megatron/core/transformer/multi_token_prediction.py):
-tensor-parallel ranks split the projection by columns and gather what it gives. It norms the last block's output before
-the first of these layers instead of after all of them, which is as much work and as much to keep. What it does to
-tokens, labels and losses, and to count hits for the log, is not modelled.
+Implemented as in Megatron Core (NVIDIA/Megatron-LM at d98e8a6, megatron/core/transformer/multi_token_prediction.py):
+tensor-parallel ranks split the projection by columns and all-gather its result. Megatron Core norms the last block's
+output before the first of these layers instead of after all of them, with equal work and memory. Its changes to tokens,
+labels and losses, and its hit counts for the log, are not modeled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["MTP", "depth_heads", "depth_layers", "later_inputs"]
 
 MTP = frozenset({"mtp_num_layers"})
-"""Fields of families whose models can have such layers."""
+"""Fields of families with multi-token prediction."""
 
 _LOOKED_UP, _CONCATENATED, _PROJECTED = "wte output", "concatenated norms", "eh_proj output"
 
@@ -47,14 +47,14 @@ _LOOKED_UP, _CONCATENATED, _PROJECTED = "wte output", "concatenated norms", "eh_
 def depth_layers(
     model: ModelSpec, share: RankShare, kind: NormKind, key: str, block: Sequence[LayerPart]
 ) -> Iterator[LayerSpec]:
-    """The layers, which hand on the hidden states of all depths before them beside their own.
+    """Layers of multi-token prediction, which pass on the hidden states of all earlier depths with their own.
 
     Args:
         model: The model.
         share: Sizes.
-        kind: Of all norms.
-        key: Of the model's last block.
-        block: Its parts.
+        kind: Kind of all norms.
+        key: Key of the model's last block.
+        block: Parts of the model's last block.
     """
     projected = [rewired(part, "input", _PROJECTED) for part in block]
     for depth in range(1, model.mtp_num_layers + 1):
@@ -75,13 +75,13 @@ def depth_layers(
 
 
 def later_inputs(model: ModelSpec, share: RankShare) -> tuple[Tensor, ...]:
-    """Hidden states of all depths but the last, which the head gets besides."""
+    """Hidden states of all depths except the last, as additional inputs of the head."""
     numbers = range(model.mtp_num_layers)
     return tuple(hidden_input(share, f"hidden states of depth {number}", elsewhere=True) for number in numbers)
 
 
 def _later_tokens(kind: NormKind, share: RankShare) -> Iterator[LayerPart]:
-    """Embeddings of later tokens, both norms, the projection. The embedding is a parameter of the head."""
+    """Embeddings of later tokens, both norms and the projection. The embedding is a parameter of the head."""
     own, h, tp = share.own_tokens * share.hidden, share.hidden, share.shard.tp
     yield LayerPart(operators=tuple(token_lookup(share, _LOOKED_UP)))
     for name, source in (("enorm", _LOOKED_UP), ("hnorm", "input")):
@@ -102,20 +102,20 @@ def _later_tokens(kind: NormKind, share: RankShare) -> Iterator[LayerPart]:
 
 
 def _of_stream(operator: Operator) -> Operator:
-    """A matmul whose result is of the residual stream."""
+    """A matmul whose result belongs to the residual stream."""
     return replace(operator, makes=tuple(replace(tensor, residual=True) for tensor in operator.makes))
 
 
 def depth_heads(model: ModelSpec, share: RankShare, kind: NormKind) -> tuple[list[LayerPart], list[LayerPart]]:
-    """What the head has before and after what it has without such layers; nothing without.
+    """Parts that multi-token prediction adds before and after the head's own; empty without it.
 
-    Before, the copy of the embedding, unless its output projection is one. It counts where the model's embedding is on
-    another stage, and its gradient comes last. After, once for each depth, the head.
+    Before: the copy of the embedding, unless the output projection is tied to it. The copy counts where the model's
+    embedding is on another stage, and its gradient comes last. After: the head, once for each depth.
 
     Args:
         model: The model.
         share: Sizes.
-        kind: Of the norms.
+        kind: Kind of the norms.
     """
     if not model.mtp_num_layers:
         return [], []

@@ -1,7 +1,7 @@
-"""GPT-NeoX's architecture, Pythia's too: attention and MLP of the same hidden states, both added at once.
+"""GPT-NeoX's architecture, also Pythia's: attention and MLP read the same hidden states, and both are added together.
 
-Each has a LayerNorm of its own. Queries and keys are rotated on a part of their width. Linear layers have biases, the
-head has none and is not the embedding.
+Attention and MLP have separate LayerNorms. Part of the width of queries and keys is rotated. Linear layers have biases.
+The head has no bias and is not tied to the embedding.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""ResNets, for classes of images (He et al. 2016), as torchvision has them (v1.5: the 3 x 3 convolution strides).
+"""ResNets for image classification (He et al. 2016), as in torchvision (v1.5: the 3 x 3 convolution strides).
 
-A stem, residual blocks of convolutions and batch norms, a classifier. Everything between layers is as wide as
-activations: under autocast convolutions give 16 bits, and norms and sums keep to them.
+A stem, residual blocks of convolutions and batch norms, a classifier. Every tensor between layers has the width of
+activations: under autocast convolutions return 16-bit tensors, and norms and sums keep that width.
 
-A batch norm normalizes by the mean and variance of a microbatch on its rank. So more microbatches, or more ranks of
-data parallelism, are another computation: one process computes the same only microbatch by microbatch.
+A batch norm normalizes by the mean and variance of a microbatch on its rank. So another number of microbatches or
+data-parallel ranks changes the result: a single process matches it only microbatch by microbatch.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class BlockForm(NamedTuple):
     """Sizes of a residual block.
 
     Attributes:
-        channels: Of its input.
-        width: Of its inner convolutions.
-        outputs: Channels of its output.
-        size: Pixels along each side of its input.
+        channels: Channels of the input.
+        width: Channels of the inner convolutions.
+        outputs: Channels of the output.
+        size: Pixels along each side of the input.
         stride: Pixels from one output to the next.
     """
 
@@ -47,17 +47,17 @@ class BlockForm(NamedTuple):
 
     @property
     def output_size(self) -> int:
-        """Pixels along each side of its output."""
+        """Pixels along each side of the output."""
         return -(-self.size // self.stride)
 
     @property
     def has_shortcut(self) -> bool:
-        """The input is brought to the size of the output by a convolution of its own."""
+        """True if a separate convolution brings the input to the size of the output."""
         return self.stride > 1 or self.channels != self.outputs
 
 
 def block_forms(model: ModelSpec) -> tuple[BlockForm, ...]:
-    """The blocks in order: each stage but the first begins with one that halves the image."""
+    """Blocks in order; every stage except the first begins with a block that halves the image."""
     expansion = _EXPANSION[model.layer_type]
     channels, size = model.embedding_size, _pooled_size(model)
     found = []
@@ -168,7 +168,7 @@ def _pooled_size(model: ModelSpec) -> int:
 
 
 def _halved(size: int) -> int:
-    """What is left of a side when every second pixel is taken, the first one always."""
+    """Pixels along a side after taking every second pixel, beginning with the first."""
     return -(-size // 2)
 
 
@@ -176,11 +176,11 @@ def _convolution(name: str, source: str, inputs: int, outputs: int, width: int, 
     """A convolution without bias.
 
     Args:
-        name: Of its weight.
-        source: Name of its input.
+        name: Name of the convolution and its weight.
+        source: Name of the input.
         inputs, outputs: Channels.
-        width: Pixels along each side of its kernel.
-        before, after: Pixels along each side of its input and its output.
+        width: Pixels along each side of the kernel.
+        before, after: Pixels along each side of the input and the output.
     """
     weight = ParameterSpec(f"{name}.weight", (outputs, inputs, width, width))
     image = inputs * before**2
@@ -195,7 +195,7 @@ def _convolution(name: str, source: str, inputs: int, outputs: int, width: int, 
 
 
 def _batch_norm(name: str, source: str, channels: int, size: int) -> LayerPart:
-    """Reads its input twice: for its statistics, and to normalize. Keeps running statistics and counts microbatches."""
+    """A batch norm, which reads its input twice, keeps running statistics and counts microbatches."""
     elements = channels * size**2
     statistics = Tensor(f"{name} statistics", 2 * channels, FP32_BYTES, of_microbatch=True)
     parameters = ParameterSpec(f"{name}.weight", (channels,)), ParameterSpec(f"{name}.bias", (channels,))
@@ -217,7 +217,7 @@ def _batch_norm(name: str, source: str, channels: int, size: int) -> LayerPart:
 
 
 def _relu(name: str, source: str, elements: int) -> LayerPart:
-    """In place; the next convolution's input is what its backward needs, too."""
+    """A ReLU in place; its backward needs its output, which is the input of the next convolution."""
     result = Tensor(f"{name} output", elements)
     kernel = Pointwise(name, elements, elements)
     operator = Operator(kernel=kernel, reads=(source,), makes=(result,), saves=(result.name,), in_place=True)

@@ -1,13 +1,13 @@
 """T5's architecture: a stack of encoder blocks, a stack of decoder blocks (Raffel et al. 2020).
 
-RMSNorm before attention and MLP, no biases, dropout neither. One embedding for the tokens of both stacks. The first
-version (``gated_mlp = false``) has an MLP with ReLU and uses the embedding as head as well; version 1.1 has an MLP
-gated by GELU and a head of its own.
+RMSNorm before attention and MLP, no biases, no dropout. One embedding for the tokens of both stacks. The first version
+(``gated_mlp = false``) has an MLP with ReLU and ties the head to the embedding. Version 1.1 has an MLP gated by GELU
+and a separate head.
 
-Layers hand on three tensors: what the encoder has made, what the decoder has, and the two tables of relative positions.
-So embedding and tables are in the first layer only, wherever a pipeline is cut: the decoder's tokens are embedded
-together with the encoder's and pass through its blocks, and each block looks up the bias of its own scores, which
-Hugging Face keeps for a whole stack.
+Layers pass on three tensors: the encoder's hidden states, the decoder's hidden states, and the two tables of relative
+positions. So embedding and tables are in the first layer only, wherever a pipeline is cut. The decoder's tokens are
+embedded together with the encoder's and pass through the encoder blocks. Each block looks up the bias of its own
+scores; Hugging Face transformers stores one bias for a full stack.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _inputs(model: ModelSpec, encoder: RankShare, decoder: RankShare, *, decodes
 
 
 def _embedding(model: ModelSpec, encoder: RankShare, decoder: RankShare) -> LayerSpec:
-    """One lookup for the tokens of both stacks, then a tensor for each; every sequence gets a copy of the tables."""
+    """One lookup for the tokens of both stacks, then one tensor for each; every sequence gets a copy of the tables."""
     buckets, heads = model.relative_attention_buckets, encoder.heads
     tokens = encoder.tokens + decoder.tokens
     elements, table = tokens * encoder.hidden, buckets * heads
@@ -106,7 +106,7 @@ def _embedding(model: ModelSpec, encoder: RankShare, decoder: RankShare) -> Laye
 
 
 def _encoder_block(model: ModelSpec, encoder: RankShare, decoder: RankShare, *, last: bool) -> LayerSpec:
-    """The last one also norms its output, from which all decoder blocks make keys and values."""
+    """An encoder block; the last one also norms its output, from which all decoder blocks make keys and values."""
     source, tables = _NAMES[0], _NAMES[2]
     form = EagerForm(table=tables)
     parts = [
@@ -164,7 +164,7 @@ def _mlp(model: ModelSpec, share: RankShare) -> LayerPart:
 
 
 def _head(model: ModelSpec, decoder: RankShare) -> LayerSpec:
-    """The first version scales what it applies the embedding to: it has no head that would learn a scale."""
+    """The decoder's head; the first version of T5 scales its input, since the tied embedding learns no scale."""
     elements, source = decoder.tokens * decoder.hidden, _NAMES[1]
     if model.tied_embeddings:
         scale = Operator(

@@ -1,4 +1,4 @@
-"""The Vision Transformer, for classes of images (Dosovitskiy et al. 2021).
+"""The Vision Transformer, for image classification (Dosovitskiy et al. 2021).
 
 GPT-2's blocks with full attention on patches of an image and a class token, which the head reads; without dropout.
 """
@@ -55,7 +55,7 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
 
 
 def _patches(model: ModelSpec, share: RankShare) -> LayerPart:
-    """A convolution whose stride is its width, which is a matrix product; the class token in front; positions."""
+    """The patch convolution (a matmul, since its stride is its width), the class token in front, and positions."""
     n, h = share.tokens, share.hidden
     channels, width = model.num_channels, model.patch_size
     return LayerPart(

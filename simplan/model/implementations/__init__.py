@@ -1,1 +1,1 @@
-"""How frameworks compute layers, where that differs from eager torch modules."""
+"""Framework implementations of layers, where they differ from eager torch modules."""

@@ -1,6 +1,6 @@
-"""How a framework runs attention cores, where it differs from the cores that families build.
+"""Framework implementations of attention cores, where they differ from the cores that families build.
 
-Each function takes the operators of a layer as they are by now and gives them as the framework has them.
+Each function takes the current operators of a layer and returns them as the framework implements them.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ __all__ = [
 
 
 def is_masked_for_gathering(layer: LayerSpec) -> bool:
-    """Whether attention in it has a table for no other reason than that keys are gathered."""
+    """True if attention in a layer has a mask tensor only because keys are all-gathered."""
     cores = [kernel for kernel in layer.kernels if isinstance(kernel, Attention)]
     gathers = any(isinstance(k, Exchange) and k.axis == "cp" for k in layer.kernels)
     return gathers and bool(cores) and not any(core.masked for core in cores)
 
 
 def is_core(operator: Operator, holds: Callable[[Attention], bool] = lambda _: True) -> bool:
-    """Whether an operator is an attention core, and one of some kind."""
+    """True if an operator is an attention core for which ``holds`` is true."""
     return isinstance(operator.kernel, Attention) and holds(operator.kernel)
 
 
 def with_core(operator: Operator, **changes: Any) -> Operator:
-    """The same with a changed attention core, if it is one."""
+    """The operator with a changed attention core; unchanged if it is none."""
     if not isinstance(operator.kernel, Attention):
         return operator
     return replace(operator, kernel=replace(operator.kernel, **changes))
 
 
 def unfused(operator: Operator, *, dropout: bool) -> Iterator[Operator]:
-    """Attention whose scores are a tensor, with scaling, mask and softmax in one kernel that saves its result.
+    """Attention with materialized scores; one kernel does scaling, mask and softmax, and saves its result.
 
     Backward changes the gradient of the softmax in place.
     """
@@ -75,7 +75,7 @@ def unfused(operator: Operator, *, dropout: bool) -> Iterator[Operator]:
 
 
 def with_repeated_keys(operators: Iterable[Operator]) -> Iterator[Operator]:
-    """The gather of keys and values for attention, and how gradients of these come home: as many hops as ranks."""
+    """The all-gather of keys and values expanded to all query heads, and the ring that returns their gradients."""
     found = tuple(operators)
     core = next((o.kernel for o in found if isinstance(o.kernel, Attention)), None)
     for operator in found:
@@ -91,14 +91,14 @@ def with_repeated_keys(operators: Iterable[Operator]) -> Iterator[Operator]:
 
 
 def in_one_call(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """Attention of documents whose outputs need not be joined."""
+    """Attention of packed documents in one kernel call, whose outputs need no concatenation."""
     joins = (o for o in operators if isinstance(o.kernel, Pointwise) and o.kernel.name == JOIN)
     without = bypassed(operators, [tensor.name for join in joins for tensor in join.makes])
     return tuple(with_core(o, one_call=True) if is_core(o, lambda core: bool(core.documents)) else o for o in without)
 
 
 def skipping_keys(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """Attention whose kernel knows of windows and sinks."""
+    """Attention whose kernel supports windows and sinks."""
     sinks = (o for o in operators if isinstance(o.kernel, Pointwise) and o.kernel.name == SINKS)
     parameters = {name for operator in operators for name in operator.parameters if name.startswith(f"{SINKS}.")}
     found = []
@@ -109,7 +109,7 @@ def skipping_keys(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
 
 
 def with_narrow_values(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """Multi-head latent attention whose kernel takes values as they are: nothing is padded, or cut off afterwards."""
+    """Multi-head latent attention whose kernel takes values of their own width, without padding."""
     core = next((o for o in operators if is_core(o, lambda core: core.padded)), None)
     if core is None or not isinstance(core.kernel, Attention):
         return operators
@@ -135,5 +135,5 @@ def with_narrow_values(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
 
 
 def without_mask(constants: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Tables of a layer whose attention needs none to know what counts."""
+    """Constants of a layer without the attention mask."""
     return tuple(table for table in constants if table.name != MASK)

@@ -1,7 +1,7 @@
-"""Attention whose scores are tensors of their own: what T5 has, since fused kernels give no gradient of a bias.
+"""Attention with materialized scores: T5 uses it, since fused kernels give no gradient of a bias.
 
-Gemma 2 has it as well, whose scores pass through a tanh. Scores are products of queries and keys, plus a bias if there
-is one; their softmax, in FP32, weighs the values.
+Gemma 2 uses it as well, since its scores pass through a tanh. Scores are matmuls of queries and keys, plus a bias if
+there is one; their softmax, in FP32, weights the values.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["EagerForm", "eager_attention", "eager_core"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagerForm:
-    """Which attention.
+    """Variant of eager attention.
 
     Attributes:
-        name: Of its core.
-        prefix: Of the names of its matrices.
-        causal: Each query meets the keys up to its own.
-        table: The tensor of which a row for every pair of query and key, by their distance, is added to the scores of
-            all heads (Raffel et al. 2020, section 2.1); an input of the layer. Empty for none.
+        name: Name of the core.
+        prefix: Prefix of the names of the matrices.
+        causal: Each query attends to the keys up to its own.
+        table: Name of an input tensor with one row per distance. The row of every query-key pair is added to the scores
+            of all heads (Raffel et al. 2020, section 2.1). Empty for none.
     """
 
     name: str = "attention"
@@ -39,11 +39,11 @@ def eager_attention(form: EagerForm, source: str, keys: str, share: RankShare, n
     """Queries, keys and values without biases, the attention core, and the projection, ``{prefix}proj output``.
 
     Args:
-        form: Which attention.
+        form: Variant of the attention.
         source: Name of the tensor that queries are made from.
         keys: Name of the tensor that keys and values are made from.
         share: Sizes on the side of the queries.
-        num_keys: Tokens that keys and values are made from: its own, or those of an encoder.
+        num_keys: Tokens that keys and values are made from: those of the queries, or those of an encoder.
     """
     assert share.shard.tp == share.shard.cp == 1, "nothing is exchanged"
     n, h, q, prefix = share.tokens, share.hidden, share.q, form.prefix
@@ -73,16 +73,16 @@ def eager_attention(form: EagerForm, source: str, keys: str, share: RankShare, n
 def eager_core(
     core: Attention, names: tuple[str, ...], result: str, *, table: str = "", masked: bool = False
 ) -> list[Operator]:
-    """Scores, what is done to them, the softmax in FP32, and the products of weights and values.
+    """Scores, operations on them, the softmax in FP32, and the matmul of weights and values.
 
-    Keys and values are copied to as many heads as queries have.
+    Keys and values are copied to the number of query heads.
 
     Args:
         core: The kernel.
-        names: Of queries, keys and values.
+        names: Names of queries, keys and values.
         result: Name of the output.
-        table: Name of a table of which a row for every pair of query and key is added to the scores; empty for none.
-        masked: Scores that do not count are overwritten.
+        table: Name of a tensor with one row per distance, added to the scores; empty for none.
+        masked: Masked scores are overwritten.
     """
     width = core.num_heads * core.head_dim
     keys = (core.num_keys or core.seq_len) * width
@@ -92,7 +92,7 @@ def eager_core(
     found = [Operator(kernel=core, reads=names, makes=heads)]
 
     def step(word: str, *reads: str, **fields: Any) -> str:
-        """The scores after one more operation on them."""
+        """Name of the scores after one more operation on them."""
         made = Tensor(f"{core.name} {word}", core.num_scores, fields.pop("width", None))
         found.append(Operator(reads=reads, makes=(made,), **fields))
         return made.name
@@ -121,7 +121,7 @@ def eager_core(
 
 
 def _tables(form: EagerForm, num_queries: int, num_keys: int) -> tuple[Tensor, ...]:
-    """Which row of the table of positions each pair of query and key has, and which keys come later."""
+    """Row of the position table for each query-key pair, and a mask of later keys."""
     if not form.table:
         return ()
     pairs = num_queries * num_keys

@@ -1,25 +1,24 @@
-"""How a framework brings tokens to their experts, where it differs from copies by eager torch modules.
+"""Framework implementations of expert dispatch, where they differ from copies by eager torch modules.
 
 ===========  =======================================================  ================================================
-dispatch     what is exchanged                                        copies beside it
+dispatch     all-to-all of                                            additional copies
 ===========  =======================================================  ================================================
-copies       every place of every expert                              tokens to places, places by expert; and back,
-                                                                      where results are weighed and added up
-all_to_all   the same                                                 each is one kernel, that reads or writes a token
+copies       every capacity slot of every expert                      tokens to slots, slots by expert; and back, where
+                                                                      results are weighted and summed
+all_to_all   every capacity slot of every expert                      each is one kernel, which reads or writes a token
                                                                       once
-deepep       a token once for each rank that has some of its experts  there to places, and back
-hybridep     the same                                                 none: the exchange itself does them
+deepep       a token once for each rank that has some of its experts  to slots after the all-to-all, and back
+hybridep     a token once for each rank that has some of its experts  none: the all-to-all itself does them
 ===========  =======================================================  ================================================
 
 ``all_to_all`` is Megatron Core's dispatcher with moe_permute_fusion, whose kernels are Transformer Engine's
-(transformer_engine/pytorch/permutation.py); weights of experts are multiplied where their activation is computed
-(megatron/core/transformer/moe/experts.py, bias_act_func with permuted_probs, at 23e00ed), in all ways but ``copies``,
-so that what experts give is not kept for backward.
-``deepep`` (deepseek-ai/DeepEP) and ``hybridep`` (its branch hybrid-ep) are the backends of its flex dispatcher
-(megatron/core/transformer/moe/fused_a2a.py). With E experts on R ranks, of which a token takes k at random, it goes to
-R (1 - C(E - E/R, k) / C(E, k)) of them (``ExpertDraw``). Between nodes it is sent once to each of these, in
-whatever rank, and on from there (deepseek-ai/DeepEP, README: "asymmetric-domain bandwidth forwarding"), and what comes
-back is added up in a node before.
+(transformer_engine/pytorch/permutation.py). All algorithms except ``copies`` multiply by the weights of experts in the
+activation (megatron/core/transformer/moe/experts.py, bias_act_func with permuted_probs, at 23e00ed), so that expert
+outputs are not saved for backward. ``deepep`` (deepseek-ai/DeepEP) and ``hybridep`` (its branch hybrid-ep) are the
+backends of Megatron Core's flex dispatcher (megatron/core/transformer/moe/fused_a2a.py). With E experts on R ranks, of
+which a token uses k at random, it goes to R (1 - C(E - E/R, k) / C(E, k)) of them (``ExpertDraw``). Between nodes a
+token is sent once to each destination node and forwarded there (deepseek-ai/DeepEP, README: "asymmetric-domain
+bandwidth forwarding"). Results are summed within a node before they return.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ TAKEN_SHARE: Mapping[ExpertDispatch, float] = {
     "deepep": 20 / 132,
     "hybridep": 32 / 148,
 }
-"""Part of the multiprocessors that exchanges run on: 20 of an H100's (NVIDIA/Megatron-LM, core_v0.15.2 to v0.18.0,
+"""Fraction of the SMs that expert all-to-all occupies: 20 of an H100's (NVIDIA/Megatron-LM, core_v0.15.2 to v0.18.0,
 transformer_config.py, moe_deepep_num_sms), 32 of a B200's (NVIDIA-NeMo/Megatron-Bridge, v0.2.0 to v0.6.0,
 scripts/performance, moe_hybridep_num_sms)."""
 
@@ -58,11 +57,11 @@ _BIAS_KERNELS = (2, 7)
 
 
 def dispatched(operators: tuple[Operator, ...], way: ExpertDispatch) -> tuple[Operator, ...]:
-    """Operators of a layer that brings tokens to its experts in this way.
+    """Operators of a layer with one dispatch algorithm.
 
     Args:
-        operators: As ``simplan.model.parts.experts`` has them, or without experts.
-        way: How.
+        operators: Operators as in ``simplan.model.parts.experts``, or without experts.
+        way: Dispatch algorithm.
     """
     kernels = {kernel.name: kernel for kernel in kernels_of(operators)}
     router, gate = kernels.get("router"), kernels.get(GATE_AND_UP[0])
@@ -96,7 +95,7 @@ def dispatched(operators: tuple[Operator, ...], way: ExpertDispatch) -> tuple[Op
 
 
 def _summed(operators: Iterable[Operator], whole: int) -> Iterator[Operator]:
-    """With results of experts that are taken back and added up at once: their weights are in them already."""
+    """Operators with expert results unpermuted and summed in one kernel: the results are already weighted."""
     picked: Operator | None = None
     for operator in operators:
         if isinstance(operator.kernel, Pointwise) and operator.kernel.name == "combine":
@@ -110,25 +109,25 @@ def _summed(operators: Iterable[Operator], whole: int) -> Iterator[Operator]:
 
 
 def _left_out(operators: Sequence[Operator], names: Sequence[str]) -> tuple[Operator, ...]:
-    """Without copies whose work is part of the exchange next to them, which then makes what the last of them made."""
+    """Operators without copies that the all-to-all next to them does; the all-to-all then makes the copies' results."""
     found: list[Operator] = []
     for operator in operators:
         made = [tensor for tensor in operator.makes if tensor.name in names]
         if made and found and found[-1].makes and found[-1].makes[0].name in operator.reads:
             found[-1] = replace(found[-1], makes=tuple(made))
         elif made:
-            found.append(replace(operator, kernel=None))  # the first copy, before the exchange
+            found.append(replace(operator, kernel=None))  # the first copy, before the all-to-all
         else:
             found.append(operator)
     return tuple(found)
 
 
 def one_by_one(operators: tuple[Operator, ...], streams: int) -> tuple[Operator, ...]:
-    """With every expert's matmul a kernel of its own.
+    """Operators with a separate kernel for every expert's matmul.
 
     Args:
-        operators: Of a layer.
-        streams: How many run at once.
+        operators: Operators of a layer.
+        streams: CUDA streams on which the kernels run.
     """
     return tuple(
         replace(o, kernel=replace(o.kernel, streams=streams))
@@ -139,20 +138,20 @@ def one_by_one(operators: tuple[Operator, ...], streams: int) -> tuple[Operator,
 
 
 def with_biases_apart(layer: LayerSpec, operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """Experts with biases whose last one, and limits of whose activations, are passes of their own.
+    """Experts with separate kernels for the last bias, and for the limits of activations.
 
     Megatron-LM at d7288711 (2026-04): megatron/core/transformer/moe/experts.py, TEGroupedMLP._apply_bias multiplies the
-    bias of the last matrix by the weights of tokens, which makes it fp32, adds it, joins what it got for each expert
-    and casts it back: 28 bytes a value that are read or written, and 40 in backward. fusions/fused_bias_geglu.py limits
-    both halves before the activation (gpt-oss, the one model with such biases) and joins them: 8 and 10 values. A pass
-    counts twice in backward but for what only moves, so both are stated as two. The biases of the first matrices are
-    part of the product. Each expert's bias is weighed and added by kernels of its own: two in forward, and in backward
-    seven: a cast, three that weigh, sum and cast the bias's gradient and one that adds it to those of other
-    microbatches, two for the gradients of the weights of tokens.
+    bias of the last matrix by the weights of tokens (which makes it FP32), adds it, concatenates the results of the
+    experts and casts them back: 28 bytes read or written per value, and 40 in backward. fusions/fused_bias_geglu.py
+    limits both halves before the activation (gpt-oss, the one model with such biases) and concatenates them: 8 and 10
+    values. A kernel counts twice in backward unless it only moves elements, so both are stated as two. The biases of
+    the first matrices are fused into the matmul. Each expert's bias is weighted and added by separate kernels: two in
+    forward and seven in backward. The seven are a cast, three that weight, sum and cast the bias's gradient, one that
+    adds it to those of other microbatches, and two for the gradients of the weights of tokens.
 
     Args:
-        layer: As ``simplan.model.parts.experts`` has it.
-        operators: Its operators, as they are by now.
+        layer: Layer as in ``simplan.model.parts.experts``.
+        operators: Current operators of the layer.
     """
     if not any(parameter.name == f"{DOWN}.bias" for parameter in layer.parameters):
         return operators
@@ -183,18 +182,18 @@ def with_biases_apart(layer: LayerSpec, operators: tuple[Operator, ...]) -> tupl
 
 
 def _of_each(experts: int) -> tuple[int, int]:
-    """Kernels that weigh and add a bias, and that take it back, of so many experts."""
+    """Kernels that apply the biases of ``experts`` experts, in forward and in backward."""
     forward, backward = _BIAS_KERNELS
     return forward * experts, backward * experts
 
 
 def with_fused_experts(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """Experts whose activation, and its cast where products are in 8 bits, are part of the product before it.
+    """Experts whose activation, and its cast to FP8, is fused into the matmul before it.
 
-    Of backward likewise: gradients of the first two matrices' outputs come quantized from the kernel that makes them.
+    In backward, output gradients of the first two matrices come quantized from the kernel that makes them.
 
     Args:
-        operators: Of a layer.
+        operators: Operators of a layer.
     """
     found: list[Operator] = []
     for operator in operators:
@@ -212,7 +211,7 @@ def with_fused_experts(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
 
 
 def _in_one_kernel(operator: Operator, whole: int) -> Operator:
-    """A copy that reads, or writes, a token once for all of its places."""
+    """A copy that reads or writes a token once for all of its capacity slots."""
     kernel = operator.kernel
     match kernel:
         case Pointwise(name="dispatch"):

@@ -1,8 +1,8 @@
-"""How a framework computes the layers of a transformer, where it differs from eager torch modules.
+"""Framework implementations of transformer layers, where they differ from eager torch modules.
 
-Families of models build their layers as torch would run them (``simplan.model.families``). A style changes what such a
-layer keeps for backward: unfused attention has its scores as tensors, dropout keeps which elements it let through,
-fused functions keep their inputs only; and what context-parallel ranks exchange. What it computes stays the same.
+Families of models build their layers as torch would run them (``simplan.model.families``). A style changes what a layer
+saves for backward, and the communication of context-parallel ranks. Unfused attention materializes its scores, dropout
+saves its masks, fused functions save only their inputs. The computed results stay the same.
 """
 
 from __future__ import annotations
@@ -55,47 +55,50 @@ _KEPT_BY_LOSS: dict[Loss, tuple[str, int | None]] = {
 
 
 class LayerStyle(Spec):
-    """What differs.
+    """Differences of a framework's layers from eager torch modules.
 
     Attributes:
-        model_code: Whose modules the model is built from: the framework's (torch's: those of simplan's executor), or
-            those of Hugging Face transformers (``models.transformers_code``).
-        attention: ``unfused``: scores are a tensor, their scaling, mask and softmax one kernel that keeps its result in
-            the precision of activations (Megatron-LM's masked_softmax_fusion).
-        dropout: Families whose models train with dropout after the embedding, after both branches of a block, and,
-            where attention is unfused, of its weights: masks of one byte are kept. A fused kernel draws them again.
-        joined_products: Matrices with one input are one: queries, keys and values, gate and up.
-        fused_gates: The activation of a gated MLP times its other half is one function, which keeps its inputs.
-        loss: What the cross-entropy keeps: the fp32 logarithms of probabilities beside the logits (torch, also its
-            loss_parallel where the vocabulary is split); the probabilities, in place of an fp32 copy of the logits,
-            which become their gradients (Megatron-LM); or the gradients in place of the logits, in their precision
-            (Transformer Engine's fused cross-entropy); or the logits alone, from which one kernel makes their
-            gradients (torch.compile).
-        repeated_keys: Before attention keys and values become as many heads as queries have, and these are what
-            context-parallel ranks gather, in forward and again in backward; their gradients go round a ring in fp32
-            (torch's context parallelism).
-        narrow_values: Values that are narrower than keys are not padded.
-        skips_keys: The kernel of attention in a window skips keys outside of it, for which torch has a table, and takes
-            sinks into its softmax, which else scale its output afterwards.
-        split_backward: What stays of a layer between the two parts of a backward: nearly ``all`` that forward kept
-            (torch), or of each product with weights its input and the gradient of its output (``products``).
-        gathered_keys: How queries of a part of a sequence attend to keys that are gathered from all context-parallel
-            ranks: at once, with a table of those that count, or to the keys of one rank after the other, for which
-            the kernel needs none.
-        documents_in_one_call: One kernel attends for all documents of a sequence, and its outputs are one tensor.
-        expert_dispatch: How tokens come to their experts (``models.expert_dispatch``), as the profile has it.
-        expert_streams: Products of experts, and their casts, are kernels of their own, of which so many run at once;
-            None for one kernel of all experts. Their last biases are then added apart.
-        fused_experts: Activations of experts, and their casts to 8 bits, are part of the products before, likewise.
-        eight_bit_attention: Fused attention is in 8 bits, likewise.
+        model_code: Source of the model's modules: the framework (for torch, simplan's executor), or Hugging Face
+            transformers (``simplan.model.implementations.transformers_code``).
+        attention: ``unfused``: scores are materialized; scaling, mask and softmax are one kernel, which saves its
+            result in the precision of activations (Megatron-LM's masked_softmax_fusion).
+        dropout: Families whose models train with dropout after the embedding, after both branches of a block and, in
+            unfused attention, on its weights. Masks of one byte per element are saved. A fused kernel samples them
+            again.
+        joined_products: Matrices with one input are fused (QKV, gate-up).
+        fused_gates: The activation of a gated MLP and its multiplication by the other half are one function, which
+            saves its inputs.
+        loss: Tensors that the cross-entropy saves. ``log_probabilities``: FP32 logarithms of probabilities, in addition
+            to the logits (torch, also its loss_parallel with a split vocabulary). ``probabilities``: probabilities in
+            place of an FP32 copy of the logits, which become their gradients (Megatron-LM). ``gradients``: gradients in
+            place of the logits, in their precision (Transformer Engine's fused cross-entropy). ``logits``: the logits
+            alone, from which one kernel makes their gradients (torch.compile).
+        repeated_keys: Keys and values are expanded to the number of query heads before attention. Context-parallel
+            ranks all-gather the expanded tensors in forward and again in backward. Gradients of keys and values travel
+            around a ring in FP32 (torch's context parallelism).
+        narrow_values: Values narrower than keys are not padded.
+        skips_keys: The attention kernel skips keys outside of a window, for which torch has a mask tensor. The kernel
+            also includes sinks in its softmax; otherwise they scale its output afterwards.
+        split_backward: Tensors that stay between input gradient and weight gradient of a split backward. ``all``:
+            nearly all that forward saved (torch). ``products``: input and output gradient of each matmul with a weight.
+        gathered_keys: Attention to keys all-gathered from context-parallel ranks: in one call with a mask tensor
+            (``masked``), or sequentially to the keys of each rank, without a mask tensor (``by_rank``).
+        documents_in_one_call: One kernel call attends for all packed documents, and its outputs are one tensor.
+        expert_dispatch: Dispatch of tokens to experts (``simplan.model.implementations.expert_dispatch``), set from the
+            profile.
+        expert_streams: Streams on which separate kernels of the experts' matmuls and casts run; None for grouped GEMMs.
+            With separate kernels, the last biases are added separately.
+        fused_experts: Activations of experts, and their casts to FP8, are fused into the matmuls before them; set from
+            the profile.
+        eight_bit_attention: Fused attention is in FP8; set from the profile.
         regathers_tokens: Matrices split by columns save each rank's own tokens, which backward gathers again
-            (Megatron-LM's linear_with_grad_accumulation); else the gathered tokens (torch's DTensor). Biases of
-            matrices split by rows are added to the sum over ranks, else to each rank's part.
-        compiled: Blocks are torch.compile's: a gate's activation is computed again in backward, and so is the sum in
-            the middle of a block, from the branch that is added, where that is narrower. What products with weights
-            have as input is kept, as backward would have to write it to memory all the same (the partitioner of
-            torch 2.13, torch/_functorch/config.py: ban_recompute_materialized_backward).
-        reruns_to_end: A block that backward runs again runs to its end, as an autograd function that calls it has it
+            (Megatron-LM's linear_with_grad_accumulation); else they save the gathered tokens (torch's DTensor). Biases
+            of matrices split by rows are added to the sum over ranks; else to each rank's part.
+        compiled: Blocks are compiled with torch.compile. Backward recomputes a gate's activation, and the sum in the
+            middle of a block from the branch that is added, if the branch is narrower. Inputs of matmuls with weights
+            are saved, as backward would have to write them to memory anyway (the partitioner of torch 2.13,
+            torch/_functorch/config.py: ban_recompute_materialized_backward).
+        reruns_to_end: Recomputation re-executes a block to its end, as in an autograd function that calls the block
             (Megatron's CheckpointFunction, torch's reentrant checkpoint); else up to the last tensor that is needed.
     """
 
@@ -124,9 +127,9 @@ def styled_layers(layers: Iterable[LayerSpec], style: LayerStyle, family: str) -
     """Layers of a model in a style; equal layers become one object.
 
     Args:
-        layers: As the family builds them.
-        style: Of the framework.
-        family: Of the model.
+        layers: Layers as the family builds them.
+        style: Style of the framework.
+        family: Family of the model.
     """
     made: dict[str, LayerSpec] = {}
     found = []
@@ -141,8 +144,8 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     """One layer in a style.
 
     Args:
-        layer: As its family builds it.
-        style: Of the framework.
+        layer: Layer as its family builds it.
+        style: Style of the framework.
         dropout: The model trains with dropout.
     """
     if style.model_code == "transformers":
@@ -159,6 +162,43 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     elif style.expert_streams:
         operators = with_biases_apart(layer, one_by_one(operators, style.expert_streams))
     other_experts = operators != saved
+    operators, skips, attention_words = _with_attention(operators, style, dropout=dropout)
+    compiled = style.compiled and layer.kind is LayerKind.BLOCK
+    if style.fused_gates or compiled:
+        operators = tuple(found for operator in _pairs(operators) for found in operator)
+    if compiled:
+        operators = tuple(_summed_again(operator) for operator in operators)
+    if dropout:
+        operators = tuple(_with_masks(layer, operators))
+    if style.loss != "log_probabilities":
+        operators = tuple(_with_loss(operators, style.loss))
+    constants = layer.constants
+    if skips or (style.gathered_keys == "by_rank" and is_masked_for_gathering(layer)):
+        constants = without_mask(constants)
+    # with a split block, the recomputed function is compiled; else recomputation itself is compiled
+    split = compiled and any(isinstance(operator.kernel, Exchange) for operator in operators)
+    to_end = split or (style.reruns_to_end and layer.kind is LayerKind.BLOCK)
+    if not (compiled or to_end or (operators, constants) != (layer.operators, layer.constants)):
+        return layer
+    words = ["dropout" * dropout, "gates" * style.fused_gates, style.loss, *attention_words]
+    words += [_expert_words(style) * other_experts, "as Megatron" * as_megatron]
+    words += ["by rank" * (constants != layer.constants), COMPILED * compiled, "to end" * to_end]
+    key = f"{layer.key},{'+'.join(word for word in words if word)}"
+    return replace(
+        layer,
+        key=key,
+        operators=operators,
+        parameters=parameters,
+        constants=constants,
+        compiled=compiled,
+        reruns_to_end=to_end,
+    )
+
+
+def _with_attention(
+    operators: tuple[Operator, ...], style: LayerStyle, *, dropout: bool
+) -> tuple[tuple[Operator, ...], bool, list[str]]:
+    """Operators with the attention of a style, whether its kernel skips keys of a window, and words for the key."""
     if style.attention == "unfused":
         operators = tuple(found for operator in operators for found in unfused(operator, dropout=dropout))
     if style.repeated_keys:
@@ -174,38 +214,9 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     eight_bits = style.eight_bit_attention and any(is_core(o) for o in operators)
     if eight_bits:
         operators = tuple(with_core(operator, eight_bits=True) for operator in operators)
-    compiled = style.compiled and layer.kind is LayerKind.BLOCK
-    if style.fused_gates or compiled:
-        operators = tuple(found for operator in _pairs(operators) for found in operator)
-    if compiled:
-        operators = tuple(_summed_again(operator) for operator in operators)
-    if dropout:
-        operators = tuple(_with_masks(layer, operators))
-    if style.loss != "log_probabilities":
-        operators = tuple(_with_loss(operators, style.loss))
-    constants = layer.constants
-    if skips or (style.gathered_keys == "by_rank" and is_masked_for_gathering(layer)):
-        constants = without_mask(constants)
-    # ranks that split a block compile what runs again; of a whole block recomputation itself is compiled
-    split = compiled and any(isinstance(operator.kernel, Exchange) for operator in operators)
-    to_end = split or (style.reruns_to_end and layer.kind is LayerKind.BLOCK)
-    if not (compiled or to_end or (operators, constants) != (layer.operators, layer.constants)):
-        return layer
-    words = [style.attention, "dropout" * dropout, "gates" * style.fused_gates, style.loss]
-    words += ["repeated" * style.repeated_keys, "narrow" * style.narrow_values, "skips" * style.skips_keys]
-    words += ["one call" * one_call, _expert_words(style) * other_experts]
-    words += ["attention in 8 bits" * eight_bits, "as Megatron" * as_megatron]
-    words += ["by rank" * (constants != layer.constants), COMPILED * compiled, "to end" * to_end]
-    key = f"{layer.key},{'+'.join(word for word in words if word)}"
-    return replace(
-        layer,
-        key=key,
-        operators=operators,
-        parameters=parameters,
-        constants=constants,
-        compiled=compiled,
-        reruns_to_end=to_end,
-    )
+    words = [style.attention, "repeated" * style.repeated_keys, "narrow" * style.narrow_values]
+    words += ["skips" * style.skips_keys, "one call" * one_call, "attention in 8 bits" * eight_bits]
+    return operators, skips, words
 
 
 def _expert_words(style: LayerStyle) -> str:
@@ -214,7 +225,7 @@ def _expert_words(style: LayerStyle) -> str:
 
 
 def _pairs(operators: Sequence[Operator]) -> Iterator[tuple[Operator, ...]]:
-    """Operators, with the activation of a gate and its product with the other half as one that saves both inputs."""
+    """Operators, with a gate's activation and the multiplication after it as one that saves both inputs."""
     last: Operator | None = None
     for operator in operators:
         halves = last is not None and operator.kernel is None and last.gates and last.makes[0].name in operator.reads
@@ -239,14 +250,14 @@ def _pairs(operators: Sequence[Operator]) -> Iterator[tuple[Operator, ...]]:
 
 
 def _summed_again(operator: Operator) -> Operator:
-    """A sum of the residual stream that backward of a compiled block computes again, from the branch that is added."""
+    """A sum of the residual stream that backward of a compiled block recomputes from the branch that is added."""
     if not (operator.passes and isinstance(operator.kernel, Pointwise) and len(operator.reads) > 1):
         return operator
     return replace(operator, makes=tuple(replace(tensor, residual=False) for tensor in operator.makes))
 
 
 def _with_masks(layer: LayerSpec, operators: Sequence[Operator]) -> Iterator[Operator]:
-    """With masks of dropout where a branch joins the residual stream, and after the embedding."""
+    """Operators with dropout masks where a branch joins the residual stream, and after the embedding."""
     for number, operator in enumerate(operators, 1):
         kernel = operator.kernel
         joins = Role.RESIDUAL in operator.roles
@@ -262,7 +273,7 @@ def _with_masks(layer: LayerSpec, operators: Sequence[Operator]) -> Iterator[Ope
 
 
 def _with_loss(operators: Sequence[Operator], loss: Loss) -> Iterator[Operator]:
-    """The loss as another one computes it; what works on logits as they are needs no copy of them in FP32."""
+    """Operators with another implementation of the loss; a loss on unconverted logits needs no FP32 copy of them."""
     reads = {o.reads[0] for o in operators if isinstance(o.kernel, Pointwise) and o.kernel.name == LOSS}
     narrow = {o.makes[0].name: o.reads[0] for o in operators if o.is_cast and o.makes[0].name in reads}
     as_they_are = loss in ("gradients", "logits")

@@ -1,12 +1,12 @@
-"""Layers as Hugging Face transformers 5.23 computes them, where that differs from the layers that families build.
+"""Layers as in Hugging Face transformers 5.23, where they differ from the layers that families build.
 
 - Llama, Qwen2, Qwen3, Mixtral: RMSNorm is single operations in FP32. Backward needs the input in FP32 and the
-  normalized input beside one number a row (models/llama/modeling_llama.py, LlamaRMSNorm).
-- Under autocast every matrix casts its input for itself: queries, keys and values have three copies of one.
+  normalized input in addition to one number per row (models/llama/modeling_llama.py, LlamaRMSNorm).
+- Under autocast every matrix casts its input separately: queries, keys and values have three copies of one input.
 - GPT-2: GELU is ``gelu_new``, eight operations whose backward needs four tensors (activations.py, NewGELUActivation);
   matrices are stored as (inputs, outputs) (pytorch_utils.py, Conv1D).
 - Mixtral: gate and up of an expert are one matrix. Tokens are sorted by expert and multiplied by one grouped GEMM
-  without capacity: exactly ``top_k`` rows a token (integrations/moe.py, grouped_mm_experts_forward, the default).
+  without capacity: exactly ``top_k`` rows per token (integrations/moe.py, grouped_mm_experts_forward, the default).
 
 Parameters are in the order in which transformers' modules register them, under this package's names.
 """
@@ -29,10 +29,10 @@ _CONV1D = ("qkv.weight", "proj.weight", "up.weight", "down.weight")
 
 
 def as_transformers(layer: LayerSpec) -> LayerSpec:
-    """A layer of a GPT-2, Llama, Qwen2, Qwen3 or Mixtral as transformers has it.
+    """A layer of GPT-2, Llama, Qwen2, Qwen3 or Mixtral as in transformers.
 
     Args:
-        layer: As its family builds it, on one rank that has all of it.
+        layer: Unsharded layer as its family builds it.
     """
     operators = tuple(found for operator in layer.operators for found in _operators(operator))
     parameters = layer.parameters
@@ -42,14 +42,14 @@ def as_transformers(layer: LayerSpec) -> LayerSpec:
             operators, parameters = _grouped_experts(operators, parameters)
         operators = tuple(_cast_apart(_norms_of_heads_first(operators)))
         parameters = _conv1d(parameters) if is_gpt else _attention_mlp_norms(parameters)
-    # rotary tables as wide as hidden states
+    # rotary tables have the width of hidden states
     tables = tuple(replace(table, bytes_per_element=None, residual=True) for table in layer.constants)
     key = f"{layer.key},transformers"
     return replace(layer, key=key, operators=operators, parameters=parameters, constants=tables)
 
 
 def _operators(operator: Operator) -> Iterator[Operator]:
-    """An operator as its single operations."""
+    """Single operations of an operator."""
     match operator.kernel:
         case Pointwise(like="rms_norm"):
             yield from _rms_norm(operator, operator.kernel)
@@ -65,7 +65,7 @@ def _rms_norm(operator: Operator, kernel: Pointwise) -> Iterator[Operator]:
     name = kernel.name
     wide = Tensor(f"{name} input in FP32", size, FP32_BYTES)
     normed_wide = Tensor(f"{name} normalized in FP32", size, FP32_BYTES)
-    # heads that autocast made 16 bits wide are so again once they are normalized
+    # heads that autocast downcast to 16 bits are downcast again after normalization
     normed = Tensor(f"{name} normalized", size, residual=result.residual)
     scratch = Tensor(f"{name} scratch", size, FP32_BYTES)
     yield cast(source, wide)
@@ -81,7 +81,7 @@ def _rms_norm(operator: Operator, kernel: Pointwise) -> Iterator[Operator]:
     yield cast(normed_wide.name, normed)
     yield Operator(
         reads=(normed.name,),
-        makes=(replace(result, residual=True),),  # a product with weights in FP32
+        makes=(replace(result, residual=True),),  # multiplied by weights in FP32
         saves=(normed.name,),
         parameters=operator.parameters,
         backward_scratch=(replace(result, name=f"{name} weight scratch", residual=True),),
@@ -90,7 +90,7 @@ def _rms_norm(operator: Operator, kernel: Pointwise) -> Iterator[Operator]:
 
 
 def _gelu_new(operator: Operator, kernel: Pointwise) -> Iterator[Operator]:
-    """0.5 x (1 + tanh(c (x + 0.044715 x^3))); autocast has the power in FP32, and so all that follows."""
+    """0.5 x (1 + tanh(c (x + 0.044715 x^3))); autocast computes the power in FP32, and so everything after it."""
     (source,), size = operator.reads, kernel.writes
     half = Tensor("gelu half input", size)
     cubed = Tensor("gelu input for the cube", size, residual=True)
@@ -231,7 +231,7 @@ def _of_experts(tokens: int, chosen: int, gate: Gemm, down: Gemm) -> Iterator[Op
 
 
 def _norms_of_heads_first(operators: Sequence[Operator]) -> Iterator[Operator]:
-    """Queries, their norm, keys, their norm, values: in this order transformers makes them (Qwen3)."""
+    """Queries, their norm, keys, their norm, values: the order of transformers (Qwen3)."""
     of_norm = {
         name: [o for o in operators if any(t.name.startswith(f"{name}_norm ") for t in o.makes)] for name in "qk"
     }
@@ -245,7 +245,7 @@ def _norms_of_heads_first(operators: Sequence[Operator]) -> Iterator[Operator]:
 
 
 def _cast_apart(operators: Iterable[Operator]) -> Iterator[Operator]:
-    """Matrices with one input, each with a cast of its own."""
+    """Operators with a separate cast for each matrix of a shared input."""
     casts: dict[str, Operator] = {}
     used: set[str] = set()
     for operator in operators:
@@ -264,12 +264,12 @@ def _cast_apart(operators: Iterable[Operator]) -> Iterator[Operator]:
 
 
 def _conv1d(parameters: Sequence[ParameterSpec]) -> tuple[ParameterSpec, ...]:
-    """Matrices of GPT-2, (inputs, outputs)."""
+    """Parameters of GPT-2 with matrices stored as (inputs, outputs)."""
     return tuple(replace(p, shape=p.shape[::-1]) if p.name in _CONV1D else p for p in parameters)
 
 
 def _attention_mlp_norms(parameters: Sequence[ParameterSpec]) -> tuple[ParameterSpec, ...]:
-    """The order in which LlamaDecoderLayer registers them; LlamaAttention has norms of heads last."""
+    """Parameters in the order in which LlamaDecoderLayer registers them; LlamaAttention has norms of heads last."""
     last = ("norm1.", "norm2.")
     of_heads = ("q_norm.", "k_norm.")
     attention = next(i for i, p in enumerate(parameters) if p.name.startswith("norm2."))

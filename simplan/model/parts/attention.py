@@ -1,4 +1,4 @@
-"""Self-attention: projections, what is done to queries and keys, and the core with its exchanges."""
+"""Self-attention: projections, operations on queries and keys, and the core with its collectives."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _RMS_NORM = NormKind(statistics=1, bias=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionForm:
-    """Which self-attention.
+    """Variant of self-attention.
 
     Attributes:
-        fused: q, k and v come from one matrix; all of its output is kept when a part of it is.
+        fused: One matrix makes q, k and v. Its full output stays in memory while a part of it is saved.
         bias: Biases of no matrix, of q, k and v, or of the projection too.
-        causal: Each query meets the keys up to its own.
-        rotated: Part of the width of queries and keys that is rotated by position (Su et al. 2021); 0 for none.
+        causal: Each query attends to the keys up to its own.
+        rotated: Fraction of the width of queries and keys that is rotated by position (Su et al. 2021); 0 for none.
         soft_cap: Scores pass through a scaled tanh, so that no fused kernel computes them (Gemma 2).
-        qk_norm: Heads of queries, and of keys, have an RMSNorm of one weight for all of them; or all heads together
-            have one, before they are heads.
-        window: As of ``Attention``.
+        qk_norm: RMSNorm of queries and keys: one weight shared by all heads (``head``), or one norm over all heads
+            before they are split (``projection``).
+        window: Sliding window; 0 for none (``Attention``).
         alibi: A bias that grows with the distance is added to the scores (Press et al. 2022).
-        sinks: Each head has a score of its own that takes part in the softmax and in nothing else (gpt-oss).
+        sinks: Each head has a learned score that takes part in the softmax and in nothing else (gpt-oss).
     """
 
     fused: bool
@@ -49,7 +49,7 @@ class AttentionForm:
 
     @property
     def masked(self) -> bool:
-        """A table says what counts: torch's own kernels know the causal mask only."""
+        """True if a mask tensor is needed: torch's own kernels support the causal mask only."""
         return self.alibi or self.window > 0
 
 
@@ -58,7 +58,7 @@ def self_attention(source: str, form: AttentionForm, share: RankShare) -> LayerP
 
     Args:
         source: Name of the tensor it is applied to.
-        form: Which attention.
+        form: Variant of the attention.
         share: Sizes.
     """
     widths = {"qkv": share.q + 2 * share.kv} if form.fused else {"q": share.q, "k": share.kv, "v": share.kv}
@@ -72,7 +72,7 @@ def self_attention(source: str, form: AttentionForm, share: RankShare) -> LayerP
 
 
 def _on_queries_and_keys(form: AttentionForm, share: RankShare) -> tuple[LayerPart, LayerPart, tuple[str, ...]]:
-    """Their norms and their rotation, which saves nothing; and the names of what the core reads then."""
+    """Norms and rotation (which saves nothing) of queries and keys, and the names of the core's inputs."""
     n, sizes = share.tokens, {"q": share.q, "k": share.kv}
     names = {name: f"{name} output" for name in (*sizes, "v")}
     norms = rotation = LayerPart()
@@ -115,7 +115,7 @@ def _on_queries_and_keys(form: AttentionForm, share: RankShare) -> tuple[LayerPa
 
 
 def _sinks(share: RankShare) -> tuple[LayerPart, str]:
-    """The output of the core, scaled by what the sinks leave of it, sigmoid(logsumexp - sink); and its name."""
+    """The output of the core scaled for the sinks by sigmoid(logsumexp - sink), and its name."""
     elements = share.tokens * share.q
     scaled = Tensor("scaled attention output", elements)
     weight = ParameterSpec(f"{SINKS}.weight", (share.heads,))
@@ -130,12 +130,12 @@ def _sinks(share: RankShare) -> tuple[LayerPart, str]:
 
 
 def core_operator(core: Attention, reads: tuple[str, ...], output: Tensor) -> Operator:
-    """An attention core in one kernel, which saves what it reads, its output and a logsumexp for every row.
+    """An attention core in one kernel, which saves its inputs, its output and a logsumexp for every row.
 
     Args:
         core: The kernel.
         reads: Names of queries, keys and values, or of the one tensor that they are parts of.
-        output: What it makes.
+        output: Output tensor.
     """
     logsumexp = Tensor("attention logsumexp", core.seq_len * core.num_heads, FP32_BYTES)
     return Operator(
@@ -153,10 +153,10 @@ def _parts(source: str, q: int, kv: int) -> Operator:
 
 
 def join_documents(elements: int, source: str, share: RankShare, result: str = _OUTPUT) -> Operator:
-    """Copies the outputs of documents into one tensor; backward does as much for gradients of q, k and v.
+    """Copy the outputs of packed documents into one tensor; backward copies equally many gradients of q, k and v.
 
     Args:
-        elements: Of the output of one sequence.
+        elements: Elements of the output of one sequence.
         source: Name of the outputs.
         share: Sizes, and the documents.
         result: Name of the tensor.
@@ -167,7 +167,7 @@ def join_documents(elements: int, source: str, share: RankShare, result: str = _
 
 
 def _core(form: AttentionForm, share: RankShare, names: tuple[str, ...]) -> list[Operator]:
-    """The attention core and the collectives by which it gets at the keys of all tokens."""
+    """The attention core and the collectives that bring it the keys of all tokens."""
     shard, n, q, kv = share.shard, share.tokens, share.tokens * share.q, share.tokens * share.kv
     if form.soft_cap:
         assert shard.cp == 1
@@ -220,11 +220,12 @@ def _core(form: AttentionForm, share: RankShare, names: tuple[str, ...]) -> list
 
 
 def _ring(core: Attention, cp: int, elements: int, names: tuple[str, ...]) -> list[Operator]:
-    """Ring attention (Liu et al. 2023): each rank attends to one part of the keys after the other.
+    """Ring attention (Liu et al. 2023): each rank attends sequentially to the keys of every rank.
 
-    A part costs as much as the own, causal one: with early and late tokens on every rank half of its scores are masked.
-    Keys and values move cp - 1 times in forward and again in backward, their gradients cp times: the last brings them
-    home. What backward sends while it works on part j are the keys of part j - 1 and the gradients of part j + 1.
+    Each part costs the same as the rank's own, causal part: with early and late tokens on every rank, half of its
+    scores are masked. Keys and values move cp - 1 times in forward and again in backward. Their gradients move cp
+    times: the last move returns them. While backward computes part j, it sends the keys of part j - 1 and the gradients
+    of part j + 1.
     """
     kernels: list[Exchange | Attention] = [
         Exchange("gradients of k and v, home", "cp", None, _K.RING, elements),
@@ -249,9 +250,9 @@ def _ring(core: Attention, cp: int, elements: int, names: tuple[str, ...]) -> li
 
 
 def _tables(form: AttentionForm, share: RankShare) -> tuple[Tensor, ...]:
-    """What is added to the scores of own queries and all keys they meet: for every head (ALiBi), or for all alike."""
+    """Mask tensors added to the scores of a rank's queries: one per head (ALiBi), or one for all heads."""
     shard, n = share.shard, share.tokens
-    if share.documents and form.masked:  # the table of the longest has those of all others in its corner
+    if share.documents and form.masked:  # the mask of the longest document contains those of all others
         longest = max(*share.documents, n - sum(share.documents))
         return (Tensor(MASK, (share.heads if form.alibi else 1) * longest**2),)
     if form.soft_cap:  # true where a key does not count

@@ -20,12 +20,12 @@ def token_table(share: RankShare) -> LayerPart:
 
 
 def token_lookup(share: RankShare, result: str, parameters: tuple[str, ...] = ()) -> list[Operator]:
-    """What looks tokens up in the embedding; each tensor-parallel rank has a part of the rows.
+    """Operators of a token lookup in the embedding; each tensor-parallel rank has a part of the rows.
 
     Args:
         share: Sizes.
         result: Name of the hidden states.
-        parameters: As of ``Operator``.
+        parameters: Names of parameters (``Operator``).
     """
     split = share.shard.tp > 1
     made = Tensor(f"parts of {result}" if split else result, share.tokens * share.hidden, residual=True)
@@ -45,12 +45,12 @@ def token_lookup(share: RankShare, result: str, parameters: tuple[str, ...] = ()
 
 
 def row_table(name: str, source: str, rows: int, share: RankShare, *, add: str = "add") -> LayerPart:
-    """A table of which the own tokens of every sequence have the same rows, such as positions; added to the stream.
+    """A learned table whose rows (such as positions) are the same for every sequence; added to the residual stream.
 
     Args:
-        name: Of the table.
-        source: Name of the stream.
-        rows: All of its rows.
+        name: Name of the table.
+        source: Name of the residual stream.
+        rows: Number of rows of the full table.
         share: Sizes.
         add: Name of the addition, and of its result.
     """
@@ -77,18 +77,18 @@ def output_distribution(
 ) -> LayerPart:
     """The output projection and the cross-entropy of its logits.
 
-    Tensor-parallel ranks have their part of the vocabulary of all logits; the largest logit of every token, its sum of
-    exponentials and the logit of its target are all-reduced (Shoeybi et al. 2019, section 3). Temporaries are those of
-    torch 2.13 (torch/distributed/tensor/parallel/loss.py): shifted logits and their exponentials in forward, and in
-    backward the sum of two tensors times the gradient of the loss.
+    Each tensor-parallel rank has its part of the vocabulary. The largest logit of every token, its sum of exponentials
+    and the logit of its target are all-reduced (Shoeybi et al. 2019, section 3). Temporaries are those of torch 2.13
+    (torch/distributed/tensor/parallel/loss.py): shifted logits and their exponentials in forward, and in backward the
+    sum of two tensors times the gradient of the loss.
 
     Args:
         source: Name of the tensor it is applied to.
         share: Sizes.
-        name: Of the projection.
-        bias: It has one.
-        rows: Rows of logits of one sequence; 0 for as many as there are tokens.
-        again: What tells its tensors from those of the same projection of another source; empty for the first one.
+        name: Name of the projection.
+        bias: The projection has a bias.
+        rows: Rows of logits of one sequence; 0 for ``share.tokens``.
+        again: Prefix of tensor names for another use of the same projection; empty for the first one.
     """
     n, h, v = rows or share.tokens, share.hidden, share.vocab
     gathered = for_columns(source, share, rows=n)
@@ -106,7 +106,7 @@ def output_distribution(
         makes=(kept,),
         saves=(kept.name,),
         forward_scratch=(wide,) * split,
-        # torch's loss is made of two functions, of which each gives a gradient as large as the logits
+        # torch's loss consists of two functions, each with a gradient of the size of the logits
         backward_scratch=(wide,) * (1 + split),
     )
     exchanges: list[tuple[Operator, ...]] = [(), ()]
@@ -121,7 +121,7 @@ def output_distribution(
 
 
 def loss_cast(logits: str, wide: Tensor) -> Operator:
-    """The copy of logits in FP32 that the loss is computed from."""
+    """The FP32 copy of logits from which the loss is computed."""
     return cast(logits, wide)
 
 

@@ -1,19 +1,18 @@
 """Mixture of experts: a router, experts of which every token uses a few, and experts that all tokens share.
 
-Tokens are routed in groups, of which each is one sequence (Lepikhin et al. 2021, GShard, section 3.1): of every group
-an expert takes so many tokens as it has places, and computes all places whether tokens fill them or not. So all sizes
-are fixed beforehand, and what is dropped does not depend on how a batch is split. Expert-parallel ranks have some of
-the experts each; an all-to-all brings the tokens of all of these ranks to them, another one brings the results back. A
-token that uses several experts of one rank is sent there as many times.
+Tokens are routed in groups, each of which is one sequence (Lepikhin et al. 2021, GShard, section 3.1). Every expert
+takes at most as many tokens of a group as it has capacity slots, and computes all slots, filled or not. So all sizes
+are fixed beforehand, and dropped tokens do not depend on how a batch is split. Each expert-parallel rank holds some of
+the experts. One all-to-all dispatches the tokens of all of these ranks to the experts, and another one returns the
+results. A token that uses several experts of one rank is sent there once per expert.
 
-Beside tensor parallelism (with sequence parallelism) and context parallelism every rank routes its own tokens, which
-are a part of each sequence and so a group of their own. Tensor-parallel ranks hold equal routers, whose gradients are
-parts, and split the shared expert as any MLP. Experts are split by ``etp``, not by ``tp``: ranks that split an expert
-gather the tokens of all of them before it, and sum and scatter its results (Liu et al. 2025, arXiv:2504.14960,
-section 3.2).
+With tensor parallelism (with sequence parallelism) and context parallelism, every rank routes its own tokens, which are
+a part of each sequence and so a separate group. Tensor-parallel ranks hold equal routers, whose gradients are partial,
+and split the shared expert like any MLP. Experts are split by ``etp``, not by ``tp``: ranks that split an expert
+all-gather their tokens before it, and reduce-scatter its results (Liu et al. 2025, arXiv:2504.14960, section 3.2).
 
-The weights of the chosen experts are the softmax of their scores (Jiang et al. 2024, Mixtral). Routers that normalize
-in another way cost the same but for the scores of all experts, which some of them keep.
+The weights of the chosen experts are the softmax of their scores (Jiang et al. 2024, Mixtral). Routers with another
+normalization cost the same, except for the scores of all experts, which some of them save.
 """
 
 from __future__ import annotations
@@ -41,30 +40,30 @@ _INPUTS, _RESULTS = "places of experts", "results of places"
 
 
 def places_of(tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
-    """Tokens of one sequence that an expert takes: ``capacity_factor`` times its even share, at least one.
+    """Capacity slots of an expert per sequence: ``capacity_factor`` times its even share of tokens, at least one.
 
     Args:
-        tokens: Of the sequence, that one rank routes.
+        tokens: Tokens of the sequence that one rank routes.
         top_k: Experts of a token.
         num_experts: Experts in all.
-        capacity_factor: Room for experts that are asked for more than others.
+        capacity_factor: Slots relative to the even share, for experts that more tokens choose.
     """
     return max(1, math.ceil(round(capacity_factor * tokens * top_k / num_experts, 6)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsForm:
-    """Which mixture of experts.
+    """Variant of the mixture of experts.
 
     Attributes:
-        num_experts: Of which every token uses ``top_k``.
+        num_experts: Number of experts.
         top_k: Experts of a token.
         width: Columns of an expert's matrices.
-        capacity_factor: As of ``places_of``.
-        shared_width: The same of the experts that all tokens use, taken together; 0 for none.
-        shared_gate: Their output is weighed by a gate of its own.
-        router_bias: The router has one.
-        bias: The experts' matrices have them.
+        capacity_factor: Capacity slots relative to the even share (``places_of``).
+        shared_width: Columns of the experts that all tokens use, together; 0 for none.
+        shared_gate: A separate gate weights the output of the shared experts.
+        router_bias: The router has a bias.
+        bias: The experts' matrices have biases.
     """
 
     num_experts: int
@@ -78,7 +77,7 @@ class ExpertsForm:
 
     @property
     def key(self) -> str:
-        """What tells layers of this form from others."""
+        """Part of a layer's key that identifies the form."""
         parts = [f"e{self.num_experts}", f"top{self.top_k}", f"ei{self.width}", f"cf{self.capacity_factor:g}"]
         parts += [f"si{self.shared_width}"] * (self.shared_width > 0) + ["sgate"] * self.shared_gate
         return ",".join([*parts, *["rbias"] * self.router_bias, *["ebias"] * self.bias])
@@ -99,10 +98,10 @@ def experts_form(model: ModelSpec) -> ExpertsForm:
 
 
 def shared_expert_mlp(form: ExpertsForm, share: RankShare) -> LayerPart:
-    """A gated MLP for all tokens, perhaps times a gate of one number a token; nothing where there is none.
+    """A gated MLP for all tokens, perhaps times a gate of one number per token; empty without shared experts.
 
     Args:
-        form: Which experts.
+        form: Variant of the experts.
         share: Sizes.
     """
     n, own, h, i = share.tokens, share.own_tokens, share.hidden, form.shared_width // share.shard.tp
@@ -129,24 +128,24 @@ def shared_expert_mlp(form: ExpertsForm, share: RankShare) -> LayerPart:
 
 
 def expert_mlp(form: ExpertsForm, share: RankShare) -> LayerPart:
-    """The router, the experts and what brings tokens there and back: ``combined output``.
+    """The router, the experts, and dispatch and combine of tokens: ``combined output``.
 
     Args:
-        form: Which experts.
+        form: Variant of the experts.
         share: Sizes.
     """
     return with_role(joined(_router(form, share), _experts(form, share)), Role.MLP)
 
 
 def sum_of_experts(form: ExpertsForm, share: RankShare) -> LayerPart:
-    """The sum of what the chosen experts and the shared one make."""
+    """The sum of the outputs of the chosen experts and the shared one."""
     shared = "weighed shared output" if form.shared_gate else "shared_down output"
     made = Tensor("sum of experts", share.own_tokens * share.hidden)
     return with_role(LayerPart(operators=(Operator(reads=(_COMBINED, shared), makes=(made,), passes=True),)), Role.MLP)
 
 
 def _router(form: ExpertsForm, share: RankShare) -> LayerPart:
-    """Scores of all experts, the best of them and where their places are."""
+    """Scores of all experts, the best of them and the capacity slots of their tokens."""
     n, h, e = share.own_tokens, share.hidden, form.num_experts
     chosen = n * form.top_k
     places = e * places_of(n, form.top_k, e, form.capacity_factor)
@@ -208,7 +207,7 @@ def _experts(form: ExpertsForm, share: RankShare) -> LayerPart:
 
 
 def _combine(source: str, chosen: int, n: int, h: int) -> Iterator[Operator]:
-    """Takes back the results of chosen experts, weighs them and adds them up."""
+    """Unpermute the results of the chosen experts, weight them and sum them."""
     picked, product = Tensor("outputs of chosen experts", chosen * h), Tensor("weighed outputs", chosen * h)
     weights, dropped = Tensor("weights without dropped tokens", chosen), Tensor("dropped tokens", chosen, MASK_BYTES)
     kernel = Pointwise("combine", 3 * chosen * h, 2 * chosen * h + n * h)
@@ -224,12 +223,12 @@ def _combine(source: str, chosen: int, n: int, h: int) -> Iterator[Operator]:
 
 
 def _chain(steps: list[Operator], source: str, result: str) -> Iterator[Operator]:
-    """Operators of which each reads what the one before it makes.
+    """Operators of which each reads the tensor that the one before it makes.
 
     Args:
         steps: The operators.
-        source: What the first one reads; empty where it says so itself.
-        result: Name of what the last one makes.
+        source: Name of the first operator's input; empty to keep its own.
+        result: Name of the last operator's result.
     """
     for number, step in enumerate(steps, 1):
         (made,) = step.makes
@@ -239,14 +238,15 @@ def _chain(steps: list[Operator], source: str, result: str) -> Iterator[Operator
 
 
 def _exchanges(elements: int, own: int, shard: Shard) -> tuple[list[Operator], list[Operator]]:
-    """What brings places to their experts and back: collectives, and copies from and to the order of ranks.
+    """Operators of dispatch and combine: collectives, and copies from and to the order of ranks.
 
-    Places are copied from tokens, and, where several experts have places for several ranks, once more in their order.
+    Capacity slots are copied from tokens. They are copied once more, in expert order, if several experts have slots for
+    several ranks.
 
     Args:
-        elements: Of the places that one rank fills.
-        own: Experts of a rank.
-        shard: How layers are split.
+        elements: Elements of the slots that one rank fills.
+        own: Experts per rank.
+        shard: Split of the layers.
     """
     there: list[tuple[Kernel, int]] = []
     back: list[tuple[Kernel, int]] = []

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1).
 
-Keys and values of all heads come from one narrow vector a token, perhaps queries from another one. A part of queries
-and keys is rotated by position, and that part of the keys is the same for all heads. Values are narrower than keys;
-they are padded to their width, since torch's fused kernels want both alike.
+Keys and values of all heads come from one latent vector per token, and queries perhaps from another one. A part of
+queries and keys is rotated by position, and that part of the keys is the same for all heads. Values are narrower than
+keys; they are padded to the width of keys, since torch's fused kernels need equal widths.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ CUT_VALUES = "cut values"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentForm:
-    """Which multi-head latent attention.
+    """Variant of multi-head latent attention.
 
     Attributes:
-        q_rank: Width of the vector that queries come from; 0 for the hidden states themselves.
-        kv_rank: The same of keys and values.
+        q_rank: Width of the latent vector of queries; 0 for the hidden states themselves.
+        kv_rank: Width of the latent vector of keys and values.
         plain: Width of a head's queries and keys that is not rotated.
-        rotated: Width that is.
+        rotated: Width of a head's queries and keys that is rotated.
         value: Width of a head's values.
     """
 
@@ -49,12 +49,12 @@ class LatentForm:
 
     @property
     def key(self) -> str:
-        """What tells layers of this form from others."""
+        """Part of a layer's key that identifies the form."""
         return f"qr{self.q_rank},kvr{self.kv_rank},nope{self.plain},rope{self.rotated},dv{self.value}"
 
 
 def latent_form(model: ModelSpec) -> LatentForm:
-    """The attention of a model that has this one."""
+    """The latent attention of a model."""
     return LatentForm(
         q_rank=model.q_lora_rank or 0,
         kv_rank=model.kv_lora_rank,
@@ -65,14 +65,14 @@ def latent_form(model: ModelSpec) -> LatentForm:
 
 
 def latent_attention(form: LatentForm, share: RankShare) -> LayerPart:
-    """Queries, the vectors behind keys and values, the attention core, and the projection of its output.
+    """Queries, the latent vectors of keys and values, the attention core, and the projection of its output.
 
-    Tensor-parallel ranks have some of the heads each. The matrices that make the narrow vectors are whole on all of
-    them and see the own tokens only; what is gathered are these vectors, not the hidden states (NVIDIA/Megatron-LM at
+    Each tensor-parallel rank has some of the heads. The matrices that make latent vectors are replicated on all ranks
+    and see a rank's own tokens only. These vectors are all-gathered, not the hidden states (NVIDIA/Megatron-LM at
     23e00ed, megatron/core/transformer/multi_latent_attention.py).
 
     Args:
-        form: Which attention.
+        form: Variant of the attention.
         share: Sizes; sequences are not split over context-parallel ranks.
     """
     n, own, h, a = share.tokens, share.own_tokens, share.hidden, share.heads
@@ -134,7 +134,7 @@ def _queries(form: LatentForm, share: RankShare) -> LayerPart:
 
 
 def _narrow_norm(name: str, width: int, share: RankShare) -> tuple[Operator, ParameterSpec]:
-    """The norm of a narrow vector, the first columns of what a matrix gives."""
+    """The norm of a latent vector, the first columns of a matrix's output."""
     weight = ParameterSpec(f"{name}_norm.weight", (width,), share.partial)
     result = Tensor(f"{name}_norm output", share.own_tokens * width)
     kind = NormKind(statistics=1, bias=False)

@@ -10,7 +10,7 @@ __all__ = ["activated", "column_linears", "gated", "gated_mlp", "gelu_mlp", "rel
 
 
 def gelu_mlp(source: str, share: RankShare, *, bias: bool) -> LayerPart:
-    """Up, GELU, down.
+    """MLP of up, GELU and down.
 
     Args:
         source: Name of the tensor it is applied to.
@@ -27,7 +27,7 @@ def gelu_mlp(source: str, share: RankShare, *, bias: bool) -> LayerPart:
 
 
 def relu_mlp(source: str, share: RankShare) -> LayerPart:
-    """Up, ReLU, down; no biases. The backward of ReLU needs its output only, which the last matrix needs anyway.
+    """MLP of up, ReLU and down; no biases. ReLU's backward needs only its output, which the last matrix saves anyway.
 
     Args:
         source: Name of the tensor it is applied to.
@@ -43,7 +43,7 @@ def relu_mlp(source: str, share: RankShare) -> LayerPart:
 
 
 def gated_mlp(source: str, share: RankShare, *, activation: str = "silu") -> LayerPart:
-    """Gate and up, SiLU (or another function) of the one times the other, down; no biases.
+    """MLP of gate and up, SiLU (or another function) of gate times up, and down; no biases.
 
     Args:
         source: Name of the tensor it is applied to.
@@ -63,11 +63,11 @@ def activated(name: str, source: str, elements: int, *, saves: str = "", result:
     """A function of every element, whose backward needs its input.
 
     Args:
-        name: Of the function.
+        name: Name of the function.
         source: Name of the tensor it is applied to.
-        elements: Of one sequence.
-        saves: What its backward needs instead.
-        result: What it makes; ``{name} output`` where that is not said.
+        elements: Elements of one sequence.
+        saves: Name of the tensor that backward needs; empty for the input.
+        result: Result tensor; None for ``{name} output``.
     """
     made = result or Tensor(f"{name} output", elements)
     kernel = Pointwise(name, elements, elements, like="gelu")
@@ -78,8 +78,8 @@ def gated(prefix: str, elements: int, activation: str = "silu") -> LayerPart:
     """The activation of one half times the other, ``{prefix}gate output`` and ``{prefix}up output``; one kernel.
 
     Args:
-        prefix: Of all names.
-        elements: Of each half, of one sequence.
+        prefix: Prefix of all names.
+        elements: Elements of each half, of one sequence.
         activation: Name of the function.
     """
     gate, up = f"{prefix}gate output", f"{prefix}up output"
@@ -107,9 +107,9 @@ def column_linears(
 
     Args:
         widths: Columns of each matrix on this rank, by name.
-        source: Name of their input, of the own tokens.
+        source: Name of the input with a rank's own tokens.
         share: Sizes.
-        bias: They have biases.
+        bias: Every matrix has a bias.
         inner: Columns of the input; 0 for the hidden size.
     """
     gathered = for_columns(source, share, width=inner)
@@ -123,14 +123,14 @@ def column_linears(
 
 
 def row_linear(name: str, source: str, inner: int, share: RankShare, *, bias: bool = False) -> LayerPart:
-    """A matrix split by rows, whose parts are summed over ranks; its result is ``{name} output``.
+    """A matrix split by rows, whose partial results are summed over ranks; its result is ``{name} output``.
 
     Args:
-        name: Of the matrix.
-        source: Name of its input.
+        name: Name of the matrix.
+        source: Name of the input.
         inner: Columns of the input on this rank.
         share: Sizes.
-        bias: It has one, of which every rank adds its share to its part (torch's DTensor).
+        bias: The matrix has a bias, of which every rank adds its share to its part (torch's DTensor).
     """
     result = f"{name} output"
     parts = f"parts of {result}" if share.shard.tp > 1 else result

@@ -1,4 +1,4 @@
-"""Parts: what layers are put together from, and how.
+"""Parts, the building blocks of layers, and functions that compose them.
 
 A part knows its own parameters, operators and constants. A layer is a sequence of parts, and a family is a builder that
 chooses them. Parts name the tensor that they are applied to, and those that they make.
@@ -31,7 +31,7 @@ __all__ = [
     "with_role",
 ]
 
-FP32_BYTES = 4  # statistics of norms and softmax, and the cross-entropy, are FP32 whatever the precision
+FP32_BYTES = 4  # statistics of norms and softmax, and the cross-entropy, are FP32 in every precision
 INDEX_BYTES = 8
 MASK_BYTES = 1
 _NORM_SCRATCH = 3
@@ -42,7 +42,7 @@ class LayerPart:
     """A piece of a layer; forward runs the pieces in order, backward in reverse.
 
     Attributes:
-        parameters, operators, constants, buffers: As of ``LayerSpec``.
+        parameters, operators, constants, buffers: See ``LayerSpec``.
     """
 
     parameters: tuple[ParameterSpec, ...] = ()
@@ -74,12 +74,12 @@ def layer_of(
     tied: tuple[str, ...] = (),
     mtp_depth: int = 0,
 ) -> LayerSpec:
-    """A layer of parts.
+    """A layer composed of parts.
 
     Args:
-        key, kind, inputs, output_shapes, passed_outputs, product_outputs, tied, mtp_depth: As of ``LayerSpec``.
-        parts: In the order in which forward runs them.
-        outputs: As of ``LayerSpec``; the last tensor that is made where there is one output.
+        key, kind, inputs, output_shapes, passed_outputs, product_outputs, tied, mtp_depth: See ``LayerSpec``.
+        parts: Parts in the order in which forward runs them.
+        outputs: See ``LayerSpec``; empty for the last tensor that is made.
     """
     whole = joined(*parts)
     last = tuple(tensor.name for tensor in whole.operators[-1].makes if tensor.bytes_per_element is None)
@@ -108,8 +108,8 @@ class NormKind:
     """A normalization of every token.
 
     Attributes:
-        statistics: Numbers a row that backward needs: mean and deviation (LayerNorm), or the scale alone (RMSNorm).
-        bias: It has one.
+        statistics: Numbers per row that backward needs: mean and deviation (LayerNorm), or the scale alone (RMSNorm).
+        bias: The norm has a bias.
     """
 
     statistics: int
@@ -117,17 +117,17 @@ class NormKind:
 
 
 def hidden_input(share: RankShare, name: str = "input", *, elsewhere: bool = False) -> Tensor:
-    """Hidden states that a layer gets; ``elsewhere`` as of ``Tensor``."""
+    """Hidden states that a layer takes as input; ``elsewhere`` as in ``Tensor``."""
     return Tensor(name, share.own_tokens * share.hidden, residual=True, elsewhere=elsewhere)
 
 
 def rewired(part: LayerPart, old: str, new: str) -> LayerPart:
-    """The same, applied to another tensor.
+    """A part applied to another tensor.
 
     Args:
-        part: What reads a tensor.
-        old: Name of the tensor.
-        new: Name of the one in its place.
+        part: Part that reads the old tensor.
+        old: Name of the old tensor.
+        new: Name of the new tensor.
     """
     operators = tuple(
         replace(
@@ -141,12 +141,12 @@ def rewired(part: LayerPart, old: str, new: str) -> LayerPart:
 
 
 def with_role(part: LayerPart, *roles: Role) -> LayerPart:
-    """The same, all of whose operators have some roles as well."""
+    """A part whose operators have additional roles."""
     return replace(part, operators=tuple(replace(o, roles=o.roles.union(roles)) for o in part.operators))
 
 
 def cast(source: str, result: Tensor) -> Operator:
-    """The same in another width."""
+    """A cast of a tensor to the width of another one."""
     return Operator(reads=(source,), makes=(result,), is_cast=True)
 
 
@@ -160,16 +160,16 @@ def linear(
     result: str = "",
     joint: str = "",
 ) -> LayerPart:
-    """A matrix of weights, and perhaps a bias, that a tensor is multiplied with.
+    """A linear layer: a matmul with a weight matrix, and perhaps a bias.
 
     Args:
-        name: Of the matrix.
+        name: Name of the matrix.
         source: Name of the tensor.
         gemm: Rows of one sequence, columns of the result, columns of the input.
-        bias: It has one.
-        partial: Whether gradients of weight and bias are partial (``ParameterSpec``).
-        result: Name of the result.
-        joint: As of ``Gemm``.
+        bias: The layer has a bias.
+        partial: Flags of partial gradients for weight and bias (``ParameterSpec``).
+        result: Name of the result; empty for ``{name} output``.
+        joint: Fusion group (``Gemm``).
     """
     m, n, k = gemm
     weight = ParameterSpec(f"{name}.weight", (n, k), partial[0])
@@ -185,15 +185,15 @@ def linear(
 
 
 def norm(name: str, source: str, kind: NormKind, share: RankShare, *, for_matmuls: bool = True) -> LayerPart:
-    """A norm over the hidden size of the own tokens.
+    """A norm over the hidden size of a rank's own tokens.
 
     Args:
-        name: Of its weights.
+        name: Name of the norm and its weights.
         source: Name of the tensor it is applied to.
-        kind: Which norm.
+        kind: Kind of the norm.
         share: Sizes.
-        for_matmuls: Its result, ``{name} output``, goes into matmuls, in their precision; else it is of the residual
-            stream.
+        for_matmuls: The result, ``{name} output``, goes into matmuls, in their precision; else it belongs to the
+            residual stream.
     """
     h, own = share.hidden, share.own_tokens * share.hidden
     parameters = [ParameterSpec(f"{name}.weight", (h,), share.partial)]
@@ -212,8 +212,8 @@ def norm_operator(
 ) -> Operator:
     """The operator of a norm, whose backward needs its input and statistics.
 
-    LayerNorm's backward is one kernel. RMSNorm's is composed of single operations where torch has no kernel for it: at
-    worst it has the normalized input, its gradient and a product of both in FP32, beside its result.
+    LayerNorm's backward is one kernel. RMSNorm's is composed of single operations where torch has no kernel for it. At
+    worst these store the normalized input, its gradient and a product of both in FP32, in addition to the result.
     """
     statistics = Tensor(f"{name} statistics", num_statistics, FP32_BYTES)
     wide = Tensor(f"{name} scratch", result.elements, FP32_BYTES)
@@ -232,10 +232,10 @@ def norm_operator(
 
 
 def concatenation(name: str, sources: tuple[str, ...], share: RankShare) -> LayerPart:
-    """Puts several tensors as wide as the hidden states side by side, for a matmul.
+    """Concatenation of several tensors of the hidden size, for a matmul.
 
     Args:
-        name: Of the result.
+        name: Name of the result.
         sources: Names of the tensors.
         share: Sizes.
     """
@@ -245,10 +245,10 @@ def concatenation(name: str, sources: tuple[str, ...], share: RankShare) -> Laye
 
 
 def residual(name: str, stream: str, branch: str, share: RankShare) -> LayerPart:
-    """Adds the output of a branch to the residual stream.
+    """Addition of a branch's output to the residual stream.
 
     Args:
-        name: Of the sum.
+        name: Name of the sum.
         stream: Name of the tensor it is added to.
         branch: Name of the output of the branch.
         share: Sizes.

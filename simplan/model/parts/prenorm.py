@@ -1,4 +1,4 @@
-"""What pre-norm transformers of several families have alike: the block with a GELU MLP, the head over a vocabulary."""
+"""Shared pieces of pre-norm transformers: the block with a GELU MLP, and the head over a vocabulary."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def gelu_block(model: ModelSpec, share: RankShare, kind: NormKind, form: Attenti
     Args:
         model: The model.
         share: Sizes.
-        kind: Of both norms.
-        form: Of the attention.
+        kind: Kind of both norms.
+        form: Variant of the attention.
         bias: The MLP has biases.
     """
     return layer_of(
@@ -46,9 +46,9 @@ def gelu_block(model: ModelSpec, share: RankShare, kind: NormKind, form: Attenti
 
 
 def vocabulary_head(model: ModelSpec, share: RankShare, kind: NormKind) -> LayerSpec:
-    """Norm and the distribution over the vocabulary, perhaps by the embedding's weights, and of later tokens, too.
+    """Norm and output distribution over the vocabulary, perhaps with the embedding's weights, also for later tokens.
 
-    Of the inputs it keeps the last one alone: the others are those of layers before it, which keep them.
+    The head saves only the last of its inputs: earlier layers make the others and save them.
     """
     before, after = depth_heads(model, share, kind)
     copies = ("mtp_wte.weight",) if model.mtp_num_layers else ()

@@ -1,19 +1,20 @@
-"""FSDP2's hooks: what it gathers, frees and reduces around the layers of a rank, in torch's own order.
+"""FSDP2 hooks: all-gathers, frees and gradient reductions around the layers of a rank, in torch's order.
 
-Source: torch 2.13, torch/distributed/fsdp/_fully_shard and torch/distributed/pipelining/stage.py. Without a pipeline a
-unit is gathered before its forward, and, if it was resharded, before its backward, one unit ahead; its gradients are
-reduced after it. Experts that are sharded among the ranks that have the same ones are a unit inside of their layer's,
-gathered after it and reduced before it; both are around the whole layer here (torchtitan asks for both ahead,
-torchtitan/models/llama4/infra/parallelize.py). In a pipeline a whole stage is gathered at UNSHARD, its gradients add
-up unsharded and are reduced at REDUCE_GRAD. Frozen weights are gathered as others are, and have nothing to reduce; a
-frozen embedding is even asked for in backward, which does not come to it, and let go at its end.
+Source: torch 2.13, torch/distributed/fsdp/_fully_shard and torch/distributed/pipelining/stage.py. Without a pipeline, a
+unit is unsharded before its forward. A unit that was resharded is unsharded again before its backward, prefetched one
+unit ahead. Gradients are reduce-scattered after the unit's backward. Experts sharded over the ranks with the same
+experts are a nested unit, all-gathered after the enclosing unit and reduced before it. Both are placed around the whole
+layer here (torchtitan prefetches both, torchtitan/models/llama4/infra/parallelize.py). In a pipeline, UNSHARD
+all-gathers a whole stage, gradients accumulate unsharded, and REDUCE_GRAD reduces them. Frozen weights are all-gathered
+like others and have no gradients to reduce. A frozen embedding is even prefetched in backward, which never reaches it;
+its buffer is freed at the end of backward.
 
-``plan.offload_optimizer`` is CPUOffloadPolicy: shards of parameters, their gradients and optimizer states are in pinned
-memory of the host. A unit's shards are copied to the device, as wide as they are kept, before each of its gathers, on
-the stream that copies into the gather's buffer; in a pipeline, whose gathers were asked for, on that of computation.
-What a reduction gives is copied to the host behind it. The host waits for these copies at the end of backward only, but
-where a microbatch before has left gradients, to which it adds at once. Where host and device are one memory, nothing is
-copied: a reduction's output is the gradient.
+``plan.offload_optimizer`` is CPUOffloadPolicy: shards of parameters, gradients and optimizer states are in pinned host
+memory. Before each all-gather, a unit's shards are copied to the device in the dtype in which they are stored. The copy
+runs on the stream that copies into the all-gather's buffer. In a pipeline, whose all-gathers are explicit, the copy
+runs on the compute stream. Reduced gradients are copied to the host after the reduction. The host waits for these
+copies only at the end of backward. If an earlier microbatch left gradients, the host adds to them immediately and waits
+for each copy. Where host and device share one memory, nothing is copied: a reduction's output is the gradient.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ _HOST = MemoryCategory.HOST
 
 
 class FsdpHooks(Hooks):
-    """Hooks of one rank.
+    """FSDP2 hooks of one rank.
 
     Args:
         stages, writer, level: As for ``Hooks``. At Level 1 a stage is one unit.
-        host_waits: The host waits for collectives that were not asked to run in the background, as with gloo.
+        host_waits: True if the host blocks on collectives that were not requested asynchronously, as with gloo.
     """
 
     STATE: ClassVar = (
@@ -80,10 +81,10 @@ class FsdpHooks(Hooks):
         self._last = {s: units_at([unit.layers[-1] for unit in units]) for s, units in self.units.items()}
         self.gathering: dict[tuple[int, int], int] = {}  # (stage, unit) -> its all-gather, not yet waited for
         self._gathered: set[tuple[int, int]] = set()
-        self._accumulated: set[tuple[int, int]] = set()  # units whose whole gradients are held
-        self._narrow: set[tuple[int, int]] = set()  # units with gradients that have not been added to these yet
-        self._copied: list[int] = []  # the last two copies out of gathered buffers
-        self._forward_buffer_bytes = 0  # of the last gather in forward, freed with the next
+        self._accumulated: set[tuple[int, int]] = set()  # units whose unsharded gradients are held
+        self._narrow: set[tuple[int, int]] = set()  # units with gradients not yet added to the accumulated ones
+        self._copied: list[int] = []  # the last two copies out of all-gather buffers
+        self._forward_buffer_bytes = 0  # of the last all-gather in forward, freed with the next
         self._reduce_buffer_bytes = 0  # of the last reduction, freed with the next
         self._reduced_bytes = 0  # outputs that hybrid sharding holds to the end
         self._last_scatter: int | None = None
@@ -93,14 +94,14 @@ class FsdpHooks(Hooks):
 
     @property
     def knows_stages(self) -> bool:
-        """Of each stage, what is gathered and what adds up."""
+        """True: hooks depend on which units of each stage are unsharded and which accumulate gradients."""
         return True
 
     def expands(self, action: Action) -> bool:
-        """Without a pipeline, units are gathered and reduced between layers.
+        """Returns True for all actions without a pipeline: units are unsharded and reduced between layers.
 
-        In one, whole gradients pile up from layer to layer in the first backward of a stage, and in every one where
-        they come in another precision than that in which they are added up.
+        In a pipeline, unsharded gradients accumulate layer by layer in the first backward of a stage. They do so in
+        every backward if gradients are computed in another dtype than the one of accumulation.
         """
         if not self._in_pipeline or self.stages.state.gathered != self.stages.state.gradient:
             return not self._in_pipeline or action.kind is not ActionKind.FORWARD
@@ -108,14 +109,14 @@ class FsdpHooks(Hooks):
         return action.kind is not ActionKind.FORWARD and any((action.stage, i) not in self._accumulated for i in units)
 
     def before_forward(self, action: Action, part: range) -> None:
-        """Gathers the units that begin here."""
+        """All-gathers the units that begin with these layers."""
         if self._in_pipeline:
             self._settle(action)
             return
         stage = action.stage
         for index in self._beginning(action, part):
             if (stage, index) not in self._gathered:
-                # the first one waits for all before it, the others for the buffer before the last to be copied out
+                # the first one waits for all before it, the others for the copy-out of the buffer before the last
                 waits = [self.writer.last_compute] if part.start == 0 else self._copied[-2:-1]
                 self.gather(action, index, waits)
                 self.copy_out(action, index, in_forward=True)
@@ -126,7 +127,7 @@ class FsdpHooks(Hooks):
             self.writer.compute(action, "model", memory=effects)
 
     def after_forward(self, action: Action, part: range) -> None:
-        """Reshards the unit that ends here."""
+        """Reshards the units that end with these layers."""
         if self._in_pipeline:
             return
         stage = action.stage
@@ -144,7 +145,7 @@ class FsdpHooks(Hooks):
             self.writer.compute(action, "reshard", memory=effects)
 
     def before_backward(self, action: Action, part: range) -> None:
-        """Waits for the unit that backward comes to, and asks for the one that comes next."""
+        """Waits for the unit whose backward comes next, and prefetches the one after it."""
         stage = action.stage
         index = self._unit_of[stage][part[-1]]
         if self._in_pipeline:
@@ -153,9 +154,9 @@ class FsdpHooks(Hooks):
         unit = self.units[stage][index]
         if unit.layers[-1] not in part or not unit.has_backward:
             return
-        if self._at_head(stage, part):  # nothing is asked for before backward is through the loss
+        if self._at_head(stage, part):  # no prefetch before the backward of the loss is done
             self.writer.compute(action, "loss", memory=self.stages.loss_effects(stage, forward=False))
-        for index in sorted(self._ending(action, part), reverse=True):  # experts after what is around them
+        for index in sorted(self._ending(action, part), reverse=True):  # experts after the enclosing unit
             if (stage, index) not in self._gathered:
                 if (stage, index) not in self.gathering:
                     self.gather(action, index, [])
@@ -165,12 +166,12 @@ class FsdpHooks(Hooks):
                     self.gather(action, ahead, self._copied[-1:])
 
     def units_ahead(self, unit: Unit, index: int) -> range:
-        """What backward asks for beside a unit."""
+        """Returns the units that backward prefetches while it processes a unit."""
         del unit
         return range(index - 1, max(-1, index - 2), -1)
 
     def after_backward(self, action: Action, part: range, ended: int) -> None:
-        """Whole gradients are there; where they are wanted, they are reduced."""
+        """Reduces complete unsharded gradients if this backward synchronizes; otherwise accumulates them."""
         del ended
         stage = action.stage
         if self._in_pipeline:
@@ -187,11 +188,11 @@ class FsdpHooks(Hooks):
                 self._reshard(action, [each])
 
     def after_input_gradients(self, action: Action, part: range) -> None:
-        """Hooks find the gradients of the microbatch before, and widen them."""
+        """Adds the previous microbatch's gradients, upcast, to the accumulated ones, when the hooks find them."""
         self._widen(action, [index for index in self._beginning(action, part) if (action.stage, index) in self._narrow])
 
     def after_weight_gradients(self, action: Action, part: range) -> None:
-        """Gradients of weights come past the hooks, in the precision of the weights."""
+        """Records new weight gradients in the dtype of the weights; the hooks do not see them."""
         stage = action.stage
         if self.stages.state.gathered == self.stages.state.gradient:
             self._hold_gradients(action, self._beginning(action, part))
@@ -203,7 +204,7 @@ class FsdpHooks(Hooks):
             self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, held, held)])
 
     def end_of_backward(self, action: Action) -> None:
-        """The end of backward waits for the last reduction, and for what was gathered to no purpose."""
+        """Waits for the last reduction, and for prefetched units that backward did not use."""
         if self._in_pipeline:
             return
         for stage, index in [key for key in self.gathering if key[0] == action.stage]:
@@ -214,16 +215,16 @@ class FsdpHooks(Hooks):
             self._finish(action)
 
     def unshard(self, action: Action) -> None:
-        """Asks for every unit of the stage at once; the stage's next computation waits for all of them."""
+        """All-gathers all units of the stage together; the stage's next compute waits for all of them."""
         for index in self._in_order_of_modules(action):
             self.gather(action, index, [self.writer.last_compute], in_background=True)
 
     def reshard(self, action: Action) -> None:
-        """Frees what is still gathered of the stage."""
+        """Frees the parameters of the stage that are still unsharded."""
         self._reshard(action, range(len(self.units[action.stage])), "{action}")
 
     def reduce(self, action: Action) -> None:
-        """In a pipeline: all units of the stage."""
+        """Reduces all units of the stage; only in a pipeline."""
         if not self._in_pipeline:
             return
         for index in self._in_order_of_modules(action):
@@ -238,7 +239,7 @@ class FsdpHooks(Hooks):
         return self.level == 2 and part.stop == len(self.stages.layers[stage])
 
     def _settle(self, action: Action) -> None:
-        """The first computation of a stage after UNSHARD copies its units out."""
+        """Copies out the units of a stage in its first compute after UNSHARD."""
         for index in self._in_order_of_modules(action):
             if (action.stage, index) in self.gathering:
                 self.copy_out(action, index, in_forward=False)
@@ -248,7 +249,7 @@ class FsdpHooks(Hooks):
         return each or self.is_last_backward
 
     def gather(self, action: Action, index: int, waits: Sequence[int | None], *, in_background: bool = False) -> None:
-        """Issues the all-gather of a unit."""
+        """Issues the all-gather of a unit, and before it the copy from the host if parameters are offloaded."""
         state, unit = self.stages.state, self.units[action.stage][index]
         num_bytes = unit.padded * state.gathered
         group = self._group(unit)
@@ -257,7 +258,7 @@ class FsdpHooks(Hooks):
             waits = [self.writer.last_compute]
         if self._copies_to_host:
             fetched_bytes = unit.padded * state.parameter // len(group)
-            # parameter by parameter where they are cast, else all until they are in the gather's buffer
+            # cast parameter by parameter; without casts all stay until they are in the all-gather's buffer
             cast_bytes = cast_bytes if self._casts else fetched_bytes
             name = self.name(action, index, "fetch")
             waits = [self.writer.host_copy(action, name, fetched_bytes, waits, (), to_host=False)]
@@ -276,9 +277,9 @@ class FsdpHooks(Hooks):
             self.writer.block_on(gather)
 
     def copy_out(self, action: Action, index: int, *, in_forward: bool) -> None:
-        """Waits for a gathered unit and copies it to where it is used.
+        """Waits for the all-gather of a unit and copies the unit to where it is used.
 
-        In forward the buffer of the unit before is let go of, but a variable of torch's holds it until after the copy.
+        In forward the buffer of the previous unit is freed; a variable in torch references it until after the copy.
         """
         unit = self.units[action.stage][index]
         num_bytes = unit.padded * self.stages.state.gathered
@@ -295,25 +296,25 @@ class FsdpHooks(Hooks):
         self._gathered.add((action.stage, index))
 
     def _in_order_of_modules(self, action: Action) -> list[int]:
-        """All units of a stage, layer by layer; what is inside of a layer comes after it."""
+        """Returns all units of a stage, layer by layer; a nested unit comes after its layer's unit."""
         return self._beginning(action, range(len(self.stages.layers[action.stage])))
 
     def _beginning(self, action: Action, part: range) -> list[int]:
-        """Units whose first layer is among these."""
+        """Returns the units whose first layer is in ``part``."""
         first = self._first[action.stage]
         return [index for layer in part for index in first.get(layer, ())]
 
     def _ending(self, action: Action, part: range) -> list[int]:
-        """Those whose last layer is."""
+        """Returns the units whose last layer is in ``part``."""
         last = self._last[action.stage]
         return [index for layer in part for index in last.get(layer, ())]
 
     def _group(self, unit: Unit) -> tuple[int, ...]:
-        """Ranks over which a unit is sharded."""
+        """Returns the ranks over which a unit is sharded."""
         return self._expert_group if unit.experts else self.shard_group
 
     def _widen(self, action: Action, indices: list[int]) -> None:
-        """Adds gradients in the precision of the weights to those that are held, and lets go of them."""
+        """Adds gradients in the dtype of the weights to the accumulated gradients, and frees them."""
         if not indices:
             return
         self._narrow -= {(action.stage, index) for index in indices}
@@ -322,21 +323,21 @@ class FsdpHooks(Hooks):
         self.writer.compute(action, "widen gradients", memory=[_free(_GRADIENTS, freed)])
 
     def _hold_gradients(self, action: Action, indices: list[int]) -> None:
-        """Whole gradients of units stay until they are reduced; later ones are added to them."""
+        """Holds unsharded gradients of units until they are reduced; later gradients are added to them."""
         state = self.stages.state
         new = [index for index in indices if (action.stage, index) not in self._accumulated]
         self._accumulated |= {(action.stage, index) for index in new}
         held = sum(self.units[action.stage][index].trained for index in new) * state.gradient
-        # gradients come in the precision of the weights and are widened, unit by unit
+        # gradients are computed in the precision of the weights and upcast unit by unit
         narrow = max(self.units[action.stage][index].trained for index in indices) * state.gathered if indices else 0
         during = held + (narrow if state.gathered != state.gradient else 0)
         if during:
             self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, during, held)])
 
     def reduce_unit(self, action: Action, index: int, *, made_now: bool) -> None:
-        """Reduce-scatter of a unit's gradients over its shards, then, with replicas, all-reduce of the shard.
+        """Reduce-scatters a unit's gradients over its shards; with replicas, all-reduces the shard.
 
-        Then its copy to the host, where shards are there.
+        With host offload, the reduced shard is then copied to the host.
         """
         state, unit, key = self.stages.state, self.units[action.stage][index], (action.stage, index)
         whole_bytes, input_bytes = unit.trained * state.gathered, unit.trained_padded * state.reduced
@@ -344,7 +345,7 @@ class FsdpHooks(Hooks):
         output_bytes = input_bytes // len(group)
         held_bytes = unit.trained * state.gradient if key in self._accumulated else 0
         self._accumulated.discard(key)
-        # new gradients of the same precision are added in place to those that are held
+        # new gradients of the same precision are added in place to the accumulated ones
         adds_in_place = held_bytes > 0 and state.gathered == state.gradient
         extra = whole_bytes if made_now and not adds_in_place else 0
         memory = [
@@ -371,7 +372,7 @@ class FsdpHooks(Hooks):
             Stream.SHARD,
             self.name(action, index, "reduce_scatter"),
             Message(CollectiveKind.REDUCE_SCATTER, input_bytes, group),
-            (copied, None if replicated else self._last_copy),  # copies to the host are behind the last collective
+            (copied, None if replicated else self._last_copy),  # copies to the host follow the last collective
             [
                 MemoryEffect(_BUFFERS, output_bytes + copy_bytes, held_until_end),
                 *([MemoryEffect(_HOST, 0, output_bytes)] if stays else []),
@@ -394,7 +395,7 @@ class FsdpHooks(Hooks):
             self.writer.block_on(reduction)
 
     def _send_home(self, action: Action, index: int, reduction: int, *, is_first: bool) -> int:
-        """Copies a unit's reduced gradients to the host, which adds them to those that are there; gives the copy."""
+        """Copies a unit's reduced gradients to the host, which adds them to those present; returns the copy's index."""
         unit, state = self.units[action.stage][index], self.stages.state
         num_shards = len(self._group(unit))
         num_bytes = unit.trained_padded * state.gradient // num_shards
@@ -409,7 +410,7 @@ class FsdpHooks(Hooks):
         return copy
 
     def _reshard(self, action: Action, indices: Iterable[int], name: str = "reshard") -> None:
-        """Frees what is gathered of some units."""
+        """Frees the unsharded parameters of some units."""
         gathered = [index for index in indices if (action.stage, index) in self._gathered]
         self._gathered -= {(action.stage, index) for index in gathered}
         num_bytes = sum(self.units[action.stage][index].padded for index in gathered) * self.stages.state.gathered
@@ -417,7 +418,7 @@ class FsdpHooks(Hooks):
             self.writer.compute(action, name, memory=[_free(_GATHERED, num_bytes)])
 
     def _copied_by_gloo(self, num_bytes: int) -> int:
-        """Gloo reduces a copy of the input and gathers into a copy of the output (torch's ProcessGroupGloo.cpp)."""
+        """Returns the bytes gloo copies: input of a reduction, output of an all-gather (ProcessGroupGloo.cpp)."""
         return num_bytes if self._host_waits else 0
 
     def _finish(self, action: Action) -> None:
@@ -436,7 +437,7 @@ class FsdpHooks(Hooks):
         return self.stages.work(action.stage, unit.layers, phase, of="experts" if unit.experts else "rest")
 
     def name(self, action: Action, index: int, what: str) -> str:
-        """Of an operation on a unit."""
+        """Returns the name of an operation on a unit."""
         layers = self.units[action.stage][index].layers
         if self.level == 1:
             return what
@@ -445,21 +446,21 @@ class FsdpHooks(Hooks):
 
 
 def _free(category: MemoryCategory, num_bytes: int) -> MemoryEffect:
-    """Frees before anything else happens."""
+    """Returns an effect that frees memory before anything else happens."""
     return MemoryEffect(category, -num_bytes, -num_bytes)
 
 
 class FsdpListHooks(FsdpHooks):
-    """Hooks of one rank; arguments as for ``FsdpHooks``."""
+    """FSDP hooks of one rank, with host-side handling per matrix and rank; arguments as for ``FsdpHooks``."""
 
     def units_ahead(self, unit: Unit, index: int) -> range:
-        """Nothing beside a unit that leaves no room."""
+        """Returns no units if a matrix of this unit reaches the limit of live elements; otherwise as in FSDP."""
         return range(0) if self._leaves_no_room(unit) else super().units_ahead(unit, index)
 
     def gather(self, action: Action, index: int, waits: Sequence[int | None], *, in_background: bool = False) -> None:
-        """The host makes views first, and copies while bytes move.
+        """All-gathers a unit; the host creates views before it and copies during it.
 
-        Where there is room the bytes move beside what is computed before, matrix by matrix.
+        Unless a matrix reaches the limit of live elements, the all-gather overlaps with earlier compute.
         """
         unit = self.units[action.stage][index]
         alone = self._leaves_no_room(unit)
@@ -470,7 +471,7 @@ class FsdpListHooks(FsdpHooks):
             self.writer.block_on(self.gathering[action.stage, index])
 
     def copy_out(self, action: Action, index: int, *, in_forward: bool) -> None:
-        """In backward, what was let go of since it ran again is gathered once more."""
+        """In backward, all-gathers again the matrices that were freed after recomputation."""
         super().copy_out(action, index, in_forward=in_forward)
         limit, unit = self.stages.software.live_elements, self.units[action.stage][index]
         repeats = any(self.stages.facts(action.stage, layer).kept.kernels for layer in unit.layers)
@@ -486,7 +487,7 @@ class FsdpListHooks(FsdpHooks):
             self.writer.block_on(gathered)
 
     def reduce_unit(self, action: Action, index: int, *, made_now: bool) -> None:
-        """The host makes views and copies from them first, and waits for what comes out."""
+        """Reduces a unit after the host created views and copied from them; the host waits for the result."""
         num_matrices = len(self.units[action.stage][index].matrices)
         self._list_parts(action, index, num_matrices, copies=False)
         self._list_parts(action, index, num_matrices, copies=True)
@@ -494,7 +495,7 @@ class FsdpListHooks(FsdpHooks):
         self.writer.block_on(self.last_reduction)
 
     def _list_parts(self, action: Action, index: int, num_matrices: int, *, copies: bool) -> int | None:
-        """The host handles the part of every rank of so many matrices."""
+        """Records host calls for each rank's part of ``num_matrices`` matrices; returns the operation's index."""
         if not num_matrices:
             return self.writer.last_compute
         calls = HostCalls(num_matrices * self.num_shards, copies)

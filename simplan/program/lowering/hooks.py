@@ -1,7 +1,6 @@
-"""What data parallelism does around the layers of a rank: nothing, or DDP's reduction of gradients in buckets.
+"""Hooks of data parallelism around the layers of a rank: none, or DDP's bucketed gradient reduction.
 
-FSDP's hooks are in ``simplan.program.lowering.fsdp``; which of them a plan has is decided in
-``simplan.program.lowering.lower``.
+FSDP's hooks are in ``simplan.program.lowering.fsdp``; ``simplan.program.lowering.lower`` selects the hooks of a plan.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ _ENDLESS = 2**62
 
 
 class Hooks:
-    """No data parallelism: the calls that the lowering makes around layers and actions, all without effect.
+    """Base hooks, without data parallelism: calls made around layers and actions, all without effect.
 
     Args:
         stages: Facts about the stages.
-        writer: Takes the operations.
-        level: Of the Program.
+        writer: Receives the operations.
+        level: Level of the Program, 1 or 2.
 
     Attributes:
-        is_first_forward: What is lowered is the first forward of its stage.
-        is_last_backward: It completes the gradients of its stage.
+        is_first_forward: True if the action being lowered is the first forward of its stage.
+        is_last_backward: True if the action being lowered completes the gradients of its stage.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ()
@@ -42,55 +41,55 @@ class Hooks:
 
     @property
     def knows_stages(self) -> bool:
-        """Whether what is done around a stage's layers depends on more than whether it is done first or last."""
+        """True if hooks of a stage depend on more than the first forward and the last backward."""
         return False
 
     def expands(self, action: Action) -> bool:
-        """Whether the action must be written layer by layer, because something happens between layers."""
+        """Returns True if the action must be lowered layer by layer, because hooks act between layers."""
         del action
         return False
 
     def before_forward(self, action: Action, part: range) -> None:
-        """Before some layers' forward."""
+        """Runs before the forward of some layers."""
 
     def after_forward(self, action: Action, part: range) -> None:
-        """After it."""
+        """Runs after the forward of some layers."""
 
     def before_backward(self, action: Action, part: range) -> None:
-        """Before some layers' backward."""
+        """Runs before the backward of some layers."""
 
     def scaling(self, action: Action, part: range) -> tuple[LayerWork, ...]:
-        """Divisions of gradients that belong to these layers' backward."""
+        """Returns gradient divisions that belong to these layers' backward."""
         del action, part
         return ()
 
     def after_backward(self, action: Action, part: range, ended: int) -> None:
-        """After it; ``ended`` is the index of its last operation."""
+        """Runs after the backward of some layers; ``ended`` is the index of its last operation."""
 
     def after_input_gradients(self, action: Action, part: range) -> None:
-        """After the first part of a backward in two parts."""
+        """Runs after the input-gradient part of a split backward."""
 
     def after_weight_gradients(self, action: Action, part: range) -> None:
-        """After the second part."""
+        """Runs after the weight-gradient part of a split backward."""
 
     def end_of_backward(self, action: Action) -> None:
-        """At the end of the action."""
+        """Runs at the end of a backward action."""
 
     def unshard(self, action: Action) -> None:
-        """At UNSHARD."""
+        """Runs at UNSHARD."""
 
     def reshard(self, action: Action) -> None:
-        """At RESHARD."""
+        """Runs at RESHARD."""
 
     def reduce(self, action: Action) -> None:
-        """At REDUCE_GRAD, before gradients are divided."""
+        """Runs at REDUCE_GRAD, before gradients are divided."""
 
 
 class DdpHooks(Hooks):
-    """Gradients divided, then reduced in buckets as backward completes them, as torch's DistributedDataParallel does.
+    """DDP hooks: gradients are divided, then reduced in buckets as backward completes them (DistributedDataParallel).
 
-    Where optimizer states are shared evenly each rank of the shard group gets the part of every bucket that it updates,
-    and replicas of this group then reduce this part.
+    Where optimizer states are sharded evenly, buckets are reduce-scattered over the shard group. Replicas of the shard
+    group then all-reduce the resulting part.
     """
 
     STATE: ClassVar = ("_reducing", "_ended")
@@ -113,17 +112,17 @@ class DdpHooks(Hooks):
             self._limits = (software.bucket_bytes, software.first_bucket_bytes)
         self._waits_late = software.waits_for_gradients == "step" and plan.grad_sync != "microbatch"
         self._overlaps = software.grad_overlap
-        self._reducing: list[int] = []  # reductions of the last stage that nobody waited for yet
+        self._reducing: list[int] = []  # pending reductions of the last stage
         self._gathers = shares and software.gathers_ahead
-        self._gathering: dict[int, int] = {}  # by layer of the stage, the gather that it waits for
+        self._gathering: dict[int, int] = {}  # by layer of the stage, the all-gather that it waits for
         self._ended: dict[int, int] = {}
 
     def expands(self, action: Action) -> bool:
-        """Only where buckets are reduced in between, or gathered."""
+        """Returns True where buckets are reduced, or all-gathered, between layers."""
         return self._reduces(action) or (self._gathers and self.is_first_forward)
 
     def before_forward(self, action: Action, part: range) -> None:
-        """Parameters that the step before updated are gathered, the first layer's first."""
+        """All-gathers the parameters updated by the previous step, the first layer's first."""
         if not (self._gathers and self.is_first_forward):
             return
         if part.start == 0:
@@ -132,7 +131,7 @@ class DdpHooks(Hooks):
         self.writer.block_on(*dict.fromkeys(waited))
 
     def _gather(self, action: Action) -> dict[int, int]:
-        """Gathers the parameters of a stage in buckets; gives by layer the gather that it waits for."""
+        """All-gathers the parameters of a stage in buckets; returns, per layer, the all-gather that it waits for."""
         stages = self.stages
         found: dict[int, int] = {}
         limit = self._limits[0] // stages.state.reduced
@@ -151,22 +150,22 @@ class DdpHooks(Hooks):
         return found
 
     def scaling(self, action: Action, part: range) -> tuple[LayerWork, ...]:
-        """Gradients are divided by the number of data-parallel ranks before they are summed."""
+        """Returns the division of gradients by the number of data-parallel ranks, before the reduction."""
         return self.stages.work(action.stage, part, Phase.SCALE, of="rest") if self._reduces(action) else ()
 
     def after_backward(self, action: Action, part: range, ended: int) -> None:
-        """Remembers when gradients are there that are reduced now."""
+        """Records when gradients that this backward reduces are complete."""
         if self._reduces(action):
             self._ended.update(dict.fromkeys(part, ended))
 
     def after_weight_gradients(self, action: Action, part: range) -> None:
-        """The same of a backward in two parts."""
+        """Records, for a split backward, when gradients are complete."""
         last = self.writer.last_compute
         assert last is not None
         self.after_backward(action, part, last)
 
     def end_of_backward(self, action: Action) -> None:
-        """Reductions of the stage's gradients, each from when its gradients are there, and mostly the wait for them."""
+        """Reduces the stage's gradients, each bucket once its gradients are complete, and usually waits for them."""
         if not self._reduces(action) or (self._waits_late and not self._overlaps):
             return
         reduced = self._reductions(action)
@@ -176,13 +175,13 @@ class DdpHooks(Hooks):
             self._wait(action, reduced)
 
     def reduce(self, action: Action) -> None:
-        """The wait, where it is not in backward; reductions that do not run beside one begin only now."""
+        """Waits for reductions, if backward did not; reductions that do not overlap with backward start here."""
         if self._waits_late:
             self._wait(action, self._reducing or self._reductions(action))
             self._reducing = []
 
     def _reductions(self, action: Action) -> list[int]:
-        """Reduces all gradients of the stage in buckets; gives what has to be waited for."""
+        """Reduces all gradients of the stage in buckets; returns the operations to wait for."""
         stages, writer = self.stages, self.writer
         buckets = ddp_buckets(stages.layers[action.stage], stages.state.reduced, *self._limits)
         reduced = []
@@ -208,10 +207,10 @@ class DdpHooks(Hooks):
 
 
 class Bucket(NamedTuple):
-    """Gradients that are reduced together.
+    """A bucket of gradients that are reduced together.
 
     Attributes:
-        num_bytes: Their bytes.
+        num_bytes: Size in bytes.
         ready_layer: Position, in the given list of layers, of the layer whose backward completes the bucket.
     """
 
@@ -222,19 +221,19 @@ class Bucket(NamedTuple):
 def ddp_buckets(
     layers: Iterable[LayerSpec], gradient_bytes: int, bucket_bytes: int, first_bucket_bytes: int
 ) -> tuple[Bucket, ...]:
-    """Buckets in the order in which DDP reduces them from the second step on.
+    """Returns the buckets in the order in which DDP reduces them from the second step on.
 
-    After the first step DDP rebuilds its buckets in the order in which gradients became ready: a bucket takes
-    gradients until it holds at least its limit; the first bucket's limit is small so that reduction starts early
-    (torch/csrc/distributed/c10d/reducer.cpp, ``compute_bucket_assignment_by_size``). A weight tied to the embedding
-    of the same list is ready only with the embedding. Experts of which other ranks have others are not among them, nor
-    are frozen weights, which ``gradient_order`` has none of.
+    After the first step DDP rebuilds its buckets in the order in which gradients became ready: a bucket takes gradients
+    until it holds at least its limit; the first bucket's limit is small so that reduction starts early
+    (torch/csrc/distributed/c10d/reducer.cpp, ``compute_bucket_assignment_by_size``). A weight tied to the embedding of
+    the same list is ready only with the embedding. Expert-parallel parameters are excluded, as are frozen weights,
+    which ``gradient_order`` does not list.
 
     Args:
         layers: The stage's layers in forward order.
         gradient_bytes: Bytes of one gradient element.
-        bucket_bytes: Limit of all buckets but the first.
-        first_bucket_bytes: Limit of the first.
+        bucket_bytes: Size limit of all buckets except the first, in bytes.
+        first_bucket_bytes: Size limit of the first bucket, in bytes.
     """
     stage = list(layers)
     holds_embedding = any(p.name == f"{TOKEN_TABLE}.weight" for layer in stage for p in layer.parameters)

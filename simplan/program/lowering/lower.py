@@ -1,4 +1,4 @@
-"""Lowers a complete Level 1 table to a Program of Level 1 or Level 2 operations."""
+"""Lowering of a complete action table to a Program of Level 1 or Level 2 operations."""
 
 from __future__ import annotations
 
@@ -59,15 +59,16 @@ _ALIKE = frozenset((*_BACKWARD_PHASE, _K.FORWARD, *_MESSAGE_STREAM, _K.REDUCE_GR
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """How a table is lowered.
+    """Options for lowering an action table.
 
     Attributes:
-        level: 1: one operation for each action, and its communication in one piece. 2: layer by layer.
-        folding: Which ranks are written out; None for all.
-        expand_all: At Level 2, expand also the actions between whose layers nothing can be overlapped. Without, their
-            layers are one operation and their exchanges another; the step takes the same time. For large Programs.
-        host_waits: The host waits for collectives that do not run in the background by themselves (gloo on CPUs), and
-            for copies between memory of the host and of the device, which are one.
+        level: 1 for one operation per action and merged communication; 2 for one operation per layer.
+        folding: Ranks to simulate; None for all ranks.
+        expand_all: True to expand, at Level 2, also actions between whose layers nothing can overlap. False merges the
+            layers of such an action into one operation and its collectives into another, with the same step time. Use
+            False for large Programs.
+        host_waits: True if the host blocks on collectives that are not asynchronous (gloo on CPUs), and on copies
+            between host and device memory, which are one memory there.
     """
 
     level: int = 2
@@ -83,32 +84,32 @@ def lower(
     table: Table,
     how: Lowering,
 ) -> Program:
-    """The Program of one step.
+    """Lowers one step to a Program.
 
-    What each action becomes: F, B, I and W compute the stage's layers (Level 2: one operation each, cut at the
-    exchanges of tensor, context and expert parallelism); B and I run again what was not kept; F, B and I wait for their
-    RECV. A message is issued when the host gets to it, that is, after the computation before it. What data parallelism
-    does in between is said by its hooks (``simplan.program.lowering.hooks``, ``simplan.program.lowering.fsdp``).
-    REDUCE_GRAD sums gradients of which tensor-parallel ranks have parts, averages those of experts, and divides all by
-    the number of microbatches. OPTIM waits for all sends and for a trainer's host, all-reduces gradients of tied
-    embeddings that sit on two ranks, clips gradients (``simplan.program.lowering.optimizer_step``), updates, and hands
-    sharded updates round, or gathers them (ZeRO-1).
+    F, B, I and W compute the layers of their stage. At Level 2 each layer is one operation, split at its tensor-,
+    context- and expert-parallel collectives. B and I also recompute what was not saved. F, B and I wait for their RECV.
+    A send or receive is issued after the compute before it. Hooks (``simplan.program.lowering.hooks``,
+    ``simplan.program.lowering.fsdp``) add the communication of data parallelism. REDUCE_GRAD all-reduces gradients of
+    which tensor-parallel ranks hold partial sums, averages gradients of experts, and divides all by the number of
+    microbatches. OPTIM waits for all sends and for the host of the trainer. It all-reduces gradients of an embedding
+    tied across two ranks, clips gradients (``simplan.program.lowering.optimizer_step``) and updates parameters. It then
+    broadcasts or all-gathers sharded updates (ZeRO-1).
 
     Args:
-        job: What is run; its cluster is not looked at.
-        assignment: Which layers each stage holds.
-        table: A complete table that ``check_table`` accepts.
-        how: What to write out.
+        job: Training job; its cluster is ignored.
+        assignment: Layers of each stage.
+        table: A complete action table that ``check_table`` accepts.
+        how: Options.
     """
     return Lowerer(job, assignment, table, how).program(table)
 
 
 class Lowerer:
-    """Lowers tables of one plan that differ in the number of microbatches; what they share is made once.
+    """Lowers action tables of one plan that differ in the number of microbatches; common parts are created once.
 
     Args:
-        job, assignment, how: As of ``lower``.
-        table: Any of the tables: says on which rank each stage is.
+        job, assignment, how: See ``lower``.
+        table: Any of the tables; defines the rank of each stage.
     """
 
     def __init__(self, job: Job, assignment: StageAssignment, table: Table, how: Lowering) -> None:
@@ -128,7 +129,7 @@ class Lowerer:
             self._ranks[rank] = _AlikeRank(leader, dict(zip(own, stages, strict=True)))
 
     def program(self, table: Table) -> Program:
-        """The Program of a table."""
+        """Lowers an action table to a Program."""
         stages, builder = self._stages, self._builder
         builder.restart()
         for rank, (leader, leading) in self._ranks.items():
@@ -153,11 +154,11 @@ class Lowerer:
 
 
 class _AlikeRank(NamedTuple):
-    """A rank that does what another one does, on other stages and among other ranks.
+    """A rank with the same work as a leader rank, on other stages and with other peers.
 
     Attributes:
-        leader: Lowers for both.
-        leading: By stage of the rank, that of the leader.
+        leader: Lowers the actions of both ranks.
+        leading: Stage of this rank -> corresponding stage of the leader.
     """
 
     leader: _RankLowering
@@ -165,7 +166,7 @@ class _AlikeRank(NamedTuple):
 
 
 def _stage_key(stages: Stages, stage: int) -> Hashable:
-    """Stages with the same one have the same layers, which keep the same, and the same neighbours."""
+    """Returns a key that is equal for stages with equal layers, saved tensors and relative neighbors."""
     own = stages.placement[stage]
     around = [stages.placement.get(stage + step) for step in (-1, 1)]
     return (
@@ -180,16 +181,16 @@ def _stage_key(stages: Stages, stage: int) -> Hashable:
 
 
 def _rank_key(stages: Stages, rank: int) -> Hashable:
-    """Ranks with the same one do the same, but for their stages and for the ranks that they talk to."""
+    """Returns a key that is equal for ranks with the same work, apart from their stages and peers."""
     place, plan = stages.mapping.place(rank), stages.plan
     deals = plan.shards_optimizer_only and stages.software.optimizer_shards != "elements"
-    if deals or plan.offload_activations:  # what is dealt out, or named, is of one rank
+    if deals or plan.offload_activations:  # optimizer shards, and names of offloads, are specific to a rank
         return rank
     return place._replace(pp=-1), tuple(_stage_key(stages, stage) for stage in stages.stages_of(place.pp))
 
 
 class _RankLowering:
-    """Lowers the actions of a rank to templates, and stamps them for it and for all ranks that are alike."""
+    """Lowers the actions of a rank to templates, and stamps them for all ranks with the same work."""
 
     def __init__(
         self,
@@ -205,11 +206,11 @@ class _RankLowering:
         self.place = stages.mapping.place(rank)
         self.pp_rank = self.place.pp
         self.synchronous = stages.plan.schedule in stages.software.synchronous_schedules
-        ordered = not how.host_waits and not self.synchronous  # others are in one batch, and pass each other
+        ordered = not how.host_waits and not self.synchronous  # unordered transfers are in one batch and may overtake
         ahead = stages.plan.schedule in stages.software.receives_ahead and not how.host_waits
         self.builder = builder
         self.walker = Walker()
-        self.numbers: dict[Hashable, int] = {}  # of actions that are told apart
+        self.numbers: dict[Hashable, int] = {}  # by key of a template
         self.writer = RankWriter(rank, builder, folding, ordered_messages=ordered, receives_ahead=ahead)
         self.hooks = _hooks(stages, self.writer, how)
         self.offload = OffloadedActivations(stages, self.writer, host_waits=how.host_waits)
@@ -220,7 +221,7 @@ class _RankLowering:
         self.merged_exchanges: dict[tuple[int, range, str, Phase, bool], tuple[Work, ...]] = {}
         self.is_paired = self.receives = False
         self.alike = self._alike_stages()
-        self.received: list[int] = []  # what the pass that is lowered needs of another stage
+        self.received: list[int] = []  # receives that the pass being lowered needs
         self.new_received: list[int] = []
         self.sent: list[int] = []
         self.sent_bytes = 0
@@ -228,11 +229,11 @@ class _RankLowering:
         self.first_shape = builder.shape(take_state(self.stateful)[0])
 
     def run(self, row: Sequence[Action], leading: Mapping[int, int]) -> None:
-        """Stamps a row of the table: each action as it is lowered in the state in which the rank comes to it.
+        """Stamps a row of the action table: each action as lowered in the state that the rank has reached.
 
         Args:
-            row: Of this rank, or of one that is alike.
-            leading: By stage of the row, the stage of this rank that stands for it.
+            row: Row of this rank, or of one with the same work.
+            leading: Stage of the row -> corresponding stage of this rank.
         """
         overlaps = self.stages.software.expert_overlap and not self.how.host_waits
         actions, stage, microbatch, variant, needs, variants = row_of_actions(
@@ -242,7 +243,7 @@ class _RankLowering:
         leaders = [each.at_stage(leading) for each in variants]
         numbers = [self._number(self._template_key(each)) for each in leaders]
         kinds = np.array(numbers, np.int64)[variant]
-        if self.offload.expands:  # what is offloaded is known by its microbatch
+        if self.offload.expands:  # offloads are identified by their microbatch
             kinds = np.array([self._number(pair) for pair in zip(kinds.tolist(), microbatch.tolist(), strict=True)])
 
         def lowered(place: int, shape: int, num_inputs: int, sent_bytes: int) -> ActionTemplate:
@@ -257,15 +258,15 @@ class _RankLowering:
         return self.numbers.setdefault(key, len(self.numbers))
 
     def _template_key(self, variant: ActionVariant) -> Hashable:
-        """What tells templates of actions apart, besides the state in which the rank comes to them."""
+        """Returns the key of an action's template; the state of the rank is the other part of it."""
         kind, stage = variant.action.kind, variant.action.stage
         between = kind in _ALIKE and not variant.is_first
         return kind, self.alike[stage] if between else -1 - stage, *variant[1:]
 
     def _alike_stages(self) -> dict[int, int]:
-        """By stage of the rank, the first one of whose passes the same operations are made.
+        """Returns stage of the rank -> first stage whose passes have the same operations.
 
-        Stages are told apart where hooks know them.
+        Stages are distinct if hooks or activation offload depend on the stage.
         """
         first: dict[Hashable, int] = {}
         found = {}
@@ -281,10 +282,10 @@ class _RankLowering:
 
         Args:
             action: The action.
-            shape: Of the state of its rank.
-            num_inputs: Operations of which it needs something, besides those of the state.
-            sent_bytes: What sending holds by now.
-            variant: What tells it apart from others of its kind.
+            shape: Number of the state of the rank.
+            num_inputs: Number of operations that the action needs, in addition to those in the state.
+            sent_bytes: Bytes held by pending sends.
+            variant: Variant of the action.
         """
         self.is_paired, self.receives = variant.is_paired, variant.receives
         self.hooks.is_first_forward, self.hooks.is_last_backward = variant.is_first, variant.is_last
@@ -329,7 +330,7 @@ class _RankLowering:
                 self._optimizer(action)
 
     def resting_bytes(self) -> dict[MemoryCategory, int]:
-        """What the rank holds between steps."""
+        """Returns the persistent memory of the rank between steps by category, in bytes."""
         stages, software = self.stages, self.stages.software
         mine = stages.stages_of(self.pp_rank)
         boundaries = [b for stage in mine for b in (stage - 1, stage) if 0 <= b < stages.num_stages - 1]
@@ -353,7 +354,7 @@ class _RankLowering:
         }
 
     def bucket_bytes(self) -> int:
-        """Gradients in DDP's buckets."""
+        """Returns the bytes of gradients in DDP's buckets; 0 without DDP."""
         if not isinstance(self.hooks, DdpHooks):
             return 0
         return (self.states.gradient_elements - self.states.expert_elements) * self.stages.state.gradient
@@ -373,7 +374,7 @@ class _RankLowering:
         if action.kind is not _K.BACKWARD_WEIGHT:
             self._receive(Action(action.stage, _K.RECV_B, action.microbatch))
         phase = _BACKWARD_PHASE[action.kind]
-        if action.stage == 0:  # nobody waits for the gradient of tokens: W does all of it, as in torch's pipelines
+        if action.stage == 0:  # no rank needs the gradient of tokens: W does all of it, as in torch's pipelines
             if phase is Phase.BACKWARD_INPUT:
                 self.writer.compute(action, "{action}")
                 return
@@ -393,7 +394,7 @@ class _RankLowering:
             self.hooks.end_of_backward(action)
 
     def _layers(self, action: Action, part: range, phase: Phase) -> int:
-        """Writes a pass through some layers; gives the index of their last computation."""
+        """Writes a pass through some layers; returns the index of their last compute."""
         stages, writer = self.stages, self.writer
         whole = not self._expands(action)
         if whole:
@@ -406,7 +407,7 @@ class _RankLowering:
             next(i for i in range(len(script) - 1, -1, -1) if script[i].exchange is None),
             self.is_paired,
         )
-        before = (writer.last_compute, *writer.blocking)  # what the last segment waited for
+        before = (writer.last_compute, *writer.blocking)  # waits of the last segment
         ended = -1
         for number, segment in enumerate(script):
             if segment.exchange is None:
@@ -426,9 +427,9 @@ class _RankLowering:
     def _exchanges(
         self, stage: int, part: range, axis: str, script: Sequence[Segment], phase: Phase, *, paired: bool
     ) -> tuple[Work, ...]:
-        """Exchanges of merged layers over one axis; the same object for equal layers, so that it is priced once.
+        """Returns the collectives of merged layers over one axis; the same object for equal layers, estimated once.
 
-        Of those that run beside products, or beside another microbatch, only what goes beyond these is left.
+        Collectives that overlap with GEMMs, or with another microbatch, contribute only their exposed time.
         """
         key = (stage, part, axis, phase, paired)
         found = self.merged_exchanges.get(key)
@@ -453,7 +454,7 @@ class _RankLowering:
         return found
 
     def _exchange(self, action: Action, name: str, segment: Segment, before: Sequence[int | None]) -> None:
-        """One exchange, which the next computation waits for; beside the last one, it waits for what that one did."""
+        """Writes a collective that the next compute waits for; an overlapped one waits only for earlier operations."""
         assert segment.exchange is not None
         exchange = segment.exchange
         begins = before if exchange.beside and not self.how.host_waits else (self.writer.last_compute,)
@@ -469,7 +470,7 @@ class _RankLowering:
         return segment.exchange.among(self.groups[segment.exchange.axis])
 
     def _receive(self, action: Action) -> None:
-        """The next computation waits for what it needs of another stage; synchronous software asks for it only now."""
+        """Makes the next compute wait for its receives; synchronous frameworks issue the receive only here."""
         if self.receives:
             self._message(action)
             self.received, self.new_received = self.new_received, []
@@ -483,7 +484,7 @@ class _RankLowering:
         other = self.rank + (stages.placement[other_stage] - self.pp_rank) * stages.mapping.ranks_per_stage
         ends = (self.rank, other) if sends else (other, self.rank)
         for number, tensor in enumerate(stages.crossings[min(action.stage, other_stage)]):
-            # a send keeps its tensor alive until it is waited for; one that only passes is in a receive buffer
+            # a send keeps its tensor alive until its wait; a tensor that only passes through is in a receive buffer
             sent = 0 if kind is _K.SEND_F and tensor.passes else tensor.num_bytes
             held = sent if stages.software.runtime == "torch" else 0
             effects = (MemoryEffect(MemoryCategory.BUFFERS, sent, held),) if sends else ()
@@ -502,8 +503,8 @@ class _RankLowering:
                 self.writer.send_first(index)
 
     def _optimizer(self, action: Action) -> None:
-        """Once all that was sent is there, whose memory it lets go of."""
-        self.writer.block_on(*self.received)  # here all that was sent
+        """Writes the optimizer step after all sends have completed, and frees their memory."""
+        self.writer.block_on(*self.received)  # for OPTIM: all sends
         held = self.sent_bytes
         release = (MemoryEffect(MemoryCategory.BUFFERS, -held, -held),) if held else ()
         if self.stages.software.trainer:
@@ -511,14 +512,14 @@ class _RankLowering:
         step_optimizer(action, self.stages, self.states, self.writer, release)
 
     def _parts(self, action: Action) -> Sequence[range]:
-        """Layers that one operation computes: all of them at Level 1, one at Level 2."""
+        """Returns the layers per operation: all of the stage if merged, one each if expanded."""
         num_layers = len(self.stages.layers[action.stage])
         if self._expands(action):
             return [range(i, i + 1) for i in range(num_layers)]
         return (range(num_layers),)
 
     def _expands(self, action: Action) -> bool:
-        """Whether its layers are written out one by one."""
+        """Returns True if each layer of the action has separate operations."""
         needed = self.how.expand_all or self.overlaps or self.offload.expands or self.hooks.expands(action)
         return self.how.level == 2 and needed
 

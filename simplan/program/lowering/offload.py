@@ -1,7 +1,7 @@
-"""Activations of blocks in memory of the host (``plan.offload_activations``), and when they are copied.
+"""Activation offload of blocks to host memory (``plan.offload_activations``), and the timing of its copies.
 
-They go the way of torchtune's OffloadActivations and Megatron Core's CPU offloading: a copy leaves when a block's
-forward is done, and comes back one block ahead of its backward. What ``plan.offload_optimizer`` has on the host is in
+A copy to the host starts when a block's forward ends, and the copy back starts one block ahead of its backward.
+torchtune's OffloadActivations and Megatron Core's CPU offloading do the same. ``plan.offload_optimizer`` is in
 ``simplan.program.lowering.fsdp``.
 """
 
@@ -23,16 +23,16 @@ __all__ = ["OffloadedActivations", "backward_follows"]
 _ACTIVATIONS, _HOST = MemoryCategory.ACTIVATIONS, MemoryCategory.HOST
 
 _Key = tuple[int, int | None, int]
-"""Stage, microbatch and first layer."""
+"""Stage, microbatch (None for none) and first layer."""
 
 
 class _Copy(NamedTuple):
-    """Activations under way to the host.
+    """A copy of activations to the host.
 
     Attributes:
-        key: Whose.
-        operation: Its index.
-        num_bytes: How many.
+        key: Stage, microbatch and first layer.
+        operation: Index of the copy's operation.
+        num_bytes: Size in bytes.
     """
 
     key: _Key
@@ -41,7 +41,7 @@ class _Copy(NamedTuple):
 
 
 def backward_follows(row: Sequence[Action]) -> frozenset[Action]:
-    """The forwards after which a rank computes the backward of the same microbatch and stage at once."""
+    """Returns the forwards directly followed by the backward of the same microbatch and stage on their rank."""
     computed = [action for action in row if action.kind.is_compute]
     return frozenset(
         first
@@ -53,27 +53,29 @@ def backward_follows(row: Sequence[Action]) -> frozenset[Action]:
 
 
 class OffloadedActivations:
-    """Activations of one rank.
+    """Activation offload of one rank.
 
-    All that a block keeps for its backward is copied to the host once its forward has ended, and let go of before the
-    forward of the second next layer (of whatever microbatch) begins, for which the device waits: so the device holds
-    activations of two layers of forward at most. When the backward of a block begins, copies that are still under way
-    are waited for and let go of, but the block's own, which it then uses as they are; else its activations come back,
-    if they have not been asked for yet. Then those of the block below it are asked for. The last block of a stage keeps
-    its activations on the device where the backward of the same microbatch follows at once. Embedding and head, and
-    receive buffers, are left alone.
+    When the forward of a block ends, all its activations saved for backward are copied to the host. The device copy is
+    freed before the forward of the second next layer (of any microbatch), for which the device waits for the copy. The
+    device therefore holds activations of at most two layers of forward. When the backward of a block begins, pending
+    copies of other blocks are waited for and freed. If the block's own copy is pending, backward uses the tensors on
+    the device; otherwise they are fetched, unless prefetched. The block below is then prefetched. The last block of a
+    stage is not offloaded if the backward of the same microbatch follows directly. Embedding, head and receive buffers
+    are not offloaded.
 
-    With ``plan.offload_layers`` = n only the first n of L blocks are moved, and the device holds L - n of them: each is
-    let go of before the forward of the block L - n further on begins, and asked for when the device has let go of that
-    many in backward (Transformer Engine, transformer_engine/pytorch/cpu_offload.py, DefaultOffloadSynchronizer).
+    With ``plan.offload_layers`` = n only the first n of L blocks are offloaded, and the device holds L - n blocks. Each
+    offloaded block is freed before the forward of the block L - n + 1 (at least 2) further on. A block is prefetched at
+    the backward of the block L - n - 1 (at least 1) further on (Transformer Engine,
+    transformer_engine/pytorch/cpu_offload.py, DefaultOffloadSynchronizer).
 
-    Device memory counts what is kept from the beginning of forward to the wait after the copy, and from the issue of
-    the copy back to the end of backward; host memory from the issue of the first to the end of the second.
+    Device memory counts saved activations from the start of forward to the wait for the copy. A second period is from
+    the issue of the copy back to the end of backward. Host memory counts them from the issue of the first copy to the
+    end of the second.
 
     Args:
         stages: Facts about the stages.
-        writer: Takes the operations.
-        host_waits: The host waits for every copy: on a CPU a copy is computation.
+        writer: Receives the operations.
+        host_waits: True if the host blocks on every copy: on a CPU a copy is compute.
     """
 
     STATE: ClassVar = ("_leaving", "_on_host", "_coming")
@@ -91,21 +93,21 @@ class OffloadedActivations:
         self._coming: dict[_Key, int] = {}
 
     def start(self, row: Sequence[Action]) -> None:
-        """Begins a step of the rank with these actions."""
+        """Begins a step of the rank with the actions of its row."""
         self._at_once = backward_follows(row) if self._is_on else frozenset()
 
     @property
     def expands(self) -> bool:
-        """Whether actions must be written layer by layer, because something happens between layers."""
+        """True if actions must be lowered layer by layer, because copies happen between layers."""
         return self._is_on
 
     def before_forward(self, action: Action) -> None:
-        """Lets go of all but what the layers before have kept, one or as many as stay on the device."""
+        """Frees offloaded activations of earlier layers, except of the newest ones, which may stay on the device."""
         while len(self._leaving) > self._held_ahead:
             self._let_go(action, self._leaving.popleft())
 
     def after_forward(self, action: Action, part: range) -> None:
-        """Sends off what some layers have kept."""
+        """Starts the copy of some layers' saved activations to the host."""
         if not self._is_on:
             return
         num_bytes = self._kept_bytes(action, part)
@@ -118,14 +120,14 @@ class OffloadedActivations:
         self._leaving.append(_Copy(key, index, num_bytes))
 
     def before_backward(self, action: Action, part: range) -> None:
-        """Waits for what some layers have kept, and asks for what comes next."""
+        """Waits for some layers' saved activations, and prefetches the next ones."""
         layers = self._stages.layers[action.stage]
         if not self._is_on or all(layers[position].kind is not LayerKind.BLOCK for position in part):
             return
         key = (action.stage, action.microbatch, part.start)
         while self._leaving:
             copy = self._leaving.popleft()
-            if copy is not None and copy.key == key and len(part) == 1:  # at Level 1 all goes and comes in one piece
+            if copy is not None and copy.key == key and len(part) == 1:  # at Level 1 all layers are copied together
                 self._writer.block_on(copy.operation)
                 self._writer.compute(action, "keep", memory=[_freed(_HOST, copy.num_bytes)])
                 continue
@@ -172,5 +174,5 @@ class OffloadedActivations:
 
 
 def _freed(category: MemoryCategory, num_bytes: int) -> MemoryEffect:
-    """Frees before anything else happens."""
+    """Returns an effect that frees memory before anything else happens."""
     return MemoryEffect(category, -num_bytes, -num_bytes)

@@ -1,4 +1,4 @@
-"""OPTIM: what is left to sum, the norms, the update, and what becomes of sharded updates."""
+"""OPTIM and the end of REDUCE_GRAD: remaining reductions, norms, the update, and communication of sharded updates."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def step_optimizer(
     writer: RankWriter,
     release: Sequence[MemoryEffect],
 ) -> None:
-    """Writes the step of a rank's optimizer.
+    """Writes the optimizer step of a rank.
 
-    Gradients of embeddings that are tied and sit on two ranks are summed, gradients clipped, parameters updated.
-    Updates that were dealt out to ranks whole go round, those that were shared evenly are gathered.
+    Gradients of an embedding tied across two ranks are all-reduced, gradients are clipped, and parameters are updated.
+    Updates of whole parameters owned by single ranks are broadcast; evenly sharded updates are all-gathered.
 
     Args:
         action: The OPTIM.
         stages: Facts about the stages.
-        states: Of the rank.
-        writer: Takes the operations.
-        release: What the update lets go of.
+        states: Optimizer states of the rank.
+        writer: Receives the operations.
+        release: Memory freed by the update.
     """
     mapping = stages.mapping
     place = mapping.place(writer.rank)
@@ -58,7 +58,7 @@ def step_optimizer(
 
 
 def _temporaries(stages: Stages, states: RankStates) -> tuple[MemoryEffect, ...]:
-    """Copies in other precisions, and what the optimizer's own kernels need; gradients on the host go."""
+    """Returns the memory of casts and of the optimizer's kernels; offloaded gradients are freed after the update."""
     copied = states.trained_elements * stages.state.widened_bytes + states.temporary_bytes
     if stages.state.narrowed_bytes and stages.plan.dp * stages.plan.cp > 1:
         copied += states.gradient_elements * stages.state.narrowed_bytes
@@ -71,16 +71,16 @@ _NORM_BYTES = 4  # in fp32, as gradients and states are
 
 
 def clip_gradients(action: Action, stages: Stages, states: RankStates, writer: RankWriter) -> None:
-    """Squares of all gradients of the rank, summed over ranks with other parts of the model, then all are scaled.
+    """Computes the global gradient norm of the model, then scales all gradients.
 
-    What several ranks hold alike one of them counts. As in torchtitan each axis of the mesh has one all-reduce of a
-    number, the pipeline's last.
+    One rank counts gradients that several ranks hold. As in torchtitan, each axis of the mesh all-reduces one number,
+    the pipeline axis last.
 
     Args:
         action: The OPTIM.
         stages: Facts about the stages.
-        states: Of the rank.
-        writer: Takes the operations.
+        states: Optimizer states of the rank.
+        writer: Receives the operations.
     """
     if stages.training.clip_grad_norm is None:
         return
@@ -97,9 +97,9 @@ def clip_gradients(action: Action, stages: Stages, states: RankStates, writer: R
 
 
 def norms_of_parameters(action: Action, stages: Stages, states: RankStates, writer: RankWriter) -> None:
-    """Sums over ranks for the norms of the optimizer, of all parameters that the rank updates at once.
+    """All-reduces norms that the optimizer needs, for all parameters that the rank updates, once per group.
 
-    Their own passes over memory are part of the update; arguments as above.
+    Memory passes for the norms are part of the update. For arguments see ``clip_gradients``.
     """
     num_norms = OPTIMIZERS[stages.training.optimizer].num_norms
     num_bytes = num_norms * states.num_updated_tensors * _NORM_BYTES if num_norms else 0
@@ -113,7 +113,7 @@ def norms_of_parameters(action: Action, stages: Stages, states: RankStates, writ
 
 
 def _groups_with_parts(stages: Stages, rank: int) -> Iterator[tuple[Stream, tuple[int, ...]]]:
-    """Ranks that have other parts of the same tensors."""
+    """Yields the groups whose ranks hold different parts of the same tensors, with their streams."""
     if stages.plan.shards_parameters:
         yield Stream.SHARD, stages.mapping.shard_group(rank)
     yield Stream.TENSOR, stages.mapping.tp_group(rank)
@@ -127,13 +127,13 @@ def _summed(
 
 
 def complete_gradients(action: Action, stages: Stages, states: RankStates, writer: RankWriter) -> None:
-    """Completes the gradients of a stage and divides them by the number of microbatches, where the loss was not.
+    """Completes the gradients of a stage, and divides them by the number of microbatches unless the loss was divided.
 
     Args:
         action: The REDUCE_GRAD.
         stages: Facts about the stages.
-        states: Of the rank.
-        writer: Takes the operations.
+        states: Optimizer states of the rank.
+        writer: Receives the operations.
     """
     partial = states.partial_elements(action.stage)
     if partial:
@@ -147,9 +147,10 @@ def complete_gradients(action: Action, stages: Stages, states: RankStates, write
 
 
 def _average_experts(action: Action, stages: Stages, states: RankStates, writer: RankWriter) -> None:
-    """Gradients of experts are divided by the ranks that average gradients, and summed over those with the same ones.
+    """Divides gradients of experts by the number of averaging ranks, and reduces them over ranks with the same experts.
 
-    Tokens of the other expert-parallel ranks are already in them, and those of tensor-parallel ranks add up.
+    Tokens of other expert-parallel ranks already contribute to these gradients; those of tensor-parallel ranks are
+    summed.
     """
     elements = states.expert_gradients(action.stage)
     if not elements:

@@ -1,4 +1,4 @@
-"""The row of a pipeline rank as its lowering walks it: what tells its actions apart, and what each of them needs."""
+"""Rows of an action table in lowering order, with the variant of each action and the operations that it needs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _RECV_OF = {_K.FORWARD: _K.RECV_F, _K.BACKWARD: _K.RECV_B, _K.BACKWARD_INPUT: _K
 
 
 class ActionVariant(NamedTuple):
-    """Actions of a row that differ in nothing but their microbatch.
+    """Actions of a row that differ only in their microbatch.
 
     Attributes:
-        action: One of them.
-        is_first: It is the first forward of its stage.
-        is_last: It completes the gradients of its stage.
-        is_paired: It is computed together with another one (``paired_actions``).
-        receives: It receives what it needs itself, since the host waits for every message.
+        action: One of the actions.
+        is_first: True for the first forward of its stage.
+        is_last: True if the action completes the gradients of its stage.
+        is_paired: True if the action is computed together with another one (``paired_actions``).
+        receives: True if the action issues its own receive, because the host waits for every P2P transfer.
     """
 
     action: Action
@@ -39,7 +39,7 @@ class ActionVariant(NamedTuple):
     receives: bool
 
     def at_stage(self, leading: Mapping[int, int]) -> ActionVariant:
-        """The same at the stage that stands for its own."""
+        """Returns the variant at the corresponding stage."""
         action = self.action
         return self._replace(action=action._replace(stage=leading.get(action.stage, action.stage)))
 
@@ -48,11 +48,11 @@ class RankRow(NamedTuple):
     """The actions of a row in the order in which they are lowered.
 
     Attributes:
-        actions: They.
-        stage, microbatch: ``(actions,)`` Of each; -1 for no microbatch.
-        variant: ``(actions,)`` Which of the variants it is.
-        needs: ``(actions,)`` As of ``Walker.run``.
-        variants: What tells actions apart, besides their microbatches.
+        actions: The actions.
+        stage, microbatch: ``(actions,)`` Stage and microbatch of each action; -1 for no microbatch.
+        variant: ``(actions,)`` Index into ``variants``.
+        needs: ``(actions,)`` See ``Walker.run``.
+        variants: Distinct variants of actions.
     """
 
     actions: tuple[Action, ...]
@@ -64,7 +64,7 @@ class RankRow(NamedTuple):
 
 
 class _Row:
-    """A row that is the same only if it is the same object: long to hash, and plans share tables."""
+    """A row compared and hashed by identity: rows are long to hash, and plans share tables."""
 
     def __init__(self, row: Sequence[Action]) -> None:
         self.row = tuple(row) if not isinstance(row, tuple) else row
@@ -77,12 +77,12 @@ class _Row:
 
 
 def row_of_actions(row: Sequence[Action], *, synchronous: bool, overlaps_experts: bool) -> RankRow:
-    """The row of a rank.
+    """Returns the row of a rank in lowering order.
 
     Args:
-        row: Of a complete table.
-        synchronous: The rank waits for every message before it goes on.
-        overlaps_experts: Forwards are computed together with backwards.
+        row: Row of a complete action table.
+        synchronous: True if the rank waits for every P2P transfer before it continues.
+        overlaps_experts: True if forwards are computed together with backwards.
     """
     return _row(_Row(row), synchronous, overlaps_experts)
 
@@ -118,9 +118,9 @@ def _row(kept: _Row, synchronous: bool, overlaps_experts: bool) -> RankRow:
 
 
 def paired_actions(row: Sequence[Action]) -> frozenset[Action]:
-    """Whole backwards and the forwards that come right after them, of other microbatches, in the order of a rank.
+    """Returns full backwards and the forwards of other microbatches that directly follow them in a rank's order.
 
-    Those before the first backward and after the last forward have no partner (NVIDIA/Megatron-LM, combined_1f1b in
+    Actions before the first backward and after the last forward have no partner (NVIDIA/Megatron-LM, combined_1f1b in
     megatron/core/pipeline_parallel).
 
     Args:

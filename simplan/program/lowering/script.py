@@ -1,7 +1,7 @@
-"""What a rank computes and exchanges in a pass through layers: cut at the exchanges, or merged.
+"""Compute and collectives of a rank in a pass through layers: split at the collectives, or merged.
 
-A pass is a forward, a backward, or one of the two parts of a backward (zero-bubble schedules): the gradients of
-activations, which other stages wait for, then those of weights.
+A pass is a forward, a backward, or one half of a split backward (zero-bubble schedules). The first half computes
+gradients of activations, which other stages wait for; the second computes gradients of weights.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _OTHER_PASS = {Phase.FORWARD: Phase.BACKWARD, Phase.BACKWARD: Phase.FORWARD}
 
 
 class Exchanged(NamedTuple):
-    """An exchange between kernels.
+    """A collective between kernels.
 
     Attributes:
-        axis: Of the mesh, whose ranks take part.
-        kind, num_bytes, draw: As of ``Message``.
-        beside: It runs beside the segment before it.
+        axis: Axis of the mesh whose ranks take part.
+        kind, num_bytes, draw: See ``Message``.
+        beside: True if the collective overlaps with the segment before it.
     """
 
     axis: Literal["tp", "cp", "ep", "etp"]
@@ -40,20 +40,21 @@ class Exchanged(NamedTuple):
     draw: ExpertDraw | None = None
 
     def among(self, ranks: tuple[int, ...]) -> Message:
-        """The message of one group."""
+        """Returns the communication of one group."""
         return Message(self.kind, self.num_bytes, ranks, self.draw)
 
 
 class Segment(NamedTuple):
-    """A piece of a pass through a layer: kernels, or an exchange between them.
+    """A segment of a pass through a layer: kernels, or a collective between them.
 
     Attributes:
-        work: What is computed; nothing for an exchange.
-        recompute: The work is forward run again.
-        memory: Its effects.
-        exchange: The exchange, if it is one.
-        beside: Of an exchange, what it and those after it run beside, which is nothing of these: products next to it,
-            or, of an exchange of tokens for experts, the layer's other pass, for another microbatch.
+        work: Kernels to run; empty for a collective.
+        recompute: True if the work recomputes forward.
+        memory: Changes of memory.
+        exchange: The collective; None for kernels.
+        beside: For a collective, compute that it and the collectives after it overlap with: adjacent GEMMs or, for
+            expert dispatch, the layer's other pass for another microbatch. None for collectives without overlap and for
+            kernels.
     """
 
     work: tuple[LayerWork, ...] = ()
@@ -64,12 +65,12 @@ class Segment(NamedTuple):
 
 
 def in_order(layers: Sequence[_T], phase: Phase) -> Sequence[_T]:
-    """Layers as a pass comes to them: torch makes the gradients of weights in the order of forward."""
+    """Returns layers in the order of a pass: torch computes gradients of weights in the order of forward."""
     return layers if phase in _FROM_THE_FIRST else layers[::-1]
 
 
 class Scripts:
-    """Scripts of the layers of all stages, made once.
+    """Segments of the layers of all stages, each computed once.
 
     Args:
         stages: Facts about the stages.
@@ -79,12 +80,12 @@ class Scripts:
         self._stages = stages
         self._of_layer: dict[tuple[int, int, Phase], tuple[Segment, ...]] = {}
         self._merged: dict[tuple[int, range, Phase], tuple[Segment, ...]] = {}
-        # of layers that are alike: what is computed of them, and of passes through as many of them
+        # for equal layers: their segments, and those of passes through several of them
         self._of_alike: dict[tuple[str, int, Phase], tuple[Segment, ...]] = {}
         self._merged_alike: dict[Hashable, tuple[Segment, ...]] = {}
 
     def layer(self, stage: int, position: int, phase: Phase) -> tuple[Segment, ...]:
-        """A pass through one layer, cut at its exchanges."""
+        """Returns a pass through one layer, split at its collectives."""
         key = (stage, position, phase)
         found = self._of_layer.get(key)
         if found is None:
@@ -92,9 +93,9 @@ class Scripts:
         return found
 
     def computed(self, stage: int, position: int, phase: Phase) -> list[Segment]:
-        """The same without what it does to memory."""
+        """Returns the segments of a pass through one layer, without memory changes."""
         layer, kept = self._stages.layers[stage][position], self._stages.facts(stage, position).kept
-        key = layer.key, id(kept), phase  # facts are kept by the stages, and what they keep with them
+        key = layer.key, id(kept), phase  # facts, and their recomputation, are kept alive by the stages
         found = self._of_alike.get(key)
         if found is None:
             found = self._of_alike[key] = tuple(self._computed_of(layer, kept, phase))
@@ -110,7 +111,7 @@ class Scripts:
         return segments
 
     def merged(self, stage: int, part: range, phase: Phase) -> tuple[Segment, ...]:
-        """A pass through some layers with nothing between them: all that is computed, then the exchanges."""
+        """Returns a pass through some layers as merged compute, followed by the collectives."""
         key = (stage, part, phase)
         found = self._merged.get(key)
         if found is not None:
@@ -146,7 +147,7 @@ class Scripts:
         return layers_effects(footprints, forward=phase is Phase.FORWARD)
 
     def _split_effects(self, stage: int, positions: Sequence[int], phase: Phase) -> tuple[MemoryEffect, ...]:
-        """What layers keep beyond their own end goes when the stage is done, not while others are at their worst."""
+        """Returns memory changes of a split backward; tensors that outlive their layer are freed at the stage's end."""
         layers = range(len(self._stages.layers[stage]))
         end = layers[0 if phase is Phase.BACKWARD_INPUT else -1]
         effects = split_effects([self._stages.facts(stage, position).split() for position in positions], phase)
@@ -161,7 +162,7 @@ class Scripts:
         return effects
 
     def _around_hooks(self, stage: int, position: int) -> LayerFootprint:
-        """Without the loss where a hook of FSDP comes between it and its module (``Stages.loss_effects``)."""
+        """Returns the footprint without the loss, if an FSDP hook separates it from its module (``loss_effects``)."""
         plan, footprint = self._stages.plan, self._stages.facts(stage, position).footprint
         has_loss = self._stages.layers[stage][position].kind is LayerKind.HEAD
         if has_loss and plan.shards_parameters and plan.pp == 1:
@@ -175,7 +176,7 @@ class Scripts:
         effects = self._effects(stage, (position,), phase, [self._around_hooks(stage, position)])
         if first == last or phase is Phase.FORWARD:
             segments[first] = segments[first]._replace(memory=effects)
-        else:  # what backward holds besides is there from its beginning, what it frees is freed at its end
+        else:  # temporaries of backward count from its beginning; memory is freed at its end
             segments[first] = segments[first]._replace(memory=tuple(e._replace(after_bytes=0) for e in effects))
             segments[last] = segments[last]._replace(memory=tuple(e._replace(during_bytes=0) for e in effects))
         return tuple(segments)
@@ -191,8 +192,8 @@ class Scripts:
                 if isinstance(k, Exchange) and _of_weights(k)
             ]
             return [*again, self._computing(layer, range(end), phase)]
-        # what does not need the dropped tensors runs before they are made again, but for what runs beside a product
-        # that needs them
+        # compute that does not need the dropped tensors runs before they are recomputed, except compute that overlaps
+        # with a GEMM that needs them
         overlaps, segments = self._overlaps(layer, phase), list[Segment]()
         for rerun in kept.reruns:
             needed_by = rerun.needed_by
@@ -204,7 +205,7 @@ class Scripts:
         return segments + self._pieces(layer, range(end - 1, -1, -1), phase)
 
     def _pieces(self, layer: LayerSpec, order: Sequence[int], phase: Phase) -> list[Segment]:
-        """The kernels in this order, those without an exchange between them in one piece."""
+        """Returns segments for kernels in the given order; kernels without a collective between them are merged."""
         segments: list[Segment] = []
         run: list[int] = []
         forward = phase in (Phase.FORWARD, Phase.RECOMPUTE)
@@ -233,7 +234,7 @@ class Scripts:
                     if beside:
                         continue
                     if ring and isinstance(kernel, Attention):
-                        flush()  # only the core is beside a hop: what goes round is its input
+                        flush()  # only the attention core overlaps with a hop, which transfers its input
                     run.append(index)
                     continue
                 kind = kernel.forward if forward else kernel.backward
@@ -246,7 +247,7 @@ class Scripts:
         return segments
 
     def _cut_up(self, products: Segment, kernels: Sequence[Kernel], phase: Phase) -> Segment:
-        """Products, where they are cut for the exchanges among these kernels."""
+        """Returns the GEMMs, split into chunks for the given collectives if the framework does so."""
         if not self._stages.software.cuts_products:
             return products
         forward = phase in (Phase.FORWARD, Phase.RECOMPUTE)
@@ -255,7 +256,7 @@ class Scripts:
         return products._replace(work=tuple(work._replace(cuts=cuts) for work in products.work))
 
     def _overlaps(self, layer: LayerSpec, phase: Phase) -> Callable[[Kernel], bool]:
-        """Tells products of a block, and the exchanges that run beside products next to them, from all else."""
+        """Returns a predicate: True for GEMMs of a block and for the collectives that overlap with adjacent GEMMs."""
         way, forward = self._stages.software.tp_overlap, phase in (Phase.FORWARD, Phase.RECOMPUTE)
         if layer.kind is not LayerKind.BLOCK or way == "none" or (way == "backward" and forward):
             return lambda kernel: False
@@ -296,14 +297,14 @@ class Scripts:
 
 
 def _goes_at_the_end(split: SplitFootprint, phase: Phase) -> tuple[int, int]:
-    """Activations and logits of a layer that stay until its stage is done."""
+    """Returns bytes of activations and logits of a layer that are freed only when its stage is done."""
     if phase is Phase.BACKWARD_INPUT:
         return split.dropped, split.dropped_logits
     return split.between_activations - split.released, split.between_logits
 
 
 def _changed(effects: tuple[MemoryEffect, ...], category: MemoryCategory, change: int) -> tuple[MemoryEffect, ...]:
-    """With more (or less) bytes of a category after the operation."""
+    """Returns the effects with ``change`` more bytes of a category after the operation."""
     if not change:
         return effects
     others = tuple(effect for effect in effects if effect.category is not category)
@@ -312,5 +313,5 @@ def _changed(effects: tuple[MemoryEffect, ...], category: MemoryCategory, change
 
 
 def _of_weights(exchange: Exchange) -> bool:
-    """Brings back the input of matrices, which only the gradients of their weights need."""
+    """Returns True for an all-gather of a GEMM's input that only the weight gradient needs."""
     return exchange.forward is None and exchange.backward is CollectiveKind.ALL_GATHER

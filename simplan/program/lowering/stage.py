@@ -1,4 +1,4 @@
-"""What all ranks of one lowering have in common: the layers of every stage, their work, memory and messages."""
+"""Facts common to all ranks of one lowering: layers of every stage, their work, memory and P2P tensors."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ __all__ = ["Crossing", "Deal", "LayerFacts", "Stages", "layer_facts"]
 
 
 Deal = tuple[dict[tuple[int, int], int], ...]
-"""By rank of a shard group, elements it owns of (stage, layer)."""
+"""Per rank of a shard group: (stage, layer) -> number of elements that the rank owns."""
 
 Weights = Literal["all", "rest", "experts"]
-"""Which weights of a layer: experts of which other ranks have others, or the rest."""
+"""Subsets of a layer's weights: all, expert-parallel weights only, or all others."""
 
 
 class Crossing(NamedTuple):
-    """A tensor that leaves a stage.
+    """A tensor sent from one stage to the next.
 
     Attributes:
-        num_bytes: Of one microbatch.
-        passes: It came into the stage as it leaves it.
+        num_bytes: Size for one microbatch, in bytes.
+        passes: True if the stage passes the tensor through unchanged.
     """
 
     num_bytes: int
@@ -47,12 +47,12 @@ class Crossing(NamedTuple):
 
 
 class LayerFacts(NamedTuple):
-    """What one layer of a stage keeps.
+    """Recomputation and memory of one layer of a stage.
 
     Attributes:
-        kept: What is kept for backward, and what runs again.
-        footprint: Its memory.
-        split: Makes its memory in a backward of two parts.
+        kept: Tensors saved for backward, and kernels to recompute.
+        footprint: Memory of the layer.
+        split: Computes the memory of a split backward.
     """
 
     kept: Recomputation
@@ -64,20 +64,22 @@ class Stages:
     """Facts about the stages of a plan.
 
     Attributes:
-        layers: By stage, its layers as one rank has them.
-        brought: By stage and layer, the parameters it brings.
-        owned: Their elements.
-        trained: Of those that are not frozen.
-        experts: By stage and layer, of those that data parallelism leaves alone, or FSDP shards among fewer ranks:
-            other ranks have other experts.
-        units: By stage, FSDP's units; nothing where parameters are not sharded.
-        splits_sends: Tensor-parallel ranks have equal tensors, of which each sends a part.
-        crossings: By stage, tensors that one rank sends to the next one for one microbatch, and gets gradients of.
-        boundary_bytes: By stage, all of them together.
-        batch_bytes: Images of a step, which the first stage has from its beginning to its end. Tokens are not counted.
-        deals: By pipeline rank, whose optimizer states are whose under ZeRO-1, once somebody asked.
-        broadcasts: By shard group, messages in which owners send what they updated, once somebody asked.
-        tied_bytes: Gradient of a tied embedding; 0 without.
+        layers: Per stage, its layers as sharded for one rank.
+        brought: Per stage and layer, the parameters that the layer adds to the stage.
+        owned: Per stage and layer, the elements of these parameters.
+        trained: Per stage and layer, the elements that are not frozen.
+        experts: Per stage and layer, the elements of expert-parallel parameters. Data parallelism skips them, or FSDP
+            shards them over fewer ranks.
+        units: Per stage, FSDP's units; empty if parameters are not sharded.
+        splits_sends: True if tensor-parallel ranks hold equal tensors and each sends a part.
+        crossings: Per stage, the tensors of one microbatch that a rank sends to the next stage and receives gradients
+            of.
+        boundary_bytes: Per stage, the total size of these tensors in bytes.
+        batch_bytes: Bytes of the images of a step, resident on the first stage for the whole step. Tokens are not
+            counted.
+        deals: Per pipeline rank, the owners of optimizer states under ZeRO-1; computed on first use.
+        broadcasts: Per shard group, the broadcasts of updates by their owners; computed on first use.
+        tied_bytes: Bytes of the gradient of a tied embedding; 0 for none.
     """
 
     def __init__(
@@ -127,13 +129,13 @@ class Stages:
         self._work: dict[tuple[int, range | tuple[int, ...], Phase, Weights], tuple[LayerWork, ...]] = {}
 
     def _elements(self, counts: Callable[[ParameterSpec], bool]) -> list[list[int]]:
-        """By stage and layer, elements of some of the parameters it brings."""
+        """Returns, per stage and layer, the elements of the selected parameters that the layer adds."""
         alike = {id(parameters): parameters for of_stage in self.brought for parameters in of_stage}
         found = {key: sum(p.num_elements for p in parameters if counts(p)) for key, parameters in alike.items()}
         return [[found[id(parameters)] for parameters in of_stage] for of_stage in self.brought]
 
     def leaving(self, layers: Sequence[LayerSpec]) -> tuple[Crossing, ...]:
-        """What a stage with these layers gives to the next."""
+        """Returns the tensors that a stage with the given layers sends to the next stage."""
         found = []
         for index, shape in enumerate(layers[-1].output_shapes if layers[-1].output_elements else ()):
             width = self.state.activation if index in layers[-1].product_outputs else self.state.boundary
@@ -143,31 +145,31 @@ class Stages:
 
     @property
     def tied_ends(self) -> tuple[int, int] | None:
-        """Pipeline ranks that hold the two copies of a tied embedding, when they are two."""
+        """Pipeline ranks of the two copies of a tied embedding; None if there are not two."""
         ends = self.placement[0], self.placement[self.num_stages - 1]
         return ends if self.tied_bytes and ends[0] != ends[1] else None
 
     def stages_of(self, pp_rank: int) -> list[int]:
-        """Stages on a pipeline rank, ascending."""
+        """Returns the stages on a pipeline rank, ascending."""
         return sorted(stage for stage, rank in self.placement.items() if rank == pp_rank)
 
     def constant_bytes(self, stage: int) -> int:
-        """Tables that the layers of a stage share, and those that each has."""
+        """Returns bytes of constant tables, shared by layers of a stage or per layer."""
         shared = {table for layer in self.layers[stage] for table in layer.constants}
         tables = [*shared, *(table for layer in self.layers[stage] for table in layer.buffers)]
         return sum(table.num_bytes(self.state.activation, self.state.residual) for table in tables)
 
     def quantized_weight_bytes(self, stages: Iterable[int]) -> int:
-        """What quantized weights take between steps beside those in 16 bits, or, negative, less than them.
+        """Returns bytes of quantized weights between steps minus those of BF16 or FP16 weights; may be negative.
 
-        Where FSDP shards weights that are quantized this is not counted: they are 1/shards of what it is elsewhere.
+        Returns 0 with FSDP, where quantized weights are smaller by the number of shards and are not counted.
         """
         if self.plan.shards_parameters:
             return 0
         return sum(resting_weight_bytes(layer, self.state) for stage in stages for layer in self.layers[stage])
 
     def placeholder_bytes(self, stages: Iterable[int]) -> int:
-        """Empty tensors in place of gradients, one for each shape that a matrix of blocks on these stages has."""
+        """Returns bytes of placeholder gradients, one per distinct matrix shape of blocks on the given stages."""
         width = self.state.placeholder
         layers = {layer for stage in stages for layer in self.layers[stage] if layer.kind is LayerKind.BLOCK and width}
         return (
@@ -176,14 +178,14 @@ class Stages:
 
     @property
     def layer_names(self) -> dict[int, tuple[str, ...]]:
-        """By stage, the names of its layers."""
+        """Names of the layers per stage."""
         return {
             stage: tuple(self.layer_name(stage, position) for position in range(len(layers)))
             for stage, layers in enumerate(self.layers)
         }
 
     def layer_name(self, stage: int, position: int) -> str:
-        """``embedding``, ``block 3``, ``mtp 1`` or ``head``."""
+        """Returns ``embedding``, ``block 3``, ``mtp 1`` or ``head``."""
         layer = self.layers[stage][position]
         is_block = layer.kind is LayerKind.BLOCK
         number = layer.mtp_depth or self._first_block[stage] + position
@@ -192,14 +194,14 @@ class Stages:
     def work(
         self, stage: int, part: range | tuple[int, ...], phase: Phase, *, of: Weights = "all"
     ) -> tuple[LayerWork, ...]:
-        """A phase of some layers of a stage over all that they own, or, but for gathering, all of it that is trained.
+        """Returns a phase of some layers of a stage, over owned elements for gathering and trained ones otherwise.
 
-        The same object for equal arguments.
+        Returns the same object for equal arguments.
 
         Args:
-            stage, part: Which layers.
-            phase: One of parameters or gradients.
-            of: All weights, or experts of which other ranks have others, or all but these.
+            stage, part: The stage and its layers.
+            phase: A phase of parameters or gradients.
+            of: All weights, expert-parallel weights only, or all others.
         """
         key = (stage, part, phase, of)
         found = self._work.get(key)
@@ -213,13 +215,13 @@ class Stages:
         return found
 
     def facts(self, stage: int, position: int) -> LayerFacts:
-        """What a layer keeps, and for how long."""
+        """Returns the saved tensors, recomputation and memory of a layer."""
         layer = self.layers[stage][position]
         number = self._first_block[stage] + position if layer.kind is LayerKind.BLOCK else 0
-        # with torchtitan's selective_layer every second block is recomputed, else the first ones, or all
+        # torchtitan's selective_layer recomputes every second block; other modes the first blocks, or all
         variant = number % 2 if self.plan.recompute == "selective_layer" else 0
         mode = recompute_of(layer, self.plan, position - (self.layers[stage][0].kind is LayerKind.EMBEDDING))
-        buffered = self.software.preallocated_receives  # else a receive makes its tensor, as a layer would
+        buffered = self.software.preallocated_receives  # otherwise a receive allocates its tensor, as a layer would
         ends = (
             buffered and position == 0 and self._crosses(stage - 1),
             buffered and position == len(self.layers[stage]) - 1 and self._crosses(stage),
@@ -235,11 +237,11 @@ class Stages:
         return found
 
     def _crosses(self, boundary: int) -> bool:
-        """Whether the stages on both sides of a boundary are on different ranks."""
+        """Returns True if the stages on both sides of a boundary are on different ranks."""
         return 0 <= boundary < self.num_stages - 1 and self.placement[boundary] != self.placement[boundary + 1]
 
     def _left_gradient(self, layer: LayerSpec) -> int:
-        """Of a weight that embedding and head share, autograd holds the head's gradient until it has the other one."""
+        """Returns bytes of a tied weight's gradient that autograd holds between the head's and embedding's backward."""
         match layer.kind:
             case LayerKind.HEAD:
                 return sum(p.num_elements for p in layer.parameters if p.name in layer.tied) * self.state.residual
@@ -249,9 +251,9 @@ class Stages:
                 return 0
 
     def loss_effects(self, stage: int, *, forward: bool) -> tuple[MemoryEffect, ...]:
-        """Of the head, the moments on the other side of its module's hooks than the rest of the head.
+        """Returns memory changes of the head on the other side of its module's hooks.
 
-        Hooks come between the module and the loss: in forward this is the module, in backward it is the loss.
+        Hooks come between the module and the loss: in forward this is the module, in backward the loss.
         """
         footprint = self.facts(stage, len(self.layers[stage]) - 1).footprint
         alone = footprint._replace(forward=footprint.forward[:1], backward=footprint.backward[:1])
@@ -268,17 +270,17 @@ def layer_facts(
     split_backward: SplitBackward = "all",
     inside: LayerFootprint | None = None,
 ) -> LayerFacts:
-    """Facts about a layer at some place in a stage.
+    """Computes facts about a layer at a position in a stage.
 
     Args:
         layer: The layer.
-        b: Sequences of a microbatch.
-        state: Element widths.
-        kept: What of it is kept.
-        ends: Its input, and the gradient of its output, come from other ranks, into receive buffers.
+        b: Microbatch size, in sequences.
+        state: Bytes per element of tensors.
+        kept: Saved tensors and recomputation.
+        ends: True if the layer's input, and the gradient of its output, arrive in receive buffers from other ranks.
         left: See ``LayerFootprint``.
         split_backward: See ``LayerStyle``.
-        inside: What it needs between other layers, where that is known.
+        inside: Footprint of the layer between other layers; None to compute it.
     """
     footprint = (inside or layer_footprint(layer, b, state, kept))._replace(left=left)
     if ends[0]:  # the input is a receive buffer, which is counted there
@@ -291,24 +293,24 @@ def layer_facts(
 
 
 def _with_kernels(layer: LayerSpec) -> LayerSpec:
-    """The layer with a kernel for every backward."""
+    """Returns the layer with a fused kernel for every backward."""
     operators = (replace(o, composed=False, backward_scratch=()) if o.composed else o for o in layer.operators)
     return replace(layer, operators=tuple(operators))
 
 
 def _matrices(layer: LayerSpec) -> Iterator[tuple[int, int]]:
-    """Shapes of its matrices; those side by side with one input are one."""
+    """Yields the shapes of a layer's matrices; adjacent ones with one input count as one."""
     for apart, run in groupby(layer.kernels, key=lambda k: (k.m, k.k) if isinstance(k, Gemm) else None):
         if apart is not None:
             yield sum(kernel.n for kernel in run if isinstance(kernel, Gemm)), apart[1]
 
 
 def _image_elements(model: ModelSpec) -> int:
-    """Of one sample; 0 for models of tokens."""
+    """Returns image elements of one sample; 0 for models of tokens."""
     return model.num_channels * model.image_size**2
 
 
 def _receiving(footprint: LayerFootprint) -> LayerFootprint:
-    """The gradient of the output of the last layer of a stage is in a receive buffer, which is counted there."""
+    """Returns the footprint without the output's gradient, which is in a receive buffer and counted there."""
     backward = tuple(point._replace(workspace=point.workspace - footprint.output_bytes) for point in footprint.backward)
     return footprint._replace(backward=backward)

@@ -1,14 +1,14 @@
-"""Actions lowered once and stamped for every microbatch.
+"""Templates: actions lowered once and stamped for every microbatch.
 
-What an action of a rank becomes depends on its kind and stage and on where its rank stands: what the next computation
-waits for, what is gathered or still under way. Two forwards of a stage that find their rank in the same state become
-the same operations, only later. So an action is lowered once for each state in which its rank comes to it, into an
-``ActionTemplate`` whose waits are relative, and a rank's row is then a list of templates
-(``simplan.program.lowering.walk``). numpy writes out all of them at once (``ProgramBuilder.columns``).
+The operations of an action depend on its kind and stage and on the state of its rank. The state records what the next
+compute waits for, which units are unsharded, and which operations are pending. Two forwards of a stage in the same
+state become the same operations, only later. Each action is therefore lowered once per state into an ``ActionTemplate``
+with relative waits. A rank's row is then a list of templates (``simplan.program.lowering.walk``), which numpy expands
+together (``ProgramBuilder.columns``).
 
-The state of a rank is held by the objects that lower it: each names the attributes that change in ``STATE``. Their
-indices of operations (``OpIndex``) are taken out and kept beside the rest, the *shape*, which is all that decides what
-comes next. While an action is lowered they are symbols: a wait of -1 - k means the k-th index of the state.
+The state of a rank is held by the objects that lower it: each names its changing attributes in ``STATE``. Indices of
+operations (``OpIndex``) are extracted from the state. The remainder, the *shape*, alone decides which template follows.
+While an action is lowered, indices are symbols: a wait of -1 - k means the k-th index of the state.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ __all__ = ["Meeting", "OpIndex", "ProgramBuilder", "TemplateRow", "restore_state
 
 
 class OpIndex(int):
-    """Index of an operation: relative to the first one of the action that is lowered, or a symbol, negative."""
+    """Index of an operation: relative to the first operation of the action being lowered, or a negative symbol."""
 
     __slots__ = ()
 
 
 class Meeting(NamedTuple):
-    """Ranks that take part in something together.
+    """A collective or P2P transfer as seen from all its ranks.
 
     Attributes:
-        what: The stream of a collective, or which of the messages between two ranks.
-        ranks: Those that are written out.
-        sends: It is a message from one rank to another.
+        what: The stream of a collective; for a P2P transfer its direction and number.
+        ranks: Simulated ranks that take part.
+        sends: True for a P2P transfer.
     """
 
     what: Hashable
@@ -54,9 +54,9 @@ class TemplateRow(NamedTuple):
     """One operation of a template; codes and indices as in ``OpColumns``.
 
     Attributes:
-        has_microbatch: Whether its action names the microbatch.
-        stage: Its stage, less that of the action that is lowered.
-        meeting: Index of the group that meets, -1 for none.
+        has_microbatch: True if the operation's action names a microbatch.
+        stage: Stage of the operation minus stage of the action being lowered.
+        meeting: Index of the meeting; -1 for none.
         waits: Relative indices, or symbols.
     """
 
@@ -73,10 +73,10 @@ class TemplateRow(NamedTuple):
 
 
 class ProgramBuilder:
-    """Collects templates and the order in which ranks run them.
+    """Builder of a Program from templates and the order in which ranks run them.
 
     Attributes:
-        num_ops: Operations so far.
+        num_ops: Number of operations so far.
     """
 
     def __init__(self) -> None:
@@ -86,28 +86,28 @@ class ProgramBuilder:
         self._memory: dict[tuple[MemoryEffect, ...], int] = {(): 0}
         self._meetings: dict[Meeting, int] = {}
         self._met: list[Meeting] = []
-        self._moved: dict[tuple[int, int], int] = {}  # by work and by how much higher a rank is, its work
+        self._moved: dict[tuple[int, int], int] = {}  # (work, offset of the rank) -> work of the rank
         self._shapes: dict[Hashable, int] = {}
         self._structures: list[Hashable] = []
         self._rows: list[TemplateRow] = []
         self.restart()
 
     def restart(self) -> None:
-        """Forgets what was stamped, and keeps templates and names."""
+        """Removes stamped operations, but keeps templates and names."""
         self.num_ops = 0
         self._ranks: list[_RankStart] = []
-        # by row, of stamped templates: first row, operations, stage and microbatch; then what each may wait for
+        # by row, of stamped templates: first row, operations, stage and microbatch; then operations that each may await
         self._stamped: list[tuple[Integers, Integers, Integers, Integers]] = []
         self._inputs: list[Integers] = []
         self._num_inputs: list[Integers] = []
 
     def start(self, rank: int, above: int, width: int) -> None:
-        """What is stamped from here on is of a rank.
+        """Assigns the following stamped operations to a rank.
 
         Args:
             rank: The rank.
-            above: How much higher it is than the rank of the templates.
-            width: Ranks of a pipeline stage.
+            above: The rank minus the rank of the templates.
+            width: Ranks per pipeline stage.
         """
         self._ranks.append(_RankStart(self.num_ops, rank, above, width))
 
@@ -127,23 +127,23 @@ class ProgramBuilder:
         return tuple(self._memory)
 
     def name(self, text: str) -> int:
-        """Number of a name."""
+        """Returns the number of a name."""
         return self._names.setdefault(text, len(self._names))
 
     def work(self, work: tuple[Work, ...]) -> int:
-        """Number of a tuple of work; one object has one number."""
+        """Returns the number of a tuple of work; each object has one number."""
         found = self._work_of.get(id(work))
-        if found is None:  # long to hash, and kept from here on, so that nothing else gets its identity
+        if found is None:  # work is long to hash; it is kept alive from here on, so that its identity stays unique
             found = self._work_of[id(work)] = len(self._works)
             self._works.append(work)
         return found
 
     def memory(self, effects: tuple[MemoryEffect, ...]) -> int:
-        """Number of a tuple of effects."""
+        """Returns the number of a tuple of memory effects."""
         return self._memory.setdefault(effects, len(self._memory))
 
     def meeting(self, meeting: Meeting) -> int:
-        """Number of a group that meets: even for collectives, which meet in the order of issue, odd for messages."""
+        """Returns the number of a meeting: even for collectives, matched by order of issue, odd for P2P transfers."""
         found = self._meetings.get(meeting)
         if found is None:
             found = self._meetings[meeting] = 2 * len(self._met) + meeting.sends
@@ -151,7 +151,7 @@ class ProgramBuilder:
         return found
 
     def shape(self, structure: Hashable) -> int:
-        """Number of a state without its indices."""
+        """Returns the number of a state's shape, the state without its indices."""
         found = self._shapes.get(structure)
         if found is None:
             found = self._shapes[structure] = len(self._structures)
@@ -159,20 +159,20 @@ class ProgramBuilder:
         return found
 
     def structure(self, shape: int) -> Hashable:
-        """The state behind a number."""
+        """Returns the shape of a state by its number."""
         return self._structures[shape]
 
     def template_rows(self, rows: Sequence[TemplateRow]) -> int:
-        """Keeps the rows of a template; gives where they begin."""
+        """Stores the rows of a template; returns the index of the first."""
         self._rows.extend(rows)
         return len(self._rows) - len(rows)
 
     def stamp(self, walked: Walked, stage: Integers, microbatch: Integers) -> None:
-        """Adds a row to the rank.
+        """Adds a row of actions to the rank.
 
         Args:
-            walked: Its templates, and what they may wait for.
-            stage, microbatch: ``(actions,)`` Of its actions; -1 for no microbatch.
+            walked: Templates of the row, and the operations that they may wait for.
+            stage, microbatch: ``(actions,)`` Stage and microbatch of each action; -1 for no microbatch.
         """
         self._stamped.append((walked.first, walked.num_ops, stage, microbatch))
         self._inputs.append(walked.inputs)
@@ -180,10 +180,10 @@ class ProgramBuilder:
         self.num_ops += int(walked.num_ops.sum())
 
     def columns(self) -> OpColumns:
-        """All that was stamped, written out."""
+        """Returns all stamped operations as columns."""
         first_row, num_ops, of_stage, microbatch = map(np.concatenate, zip(*self._stamped, strict=True))
         start = np.cumsum(num_ops) - num_ops
-        # by operation: which stamped template it is of, and its row
+        # by operation: index of its stamped template, and its row
         of = np.repeat(np.arange(len(num_ops)), num_ops)
         row = np.arange(self.num_ops) + (first_row - start)[of]
         stream, kind, name, stage, action, has_microbatch, work, memory, group = (
@@ -222,7 +222,7 @@ class ProgramBuilder:
         )
 
     def _among_own_ranks(self, work: NDArray[np.int32], meeting: NDArray[np.int32]) -> None:
-        """Puts the ranks that talk to a rank in the place of those that talk to the rank of its templates."""
+        """Replaces the peers of the template's rank by the peers of the stamped rank."""
         ends = [each.first_op for each in self._ranks[1:]] + [self.num_ops]
         for start, end in zip(self._ranks, ends, strict=True):
             if start.above:
@@ -247,7 +247,7 @@ class ProgramBuilder:
 
 
 class _RankStart(NamedTuple):
-    """Where the operations of a rank begin; as of ``ProgramBuilder.start``."""
+    """Start of a rank's operations; for the attributes see ``ProgramBuilder.start``."""
 
     first_op: int
     rank: int
@@ -255,7 +255,7 @@ class _RankStart(NamedTuple):
     width: int
 
     def moved(self, ranks: tuple[int, ...], *, sends: bool) -> tuple[int, ...]:
-        """Ranks of one pipeline stage are those of another one then; a group of several stages has both ranks."""
+        """Returns ranks of one pipeline stage moved to another stage; a group that spans stages is unchanged."""
         if not sends and len({rank // self.width for rank in ranks}) > 1:
             return ranks
         return tuple([rank + self.above for rank in ranks])
@@ -280,15 +280,16 @@ def _replaced(column: NDArray[np.int32], other: Callable[[int], int]) -> NDArray
 
 _SOURCE = np.array(
     [{ActionKind.RECV_F: -1, ActionKind.RECV_B: 1}.get(kind, 0) for kind in ACTION_KINDS], np.int32
-)  # stage that a message comes from, less that of the action
+)  # stage of a transfer's sender minus stage of the action
 
 
 def _meetings(
     group: NDArray[np.int32], microbatch: NDArray[np.int64], source: NDArray[np.int32], rank: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Numbers of meetings.
+    """Returns the number of the meeting of each operation, -1 for none.
 
-    A message is known by its microbatch and the stage it comes from, a collective by how many its rank had before.
+    A P2P transfer is identified by its microbatch and source stage, a collective by the number of earlier ones of its
+    rank.
     """
     found = np.full(len(group), -1, np.int64)
     meets = np.flatnonzero(group >= 0)
@@ -307,17 +308,17 @@ def _meetings(
 
 
 def take_state(objects: Sequence[Any]) -> tuple[Hashable, list[int]]:
-    """The state of objects: its shape, and the indices of operations in it, in order."""
+    """Returns the shape of the objects' state, and the indices of operations in it, in order."""
     indices: list[int] = []
     shape = tuple([_taken(getattr(each, name), indices) for each in objects for name in each.STATE])
     return shape, indices
 
 
 def restore_state(objects: Sequence[Any], shape: Hashable) -> int:
-    """Puts objects into the state of a shape, with symbols for its indices: -1 for the first, -2 for the second.
+    """Restores objects to the state of a shape, with symbols for its indices: -1 for the first, -2 for the second.
 
     Returns:
-        How many indices there are.
+        The number of indices.
     """
     assert isinstance(shape, tuple)
     symbols = map(OpIndex, count(-1, -1))

@@ -1,4 +1,4 @@
-"""The units in which FSDP gathers parameters and reduces gradients."""
+"""FSDP units: groups of layers whose parameters are all-gathered and whose gradients are reduced together."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ __all__ = [
 
 
 class Unit(NamedTuple):
-    """Layers whose parameters FSDP handles together.
+    """An FSDP unit: layers whose parameters FSDP handles together.
 
     Attributes:
         layers: Positions in the stage, ascending.
-        elements: Parameters, a tied weight counted once; without experts of which other ranks have others, or these.
-        padded: The same once every dimension that is sharded is padded to a multiple of the shards, as torch does.
-        stays: It is not resharded between forward and backward, whatever the plan says.
-        trained, trained_padded: As ``elements`` and ``padded``, without frozen weights: what has gradients.
-        matrices: Elements of its trained parameters that are not vectors, in the order of forward.
-        has_backward: Backward comes to it: to all but an embedding that is frozen.
-        experts: It is the experts of a layer of which other ranks have others, sharded among those that have the same.
+        elements: Elements of its parameters, a tied weight counted once. A unit of experts counts only expert-parallel
+            parameters, any other unit only the rest.
+        padded: ``elements`` after padding each sharded dimension to a multiple of the shards, as torch does.
+        stays: True if the unit is not resharded between forward and backward, regardless of the plan.
+        trained, trained_padded: ``elements`` and ``padded`` without frozen weights.
+        matrices: Elements of each trained parameter that is not a vector, in the order of forward.
+        has_backward: True unless the unit is a frozen embedding, which backward does not reach.
+        experts: True for the expert-parallel experts of a layer, sharded over the ranks that hold the same experts.
     """
 
     layers: tuple[int, ...]
@@ -49,17 +50,17 @@ class Unit(NamedTuple):
 def fsdp_units(
     layers: Sequence[LayerSpec], num_shards: int, *, keep_last: bool, expert_shards: int = 1
 ) -> tuple[Unit, ...]:
-    """Units of a stage in the order in which FSDP has ended their forward.
+    """Returns the units of a stage in the order in which their forward ends in FSDP.
 
-    Every layer is one, but for an embedding and a head that share a weight: they belong to the root, which ends last.
-    Experts that are sharded among other ranks are one of their own, which ends before the rest of their layer
+    Each layer is one unit, except an embedding and a head with a tied weight. These belong to the root unit, which ends
+    last. Experts sharded over a different group are a separate unit, which ends before the rest of their layer
     (torchtitan, torchtitan/models/llama4/infra/parallelize.py, ``apply_fsdp``).
 
     Args:
-        layers: The stage.
+        layers: Layers of the stage.
         num_shards: Ranks over which parameters are sharded.
-        keep_last: The unit with which backward begins stays gathered.
-        expert_shards: Ranks over which experts are sharded of which other ranks have others; 1 for none.
+        keep_last: True if the unit with which backward begins stays unsharded.
+        expert_shards: Ranks over which expert-parallel experts are sharded; 1 for no sharding.
     """
     head = len(layers) - 1
     tied = layers[0].kind is LayerKind.EMBEDDING and bool(layers[head].tied)
@@ -67,7 +68,7 @@ def fsdp_units(
     groups: list[tuple[int, ...]] = [(position,) for position in alone]
     if tied:
         groups.append((0, head))
-    seen: dict[tuple[str, ...], tuple[Unit, ...]] = {}  # layers that are alike make units that are
+    seen: dict[tuple[str, ...], tuple[Unit, ...]] = {}  # equal layers have equal units
     units: list[Unit] = []
     for group in groups:
         members = [layers[position] for position in group]
@@ -81,7 +82,7 @@ def fsdp_units(
 
 
 def _unit(layers: Sequence[LayerSpec], num_shards: int, *, tied: bool = False, experts: bool = False) -> Unit:
-    """A unit that is nowhere yet."""
+    """Returns a unit without positions in a stage."""
     owned = [
         parameter
         for layer in layers
@@ -103,33 +104,34 @@ def _unit(layers: Sequence[LayerSpec], num_shards: int, *, tied: bool = False, e
 
 
 def shard_dimension(shape: Sequence[int], num_shards: int) -> int:
-    """The dimension along which a tensor is sharded: the first one, but of fewer experts than shards the second one.
+    """Returns the dimension along which a tensor is sharded: 1 for fewer experts than shards, otherwise 0.
 
-    Else most shards of experts would be nothing but padding (torchtitan, torchtitan/models/llama4/infra/parallelize.py,
-    ``shard_placement_fn``). torch shards no other dimension than the first one unevenly.
+    Sharding few experts along dimension 0 would make most shards padding (torchtitan,
+    torchtitan/models/llama4/infra/parallelize.py, ``shard_placement_fn``). Dimension 1 is used only if it divides
+    evenly, because torch shards only the first dimension unevenly.
     """
     return int(len(shape) == 3 and shape[0] < num_shards and shape[1] % num_shards == 0)
 
 
 def padded_elements(shape: Sequence[int], num_shards: int) -> int:
-    """Elements of a tensor once the dimension that is sharded is padded to a multiple of ``num_shards``."""
+    """Returns the elements of a tensor after padding its sharded dimension to a multiple of ``num_shards``."""
     return num_shards * shard_elements(shape, num_shards)
 
 
 def shard_elements(shape: Sequence[int], num_shards: int, shard: int = 0) -> int:
-    """Elements of one of its shards: as many as in the others, but at the end fewer or none."""
+    """Returns the elements of one shard of a tensor; the last shards may be smaller or empty."""
     size = shape[shard_dimension(shape, num_shards)]
     each = -(-size // num_shards)
     return math.prod(shape) // size * max(0, min(each, size - shard * each))
 
 
 def unit_of_layer(units: Sequence[Unit]) -> dict[int, int]:
-    """By layer, the index of its unit; of one with experts of their own, that of the rest."""
+    """Returns layer -> index of its unit; for a layer with a separate unit of experts, the other unit."""
     return {layer: index for index, unit in enumerate(units) for layer in unit.layers}
 
 
 def units_at(layers: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """By layer, the indices of what is there, as it is gathered: the last one first."""
+    """Returns layer -> indices of the units with this layer, in all-gather order: the last unit first."""
     found: dict[int, tuple[int, ...]] = {}
     for index, layer in enumerate(layers):
         found[layer] = (index, *found.get(layer, ()))
@@ -138,7 +140,7 @@ def units_at(layers: Sequence[int]) -> dict[int, tuple[int, ...]]:
 
 @lru_cache(maxsize=256)
 def merged_units(units: tuple[Unit, ...]) -> tuple[Unit, ...]:
-    """A whole stage as one unit, for Level 1, and one of its experts where these are apart."""
+    """Returns a whole stage as one unit, for Level 1, plus one unit of experts if these are separate."""
     experts = tuple(unit for unit in units if unit.experts)
     rest = tuple(unit for unit in units if not unit.experts)
     return (_one(experts), _one(rest)) if experts else (_one(rest),)

@@ -1,8 +1,7 @@
-"""A rank walks its row: which template follows which, and what each of them may wait for.
+"""Walks of a rank along its row: the sequence of templates, and the operations that each may wait for.
 
-This is a finite automaton. Its states are shapes of the state of a rank (``simplan.program.lowering.stamping``), its
-input the actions of the row, and with every template that is lowered it learns where one more of them leads. Long rows
-are walked in machine code.
+The walk is a finite automaton. Its states are shapes of the rank's state (``simplan.program.lowering.stamping``), its
+input the actions of the row. Each newly lowered template adds a transition. Long rows are walked in compiled code.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ __all__ = ["ALL_SENT", "ActionTemplate", "Integers", "Walked", "Walker"]
 
 Integers = NDArray[np.int64]
 ALL_SENT = -2
-"""OPTIM needs all that the rank has sent."""
+"""Marks OPTIM, which needs all sends of the rank."""
 _LONG_ROW = 5_000
-"""Actions from which on the interpreter (10 microseconds for each, in many rows) is slower than importing numba."""
+"""Actions per row from which the interpreter (10 microseconds each, for many rows) is slower than importing numba."""
 _MOST_NEEDED = 4
-"""One more than the messages that a forward or backward ever needs."""
+"""Maximum number of P2P transfers that a forward or backward needs, plus one."""
 _ACTION, _NEEDS, _TEMPLATE, _BEGINS, _INPUTS = range(5)  # of an action of a row
 _FIRST, _NUM_OPS, _NEXT_SHAPE, _ITEMS, _NUM_NEXT, _NUM_RECEIVED, _NUM_SENT, _SENT_BYTES, _EARLIER, _CODE = range(10)
 
 
 class ActionTemplate(NamedTuple):
-    """An action as it is lowered in one state of its rank.
+    """Template of an action lowered in one state of its rank.
 
     Attributes:
-        first: Where its rows begin among all rows of the builder.
-        num_ops: Its operations.
-        next_shape: Shape of the state that it leaves.
-        next_indices: Indices of that state: relative ones, or symbols of the state before.
-        received: Operations among these that receive something for the forward or backward that follows.
-        sent: Those that send something.
-        sent_bytes: What sending holds until the end of the step.
+        first: Index of its first row among all rows of the builder.
+        num_ops: Number of operations.
+        next_shape: Number of the shape of the state after the action.
+        next_indices: Indices in that state: relative ones, or symbols of the state before.
+        received: Relative indices of receives for the forward or backward that follows.
+        sent: Relative indices of sends.
+        sent_bytes: Bytes held by sends until the end of the step.
     """
 
     first: int
@@ -51,13 +50,13 @@ class ActionTemplate(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """A row that was walked.
+    """The result of walking a row.
 
     Attributes:
-        first: ``(actions,)`` Where the rows of its template begin.
-        num_ops: ``(actions,)`` Operations.
-        inputs: Operations that they may wait for, action by action.
-        num_inputs: ``(actions,)`` How many of these each has.
+        first: ``(actions,)`` Index of the first row of each action's template.
+        num_ops: ``(actions,)`` Number of operations.
+        inputs: Operations that actions may wait for, action by action.
+        num_inputs: ``(actions,)`` Number of entries of ``inputs`` per action.
     """
 
     first: Integers
@@ -67,17 +66,17 @@ class Walked(NamedTuple):
 
 
 class Walker:
-    """The automaton of a rank and of all ranks that are alike."""
+    """The automaton of a rank and of all ranks with the same work."""
 
     def __init__(self) -> None:
-        # By template: numbers of an ``ActionTemplate``, whose indices are so many of ``_items`` from one on, then the
-        # template that was lowered before it in the same state, and its action with the messages that it needs.
+        # By template: the numbers of an ``ActionTemplate`` (its indices are a range of ``_items``), then the template
+        # lowered before it in the same state, and a code of its action and the number of transfers that it needs.
         self._templates = np.zeros((64, 10), np.int64)
         self._items = np.zeros(256, np.int64)
         self._num_templates = self._num_items = 0
         self._latest = np.full(64, -1)  # by shape, the last template that was lowered in it
-        self._longest = 1  # most indices that a state has
-        self._ends: dict[tuple[int, int, int, int], int] = {}  # templates of what needs all that was sent
+        self._longest = 1  # maximum number of indices of a state
+        self._ends: dict[tuple[int, int, int, int], int] = {}  # templates of actions that need all sends
 
     def run(
         self,
@@ -89,11 +88,11 @@ class Walker:
         """Walks a row.
 
         Args:
-            actions: ``(actions,)`` Numbers from 0 on; equal ones become the same operations in the same state.
-            needs: ``(actions,)`` Where in the row an action receives what it needs, ``ALL_SENT``, or -1 for nothing.
-            start: Shape of the state before the row, which has no indices, and index of the first operation.
-            lowered: Makes a template of an action, given its place in the row, the shape of the state, of how many
-                messages it needs something, and what sending holds.
+            actions: ``(actions,)`` Numbers from 0; equal numbers become the same operations in the same state.
+            needs: ``(actions,)`` Position in the row of the receive that an action needs, ``ALL_SENT``, or -1 for none.
+            start: Number of the shape of the initial state, which has no indices, and index of the first operation.
+            lowered: Returns the template of an action. Its arguments are the position in the row, the number of the
+                shape, the number of transfers needed, and the bytes held by sends.
         """
         count = len(actions)
         row = np.stack([actions, needs, *np.zeros((3, count), np.int64)])
@@ -129,7 +128,7 @@ class Walker:
         return Walked(taken[:, _FIRST], taken[:, _NUM_OPS], inputs[:used], np.diff(row[_INPUTS], append=used))
 
     def _add(self, template: ActionTemplate, shape: int = 0, code: int = -1) -> int:
-        """Adds a template; from now on an action with a code leads from a state to it."""
+        """Adds a template, and a transition to it from a state for actions with this code; returns its number."""
         number, begin = self._num_templates, self._num_items
         *numbers, nexts, received, sent, sent_bytes = template
         items = (*nexts, *received, *sent)
@@ -145,21 +144,21 @@ class Walker:
         return number
 
     def _all_sent(self, taken: Integers, begins: Integers) -> Integers:
-        """Indices of all sends of some actions, in order."""
+        """Returns the indices of all sends of some actions, in order."""
         counts = taken[:, _NUM_SENT]
         of = np.repeat(np.arange(len(taken)), counts)
         first = (taken[:, _ITEMS] + taken[:, _NUM_NEXT] + taken[:, _NUM_RECEIVED] - (np.cumsum(counts) - counts))[of]
         return begins[of] + self._items[first + np.arange(len(of))]
 
     def _after(self, number: int, given: Integers, ops: int) -> Integers:
-        """The state after a template with these inputs."""
+        """Returns the state after a template with these inputs."""
         begin, num_next = self._templates[number, [_ITEMS, _NUM_NEXT]]
         nexts = self._items[begin : begin + num_next]
         return np.array([ops + index if index >= 0 else given[-1 - index] for index in nexts.tolist()], np.int64)
 
 
 def _with_room(array: Integers, place: int) -> Integers:
-    """The array, or a larger one that has a place."""
+    """Returns the array, or a larger copy in which ``place`` is a valid index."""
     if place < len(array):
         return array
     return np.concatenate([array, np.full((place + 1, *array.shape[1:]), -1)])
@@ -174,7 +173,7 @@ def _walk(
     templates: Integers,
     items: Integers,
 ) -> None:
-    """Takes templates until one is not known yet, all that was sent is needed, or there is no more room."""
+    """Follows known templates until one is unknown, all sends are needed, or an array is full."""
     place, shape, used, ops, held = at
     while place < row.shape[1] and used + held + _MOST_NEEDED <= len(inputs):
         needed, end = row[_NEEDS, place], used + held

@@ -29,21 +29,21 @@ _ACTION = {kind: code for code, kind in enumerate(ACTION_KINDS)}
 
 
 class RankWriter:
-    """Operations of one action of one rank, in the making; indices are relative to the action's first one.
+    """Writer of the operations of one action of one rank; indices are relative to the action's first operation.
 
     Args:
         rank: Global rank.
-        builder: Takes names, work and effects.
-        folding: Which other ranks are written out.
-        ordered_messages: Messages between two ranks, of either direction, pass one after the other in order of issue,
-            since they share a communicator and its stream (NCCL).
-        receives_ahead: As of ``SoftwareSpec``: only those of one way and sender do so, and what is received waits for
-            no computation of the rank.
+        builder: Receives names, work and effects.
+        folding: Simulated ranks.
+        ordered_messages: True if P2P transfers between two ranks, in either direction, run in order of issue, because
+            they share a communicator and its stream (NCCL).
+        receives_ahead: See ``SoftwareSpec``. If True, only transfers of one direction and sender are ordered, and a
+            receive waits for no compute of the rank.
 
     Attributes:
-        stage: Of the action that is lowered.
-        last_compute: The last computation, if there was any.
-        blocking: What the next computation waits for, and messages before it.
+        stage: Stage of the action being lowered.
+        last_compute: Last operation on the compute stream; None for none yet.
+        blocking: Operations that the next compute, and sends or receives before it, wait for.
     """
 
     STATE: ClassVar = ("last_compute", "blocking", "_sending", "_last_message")
@@ -61,26 +61,26 @@ class RankWriter:
         self._builder = builder
         self._ordered = ordered_messages
         self._ahead = receives_ahead
-        self._last_message: dict[tuple[int, bool, bool], int] = {}  # by peer, way and whether it is received
+        self._last_message: dict[tuple[int, bool, bool], int] = {}  # by peer, direction and whether it is received
         self._rows: list[TemplateRow] = []
         self.last_compute: int | None = None
         self._folding = folding
         self.blocking: list[int] = []
-        self._sending: list[int] = []  # what the next computation waits for, but no message
+        self._sending: list[int] = []  # operations that the next compute waits for, but no P2P transfer
         self._works: dict[Work | tuple[Work, ...], tuple[Work, ...]] = {}
         self._members: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def take_rows(self) -> list[TemplateRow]:
-        """What was written since the last call."""
+        """Returns the operations written since the last call."""
         rows, self._rows = self._rows, []
         return rows
 
     def block_on(self, *indices: int | None) -> None:
-        """The next computation waits for these operations."""
+        """Makes the next compute wait for these operations."""
         self.blocking.extend(index for index in indices if index is not None)
 
     def send_first(self, index: int) -> None:
-        """The next computation waits for a message that others may pass."""
+        """Makes the next compute wait for a P2P transfer that other transfers may overtake."""
         self._sending.append(index)
 
     def compute(
@@ -91,7 +91,7 @@ class RankWriter:
         memory: Sequence[MemoryEffect] = (),
         kind: SpanKind = SpanKind.COMPUTE,
     ) -> int:
-        """Something on the compute stream; gives its index."""
+        """Writes an operation on the compute stream; returns its index."""
         waits = (*self.blocking, *self._sending)
         self.last_compute = self._add(action, Stream.COMPUTE, name, kind, work, waits, None, memory)
         self.blocking.clear()
@@ -107,7 +107,7 @@ class RankWriter:
         waits: Sequence[int | None],
         memory: Sequence[MemoryEffect] = (),
     ) -> int:
-        """A collective of the rank's group; gives its index. Members meet in the order of issue on their stream."""
+        """Writes a collective of the rank's group; returns its index. Members match in order of issue per stream."""
         members = self._members.get(message.ranks)
         if members is None:
             members = self._members[message.ranks] = self._folding.members(message.ranks)
@@ -125,13 +125,13 @@ class RankWriter:
         messages: tuple[Work, ...],
         waits: Sequence[int | None],
     ) -> int:
-        """Collectives of one group that follow upon each other, as one operation: all members meet once."""
+        """Writes consecutive collectives of one group as one operation with one meeting; returns its index."""
         members = self._folding.members(group)
         meeting = Meeting(stream, members) if len(members) > 1 else None
         return self._add(action, stream, name, SpanKind.COMMUNICATION, messages, _known(waits), meeting, ())
 
     def exposed(self, action: Action, stream: Stream, name: str, messages: tuple[Work, ...]) -> None:
-        """Messages among equal ranks, one after the other, that the next computation waits for."""
+        """Writes sequential collectives among equal ranks, for which the next compute waits."""
         waits = (*self.blocking, self.last_compute)
         self.blocking.clear()
         self.block_on(self._add(action, stream, name, SpanKind.COMMUNICATION, messages, _known(waits), None, ()))
@@ -147,16 +147,16 @@ class RankWriter:
         number: int = 0,
         gathered: Message | None = None,
     ) -> int:
-        """One end of a message to or from another stage, issued when the host gets to it; gives its index.
+        """Writes one end of a P2P transfer to or from another stage; returns its index.
 
         Args:
             action: The SEND or RECV.
-            stream: Which.
-            num_bytes: Size.
+            stream: Stream of the transfer.
+            num_bytes: Size in bytes.
             ends: Sending and receiving rank.
-            memory: What it holds.
-            number: Of the message among those of the action.
-            gathered: What follows it at once, where the message is a part of a tensor.
+            memory: Changes of memory.
+            number: Number of the transfer among those of the action.
+            gathered: All-gather that follows if only a part of a tensor is transferred; None for none.
         """
         forward = stream in (Stream.SEND_F, Stream.RECV_F)
         meeting = Meeting((forward, number), ends, sends=True)  # and the microbatch, and the stage it comes from
@@ -184,13 +184,13 @@ class RankWriter:
         *,
         to_host: bool,
     ) -> int:
-        """A copy between the device and its host; gives its index."""
+        """Writes a copy between the device and its host; returns its index."""
         stream = Stream.TO_HOST if to_host else Stream.FROM_HOST
         work = self._one(HostCopy(num_bytes, to_host))
         return self._add(action, stream, name, SpanKind.COMMUNICATION, work, _known(waits), None, memory)
 
     def _one(self, message: Message | HostCopy) -> tuple[Work, ...]:
-        """The message as work; equal messages share one object, by which what follows tells equal work."""
+        """Returns the communication as work; equal ones share one object, by which later passes recognize them."""
         return self._works.setdefault(message, (message,))
 
     def _add(

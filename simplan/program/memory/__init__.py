@@ -1,1 +1,1 @@
-"""Memory of a rank: tensors of layers, their liveness, and states."""
+"""Memory of a rank: tensors of layers, their liveness, and persistent states."""

@@ -1,6 +1,6 @@
-"""Memory of a layer for one microbatch: what it saves between forward and backward, and the peaks of both.
+"""Memory of a layer for one microbatch: bytes saved for backward, and peaks of forward and backward.
 
-All of it follows from the operators of the layer (``simplan.program.memory.liveness``).
+All values follow from the operators of the layer (``simplan.program.memory.liveness``).
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ __all__ = ["LayerFootprint", "WorstPoint", "brought_parameters", "layer_footprin
 
 
 class LayerFootprint(NamedTuple):
-    """Bytes of one layer for one microbatch.
+    """Memory of one layer for one microbatch, in bytes.
 
     Attributes:
-        activations: Kept from forward to backward, copies of weights among them.
-        logits: The same, for the output distribution.
-        forward: PeakPoints of forward, in order; the head's last one is that of the loss.
-        backward: PeakPoints of backward, in order, beside what was kept; the head's first one is that of the loss.
-        input_bytes: The part of ``activations`` that is the layer's input.
-        output_bytes: What the layer hands on.
-        left: Gradient of a weight that is tied to another layer: backward leaves it (or, negative, takes it up).
+        activations: Saved for backward, including copies of weights, without logits.
+        logits: Logits saved for backward.
+        forward: Peak points of forward, in order; the head's last one is at the loss.
+        backward: Peak points of backward, in order, excluding saved bytes; the head's first one is at the loss.
+        input_bytes: The layer's input as part of ``activations``.
+        output_bytes: The layer's output.
+        left: Gradient of a tied weight that backward leaves for the other layer; negative for the layer that consumes
+            it.
     """
 
     activations: int
@@ -42,25 +43,25 @@ class LayerFootprint(NamedTuple):
 
     @property
     def forward_workspace(self) -> int:
-        """Bytes beside what is kept, at the worst moment of forward."""
+        """Peak bytes of forward, in addition to saved bytes."""
         return max(map(sum, self.forward))
 
     @property
     def backward_workspace(self) -> int:
-        """Bytes beside what was kept, at the worst moment of backward."""
+        """Peak bytes of backward, in addition to saved bytes."""
         return max(map(sum, self.backward))
 
 
 def layer_footprint(
     layer: LayerSpec, microbatch_size: int, state: StateBytes, recomputation: Recomputation
 ) -> LayerFootprint:
-    """Memory that one layer needs for one microbatch.
+    """Computes the memory of one layer for one microbatch.
 
     Args:
         layer: The layer.
-        microbatch_size: Sequences b.
-        state: Element widths.
-        recomputation: What of the layer is kept.
+        microbatch_size: Microbatch size b, in sequences.
+        state: Bytes per element of tensors.
+        recomputation: Tensors saved for backward, and kernels to recompute.
     """
     tensors = LayerTensors(layer, microbatch_size, state, recomputation)
     made_bytes, passed_bytes = layer.output_bytes(state.activation, state.residual)
@@ -77,7 +78,7 @@ def layer_footprint(
 
 
 def _first_of_loss(layer: LayerSpec) -> int:
-    """Index of the first operator after the logits are there; all of a layer that is no head come before."""
+    """Returns the index of the first operator after the logits; the number of operators without a head."""
     if layer.kind is not LayerKind.HEAD:
         return len(layer.operators)
     kernels = [operator.kernel.name if operator.kernel else "" for operator in layer.operators]
@@ -86,7 +87,7 @@ def _first_of_loss(layer: LayerSpec) -> int:
 
 
 def _peaks(points: Iterable[tuple[int, PeakPoint]], parts: Sequence[range]) -> Iterable[PeakPoint]:
-    """The largest point of each part of the operators, if it has any."""
+    """Yields the largest point of each part of the operators that has any."""
     found = [*points]
     for part in parts:
         within = [point for index, point in found if index in part]
@@ -95,20 +96,20 @@ def _peaks(points: Iterable[tuple[int, PeakPoint]], parts: Sequence[range]) -> I
 
 
 class WorstPoint:
-    """The worst of the points that are seen, each beside what is held at the time."""
+    """The largest of the points added, including bytes held at that point."""
 
     def __init__(self) -> None:
         self._bytes, self._worst = -(2**62), (0, 0, 0, 0)
 
     def see(self, point: PeakPoint, activations: int, logits: int, gradients: int = 0) -> None:
-        """Takes a point, and bytes held beside it."""
-        gone = min(0, point.workspace)  # activations that are not there yet, or not any more
+        """Adds a point, and the bytes held at that point in addition to it."""
+        gone = min(0, point.workspace)  # activations not yet allocated, or already freed
         state = (activations + gone, logits + point.logits, gradients + point.gradients, point.workspace - gone)
         if sum(state) > self._bytes:
             self._bytes, self._worst = sum(state), state
 
     def effects(self, activations: int, logits: int, gradients: int = 0) -> tuple[MemoryEffect, ...]:
-        """Effects of an operation with this worst point, which leaves so many bytes."""
+        """Returns effects of an operation with this peak, after which the given bytes remain."""
         categories = (
             MemoryCategory.ACTIVATIONS,
             MemoryCategory.LOGITS,
@@ -120,14 +121,14 @@ class WorstPoint:
 
 
 def layers_effects(footprints: Sequence[LayerFootprint], *, forward: bool) -> tuple[MemoryEffect, ...]:
-    """Memory effects of an operation that runs layers one after the other.
+    """Returns memory effects of an operation that runs layers sequentially.
 
     ``during`` is the state at the worst of its layers, so one operation over many layers has the same peak as many
     operations over one.
 
     Args:
-        footprints: Of the layers, in the order in which they run.
-        forward: Each layer adds what it keeps before its workspace; in backward it frees it after.
+        footprints: Footprints of the layers, in the order in which they run.
+        forward: True if each layer adds its saved bytes before its workspace; in backward it frees them after.
     """
     sign = 1 if forward else -1
     activations = logits = gradients = 0
@@ -143,9 +144,9 @@ def layers_effects(footprints: Sequence[LayerFootprint], *, forward: bool) -> tu
 
 
 def brought_parameters(layers: Sequence[LayerSpec]) -> list[tuple[ParameterSpec, ...]]:
-    """Weights each layer of a stage brings; a head tied to an embedding of the same stage does not bring its copy."""
+    """Returns the weights that each layer adds to its stage; a head tied to an embedding there adds no copy."""
     holds_embedding = any(layer.kind is LayerKind.EMBEDDING for layer in layers)
-    found: dict[str, tuple[ParameterSpec, ...]] = {}  # layers that are alike bring as many
+    found: dict[str, tuple[ParameterSpec, ...]] = {}  # equal layers add equal parameters
     for layer in layers:
         if layer.key not in found:
             shared = layer.tied if holds_embedding else ()

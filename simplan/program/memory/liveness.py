@@ -1,11 +1,11 @@
-"""Liveness of the tensors of a layer: one walk over its operators, forward and backward, as autograd runs them.
+"""Liveness of the tensors of a layer: one pass over its operators, forward and backward, as autograd runs them.
 
-A tensor is made by its operator and freed after its last reader, or, where it is saved for backward, after the backward
-of the last operator that saved it. Backward comes to the operators in reverse. Gradients of an operator's inputs are
-made beside the gradient of its result, what it saved and its scratch; the gradient of a weight is freed at once, since
-it is added to the accumulated one. Two gradients of one tensor are added in place, unless another operator still holds
-the first one. What recomputation dropped is made again by running forward's operators once more, just before the first
-backward that needs them. Under autocast the gradient of a weight is made in 16 bits and then cast.
+A tensor is allocated by its operator and freed after its last reader. A tensor saved for backward is freed after the
+backward of the operator that needs it last. Backward visits the operators in reverse. While gradients of an operator's
+inputs are computed, the gradient of its result, its saved tensors and its scratch are resident. The gradient of a
+weight is freed immediately, since it is added to the accumulated one. Two gradients of one tensor are added in place,
+unless another operator still holds the first one. Dropped tensors are recomputed by forward's operators just before the
+first backward that needs them. Under autocast the gradient of a weight is computed in BF16 or FP16 and then cast.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["InputBackward", "PeakPoint", "backward_points", "forward_points", "i
 
 
 class PeakPoint(NamedTuple):
-    """Bytes at one point of a pass through a layer, beside what the layer saves for backward.
+    """Bytes at one point of a pass through a layer, in addition to the layer's saved bytes.
 
     Attributes:
-        workspace: Activations and their gradients; less than nothing where more of what is saved is free again.
-        logits: The same, of the output distribution.
-        gradients: Gradients of weights that are not added to the accumulated ones yet.
+        workspace: Activations and their gradients; negative if more of the saved bytes is already free.
+        logits: Logits and their gradients.
+        gradients: Gradients of weights that are not yet added to the accumulated ones.
     """
 
     workspace: int = 0
@@ -37,16 +37,16 @@ class PeakPoint(NamedTuple):
 
 
 Points = Iterator[tuple[int, PeakPoint]]
-"""By operator, in the order in which a pass comes to them."""
+"""Pairs of operator index and point, in the order of the pass."""
 
 
 class InputBackward(NamedTuple):
-    """The first part of a split backward.
+    """Result of the input-gradient half of a split backward.
 
     Attributes:
-        points: Its points.
-        gradients, logits_gradients: Bytes of the gradients that it leaves, each tensor once.
-        left: The same by operator with weights.
+        points: Peak points.
+        gradients, logits_gradients: Bytes of the gradients that remain for the weight half, each tensor once.
+        left: Operator with weights -> bytes of its remaining gradient.
     """
 
     points: tuple[PeakPoint, ...]
@@ -56,28 +56,28 @@ class InputBackward(NamedTuple):
 
 
 def forward_points(tensors: LayerTensors) -> Points:
-    """Points of forward. The layer's input is there at its start, what is saved and its output at its end."""
+    """Yields points of forward. The input is resident at its start, saved tensors and the output at its end."""
     layer, memory = tensors.layer, _Memory(tensors)
     for tensor in layer.inputs:
         if not tensor.elsewhere:
             memory.hold(tensor.name, tensors.bytes_of(tensor.name))
-    # what the module of a head gives its caller holds while the loss is computed
+    # the caller of a head's module holds its output while the loss is computed
     logits = [o.makes[0].name for o in layer.operators if isinstance(o.kernel, Gemm) and o.makes[0].logits]
     stays = {*tensors.saved, *(tensors.roots[name] for name in (*layer.outputs, *logits[:1]))}
     yield from _run(tensors, memory, range(len(layer.operators)), stays, copies=tensors.saves_copies)
 
 
 def backward_points(tensors: LayerTensors) -> Points:
-    """Points of backward. The gradients of the layer's outputs are there at its start."""
+    """Yields points of backward. The gradients of the layer's outputs are resident at its start."""
     return _Backward(tensors).run()
 
 
 def input_backward(tensors: LayerTensors, *, receives: bool) -> InputBackward:
-    """The part of backward that makes gradients of activations alone, and what it leaves for those of weights.
+    """Computes the half of backward for gradients of activations, and the tensors it leaves for the weight half.
 
     Args:
-        tensors: Of the layer.
-        receives: The gradients of the layer's outputs are in receive buffers, which are counted there.
+        tensors: Tensors of the layer.
+        receives: True if the gradients of the layer's outputs are in receive buffers and counted there.
     """
     backward = _Backward(tensors, leaves=True, receives=receives)
     points = tuple(point for _, point in backward.run())
@@ -91,11 +91,11 @@ def input_backward(tensors: LayerTensors, *, receives: bool) -> InputBackward:
 
 
 class _Storage:
-    """Memory of a tensor or a gradient, with the number of its holders, and whether these have it as a view.
+    """Memory of a tensor or a gradient, with the number of its holders, and whether they hold a view of it.
 
     Attributes:
-        num_bytes: Its size.
-        counted_bytes: The same, or none where others count it.
+        num_bytes: Size in bytes.
+        counted_bytes: Size in bytes; 0 if it is counted elsewhere.
     """
 
     __slots__ = ("counted_bytes", "holders", "is_view", "logits", "num_bytes")
@@ -106,7 +106,7 @@ class _Storage:
 
 
 class _Memory:
-    """Memory in use, by name, of which points leave out what the layer saves."""
+    """Memory in use, by name; its points exclude the layer's saved bytes."""
 
     def __init__(self, tensors: LayerTensors) -> None:
         self._saved = tensors.saved_bytes, tensors.saved_logits
@@ -114,12 +114,12 @@ class _Memory:
         self._bytes = [0, 0]
 
     def hold(self, name: str, num_bytes: int, *, logits: bool = False) -> None:
-        """Makes a tensor, unless it is there."""
+        """Allocates a tensor, unless it exists."""
         if name not in self._held:
             self.attach(name, _Storage(num_bytes, logits=logits))
 
     def attach(self, name: str, storage: _Storage) -> None:
-        """Gives memory to a name."""
+        """Assigns memory to a name."""
         assert name not in self._held, name
         self._held[name] = storage
         if not storage.holders:
@@ -127,15 +127,15 @@ class _Memory:
         storage.holders += 1
 
     def get(self, name: str) -> _Storage | None:
-        """The memory of a name."""
+        """Returns the memory of a name; None for none."""
         return self._held.get(name)
 
     def names(self) -> set[str]:
-        """All that is there."""
+        """Returns the names in use."""
         return set(self._held)
 
     def free(self, name: str) -> None:
-        """Takes a name off its memory, which is gone with the last one."""
+        """Releases a name's hold on its memory, which is freed with its last name."""
         storage = self._held.pop(name, None)
         if storage is None:
             return
@@ -144,7 +144,7 @@ class _Memory:
             self._bytes[storage.logits] -= storage.counted_bytes
 
     def point(self, *, scratch: int = 0, logits: int = 0, gradients: int = 0) -> PeakPoint:
-        """What there is beside what is saved."""
+        """Returns the bytes in use in addition to saved bytes."""
         (others, of_logits), (saved, saved_logits) = self._bytes, self._saved
         return PeakPoint(others + scratch - saved, of_logits + logits - saved_logits, gradients)
 
@@ -158,15 +158,15 @@ def _run(
     copies: bool,
     last_use: Mapping[str, int] = MappingProxyType({}),
 ) -> Points:
-    """Runs operators forward, and frees what nothing needs any more.
+    """Runs operators forward, and frees tensors without remaining use.
 
     Args:
-        tensors: Of the layer.
-        memory: In use.
-        order: Which operators.
-        stays: Roots of tensors that stay.
-        copies: Copies of weights are made and stay.
-        last_use: By saved tensor, the operator after which it goes.
+        tensors: Tensors of the layer.
+        memory: Memory in use.
+        order: Operators to run.
+        stays: Roots of tensors to keep.
+        copies: True if copies of weights are created and kept.
+        last_use: Saved tensor -> operator after which it is freed.
     """
     layer, roots = tensors.layer, tensors.roots
     last_reader = {roots[name]: index for index in order for name in layer.operators[index].reads}
@@ -191,12 +191,12 @@ class _Backward:
     """One backward of a layer.
 
     Args:
-        tensors: Of the layer.
-        leaves: It makes no gradients of weights, and leaves what these are made from.
-        receives: As of ``input_backward``.
+        tensors: Tensors of the layer.
+        leaves: True if gradients of weights are not computed, and their inputs remain.
+        receives: See ``input_backward``.
 
     Attributes:
-        left: By operator with weights, the gradient of its result, where it is left.
+        left: Operator with weights -> remaining gradient of its result.
     """
 
     def __init__(self, tensors: LayerTensors, *, leaves: bool = False, receives: bool = False) -> None:
@@ -204,7 +204,7 @@ class _Backward:
         self._state, self._recomputation = tensors.state, tensors.recomputation
         self.left: dict[int, _Storage] = {}
         self._brought: set[str] = set()
-        self._waiting_gradients = 0  # of weights: a compiled backward gives them all at its end
+        self._waiting_gradients = 0  # of weights: a compiled backward returns them all at its end
         self._gathered = {operator.regathers for operator in self._layer.operators}
         self._read_by = {rerun: self._read_roots(rerun) for rerun in self._recomputation.reruns}
         self._inputs_until = dict(self._inputs_of_reruns())
@@ -217,16 +217,16 @@ class _Backward:
         return self._layer.kind is LayerKind.HEAD
 
     def _take_saved(self) -> None:
-        """What is there from forward when backward comes to the layer."""
+        """Allocates the tensors that remain from forward when backward reaches the layer."""
         tensors, layer = self._tensors, self._layer
         handed_on = {tensors.roots[name] for name, tensor in layer.tensors.items() if tensor.handed_on}
         for root, size in tensors.saved.items():
-            if root in tensors.last_savers or root not in handed_on:  # else those that saved it are done
+            if root in tensors.last_savers or root not in handed_on:  # otherwise its savers are done
                 self._memory.hold(root, size, logits=tensors.is_logits(root))
         for name, size in tensors.weight_copies.items() if tensors.saves_copies else ():
             self._memory.hold(_copy(name), size)
         for root in (tensors.roots[name] for name in layer.outputs if name in layer.makers):
-            # an output that this layer saves, too, outlives the next layer's backward
+            # an output that this layer saves as well outlives the next layer's backward
             if root not in tensors.saved and root in tensors.last_savers and not self._recomputation.from_start:
                 self._memory.hold(root, tensors.bytes_of(root))
 
@@ -234,12 +234,12 @@ class _Backward:
         for name in self._layer.outputs if not self._is_head else ():
             if name in self._layer.needed:
                 given = _Storage(self._tensors.bytes_of(name), logits=self._tensors.is_logits(name))
-                if receives:  # the buffer holds it, too
+                if receives:  # the buffer holds it as well
                     given.counted_bytes, given.holders = 0, 1
                 self._memory.attach(_gradient(self._tensors.gradient_roots[name]), given)
 
     def run(self) -> Points:
-        """Points by operator, in the order in which backward comes to them."""
+        """Yields points by operator, in the order of backward."""
         reruns = list(self._recomputation.reruns)
         yield len(self._layer.operators) - 1, self._memory.point()
         for index in reversed(range(len(self._layer.operators))):
@@ -251,47 +251,47 @@ class _Backward:
         for rerun in reruns:
             yield from self._again(rerun, -1)
 
-    # what runs again
+    # recomputation
 
     def _order_of(self, kernels: Sequence[int] | set[int]) -> list[int]:
-        """The operators of some kernels."""
+        """Returns the operators of some kernels."""
         return [index for index, place in enumerate(self._layer.places) if place in kernels]
 
     def _read_roots(self, rerun: Rerun) -> frozenset[str]:
-        """Roots of what the operators that run again read."""
+        """Returns roots of the tensors that recomputed operators read."""
         operators = (self._layer.operators[index] for index in self._order_of(rerun.kernels))
         return frozenset(self._tensors.roots[name] for operator in operators for name in operator.reads)
 
     def _inputs_of_reruns(self) -> Iterator[tuple[int, list[str]]]:
-        """By operator, what is saved only so that parts of the layer run again: it is there until they are done."""
+        """Yields, by operator, tensors saved only as inputs of recomputation, which are held until it is done."""
         tensors = self._tensors
         for rerun in self._recomputation.reruns if not self._recomputation.from_start else ():
             inputs = [r for r in self._read_by[rerun] if r in tensors.saved and r not in tensors.last_savers]
             yield min(self._order_of(rerun.kernels)), inputs
 
     def _is_read_again(self, root: str, index: int) -> bool:
-        """Whether something that runs again later reads it."""
+        """Returns True if a later recomputation reads the tensor."""
         place = self._layer.places[index] if index >= 0 else -1
         return any(rerun.needed_by < place and root in read for rerun, read in self._read_by.items())
 
     def _asks(self, index: int, rerun: Rerun) -> bool:
-        """Whether the backward of an operator is the first that needs what runs again."""
+        """Returns True if the backward of this operator is the first that needs the recomputed tensors."""
         operator, place = self._layer.operators[index], self._layer.places[index]
         reads = operator.kernel is not None or any(True for _ in self._tensors.saved_roots(index))
         return place < rerun.needed_by or (place == rerun.needed_by and reads)
 
     def _again(self, rerun: Rerun, index: int) -> Points:
-        """Runs forward's operators once more; what only they needed is gone afterwards."""
+        """Recomputes forward's operators; frees afterwards the tensors that only recomputation needed."""
         tensors, kernels = self._tensors, self._layer.kernels
-        # what does nothing in forward may have a cast of its own
+        # an operator without work in forward may have a separate cast
         idle = {i for i in range(max(rerun.kernels)) if isinstance(k := kernels[i], Exchange) and k.forward is None}
         order = self._order_of(idle.union(rerun.kernels))
-        if self._recomputation.from_start:  # also a cast of the input, whatever was kept of the first kernel
+        if self._recomputation.from_start:  # also a cast of the input, regardless of what the first kernel saved
             before = next(i for i, operator in enumerate(self._layer.operators) if operator.kernel is not None)
             order = sorted({*range(before), *order})
         saved = {root for root, saver in tensors.last_savers.items() if saver <= index}
         passing = {name for name in self._memory.names() if self._is_for(name, rerun, index)} - saved
-        if not tensors.saves_copies:  # also of matmuls whose results were kept
+        if not tensors.saves_copies:  # also of matmuls whose results were saved
             for name in (kernel.name for kernel in kernels[: rerun.needed_by + 1] if isinstance(kernel, Gemm)):
                 if name in tensors.weight_copies:
                     self._memory.hold(_copy(name), tensors.weight_copies[name])
@@ -302,19 +302,19 @@ class _Backward:
             self._memory.free(name)
 
     def _last_use(self, root: str) -> int:
-        """The last operator, also of those that do not run again, that a saved tensor is made or read by."""
+        """Returns the last operator, recomputed or not, that creates or reads a saved tensor."""
         used = ((i, n) for i, o in enumerate(self._layer.operators) for n in (*o.reads, *(t.name for t in o.makes)))
         return max(index for index, name in used if self._tensors.roots[name] == root)
 
     def _is_for(self, root: str, rerun: Rerun, index: int) -> bool:
-        """Whether a saved tensor serves this rerun alone; nobody takes up those that are made after its end."""
+        """Returns True if a saved tensor serves this recomputation alone; later tensors are not reused."""
         before = self._layer.makers.get(root, rerun.needed_by) < rerun.needed_by
         return self._recomputation.from_start and before and not self._is_read_again(root, index)
 
     # gradients
 
     def _operator(self, index: int, operator: Operator) -> Iterator[PeakPoint]:
-        """The backward of one operator: gradients of its inputs, then of its weights."""
+        """Yields points of the backward of one operator: gradients of its inputs, then of its weights."""
         if operator.regathers:
             yield from self._brought_back(operator)
             return
@@ -341,11 +341,11 @@ class _Backward:
             yield from self._released(index, operator)
 
     def _gradient_of(self, root: str, operator: Operator, incoming: Sequence[_Storage]) -> _Storage:
-        """Memory of the gradient of something that an operator reads."""
+        """Returns the memory of the gradient of an operator's input."""
         num_bytes = self._tensors.bytes_of(root)
         if operator.passes and incoming and incoming[0].num_bytes == num_bytes:
             return incoming[0]
-        kernel = operator.kernel  # torch's linear is a matmul of a view of its input, but for experts and convolutions
+        kernel = operator.kernel  # torch's linear is a matmul of a view of its input; experts and convolutions are not
         of_view = isinstance(kernel, Gemm) and kernel.num_groups == 1 and not kernel.image_elements
         is_view = of_view and operator.reads[0] not in self._gathered
         return _Storage(num_bytes, logits=self._tensors.is_logits(root), is_view=is_view)
@@ -353,9 +353,9 @@ class _Backward:
     def _points(
         self, operator: Operator, incoming: Sequence[_Storage], outgoing: Sequence[_Storage]
     ) -> Iterator[PeakPoint]:
-        """While it runs, the gradients of its weights among what it makes."""
+        """Yields points while an operator's backward runs, including the gradients of its weights."""
         tensors, memory, kernel = self._tensors, self._memory, operator.kernel
-        # names were taken off the incoming gradients, which are there until it is done
+        # the incoming gradients have lost their names, but are resident until the operator is done
         there = {id(g): g.counted_bytes for g in incoming if not g.holders}
         new = {id(g): g.num_bytes for g in outgoing if not g.holders and g not in incoming}
         sizes, is_logits = there | new, {id(g): g.logits for g in (*incoming, *outgoing)}
@@ -369,7 +369,7 @@ class _Backward:
                 yield memory.point(scratch=fresh + scratch, gradients=waiting + weight)
 
     def _add(self, root: str, gradient: _Storage) -> Iterator[PeakPoint]:
-        """Adds a gradient to the one that is there; where something else still reads that, the sum is a new tensor."""
+        """Adds a gradient to the existing one; if another operator still reads that, the sum is a new tensor."""
         memory, name = self._memory, _gradient(root)
         earlier = memory.get(name)
         if earlier is None:
@@ -381,7 +381,7 @@ class _Backward:
             memory.attach(name, total)
 
     def _weight_gradient(self, operator: Operator) -> int:
-        """Bytes of the gradient of its weight, as it is made."""
+        """Returns the bytes of the gradient of an operator's weight, in the dtype in which it is computed."""
         state, kernel = self._state, operator.kernel
         if self._leaves:
             return 0
@@ -395,7 +395,7 @@ class _Backward:
                 return 0
 
     def _released(self, index: int, operator: Operator) -> Iterator[PeakPoint]:
-        """What it saved goes, and what it made and was brought back; a gradient in 16 bits is cast to the wide one."""
+        """Frees tensors that the operator saved, or created and all-gathered again; upcasts the weight gradient."""
         tensors, memory, state, kernel = self._tensors, self._memory, self._state, operator.kernel
         brought_back = (tensors.roots[tensor.name] for tensor in operator.makes if tensor.name in self._brought)
         for root in (*tensors.saved_roots(index), *brought_back):
@@ -414,7 +414,7 @@ class _Backward:
             self._waiting_gradients += kernel.weight_elements * (state.gradient if has_copy else state.product)
 
     def _brought_back(self, operator: Operator) -> Iterator[PeakPoint]:
-        """An all-gather of what matmuls read, for the gradients of their weights."""
+        """All-gathers inputs of matmuls again, for the gradients of their weights."""
         kernel, root = operator.kernel, self._tensors.roots[operator.regathers]
         if isinstance(kernel, Exchange) and kernel.backward is not None:
             self._memory.hold(root, self._tensors.bytes_of(root))

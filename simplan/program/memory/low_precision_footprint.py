@@ -1,4 +1,4 @@
-"""Memory of linear layers in 8 or 4 bits: what they keep for backward, and their quantized operands while they run."""
+"""Memory of FP8 and FP4 linear layers: tensors saved for backward, and quantized operands while kernels run."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ __all__ = [
 
 
 _EAGER_BYTES = 8
-"""An eager cast's per element, beside the quantized one: the operand in FP32 scaled, and that clamped."""
+"""Bytes per element of an eager cast, in addition to the quantized tensor: the scaled FP32 operand, and its clamp."""
 
 _POST_SCALE_BYTES = 4
-"""Per element of a result that is scaled per row and column after its matmul, in FP32."""
+"""Bytes per element, in FP32, of a result that is scaled per row and column after its matmul."""
 
 
 def keeping_quantized(layer: LayerSpec, form: LinearFormat | None, *, joined: bool = False) -> LayerSpec:
-    """The layer, with quantized inputs of linear layers saved in place of those in 16 bits, where a format does so.
+    """Returns the layer with quantized inputs of linear layers saved instead of BF16 ones, if the format does so.
 
-    Each linear layer has a copy of its own, along columns, also where several have one input, unless these are one.
-    What something else saves as well, such as the output of the attention core, stays. A frozen matrix saves no input.
-    In eager mode only the time of saving is another.
+    Each linear layer has a separate copy, along columns, also if several have the same input, unless they are fused.
+    Tensors that another operator saves as well, such as the output of the attention core, stay. A frozen matrix saves
+    no input. In eager mode only the time of saving differs.
 
     Args:
-        layer: As its family built it: matmuls save their inputs as they are.
-        form: How linear layers are quantized; None for not at all.
-        joined: Matrices with one input are one.
+        layer: Layer as built by its family: matmuls save their inputs unquantized.
+        form: Format of linear layers; None for no quantization.
+        joined: True if matrices with the same input are fused.
     """
     if form is None or (form.kept == "wide" and not form.eager):
         return layer
@@ -56,7 +56,7 @@ def keeping_quantized(layer: LayerSpec, form: LinearFormat | None, *, joined: bo
             operators.append(replace(operator, saves=()))
             continue
         (wide,) = operator.saves
-        rows = layer.tensors[wide].elements // gemm.k  # of gathered tokens a rank keeps its own
+        rows = layer.tensors[wide].elements // gemm.k  # of all-gathered tokens a rank keeps its own
         copy = Tensor(f"{gemm.name} input in {form.precision}", form.quantized_bytes(gemm.k, rows), 1)
         operators.append(replace(operator, makes=(*operator.makes, copy), saves=(copy.name,)))
         before = operator
@@ -64,11 +64,11 @@ def keeping_quantized(layer: LayerSpec, form: LinearFormat | None, *, joined: bo
 
 
 def copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> int:
-    """The copy of a matrix that forward makes, in the precision of the activations, and saves for backward.
+    """Returns the bytes of the copy of a matrix that forward creates in the activation dtype and saves for backward.
 
-    FSDP gathers weights in that precision; experts that it leaves alone are copied. Frozen weights are in it already,
-    and a weight that backward makes no gradient with is not kept. Linear layers in a lower precision quantize weights
-    as they are.
+    FSDP all-gathers weights in that dtype; experts that it does not shard are copied. Frozen weights are stored in that
+    dtype. A copy that backward does not need for a gradient is not saved. Low-precision linear layers quantize the
+    weights directly.
     """
     if state.linear is not None and kernel in quantized_linears(layer, state.linear):
         return kept_weight_bytes(state.linear, kernel)
@@ -80,23 +80,23 @@ def copied_weight_bytes(layer: LayerSpec, kernel: Gemm, state: StateBytes) -> in
 
 
 def kept_weight_bytes(form: LinearFormat, gemm: Gemm) -> int:
-    """What forward keeps of a weight for one microbatch: nothing, or its quantized copy along columns."""
+    """Returns the bytes saved of a weight per microbatch: its quantized copy along columns, or 0."""
     keeps = form.kept == "quantized" and form.weights == "microbatch" and gemm.propagates
     return _along_columns(form, gemm) if keeps else 0
 
 
 def _along_rows(form: LinearFormat, gemm: Gemm) -> int:
-    """All weights of a product, quantized along the dimension that forward adds up."""
+    """Returns the bytes of a GEMM's weights quantized along the reduction dimension of forward."""
     return gemm.num_groups * form.quantized_bytes(gemm.n, gemm.k, weight=True)
 
 
 def _along_columns(form: LinearFormat, gemm: Gemm) -> int:
-    """The same along the one that backward adds up for the gradient of the input."""
+    """Returns the bytes of a GEMM's weights quantized along the reduction dimension of the input gradient."""
     return gemm.num_groups * form.quantized_bytes(gemm.k, gemm.n, weight=True)
 
 
 def resting_weight_bytes(layer: LayerSpec, state: StateBytes) -> int:
-    """What the quantized weights of a layer take between steps, less the weights in 16 bits that they stand for."""
+    """Returns the bytes of a layer's quantized weights between steps, minus the BF16 weights that they replace."""
     form = state.linear
     if form is None or form.weights == "microbatch":
         return 0
@@ -109,9 +109,9 @@ def resting_weight_bytes(layer: LayerSpec, state: StateBytes) -> int:
 
 
 def forward_scratch_bytes(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes) -> int:
-    """Input and weight of one matmul along rows, which are there until it is done; 0 in 16 bits.
+    """Returns the bytes of one matmul's input and weight quantized along rows, held until it is done; 0 without format.
 
-    A weight that is quantized less often than that is there anyway.
+    A weight that is quantized less often than per microbatch is resident anyway and not counted.
     """
     form = state.linear
     if form is None or gemm not in quantized_linears(layer, form):
@@ -129,17 +129,17 @@ def forward_scratch_bytes(layer: LayerSpec, gemm: Gemm, b: int, state: StateByte
 
 
 def backward_scratch(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes) -> Iterator[tuple[int, int]]:
-    """Of the two matmuls of backward, bytes beside gradients in 16 bits, and of the weight's gradient.
+    """Yields, for the two matmuls of backward, extra bytes next to BF16 gradients, and bytes of the weight gradient.
 
-    The gradient is quantized along rows and columns at once. The matmul for the input's gradient takes the rows and
-    the weight's columns; then, beside its result, the one for the weight's gradient takes the gradient's columns
-    and the input's. The result is in the precision that the weight is gathered or kept in. A frozen matrix has the
-    first one alone, and none where nothing trained is below it. Nothing in 16 bits.
+    The gradient is quantized along rows and columns together. The matmul for the input gradient reads the gradient's
+    rows and the weight's columns. The matmul for the weight gradient then reads the columns of gradient and input. Its
+    result has the dtype in which the weight is all-gathered or stored. A frozen matrix has only the first matmul, and
+    none if no trained parameter precedes it. Yields nothing without a format.
 
     Args:
-        layer, gemm: Which matmul.
-        b: Sequences of a microbatch.
-        state: Element widths.
+        layer, gemm: The layer and its matmul.
+        b: Microbatch size, in sequences.
+        state: Bytes per element of tensors.
     """
     form = state.linear
     if form is None or not (gemm.trained or gemm.propagates) or gemm not in quantized_linears(layer, form):
@@ -161,16 +161,16 @@ def backward_scratch(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes) ->
 
 
 def _eager_backward(form: LinearFormat, gemm: Gemm, b: int, state: StateBytes) -> Iterator[tuple[int, int]]:
-    """The same of torchao's autograd function in eager mode, whose quantized operands all stay until it returns.
+    """Yields the bytes of ``backward_scratch`` for torchao's eager autograd function, which holds all operands.
 
-    Kernels want the first operand in rows and the second in columns, so that the weight, and then gradient and input,
-    are copied. Results with a scale per row are multiplied by it after the matmul. The gradient of the weight is in the
-    precision of the activations, and autograd casts it to that of the weight.
+    Kernels need the first operand in rows and the second in columns, so the weight, and then gradient and input, are
+    copied. Results with a scale per row are multiplied by it after the matmul. The gradient of the weight is in the
+    dtype of the activations; autograd casts it to the dtype of the weight.
     """
     rows, elements = b * gemm.m, gemm.weight_elements
     gradient, weight = form.quantized_bytes(rows, gemm.n), _along_columns(form, gemm)
     inputs, result = form.quantized_bytes(gemm.k, rows), rows * gemm.k
-    later = result * state.activation if gemm.propagates else 0  # counted, but not there before its matmul
+    later = result * state.activation if gemm.propagates else 0  # counted, but not allocated before its matmul
     post_scale = 0 if form.has_one_scale else _POST_SCALE_BYTES
     yield gradient + _EAGER_BYTES * rows * gemm.n - later, 0
     yield gradient + weight + _EAGER_BYTES * elements - later, 0

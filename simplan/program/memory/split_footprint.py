@@ -1,9 +1,10 @@
-"""Memory of a split backward: what its first part (I, gradients of activations) leaves to its second (W, of weights).
+"""Memory of a split backward: tensors that I (input gradients) leaves for W (weight gradients).
 
-torch runs W from the gradients that reached each operator with weights (``torch.distributed.pipelining._backward``), so
-I leaves these beside nearly all that forward saved: only what none but operators after the last weight needed, the
-log-probabilities, goes when I is done. W takes the weights in the order of the module's parameters. Once it is past an
-operator it frees the gradient that was left for it and what it alone saved; the rest stays until W is done.
+torch runs W from the gradients that reached each operator with weights (``torch.distributed.pipelining._backward``). I
+therefore leaves these gradients and nearly all saved tensors. Only tensors needed by operators after the last weight
+alone, the log-probabilities, are freed at the end of I. W visits the weights in the order of the module's parameters.
+After an operator, W frees the gradient left for it and the tensors that it alone saved; the rest is held until the end
+of W.
 
 The zero-bubble fork of Megatron-LM (Qi et al. 2024, section 3.1) leaves less (``products_footprint``).
 """
@@ -25,15 +26,17 @@ __all__ = ["SplitFootprint", "products_footprint", "split_effects", "split_footp
 
 
 class SplitFootprint(NamedTuple):
-    """Bytes of one layer for one microbatch whose backward runs in two parts.
+    """Bytes of one layer for one microbatch with a split backward.
 
     Attributes:
-        activations, logits: Kept from forward to I; those of the LayerFootprint.
-        gradients, logits_gradients: What I adds: gradients of the outputs of operations with weights.
-        dropped, dropped_logits: What of that which forward kept is gone when I is done.
-        released: What is gone when W is past this layer, of activations and their gradients; the rest goes at its end.
-        input: Peak points of I, beside what was kept and what I leaves of this layer and those behind it.
-        weight: Peak points of W, beside what is held when it comes to this layer.
+        activations, logits: Held from forward to I; as in the LayerFootprint.
+        gradients, logits_gradients: Added by I: gradients of the outputs of operators with weights.
+        dropped, dropped_logits: Saved bytes that are freed at the end of I.
+        released: Activations and their gradients that are freed once W has passed this layer; the rest is freed at its
+            end.
+        input: Peak points of I, in addition to saved bytes and bytes that I leaves of this layer and the layers behind
+            it.
+        weight: Peak points of W, in addition to bytes held when it reaches this layer.
     """
 
     activations: int
@@ -48,34 +51,34 @@ class SplitFootprint(NamedTuple):
 
     @property
     def between_activations(self) -> int:
-        """Held from I to W: activations and gradients of activations."""
+        """Bytes held from I to W: activations and gradients of activations."""
         return self.activations + self.gradients - self.dropped
 
     @property
     def between_logits(self) -> int:
-        """The same of the output distribution."""
+        """Bytes of logits and their gradients held from I to W."""
         return self.logits + self.logits_gradients - self.dropped_logits
 
 
 def split_footprint(
     layer: LayerSpec, microbatch_size: int, state: StateBytes, footprint: LayerFootprint, *, receives: bool = False
 ) -> SplitFootprint:
-    """What a split backward of one layer leaves and needs.
+    """Computes the memory of a split backward of one layer.
 
-    Not for layers of the first stage, whose whole backward torch runs in W.
+    Does not apply to layers of the first stage, whose full backward torch runs in W.
 
     Args:
         layer: The layer.
-        microbatch_size: Sequences b.
-        state: Element widths.
-        footprint: Of the same layer, as it is when its backward is in one piece.
-        receives: The gradient of its output is in a receive buffer, which is counted there.
+        microbatch_size: Microbatch size b, in sequences.
+        state: Bytes per element of tensors.
+        footprint: Footprint of the same layer with a full backward.
+        receives: True if the gradient of its output is in a receive buffer and counted there.
     """
     if not any(operator.trains for operator in layer.operators):
         return SplitFootprint(footprint.activations, footprint.logits, 0, 0, 0, 0, 0, footprint.backward, ())
     tensors = _whole(layer, microbatch_size, state)
     split = input_backward(tensors, receives=receives)
-    ends_stage = receives or layer.kind is LayerKind.HEAD  # else what follows holds on to it
+    ends_stage = receives or layer.kind is LayerKind.HEAD  # otherwise the next layer still references it
     trains = [index for index, operator in enumerate(layer.operators) if operator.trains]
     savers = tensors.last_savers
     dropped = {root: size for root, size in tensors.saved.items() if savers.get(root, -1) > trains[-1] and ends_stage}
@@ -98,14 +101,14 @@ def split_footprint(
 
 
 def _whole(layer: LayerSpec, microbatch_size: int, state: StateBytes) -> LayerTensors:
-    """Of a layer that runs nothing again."""
+    """Returns the tensors of a layer without recomputation."""
     return LayerTensors(layer, microbatch_size, state, Recomputation(frozenset(tensor.name for tensor in layer.saved)))
 
 
 def weighted_kernels(layer: LayerSpec) -> list[Kernel]:
-    """The kernels that use weights, in the order of the module's parameters: W has work for these alone.
+    """Returns the kernels that use weights, in the order of the module's parameters: W has work for these alone.
 
-    Weights of the layer itself, which are just added to something, have no kernel.
+    Weights of the layer itself, which are only added to a tensor, have no kernel.
     """
     by_parameter = {name: o.kernel for o in layer.operators if o.trains and o.kernel for name in o.parameters}
     named = (by_parameter[p.name] for p in layer.parameters if p.name in by_parameter and "." in p.name)
@@ -113,15 +116,15 @@ def weighted_kernels(layer: LayerSpec) -> list[Kernel]:
 
 
 def _weight_points(layer: LayerSpec, tensors: LayerTensors, left: dict[int, int]) -> tuple[tuple[PeakPoint, ...], int]:
-    """One point for each operator with weights, and what is gone at the end.
+    """Returns one peak point per operator with weights, and the bytes freed at the end.
 
-    A weight's gradient lives until the next one is there. Autocast makes it in 16 bits and widens it once what forward
-    saved for it, the weight's copy among it, is gone.
+    A weight's gradient lives until the next one is computed. Autocast computes the gradient in BF16 or FP16 and upcasts
+    it after the tensors saved for it, including the weight's copy, are freed.
 
     Args:
         layer: The layer.
-        tensors: Its tensors.
-        left: By operator, bytes of the gradient that I left for it.
+        tensors: Tensors of the layer.
+        left: Operator -> bytes of the gradient that I left for it.
     """
     place = {p.name: number for number, p in enumerate(layer.parameters)}
     trained = [(i, o) for i, o in enumerate(layer.operators) if o.trains and o.parameters]
@@ -146,7 +149,7 @@ def _weight_points(layer: LayerSpec, tensors: LayerTensors, left: dict[int, int]
 
 
 def _weight_scratch_bytes(tensors: LayerTensors, operator: Operator) -> int:
-    """Beside gradients while W makes those of an operator's weights: what the whole of a norm takes."""
+    """Returns scratch bytes next to gradients while W handles an operator: those of a norm's full backward."""
     if isinstance(operator.kernel, Gemm | Lookup) or not operator.backward_scratch:
         return 0
     read = sum(tensors.bytes_of(tensors.roots[name]) for name in operator.reads)
@@ -154,12 +157,14 @@ def _weight_scratch_bytes(tensors: LayerTensors, operator: Operator) -> int:
 
 
 def _last_uses(layer: LayerSpec, tensors: LayerTensors, order: Sequence[int]) -> dict[str, int]:
-    """By saved tensor that W alone needs, the last operator with weights that does; no inputs, which may be buffers.
+    """Returns saved tensor -> last operator with weights that needs it, for tensors that W alone needs.
+
+    Inputs of the layer, which may be buffers, and logits are excluded.
 
     Args:
         layer: The layer.
-        tensors: Its tensors.
-        order: Operators with weights, as W takes them.
+        tensors: Tensors of the layer.
+        order: Operators with weights, in the order of W.
     """
     users: dict[str, set[int]] = {}
     for index in range(len(layer.operators)):
@@ -173,17 +178,17 @@ def _last_uses(layer: LayerSpec, tensors: LayerTensors, order: Sequence[int]) ->
 def products_footprint(
     layer: LayerSpec, microbatch_size: int, state: StateBytes, footprint: LayerFootprint
 ) -> SplitFootprint:
-    """A split backward that leaves the matmuls for gradients of weights to its second part, and nothing else.
+    """Computes the memory of a split backward whose second half has only the matmuls for gradients of weights.
 
-    A matrix stores its input and the gradient of its output, from which W makes the gradient of the weight; all else is
-    done, and gone, with I. With h the hidden size of a GPT these are 32 bytes of the 34 s b h that forward saves
-    without scores (Qi et al. 2024).
+    A matrix saves its input and the gradient of its output, from which W computes the gradient of the weight. All other
+    work is done, and its memory freed, in I. For a GPT with sequence length s, microbatch size b and hidden size h,
+    forward saves 34 s b h bytes without attention scores. I leaves 32 s b h of these bytes (Qi et al. 2024).
 
     Args:
         layer: The layer.
-        microbatch_size: Sequences b.
-        state: Element widths.
-        footprint: Of the same layer, as it is when its backward is in one piece.
+        microbatch_size: Microbatch size b, in sequences.
+        state: Bytes per element of tensors.
+        footprint: Footprint of the same layer with a full backward.
     """
     b, width, tensors = microbatch_size, state.activation, _whole(layer, microbatch_size, state)
     kernels = [(index, operator.kernel) for index, operator in enumerate(layer.operators)]
@@ -195,7 +200,7 @@ def products_footprint(
     logits_left = b * matrices[-1].m * matrices[-1].n * width if layer.kind is LayerKind.HEAD else 0
     gradients = left - logits_left
     dropped = max(0, footprint.activations - kept)
-    # a point of the whole backward has some of what I leaves; its end has the gradient of the layer's input
+    # a point of the full backward has some of what I leaves; its end has the gradient of the layer's input
     points = [
         PeakPoint(point.workspace - gradients, point.logits - logits_left, point.gradients)
         for point in footprint.backward
@@ -215,12 +220,12 @@ def products_footprint(
 
 
 def split_effects(footprints: Sequence[SplitFootprint], phase: Phase) -> tuple[MemoryEffect, ...]:
-    """Memory effects of I or W of layers one after the other, as ``layers_effects`` has those of whole passes.
+    """Returns memory effects of I or W of layers run sequentially, as ``layers_effects`` does for full passes.
 
-    ``during`` is the state at the worst moment of all layers, after which there is what I leaves, or nothing.
+    ``during`` is the state at the peak point of all layers; afterwards the bytes that I leaves remain, or none.
 
     Args:
-        footprints: Of the layers, in the order in which they run: in I the last one first, in W the first one first.
+        footprints: Footprints of the layers, in the order in which they run: in I the last layer first, in W the first.
         phase: ``BACKWARD_INPUT`` or ``BACKWARD_WEIGHT``.
     """
     assert phase in (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)

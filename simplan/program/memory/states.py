@@ -1,4 +1,4 @@
-"""Which parameters, gradients and optimizer states of its stages a rank holds, divides and updates."""
+"""Parameters, gradients and optimizer states that a rank holds, divides and updates for its stages."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["LayerStates", "RankStates", "layer_states", "partition_states"]
 
 
 class LayerStates(NamedTuple):
-    """Elements of a layer's parameters that a rank holds, of which FSDP shards each along one dimension.
+    """Elements of a layer's parameters that a rank holds; FSDP shards each parameter along one dimension.
 
     Attributes:
-        weights: Between steps.
-        trained: Those whose gradients it holds as well.
-        experts: Of these, experts of which other ranks have others.
-        partial: Of these, gradients that are parts, which tensor-parallel ranks sum.
+        weights: Weights held between steps.
+        trained: Weights of these that have gradients.
+        experts: Elements of expert-parallel parameters.
+        partial: Elements whose gradients are partial sums, to be all-reduced over tensor-parallel ranks.
     """
 
     weights: int
@@ -33,13 +33,13 @@ class LayerStates(NamedTuple):
 def layer_states(
     parameters: Iterable[ParameterSpec], num_shards: int, expert_shards: int, shard: int = 0
 ) -> LayerStates:
-    """What a rank holds of a layer.
+    """Computes the elements that a rank holds of a layer.
 
     Args:
-        parameters: That the layer brings.
-        num_shards: Ranks over which each is sharded; 1 for none.
-        expert_shards: The same of experts of which other ranks have others.
-        shard: Which of the shards; the first, which is as large as what others are padded to.
+        parameters: Parameters that the layer adds to its stage.
+        num_shards: Ranks over which each parameter is sharded; 1 for no sharding.
+        expert_shards: Ranks over which expert-parallel parameters are sharded; 1 for no sharding.
+        shard: Index of the shard; shard 0 has the padded size.
     """
     found = [0, 0, 0, 0]
     for parameter in parameters:
@@ -51,16 +51,16 @@ def layer_states(
 
 
 class RankStates:
-    """States of one rank.
+    """Parameters, gradients and optimizer states of one rank.
 
-    FSDP shards parameters, gradients and optimizer states. ZeRO-1 leaves parameters and gradients whole, and divides
-    optimizer states: torch gives each parameter, whole, to one rank of the shard group to update, but for experts of
-    which other ranks have others, which are updated where they are; with other software every rank of the group updates
-    as many elements of flat buffers, of experts those of the ranks that have the same ones.
+    FSDP shards parameters, gradients and optimizer states. ZeRO-1 keeps parameters and gradients unsharded, and divides
+    optimizer states. In torch, each whole parameter has one owner in the shard group, which updates it; expert-parallel
+    parameters are updated where they are. In other frameworks every rank of the group updates an equal part of flat
+    buffers; for expert-parallel parameters, the group is the ranks with the same experts.
 
     Args:
         stages: Facts about the stages.
-        rank: The rank.
+        rank: Global rank.
     """
 
     def __init__(self, stages: Stages, rank: int) -> None:
@@ -77,7 +77,7 @@ class RankStates:
         self._updated = {stage: self._updates(stage) for stage in self._mine}
 
     def _layers(self, stage: int, *, exact: bool = False) -> list[LayerStates]:
-        """What it holds of each layer; padding included unless ``exact``."""
+        """Returns the elements held of each layer, including padding unless ``exact``."""
         brought = self._stages.brought[stage]
         shard = self._shard if exact and self._shards[0] > 1 else 0
         alike = {id(parameters): parameters for parameters in brought}
@@ -85,7 +85,7 @@ class RankStates:
         return [found[id(parameters)] for parameters in brought]
 
     def _updates(self, stage: int) -> list[int]:
-        """By layer, parameters whose optimizer states it has; rounded up where buffers are padded."""
+        """Returns, per layer, parameters whose optimizer states the rank holds; rounded up if buffers are padded."""
         held = self._held[stage]
         if self.shares_evenly:
             ranks, same = len(self._group), self._num_same_experts
@@ -100,46 +100,46 @@ class RankStates:
 
     @property
     def held_elements(self) -> int:
-        """Parameters whose weights the rank holds between steps."""
+        """Elements of the weights that the rank holds between steps."""
         return self._total("weights")
 
     @property
     def gradient_elements(self) -> int:
-        """Those of them that are trained: whose gradients it holds, too."""
+        """Elements of the trained weights, whose gradients the rank holds."""
         return self._total("trained")
 
     @property
     def expert_elements(self) -> int:
-        """Of experts that other ranks do not have, what this one holds, of all stages."""
+        """Elements of expert-parallel parameters that the rank holds, over all its stages."""
         return self._total("experts")
 
     @property
     def trained_elements(self) -> int:
-        """Parameters whose optimizer states it holds."""
+        """Elements of parameters whose optimizer states the rank holds."""
         return sum(map(sum, self._updated.values()))
 
     @property
     def temporary_bytes(self) -> int:
-        """Of the optimizer's step. Experts that other ranks do not have are updated in a step of their own."""
+        """Temporary bytes of the optimizer step, in which expert-parallel parameters are updated separately."""
         largest = max(self.expert_elements, self.trained_elements - self.expert_elements)
         return UPDATES[self._stages.training.update].num_temporaries * largest * self._stages.state.moment
 
     def expert_gradients(self, stage: int) -> list[int]:
-        """Elements of each gradient of a stage that is averaged over the ranks with the same experts, in order."""
+        """Returns elements of each gradient of a stage that is averaged over ranks with the same experts, in order."""
         if self._shards[1] > 1:
             return []
         return [p.num_elements for parameters in self._stages.brought[stage] for p in parameters if p.expert]
 
     def partial_elements(self, stage: int) -> int:
-        """Gradients of a stage that the rank holds and that are summed over tensor-parallel ranks."""
+        """Returns elements of gradients of a stage that are all-reduced over tensor-parallel ranks."""
         return sum(each.partial for each in self._layers(stage, exact=True))
 
     def work(self, stage: int, phase: Phase) -> tuple[LayerWork, ...]:
-        """A phase over all that the rank trains of a stage."""
+        """Returns a phase over all trained parameters that the rank holds of a stage."""
         return self._works(stage, phase, [each.trained for each in self._held[stage]])
 
     def updates(self, stage: int) -> tuple[LayerWork, ...]:
-        """The optimizer's work on a stage; of parameters that are dealt out, on layers of which it has some."""
+        """Returns the optimizer's work on a stage; with whole-parameter owners, only layers with owned parameters."""
         works = self._works(stage, Phase.OPTIMIZER, self._updated[stage])
         return tuple(work for work in works if work.num_parameters) if self._deals else works
 
@@ -152,26 +152,26 @@ class RankStates:
 
     @property
     def num_updated_tensors(self) -> int:
-        """Parameters that it updates, or its shard of them, counted as tensors; a shard may be empty."""
+        """Number of tensors that the rank updates fully or by a shard, which may be empty."""
         sizes = [size for *_, size in self._trained_tensors()]
         return partition_states(sizes, len(self._group)).count(self._shard) if self._deals else len(sizes)
 
     def gathers(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Updated parameters that ranks gather afterwards, where they share evenly: (group, bytes)."""
+        """Yields all-gathers of updated parameters after an evenly sharded update: (group, bytes)."""
         if not self.shares_evenly:
             return
         experts = self.expert_elements
         dense = self.gradient_elements - experts
         same = self._stages.mapping.expert_group(self._rank)
-        ahead = self._stages.software.gathers_ahead  # then the others are gathered when forward needs them
+        ahead = self._stages.software.gathers_ahead  # then the others are all-gathered when forward needs them
         for group, elements in ((self._group, 0 if ahead else dense), (same, experts)):
             if elements and len(group) > 1:
                 yield group, elements * self._stages.state.parameter
 
     def broadcasts(self) -> tuple[Message, ...]:
-        """Updated parameters that go round afterwards, in order; the same object for all ranks of a group.
+        """Returns the broadcasts of updated parameters, in order; the same object for all ranks of a group.
 
-        An owner of nothing sends one FP32 number, as in torch's ZeroRedundancyOptimizer.
+        An owner without parameters sends one FP32 number, as in torch's ZeroRedundancyOptimizer.
         """
         found = self._stages.broadcasts.get(self._group)
         if found is None:
@@ -185,7 +185,7 @@ class RankStates:
         return found
 
     def _dealt(self) -> Sequence[dict[tuple[int, int], int]]:
-        """By rank of the group, elements it owns of (stage, layer); the same for all of them, so made once."""
+        """Returns, per rank of the group, the elements that it owns of (stage, layer); created once for all ranks."""
         found = self._stages.deals.get(self._pp_rank)
         if found is None:
             keys = list(self._trained_tensors())
@@ -196,14 +196,14 @@ class RankStates:
         return found
 
     def _trained_tensors(self) -> Iterator[tuple[int, int, int]]:
-        """Stage, position and elements of every parameter that is trained, experts excepted."""
+        """Yields stage, position and elements of every trained parameter, except expert-parallel ones."""
         for stage in self._mine:
             for position, parameters in enumerate(self._stages.brought[stage]):
                 yield from ((stage, position, p.num_elements) for p in parameters if not (p.expert or p.frozen))
 
 
 def partition_states(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Owner of each parameter: the largest first, each to the rank that has least so far."""
+    """Returns the owner of each parameter: parameters by descending size, each to the rank with the smallest sum."""
     owners = [0] * len(sizes)
     filled = [0] * num_ranks
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

@@ -1,7 +1,7 @@
-"""The tensors of a layer: whose memory each has, how many bytes, and which of them forward saves for backward.
+"""Tensors of a layer: their storage, size in bytes, and the tensors that forward saves for backward.
 
-Widths follow from the precision: casts between equal widths make no tensor, and under autocast a matmul saves a copy of
-its weight beside its input.
+Sizes follow from the precision: a cast between equal dtypes creates no tensor. Under autocast a matmul saves a copy of
+its weight in addition to its input.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _REORDERED = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
 
 
 class LayerTensors:
-    """Tensors of one layer for one microbatch. Those that share memory are known by one of them, their root.
+    """Tensors of one layer for one microbatch. Tensors that share memory are identified by one of them, their root.
 
     Args:
         layer: The layer.
-        microbatch_size: Sequences b.
-        state: Element widths.
-        recomputation: What of the layer is saved, and what is made again.
+        microbatch_size: Microbatch size b, in sequences.
+        state: Bytes per element of tensors.
+        recomputation: Tensors saved for backward, and kernels to recompute.
 
     Attributes:
-        layer, microbatch_size, state, recomputation: As given.
-        roots: By tensor, its root.
-        gradient_roots: By tensor, that of its gradient.
-        needed: Roots of the gradients that backward makes.
-        saved: By root, bytes that the layer saves for backward and counts.
-        weight_copies: By matmul, bytes of the copy of its weight that it saves.
-        saves_copies: Forward keeps them; else they are made again.
-        last_savers: By root, the first operator that saves it: the last one whose backward needs it.
+        layer, microbatch_size, state, recomputation: The arguments.
+        roots: Tensor -> its root.
+        gradient_roots: Tensor -> root of its gradient.
+        needed: Roots of the gradients that backward computes.
+        saved: Root -> bytes that the layer saves for backward and counts.
+        weight_copies: Matmul -> bytes of the copy of its weight that it saves.
+        saves_copies: True if forward saves these copies; otherwise they are created again.
+        last_savers: Root -> first operator that saves it, whose backward needs it last.
     """
 
     def __init__(self, layer: LayerSpec, microbatch_size: int, state: StateBytes, recomputation: Recomputation) -> None:
@@ -58,22 +58,22 @@ class LayerTensors:
 
     @property
     def saved_logits(self) -> int:
-        """Bytes saved of the output distribution."""
+        """Bytes of logits saved for backward."""
         return sum(size for root, size in self.saved.items() if self.is_logits(root))
 
     @property
     def saved_bytes(self) -> int:
-        """All other bytes saved for backward, copies of weights among them."""
+        """Bytes saved for backward without logits, including copies of weights."""
         copies = sum(self.weight_copies.values()) if self.saves_copies else 0
         return sum(self.saved.values()) - self.saved_logits + copies
 
     @property
     def input_bytes(self) -> int:
-        """Of these, the inputs of the layer themselves."""
+        """Bytes of the layer's inputs that are saved for backward."""
         return sum(self.saved.get(tensor.name, 0) for tensor in self.layer.inputs)
 
     def _counted_elsewhere(self) -> frozenset[str]:
-        """Inputs whose memory others count, and outputs, which the next layer saves."""
+        """Returns inputs whose memory is counted elsewhere, and outputs, which the next layer saves."""
         layer = self.layer
         inputs = {tensor.name for tensor in layer.inputs if tensor.elsewhere}
         handed_on = {self.roots[name] for name, tensor in layer.tensors.items() if tensor.handed_on}
@@ -81,19 +81,19 @@ class LayerTensors:
         return frozenset(inputs | outputs)
 
     def bytes_of(self, name: str) -> int:
-        """Bytes of a tensor, or of its gradient."""
+        """Returns the bytes of a tensor, or of its gradient."""
         return self._bytes(self.layer.tensors[name])
 
     def is_logits(self, name: str) -> bool:
-        """Whether a tensor is of the output distribution."""
+        """Returns True if a tensor holds logits."""
         return self.layer.tensors[name].logits
 
     def saved_roots(self, index: int) -> Iterator[str]:
-        """What an operator saves for backward."""
+        """Returns the roots of tensors that an operator saves for backward."""
         return (self.roots[name] for name in saved_by(self.layer.operators[index], self.layer.needed))
 
     def scratch_bytes(self, operator: Operator, *, forward: bool) -> int:
-        """Bytes that exist only while an operator runs, logits aside."""
+        """Returns bytes that exist only while an operator runs, without logits."""
         tensors = operator.forward_scratch if forward else operator.backward_scratch
         narrowest = min((self._width(self.layer.tensors[name]) for name in operator.reads), default=0)
         there = (t for t in tensors if not t.logits and (not t.widened or narrowest < self._width(t)))
@@ -106,7 +106,7 @@ class LayerTensors:
         return found
 
     def logits_scratch_bytes(self, operator: Operator) -> int:
-        """The same of the output distribution, in backward."""
+        """Returns bytes of logits that exist only while the backward of an operator runs."""
         return sum(self._bytes(tensor) for tensor in operator.backward_scratch if tensor.logits)
 
     def _width(self, tensor: Tensor) -> int:
@@ -116,9 +116,9 @@ class LayerTensors:
         return (1 if tensor.of_microbatch else self.microbatch_size) * tensor.elements * self._width(tensor)
 
     def _reordered_bytes(self, kernel: Exchange, kind: CollectiveKind | None, *, forward: bool) -> int:
-        """What a collective along tokens copies into the order of ranks, or out of it."""
+        """Returns bytes that a collective along tokens copies to reorder tokens by rank, or back."""
         whole = kernel.elements * self.microbatch_size * self.state.activation
         if kind is CollectiveKind.ALL_TO_ALL:
-            return 2 * whole if kernel.axis == "cp" and forward else 0  # autograd frees what gradients were copied from
+            return 2 * whole if kernel.axis == "cp" and forward else 0  # autograd frees sources of copied gradients
         along_tokens = kernel.axis in ("tp", "cp") and kind in _REORDERED and self.microbatch_size > 1
         return whole if along_tokens else 0

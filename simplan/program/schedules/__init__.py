@@ -1,8 +1,8 @@
-"""Schedules: each is one function that returns the compute actions of every pipeline rank.
+"""Schedules: functions that return the compute actions of every pipeline rank.
 
-A new schedule is one such function, one line in ``SCHEDULES``, and one line in ``simplan.plan.schedules`` that says
-what it takes, as rules may not import this package (a test compares that with the tables); from then on it is checked,
-simulated, drawn, executed and compared like the others.
+A new schedule needs one such function and one line in ``SCHEDULES``. It also needs one line in
+``simplan.plan.schedules`` with its requirements, because rules may not import this package (a test compares the two). A
+schedule is then checked, simulated, drawn, executed and compared like the others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When the actions of a table happen with given stage times, and how long ranks are idle: a longest path."""
+"""Times of the actions of a table for given stage times, and idle time of ranks, by a longest path."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["action_ends_s", "bubble_rate", "longest_span_s"]
 
 
 def action_ends_s(compute: Table, times: StageTimes) -> dict[Action, float]:
-    """End of every compute action: a rank does its row in order, each action as soon as its input has come.
+    """Returns the end of every compute action; ranks run their rows in order, each action once its input has arrived.
 
-    An input from another rank comes ``send_s`` after it was made; messages wait for nothing and cost ranks no time.
+    An input from another rank arrives ``send_s`` after it was computed. Sends wait for nothing and cost ranks no time.
 
     Raises:
         ProgramError: The actions wait for each other, or a stage is in two rows.
@@ -50,18 +50,18 @@ def action_ends_s(compute: Table, times: StageTimes) -> dict[Action, float]:
 
 
 def longest_span_s(compute: Table, times: StageTimes) -> float:
-    """The longest time of a rank from the start of its first action to the end of its last.
+    """Returns the longest time of a rank from the start of its first action to the end of its last.
 
-    This is what a step costs where each rank goes on to its next step by itself (Qi et al. 2024, arXiv:2401.10241,
-    section 5.3, whose cost it is), not the time from the first start to the last end, in which ranks wait for the first
-    microbatch at the beginning and for no one at the end.
+    This is the cost of a step if each rank continues with its next step independently (Qi et al. 2024,
+    arXiv:2401.10241, section 5.3, which defines this cost). The time from the first start to the last end would also
+    include the wait for the first microbatch, and idle time at the end.
     """
     ends_s = action_ends_s(compute, times)
     return max(ends_s[row[-1]] - ends_s[row[0]] + times.duration_s(row[0]) for row in compute)
 
 
 def bubble_rate(compute: Table, times: StageTimes) -> float:
-    """The part of the cost that not even the busiest rank computes in.
+    """Returns the fraction of the cost during which even the busiest rank is idle.
 
     (cost - m(F+I+W)) / cost for equal stages, as in Qi et al. 2024, table 5.
     """

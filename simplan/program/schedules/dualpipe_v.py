@@ -13,15 +13,15 @@ _I, _W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 
 
 def dualpipe_v(shape: PipelineShape) -> Table:
-    """Rank r has stages r and 2p-1-r; a forward of one and a backward of the other in turn, split at both ends only.
+    """Alternates a forward of one stage with a backward of the other; rank r has stages r and 2p-1-r.
 
-    2p+1 of these half-size stages' activations on every rank at most, between F and W, as published; idle time p-1
-    where F, I and W take one each. The forward and backward that DeepSeek's runtime does at once are two actions here,
-    the forward first. torch's ScheduleDualPipeV has the same order, and refuses microbatches below 2p; here they leave
-    gaps where the others would be.
+    Backward is split only at both ends of the step. Each rank holds activations of at most 2p+1 of these half-size
+    stages between F and W, as published. The idle time is p-1 if F, I and W take one each. The forward and backward
+    that DeepSeek's runtime overlaps are two actions here, the forward first. torch's ScheduleDualPipeV has the same
+    order, but rejects fewer than 2p microbatches; here missing microbatches leave gaps.
 
     Args:
-        shape: The pipeline; two stages a rank.
+        shape: The pipeline; two stages per rank.
     """
     assert shape.virtual_stages == 2, shape
     return tuple(_row(rank, shape) for rank in range(shape.num_ranks))
@@ -31,7 +31,7 @@ def _row(rank: int, shape: PipelineShape) -> tuple[Action, ...]:
     p, m = shape.num_ranks, max(shape.num_microbatches, 2 * shape.num_ranks)
     down, up = rank, 2 * p - 1 - rank
     num_later = p - 1 - rank
-    # in the second half of the drain only gradients that others wait for are made; their weights come last, in order
+    # the second half of the drain computes only input gradients for other ranks; weight gradients come last, in order
     drain = (rank + 1) * [up, down]
     num_whole = 2 * ((rank + 1) // 2) + (rank % 2 == 0)
     weights = drain[num_whole:] + num_later * [down]

@@ -14,7 +14,7 @@ def gpipe(shape: PipelineShape) -> Table:
     Bubble fraction (p-1)/(m+p-1); m microbatches in flight on every stage.
 
     Args:
-        shape: The pipeline; one stage a rank.
+        shape: The pipeline; one stage per rank.
     """
     assert shape.virtual_stages == 1, shape
     return tuple(
@@ -28,12 +28,12 @@ def gpipe(shape: PipelineShape) -> Table:
 
 
 def naive(shape: PipelineShape) -> Table:
-    """Forward and backward of a microbatch end before the next one starts; all ranks but one are idle.
+    """Completes forward and backward of a microbatch before the next one starts; all ranks except one are idle.
 
     Bubble fraction (p-1)/p; one microbatch in flight.
 
     Args:
-        shape: The pipeline; one stage a rank.
+        shape: The pipeline; one stage per rank.
     """
     assert shape.virtual_stages == 1, shape
     return tuple(

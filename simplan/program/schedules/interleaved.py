@@ -1,4 +1,4 @@
-"""Interleaved 1F1B (Narayanan et al. 2021, section 2.2), as Megatron-LM's and torch's Interleaved1F1B order it."""
+"""Interleaved 1F1B (Narayanan et al. 2021, section 2.2), in the order of Megatron-LM and torch's Interleaved1F1B."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["interleaved_1f1b"]
 
 
 def interleaved_1f1b(shape: PipelineShape) -> Table:
-    """1F1B with v smaller stages on every rank, stage s on rank s mod p, which a round of microbatches visits in turn.
+    """1F1B with v smaller stages per rank, stage s on rank s mod p, visited in turn by rounds of microbatches.
 
     Bubble fraction (p-1)/(vm+p-1) for m a multiple of p, but 2(p-1-r) + (v-1)p + 1 stage inputs in flight on rank r.
 
-    Microbatches come in max(1, m // p) rounds. A rank sends a whole round through its first stage, then through its
-    next one, and so on; backward takes the same rounds through the stages from the last to the first. Where the number
-    of rounds does not divide m, the first rounds have one microbatch more than the others. torch refuses such m; all
-    others it orders like this.
+    Microbatches form max(1, m // p) rounds. A rank runs a whole round through its first stage, then through its next
+    one, and so on; backward runs the same rounds through the stages from the last to the first. If the number of rounds
+    does not divide m, the first rounds have one microbatch more than the others. torch rejects such m; for all others
+    it has the same order.
 
     Args:
         shape: The pipeline.
@@ -43,7 +43,7 @@ def _row(rank: int, shape: PipelineShape) -> tuple[Action, ...]:
 
 
 def _rounds(shape: PipelineShape) -> list[range]:
-    """Microbatches of each round: as even as possible, longer rounds first."""
+    """Returns the microbatches of each round: as even as possible, longer rounds first."""
     m = shape.num_microbatches
     num_rounds = max(1, m // shape.num_ranks)
     sizes = (m // num_rounds + (index < m % num_rounds) for index in range(num_rounds))

@@ -1,4 +1,4 @@
-"""From the kinds and stages of a row to its actions."""
+"""Numbering of microbatches: kinds and stages of a row to its actions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from simplan.program.action import Action, ActionKind
 __all__ = ["Step", "number_microbatches"]
 
 Step = tuple[ActionKind, int]
-"""What a rank does to which stage, to the next microbatch in turn."""
+"""Kind of action and stage; the action applies to the next microbatch in turn."""
 
 
 def number_microbatches(steps: Iterable[Step], num_microbatches: int) -> tuple[Action, ...]:
-    """The steps with their microbatches: each kind takes those of a stage in order, and a B counts as an I and a W.
+    """Returns the steps with microbatches: each kind takes those of a stage in order; a B counts as an I and a W.
 
-    Steps past the last microbatch are left out: what remains of a table that is free of deadlock is so too.
+    Steps past the last microbatch are dropped. A table without deadlock stays so without them.
     """
     done: Counter[Step] = Counter()
     row = []

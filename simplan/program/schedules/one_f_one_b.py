@@ -9,12 +9,12 @@ __all__ = ["one_f_one_b"]
 
 
 def one_f_one_b(shape: PipelineShape) -> Table:
-    """A few forwards to fill the pipeline, then one forward and one backward in turn, then the rest.
+    """Runs warm-up forwards to fill the pipeline, then one forward and one backward in turn, then remaining backwards.
 
-    Bubble fraction (p-1)/(m+p-1) as GPipe's, but at most p-r microbatches in flight on stage r.
+    Bubble fraction (p-1)/(m+p-1) as for GPipe, but at most p-r microbatches in flight on stage r.
 
     Args:
-        shape: The pipeline; one stage a rank.
+        shape: The pipeline; one stage per rank.
     """
     assert shape.virtual_stages == 1, shape
     return tuple(_row(rank, shape.num_ranks, shape.num_microbatches) for rank in range(shape.num_ranks))

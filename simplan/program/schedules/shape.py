@@ -1,4 +1,4 @@
-"""What a schedule is made for, and what it is."""
+"""Pipeline shapes and stage times, the inputs of a schedule, and the type of schedules."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["PipelineShape", "Schedule", "StageTimes"]
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """How long each stage takes for one microbatch; a full backward takes its two parts together.
+    """Compute times of each stage for one microbatch, in seconds; a full backward takes the sum of its two halves.
 
     Attributes:
-        forward_s: Forward, by stage.
-        backward_input_s: Backward for the input, by stage.
-        backward_weight_s: Backward for the weights, by stage.
-        send_s: From the end of an action to its result on a neighbouring rank.
+        forward_s: ``(stages,)`` Forward.
+        backward_input_s: ``(stages,)`` Backward for the input (I).
+        backward_weight_s: ``(stages,)`` Backward for the weights (W).
+        send_s: Seconds from the end of an action to the arrival of its result on a neighboring rank.
     """
 
     forward_s: tuple[float, ...]
@@ -27,7 +27,7 @@ class StageTimes:
     send_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Every part has a time for every stage."""
+        """Checks that every part has a time for every stage."""
         assert len(self.forward_s) == len(self.backward_input_s) == len(self.backward_weight_s), self
 
     @classmethod
@@ -39,17 +39,17 @@ class StageTimes:
         backward_weight_s: float = 1.0,
         send_s: float = 0.0,
     ) -> StageTimes:
-        """The same times for every stage; without any, units of time and free messages."""
+        """Returns equal times for every stage; the defaults are unit times and zero-cost communication."""
         n = num_stages
         return cls((forward_s,) * n, (backward_input_s,) * n, (backward_weight_s,) * n, send_s)
 
     @property
     def num_stages(self) -> int:
-        """Stages that have times."""
+        """Number of stages."""
         return len(self.forward_s)
 
     def duration_s(self, action: Action) -> float:
-        """How long a compute action takes."""
+        """Returns the time of a compute action in seconds."""
         match action.kind:
             case ActionKind.FORWARD:
                 return self.forward_s[action.stage]
@@ -64,15 +64,15 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """A pipeline and what runs through it in a step.
+    """Dimensions of a pipeline and of a step.
 
     Attributes:
         num_ranks: Pipeline ranks p.
-        num_microbatches: Microbatches m of a step.
-        virtual_stages: Stages of each rank, v.
-        times: Stage times, for the schedules that are found from them; None stands for units of time and free messages.
-        kept_for_weight: Part of a microbatch's activations that a stage keeps from its I to its W (M_W / M_B in Qi et
-            al., who count a half), for the schedules that are found within a memory limit.
+        num_microbatches: Microbatches m per step.
+        virtual_stages: Stages per rank, v.
+        times: Stage times, for schedules built from them; None for unit times and zero-cost communication.
+        kept_for_weight: Fraction of a microbatch's activations that a stage holds from its I to its W (M_W / M_B in Qi
+            et al., who assume a half), for schedules built within a memory limit.
     """
 
     num_ranks: int
@@ -82,20 +82,20 @@ class PipelineShape:
     kept_for_weight: float = 0.5
 
     def __post_init__(self) -> None:
-        """The times are those of this pipeline's stages."""
+        """Checks that the times match the pipeline's stages."""
         assert self.times is None or self.times.num_stages == self.num_stages, self
         assert 0 <= self.kept_for_weight <= 1, self
 
     @property
     def num_stages(self) -> int:
-        """Stages in all."""
+        """Total number of stages."""
         return self.num_ranks * self.virtual_stages
 
     @property
     def stage_times(self) -> StageTimes:
-        """The times, or units of time where there are none."""
+        """The stage times; unit times if there are none."""
         return self.times or StageTimes.equal(self.num_stages)
 
 
 Schedule = Callable[[PipelineShape], Table]
-"""Gives the compute actions of every pipeline rank, in the order in which the rank does them."""
+"""Returns the compute actions of every pipeline rank, in the order in which the rank runs them."""

@@ -1,4 +1,4 @@
-"""ZB-V: two stages a rank, down the ranks and back up (Qi et al. 2024, arXiv:2401.10241, section 6)."""
+"""ZB-V: two stages per rank, down the ranks and back up (Qi et al. 2024, arXiv:2401.10241, section 6)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _F, _I, _W = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_
 
 
 def zb_v(shape: PipelineShape) -> Table:
-    """Rank r has stages r and 2p-1-r; the order is made for F, I and W that take as long, then no rank ever waits.
+    """Orders F, I and W such that no rank waits if all take equal time; rank r has stages r and 2p-1-r.
 
-    2p of these half-size stages' activations on every rank at most, between F and W: the memory of 1F1B. Microbatches
-    below 2p-1 leave gaps where the others would be. torch's ScheduleZBVZeroBubble has the same order.
+    Each rank holds activations of at most 2p of these half-size stages between F and W: the memory of 1F1B. Fewer than
+    2p-1 microbatches leave gaps. torch's ScheduleZBVZeroBubble has the same order.
 
     Args:
-        shape: The pipeline; two stages a rank.
+        shape: The pipeline; two stages per rank.
     """
     assert shape.virtual_stages == 2, shape
     return tuple(_row(rank, shape) for rank in range(shape.num_ranks))

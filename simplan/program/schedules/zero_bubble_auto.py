@@ -1,4 +1,4 @@
-"""zb-1p and zb-2p: schedules found for given stage times within a memory limit (Qi et al. 2024, section 3.1)."""
+"""zb-1p and zb-2p: schedules built for given stage times within a memory limit (Qi et al. 2024, section 3.1)."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ __all__ = ["zb_1p", "zb_2p"]
 
 
 def zb_1p(shape: PipelineShape) -> Table:
-    """The best order found for the stage times that keeps at most p microbatches on every rank, 1F1B's memory.
+    """Best order found for the stage times that holds at most p microbatches per rank, the memory of 1F1B.
 
-    A microbatch counts in full from F to I, and from I to W by what stays of it.
+    A microbatch counts in full from F to I, and by ``kept_for_weight`` from I to W.
 
     Args:
-        shape: The pipeline and its stage times; one stage a rank.
+        shape: The pipeline and its stage times; one stage per rank.
     """
     return _best(shape, shape.num_ranks, zb_h1(shape))
 
 
 def zb_2p(shape: PipelineShape) -> Table:
-    """The best order found for the stage times that keeps at most 2p microbatches on every rank, twice 1F1B's memory.
+    """Best order found for the stage times that holds at most 2p microbatches per rank, twice the memory of 1F1B.
 
-    Almost no idle time, where W is no more than F and I, a step has some 4p microbatches or more, and half of a
-    microbatch's activations is gone after I, as the paper assumes. The paper's optimizer with and without a
-    synchronization of all ranks runs the same table.
+    Idle time is near zero under three conditions, which the paper assumes: W is at most F and I, a step has about 4p
+    microbatches or more, and half of a microbatch's activations is freed after I. The paper's optimizer with and
+    without a synchronization of all ranks runs the same table.
 
     Args:
-        shape: The pipeline and its stage times; one stage a rank.
+        shape: The pipeline and its stage times; one stage per rank.
     """
     return _best(shape, 2 * shape.num_ranks, zb_h2(shape))
 
 
 def _best(shape: PipelineShape, memory_limit: int, handcrafted: Table) -> Table:
-    """The handcrafted table, which is within memory, or the shortest that tactics give where that is shorter."""
+    """Returns the handcrafted table, which is within memory, or a shorter one built with any tactics."""
     table, span_s = handcrafted, longest_span_s(handcrafted, shape.stage_times)
     for choices in product((False, True), repeat=3):
         built = build(shape, memory_limit, Tactics(*choices))

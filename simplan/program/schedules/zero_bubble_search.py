@@ -1,4 +1,4 @@
-"""Builds one zero-bubble table round by round (the heuristic of Qi et al. 2024, arXiv:2401.10241, section 3.1)."""
+"""Builder of a zero-bubble table, round by round (the heuristic of Qi et al. 2024, arXiv:2401.10241, section 3.1)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from simplan.program.schedules.shape import PipelineShape
 __all__ = ["BuiltPipeline", "Tactics", "build", "is_later"]
 
 _F, _I, _W = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
-_ROUNDING = 1e-9  # relative error of sums that is not taken for a difference
+_ROUNDING = 1e-9  # relative rounding error of sums
 
 
 class Tactics(NamedTuple):
-    """What may be good or bad, depending on the stage times.
+    """Options of the heuristic, whose benefit depends on the stage times.
 
     Attributes:
-        overrun_first_gradient: While a rank waits for its first gradient it begins another forward even where the
-            gradient then has to wait for its end.
-        hold_forwards: A rank that is two forwards ahead of the next rank does no forward that would end after the next
-            rank's forward and backward of this round.
-        fill_small_gaps: A W goes into every gap, even one that is shorter than the W; else only where waiting would
-            make the rank the one that has waited longest.
+        overrun_first_gradient: A rank that waits for its first gradient starts another forward even if the gradient
+            then has to wait for the end of that forward.
+        hold_forwards: A rank two forwards ahead of the next rank starts no forward that would end after the next rank's
+            forward and backward of this round.
+        fill_small_gaps: A W fills every gap, even one shorter than the W. If False, a W fills a shorter gap only if
+            waiting would give the rank the longest idle time.
     """
 
     overrun_first_gradient: bool
@@ -33,14 +33,14 @@ class Tactics(NamedTuple):
 
 
 def build(shape: PipelineShape, memory_limit: int, tactics: Tactics) -> BuiltPipeline:
-    """First forwards up to the first gradient, then in every round one forward and one I a rank.
+    """Builds warm-up forwards up to the first gradient, then rounds of one forward and one I per rank.
 
-    Ws go where a rank would wait, and where a forward needs their memory.
+    Ws are placed where a rank would wait, and where a forward needs their memory.
 
     Args:
-        shape: The pipeline and its stage times; one stage a rank.
-        memory_limit: Most microbatches on a rank, counted in full from F to I and by ``kept_for_weight`` until W.
-        tactics: What to do where several things may be right.
+        shape: The pipeline and its stage times; one stage per rank.
+        memory_limit: Maximum microbatches on a rank, counted in full from F to I and by ``kept_for_weight`` until W.
+        tactics: Options.
     """
     assert shape.virtual_stages == 1, shape
     assert memory_limit >= 1, memory_limit
@@ -53,15 +53,15 @@ def build(shape: PipelineShape, memory_limit: int, tactics: Tactics) -> BuiltPip
 
 
 class _Rank:
-    """What one rank has done so far.
+    """Actions and times of one rank so far.
 
     Attributes:
         kinds: Kinds of its actions; each kind takes the microbatches in order.
-        start_s: Start of the first one.
-        free_s: End of the last one.
-        idle_s: How long it has waited since its first forward.
-        ends_s: Ends of its forwards and Is, by microbatch.
-        num_weights: Ws done.
+        start_s: Start of the first action, in seconds.
+        free_s: End of the last action, in seconds.
+        idle_s: Idle time since its first forward, in seconds.
+        ends_s: Ends of its forwards and Is, by microbatch, in seconds.
+        num_weights: Number of Ws so far.
     """
 
     def __init__(self) -> None:
@@ -78,12 +78,12 @@ class _Rank:
 
     @property
     def num_pending(self) -> int:
-        """Microbatches between I and W."""
+        """Number of microbatches between I and W."""
         return len(self.ends_s[_I]) - self.num_weights
 
 
 class BuiltPipeline:
-    """All ranks, and when what they do happens."""
+    """A pipeline being built: the actions of all ranks and their times."""
 
     def __init__(self, shape: PipelineShape, memory_limit: int) -> None:
         self.shape = shape
@@ -94,18 +94,18 @@ class BuiltPipeline:
 
     @property
     def longest_span_s(self) -> float:
-        """The longest time of a rank from the start of its first action to the end of its last."""
+        """The longest time of a rank from the start of its first action to the end of its last, in seconds."""
         return max(rank.free_s - rank.start_s for rank in self.ranks)
 
     def table(self) -> Table:
-        """The actions of every rank."""
+        """Returns the actions of every rank."""
         return tuple(
             number_microbatches([(kind, index) for kind in rank.kinds], self.shape.num_microbatches)
             for index, rank in enumerate(self.ranks)
         )
 
     def warm_up(self, tactics: Tactics) -> None:
-        """Forwards up to the first gradient, and the first I on every rank."""
+        """Adds forwards up to the first gradient, and the first I on every rank."""
         for index in range(len(self.ranks)):
             self.put(index, _F)
         for index, number in enumerate(self.numbers_of_first_forwards(tactics)):
@@ -115,7 +115,7 @@ class BuiltPipeline:
             self.put(index, _I)
 
     def numbers_of_first_forwards(self, tactics: Tactics) -> list[int]:
-        """As many by rank as fit in before the first gradient comes, within memory, and fewer from rank to rank."""
+        """Returns, per rank, the number of forwards before the first gradient: within memory, decreasing over ranks."""
         times, m = self.times, self.shape.num_microbatches
         numbers = [1]
         gradient_s = self.ranks[-1].free_s + times.backward_input_s[-1]
@@ -137,7 +137,7 @@ class BuiltPipeline:
         return numbers
 
     def do_round(self, tactics: Tactics) -> None:
-        """One forward from the first rank that may do one to the last rank, one I from the last rank to the first."""
+        """Adds one forward, from the first rank that may run one to the last, and one I, from the last to the first."""
         for index in range(self.first_to_forward(tactics), len(self.ranks)):
             for _ in range(self.num_weights_before_forward(index)):
                 self.put(index, _W)
@@ -145,22 +145,22 @@ class BuiltPipeline:
             self.put(index, _F)
         for index in reversed(range(len(self.ranks))):
             if index == 0 and self.ranks[0].num_forwards == self.shape.num_microbatches:
-                self.put_pending_weights(0)  # no one waits for the gradients of the first rank
+                self.put_pending_weights(0)  # no rank waits for the gradients of the first rank
             self.fill_gap(index, _I, tactics)
             self.put(index, _I)
 
     def finish(self) -> None:
-        """All Ws that are left."""
+        """Adds all remaining Ws."""
         for index in range(len(self.ranks)):
             self.put_pending_weights(index)
 
     def put_pending_weights(self, index: int) -> None:
-        """The Ws of all Is of a rank."""
+        """Adds the Ws of all Is of a rank."""
         for _ in range(self.ranks[index].num_pending):
             self.put(index, _W)
 
     def put(self, index: int, kind: ActionKind) -> None:
-        """The rank's next action of this kind, as soon as its input is there."""
+        """Adds the rank's next action of this kind, once its input has arrived."""
         rank, times = self.ranks[index], self.times
         came_s = self.arrival_s(index, kind)
         if came_s > rank.free_s:
@@ -179,14 +179,14 @@ class BuiltPipeline:
             rank.ends_s[kind].append(rank.free_s)
 
     def arrival_s(self, index: int, kind: ActionKind) -> float:
-        """When the input of the rank's next action of this kind has come; 0 where it needs none."""
+        """Returns the arrival in seconds of the input of the rank's next action of this kind; 0 if it needs none."""
         source = index - 1 if kind is _F else index + 1
         if kind is _W or not 0 <= source < len(self.ranks):
             return 0.0
         return self.ranks[source].ends_s[kind][len(self.ranks[index].ends_s[kind])] + self.times.send_s
 
     def fill_gap(self, index: int, kind: ActionKind, tactics: Tactics) -> None:
-        """Ws while the rank waits for the input of its next action of this kind."""
+        """Adds Ws while the rank waits for the input of its next action of this kind."""
         rank, weight_s = self.ranks[index], self.times.backward_weight_s[index]
         came_s = self.arrival_s(index, kind)
         while rank.num_pending and not is_later(rank.free_s + weight_s, came_s):
@@ -197,7 +197,7 @@ class BuiltPipeline:
             self.put(index, _W)
 
     def first_to_forward(self, tactics: Tactics) -> int:
-        """The rank from which on all do a forward in this round."""
+        """Returns the first rank that runs a forward in this round; all later ranks do too."""
         for index in reversed(range(len(self.ranks))):
             rank = self.ranks[index]
             if rank.num_forwards == self.shape.num_microbatches:
@@ -207,7 +207,7 @@ class BuiltPipeline:
         return 0
 
     def is_too_early(self, index: int) -> bool:
-        """A forward now would do the next rank no good and keep a gradient waiting."""
+        """Returns True if a forward now would not help the next rank and would delay a gradient."""
         rank, later, times = self.ranks[index], self.ranks[index + 1], self.times
         weights_s = self.num_weights_before_forward(index) * times.backward_weight_s[index]
         own_end_s = rank.free_s + weights_s + times.forward_s[index]
@@ -215,7 +215,7 @@ class BuiltPipeline:
         return rank.num_forwards >= later.num_forwards + 2 and is_later(own_end_s, round_end_s)
 
     def num_weights_before_forward(self, index: int) -> int:
-        """Ws that have to give back their memory before the rank's next forward."""
+        """Returns the number of Ws that must free their memory before the rank's next forward."""
         rank, kept = self.ranks[index], self.shape.kept_for_weight
         num_whole = rank.num_forwards - len(rank.ends_s[_I])
         excess = num_whole + kept * rank.num_pending + 1 - self.memory_limit
@@ -225,5 +225,5 @@ class BuiltPipeline:
 
 
 def is_later(one_s: float, other_s: float) -> bool:
-    """Later by more than what rounding makes of equal times."""
+    """Returns True if one time is later by more than rounding error."""
     return one_s > other_s * (1 + _ROUNDING)

@@ -1,1 +1,1 @@
-"""Action tables: made, completed, checked and read from files."""
+"""Action tables: creation, completion, checks and reading from files."""

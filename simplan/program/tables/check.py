@@ -1,4 +1,4 @@
-"""Proves a complete Level 1 table sound before anything simulates or runs it."""
+"""Checks of a complete action table before simulation or execution."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _RECEIVE_FOR = {_K.FORWARD: _K.RECV_F, _K.BACKWARD: _K.RECV_B, _K.BACKWARD_INPUT
 
 
 def check_table(table: Table, num_stages: int, num_microbatches: int) -> None:
-    """Proves that every list is complete, ordered and free of deadlock.
+    """Checks that every row of an action table is complete, ordered and free of deadlock.
 
-    Complete: every stage has each microbatch's forward and backward (B, or I and W) exactly once, a SEND and a RECV
-    for every tensor that crosses ranks, one REDUCE_GRAD, and every rank one OPTIM. Ordered: in each list an action
-    comes after what it needs; a stage that has an UNSHARD computes only between an UNSHARD and the RESHARD after it.
-    Free of deadlock: the lists run to their ends when hosts block on what they need and messages between two ranks
-    pass in issue order, each once both ends have issued it (rendezvous, as NCCL does).
+    Complete: every stage has each microbatch's forward and backward (B, or I and W) exactly once, and one REDUCE_GRAD.
+    Every tensor that crosses ranks has a SEND and a RECV, every rank one OPTIM. Ordered: in each row an action comes
+    after what it needs; a stage that has an UNSHARD computes only between an UNSHARD and the RESHARD after it. Free of
+    deadlock: the rows run to their ends if CPUs block on the inputs of compute. P2P transfers between two ranks run in
+    issue order, each once both ends have issued it (rendezvous, as in NCCL).
 
     Raises:
-        ProgramError: With every violation of the first kind that has any (incomplete before unordered before stuck).
+        ProgramError: Lists the violations of the first check that fails: complete, ordered, UNSHARD windows, deadlock.
     """
     placement = stage_to_rank(table)
     for check in (_incomplete, _unordered, _outside_windows, _stuck):
@@ -91,7 +91,7 @@ def _unordered(table: Table, num_stages: int, num_microbatches: int, placement: 
 def _needs(
     action: Action, num_stages: int, placement: dict[int, int], last: dict[int, Action]
 ) -> list[tuple[Action, ...]]:
-    """Groups of alternatives on the same rank, one of each of which must come before the action."""
+    """Returns groups of alternatives on the same rank; one action of each group must precede the action."""
     stage, kind, microbatch = action
     needs: list[tuple[Action, ...]] = []
     if kind in (_K.BACKWARD, _K.BACKWARD_INPUT):
@@ -115,12 +115,12 @@ def _needs(
 
 
 def _outside_windows(table: Table, num_stages: int, num_microbatches: int, placement: dict[int, int]) -> list[str]:
-    """What torch refuses only in the middle of a step: a window that is opened twice, not used, or not there."""
+    """Returns UNSHARD errors that torch raises only during a step: windows opened twice, unused or missing."""
     del num_stages, num_microbatches, placement
     violations: list[str] = []
     sharded = {action.stage for row in table for action in row if action.kind in _SHARDING}
     for rank, row in enumerate(table):
-        used: dict[int, bool] = {}  # the gathered stages; whether something was computed on them
+        used: dict[int, bool] = {}  # unsharded stage -> True once a compute action has used it
         for action in row:
             stage = action.stage
             if action.kind is _K.UNSHARD:
@@ -139,7 +139,7 @@ def _outside_windows(table: Table, num_stages: int, num_microbatches: int, place
 
 
 def _stuck(table: Table, num_stages: int, num_microbatches: int, placement: dict[int, int]) -> list[str]:
-    """Runs the lists: hosts block on received data, each pair of ranks exchanges messages in issue order."""
+    """Simulates the rows: CPUs block on received data, and each pair of ranks runs its transfers in issue order."""
     del num_microbatches
     position = [0] * len(table)
     queues: dict[tuple[int, int], deque[Action]] = defaultdict(deque)  # (rank, peer) -> issued, not yet matched
@@ -192,7 +192,7 @@ def _match(one: Action, other: Action) -> bool:
 
 
 def _awaited(action: Action, num_stages: int, placement: dict[int, int]) -> Action | None:
-    """The RECV whose data a compute action blocks on."""
+    """Returns the RECV whose data a compute action blocks on; None for none."""
     source = input_of(action, num_stages)
     if source is None or placement[source[0]] == placement[action.stage]:
         return None

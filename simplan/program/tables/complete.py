@@ -1,4 +1,4 @@
-"""Completes a table of compute actions with communication, FSDP's gathers, reductions and the optimizer step."""
+"""Completion of a table of compute actions with communication, FSDP's UNSHARDs, reductions and the optimizer step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from simplan.program.action import Action, ActionKind, Table
 __all__ = ["Unshard", "complete_table", "input_of", "last_backwards", "stage_to_rank"]
 
 Unshard = Literal["none", "once", "window"]
-"""Which stages of a rank FSDP has gathered: no actions say; every stage from the beginning to its last use; the next
-few that are used, as torch does it."""
+"""Stages of a rank that FSDP keeps unsharded.
+
+``none`` adds no actions. ``once`` keeps each stage from the beginning to its last use. ``window`` keeps the next few
+stages in use, as in torch."""
 
 _F, _B, _I, _W = (
     ActionKind.FORWARD,
@@ -23,11 +25,11 @@ _F, _B, _I, _W = (
     ActionKind.BACKWARD_WEIGHT,
 )
 _UNIT_TIME = {_F: 1, _B: 2, _I: 1, _W: 1}
-_WINDOW = 3  # stages that torch keeps gathered: one forward, one backward, one ahead
+_WINDOW = 3  # stages that torch keeps unsharded: one forward, one backward, one ahead
 
 
 def stage_to_rank(table: Table) -> dict[int, int]:
-    """Pipeline rank of every stage that occurs in the table.
+    """Returns stage -> pipeline rank for every stage of the table.
 
     Raises:
         ProgramError: A stage is in two rows.
@@ -44,14 +46,14 @@ def stage_to_rank(table: Table) -> dict[int, int]:
 
 
 def last_backwards(table: Table) -> dict[int, Action]:
-    """By stage, the action after which its gradients are complete: the last B or W of its row."""
+    """Returns stage -> action after which its gradients are complete: the last B or W of its row."""
     return {action.stage: action for row in table for action in row if action.kind in (_B, _W)}
 
 
 def input_of(action: Action, num_stages: int) -> tuple[int, ActionKind, int | None] | None:
-    """What a compute action needs from a neighbouring stage, as ``(stage, F or B, microbatch)``.
+    """Returns the input of a compute action from a neighboring stage as ``(stage, F or B, microbatch)``; None for none.
 
-    B stands for the input gradient, whether a full backward or a BACKWARD_INPUT makes it.
+    B stands for the input gradient, computed by a full backward or by a BACKWARD_INPUT.
     """
     stage, kind, microbatch = action
     if kind is _F:
@@ -64,22 +66,21 @@ def input_of(action: Action, num_stages: int) -> tuple[int, ActionKind, int | No
 def complete_table(compute: Table, *, unshard: Unshard = "none") -> Table:
     """Adds SEND, RECV, UNSHARD, RESHARD, REDUCE_GRAD and OPTIM to a table of F, B, I and W actions.
 
-    A SEND follows the action that makes its data. The matching RECV is posted on the other rank at the moment the
-    making action starts (with F = 1, B = 2, I = W = 1 units of time), so early enough to overlap and in the same
-    order on both ends of every pair of ranks, which in-order transports such as NCCL need. Neighbouring stages on one
-    rank hand tensors over directly. REDUCE_GRAD of a stage follows its last backward; each row ends with one OPTIM,
-    named after its first stage.
+    A SEND follows the action that computes its data. The matching RECV is posted on the other rank when that action
+    starts (with F = 1, B = 2, I = W = 1 units of time). This is early enough for overlap. The order is the same on both
+    ends of every pair of ranks, as in-order transports such as NCCL require. Neighboring stages on one rank pass
+    tensors directly. REDUCE_GRAD of a stage follows its last backward. Each row ends with one OPTIM, named after its
+    first stage.
 
-    Before every compute action a rank lets go of the stages that are not wanted any more, then gathers those that are
-    wanted now: the next three different stages of its row, as torch's ``_add_unshard_reshard`` does, or all that are
-    still to come.
+    Before every compute action a rank reshards stages that are no longer wanted, then unshards those wanted now. These
+    are the next three different stages of its row, as in torch's ``_add_unshard_reshard``, or all stages still to come.
 
     Args:
         compute: The compute actions of every rank.
-        unshard: Which stages are gathered when.
+        unshard: Stages that FSDP keeps unsharded.
 
     Raises:
-        ProgramError: The actions wait for each other in a circle, or a stage is in two rows.
+        ProgramError: The actions wait for each other in a cycle, or a stage is in two rows.
     """
     placement = stage_to_rank(compute)
     num_stages = len(placement)
@@ -93,7 +94,7 @@ def complete_table(compute: Table, *, unshard: Unshard = "none") -> Table:
     ready: list[tuple[int, int, int]] = []
 
     def offer(rank: int) -> None:
-        """Queues the rank's next action if its input is there, else remembers what it waits for."""
+        """Queues the rank's next action if its input is available, or records the input that it waits for."""
         if position[rank] == len(compute[rank]):
             return
         needed = input_of(compute[rank][position[rank]], num_stages)
@@ -138,7 +139,7 @@ def complete_table(compute: Table, *, unshard: Unshard = "none") -> Table:
 
 
 def _sharding(row: Sequence[Action], unshard: Unshard) -> list[list[Action]]:
-    """The RESHARD and UNSHARD actions before each action of a row, and after the last one."""
+    """Returns the RESHARD and UNSHARD actions before each action of a row, and after the last one."""
     if unshard == "none":
         return [[] for _ in range(len(row) + 1)]
     most = _WINDOW if unshard == "window" else None
@@ -157,7 +158,7 @@ def _sharding(row: Sequence[Action], unshard: Unshard) -> list[list[Action]]:
 
 
 def _coming_stages(row: Sequence[Action]) -> list[tuple[int, ...]]:
-    """Before each action of a row, and after the last one, the stages still to come, in order of their next use."""
+    """Returns, before each action of a row and after the last one, the stages still to come, by next use."""
     coming: list[tuple[int, ...]] = [()]
     for action in reversed(row):
         coming.append((action.stage, *(stage for stage in coming[-1] if stage != action.stage)))
@@ -165,7 +166,7 @@ def _coming_stages(row: Sequence[Action]) -> list[tuple[int, ...]]:
 
 
 def _message(action: Action, num_stages: int, placement: dict[int, int]) -> tuple[Action, Action, int] | None:
-    """``(SEND, RECV, receiving rank)`` for an action whose result another rank needs."""
+    """Returns ``(SEND, RECV, receiving rank)`` for an action whose result another rank needs; None for any other."""
     stage, kind, microbatch = action
     if kind is _F and stage + 1 < num_stages:
         target, send, receive = stage + 1, ActionKind.SEND_F, ActionKind.RECV_F

@@ -1,4 +1,4 @@
-"""Refuses tables that torch would run wrongly without saying so, or that the executor cannot run."""
+"""Rejection of action tables that torch would run incorrectly without an error, or that the executor cannot run."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _SPLIT = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
 
 def check_executable(table: Table, plan: ParallelPlan, software: SoftwareSpec) -> None:
-    """Checks a Level 1 table before ranks start on it.
+    """Checks an action table before ranks start on it.
 
-    On top of ``check_table`` (complete, nothing twice, REDUCE_GRAD after the last backward, one OPTIM at the end, only
-    neighbouring stages talk, no deadlock), this holds what was found by running torch 2.13:
+    The table must pass ``check_table`` (complete, no duplicates, REDUCE_GRAD after the last backward, one OPTIM at the
+    end, only neighboring stages communicate, no deadlock). Tests with torch 2.13 found further rules:
 
-    - forwards of the last stage must be in the order of microbatches: torch takes the losses for each other's;
-    - split backward with FSDP that reshards after forward loses the gradients of all parameters;
+    - forwards of the last stage must be in the order of microbatches, because torch assigns losses in that order;
+    - a split backward with FSDP that reshards after forward loses the gradients of all parameters;
     - DistributedDataParallel with several stages on a rank fails in the second step, and it does not reduce the
       gradients of a split backward;
-    - DDP reduces in the backward of the last forward it saw, so without a pipeline that must be the last backward's
-      (every backward's when it reduces every microbatch);
-    - in a pipeline FSDP computes only on stages that an UNSHARD has gathered, and reduces once a step.
+    - DDP reduces in the backward of the last forward it ran, so without a pipeline that must be the last backward's
+      forward (every backward's forward if DDP reduces every microbatch);
+    - in a pipeline FSDP computes only on stages that an UNSHARD has all-gathered, and reduces once per step.
 
     Args:
         table: The complete table.
-        plan: The plan it belongs to.
-        software: The framework profile, whose bucket sizes torch must be able to use.
+        plan: Plan of the table.
+        software: The framework profile, whose bucket sizes torch must support.
 
     Raises:
-        ProgramError: The table is wrong, or torch would run it wrongly.
-        NotModelledError: The executor cannot run it yet.
+        ProgramError: The table is invalid, or torch would run it incorrectly.
+        NotModelledError: The executor cannot run the table yet.
     """
     if len(table) != plan.pp:
         raise ProgramError(f"the table has {len(table)} rows; plan.pp = {plan.pp} needs as many")
@@ -61,7 +61,7 @@ def check_executable(table: Table, plan: ParallelPlan, software: SoftwareSpec) -
 
 
 def _replicates(plan: ParallelPlan) -> bool:
-    """The plan runs on DistributedDataParallel: gradients are averaged, and parameters are whole on every rank."""
+    """Returns True if the plan uses DistributedDataParallel: unsharded parameters and averaged gradients."""
     return plan.dp * plan.cp > 1 and not plan.shards_parameters
 
 
@@ -121,7 +121,7 @@ def _unsynchronized(table: Table, plan: ParallelPlan) -> Iterator[str]:
 
 
 def _sharding(table: Table, plan: ParallelPlan) -> Iterator[str]:
-    """Which stages have UNSHARD and RESHARD; ``check_table`` has seen that they stand right where there are some."""
+    """Yields stages with missing or superfluous UNSHARD and RESHARD; ``check_table`` has checked their order."""
     unshard = _first(table, (ActionKind.UNSHARD, ActionKind.RESHARD))
     if plan.pp > 1 and plan.shards_parameters:
         gathered = {action.stage for row in table for action in row if action.kind is ActionKind.UNSHARD}
@@ -160,7 +160,7 @@ def _split_compiled(table: Table, software: SoftwareSpec) -> Iterator[Problem]:
 
 
 def _buckets(plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
-    """DDP has one first bucket of its own size only with its default sizes."""
+    """Yields a problem if bucket sizes differ from torch's defaults, the only ones with a smaller first bucket."""
     torch_default = (2**20, 25 * 2**20)
     uses_software = _replicates(plan) and plan.bucket_bytes is None
     if uses_software and (software.first_bucket_bytes, software.bucket_bytes) != torch_default:

@@ -1,4 +1,4 @@
-"""Schedules of the user's own: a table of actions in a CSV file, or a function that an installed package brings."""
+"""Custom schedules: an action table in a CSV file, or a function of an installed package."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MOST_BYTES = 64 * 1024**2
 
 
 def own_schedule(name: str) -> Schedule:
-    """The schedule of that name.
+    """Returns the custom schedule of a name.
 
-    A file has one line for each pipeline rank and one action in each cell, in torch's text form (``0F1``); empty cells
-    are skipped. It holds the actions F, B, I and W, or all actions but OPTIM. A function takes a ``PipelineShape`` and
-    gives such a table: of actions, or of their text.
+    A file has one line per pipeline rank and one action per cell, in torch's text form (``0F1``); empty cells are
+    skipped. It contains the actions F, B, I and W, or all actions except OPTIM. A function takes a ``PipelineShape``
+    and returns such a table, of actions or of their text.
 
     Args:
         name: A CSV file, or an entry point of the group ``simplan.schedules``.
@@ -36,7 +36,7 @@ def own_schedule(name: str) -> Schedule:
     point = installed_schedules()[name]
     try:
         function = point.load()
-    except Exception as error:  # whatever an import of foreign code may raise
+    except Exception as error:  # an import of foreign code may raise any exception
         raise SpecError(_wrong(name, f"cannot be loaded from {point.value}: {error}", "repair the package")) from error
     return lambda shape: _of_shape(_called(function, shape, name), shape, name)
 
@@ -60,7 +60,7 @@ def _read(file: Path) -> Table:
 
 
 def _row(cells: Sequence[object]) -> tuple[Action, ...]:
-    """Actions of cells that are actions already, or their text."""
+    """Returns the actions of cells, which are actions or their text."""
     return tuple(
         cell if isinstance(cell, Action) else Action.parse(str(cell))
         for cell in cells
@@ -73,13 +73,13 @@ def _called(function: Schedule, shape: PipelineShape, name: str) -> Table:
         return tuple(_row(row) for row in function(shape))
     except ProgramError as error:
         raise ProgramError(f"schedule {name}: {error}") from None
-    except Exception as error:  # whatever foreign code may raise
+    except Exception as error:  # foreign code may raise any exception
         rule = f"failed for {shape.num_ranks} ranks and {shape.num_microbatches} microbatches: {error!r}"
         raise SpecError(_wrong(name, rule, "repair the schedule")) from error
 
 
 def _of_shape(table: Table, shape: PipelineShape, name: str) -> Table:
-    """The table, if it is for this pipeline."""
+    """Returns the table if it matches the pipeline."""
     stages = {action.stage for row in table for action in row}
     microbatches = {action.microbatch for row in table for action in row if action.microbatch is not None}
     if len(table) != shape.num_ranks:

@@ -1,4 +1,4 @@
-"""Splits layers into contiguous stages."""
+"""Partitions of layers into contiguous stages."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from simplan.plan.plan import StageAssignment
 
 __all__ = ["assign_stage_layers", "balanced_assignment"]
 
-_ROUNDING = 1 + 1e-9  # sums of equal layers at different places differ by rounding, which must not choose the split
+_ROUNDING = 1 + 1e-9  # sums of equal layers at different positions differ by rounding, which must not choose the split
 
 _Floats = NDArray[np.float64]
 
 
 def balanced_assignment(layer_times_s: Sequence[float], num_stages: int, num_last: int = 1) -> StageAssignment:
-    """The contiguous split whose slowest stage is fastest; among those, the one with the least sum of squares. Exact.
+    """Returns the contiguous split whose slowest stage is fastest; among those, the one with the least sum of squares.
 
-    Two steps, because the second aim cannot be reached stage by stage while the slowest is still unknown: first the
-    smallest possible slowest stage, then the most even split of which no stage is slower.
+    The result is exact and takes two steps, because the second aim depends on the slowest stage of the whole split:
+    first the smallest possible slowest stage, then the most even split in which no stage is slower.
 
-    Embedding and head count like any layer, so a stage that holds one gets fewer blocks. Every stage holds at least
-    one block: the first and the last layers are never alone in a stage.
+    Embedding and head count like any layer, so a stage with one of them gets fewer blocks. Every stage has at least one
+    block: the first and the last layers are never alone in a stage.
 
-    Stages count one by one, also where a rank has several (stages r, r + p, ... of an interleaved schedule): a rank is
-    then busy for at most as many times the slowest stage.
+    Stages count individually, even if a rank has several (stages r, r + p, ... of an interleaved schedule). The time of
+    a rank is then at most the number of its stages times the slowest stage.
 
     Args:
-        layer_times_s: Forward plus backward time of every layer of one microbatch, embedding first, head last.
-        num_stages: Stages to make; at most the number of blocks.
-        num_last: Layers after the last block, which stay together: the head, and those before it.
+        layer_times_s: Forward plus backward seconds of every layer for one microbatch, embedding first, head last.
+        num_stages: Number of stages; at most the number of blocks.
+        num_last: Number of layers after the last block, which stay together: the head, and those before it.
 
     Complexity: O(num_stages * blocks^2) elements of numpy, O(blocks^2) memory.
     """
@@ -47,13 +47,13 @@ def balanced_assignment(layer_times_s: Sequence[float], num_stages: int, num_las
 
 
 class _Intervals(NamedTuple):
-    """What a stage may take.
+    """Times of all contiguous ranges of blocks.
 
     Attributes:
-        before_s: ``(blocks + 1,)`` Time before a block; the embedding is part of the first one, the last layers of the
-            last one.
-        times_s: ``[end, start]`` Of blocks start to end - 1; endless where there is no block among them.
-        sorted_s: All that are not endless, ascending.
+        before_s: ``(blocks + 1,)`` Seconds before a block; the embedding is part of the first block, the last layers
+            are part of the last one.
+        times_s: ``[end, start]`` Seconds of blocks start to end - 1; infinite for an empty range.
+        sorted_s: All finite times, ascending.
     """
 
     before_s: _Floats
@@ -71,10 +71,10 @@ def _intervals(layer_times_s: tuple[float, ...], num_blocks: int) -> _Intervals:
 
 
 def _smallest_slowest(intervals: _Intervals, num_stages: int) -> float:
-    """The least time that no stage of some split exceeds: it is the time of some interval, so bisect these.
+    """Returns the smallest possible time of the slowest stage: the time of some interval, found by bisection.
 
-    A time is enough when stages that each take as many blocks as they can within it are at most ``num_stages``:
-    splitting stages further never makes one slower.
+    A time is sufficient if at most ``num_stages`` stages result when each takes as many blocks as fit within that time.
+    Splitting stages further never makes one slower.
     """
     before_s, _, sorted_s = intervals
     low, high = 0, len(sorted_s) - 1
@@ -89,11 +89,11 @@ def _smallest_slowest(intervals: _Intervals, num_stages: int) -> float:
 
 
 def _most_even(squares: _Floats, num_stages: int) -> list[int]:
-    """Inner boundaries, in blocks, of the split with the least sum of squares; by dynamic programming.
+    """Returns inner boundaries, in blocks, of the split with the least sum of squares, by dynamic programming.
 
     Args:
-        squares: ``[end, start]``, infinite for a stage that may not be.
-        num_stages: Stages to make.
+        squares: ``[end, start]``, infinite for a stage that is not allowed.
+        num_stages: Number of stages.
     """
     # a stage starts at one of `places` blocks: each stage before it and after it needs a block
     places = len(squares) - num_stages
@@ -112,11 +112,11 @@ def _most_even(squares: _Floats, num_stages: int) -> list[int]:
 
 
 def assign_stage_layers(stage_layers: Sequence[int], num_last: int = 1) -> StageAssignment:
-    """The user's own split: blocks per stage; the embedding joins the first stage, what follows blocks the last.
+    """Returns a custom split from blocks per stage; the embedding joins the first stage, layers after blocks the last.
 
     Args:
         stage_layers: Blocks of every stage.
-        num_last: As of ``balanced_assignment``.
+        num_last: See ``balanced_assignment``.
     """
     boundaries = [0, *accumulate(stage_layers)]
     boundaries = [0, *(b + 1 for b in boundaries[1:])]

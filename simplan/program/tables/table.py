@@ -1,4 +1,4 @@
-"""The Level 1 table of a plan."""
+"""Action table of a plan."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["plan_table", "unshard_of"]
 def plan_table(
     plan: ParallelPlan, num_microbatches: int, times: StageTimes | None = None, kept_for_weight: float = 1.0
 ) -> Table:
-    """What every pipeline rank does in a step of the plan, complete.
+    """Returns the complete action table of one step of a plan.
 
     Args:
         plan: The plan, whose schedule passed ``simplan.rules``.
-        num_microbatches: Microbatches of a step.
-        times: Of its stages, for the schedules that are found from them.
-        kept_for_weight: Part of a microbatch's activations that a stage keeps from I to W, for the same schedules.
+        num_microbatches: Microbatches per step.
+        times: Stage times, for schedules built from them; None for unit times.
+        kept_for_weight: Fraction of a microbatch's activations that a stage holds from I to W, for the same schedules.
 
     Raises:
-        SpecError: The user's own schedule cannot be had, or is for another pipeline.
-        ProgramError: Its table is wrong.
+        SpecError: A custom schedule cannot be loaded, or is for another pipeline.
+        ProgramError: The table of a custom schedule is wrong.
     """
     shape = PipelineShape(plan.pp, num_microbatches, plan.virtual_stages, times, kept_for_weight)
     if times is None and plan.schedule in SCHEDULES:
@@ -36,7 +36,7 @@ def plan_table(
 
 @lru_cache(maxsize=64)
 def _known_table(name: str, shape: PipelineShape, unshard: Unshard) -> Table:
-    """Of a schedule that goes by its shape alone: plans of a search have many tables in common."""
+    """Returns the table of a schedule that depends on its shape alone; plans of a search share many tables."""
     return _made(SCHEDULES[name], shape, unshard)
 
 
@@ -48,14 +48,14 @@ def _made(schedule: Schedule, shape: PipelineShape, unshard: Unshard) -> Table:
 
 
 def unshard_of(plan: ParallelPlan) -> Unshard:
-    """When FSDP gathers stages: in a pipeline by actions, without one layer by layer by itself."""
+    """Returns how FSDP unshards stages: by actions in a pipeline, otherwise layer by layer in its hooks."""
     if plan.pp == 1 or not plan.shards_parameters:
         return "none"
     return "window" if plan.zero_stage == 3 and plan.reshard_after_forward else "once"
 
 
 def _with_optimizer(table: Table) -> Table:
-    """OPTIM is ours: a table from elsewhere has none."""
+    """Adds OPTIM, an action of simplan that custom tables lack."""
     return tuple(
         row
         if not row or any(action.kind is ActionKind.OPTIM for action in row)

@@ -1,4 +1,4 @@
-"""Lower bounds on the memory and the step time of many candidates at once, from the same prices as ``predict``."""
+"""Lower bounds on memory and step time of many candidates, from the cost estimates of ``predict``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _WAY = (
 
 
 class Bounded(NamedTuple):
-    """Bounds by row.
+    """Lower bounds, one per candidate row.
 
     Attributes:
-        device_bytes: Memory of the worst device, at least.
-        step_time_s: Seconds of a step, at least; infinite where nobody asked for it, as too much memory is needed.
+        device_bytes: ``(rows,)`` Lower bound on the memory of the worst device.
+        step_time_s: ``(rows,)`` Lower bound on the step time; infinite where the memory bound exceeds ``max_bytes``.
     """
 
     device_bytes: Column
@@ -34,11 +34,11 @@ class Bounded(NamedTuple):
 
 
 class Bounds:
-    """Bounds on candidates.
+    """Lower bounds on candidates of one job.
 
     Args:
-        job: What every candidate shares.
-        calibration: Timings of the device, if there are any.
+        job: Job without the searched plan fields.
+        calibration: Timings of the device; None if not calibrated.
     """
 
     def __init__(self, job: Job, calibration: Calibration | None = None) -> None:
@@ -52,11 +52,11 @@ class Bounds:
         self._in_v = np.array([of is not None and of.placement == "v" for of in facts])
 
     def of(self, rows: Candidates, max_bytes: float | None = None) -> Bounded:
-        """Bounds of some candidates.
+        """Bounds of candidates.
 
         Args:
-            rows: They keep the rules.
-            max_bytes: The time of those that need more is not asked for; None for no limit.
+            rows: Candidates that violate no rule.
+            max_bytes: Step times are computed only up to this memory bound; None for no limit.
         """
         num_bytes, seconds = np.zeros(len(rows), np.int64), np.full(len(rows), np.inf)
         shapes = np.stack([
@@ -77,7 +77,7 @@ class Bounds:
         return Bounded(num_bytes, seconds)
 
     def _pipeline(self, rows: Candidates) -> tuple[Pipeline, Column]:
-        """The pipeline that all rows have, and by row the way in which it splits layers."""
+        """The pipeline that all rows share, and by row the index of its layer configuration."""
         columns = [rows[name] for name in _WAY] + [rows.shards_parameters]
         if self._sums.in_low_precision:
             columns.append(self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"]))

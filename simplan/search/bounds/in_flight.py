@@ -1,4 +1,4 @@
-"""Instants of a step at which a rank of a pipeline holds much: what is under way then."""
+"""Candidate peak points of a pipeline rank, with the work in flight at each."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ _KINDS = {
     ActionKind.BACKWARD_INPUT: _I,
     ActionKind.BACKWARD_WEIGHT: _W,
 }
-_AHEAD = 3  # stages that FSDP gathers, as in ``simplan.program.tables.complete``
-_ROUNDS = 3  # of microbatches, as many as there are ranks each, that fill every schedule but GPipe
+_AHEAD = 3  # stages that FSDP unshards ahead, as in ``simplan.program.tables.complete``
+_ROUNDS = 3  # rounds of one microbatch per rank, which fill every schedule except GPipe
 
 
 class Instants(NamedTuple):
-    """Instants of one rank, each when an action begins; ``(instants, stages of the rank)`` unless said otherwise.
+    """Candidate peak points of one rank, each at the start of an action.
+
+    Arrays have the shape ``(instants, stages of the rank)`` unless another shape is given.
 
     Attributes:
-        rank: The pipeline rank.
-        stages: ``(stages of the rank,)`` Its stages, ascending.
-        in_flight: Microbatches between forward and backward, or its first part.
-        between: Microbatches between the two parts of a backward.
-        adding_up: 1 where gradients of some microbatches, but not of all, have been made, else 0.
-        forwards, backwards: Passes that are over, backwards as far as they make what is sent on.
-        begins: 1 for the stage whose whole backward begins, else 0.
-        used: 1 for a stage that something is still to be computed of, else 0.
-        wanted: 1 for the next three of these, which FSDP gathers ahead, else 0.
-        late: ``(instants, 1)`` Whether it is in the second half of the step.
-        forwards_first: Whether all forwards come before all backwards.
+        rank: Pipeline rank.
+        stages: ``(stages of the rank,)`` Stages of the rank, ascending.
+        in_flight: Microbatches between forward and backward (dgrad, if backward is split).
+        between: Microbatches between dgrad and wgrad of a split backward.
+        adding_up: 1 where gradients of some but not all microbatches are accumulated, else 0.
+        forwards, backwards: Completed passes; a split backward counts once its dgrad is done.
+        begins: 1 for the stage whose unsplit backward starts, else 0.
+        used: 1 for a stage with remaining compute, else 0.
+        wanted: 1 for the next three different stages, which FSDP unshards ahead, else 0.
+        late: ``(instants, 1)`` True in the second half of the step.
+        forwards_first: True if all forwards precede all backwards.
     """
 
     rank: int
@@ -58,9 +60,9 @@ class Instants(NamedTuple):
     forwards_first: bool
 
     def of_longer(self, more: int) -> Instants:
-        """The same instants of a step with more microbatches in the middle.
+        """Peak points of a step with ``more`` additional microbatches in the middle.
 
-        What follows an instant of the second half is the same in both steps.
+        The actions after a point of the second half are the same in both steps.
         """
         more_backwards = 0 if self.forwards_first else more * self.late
         return self._replace(
@@ -73,10 +75,11 @@ class Instants(NamedTuple):
 def rank_instants(
     schedule: str, pp: int, num_microbatches: int, virtual_stages: int, ranks: tuple[int, ...]
 ) -> tuple[Instants, ...]:
-    """Instants of some ranks of a pipeline.
+    """Candidate peak points of some ranks of a pipeline.
 
-    Of a long step those of a shorter one: as much is under way then, and more has been sent; of GPipe more is under way
-    as well.
+    A long step uses the points of a shorter step: the same number of microbatches is in flight, and more have been
+        sent.
+    For GPipe the number in flight grows with the step.
     """
     few = _few(schedule, pp, num_microbatches)
     instants = (_instants(schedule, pp, few, virtual_stages, rank) for rank in ranks)
@@ -85,7 +88,7 @@ def rank_instants(
 
 @lru_cache(maxsize=32)
 def _computations(schedule: str, pp: int, num_microbatches: int, virtual_stages: int) -> list[tuple[_Integers, ...]]:
-    """By rank, kinds and stages of what it computes."""
+    """By rank, kinds and stages of its compute actions."""
     make = SCHEDULES.get(schedule) or own_schedule(schedule)
     table = make(PipelineShape(pp, num_microbatches, virtual_stages))
     rows = ([(_KINDS[action.kind], action.stage) for action in row if action.kind in _KINDS] for row in table)
@@ -93,27 +96,27 @@ def _computations(schedule: str, pp: int, num_microbatches: int, virtual_stages:
 
 
 def _few(schedule: str, pp: int, num_microbatches: int) -> int:
-    """Microbatches of a step in which as many are under way, at most."""
+    """Microbatches of a shorter step that reaches the same maximum in flight."""
     facts = SCHEDULE_FACTS.get(schedule)
     if pp == 1:
         return min(num_microbatches, 3)
     if facts is None:
         return num_microbatches
-    if facts.virtual_stages is None:  # rounds are as long as they are in the long step, or one shorter
+    if facts.virtual_stages is None:  # rounds have the length of those in the long step, or one microbatch less
         num_rounds = max(1, num_microbatches // pp)
         return num_microbatches // num_rounds * min(num_rounds, _ROUNDS)
     return min(num_microbatches, _ROUNDS * pp + 1)
 
 
 def _peaks(numbers: _Integers) -> tuple[int, int]:
-    """When the first and the last of the actions begin that come after as many as there ever are."""
+    """Indices of the first and the last action that follow the maximum of ``numbers``."""
     end = len(numbers) - 1
     return min(int(np.argmax(numbers)) + 1, end), min(len(numbers) - int(np.argmax(numbers[::-1])), end)
 
 
 @lru_cache(maxsize=4096)
 def _instants(schedule: str, pp: int, num_microbatches: int, virtual_stages: int, rank: int) -> Instants:
-    """When the first backward begins, most microbatches are kept, all stages have gradients, one has them all."""
+    """Points: first backward, most microbatches saved, gradients of all stages, first stage with complete gradients."""
     kinds, stages = _computations(schedule, pp, num_microbatches, virtual_stages)[rank]
     own, place = np.unique(stages, return_inverse=True)
     completes = np.flatnonzero((kinds == _B) | (kinds == _W))

@@ -1,4 +1,4 @@
-"""A model under one way of splitting its layers, as running sums over them: what bounds on many plans are made of."""
+"""Prefix sums of per-layer costs for one layer configuration, used to bound many plans."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from simplan.training.optimizer import LAYERWISE
 __all__ = ["CostCache", "Floats", "LayerSums", "LayerSumsCache", "StageSums"]
 
 _WHOLE_MODEL = ((Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0)),)
-"""A table of one microbatch through all layers."""
-_MANY = 10**9  # parameters, whose update takes as many times as long as that of one
+"""Action table of one microbatch through all layers."""
+_MANY = 10**9  # parameters; large enough that the update time per parameter is constant
 
 Floats = NDArray[np.float64]
 
 
 class LayerSums(NamedTuple):
-    """Numbers of a microbatch on the first rank of a stage.
+    """Per-layer costs of one microbatch on the first rank of a stage.
 
     Attributes:
-        summed: ``(fields, layers + 1)`` Sums over the layers before one of the first seven fields of ``StageSums``.
-        input_bytes, output_bytes: By layer, its input, and what it hands to the next one that it was not given.
-        backward_bytes: By layer, what its backward holds at its worst instant beyond what was kept.
-        update_s: Seconds of the optimizer for one parameter.
-        balance_s: By layer, the seconds that the balanced split counts.
+        summed: ``(7, layers + 1)`` Prefix sums of the first seven fields of ``StageSums``, exclusive of the layer.
+        input_bytes, output_bytes: ``(layers,)`` Input of a layer, and its output without tensors it only passes on.
+        backward_bytes: ``(layers,)`` Peak bytes of a layer's backward beyond the saved activations.
+        update_s: Optimizer seconds per parameter.
+        balance_s: ``(layers,)`` Seconds per layer that the balanced split uses.
     """
 
     summed: Floats
@@ -53,18 +53,18 @@ class LayerSums(NamedTuple):
 
 
 class StageSums(NamedTuple):
-    """The same by stage, of several ways of splitting layers: ``(ways, stages)``, of one microbatch.
+    """Per-stage costs of one microbatch, ``(ways, stages)``; a way is a layer configuration.
 
     Attributes:
-        forward_s, backward_s: Seconds of passes with the exchanges that they wait for.
-        trained, experts, frozen: Elements of weights, tied ones once; trained ones but for experts of which other ranks
-            have others, these, and those that are frozen.
-        kept_bytes: Kept from forward to backward, the inputs of layers among them.
-        between_bytes: Of these, kept between the two parts of a backward; none of a whole backward.
-        input_bytes: Input of the first layer.
-        output_bytes: What the last layer hands to the next stage.
-        backward_bytes: What the first backward of the stage holds at its worst instant beyond what was kept.
-        update_s: ``(ways, 1)`` Seconds of the optimizer for one parameter.
+        forward_s, backward_s: Seconds of a pass, including the exposed collectives inside layers.
+        trained, experts, frozen: Weight elements, tied weights counted once: trained except expert-parallel ones;
+            trained expert-parallel ones; frozen ones.
+        kept_bytes: Bytes saved for backward, including layer inputs.
+        between_bytes: Part of ``kept_bytes`` still saved between dgrad and wgrad; 0 for an unsplit backward.
+        input_bytes: Input bytes of the first layer.
+        output_bytes: Bytes that the last layer hands to the next stage.
+        backward_bytes: Peak bytes of the backward of the last layer beyond the saved activations.
+        update_s: ``(ways, 1)`` Optimizer seconds per parameter.
     """
 
     forward_s: Floats
@@ -81,11 +81,11 @@ class StageSums(NamedTuple):
 
     @classmethod
     def of(cls, layers: Sequence[LayerSums], boundaries: Sequence[NDArray[np.int64]]) -> StageSums:
-        """Stages of one pipeline.
+        """Sums over the stages of one pipeline.
 
         Args:
-            layers: By way of splitting layers.
-            boundaries: By way, the first layer of each stage, and how many layers there are.
+            layers: One entry per layer configuration.
+            boundaries: By layer configuration, ``(stages + 1,)``: first layer of each stage, then the number of layers.
         """
         pairs = list(zip(layers, boundaries, strict=True))
         summed = np.stack([np.diff(of.summed[:, bounds]) for of, bounds in pairs], axis=1)
@@ -100,11 +100,11 @@ class StageSums(NamedTuple):
 
 
 class LayerSumsCache:
-    """Sums of the ways in which candidates split layers, each made once.
+    """Cache of ``LayerSums`` by layer configuration.
 
     Args:
-        job: What every candidate shares.
-        calibration: Timings of the device, if there are any.
+        job: Job without the searched plan fields.
+        calibration: Timings of the device; None if not calibrated.
     """
 
     def __init__(self, job: Job, calibration: Calibration | None = None) -> None:
@@ -114,7 +114,7 @@ class LayerSumsCache:
         self._boundaries: dict[Hashable, NDArray[np.int64]] = {}
 
     def of(self, plan: ParallelPlan) -> LayerSums:
-        """The sums of a plan."""
+        """Sums for the layer configuration of a plan."""
         facts = SCHEDULE_FACTS.get(plan.schedule)
         splits = facts is not None and facts.splits_backward
         key = self._split_of(plan), plan.recompute, plan.recompute_modules, splits
@@ -124,7 +124,7 @@ class LayerSumsCache:
         return found
 
     def boundaries(self, plan: ParallelPlan) -> NDArray[np.int64]:
-        """``(stages + 1,)``: the first layer of each stage, and how many there are; as ``predict`` splits them."""
+        """``(stages + 1,)``: first layer of each stage, then the number of layers; split as in ``predict``."""
         key = self._split_of(plan), plan.num_stages
         found = self._boundaries.get(key)
         if found is None:
@@ -138,12 +138,15 @@ class LayerSumsCache:
         return found
 
     def prices(self, plan: ParallelPlan) -> CostCache:
-        """Prices of what a plan does."""
+        """Cost estimates for a plan."""
         job = self._job.with_plan(plan)
         return CostCache(cost_model(job, self._calibration), sends=job.cluster.cores_per_node is None)
 
     def _split_of(self, plan: ParallelPlan) -> Hashable:
-        """What the layers of a rank depend on; the number of microbatches where weights are quantized once for all."""
+        """Key of a layer configuration; includes the number of microbatches in low precision.
+
+        Low-precision weights may be quantized once for all microbatches.
+        """
         many = self._job.with_plan(plan).num_microbatches if self.in_low_precision else 0
         return plan.shard, plan.microbatch_size, plan.shards_parameters, many
 
@@ -172,7 +175,7 @@ class LayerSumsCache:
 
 
 def _bytes_of(stages: Stages, position: int, *, splits: bool) -> tuple[float, ...]:
-    """Of a layer, the fields of ``StageSums`` that are elements and bytes, in their order."""
+    """Element and byte fields of ``StageSums`` for one layer, in field order."""
     layer, facts = stages.layers[0][position], stages.facts(0, position)
     footprint, between = facts.footprint, 0
     if splits:
@@ -192,16 +195,15 @@ _PARTS = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 
 
 class _PassTimes:
-    """How long passes through layers take at least.
+    """Lower bounds on the time of forward and backward per layer.
 
-    What a ring of context-parallel ranks sends, and tokens that travel to experts while another microbatch is
-    computed, may take no time.
+    Ring context-parallel communication counts as free, and so does expert dispatch with ``expert_overlap``.
 
     Args:
-        job: What every candidate shares.
-        plan: The plan.
+        job: Job without the searched plan fields.
+        plan: Plan without a pipeline.
         stages: All layers as one stage.
-        prices: Of work and messages.
+        prices: Cost estimates of compute and communication.
     """
 
     def __init__(self, job: Job, plan: ParallelPlan, stages: Stages, prices: CostCache) -> None:
@@ -212,7 +214,7 @@ class _PassTimes:
         self._size, self._stages, self._scripts, self._prices = plan.microbatch_size, stages, Scripts(stages), prices
 
     def of_layer(self, position: int, *, splits: bool) -> tuple[float, float, float]:
-        """What the balanced split counts of a layer, its forward and its backward, which may be in two parts."""
+        """Seconds of a layer: for the balanced split, forward, and backward (split or not, the faster one)."""
         layer = self._stages.layers[0][position]
         works = (LayerWork(layer, phase, self._size, layer.num_parameters) for phase in _BOTH)
         backward_s = self._seconds(position, Phase.BACKWARD)
@@ -226,11 +228,11 @@ class _PassTimes:
 
 
 class CostCache:
-    """Seconds of work and messages by a cost model, without its words.
+    """Seconds of compute and communication by a cost model, cached.
 
     Args:
-        cost: The model.
-        sends: Messages count; else they take no time, as the least that they do on cores that ranks share.
+        cost: Cost model.
+        sends: Count communication. False for ranks that share cores, where its lower bound is 0.
     """
 
     def __init__(self, cost: CostModel, *, sends: bool) -> None:
@@ -238,11 +240,11 @@ class CostCache:
         self._messages_s: dict[Message, float] = {}
 
     def work_s(self, work: LayerWork) -> float:
-        """One phase of one layer."""
+        """Compute seconds of one phase of one layer."""
         return self._cost.compute_s(work) if isinstance(self._cost, AnalyticCost) else self._cost.compute(work).seconds
 
     def message_s(self, message: Message) -> float:
-        """A collective or a send."""
+        """Seconds of a collective or P2P send."""
         if not self.sends or len(message.ranks) == 1:
             return 0.0
         found = self._messages_s.get(message)

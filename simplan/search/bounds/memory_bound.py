@@ -1,4 +1,4 @@
-"""Lower bound on the memory of the worst device: states of all pipeline ranks, and what a few of them keep."""
+"""Lower bound on the memory of the worst device: states of all pipeline ranks, activations of a few."""
 
 from __future__ import annotations
 
@@ -16,35 +16,39 @@ __all__ = ["MemoryBound"]
 
 
 class MemoryBound:
-    """Bytes that the worst device of a candidate needs at least.
+    """Lower bound on the bytes of the worst device of a candidate.
 
-    Every pipeline rank holds weights, gradients and optimizer states of its stages, the buffers that it receives into,
-    and, at some instant, what one of its stages keeps of a microbatch. The first one, the last one and the fullest hold
-    what they keep of every microbatch that is under way at a few instants, what the backward of one layer needs
-    besides, and tensors that were sent; of FSDP also weights that are gathered and gradients that add up whole. Tables
-    and all else that comes and goes are left out, and the allocator's reserve for that. Of precisions below 16 bits one
-    microbatch counts, since copies of weights are kept once for all of them.
+    Every pipeline rank counts weights, gradients and optimizer states of its stages, its receive buffers, and the saved
+    activations of one microbatch of one stage.
+
+    The first rank, the last rank and the rank with the most saved activations also count a few candidate peak points:
+    activations of all microbatches in flight, transient bytes of one layer's backward, and sent tensors. With FSDP they
+    also count unsharded weights and accumulated unsharded gradients.
+
+    Lookup tables, other transient memory and the allocator reserve for it are not counted. Below 16-bit precision, only
+    one microbatch counts, since copies of weights are saved once for all microbatches.
 
     Args:
-        job: What every candidate shares.
+        job: Job without the searched plan fields.
     """
 
     def __init__(self, job: Job) -> None:
         self._job, software = job, job.software
         self._context_bytes = int(software.context_bytes.get(job.cluster.device.kind, 0))
-        if job.cluster.cores_per_node is not None:  # a calibration says how much
+        if job.cluster.cores_per_node is not None:  # known only from a calibration
             self._context_bytes = 0
         self._reserve = 1 + (0.0 if job.cluster.device.kind == "cpu" else software.reserve_fraction)
         self._states: dict[tuple[bool, bool], StateBytes] = {}
 
     def bytes(self, rows: Candidates, stages: StageSums, ways: Column, placement: Column) -> Column:
-        """``(rows,)`` At least so many.
+        """``(rows,)`` Lower bounds in bytes.
 
         Args:
-            rows: Plans with one pipeline: as many ranks and stages, one placement of stages, backwards split or not.
-            stages: Of this pipeline.
-            ways: By row, the way in which it splits layers, as of ``stages``.
-            placement: By stage, its rank.
+            rows: Plans with one pipeline: the same ranks, stages and stage placement, all with or all without split
+                backward.
+            stages: Sums over the stages of the pipeline.
+            ways: ``(rows,)`` Index of the layer configuration in ``stages``.
+            placement: ``(stages,)`` Pipeline rank of each stage.
         """
         found = np.zeros(len(rows), np.int64)
         many = self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"])
@@ -57,7 +61,7 @@ class MemoryBound:
         return found
 
     def _of_shape(self, rows: Candidates, stages: StageSums, ways: Column, placement: Column, many: int) -> Column:
-        """Of plans with one schedule and as many microbatches, which all or none shard parameters and have experts."""
+        """Bounds of plans with one schedule, ``many`` microbatches, and the same use of FSDP and expert parallelism."""
         state, num_ranks = self._state(rows), int(rows["pp"][0])
 
         def of_ranks(of_stages: Floats) -> Floats:
@@ -67,7 +71,7 @@ class MemoryBound:
         held = self._state_bytes(rows, state, trained, experts, frozen)
         kept, between, during = stages.kept_bytes, stages.between_bytes, np.maximum(0, stages.backward_bytes)
         crosses = np.diff(placement) != 0
-        received = np.zeros_like(kept)  # by stage, what it gets from other ranks for a microbatch, there and back
+        received = np.zeros_like(kept)  # by stage, bytes received per microbatch in forward and backward
         into = np.where(crosses, stages.output_bytes[:, :-1], 0.0)
         if self._job.software.preallocated_receives:  # inputs of stages, and gradients of outputs, are in buffers
             kept = np.maximum(0, kept - stages.input_bytes)
@@ -82,7 +86,7 @@ class MemoryBound:
         schedule = rows.values["schedule"][int(rows["schedule"][0])]
         pipeline = schedule if num_ranks > 1 else "naive"
         facts = SCHEDULE_FACTS.get(pipeline)
-        if facts is not None and facts.needs_times:  # nobody knows its order here
+        if facts is not None and facts.needs_times:  # the order of actions depends on times that are unknown here
             return np.asarray(self._context_bytes + most.astype(np.int64))
         fullest = int(np.argmax([kept[0, placement == rank].sum() for rank in range(num_ranks)]))
         ranks = tuple(sorted({0, fullest, num_ranks - 1}))
@@ -94,15 +98,15 @@ class MemoryBound:
     def _state_bytes(
         self, rows: Candidates, state: StateBytes, trained: Floats, experts: Floats, frozen: Floats
     ) -> Floats:
-        """``(rows, ranks)`` Weights, gradients and optimizer states of ranks with so many elements."""
+        """``(rows, ranks)`` Bytes of weights, gradients and optimizer states, from element counts."""
         all_ranks = rows.dp * rows["cp"] * rows["tp"]
-        expert_shards = np.where(rows["ep"] > 1, all_ranks, rows.num_shards)  # never dealt out over more than all
+        expert_shards = np.where(rows["ep"] > 1, all_ranks, rows.num_shards)  # upper bound on the shards
         sharded, shares_states = rows.shards_parameters, rows["zero_stage"] > 0
 
         def divided(shares: NDArray[np.bool_], divisor: Column) -> Floats:
             return np.where(shares, divisor, 1).astype(np.float64)[:, None]
 
-        if rows.base.offload_optimizer:  # on the host, which a device that is a CPU shares: a bound all the same
+        if rows.base.offload_optimizer:  # in host memory; still a lower bound where a CPU device shares that memory
             return np.zeros_like(trained)
         optimizer_bytes = state.optimizer_bytes(self._job.training.optimizer)
         weight_bytes = state.parameter + state.gradient
@@ -124,7 +128,7 @@ class MemoryBound:
         instants: Instants,
         state: StateBytes,
     ) -> Floats:
-        """``(rows,)`` What comes and goes on one rank, at the worst instant."""
+        """``(rows,)`` Transient bytes of one rank at its worst peak point."""
         own, (kept, between, during) = instants.stages, own_bytes
         if state.linear is not None:
             return np.asarray((kept[:, own] @ np.minimum(instants.in_flight, 1).T)[ways].max(axis=1))
@@ -140,7 +144,7 @@ class MemoryBound:
         return np.asarray(passing.max(axis=1))
 
     def _gathered_bytes(self, rows: Candidates, trained: Floats, instants: Instants, state: StateBytes) -> Floats:
-        """``(rows, instants)`` Of FSDP: gradients that add up whole, and weights of stages that stay gathered."""
+        """``(rows, instants)`` FSDP bytes: accumulated unsharded gradients, and unsharded weights."""
         software, in_pipeline = self._job.software, int(rows["pp"][0]) > 1
         reduces_every = rows.has("grad_sync", "microbatch")
         if software.reduces_each_microbatch and not in_pipeline:

@@ -1,4 +1,4 @@
-"""What FSDP's gathers and reductions take at least, by layer and by microbatch."""
+"""Lower bounds on the time of FSDP all-gathers and reduce-scatters, per layer and per microbatch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["ShardingTimes", "UnitTimes"]
 
 
 class UnitTimes(NamedTuple):
-    """Seconds of the stages of a pipeline, ``(stages,)``.
+    """FSDP communication seconds per pipeline stage, ``(stages,)``.
 
     Attributes:
-        gather_s: Gathers of all units, one after the other.
-        scatter_s: Reductions of all units, one after the other.
+        gather_s: All-gathers of all units, sequentially.
+        scatter_s: Reduce-scatters of all units, sequentially.
     """
 
     gather_s: Floats
@@ -32,15 +32,15 @@ class UnitTimes(NamedTuple):
 
 
 class _PassMessages(NamedTuple):
-    """Seconds of FSDP's messages in a microbatch without a pipeline.
+    """Seconds of FSDP collectives in one microbatch without a pipeline.
 
     Attributes:
-        first_gather_s: Of the first layer, which nothing runs beside.
-        forward_s: All gathers in forward.
-        backward_s: Those in backward that begin after the backward of the last layer.
+        first_gather_s: All-gather of the first layer, which overlaps nothing.
+        forward_s: All all-gathers in forward.
+        backward_s: All-gathers in backward that start after the backward of the last layer.
         scatter_s: All reduce-scatters.
-        last_reduction_s: Reduce-scatter and all-reduce of the first layer, which nothing runs beside.
-        all_reduce_s: The shortest reduce-scatter, and all all-reduces of replicas after it.
+        last_reduction_s: Reduce-scatter and all-reduce of the first layer, which overlap nothing.
+        all_reduce_s: The shortest reduce-scatter, followed by all all-reduces among replicas.
     """
 
     first_gather_s: float
@@ -51,12 +51,12 @@ class _PassMessages(NamedTuple):
     all_reduce_s: float
 
     def pass_times_s(self, forwards_s: Floats, backwards_s: Floats) -> tuple[float, float, float]:
-        """A forward, a backward that reduces gradients, and one that does not.
+        """Seconds of a forward, a backward that reduces gradients, and a backward that does not.
 
-        Messages of one kind take turns on their stream, and so do layers.
+        All-gathers and reduce-scatters are serialized on one stream, all-reduces on another, and layers on a third.
 
         Args:
-            forwards_s, backwards_s: By layer.
+            forwards_s, backwards_s: ``(layers,)`` Compute seconds.
         """
         forward_s = max(self.first_gather_s + forwards_s.sum(), self.forward_s + forwards_s[-1])
         computed_s, last_s, first_s = backwards_s.sum(), backwards_s[-1], backwards_s[0]
@@ -71,11 +71,11 @@ class _PassMessages(NamedTuple):
 
 
 class ShardingTimes:
-    """Times of FSDP's messages.
+    """Cache of FSDP collective times.
 
     Args:
-        job: What every candidate shares.
-        prices: Of messages.
+        job: Job without the searched plan fields.
+        prices: Cost estimates of collectives.
     """
 
     def __init__(self, job: Job, prices: CostCache) -> None:
@@ -85,7 +85,7 @@ class ShardingTimes:
         self._units: dict[Hashable, tuple[Unit, ...]] = {}
 
     def alone(self, rows: Candidates, row: int) -> _PassMessages:
-        """Of a plan without a pipeline."""
+        """Collective times of a plan without a pipeline."""
         names = "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel", "ep", "zero_stage", "reshard_after_forward"
         key = tuple(int(rows[name][row]) for name in names)
         found = self._alone.get(key)
@@ -94,7 +94,7 @@ class ShardingTimes:
         return found
 
     def stages(self, rows: Candidates, row: int, boundaries: NDArray[np.int64]) -> UnitTimes:
-        """Of a plan with a pipeline."""
+        """Collective times by stage of a plan with a pipeline."""
         names = "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel", "ep"
         key = tuple(int(rows[name][row]) for name in names)
         found = self._by_layer.get(key)
@@ -103,7 +103,7 @@ class ShardingTimes:
         return UnitTimes(*(np.diff(of[boundaries]) for of in found))
 
     def _of_layers(self, plan: ParallelPlan) -> tuple[Floats, Floats]:
-        """``(layers + 1,)`` Sums of gathers, and of reductions, over the layers before one."""
+        """``(layers + 1,)`` Prefix sums over layers of all-gather and of reduce-scatter seconds."""
         units = self._units_of(plan)
         gathers_s, scatters_s, _ = self._messages_s(plan, units)
         found = np.zeros((2, len(self._job.model.layers) + 1))
@@ -119,7 +119,7 @@ class ShardingTimes:
         reshards = plan.zero_stage == 3 and plan.reshard_after_forward
         again_s = 0.0
         if reshards and not software.lists_of_shards:
-            # the last two may be gathered beside the backward of the last layer
+            # the last two all-gathers may overlap the backward of the last layer
             again_s = sum(s for unit, s in zip(units[:-2], gathers_s[:-2], strict=True) if not unit.stays)
         last_s = [
             scatter_s + reduce_s
@@ -147,7 +147,7 @@ class ShardingTimes:
         return found
 
     def _messages_s(self, plan: ParallelPlan, units: tuple[Unit, ...]) -> tuple[list[float], list[float], list[float]]:
-        """By unit: its gather, its reduce-scatter, and the all-reduce among replicas."""
+        """By unit, seconds of its all-gather, its reduce-scatter, and its all-reduce among replicas."""
         mapping, state = RankMapping.of(plan), self._job.software.state(self._job.training, plan)
         replicas = mapping.replicate_group(0)
 

@@ -1,4 +1,4 @@
-"""Lower bound on the step time: what the busiest pipeline rank computes, sends, waits for and updates."""
+"""Lower bound on the step time: compute, communication, waits and optimizer of the busiest pipeline rank."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["Pipeline", "StepTimeBound"]
 
 
 class Pipeline(NamedTuple):
-    """What plans of one pipeline have in common: as many ranks and stages, one placement, backwards split or not.
+    """Pipeline shared by a set of plans: its ranks, stages, placement, and split or unsplit backward.
 
     Attributes:
-        layers: By way of splitting layers.
-        boundaries: By way, the first layer of each stage, and how many layers there are.
-        stages: Sums over the same.
-        placement: By stage, its rank.
-        splits: Backwards are in two parts.
+        layers: One entry per layer configuration.
+        boundaries: By layer configuration, ``(stages + 1,)``: first layer of each stage, then the number of layers.
+        stages: Sums over the stages, by layer configuration.
+        placement: ``(stages,)`` Pipeline rank of each stage.
+        splits: True if backward is split into dgrad and wgrad.
     """
 
     layers: Sequence[LayerSums]
@@ -39,22 +39,23 @@ class Pipeline(NamedTuple):
 
     @property
     def num_ranks(self) -> int:
-        """Pipeline ranks."""
+        """Number of pipeline ranks."""
         return int(self.placement.max()) + 1
 
     def of_ranks(self, of_stages: Floats) -> Floats:
-        """``(ways, ranks)`` Sums over the stages of every rank."""
+        """``(ways, ranks)`` Sums over the stages of each rank, by layer configuration."""
         ranks = [of_stages[:, self.placement == rank].sum(axis=1) for rank in range(self.num_ranks)]
         return np.stack(ranks, axis=1)
 
 
 class _Tail(NamedTuple):
-    """Seconds of every rank after its last backward, ``(rows, ranks)``; of the first stage of a rank apart.
+    """Seconds of each rank after its last backward, ``(rows, ranks)``.
 
     Attributes:
-        reduce_s: Reductions of gradients of stages but the rank's first one, which nothing runs beside.
-        first_reduce_s: The same of its first stage, which is the last to be done unless backwards are split.
-        update_s: Of the optimizer, and what follows it.
+        reduce_s: Exposed gradient reductions of all stages except the rank's first stage.
+        first_reduce_s: Exposed gradient reductions of the rank's first stage, the last to finish if backward is not
+            split.
+        update_s: Optimizer, and the parameter all-gathers after it.
     """
 
     reduce_s: Floats
@@ -63,17 +64,18 @@ class _Tail(NamedTuple):
 
 
 class StepTimeBound:
-    """Seconds that a step takes at least.
+    """Lower bound on the seconds of a step.
 
-    A pipeline rank begins when the first microbatch has come through the first stages of the ranks before; computes all
-    microbatches with the exchanges inside of layers, one thing at a time, and waits for what it sends where the
-    software does so; and ends, unless backwards are split, with a backward that has to go back through those stages.
-    Then gradients are reduced, as far as that is not beside a backward, parameters updated, and gathered where ranks
-    updated parts of them. FSDP's gathers and reductions take turns on one stream.
+    A pipeline rank starts when the first microbatch has passed the first stages of the previous ranks. It computes all
+    microbatches sequentially with the collectives inside layers, and waits for P2P sends where the software does.
+    Unless backward is split, the last backward then passes back through those stages.
+
+    Exposed gradient reductions, the optimizer and the all-gather of updated parameters follow. FSDP's all-gathers and
+    reduce-scatters are serialized on one stream.
 
     Args:
-        job: What every candidate shares.
-        prices: Of messages, which cost the same under all plans.
+        job: Job without the searched plan fields.
+        prices: Cost estimates of communication, the same under all plans.
     """
 
     def __init__(self, job: Job, prices: CostCache) -> None:
@@ -86,12 +88,12 @@ class StepTimeBound:
         self._sharding = ShardingTimes(job, prices)
 
     def seconds(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
-        """``(rows,)`` At least so many.
+        """``(rows,)`` Lower bounds in seconds.
 
         Args:
-            rows: Plans of the pipeline.
-            pipeline: It.
-            ways: By row, the way in which it splits layers.
+            rows: Plans that share the pipeline.
+            pipeline: The shared pipeline.
+            ways: ``(rows,)`` Index of the layer configuration in ``pipeline``.
         """
         found = np.zeros(len(rows))
         sharded = rows.shards_parameters
@@ -104,7 +106,7 @@ class StepTimeBound:
         return found + self._host_s
 
     def _pipelined_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
-        """With a pipeline, or without sharded parameters."""
+        """``(rows,)`` Bounds with a pipeline, or without sharded parameters."""
         stages, num_ranks = pipeline.stages, pipeline.num_ranks
         many = self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"])
         forward_s = stages.forward_s + self._batch_s
@@ -120,7 +122,7 @@ class StepTimeBound:
             if rows.shards_parameters[0] and self._prices.sends
             else []
         )
-        if units:  # the first stage of the first rank is gathered before anything is computed
+        if units:  # the first stage of the first rank is unsharded before any compute
             done_s = done_s + np.array([[max(0.0, of.gather_s[0] - self._batch_s)] for of in units])
         tail = self._tail(rows, pipeline, ways, units)
         ends_s = done_s + tail.reduce_s + tail.first_reduce_s + tail.update_s
@@ -130,7 +132,7 @@ class StepTimeBound:
         return np.asarray(np.maximum(ends_s.max(axis=1), last_s))
 
     def _hops_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
-        """``(ways, ranks)`` A message of a microbatch from every rank to the next one, from its first stage."""
+        """``(ways, ranks)`` Seconds of one microbatch's P2P send from the first stage of each rank to the next rank."""
         num_ranks, sizes = pipeline.num_ranks, pipeline.stages.output_bytes
         found = np.zeros((len(sizes), num_ranks))
         if num_ranks == 1 or not self._prices.sends:
@@ -141,7 +143,7 @@ class StepTimeBound:
         width, node_of = int(rows.num_devices[0]) // num_ranks, self._job.cluster.node_of
         sent = -(-sizes[:, :num_ranks] // parts[:, None])
         ends = [(rank * width, (rank + 1) % num_ranks * width) for rank in range(num_ranks)]
-        by_kind: dict[bool, tuple[int, int]] = {}  # messages inside of nodes cost the same, and those between nodes
+        by_kind: dict[bool, tuple[int, int]] = {}  # sends inside nodes all cost the same, and so do sends between nodes
         for rank, (source, target) in enumerate(ends):
             pair = by_kind.setdefault(node_of(source) == node_of(target), (source, target))
             values, place = np.unique(sent[:, rank], return_inverse=True)
@@ -149,7 +151,7 @@ class StepTimeBound:
         return found
 
     def _sends_s(self, rows: Candidates, hops_s: Floats, many: Column) -> Floats:
-        """``(rows, ranks)`` What ranks of synchronous schedules wait for messages before they go on."""
+        """``(rows, ranks)`` Seconds that ranks of synchronous schedules wait for P2P sends."""
         num_ranks = hops_s.shape[1]
         found = np.zeros_like(hops_s)
         waits = np.zeros(len(rows), np.bool_)
@@ -157,7 +159,7 @@ class StepTimeBound:
             waits |= rows.has("schedule", schedule) if schedule in rows.values["schedule"] else False
         if num_ranks == 1 or not waits.any():
             return found
-        found[:, :-1] += many[:, None] * hops_s[:, :-1]  # each send is waited for by the next computation
+        found[:, :-1] += many[:, None] * hops_s[:, :-1]  # the next computation waits for each send
         found[:, 1:] += many[:, None] * hops_s[:, :-1]
         found = np.maximum(0, found - hops_s.max(axis=1)[:, None])
         return np.where(waits[:, None], found, 0.0)
@@ -192,12 +194,12 @@ class StepTimeBound:
                 first_reduce_s[here] += own_s
                 all_s = self._reduced_s(trained[here] * state.reduced, mapping, evenly=evenly)
                 reduce_s[here] += np.maximum(0, all_s - own_s)
-            elif not pipeline.splits:  # on a stream of their own, from when the first gradients are there
+            elif not pipeline.splits:  # on a separate stream, starting with the first gradients
                 first_reduce_s[here] += np.maximum(0, own_s - beside_s[here])
         return _Tail(reduce_s, first_reduce_s, update_s)
 
     def _reduced_s(self, num_bytes: Floats, mapping: RankMapping, *, evenly: bool) -> Floats:
-        """Of gradients of ranks, in one message: no longer than in several."""
+        """Seconds to reduce gradients in one collective, a lower bound for several buckets."""
         if not evenly:
             return self._messages_s(CollectiveKind.ALL_REDUCE, num_bytes, mapping.dp_group(0))
         group = mapping.shard_group(0)
@@ -207,7 +209,7 @@ class StepTimeBound:
         )
 
     def _backward_but_last_layer_s(self, pipeline: Pipeline) -> Floats:
-        """``(ways, ranks)`` What a backward of the first stage of a rank takes after its last layer."""
+        """``(ways, ranks)`` Backward seconds of a rank's first stage without its last layer."""
         first = slice(0, pipeline.num_ranks)
         last_s = [
             np.diff(of.summed[1])[bounds[1:] - 1][first]
@@ -216,13 +218,13 @@ class StepTimeBound:
         return np.asarray(pipeline.stages.backward_s[:, first] - np.stack(last_s))
 
     def _update_s(self, rows: Candidates, pipeline: Pipeline, ways: Column, trained: Floats, experts: Floats) -> Floats:
-        """``(rows, ranks)`` The optimizer on what a rank updates."""
+        """``(rows, ranks)`` Optimizer seconds for the parameters that a rank updates."""
         shards = np.where(rows["zero_stage"] > 0, rows.num_shards, 1)[:, None]
         all_ranks = np.where(rows["zero_stage"] > 0, rows.dp * rows["cp"] * rows["tp"], 1)[:, None]
         return np.asarray(pipeline.stages.update_s[ways] * (trained / shards + experts / all_ranks))
 
     def _alone_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
-        """FSDP without a pipeline."""
+        """``(rows,)`` Bounds of FSDP without a pipeline."""
         stages, software = pipeline.stages, self._job.software
         update_s = self._update_s(rows, pipeline, ways, stages.trained[ways], stages.experts[ways])[:, 0]
         many = self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"])
@@ -239,7 +241,7 @@ class StepTimeBound:
         return found + update_s
 
     def _meshes(self, rows: Candidates) -> list[tuple[NDArray[np.int64], ParallelPlan]]:
-        """Rows with the same ranks on every axis, and one of their plans."""
+        """Groups of rows with equal parallel degrees and ZeRO stage, each with one of its plans."""
         names = "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero_stage"
         table = np.stack([rows[name] for name in names])
         _, first, place = np.unique(table, axis=1, return_index=True, return_inverse=True)
@@ -247,7 +249,7 @@ class StepTimeBound:
         return [(np.flatnonzero(place == number), rows.plan(row)) for number, row in enumerate(first.tolist())]
 
     def _messages_s(self, kind: CollectiveKind, num_bytes: Floats, group: tuple[int, ...]) -> Floats:
-        """Messages of many sizes in one group."""
+        """Seconds of one collective in one group, for many sizes."""
         if len(group) == 1:
             return np.zeros_like(num_bytes)
         sizes, place = np.unique(num_bytes.astype(np.int64), return_inverse=True)
