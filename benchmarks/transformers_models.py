@@ -39,6 +39,7 @@ _MODELS = (
 _PLANS = {
     "DDP": ParallelPlan(dp_replicate=2, microbatch_size=2),
     "FSDP2": ParallelPlan(dp_shard=2, microbatch_size=2),
+    "tensor parallelism": ParallelPlan(tp=2, microbatch_size=2),  # of Llamas
 }
 _TRAINING = TrainingSpec(global_batch_size=16, precision="fp32")
 _CALIBRATION_S = 25.0
@@ -55,15 +56,24 @@ def transformers_models() -> Iterator[BenchmarkRow]:
     with tempfile.TemporaryDirectory() as folder:
         for model in _MODELS:
             calibration = _calibrated(model)
-            for name, plan in _PLANS.items():
+            for name, plan in _plans(model).items():
                 yield from _rows(model, name, plan, calibration, Path(folder) / f"{model.name} {name}")
 
 
+def _plans(model: ModelSpec) -> dict[str, ParallelPlan]:
+    """Plans under which transformers' code of a model runs, by name."""
+    return {name: plan for name, plan in _PLANS.items() if plan.tp == 1 or model.family == "llama"}
+
+
 def _calibrated(model: ModelSpec) -> Calibration:
-    kinds = frozenset().union(*(kinds_needed(plan, model, _TRAINING) for plan in _PLANS.values()))
-    shape = ShapeRequest(model=model, microbatch_size=2, model_code="transformers")
+    plans = _plans(model).values()
+    kinds = frozenset().union(*(kinds_needed(plan, model, _TRAINING) for plan in plans))
+    shapes = tuple(
+        ShapeRequest(model=model, shard=shard, microbatch_size=2, model_code="transformers")
+        for shard in dict.fromkeys(plan.shard for plan in plans)
+    )
     request = CalibrationRequest(
-        shapes=(shape,), num_ranks=2, budget_s=_CALIBRATION_S, communication=tuple(sorted(kinds))
+        shapes=shapes, num_ranks=2, budget_s=_CALIBRATION_S, communication=tuple(sorted(kinds))
     )
     return calibrate(request)
 

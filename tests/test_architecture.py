@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -189,6 +190,17 @@ def test_small_commands_bring_no_numba(run: str) -> None:
     program = f"import sys; from simplan.cli import main; {run}; print('numba' in sys.modules, file=sys.stderr)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     assert found.stderr.split() == ["False"]
+
+
+MAX_MODULES = 16  # of a folder, so that its list is read at a glance
+
+
+def test_no_folder_has_too_many_modules() -> None:
+    modules: Counter[Path] = Counter()
+    for path in python_files("simplan", "executor", "app", "fit", "tests"):
+        if path.name != "__init__.py":
+            modules[path.parent.relative_to(ROOT)] += 1
+    assert {str(folder): number for folder, number in modules.items() if number > MAX_MODULES} == {}
 
 
 # Names of operators that general modules use for something else: a kind of layer, a field, a measured kernel, a role.

@@ -8,7 +8,6 @@ from pathlib import Path
 from simplan.cli.calibrations import Wanted, covers, ensure, is_needed, measure, read, request_across, requests_for
 from simplan.cli.drawing import print_drawing, refuse_other_suffix, write_drawing
 from simplan.cli.execute import RunOptions, default_folder, execute, join, refuse_other_software
-from simplan.cli.fewer_nodes import scenarios_on_fewer
 from simplan.cli.nodes import NodeRendezvous, nodes_of, nodes_to_time, refuse_without_nodes
 from simplan.cli.search import scenarios_to_time
 from simplan.cli.terminal.output import emphasize, print_json, print_result, say
@@ -24,6 +23,7 @@ from simplan.report.explanation import difference_text, explanation_text
 from simplan.report.text import prediction_text, verdict
 from simplan.report.trace import predicted_trace, write_predicted_trace
 from simplan.scenario import Scenario, load_scenario
+from simplan.scenario.fewer_nodes import scenarios_on_fewer
 
 __all__ = [
     "calibrate_command",

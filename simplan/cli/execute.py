@@ -10,7 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from simplan.cli.fewer_nodes import fewer_nodes, scenarios_on_fewer
 from simplan.cli.terminal.output import say
 from simplan.cli.terminal.processes import run_executor
 from simplan.cli.terminal.progress import ProgressLine
@@ -26,6 +25,7 @@ from simplan.runs.fewer_nodes import Nodes
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from simplan.scenario import Scenario
+from simplan.scenario.fewer_nodes import fewer_nodes, scenarios_on_fewer
 from simplan.units import GIB
 from simplan.validate.compare import Comparison, compare
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import simplan
 from simplan.cli.calibrations import is_needed, read
 from simplan.cli.execute import RunOptions, exported_job, refuse_other_software
-from simplan.cli.fewer_nodes import refuse_unless_it_can_go_on
 from simplan.cli.nodes import numbers_of_nodes, refuse_other_number
 from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cost.calibration.format import Calibration
@@ -16,6 +15,7 @@ from simplan.interop.launchers import Launch, claim_of, kubernetes_job, slurm_sc
 from simplan.io import write_text
 from simplan.runs.checkpoint import Checkpointing
 from simplan.scenario import Scenario, load_scenario
+from simplan.scenario.fewer_nodes import refuse_unless_it_can_go_on
 
 __all__ = ["export_command"]
 

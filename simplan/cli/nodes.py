@@ -8,11 +8,11 @@ import socket
 from dataclasses import dataclass
 
 from simplan.cli.execute import RunOptions
-from simplan.cli.fewer_nodes import refuse_unless_it_can_go_on
 from simplan.cost.calibration.format import CalibrationRequest
 from simplan.errors import Problem, SpecError
 from simplan.runs.fewer_nodes import Nodes
 from simplan.scenario import Scenario
+from simplan.scenario.fewer_nodes import refuse_unless_it_can_go_on
 
 __all__ = [
     "NodeRendezvous",

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from simplan.cli.execute import RunOptions
-from simplan.cli.fewer_nodes import scenarios_on_fewer
 from simplan.cli.nodes import NodeRendezvous, nodes_of, numbers_of_nodes
 from simplan.errors import SpecError
 from simplan.runs.checkpoint import Checkpointing
 from simplan.runs.fewer_nodes import Nodes
 from simplan.scenario import load_scenario
+from simplan.scenario.fewer_nodes import scenarios_on_fewer
 
 Simplan = Callable[..., "subprocess.CompletedProcess[str]"]
 
