@@ -192,7 +192,7 @@ def test_the_schedule_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.Monk
     info = tmp_path / "eager-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: eager\nVersion: 1.0\n")
-    name, target = re.findall(r'^([\w-]+) = "(.*)"', entry_points, re.MULTILINE)[0]
+    ((name, target),) = tomllib.loads(entry_points)["project"]["entry-points"]["simplan.schedules"].items()
     (info / "entry_points.txt").write_text(f"[simplan.schedules]\n{name} = {target}\n")
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "eager.yaml"

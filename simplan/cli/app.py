@@ -47,7 +47,7 @@ def root(
 
     For example: simplan demo; simplan predict SCENARIO; simplan run SCENARIO; simplan show devices
 
-    Exit codes: 0 done, 1 an expectation failed, 2 bad usage or bad file, 3 no plan fits, 4 a run failed,
+    Exit codes: 0 done, 1 an expectation failed, 2 bad usage or bad file, 3 no plan of a search fits, 4 a run failed,
     130 interrupted.
     """
     from simplan.cli.terminal.output import print_result

@@ -68,7 +68,9 @@ METRICS: dict[str, Metric] = {
         "step time from whole actions, without the overlap inside them", "s", _key("level1_step_time_s")
     ),
     "bubble_fraction": Metric(
-        "share of the step in which compute streams idle, mean over ranks", "", _key("bubble_fraction")
+        "fraction of the time from first to last compute in which compute streams idle, mean over ranks",
+        "",
+        _key("bubble_fraction"),
     ),
     "tokens_per_s_per_device": Metric(
         "throughput, padding of packed sequences included", "tokens/s", _key("tokens_per_s_per_device")
