@@ -37,7 +37,7 @@ _PLACES = {
     "benchmarks/RESULTS.md": "benchmarks.md",
     "scenarios/published/README.md": "reference/published-runs.md",
 }
-"""Where files of the repository are on the site."""
+"""Site pages of files of the repository."""
 
 
 def pages() -> dict[str, str]:

@@ -18,11 +18,19 @@ from executor.train.documents import DocumentAttention, token_positions
 from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
 
-__all__ = ["LayerRequest", "MaskedAttention", "StageContext", "alibi_slopes", "full_attention", "soft_capped"]
+__all__ = [
+    "ROTARY_BASE",
+    "LayerRequest",
+    "MaskedAttention",
+    "StageContext",
+    "alibi_slopes",
+    "full_attention",
+    "soft_capped",
+]
 
 _HEADS, _TOKENS = 1, 2  # the dimensions
 _SCORES_CAP = 50.0  # Gemma 2, attn_logit_softcapping
-_ROTARY_BASE = 10_000.0  # RoPE, arXiv:2104.09864
+ROTARY_BASE = 10_000.0  # RoPE, arXiv:2104.09864
 _LARGEST_SLOPE_EXPONENT = 8  # Press et al. 2022, section 3: slopes go down to 2^-8
 
 
@@ -72,14 +80,14 @@ class StageContext:
     def rotary_tables(self, width: int) -> tuple[Tensor, Tensor]:
         """Cosine and sine of position times frequency, (tokens, width) each (Su et al. 2021, arXiv:2104.09864)."""
         if "cos" not in self.tables:
-            frequencies = _ROTARY_BASE ** (-torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width)
+            frequencies = ROTARY_BASE ** (-torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width)
             angles = torch.outer(self._positions().double(), frequencies).repeat(1, 2)
             for name, table in (("cos", angles.cos()), ("sin", angles.sin())):
                 self.tables[name] = table.float().to(self.device, self._dtype)
         return self.tables["cos"], self.tables["sin"]
 
     def own_positions(self) -> Tensor:
-        """Where in its document each token is that this rank has between attention and MLP, int64."""
+        """Positions in their documents of the tokens that this rank has between attention and MLP, int64."""
         positions = self._positions()
         own = self._dims.own_part(positions, 0) if self._dims.splits_tokens else positions
         return own.to(self.device, copy=True)

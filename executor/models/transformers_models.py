@@ -26,14 +26,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from executor.models.attention_cores import LayerRequest
+from executor.models.attention_cores import ROTARY_BASE, LayerRequest
 from simplan.model.layer import LayerKind
 from simplan.model.model import ModelSpec
 
 __all__ = ["RotaryTables", "TokenEmbedding", "TransformersHead", "make_layer", "whole_model"]
 
 _EPS = 1e-5
-_ROTARY_BASE = 10_000.0  # RoPE, arXiv:2104.09864, as of the executor's own models
 _LLAMAS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -92,7 +91,7 @@ def whole_model(spec: ModelSpec) -> PreTrainedModel:
             )
         )
     sizes |= {"num_key_value_heads": spec.num_key_value_heads, "head_dim": spec.head_dim, "rms_norm_eps": _EPS}
-    sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": _ROTARY_BASE}
+    sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": ROTARY_BASE}
     if spec.family == "moe":
         experts = {"num_local_experts": spec.num_experts, "num_experts_per_tok": spec.top_k}
         return MixtralForCausalLM(MixtralConfig(**sizes, **experts, intermediate_size=spec.moe_intermediate_size))
