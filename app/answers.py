@@ -10,7 +10,7 @@ import streamlit as st
 from app.results import plan as plan_results
 from app.results import timeline as timeline_results
 from app.results.plan import PlanResult, plan_result
-from app.results.quick import Quick, quick
+from app.results.quick import PlanEstimate, quick
 from app.results.timeline import TimelineResult, timeline_result
 from app.state import document_text
 from app.work import awaited, handed_over
@@ -40,7 +40,7 @@ def scenario(document: Document) -> Scenario:
     return _scenario(_key(document))
 
 
-def quick_numbers(document: Document) -> Quick | None:
+def quick_numbers(document: Document) -> PlanEstimate | None:
     """Step time and memory as a search computes them, in milliseconds; None for ranks that share CPU cores.
 
     Raises:
@@ -122,5 +122,5 @@ def _scenario(key: str) -> Scenario:
 
 
 @st.cache_resource(max_entries=256, show_spinner=False)
-def _quick(key: str) -> Quick | None:
+def _quick(key: str) -> PlanEstimate | None:
     return quick(_scenario(key))

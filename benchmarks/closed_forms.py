@@ -7,14 +7,14 @@ from fractions import Fraction
 from benchmarks.table import BenchmarkRow
 from simplan import catalog
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec, LinkSpec
-from simplan.cost.communication.collectives import message_price
+from simplan.cost.communication.collectives import communication_cost
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan, StageAssignment
 from simplan.program.action import ActionKind
 from simplan.program.lowering.lower import Lowering, lower
-from simplan.program.program import Message, Op
+from simplan.program.program import Communication, Op
 from simplan.program.schedules import SCHEDULES, PipelineShape, naive
 from simplan.program.tables.complete import complete_table
 from simplan.program.tables.partition import assign_stage_layers
@@ -96,7 +96,9 @@ def _ring_s(num_bytes: int, num_ranks: int) -> float:
     cluster = ClusterSpec(
         id="bench", device=DeviceSpec(id="bench"), devices_per_node=64, num_devices=64, intra_link=link
     )
-    return message_price(Message(CollectiveKind.ALL_REDUCE, num_bytes, tuple(range(num_ranks))), cluster).seconds
+    return communication_cost(
+        Communication(CollectiveKind.ALL_REDUCE, num_bytes, tuple(range(num_ranks))), cluster
+    ).seconds
 
 
 def _bytes_per_parameter(state: StateBytes, optimizer: str) -> float:
@@ -106,7 +108,7 @@ def _bytes_per_parameter(state: StateBytes, optimizer: str) -> float:
     assignment = StageAssignment((0, len(model.layers)))
     job = Job(model, catalog.cluster("dgx-h100", 1), training, ParallelPlan(), _software(state))
     program = lower(job, assignment, table, Lowering(level=1))
-    return sum(program.resting_bytes[0].values()) / model.num_parameters
+    return sum(program.persistent_bytes[0].values()) / model.num_parameters
 
 
 def _simulated(name: str, p: int, m: int, v: int = 1) -> tuple[Fraction, list[int]]:
@@ -122,7 +124,7 @@ def _simulated(name: str, p: int, m: int, v: int = 1) -> tuple[Fraction, list[in
     program = lower(job, assign_stage_layers([1] * (p * v)), table, Lowering(level=1))
 
     def seconds(op: Op) -> float:
-        if op.message or not op.work:
+        if op.communication or not op.work:
             return 0.0
         return {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}.get(op.action.kind, 0.0)
 

@@ -19,8 +19,8 @@ from benchmarks.alone import alone
 from benchmarks.engine_speed import program_of
 from benchmarks.table import BenchmarkRow
 from simplan import catalog
-from simplan.cost.base import CostModel
-from simplan.cost.pricing import price_program
+from simplan.cost.model import CostModel
+from simplan.cost.program_costs import estimate_program
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.predict import build_program, cost_model, predict, simulate_program
@@ -109,7 +109,7 @@ def _time(run: Callable[..., Any], *arguments: object) -> tuple[float, Any]:
 def _ratio() -> dict[str, Any]:
     found = _predicted(ParallelPlan(tp=8, pp=4), "llama3-70b", 32)
     program = build_program(found)
-    durations_s = price_program(program, _cost(found)).durations_s
+    durations_s = estimate_program(program, _cost(found)).durations_s
     vectors_s = np.tile(np.array(durations_s), (_VECTORS, 1))
     compile_program(program).step_times_s(vectors_s)  # loads numba
     simpy_s, compile_s, vector_s = [], [], []
@@ -143,22 +143,22 @@ def _unfolded() -> dict[str, Any]:
     found = _llama_405b()
     how = Lowering(level=1, folding=unfolded(RankMapping.of(found.job.plan)))
     lower_s, program = _time(lower, found.job, found.assignment, found.table, how)
-    price_s, pricing = _time(price_program, program, _cost(found))
-    simpy_s, times = _time(simulate, program, pricing.durations_s)
+    price_s, program_costs = _time(estimate_program, program, _cost(found))
+    simpy_s, times = _time(simulate, program, program_costs.durations_s)
     return {
         "lower_s": lower_s,
         "price_s": price_s,
         "simpy_s": simpy_s,
         "num_ops": len(program.ops),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "difference": abs(times.step_time_s / found.level1_step_time_s - 1),
+        "difference": abs(times.step_time_s / found.action_level_step_time_s - 1),
     }
 
 
 def _interleaved() -> dict[str, Any]:
     lower_s, program = _time(program_of, interleaved_1f1b(PipelineShape(_P, _M, _V)), _P, _M, _V)
     durations_s = [
-        _SEND_S if op.message else _SECONDS.get(op.action.kind, 0.0) if op.work else 0.0 for op in program.ops
+        _SEND_S if op.communication else _SECONDS.get(op.action.kind, 0.0) if op.work else 0.0 for op in program.ops
     ]
     simpy_s, times = _time(simulate, program, durations_s)
     compile_program(program).times(durations_s)  # loads numba

@@ -37,7 +37,7 @@ def engine_speed() -> list[BenchmarkRow]:
     compute = one_f_one_b(PipelineShape(_P, _M))
     program = program_of(compute, _P, _M)
     durations_s = [
-        _SEND_S if op.message else _SECONDS.get(op.action.kind, 0.0) if op.work else 0.0 for op in program.ops
+        _SEND_S if op.communication else _SECONDS.get(op.action.kind, 0.0) if op.work else 0.0 for op in program.ops
     ]
 
     def engine(fresh: Program) -> None:

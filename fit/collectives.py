@@ -104,8 +104,8 @@ def _log_seconds(records: Sequence[Record], values: Values) -> Floats:
         key = id(record.cluster)
         if key not in clusters:
             clusters[key] = _with_values(record.cluster, values)
-        ways = nccl_ways(record.message, route_of(record.message.ranks, clusters[key]))
-        times_s = [way.seconds(record.message.num_bytes) for way in ways if way.name.startswith(record.algorithm)]
+        ways = nccl_ways(record.communication, route_of(record.communication.ranks, clusters[key]))
+        times_s = [way.seconds(record.communication.num_bytes) for way in ways if way.name.startswith(record.algorithm)]
         logs.append(np.log(min(times_s)))
     return np.array(logs)
 

@@ -31,8 +31,8 @@ def _lines(values: Values, rows: Sequence[FitRow], spread: SpreadEstimate, unsee
     yield "all:"
     for field in ALL:
         yield f"  {field}: {_number(values[field])}"
-    yield f"  unseen_std: {unseen:.2f}"
-    yield f"  between_nodes_std: {spread.between_nodes:.2f}"
+    yield f"  unfitted_std: {unseen:.2f}"
+    yield f"  inter_node_std: {spread.between_nodes:.2f}"
     yield "architectures:"
     for owner, own in _by(rows, lambda row: row.architecture):
         yield f"  {owner}:"

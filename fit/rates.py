@@ -26,23 +26,23 @@ class ParameterBounds(NamedTuple):
 
 ARCHITECTURE: Mapping[str, ParameterBounds] = MappingProxyType(
     {
-        "matmul_share": ParameterBounds(0.1, 0.4, 1.0),
-        "low_share": ParameterBounds(0.3, 0.3, 1.0),
-        "fp4_share": ParameterBounds(0.4, 0.2, 1.0),
-        "bandwidth_share": ParameterBounds(0.1, 0.5, 1.0),
+        "matmul_efficiency": ParameterBounds(0.1, 0.4, 1.0),
+        "fp8_efficiency": ParameterBounds(0.3, 0.3, 1.0),
+        "fp4_efficiency": ParameterBounds(0.4, 0.2, 1.0),
+        "bandwidth_efficiency": ParameterBounds(0.1, 0.5, 1.0),
     }
 )
 """Constants per architecture, in addition to its attention kernels (data has at most two per architecture)."""
 
 KERNELS: tuple[AttentionKernel, ...] = ("flash1", "flash2", "flash3")
 SUSTAINED = ParameterBounds(0.2, 0.3, 2.0)
-"""Constant per attention kernel and architecture: ``AttentionShare.sustained``."""
+"""Constant per attention kernel and architecture: ``AttentionEfficiency.sustained``."""
 
 SOFTWARE: Mapping[str, ParameterBounds] = MappingProxyType(
     {
         "traffic": ParameterBounds(0.5, 0.3, 4.0),
         "compiled_traffic": ParameterBounds(0.5, 0.2, 4.0),
-        "stack_share": ParameterBounds(0.07, 0.7, 1.3),
+        "framework_efficiency": ParameterBounds(0.07, 0.7, 1.3),
         "intra_slowdown": ParameterBounds(0.3, 0.3, 3.0),
         "inter_slowdown": ParameterBounds(0.5, 0.3, 4.0),
     }
@@ -59,19 +59,19 @@ peculiarities of these runs, and held-out errors grow by a third.
 
 ALL: Mapping[str, ParameterBounds] = MappingProxyType(
     {
-        "tile_s": ParameterBounds(0.5, 0.1e-6, 20e-6),
-        "half_keys": ParameterBounds(0.5, 30.0, 2000.0),
-        "narrow_heads": ParameterBounds(0.1, 0.4, 1.0),
-        "misaligned_share": ParameterBounds(0.3, 0.02, 1.0),
-        "last_wave": ParameterBounds(0.5, 0.05, 1.0),
-        "score_traffic": ParameterBounds(0.3, 0.7, 3.0),
-        "row_scale_share": ParameterBounds(0.15, 0.4, 1.0),
+        "tile_overhead_s": ParameterBounds(0.5, 0.1e-6, 20e-6),
+        "half_rate_keys": ParameterBounds(0.5, 30.0, 2000.0),
+        "head_dim_64_efficiency": ParameterBounds(0.1, 0.4, 1.0),
+        "misaligned_slice_efficiency": ParameterBounds(0.3, 0.02, 1.0),
+        "tail_wave_fraction": ParameterBounds(0.5, 0.05, 1.0),
+        "softmax_traffic_factor": ParameterBounds(0.3, 0.7, 3.0),
+        "rowwise_efficiency": ParameterBounds(0.15, 0.4, 1.0),
         "jitter": ParameterBounds(0.7, 0.001, 0.05),
-        "kernel_s": ParameterBounds(0.7, 1e-6, 60e-6),
-        "taken_share": ParameterBounds(0.5, 0.01, 0.5),
-        "split_s": ParameterBounds(0.7, 1e-6, 300e-6),
-        "step_s": ParameterBounds(0.7, 1e-3, 0.1),
-        "batch_s": ParameterBounds(0.7, 0.05e-3, 5e-3),
+        "kernel_overhead_s": ParameterBounds(0.7, 1e-6, 60e-6),
+        "overlap_slowdown": ParameterBounds(0.5, 0.01, 0.5),
+        "gemm_split_overhead_s": ParameterBounds(0.7, 1e-6, 300e-6),
+        "host_step_overhead_s": ParameterBounds(0.7, 1e-3, 0.1),
+        "host_batch_overhead_s": ParameterBounds(0.7, 0.05e-3, 5e-3),
     }
 )
 """Constants common to all devices and frameworks."""

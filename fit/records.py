@@ -11,7 +11,7 @@ from simplan.cluster.hardware import ClusterSpec, LinkSpec
 from simplan.cost.communication.collectives import bus_factor
 from simplan.io import read_yaml
 from simplan.model.layer import CollectiveKind
-from simplan.program.program import Message
+from simplan.program.program import Communication
 
 __all__ = ["Record", "kind_of", "load_records"]
 
@@ -24,7 +24,7 @@ class Record:
         id: Identifier in the file.
         source: Repository or document.
         curve: Name shared by measurements of one run over sizes.
-        message: Timed collective.
+        communication: Timed collective.
         cluster: Cluster of the measurement.
         seconds: Measured seconds.
         algorithm: Requested or reported algorithm: ``ring``, ``tree``, ``NVLS``; empty for NCCL's choice.
@@ -33,7 +33,7 @@ class Record:
     id: str
     source: str
     curve: str
-    message: Message
+    communication: Communication
     cluster: ClusterSpec
     seconds: float
     algorithm: str
@@ -51,7 +51,7 @@ class Record:
     @property
     def size_class(self) -> str:
         """Size class, as in ``simplan.cluster.hardware.Spread``."""
-        num_bytes = self.message.num_bytes
+        num_bytes = self.communication.num_bytes
         return "small" if num_bytes < 2**20 else "medium" if num_bytes < 2**26 else "large"
 
 
@@ -75,7 +75,7 @@ def _record(row: dict[str, Any]) -> Record:
         id=row["id"],
         source=row["source"].split(":")[0].split("@")[0],
         curve=f"{row['source']} {kind} {num_ranks} {algorithm}",
-        message=Message(kind, row["bytes"], tuple(range(num_ranks))),
+        communication=Communication(kind, row["bytes"], tuple(range(num_ranks))),
         cluster=catalog.make_cluster(node, num_ranks),
         seconds=_seconds(row, kind, num_ranks),
         algorithm="NVLS" if algorithm == "NVLS" else algorithm[:4].lower(),

@@ -11,7 +11,7 @@ from typing import Any
 from joblib import Parallel, delayed
 
 from fit.rates import ALL, ARCHITECTURE, KERNELS, SOFTWARE
-from simplan.accuracy.question import RunQuestion, question_of_run
+from simplan.accuracy.published_job import PublishedJob, job_of_published_run
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.recipe import NO_RECIPES, Recipes
 from simplan.accuracy.schema import PublishedRun
@@ -21,7 +21,7 @@ from simplan.cost.compute.kernels import KernelCost
 from simplan.errors import SimplanError
 from simplan.job import Job
 from simplan.predict.step_summary import OverlapSlowdown, StepTerm, step_terms
-from simplan.program.program import Excess, HostWait, LayerWork, Message
+from simplan.program.program import Communication, HostWait, LayerWork, OverlapRemainder
 from simplan.software.rates import AttentionKernel
 from simplan.software.software import SoftwareSpec
 
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 Values = Mapping[str, float]
-"""Constants by name, e.g. ``ampere.matmul_share``, ``torchtitan.traffic``, ``tile_s``."""
+"""Constants by name, e.g. ``ampere.matmul_efficiency``, ``torchtitan.traffic``, ``tile_overhead_s``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +53,7 @@ class FitRow:
 
     source: str
     run: PublishedRun
-    question: RunQuestion
+    question: PublishedJob
     terms: tuple[StepTerm, ...]
 
     @property
@@ -72,9 +72,9 @@ class FitRow:
         """Generation of the fused attention kernel; None if attention is not fused."""
         return self.question.job.cluster.device.kernels.kernel_of(self.question.job.software.rates.attention_kernel)
 
-    def predicted_s(self, prices: FitCosts) -> float:
+    def predicted_s(self, costs: FitCosts) -> float:
         """Predicted step time at given constants, along the stored longest paths."""
-        return sum(term.times * prices.seconds(self.question.job, term) for term in self.terms)
+        return sum(term.times * costs.seconds(self.question.job, term) for term in self.terms)
 
 
 class FitCosts:
@@ -94,25 +94,25 @@ class FitCosts:
         match term.work:
             case LayerWork():
                 return self._of_layer(job, term.work)
-            case Message() as message:
-                return term.seconds * self._slowdown(job, message)
-            case Excess(messages=messages, beside=beside, taken=taken):
+            case Communication() as communication:
+                return term.seconds * self._slowdown(job, communication)
+            case OverlapRemainder(communications=communications, beside=beside, taken=taken):
                 assert not taken, "no fitted run has exchanges for experts beside another microbatch"
                 whole_s = term.seconds + _UNCHANGED._of_layer(job, beside)
-                return max(0.0, whole_s * self._slowdown(job, messages[0]) - self._of_layer(job, beside))
+                return max(0.0, whole_s * self._slowdown(job, communications[0]) - self._of_layer(job, beside))
             case OverlapSlowdown():
-                return self._values.get("taken_share", term.seconds)
+                return self._values.get("overlap_slowdown", term.seconds)
             case HostWait(reason=reason):
                 return self._values.get(f"{reason}_s", term.seconds)
             case _:
                 return term.seconds
 
-    def _slowdown(self, job: Job, message: Message) -> float:
+    def _slowdown(self, job: Job, communication: Communication) -> float:
         """Slowdown of communication at the given constants over that at the constants of the request."""
         rates = job.software.rates
         field, before = (
             ("inter_slowdown", rates.inter_slowdown)
-            if between_nodes(job.cluster, message)
+            if between_nodes(job.cluster, communication)
             else ("intra_slowdown", rates.intra_slowdown)
         )
         return self._values.get(f"{job.software.id}.{field}", before) / before
@@ -182,7 +182,7 @@ def _changed_software(software: SoftwareSpec, values: Values) -> SoftwareSpec:
     return software.model_copy(update={"rates": rates})
 
 
-def question_at(question: RunQuestion, values: Values) -> RunQuestion:
+def question_at(question: PublishedJob, values: Values) -> PublishedJob:
     """Copy of a request with other constants."""
     cluster = question.job.cluster.model_copy(update={"device": _changed_device(question.job.cluster.device, values)})
     software = _changed_software(question.job.software, values)
@@ -195,10 +195,10 @@ def _of(name: str, fields: Iterable[str], values: Values) -> dict[str, float]:
     return {field: values[prefix + field] for field in fields if prefix + field in values}
 
 
-def between_nodes(cluster: ClusterSpec, message: Message) -> bool:
+def between_nodes(cluster: ClusterSpec, communication: Communication) -> bool:
     """True if the ranks of a collective are in more than one node."""
-    first = cluster.node_of(message.ranks[0])
-    return any(cluster.node_of(rank) != first for rank in message.ranks)
+    first = cluster.node_of(communication.ranks[0])
+    return any(cluster.node_of(rank) != first for rank in communication.ranks)
 
 
 def load_rows(paths: Sequence[Path], values: Values, jobs: int = -1) -> list[FitRow]:
@@ -221,7 +221,7 @@ def load_rows(paths: Sequence[Path], values: Values, jobs: int = -1) -> list[Fit
 
 def _row(source: str, run: PublishedRun, values: Values, own: Recipes = NO_RECIPES) -> FitRow | None:
     try:
-        question = question_of_run(run, own)
+        question = job_of_published_run(run, own)
     except SimplanError:
         return None
     question = question_at(question, values)

@@ -9,7 +9,7 @@ the intervals of all other runs. Its scale has two parts.
   with other jobs nor the slowdown next to GEMMs.
 
 Hidden communication lengthens a step when it takes longer and never shortens it, so intervals reach farther up than
-down (``fit.moved``). A further skew of all intervals gains nothing.
+down (``fit.perturbation``). A further skew of all intervals gains nothing.
 
 All spreads maximize the posterior on a grid (Gelman et al., Bayesian Data Analysis, 3rd edition, sections 5.4 and
 17.2), which needs no start value. The degrees of freedom and the regularization are those with the best interval score
@@ -25,10 +25,10 @@ from math import gamma, pi
 
 import numpy as np
 
-from fit.moved import BETWEEN, MovedParts
+from fit.perturbation import BETWEEN, MovedParts
 from fit.robust import Floats
 
-__all__ = ["SpreadEstimate", "fit_spread", "interval_score", "unseen_std", "within", "within_left_out"]
+__all__ = ["SpreadEstimate", "fit_spread", "interval_score", "unfitted_std", "within", "within_left_out"]
 
 _INSIDE = 0.9
 _NINE_IN_TEN = 1.645  # as for intervals of predictions
@@ -87,7 +87,7 @@ def fit_spread(parts: Sequence[MovedParts], errors: Floats) -> SpreadEstimate:
     return found
 
 
-def unseen_std(parts: Sequence[MovedParts], errors: Floats, sources: Sequence[str], spread: SpreadEstimate) -> float:
+def unfitted_std(parts: Sequence[MovedParts], errors: Floats, sources: Sequence[str], spread: SpreadEstimate) -> float:
     """Relative standard deviation of compute for a framework without fitted runs.
 
     The interval covers 90% of runs, with equal weight per source.
@@ -99,9 +99,9 @@ def unseen_std(parts: Sequence[MovedParts], errors: Floats, sources: Sequence[st
         spread: Spread with the deviation of communication between nodes.
     """
     late = errors < 0
-    shorter, longer = _messages(parts, spread.between_nodes)
-    messages = np.where(late, longer, shorter)
-    off = np.sqrt(np.maximum(0.0, (errors / _NINE_IN_TEN) ** 2 - messages**2))
+    shorter, longer = _communications(parts, spread.between_nodes)
+    communications = np.where(late, longer, shorter)
+    off = np.sqrt(np.maximum(0.0, (errors / _NINE_IN_TEN) ** 2 - communications**2))
     shares = np.array([part.computing for part in parts])
     needed = np.where(late, np.expm1(off) / shares, _slower(-np.expm1(-off) / shares))
     weights = np.array([1 / list(sources).count(source) for source in sources])
@@ -144,12 +144,12 @@ def interval_score(parts: Sequence[MovedParts], errors: Floats, spread: SpreadEs
 def _deviations(parts: Sequence[MovedParts], computing: Floats, between: float) -> tuple[Floats, Floats]:
     """Standard deviations of log step times, down and up; compute and communication are independent."""
     shares = np.array([part.computing for part in parts])
-    shorter, longer = _messages(parts, between)
+    shorter, longer = _communications(parts, between)
     down, up = -np.log1p(-shares * computing / (1 + computing)), np.log1p(shares * computing)
     return np.hypot(down, shorter), np.hypot(up, longer)
 
 
-def _messages(parts: Sequence[MovedParts], between: float) -> tuple[Floats, Floats]:
+def _communications(parts: Sequence[MovedParts], between: float) -> tuple[Floats, Floats]:
     """Shortening and lengthening of steps by communication and host work, in logarithms."""
     sides = ([part.shorter for part in parts], [part.longer for part in parts])
     shorter, longer = (np.array([np.interp(between, BETWEEN, own) for own in side]) for side in sides)

@@ -25,13 +25,13 @@ from pathlib import Path
 import numpy as np
 from joblib import Parallel, delayed
 
+from fit.cross_validation import FOLDS, LEFT_OUT_FILE, left_out_text
 from fit.fitted_kernels import fitted_text
-from fit.left_out import FOLDS, LEFT_OUT_FILE, left_out_text
-from fit.moved import parts_of
+from fit.perturbation import parts_of
 from fit.rates import ALL, ARCHITECTURE, KERNELS, NEVER_APART, SOFTWARE, SUSTAINED, TOGETHER
 from fit.robust import Constant, Floats, minimize
 from fit.rows import FitCosts, FitRow, Values, fold_of, load_rows, part_of
-from fit.spread import fit_spread, unseen_std, within, within_left_out
+from fit.spread import fit_spread, unfitted_std, within, within_left_out
 from simplan import catalog
 
 __all__ = ["FITTED_FILE", "constants_of", "fit", "left_out", "log_errors", "main"]
@@ -73,7 +73,7 @@ def main() -> None:
     tables["source left out"], _ = left_out(rows, lambda row: row.source, values)
     parts, five = parts_of(rows, values), tables["five-fold"]
     spread = fit_spread(parts, five)
-    unseen = unseen_std(parts, tables["source left out"], [row.source for row in rows], spread)
+    unseen = unfitted_std(parts, tables["source left out"], [row.source for row in rows], spread)
     print("\n".join(_errors_text(rows, tables)))
     inside, scores = within_left_out(parts, five, [fold_of(row.question.job, FOLDS) for row in rows])
     outside = within(parts, tables["source left out"], replace(spread, computing={}, common=unseen))
@@ -103,8 +103,8 @@ def fit(rows: Sequence[FitRow], start: Values, iterations: int = _ITERATIONS) ->
     measured = np.log([row.measured_s for row in rows])
 
     def residuals(x: Floats, indices: Sequence[int]) -> Floats:
-        prices = FitCosts(dict(zip(names, map(float, x), strict=True)))
-        return np.array([(np.log(rows[i].predicted_s(prices)) - measured[i]) / _STD for i in indices])
+        costs = FitCosts(dict(zip(names, map(float, x), strict=True)))
+        return np.array([(np.log(rows[i].predicted_s(costs)) - measured[i]) / _STD for i in indices])
 
     sizes = Counter(row.source for row in rows)
     weights = np.array([_TRUST[row.run.quality] * sizes[row.source] ** -_DIVIDED for row in rows])
@@ -130,8 +130,16 @@ def constants_of(rows: Sequence[FitRow]) -> list[Constant]:
 def _architecture_fields(row: FitRow) -> list[str]:
     """Constants of the architecture that a run depends on."""
     linear = row.question.job.software.state(row.question.job.training, row.question.job.plan).linear
-    low = None if linear is None else "fp4_share" if row.question.job.training.precision == "nvfp4" else "low_share"
-    fields: list[str] = [field for field in ARCHITECTURE if field not in ("low_share", "fp4_share") or field == low]
+    low = (
+        None
+        if linear is None
+        else "fp4_efficiency"
+        if row.question.job.training.precision == "nvfp4"
+        else "fp8_efficiency"
+    )
+    fields: list[str] = [
+        field for field in ARCHITECTURE if field not in ("fp8_efficiency", "fp4_efficiency") or field == low
+    ]
     return fields if row.attention_kernel is None else [*fields, row.attention_kernel]
 
 
@@ -152,8 +160,8 @@ def _constant(owner: str, field: str, rows: Sequence[int]) -> Constant:
 
 def log_errors(rows: Sequence[FitRow], values: Values) -> Floats:
     """Logarithm of predicted over measured step time, by row."""
-    prices = FitCosts(values)
-    return np.array([np.log(row.predicted_s(prices) / row.measured_s) for row in rows])
+    costs = FitCosts(values)
+    return np.array([np.log(row.predicted_s(costs) / row.measured_s) for row in rows])
 
 
 def left_out(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Protocol
 
-__all__ = ["Child", "ask_to_end", "exit_code"]
+__all__ = ["Child", "exit_code", "request_full_recompute"]
 
 _SLICE_S = 0.05  # an interrupt waits no longer than this
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -47,7 +47,7 @@ def exit_code(child: Child, within_s: float | None = None) -> int | None:
             return None
 
 
-def ask_to_end(child: Child) -> None:
+def request_full_recompute(child: Child) -> None:
     """Call ``child.terminate()``, which takes the same lock, with signals deferred."""
     with _signals_held():
         child.terminate()

@@ -87,7 +87,7 @@ class Prediction:
         table: Action table, one row per pipeline rank.
         step_time_s: Seconds of one optimizer step (Level 2).
         step_time_interval_s: 90% interval of the step time in seconds, from the uncertainty of the cost estimates.
-        level1_step_time_s: Step time at Level 1: actions as units, without overlap inside them.
+        action_level_step_time_s: Step time at Level 1: actions as units, without overlap inside them.
         bubble_fraction: Idle fraction of compute streams between the first and the last compute of any rank, mean over
             ranks. The optimizer step is excluded.
         capacity_bytes: Memory of one device; None if unknown.
@@ -113,7 +113,7 @@ class Prediction:
     table: Table
     step_time_s: float
     step_time_interval_s: tuple[float, float]
-    level1_step_time_s: float
+    action_level_step_time_s: float
     bubble_fraction: float
     capacity_bytes: int | None
     fits: bool | None
@@ -190,7 +190,7 @@ class Prediction:
             "table": format_table(self.table),
             "step_time_s": self.step_time_s,
             "step_time_interval_s": list(self.step_time_interval_s),
-            "level1_step_time_s": self.level1_step_time_s,
+            "action_level_step_time_s": self.action_level_step_time_s,
             "bubble_fraction": self.bubble_fraction,
             "reference_s": self.reference_s,
             "fits": self.fits,

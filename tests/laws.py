@@ -39,22 +39,22 @@ def check_bytes(program: Program) -> None:
     for indices in program.meetings.values():
         members = [program.ops[index] for index in indices]
         ranks = sorted(member.rank for member in members)
-        messages = {member.message for member in members}
-        assert len(messages) == 1, members
-        [message] = messages
-        assert message is not None, members
-        assert message.num_bytes > 0, message
-        assert ranks == sorted(message.ranks), members
-        if message.kind is CollectiveKind.SEND:
-            source, destination = sorted(members, key=lambda member: member.rank != message.ranks[0])
+        communications = {member.communication for member in members}
+        assert len(communications) == 1, members
+        [communication] = communications
+        assert communication is not None, members
+        assert communication.num_bytes > 0, communication
+        assert ranks == sorted(communication.ranks), members
+        if communication.kind is CollectiveKind.SEND:
+            source, destination = sorted(members, key=lambda member: member.rank != communication.ranks[0])
             assert _RECEIVES[source.stream] is destination.stream, members
         else:
             assert len({member.stream for member in members}) == 1, members
     moved = Counter(dict.fromkeys(Stream, 0))
     for op in program.ops:
-        moved[op.stream] += op.message.num_bytes if op.message else 0
+        moved[op.stream] += op.communication.num_bytes if op.communication else 0
     assert all(moved[send] == moved[receive] for send, receive in _RECEIVES.items()), moved
-    alone = [op for op in program.ops if op.message and op.meeting is None]
+    alone = [op for op in program.ops if op.communication and op.meeting is None]
     assert program.level == 1 or not alone, alone  # Level 1 has the exchanges of an action in one piece on each rank
 
 
@@ -86,12 +86,14 @@ def check_reductions(
     num_shards = plan.dp_shard * plan.cp
     for rank in program.ranks:
         moved: Counter[tuple[Stream, CollectiveKind]] = Counter()
-        for message, stream in (
-            (op.message, op.stream) for op in (program.ops[index] for index in program.by_rank[rank]) if op.message
+        for communication, stream in (
+            (op.communication, op.stream)
+            for op in (program.ops[index] for index in program.by_rank[rank])
+            if op.communication
         ):
-            moved[stream, message.kind] += message.num_bytes
+            moved[stream, communication.kind] += communication.num_bytes
         expert_bytes = reduced * _expert_gradients(program, rank)
-        gradients = program.resting_bytes[rank][MemoryCategory.GRADIENTS] or _dropped_bytes(program, rank)
+        gradients = program.persistent_bytes[rank][MemoryCategory.GRADIENTS] or _dropped_bytes(program, rank)
         all_bytes = gradients // held * reduced
         held_bytes = times * (all_bytes - expert_bytes // plan.expert_shards)
         shards_experts = plan.expert_shards > 1
@@ -132,7 +134,7 @@ def _expert_gradients(program: Program, rank: int) -> int:
 def check_memory(program: Program) -> None:
     """Each category alone is never negative and back to its base at the end of a step."""
     for rank in program.ranks:
-        held: Counter[MemoryCategory] = Counter(program.resting_bytes[rank])
+        held: Counter[MemoryCategory] = Counter(program.persistent_bytes[rank])
         assert all(num_bytes >= 0 for num_bytes in held.values()), held
         for op in (program.ops[index] for index in program.by_rank[rank]):
             during = held.copy()
@@ -140,13 +142,13 @@ def check_memory(program: Program) -> None:
                 during[effect.category] += effect.during_bytes
                 held[effect.category] += effect.after_bytes
             assert all(num_bytes >= 0 for num_bytes in (*during.values(), *held.values())), (op, during, held)
-        assert +held == +Counter(program.resting_bytes[rank]), rank
+        assert +held == +Counter(program.persistent_bytes[rank]), rank
 
 
 def check_times(simulated: Simulated) -> None:
     """Nothing runs for a negative time, before what it waits for, beside its stream, or apart from its meeting."""
     program, start_s, end_s = simulated.program, simulated.times.start_s, simulated.times.end_s
-    assert all(duration_s >= 0 for duration_s in simulated.pricing.durations_s)
+    assert all(duration_s >= 0 for duration_s in simulated.program_costs.durations_s)
     assert all(0 <= start <= end for start, end in zip(start_s, end_s, strict=True))
     for index, op in enumerate(program.ops):
         assert all(program.ops[wait].rank == op.rank and end_s[wait] <= start_s[index] for wait in op.waits), op
@@ -176,7 +178,9 @@ def check_engines(program: Program, durations_s: Durations) -> None:
 
 def _check_peak(program: Program, rank: int) -> None:
     """The peak is where a plain walk over the operations of a rank finds it, and of as many bytes."""
-    held = {c: n for c, n in program.resting_bytes[rank].items() if program.one_memory or c is not MemoryCategory.HOST}
+    held = {
+        c: n for c, n in program.persistent_bytes[rank].items() if program.one_memory or c is not MemoryCategory.HOST
+    }
     worst, most = -1, sum(held.values()) + program.rebuild_bytes[rank]
     counted = set(MemoryCategory) if program.one_memory else set(MemoryCategory) - {MemoryCategory.HOST}
     now = sum(held.values())
@@ -195,7 +199,7 @@ def check_prediction(prediction: Prediction) -> None:
     low_s, high_s = prediction.step_time_interval_s
     assert 0 <= low_s <= step_time_s <= high_s
     assert step_time_s > 0
-    assert prediction.level1_step_time_s > 0
+    assert prediction.action_level_step_time_s > 0
     assert -1e-9 <= prediction.bubble_fraction < 1
     assert len(prediction.splits) == len(prediction.memory) == prediction.job.plan.num_devices
     for split in prediction.splits:
@@ -226,5 +230,12 @@ def check_same(one: Simulated, other: Simulated) -> None:
 
 
 def _deed(op: Op) -> object:
-    work = op.message._replace(ranks=()) if op.message else op.work
-    return op.stream, op.name, op.action, op.kind, op.memory, work if op.stream is Stream.COMPUTE or op.message else ()
+    work = op.communication._replace(ranks=()) if op.communication else op.work
+    return (
+        op.stream,
+        op.name,
+        op.action,
+        op.kind,
+        op.memory,
+        work if op.stream is Stream.COMPUTE or op.communication else (),
+    )

@@ -147,7 +147,7 @@ def keeps_the_laws(
         check_memory(made)
         _check_stamped(made, lambda: lower(job, prediction.assignment, prediction.table, how))
         check_times(simulated)
-        check_engines(made, simulated.pricing.durations_s)
+        check_engines(made, simulated.program_costs.durations_s)
         return simulated
 
     folding = folding_of(job)

@@ -12,7 +12,7 @@ from app.components.downloads import csv_text, download, show_figure
 from app.components.problems import escaped
 from app.figures.validation import steps_figure, terms_figure
 from simplan.io import json_text
-from simplan.report.logged import could_come_from
+from simplan.report.logged import candidate_causes
 from simplan.runs.measurement import Measurement
 from simplan.units import format_percent, format_time
 from simplan.validate.compare import Comparison
@@ -62,7 +62,7 @@ def show_logged(prediction: dict[str, Any], logged: LoggedRun) -> None:
         column.metric(label, value, help=about)
     show_figure(terms_figure(found.rows), "errors", alt="Errors next to the spread of the steps")
     st.subheader("What is least sure", help="Parts of the predicted critical path and what their prices may be off by")
-    sentence = could_come_from(found)
+    sentence = candidate_causes(found)
     st.caption(escaped(f"{sentence[0].upper()}{sentence[1:]}."))
     parts = [
         {

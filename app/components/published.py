@@ -28,7 +28,7 @@ from simplan.units import format_number_evenly, format_percent
 __all__ = ["show_published"]
 
 _SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
-_FITTED, _HELD_OUT, _LOOKED_AT = "published", "heldout", "looked-at"
+_FITTED, _HELD_OUT, _LOOKED_AT = "published", "heldout", "validation"
 _STAGES = ("start", "going", "found")
 _ALL, _ALL_HELD_OUT = "all sources", "all runs that no fit has seen"
 _OWN = "a file of your own"

@@ -65,7 +65,7 @@ def show_budget(*, images: bool) -> None:
             remembered_number(label, name, start, least=_LEAST, most=_MOST, help="How much is trained on in all")
         with right:
             about = "Yours, per device and hour; 0 for no cost"
-            remembered_number("Price", _PRICE, 0.0, most=_MOST_PRICE, help=about)
+            remembered_number("CostEstimate", _PRICE, 0.0, most=_MOST_PRICE, help=about)
 
 
 def _budget(*, images: bool) -> tuple[str, str, float, float]:

@@ -168,21 +168,21 @@ def _boxes(result: TimelineResult, scale: _Scale, legend: set[str], *, texts: bo
             customdata=[_hover(box) for _, box in found],
             hovertemplate="%{customdata}<extra></extra>",
         )
-    messages = [(number, box) for number, lane in enumerate(result.lanes) for box in lane.messages]
-    if messages:
+    communications = [(number, box) for number, lane in enumerate(result.lanes) for box in lane.communications]
+    if communications:
         yield bar(
             name="communication",
             legendgroup="communication",
             showlegend=_first("communication", legend),
             orientation="h",
-            y=[number + _THIN_AT for number, _ in messages],
-            base=[box.start_s / scale.unit_s for _, box in messages],
-            x=[(box.end_s - box.start_s) / scale.unit_s for _, box in messages],
+            y=[number + _THIN_AT for number, _ in communications],
+            base=[box.start_s / scale.unit_s for _, box in communications],
+            x=[(box.end_s - box.start_s) / scale.unit_s for _, box in communications],
             width=_THIN,
             offset=-_THIN / 2,
             opacity=0.85,
             marker={"color": COMMUNICATION, "line": {"width": 0}},
-            customdata=[_hover(box) for _, box in messages],
+            customdata=[_hover(box) for _, box in communications],
             hovertemplate="%{customdata}<extra></extra>",
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.results.quick import Quick
+from app.results.quick import PlanEstimate
 from simplan.prediction import Prediction
 from simplan.scenario import Scenario
 
@@ -58,7 +58,7 @@ class Training:
     cost: float | None
 
 
-def headline_of_quick(asked: Scenario, numbers: Quick) -> Headline:
+def headline_of_quick(asked: Scenario, numbers: PlanEstimate) -> Headline:
     """Headline from step time and memory; throughput follows from the step time."""
     job = asked.job
     samples_per_s = job.training.global_batch_size / numbers.step_time_s

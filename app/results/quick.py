@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from simplan.scenario import Scenario
 
-__all__ = ["Quick", "quick"]
+__all__ = ["PlanEstimate", "quick"]
 
 
-class Quick(NamedTuple):
+class PlanEstimate(NamedTuple):
     """Step time and memory of a plan.
 
     Attributes:
@@ -21,7 +21,7 @@ class Quick(NamedTuple):
     device_bytes: int
 
 
-def quick(asked: Scenario) -> Quick | None:
+def quick(asked: Scenario) -> PlanEstimate | None:
     """Step time and memory of a plan, as a search computes them; None for ranks that share CPU cores.
 
     Raises:
@@ -33,4 +33,4 @@ def quick(asked: Scenario) -> Quick | None:
         return None
     device_bytes, step_time_s = evaluate(asked.job)
     assert step_time_s is not None, "there is no limit"
-    return Quick(step_time_s, device_bytes)
+    return PlanEstimate(step_time_s, device_bytes)

@@ -233,7 +233,7 @@ def slow_ranks(text: str, slower: float) -> tuple[DelayedRank, ...]:
     durations_s = [
         [
             seconds * (1 + slower) if op.rank == rank and op.stream == "compute" else seconds
-            for op, seconds in zip(program.ops, simulated.pricing.durations_s, strict=True)
+            for op, seconds in zip(program.ops, simulated.program_costs.durations_s, strict=True)
         ]
         for rank in program.ranks
     ]

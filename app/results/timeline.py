@@ -66,14 +66,14 @@ class Lane:
     Attributes:
         rank: Global rank.
         stages: Stages of the rank, ascending.
-        compute, messages: Compute and communication boxes in the window.
+        compute, communications: Compute and communication boxes in the window.
         idle_fraction: Fraction of the step in which the compute stream is idle, exposed communication included.
     """
 
     rank: int
     stages: tuple[int, ...]
     compute: tuple[TimelineBox, ...]
-    messages: tuple[TimelineBox, ...]
+    communications: tuple[TimelineBox, ...]
     idle_fraction: float
 
 
@@ -145,7 +145,7 @@ def timeline_result(
     ranks = [
         rank for rank in range(0, mapping.world_size, mapping.ranks_per_stage) if rank in simulated.program.by_rank
     ]
-    boxes = {rank: (_compute_boxes(simulated, rank, layers=layers), _messages(simulated, rank)) for rank in ranks}
+    boxes = {rank: (_compute_boxes(simulated, rank, layers=layers), _communications(simulated, rank)) for rank in ranks}
     step_s = prediction.step_time_s
     every = sorted(box.start_s for pair in boxes.values() for part in pair for box in part)
     start_s, end_s = start * step_s, end * step_s
@@ -153,14 +153,14 @@ def timeline_result(
     if len(inside) > MOST_BOXES:
         end_s = inside[MOST_BOXES]
     lanes = []
-    for rank, (compute, messages) in boxes.items():
+    for rank, (compute, communications) in boxes.items():
         busy_s = sum(box.end_s - box.start_s for box in compute)
         lanes.append(
             Lane(
                 rank,
                 tuple(sorted({box.stage for box in compute})),
-                tuple(_inside(_explained(simulated, rank, compute, messages, step_s), start_s, end_s)),
-                tuple(_inside(messages, start_s, end_s)),
+                tuple(_inside(_explained(simulated, rank, compute, communications, step_s), start_s, end_s)),
+                tuple(_inside(communications, start_s, end_s)),
                 max(0.0, 1.0 - busy_s / step_s),
             )
         )
@@ -222,14 +222,14 @@ def _compute_boxes(simulated: Simulated, rank: int, *, layers: bool) -> list[Tim
     return found
 
 
-def _messages(simulated: Simulated, rank: int) -> list[TimelineBox]:
+def _communications(simulated: Simulated, rank: int) -> list[TimelineBox]:
     ops, times = simulated.program.ops, simulated.times
     found = []
     for index in simulated.program.by_rank[rank]:
         op, start_s, end_s = ops[index], float(times.start_s[index]), float(times.end_s[index])
         if op.stream is Stream.COMPUTE or end_s <= start_s:
             continue
-        message = op.message
+        communication = op.communication
         found.append(
             TimelineBox(
                 kind=op.action.kind,
@@ -238,7 +238,7 @@ def _messages(simulated: Simulated, rank: int) -> list[TimelineBox]:
                 microbatch=op.action.microbatch,
                 start_s=start_s,
                 end_s=end_s,
-                num_bytes=0 if message is None else message.num_bytes,
+                num_bytes=0 if communication is None else communication.num_bytes,
                 formula=_formula(simulated, [op]),
             )
         )
@@ -250,11 +250,11 @@ def _formula(simulated: Simulated, ops: Iterable[Op]) -> str:
     counts: Counter[Work] = Counter(work for op in ops for work in op.work)
     terms = []
     for work, count in counts.items():
-        term = simulated.pricing.by_work[work]
+        term = simulated.program_costs.by_work[work]
         terms.append(
             (
-                count * term.price.seconds,
-                f"{count} x {term.name} {format_time(term.price.seconds)}: {term.price.formula}",
+                count * term.cost_estimate.seconds,
+                f"{count} x {term.name} {format_time(term.cost_estimate.seconds)}: {term.cost_estimate.formula}",
             )
         )
     terms.sort(key=lambda term: -term[0])
@@ -263,10 +263,16 @@ def _formula(simulated: Simulated, ops: Iterable[Op]) -> str:
 
 
 def _explained(
-    simulated: Simulated, rank: int, compute: Sequence[TimelineBox], messages: Sequence[TimelineBox], step_s: float
+    simulated: Simulated,
+    rank: int,
+    compute: Sequence[TimelineBox],
+    communications: Sequence[TimelineBox],
+    step_s: float,
 ) -> Iterator[TimelineBox]:
     """Boxes with ``waited_for``: the operation that ended when the box began, preferably communication of the rank."""
-    ends = np.array(sorted((message.end_s, number) for number, message in enumerate(messages)) or [(np.inf, 0)])
+    ends = np.array(
+        sorted((communication.end_s, number) for number, communication in enumerate(communications)) or [(np.inf, 0)]
+    )
     free_s = 0.0
     for box in compute:
         waited_s = box.start_s - free_s
@@ -276,7 +282,7 @@ def _explained(
             continue
         place = int(np.searchsorted(ends[:, 0], box.start_s - _SAME * step_s))
         after = ends[place] if place < len(ends) and abs(ends[place][0] - box.start_s) <= 2 * _SAME * step_s else None
-        waited_for = messages[int(after[1])].label if after is not None else "other ranks"
+        waited_for = communications[int(after[1])].label if after is not None else "other ranks"
         yield replace(box, waited_s=waited_s, waited_for=waited_for)
 
 

@@ -155,7 +155,7 @@ def _keep_window(key: str) -> None:
 def _say_window(results: list[TimelineResult]) -> None:
     """Notes that not everything is drawn, if so."""
     for result in results:
-        drawn = sum(len(lane.compute) + len(lane.messages) for lane in result.lanes)
+        drawn = sum(len(lane.compute) + len(lane.communications) for lane in result.lanes)
         if drawn < result.num_boxes:
             start, end = (share / result.step_time_s for share in result.window_s)
             st.info(
@@ -182,7 +182,7 @@ def _rows(result: TimelineResult) -> list[dict[str, Any]]:
             "bytes": box.num_bytes,
         }
         for lane in result.lanes
-        for kind, boxes in (("compute", lane.compute), ("communication", lane.messages))
+        for kind, boxes in (("compute", lane.compute), ("communication", lane.communications))
         for box in boxes
     ]
 

@@ -190,12 +190,12 @@ class Reference:
         """
         size, dtype = _MATMULS[self._device.type]
         first = torch.full((size, size), 0.5, dtype=dtype, device=self._device)
-        second, product = torch.full_like(first, 0.5), torch.empty_like(first)
-        torch.mm(first, second, out=product)
+        second, matmul = torch.full_like(first, 0.5), torch.empty_like(first)
+        torch.mm(first, second, out=matmul)
         together()
         spent_s, count = 0.0, 0
         while spent_s < _MIN_REFERENCE_S and count < _MAX_MATMULS:
-            spent_s += self._watch(torch.mm, first, second, out=product)
+            spent_s += self._watch(torch.mm, first, second, out=matmul)
             count += 1
         self._seconds.append(spent_s / count)
         return self._seconds[-1]

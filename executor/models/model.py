@@ -37,7 +37,7 @@ from executor.models.ends import (
 )
 from executor.models.lora import add_adapters, freeze
 from executor.train.loss import cross_entropy
-from simplan.model.implementations.layer_style import ModelCode
+from simplan.model.implementations.layer_implementation import ModelCode
 from simplan.model.layer import LayerKind, LayerSpec, ParameterSpec
 from simplan.model.low_precision import Fp8Recipe
 from simplan.model.model import ModelSpec

@@ -20,7 +20,7 @@ from executor.profiling.recorder import StepRecord
 from executor.profiling.steps import find_slow_ranks, slow_rank_sentence, steady_from
 from executor.train.keeping import read_losses
 from simplan.runs.checkpoint import CheckpointTiming
-from simplan.runs.measurement import EarlierPart, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
+from simplan.runs.measurement import EarlierSegment, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
 from simplan.runs.run_spec import RunSpec
 
 Environment = dict[str, str | int | float | None]
@@ -150,12 +150,12 @@ def gather(
     )
 
 
-def _earlier(segments: Sequence[RunSegment]) -> Iterator[EarlierPart]:
+def _earlier(segments: Sequence[RunSegment]) -> Iterator[EarlierSegment]:
     checkpointing = segments[-1].job.checkpointing
     losses = read_losses(Path(checkpointing.folder)) if len(segments) > 1 and checkpointing is not None else {}
     for segment, following in pairwise(segments):
         steps = range(segment.first_step, following.first_step)
-        yield EarlierPart(
+        yield EarlierSegment(
             num_nodes=segment.num_nodes,
             plan=segment.job.plan,
             first_step=segment.first_step,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
 
-from simplan.accuracy.floor import step_flops
+from simplan.accuracy.constant_mfu import step_flops
 from simplan.accuracy.outcome import Predicted, RunOutcome
-from simplan.accuracy.question import RunQuestion, question_of_run
+from simplan.accuracy.published_job import PublishedJob, job_of_published_run
 from simplan.accuracy.reading import ReadFile
 from simplan.accuracy.recipe import Recipes
 from simplan.accuracy.schema import PublishedRun
@@ -37,13 +37,13 @@ def predict_runs(
         on_progress: Called after some of the predictions.
     """
     listed = [(read.file, run, _question(run, read.recipes)) for read in files for run in read.runs or ()]
-    asked = {_key(question): question for _, _, question in listed if isinstance(question, RunQuestion)}
+    asked = {_key(question): question for _, _, question in listed if isinstance(question, PublishedJob)}
     answers = dict(_answers(asked, jobs, on_progress))
     outcomes = []
     for file, run, question in listed:
-        answer = answers[_key(question)] if isinstance(question, RunQuestion) else question
+        answer = answers[_key(question)] if isinstance(question, PublishedJob) else question
         if isinstance(answer, Predicted) and isinstance(
-            question, RunQuestion
+            question, PublishedJob
         ):  # equal requests may have different notes
             outcomes.append(RunOutcome(file, run, replace(answer, notes=question.notes)))
         else:
@@ -62,15 +62,15 @@ def sentences(error: Exception) -> str:
     return f"this is a bug of simplan ({type(error).__name__}: {error})"
 
 
-def _question(run: PublishedRun, recipes: Recipes) -> RunQuestion | str:
+def _question(run: PublishedRun, recipes: Recipes) -> PublishedJob | str:
     """Prediction request of a run, or the reason for a missing one."""
     try:
-        return question_of_run(run, recipes)
+        return job_of_published_run(run, recipes)
     except Exception as error:
         return sentences(error)
 
 
-def _key(question: RunQuestion) -> str:
+def _key(question: PublishedJob) -> str:
     """Key that is equal for equal requests."""
     job = question.job
     parts = (
@@ -85,7 +85,7 @@ def _key(question: RunQuestion) -> str:
 
 
 def _answers(
-    asked: dict[str, RunQuestion], jobs: int, on_progress: OnProgress
+    asked: dict[str, PublishedJob], jobs: int, on_progress: OnProgress
 ) -> Iterator[tuple[str, Predicted | str]]:
     if jobs == 1 or len(asked) <= _FEW:
         for number, (key, question) in enumerate(asked.items(), 1):
@@ -104,9 +104,9 @@ def _answers(
         on_progress(done, len(asked))
 
 
-def _parts(ordered: Sequence[tuple[str, RunQuestion]]) -> Iterator[list[tuple[str, RunQuestion]]]:
+def _parts(ordered: Sequence[tuple[str, PublishedJob]]) -> Iterator[list[tuple[str, PublishedJob]]]:
     """Batch requests: long ones alone, many short ones together."""
-    part: list[tuple[str, RunQuestion]] = []
+    part: list[tuple[str, PublishedJob]] = []
     size = 0
     for question in ordered:
         part.append(question)
@@ -118,7 +118,7 @@ def _parts(ordered: Sequence[tuple[str, RunQuestion]]) -> Iterator[list[tuple[st
         yield part
 
 
-def _work(question: RunQuestion) -> int:
+def _work(question: PublishedJob) -> int:
     """Approximate number of simulated operations."""
     plan = question.job.plan
     microbatches = question.job.num_microbatches if question.steps_overlap else 3 * plan.pp
@@ -128,11 +128,11 @@ def _work(question: RunQuestion) -> int:
     return each * microbatches
 
 
-def _predict_some(part: Sequence[tuple[str, RunQuestion]]) -> list[tuple[str, Predicted | str]]:
+def _predict_some(part: Sequence[tuple[str, PublishedJob]]) -> list[tuple[str, Predicted | str]]:
     return [(key, _predict(question)) for key, question in part]
 
 
-def _predict(question: RunQuestion) -> Predicted | str:
+def _predict(question: PublishedJob) -> Predicted | str:
     try:
         summary = summarize_step(question.job, steps_overlap=question.steps_overlap)
     except Exception as error:

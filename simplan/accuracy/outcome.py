@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from simplan.accuracy.framework_defaults import stacks
 from simplan.accuracy.schema import MemoryKind, PublishedRun
-from simplan.accuracy.stacks import stacks
 
 __all__ = ["Predicted", "RunOutcome", "measured_memory_gib"]
 

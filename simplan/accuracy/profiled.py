@@ -17,10 +17,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from simplan.accuracy.constant_mfu import step_flops
 from simplan.accuracy.evaluate import sentences
-from simplan.accuracy.floor import step_flops
 from simplan.accuracy.outcome import Predicted, RunOutcome
-from simplan.accuracy.question import question_of_run
+from simplan.accuracy.published_job import job_of_published_run
 from simplan.accuracy.reading import ReadFile
 from simplan.accuracy.recipe import Recipes
 from simplan.accuracy.schema import PublishedRun
@@ -114,7 +114,7 @@ def _predicted(run: PublishedRun, recipes: Recipes, profile: StageProfile) -> Pr
         step_time_interval_s=(step_time_s - half_width_s, step_time_s + half_width_s),
         memory_gib={},
         oom=None,
-        flops=step_flops(question_of_run(run, recipes).job),
+        flops=step_flops(job_of_published_run(run, recipes).job),
         software="profiled stage times",
         notes=(),
     )

@@ -16,7 +16,7 @@ from simplan.model.low_precision import QuantizedWeights
 from simplan.plan.plan import RecomputeModule
 from simplan.training.training import Precision
 
-__all__ = ["NO_RECIPES", "Experts", "Recipe", "RecipeFile", "Recipes", "Settings", "Where"]
+__all__ = ["NO_RECIPES", "Experts", "Recipe", "RecipeFile", "Recipes", "RunConditions", "Settings"]
 
 _RELEASE = re.compile(r"(?<![0-9.])(2[0-9]\.[01][0-9])\b")
 _Zero = Annotated[int, Field(ge=0)]
@@ -40,7 +40,7 @@ class Experts(Spec):
     hidden_size: Count
 
 
-class Where(Spec):
+class RunConditions(Spec):
     """Conditions that select runs; a missing condition holds for all runs.
 
     Attributes:
@@ -170,7 +170,7 @@ class Recipe(Spec):
         source: Source of the settings.
     """
 
-    where: tuple[Where, ...] = ()
+    where: tuple[RunConditions, ...] = ()
     sets: Settings
     source: Annotated[str, Field(min_length=1)]
 

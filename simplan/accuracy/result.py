@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from simplan.accuracy.choosing import Choices, choices
-from simplan.accuracy.floor import constant_utilization
+from simplan.accuracy.constant_mfu import constant_mfu
+from simplan.accuracy.framework_defaults import stacks
 from simplan.accuracy.outcome import RunOutcome
-from simplan.accuracy.stacks import stacks
+from simplan.accuracy.plan_ranking import Choices, choices
 from simplan.accuracy.statistics import (
     ErrorFigures,
     StepTimeFigures,
@@ -35,7 +35,7 @@ class Figures:
     Attributes:
         num_runs, num_skipped: Number of runs, and of runs without a prediction.
         step_time: Errors of step times.
-        constant_utilization: Errors of the constant-MFU baseline, fitted to the same runs per file, device and
+        constant_mfu: Errors of the constant-MFU baseline, fitted to the same runs per file, device and
             precision.
         peak_memory: Errors of memory peaks: ``all``, and by kind of figure.
         oom: Counts of correct and wrong out-of-memory predictions.
@@ -45,7 +45,7 @@ class Figures:
     num_runs: int
     num_skipped: int
     step_time: StepTimeFigures
-    constant_utilization: ErrorFigures
+    constant_mfu: ErrorFigures
     peak_memory: dict[str, ErrorFigures]
     oom: Verdicts
     choosing: Choices
@@ -57,7 +57,7 @@ class Figures:
             num_runs=len(outcomes),
             num_skipped=sum(outcome.predicted is None for outcome in outcomes),
             step_time=step_time_figures(outcomes),
-            constant_utilization=constant_utilization(outcomes),
+            constant_mfu=constant_mfu(outcomes),
             peak_memory=memory_figures(outcomes),
             oom=verdicts(outcomes),
             choosing=choices(outcomes),
@@ -70,7 +70,7 @@ class Figures:
             "num_runs": self.num_runs,
             "num_skipped": self.num_skipped,
             "step_time": self.step_time.to_json(),
-            "constant_utilization": self.constant_utilization.to_json(),
+            "constant_mfu": self.constant_mfu.to_json(),
             "peak_memory": self.peak_memory["all"].to_json() | {"by_kind": by_kind},
             "oom": self.oom.to_json(),
             "choosing": self.choosing.to_json(),

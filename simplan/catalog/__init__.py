@@ -126,7 +126,7 @@ def kernel_rates(architecture: str, *, textbook: bool = False) -> KernelRates:
             attention[name] = attention[name] | {"sustained": sustained}
         shared = dict(fitted["all"])
         if not entry and not own:
-            del shared["unseen_std"]  # applies to known architectures only
+            del shared["unfitted_std"]  # applies to known architectures only
         entry |= shared | own | {"attention": attention}
     return KernelRates.model_validate(entry)
 
@@ -188,7 +188,7 @@ def _kernel_sources(architecture: str) -> dict[str, str]:
     textbook, kernels = kernel_rates(architecture, textbook=True), kernel_rates(architecture)
     entry = _parsed("kernels")["architectures"].get(architecture, {})
     sources = {f"kernels.{key}": source for key, source in _sources("kernels", entry.get("sources", {})).items()}
-    for name in (name for name in KernelRates.model_fields if name not in ("unseen_std", "between_nodes_std")):
+    for name in (name for name in KernelRates.model_fields if name not in ("unfitted_std", "inter_node_std")):
         before, now = getattr(textbook, name), getattr(kernels, name)
         if before != now and isinstance(before, float):
             key = f"kernels.{name}"

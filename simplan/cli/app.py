@@ -294,7 +294,7 @@ def calibrate(
     Collectives and messages are timed with both. An interrupted calibration goes on where it stopped. With --nnodes
     and --rdzv-endpoint, collectives and messages are timed inside of nodes and across them; all keep what is found.
     """
-    from simplan.cli.calibrations import Wanted
+    from simplan.cli.calibrations import CalibrationTarget
     from simplan.cli.commands import calibrate_command
     from simplan.cli.nodes import NodeRendezvous
 
@@ -304,7 +304,7 @@ def calibrate(
         num_ranks=ranks,
         budget_s=budget,
         calibration_file=calibration,
-        wanted=Wanted(device, tuple(map(str, dtype or ()))),
+        wanted=CalibrationTarget(device, tuple(map(str, dtype or ()))),
         meeting=NodeRendezvous((nnodes, nnodes), rdzv_endpoint, rdzv_conf),
     )
 

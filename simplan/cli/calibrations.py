@@ -33,7 +33,7 @@ from simplan.runs.fewer_nodes import Nodes
 from simplan.scenario import Scenario, SearchScenario
 
 __all__ = [
-    "Wanted",
+    "CalibrationTarget",
     "at_the_pace_of_now",
     "covers",
     "ensure",
@@ -51,7 +51,7 @@ _MOST_PACE = 2.0  # beyond it, either way, timings are no measure of now
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class CalibrationTarget:
     """Device and precisions of a calibration without scenarios.
 
     Attributes:
@@ -128,7 +128,10 @@ def covers(calibration: Calibration | None, scenario: Scenario) -> bool:
 
 
 def requests_for(
-    scenarios: Sequence[Scenario], num_ranks: int | None, budget_s: float, wanted: Wanted = Wanted()
+    scenarios: Sequence[Scenario],
+    num_ranks: int | None,
+    budget_s: float,
+    wanted: CalibrationTarget = CalibrationTarget(),
 ) -> list[CalibrationRequest]:
     """Calibration requests, one per number of ranks, which share the time budget.
 
@@ -183,7 +186,9 @@ def requests_for(
     ]
 
 
-def request_across(num_nodes: int, num_ranks: int | None, budget_s: float, wanted: Wanted) -> CalibrationRequest:
+def request_across(
+    num_nodes: int, num_ranks: int | None, budget_s: float, wanted: CalibrationTarget
+) -> CalibrationRequest:
     """Calibration request for several nodes: communication inside of a node and between nodes.
 
     Args:

@@ -31,7 +31,7 @@ from simplan.scenario.file import scenario_from
 __all__ = ["bless", "check_command"]
 
 _SUFFIXES = (".yaml", ".yml")
-_MEASURED_BY_OTHERS = {"published", "heldout", "looked-at"}
+_MEASURED_BY_OTHERS = {"published", "heldout", "validation"}
 _FAILED, _BAD_FILE = 1, 2
 
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from simplan.cli.calibrations import Wanted, covers, ensure, is_needed, measure, read, request_across, requests_for
+from simplan.cli.calibrations import (
+    CalibrationTarget,
+    covers,
+    ensure,
+    is_needed,
+    measure,
+    read,
+    request_across,
+    requests_for,
+)
 from simplan.cli.drawing import print_drawing, refuse_other_suffix, write_drawing
 from simplan.cli.execute import RunOptions, default_folder, execute, join, refuse_other_software
 from simplan.cli.nodes import NodeRendezvous, nodes_of, nodes_to_time, refuse_without_nodes
@@ -154,7 +163,7 @@ def calibrate_command(
     num_ranks: int | None,
     budget_s: float,
     calibration_file: Path | None,
-    wanted: Wanted,
+    wanted: CalibrationTarget,
     meeting: NodeRendezvous,
 ) -> int:
     """``simplan calibrate``."""

@@ -10,7 +10,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from simplan.children import ask_to_end, exit_code
+from simplan.children import exit_code, request_full_recompute
 from simplan.cli.terminal.output import say
 from simplan.cli.terminal.processes import ending_signals_raise
 from simplan.errors import Problem, RunError, SpecError
@@ -48,7 +48,7 @@ def dashboard_command(*, host: str, port: int, browser: bool, allow_run: bool) -
         try:
             code = exit_code(child)
         finally:
-            ask_to_end(child)
+            request_full_recompute(child)
             exit_code(child)
     if code:
         raise RunError(f"the server ended with exit code {code}")

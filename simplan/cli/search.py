@@ -28,8 +28,8 @@ from simplan.report.search import search_plan_words, search_text, search_verdict
 from simplan.scenario import Scenario, SearchScenario, load_scenario, load_search, plan_document
 from simplan.search import SearchProgress, SearchResult, SearchSpace, largest, search
 from simplan.search.enumeration import Enumeration
-from simplan.search.inverse import QUANTITIES
 from simplan.search.jobs import check_without_plan
+from simplan.search.largest import QUANTITIES
 from simplan.units import format_time
 
 __all__ = ["SearchOptions", "scenarios_to_time", "search_command", "slow_search"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import simplan
-from simplan.children import ask_to_end, exit_code
+from simplan.children import exit_code, request_full_recompute
 from simplan.cli.calibrations import read
 from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.processes import run_executor
@@ -252,7 +252,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     """Requests a clean stop, so that no rank keeps running; kills after a grace period."""
     if exit_code(child, 0.0) is not None:
         return
-    ask_to_end(child)
+    request_full_recompute(child)
     if exit_code(child, _GRACE_S) is None:
         os.killpg(child.pid, signal.SIGKILL)
         exit_code(child)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from simplan.explain.part import ExplainedTerm
 from simplan.plan.plan import RankMapping
 from simplan.prediction import Prediction
-from simplan.program.memory.low_precision_footprint import resting_weight_bytes
+from simplan.program.memory.low_precision_footprint import persistent_weight_bytes
 from simplan.program.program import MemoryCategory, Program
 from simplan.program.tables.complete import stage_to_rank
 from simplan.sim.memory import peak_position
@@ -27,7 +27,7 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Explained
     job = prediction.job
     worst = prediction.worst_memory
     rank = program.stands_for[worst.rank]
-    resting = program.resting_bytes[rank]
+    resting = program.persistent_bytes[rank]
     for category, num_bytes in worst.by_category.items():
         if not num_bytes:
             continue
@@ -69,7 +69,7 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Explained
 def _states(prediction: Prediction, program: Program, category: MemoryCategory, num_bytes: int) -> str:
     """Formula for parameters, gradients or optimizer states of the peak-memory rank."""
     job, rank = prediction.job, program.stands_for[prediction.worst_memory.rank]
-    state, resting = job.software.state(job.training, job.plan), program.resting_bytes[rank]
+    state, resting = job.software.state(job.training, job.plan), program.persistent_bytes[rank]
     trained = resting[MemoryCategory.GRADIENTS] // state.gradient
     quantized = _quantized_bytes(prediction, rank)
     wide = resting[MemoryCategory.PARAMETERS] - quantized
@@ -135,4 +135,4 @@ def _quantized_bytes(prediction: Prediction, rank: int) -> int:
     pp_rank = RankMapping.of(plan).place(rank).pp
     mine = [stage for stage, at in stage_to_rank(prediction.table).items() if at == pp_rank]
     held = [layers[index] for stage in mine for index in prediction.assignment.layer_range(stage)]
-    return sum(resting_weight_bytes(layer, state) for layer in held)
+    return sum(persistent_weight_bytes(layer, state) for layer in held)

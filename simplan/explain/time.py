@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
-from simplan.cost.base import Price
-from simplan.cost.pricing import PricedTerm
+from simplan.cost.model import CostEstimate
+from simplan.cost.program_costs import CostTerm
 from simplan.explain.exposure import exposed_s
 from simplan.explain.part import ExplainedTerm
 from simplan.predict import Simulated
@@ -43,47 +43,61 @@ def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Itera
     }
     for group, seconds in spent_s.items():
         left_s = seconds
-        for name, count, price in _merged(counts[group], simulated.pricing.by_work):
-            left_s -= count * price.seconds
-            formula = f"{count} x {format_time(price.seconds)}; each {price.formula}"
+        for name, count, cost_estimate in _merged(counts[group], simulated.program_costs.by_work):
+            left_s -= count * cost_estimate.seconds
+            formula = f"{count} x {format_time(cost_estimate.seconds)}; each {cost_estimate.formula}"
             yield ExplainedTerm(
-                group, name, count * price.seconds, "s", formula, str(price.provenance), price.relative_std
+                group,
+                name,
+                count * cost_estimate.seconds,
+                "s",
+                formula,
+                str(cost_estimate.provenance),
+                cost_estimate.relative_std,
             )
         if abs(left_s) > 1e-9 * prediction.step_time_s:
             yield _longer(simulated, group, left_s)
-    yield from _messages(simulated, written_out)
+    yield from _communications(simulated, written_out)
     yield ExplainedTerm("wait", "idle", split.wait_s, "s", _idle_formula(prediction))
 
 
 def _longer(simulated: Simulated, group: str, seconds: float) -> ExplainedTerm:
     """Term for the slowdown of compute by overlap or shared cores."""
-    beside = simulated.pricing.beside
+    beside = simulated.program_costs.beside
     if beside is None:
         rule = "ranks and their messages share the cores: what it takes longer than alone"
         return ExplainedTerm(group, "waiting for a core", seconds, "s", rule)
-    rule = f"communication that overlaps it takes {format_percent(simulated.pricing.taken_share)} of the device"
+    rule = (
+        f"communication that overlaps it takes {format_percent(simulated.program_costs.overlap_slowdown)} of the device"
+    )
     return ExplainedTerm(
-        group, "beside messages", seconds, "s", rule, str(beside.price.provenance), beside.price.relative_std
+        group,
+        "beside messages",
+        seconds,
+        "s",
+        rule,
+        str(beside.cost_estimate.provenance),
+        beside.cost_estimate.relative_std,
     )
 
 
-def _merged(counts: Counter[Work], terms: Mapping[Work, PricedTerm]) -> list[tuple[str, int, Price]]:
+def _merged(counts: Counter[Work], terms: Mapping[Work, CostTerm]) -> list[tuple[str, int, CostEstimate]]:
     """Merge work with the same name and cost estimate; name, count and estimate of each."""
-    found: dict[tuple[str, Price], int] = {}
+    found: dict[tuple[str, CostEstimate], int] = {}
     for work, count in counts.items():
         term = terms[work]
-        if term.price.seconds:
-            key = (term.name, term.price)
+        if term.cost_estimate.seconds:
+            key = (term.name, term.cost_estimate)
             found[key] = found.get(key, 0) + count
-    return [(name, count, price) for (name, price), count in found.items()]
+    return [(name, count, cost_estimate) for (name, cost_estimate), count in found.items()]
 
 
-def _messages(simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
+def _communications(simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
     """Yield exposed communication by name, with the cost estimates of its operations."""
-    program, times, by_work = simulated.program, simulated.times, simulated.pricing.by_work
+    program, times, by_work = simulated.program, simulated.times, simulated.program_costs.by_work
     computing = []
     moving = []
-    priced: dict[str, dict[Price, int]] = defaultdict(lambda: defaultdict(int))
+    priced: dict[str, dict[CostEstimate, int]] = defaultdict(lambda: defaultdict(int))
     busy_s: dict[str, float] = defaultdict(float)
     for index in program.by_rank[rank]:
         op, interval = program.ops[index], (times.start_s[index], times.end_s[index])
@@ -93,21 +107,26 @@ def _messages(simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
             computing.append(interval)
             continue
         # one operation may be several collectives in sequence
-        start_s, total_s = interval[0], sum(by_work[work].price.seconds for work in op.work)
+        start_s, total_s = interval[0], sum(by_work[work].cost_estimate.seconds for work in op.work)
         for work in op.work:
             term = by_work[work]
             label = f"{term.name} ({op.stream})"
-            seconds = (interval[1] - interval[0]) * (term.price.seconds / total_s if total_s else 1 / len(op.work))
+            seconds = (interval[1] - interval[0]) * (
+                term.cost_estimate.seconds / total_s if total_s else 1 / len(op.work)
+            )
             moving.append((label, (start_s, start_s + seconds)))
             start_s += seconds
             busy_s[label] += seconds
-            priced[label][term.price] += 1
+            priced[label][term.cost_estimate] += 1
     for label, seconds in exposed_s(computing, moving).items():
-        prices = sorted(priced[label].items(), key=lambda item: -item[0].seconds * item[1])
-        shown = "; ".join(f"{count} x {format_time(price.seconds)} = {price.formula}" for price, count in prices[:2])
-        more = f"; and {counted(len(prices) - 2, 'more size')}" if len(prices) > 2 else ""
+        cost_estimates = sorted(priced[label].items(), key=lambda item: -item[0].seconds * item[1])
+        shown = "; ".join(
+            f"{count} x {format_time(cost_estimate.seconds)} = {cost_estimate.formula}"
+            for cost_estimate, count in cost_estimates[:2]
+        )
+        more = f"; and {counted(len(cost_estimates) - 2, 'more size')}" if len(cost_estimates) > 2 else ""
         hidden = f"{format_time(busy_s[label] - seconds)} of {format_time(busy_s[label])} overlapped with other work; "
-        first = prices[0][0]
+        first = cost_estimates[0][0]
         yield ExplainedTerm(
             "exposed communication",
             label,

@@ -17,9 +17,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from simplan.model.layer import (
-    Exchange,
     Gemm,
     Kernel,
+    LayerCollective,
     LayerKind,
     LayerSpec,
     Lookup,
@@ -147,9 +147,9 @@ def _matrix(operator: Operator, kernel: Gemm, rank: int, *, propagates: bool) ->
     name, m, n, k, joint = kernel.name, kernel.m, kernel.n, kernel.k, kernel.joint
     roles = operator.roles | {Role.ADAPTER}
     (result,) = operator.makes
-    product, low = Tensor(f"{name} product", m * n), Tensor(f"{name}.lora_a output", m * rank)
+    matmul, low = Tensor(f"{name} product", m * n), Tensor(f"{name}.lora_a output", m * rank)
     adapted, scaled = Tensor(f"{name}.lora_b output", m * n), Tensor(f"{name}.lora_b output, scaled", m * n)
-    yield replace(frozen, makes=(product,))
+    yield replace(frozen, makes=(matmul,))
     yield replace(
         operator,
         kernel=Gemm(f"{name}.lora_a", m, rank, k, propagates=propagates, joint=joint and f"{joint}.lora_a"),
@@ -169,7 +169,7 @@ def _matrix(operator: Operator, kernel: Gemm, rank: int, *, propagates: bool) ->
     yield Operator(reads=(adapted.name,), makes=(scaled,), in_place=True)
     yield Operator(
         kernel=Pointwise(f"{name}.lora_sum", 2 * m * n, m * n),
-        reads=(product.name, scaled.name),
+        reads=(matmul.name, scaled.name),
         makes=(result,),
         passes=True,
         roles=roles,
@@ -184,7 +184,7 @@ def _without_backward(kernel: Kernel | None) -> Kernel | None:
             return replace(kernel, trained=False, propagates=False)
         case Lookup():
             return replace(kernel, trained=False)
-        case Exchange():
+        case LayerCollective():
             return replace(kernel, backward=None)
         case _:
             return replace(kernel, propagates=False)

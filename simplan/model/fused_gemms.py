@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from simplan.model.layer import Gemm
 
-__all__ = ["joined_gemms", "joins"]
+__all__ = ["fused_gemms", "joins"]
 
 
-def joined_gemms(gemms: Iterable[Gemm]) -> list[Gemm]:
+def fused_gemms(gemms: Iterable[Gemm]) -> list[Gemm]:
     """Matmuls of a layer, with those that share one input fused into one, and likewise their adapters.
 
     Args:

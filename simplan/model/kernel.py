@@ -12,10 +12,10 @@ __all__ = [
     "TOKEN_TABLE",
     "Attention",
     "CollectiveKind",
-    "Exchange",
     "ExpertDraw",
     "Gemm",
     "Kernel",
+    "LayerCollective",
     "Lookup",
     "Pointwise",
     "PointwiseFunction",
@@ -262,7 +262,7 @@ class ExpertDraw(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class LayerCollective:
     """A collective inside a layer, over its tensor-, context- or expert-parallel ranks, or the ranks of one expert.
 
     Attributes:
@@ -290,7 +290,7 @@ class Exchange:
     draw: ExpertDraw | None = None
 
 
-Kernel = Gemm | Attention | Pointwise | Lookup | Exchange
+Kernel = Gemm | Attention | Pointwise | Lookup | LayerCollective
 
 
 def has_backward(kernel: Kernel) -> bool:
@@ -302,5 +302,5 @@ def has_backward(kernel: Kernel) -> bool:
             return kernel.propagates
         case Lookup():
             return kernel.trained
-        case Exchange():
+        case LayerCollective():
             return kernel.backward is not None

@@ -14,10 +14,10 @@ from functools import cached_property
 from simplan.model.kernel import (
     Attention,
     CollectiveKind,
-    Exchange,
     ExpertDraw,
     Gemm,
     Kernel,
+    LayerCollective,
     Lookup,
     Pointwise,
     has_backward,
@@ -37,10 +37,10 @@ from simplan.model.operator import (
 __all__ = [
     "Attention",
     "CollectiveKind",
-    "Exchange",
     "ExpertDraw",
     "Gemm",
     "Kernel",
+    "LayerCollective",
     "LayerKind",
     "LayerSpec",
     "Lookup",
@@ -105,12 +105,11 @@ class LayerSpec:
         buffers: Tables of this layer alone that are neither weights nor saved for backward.
         tied: Names of parameters that are the same tensor as the embedding's ``wte`` in another layer.
         compiled: The layer is one torch.compile function, whose backward returns all gradients of weights at its end.
-        reruns_to_end: Recomputation re-executes the layer to its end (no early stop), although nothing needs the last
-            results.
-        late_savers: Names of matmuls that save their input after they ran, as autograd functions do.
-        mtp_depth: Multi-token prediction depth: the layer follows the last block and predicts this many tokens further
-            ahead (``simplan.model.families.mtp``); 0 for other layers.
-        needs_input_gradient: Something before the layer is trained.
+        full_recompute_pass: Recomputation re-executes the layer to its end (no early stop), although nothing needs the
+            last results. late_savers: Names of matmuls that save their input after they ran, as autograd functions do.
+            mtp_depth: Multi-token prediction depth: the layer follows the last block and predicts this many tokens
+            further ahead (``simplan.model.families.mtp``); 0 for other layers. needs_input_gradient: Something before
+            the layer is trained.
     """
 
     key: str
@@ -126,7 +125,7 @@ class LayerSpec:
     buffers: tuple[Tensor, ...] = ()
     tied: tuple[str, ...] = ()
     compiled: bool = False
-    reruns_to_end: bool = False
+    full_recompute_pass: bool = False
     late_savers: tuple[str, ...] = ()
     mtp_depth: int = 0
     needs_input_gradient: bool = True
@@ -163,7 +162,7 @@ class LayerSpec:
         """Tensors that forward saves for backward, for one sequence."""
         found = saved_tensors(self.operators, self.inputs, self.needed)
         given = {*self.outputs} & {*self.makers}  # which the next layer saves, and counts
-        return tuple(tensor for tensor in found if tensor.handed_on or tensor.name not in given)
+        return tuple(tensor for tensor in found if tensor.forwarded or tensor.name not in given)
 
     @cached_property
     def makers(self) -> dict[str, int]:

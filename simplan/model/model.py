@@ -271,8 +271,8 @@ class ModelSpec(Spec):
         for layer in self.layers:
             total += layer.flops(full_attention=full_attention) + layer.backward_flops(full_attention=full_attention)
             for core in (kernel for kernel in layer.kernels if isinstance(kernel, Attention)):
-                products = 3 if core.propagates else 1
-                attention += products * (core.full_flops if full_attention else core.flops)
+                matmuls = 3 if core.propagates else 1
+                attention += matmuls * (core.full_flops if full_attention else core.flops)
         return attention + round((total - attention) * self.document_share)
 
     @property

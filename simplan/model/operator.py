@@ -38,8 +38,8 @@ class Tensor:
         bytes_per_element: Fixed width (indices, FP32 statistics); None for the width of activations.
         residual: Part of the residual stream, which autocast keeps in FP32.
         logits: Part of the output distribution, which a memory breakdown shows separately.
-        of_microbatch: One tensor for all sequences of a microbatch.
-        handed_on: An output that later layers save; its memory is counted in the layer that makes it.
+        per_microbatch: One tensor for all sequences of a microbatch.
+        forwarded: An output that later layers save; its memory is counted in the layer that makes it.
         elsewhere: An input whose memory is counted elsewhere: in an earlier layer, or as the batch.
         widened: An upcast scratch copy of a tensor that the operator reads; absent if none of these is narrower.
     """
@@ -49,8 +49,8 @@ class Tensor:
     bytes_per_element: int | None = None
     residual: bool = False
     logits: bool = False
-    of_microbatch: bool = False
-    handed_on: bool = False
+    per_microbatch: bool = False
+    forwarded: bool = False
     elsewhere: bool = False
     widened: bool = False
 
@@ -229,7 +229,7 @@ def saved_tensors(operators: Sequence[Operator], inputs: Sequence[Tensor], neede
     """
     names = {name for operator in operators for name in saved_by(operator, needed)}
     tensors = [*inputs, *(tensor for operator in operators for tensor in operator.makes)]
-    return (t for t in tensors if (t.name in names and not t.elsewhere) or t.handed_on)
+    return (t for t in tensors if (t.name in names and not t.elsewhere) or t.forwarded)
 
 
 def gradient_order(operators: Sequence[Operator]) -> tuple[str, ...]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-from simplan.model.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec, Role
-from simplan.model.recompute_modules import Recomputation, Rerun, recomputed_modules, token_lookups
+from simplan.model.layer import Attention, CollectiveKind, Gemm, LayerCollective, LayerKind, LayerSpec, Role
+from simplan.model.recompute_modules import Recomputation, RecomputeGroup, recomputed_modules, token_lookups
 from simplan.plan.plan import ParallelPlan, Recompute, RecomputeModule
 
-__all__ = ["Recomputation", "Rerun", "recomputation", "recompute_of"]
+__all__ = ["Recomputation", "RecomputeGroup", "recomputation", "recompute_of"]
 
 _ALL_TO_ALL = CollectiveKind.ALL_TO_ALL
 _LAYER_STRIDE = 2  # torchtitan's usual one for selective_layer
@@ -71,13 +71,15 @@ def recomputation(
             counted = [index for index in _gemms(layer) if _UNCOUNTED.isdisjoint(layer.roles[index])]
             kept = {index for number, index in enumerate(counted) if number % 2 == 0}
             kept |= _where(layer, lambda k: isinstance(k, Attention) and not k.eager)
-            kept |= _where(layer, lambda k: _is_scattered(k) or (isinstance(k, Exchange) and k.forward is _ALL_TO_ALL))
+            kept |= _where(
+                layer, lambda k: _is_scattered(k) or (isinstance(k, LayerCollective) and k.forward is _ALL_TO_ALL)
+            )
             return _keeping(layer, sorted(kept))
         case "minimal":
-            products = _gemms(layer)[:-1]
-            parts = [index for index in products if _is_summed(layer.kernels[index + 1])]
+            matmuls = _gemms(layer)[:-1]
+            parts = [index for index in matmuls if _is_summed(layer.kernels[index + 1])]
             sums = [index + 1 for index in parts]  # JAX saves a matmul over ranks as one array, its sum
-            found = _keeping(layer, sorted({*products, *sums} - {*parts}), parts)
+            found = _keeping(layer, sorted({*matmuls, *sums} - {*parts}), parts)
             return _without_lone_exchanges(layer, found)
         case "qkv_proj_offloaded":
             first_attention = min(_where(layer, lambda k: isinstance(k, Attention)))
@@ -101,29 +103,34 @@ def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: lis
     remade = {layer.makers[tensor.name] for tensor in layer.saved if tensor.name in layer.makers} - {*kept}
     remade |= {index for index in _gemms(layer) if layer.kernels[index].name in layer.late_savers}
     # torch ends the recomputation with the last tensor that backward needs, others with the layer's result
-    last = max(index for index in range(len(layer.kernels)) if layer.reruns_to_end or index in remade)
+    last = max(index for index in range(len(layer.kernels)) if layer.full_recompute_pass or index in remade)
     if any(not kernel.trained for kernel in layer.kernels if isinstance(kernel, Gemm)):
         last = max(last, _last_product(layer) - 1)  # a frozen weight is such a tensor, too
     skipped = {*kept, *(elsewhere or ())}
     again = tuple(
         index
         for index, kernel in enumerate(layer.kernels[: last + 1])
-        if index not in skipped and not (isinstance(kernel, Exchange) and kernel.forward is None)
+        if index not in skipped and not (isinstance(kernel, LayerCollective) and kernel.forward is None)
     )
     # a ring's attention kernels make one result together; a norm at the end needs its input before the last matmul
-    rerun = Rerun(again, max(last, _gemms(layer)[-1]))
+    rerun = RecomputeGroup(again, max(last, _gemms(layer)[-1]))
     return Recomputation(frozenset(names), (rerun,), from_start=True)
 
 
 def _is_summed(kernel: object) -> bool:
     """True if a kernel sums partial results of a matmul over ranks."""
-    return isinstance(kernel, Exchange) and kernel.forward in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE)
+    return isinstance(kernel, LayerCollective) and kernel.forward in (
+        CollectiveKind.REDUCE_SCATTER,
+        CollectiveKind.ALL_REDUCE,
+    )
 
 
 def _is_scattered(kernel: object) -> bool:
     """True if ranks sum and scatter partial results of a branch or of experts."""
     axes = ("tp", "etp")
-    return isinstance(kernel, Exchange) and kernel.axis in axes and kernel.forward is CollectiveKind.REDUCE_SCATTER
+    return (
+        isinstance(kernel, LayerCollective) and kernel.axis in axes and kernel.forward is CollectiveKind.REDUCE_SCATTER
+    )
 
 
 def _without_lone_exchanges(layer: LayerSpec, kept: Recomputation) -> Recomputation:
@@ -131,12 +138,12 @@ def _without_lone_exchanges(layer: LayerSpec, kept: Recomputation) -> Recomputat
 
     def runs(index: int) -> bool:
         kernel = layer.kernels[index]
-        if not isinstance(kernel, Exchange) or kernel.axis != "tp":
+        if not isinstance(kernel, LayerCollective) or kernel.axis != "tp":
             return True
         gathers = kernel.forward is CollectiveKind.ALL_GATHER
         near = range(index + 1, len(layer.kernels)) if gathers else range(index - 1, -1, -1)
-        products = takewhile(lambda other: isinstance(layer.kernels[other], Gemm), near)
-        return any(product in kept.kernels for product in products)
+        matmuls = takewhile(lambda other: isinstance(layer.kernels[other], Gemm), near)
+        return any(matmul in kept.kernels for matmul in matmuls)
 
     reruns = (rerun._replace(kernels=tuple(filter(runs, rerun.kernels))) for rerun in kept.reruns)
     return kept._replace(reruns=tuple(reruns))
@@ -145,7 +152,7 @@ def _without_lone_exchanges(layer: LayerSpec, kept: Recomputation) -> Recomputat
 def _results(layer: LayerSpec, index: int) -> set[str]:
     """Names of a kernel's results: all of a matmul or collective, else those that backward needs."""
     operators = [operator for operator, place in zip(layer.operators, layer.places, strict=True) if place == index]
-    if isinstance(layer.kernels[index], Gemm | Exchange):
+    if isinstance(layer.kernels[index], Gemm | LayerCollective):
         return {tensor.name for operator in operators if operator.kernel is not None for tensor in operator.makes}
     made = {tensor.name for operator in operators for tensor in operator.makes}
     return made & {tensor.name for tensor in layer.saved}

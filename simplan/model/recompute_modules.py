@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from simplan.model.kernel import TOKEN_TABLE
-from simplan.model.layer import Attention, Exchange, Gemm, Kernel, LayerSpec, Lookup, Operator, Role
+from simplan.model.layer import Attention, Gemm, Kernel, LayerCollective, LayerSpec, Lookup, Operator, Role
 from simplan.model.operator import saved_by
 from simplan.plan.plan import RecomputeModule
 
-__all__ = ["Recomputation", "Rerun", "has_module", "recomputed_modules", "token_lookups"]
+__all__ = ["Recomputation", "RecomputeGroup", "has_module", "recomputed_modules", "token_lookups"]
 
 
-class Rerun(NamedTuple):
+class RecomputeGroup(NamedTuple):
     """Kernels that backward recomputes together.
 
     Attributes:
@@ -53,7 +53,7 @@ class Recomputation(NamedTuple):
     """
 
     saved: frozenset[str]
-    reruns: tuple[Rerun, ...] = ()
+    reruns: tuple[RecomputeGroup, ...] = ()
     from_start: bool = False
 
     @property
@@ -66,7 +66,7 @@ class _Part(NamedTuple):
     """Effect of recomputing one module: tensors that are not saved, and the kernels that restore them."""
 
     dropped: frozenset[str]
-    rerun: Rerun
+    rerun: RecomputeGroup
 
 
 def has_module(layer: LayerSpec, module: RecomputeModule) -> bool:
@@ -86,7 +86,9 @@ def recomputed_modules(layer: LayerSpec, modules: Sequence[RecomputeModule]) -> 
     together: dict[int, set[int]] = {}
     for part in parts:
         together.setdefault(part.rerun.needed_by, set()).update(part.rerun.kernels)
-    reruns = (Rerun(tuple(sorted(together[needed_by])), needed_by) for needed_by in sorted(together, reverse=True))
+    reruns = (
+        RecomputeGroup(tuple(sorted(together[needed_by])), needed_by) for needed_by in sorted(together, reverse=True)
+    )
     again = tuple(reruns)
     places = {index for rerun in again for index in rerun.kernels}
     read = {name for operator, place in _placed(layer) if place in places for name in operator.reads}
@@ -106,7 +108,7 @@ def _core_attn(layer: LayerSpec) -> Iterator[_Part]:
         # torch.compile computes the projection's input again as well
         others = () if layer.compiled else (o for o, place in _placed(layer) if place not in group)
         elsewhere = {name for operator in others for name in saved_by(operator, layer.needed)}
-        yield _Part(_made_at(layer, group) - elsewhere, Rerun(tuple(again), last))
+        yield _Part(_made_at(layer, group) - elsewhere, RecomputeGroup(tuple(again), last))
 
 
 def _cores(layer: LayerSpec, cores: set[int]) -> Iterator[set[int]]:
@@ -131,7 +133,7 @@ def _mla_up_proj(layer: LayerSpec) -> Iterator[_Part]:
     again = _forward_of(layer, layer.kernels_with(Role.UP_PROJECTION))
     if again:
         core = max(_where(layer, lambda kernel: isinstance(kernel, Attention)))
-        yield _Part(_made_at(layer, again), Rerun(again, core))
+        yield _Part(_made_at(layer, again), RecomputeGroup(again, core))
 
 
 def _layernorm(layer: LayerSpec) -> Iterator[_Part]:
@@ -145,23 +147,23 @@ def _layernorm(layer: LayerSpec) -> Iterator[_Part]:
         readers = list(_readers(layer, norm))
         if all(Role.COLUMN_PARALLEL in operator.roles for operator in readers):
             continue
-        products = [operator.kernel.name for operator in readers if isinstance(operator.kernel, Gemm)]
-        dropped = _made_at(layer, {norm}) | _quantized_inputs(layer, products)
-        yield _Part(dropped, Rerun((norm,), min(index for index in sums if index > norm) - 1))
+        matmuls = [operator.kernel.name for operator in readers if isinstance(operator.kernel, Gemm)]
+        dropped = _made_at(layer, {norm}) | _quantized_inputs(layer, matmuls)
+        yield _Part(dropped, RecomputeGroup((norm,), min(index for index in sums if index > norm) - 1))
 
 
 def _moe_act(layer: LayerSpec) -> Iterator[_Part]:
     """Recompute the activation of experts; if it is fused into a GEMM, the fused backward kernel recomputes it."""
     inside = layer.kernels_with(Role.EXPERTS)
-    products = [index for index in inside if isinstance(layer.kernels[index], Gemm)]
-    if not products:
+    matmuls = [index for index in inside if isinstance(layer.kernels[index], Gemm)]
+    if not matmuls:
         return
-    *_, before, end = products
+    *_, before, end = matmuls
     again = tuple(index for index in inside if before < index < end)
     (last,) = (operator for operator, place in _placed(layer) if place == end and operator.kernel is not None)
-    product = {last.reads[0]} & {tensor.name for tensor in layer.saved}
-    dropped = product | _quantized_inputs(layer, [layer.kernels[end].name]) | _made_at(layer, again)
-    yield _Part(frozenset(dropped), Rerun(again, end))
+    matmul = {last.reads[0]} & {tensor.name for tensor in layer.saved}
+    dropped = matmul | _quantized_inputs(layer, [layer.kernels[end].name]) | _made_at(layer, again)
+    yield _Part(frozenset(dropped), RecomputeGroup(again, end))
 
 
 def _mlp(layer: LayerSpec) -> Iterator[_Part]:
@@ -194,12 +196,14 @@ def _all_of(layer: LayerSpec, role: Role) -> Iterator[_Part]:
     places = layer.kernels_with(role)
     if places:
         end = max(layer.kernels_with(Role.MLP))
-        yield _Part(_made_at(layer, places), Rerun(_forward_of(layer, places), end))
+        yield _Part(_made_at(layer, places), RecomputeGroup(_forward_of(layer, places), end))
 
 
 def _forward_of(layer: LayerSpec, places: Iterable[int]) -> tuple[int, ...]:
     """Indices of kernels that run in forward."""
-    return tuple(i for i in places if not isinstance(layer.kernels[i], Exchange) or _is_exchange_of_forward(layer, i))
+    return tuple(
+        i for i in places if not isinstance(layer.kernels[i], LayerCollective) or _is_exchange_of_forward(layer, i)
+    )
 
 
 def _readers(layer: LayerSpec, place: int) -> Iterator[Operator]:
@@ -208,18 +212,18 @@ def _readers(layer: LayerSpec, place: int) -> Iterator[Operator]:
     for operator, index in _placed(layer):
         if index == place or names.isdisjoint(operator.reads):
             continue
-        if operator.is_cast or (isinstance(operator.kernel, Exchange) and operator.kernel.axis == "tp"):
+        if operator.is_cast or (isinstance(operator.kernel, LayerCollective) and operator.kernel.axis == "tp"):
             names.update(tensor.name for tensor in operator.makes)
         else:
             yield operator
 
 
-def _quantized_inputs(layer: LayerSpec, products: Sequence[str]) -> frozenset[str]:
+def _quantized_inputs(layer: LayerSpec, matmuls: Sequence[str]) -> frozenset[str]:
     """Names of the quantized inputs that matmuls save, which are not saved if the inputs are recomputed.
 
     (``set_save_original_input``, megatron/core/transformer/transformer_layer.py and moe/experts.py.)
     """
-    return frozenset(t.name for t in layer.saved if t.name.startswith(tuple(f"{name} input in " for name in products)))
+    return frozenset(t.name for t in layer.saved if t.name.startswith(tuple(f"{name} input in " for name in matmuls)))
 
 
 def _made_at(layer: LayerSpec, places: Iterable[int]) -> frozenset[str]:

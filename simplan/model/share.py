@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from simplan.model.layer import CollectiveKind, Exchange, Gemm, Operator, ParameterSpec, Pointwise, Role, Tensor
+from simplan.model.layer import CollectiveKind, Gemm, LayerCollective, Operator, ParameterSpec, Pointwise, Role, Tensor
 
 if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
     from simplan.model.model import ModelSpec
@@ -137,7 +137,7 @@ def for_columns(source: str, share: RankShare, rows: int = 0, width: int = 0) ->
     if not share.shard.sequence_parallel:
         name = f"{source} of all ranks"
         alike = Operator(
-            kernel=Exchange(source, "tp", None, _K.ALL_REDUCE, elements),
+            kernel=LayerCollective(source, "tp", None, _K.ALL_REDUCE, elements),
             reads=(source,),
             makes=(Tensor(name, elements),),
             in_place=True,
@@ -146,7 +146,7 @@ def for_columns(source: str, share: RankShare, rows: int = 0, width: int = 0) ->
         return Gathered((alike,), name)
     name = f"gathered {source}"
     gather = Operator(
-        kernel=Exchange(source, "tp", _K.ALL_GATHER, _K.REDUCE_SCATTER, elements),
+        kernel=LayerCollective(source, "tp", _K.ALL_GATHER, _K.REDUCE_SCATTER, elements),
         reads=(source,),
         makes=(Tensor(name, elements),),
     )
@@ -159,12 +159,16 @@ def regathered(operators: Sequence[Operator]) -> Iterator[Operator]:
     Args:
         operators: Operators of a layer, in the order of forward.
     """
-    sources: dict[str, Exchange] = {}
+    sources: dict[str, LayerCollective] = {}
     last: dict[str, int] = {}
     trained: set[str] = set()
     for index, operator in enumerate(operators):
         kernel = operator.kernel
-        if isinstance(kernel, Exchange) and (kernel.axis, kernel.forward) == ("tp", _K.ALL_GATHER) and operator.reads:
+        if (
+            isinstance(kernel, LayerCollective)
+            and (kernel.axis, kernel.forward) == ("tp", _K.ALL_GATHER)
+            and operator.reads
+        ):
             sources[operator.makes[0].name] = kernel
         elif isinstance(kernel, Gemm) and operator.reads[0] in sources:
             last[operator.reads[0]] = index
@@ -177,7 +181,7 @@ def regathered(operators: Sequence[Operator]) -> Iterator[Operator]:
         gather = sources[name]
         yield replace(operator, saves=tuple(gather.name if saved == name else saved for saved in operator.saves))
         if index == last[name] and name in trained:
-            kernel = Exchange(f"{gather.name} again", "tp", None, _K.ALL_GATHER, gather.elements)
+            kernel = LayerCollective(f"{gather.name} again", "tp", None, _K.ALL_GATHER, gather.elements)
             yield Operator(kernel=kernel, regathers=name)
 
 
@@ -193,10 +197,10 @@ def sum_of_rows(source: str, result: str, share: RankShare, *, residual: bool = 
     elements, own = share.tokens * share.hidden, share.own_tokens * share.hidden
     summed = Tensor(result, own, residual=residual)
     if share.shard.sequence_parallel:
-        exchange = Exchange(result, "tp", _K.REDUCE_SCATTER, _K.ALL_GATHER, elements, residual=residual)
-        return [Operator(kernel=exchange, reads=(source,), makes=(summed,))]
-    exchange = Exchange(result, "tp", _K.ALL_REDUCE, None, elements, residual=residual)
-    return [Operator(kernel=exchange, reads=(source,), makes=(summed,), in_place=True, passes=True)]
+        collective = LayerCollective(result, "tp", _K.REDUCE_SCATTER, _K.ALL_GATHER, elements, residual=residual)
+        return [Operator(kernel=collective, reads=(source,), makes=(summed,))]
+    collective = LayerCollective(result, "tp", _K.ALL_REDUCE, None, elements, residual=residual)
+    return [Operator(kernel=collective, reads=(source,), makes=(summed,), in_place=True, passes=True)]
 
 
 def biases_after_sums(
@@ -217,14 +221,14 @@ def biases_after_sums(
         kernel = operator.kernel
         if isinstance(kernel, Gemm) and Role.ROW_PARALLEL in operator.roles and len(operator.parameters) > 1:
             (made,) = operator.makes
-            if any(made.name in other.reads and isinstance(other.kernel, Exchange) for other in operators):
+            if any(made.name in other.reads and isinstance(other.kernel, LayerCollective) for other in operators):
                 biases[made.name], *weights = operator.parameters
                 operator = replace(operator, parameters=tuple(weights))
-        bias = biases.get(operator.reads[0]) if isinstance(kernel, Exchange) and operator.reads else None
+        bias = biases.get(operator.reads[0]) if isinstance(kernel, LayerCollective) and operator.reads else None
         if bias is None:
             found.append(operator)
             continue
-        assert isinstance(kernel, Exchange)
+        assert isinstance(kernel, LayerCollective)
         (result,) = operator.makes
         summed = replace(result, name=f"{result.name} without bias")
         added = Pointwise(f"{result.name} bias", result.elements, result.elements)

@@ -18,7 +18,7 @@ __all__ = [
     "ScheduleFacts",
     "check_schedule_name",
     "installed_schedules",
-    "is_own_schedule",
+    "is_custom_schedule",
     "is_table_file",
     "splits_backward",
 ]
@@ -78,7 +78,7 @@ def check_schedule_name(name: str) -> str:
     """Return the name of a known schedule or of a CSV file, which need not exist yet.
 
     Raises:
-        ValueError: The schedule is unknown; the message names the nearest.
+        ValueError: The schedule is unknown; the communication names the nearest.
     """
     if name == "none" or name in SCHEDULE_FACTS or name in REFUSED_SCHEDULES or is_table_file(name):
         return name
@@ -89,7 +89,7 @@ def check_schedule_name(name: str) -> str:
     raise ValueError(f"is not a known schedule; {nearest}")
 
 
-def is_own_schedule(name: str) -> bool:
+def is_custom_schedule(name: str) -> bool:
     """True for a custom schedule: an action table in a file, or a schedule from an installed package."""
     return name != "none" and name not in SCHEDULE_FACTS
 

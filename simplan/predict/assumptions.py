@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simplan.cluster.hardware import ClusterSpec
-from simplan.cost.base import Provenance
-from simplan.cost.pricing import Pricing
+from simplan.cost.model import Provenance
+from simplan.cost.program_costs import ProgramCosts
 from simplan.job import Job
 from simplan.model.families import FAMILIES
 from simplan.program.timeline import SpanKind
@@ -18,21 +18,21 @@ __all__ = ["assumptions", "padding_assumption"]
 
 def assumptions(
     job: Job,
-    pricing: Pricing,
+    program_costs: ProgramCosts,
     short_bytes: int,
 ) -> tuple[str, ...]:
     """Sentences on the assumptions of a prediction.
 
     Args:
         job: Predicted job.
-        pricing: Cost estimates of the step.
+        program_costs: Cost estimates of the step.
         short_bytes: Bytes that the allocator would reserve additionally on a larger device; 0 if the plan does not fit.
     """
     return (
         *_of_model(job),
         *_of_plan(job),
-        *_of_costs(job, pricing),
-        *_of_machine(job, pricing, short_bytes),
+        *_of_costs(job, program_costs),
+        *_of_machine(job, program_costs, short_bytes),
         *_of_offload(job),
     )
 
@@ -84,24 +84,26 @@ def _of_plan(job: Job) -> Iterator[str]:
         yield "every rank has all experts, as ep = 1: no effect of software.expert_dispatch"
 
 
-def _of_costs(job: Job, pricing: Pricing) -> Iterator[str]:
+def _of_costs(job: Job, program_costs: ProgramCosts) -> Iterator[str]:
     """Sentences on the sources of cost estimates."""
     cluster, software = job.cluster, job.software
-    provenances = {term.price.provenance for term in pricing.terms if term.price.seconds > 0}
+    provenances = {term.cost_estimate.provenance for term in program_costs.terms if term.cost_estimate.seconds > 0}
     known = {Provenance.DATASHEET, Provenance.PUBLISHED}
     if provenances & known and Provenance.CALIBRATED in provenances:
-        names = sorted({t.name for t in pricing.terms if t.price.provenance in known and t.price.seconds > 0})
+        names = sorted(
+            {t.name for t in program_costs.terms if t.cost_estimate.provenance in known and t.cost_estimate.seconds > 0}
+        )
         yield f"not timed, so priced from datasheets: {', '.join(names)}"
     elif provenances & known:
         yield (_priced_from(cluster, software))
         if cluster.device.warning is not None:
             yield f"{cluster.device.id}: {cluster.device.warning}"
     if Provenance.EXTRAPOLATED in provenances:
-        names = sorted({t.name for t in pricing.terms if t.price.provenance is Provenance.EXTRAPOLATED})
+        names = sorted({t.name for t in program_costs.terms if t.cost_estimate.provenance is Provenance.EXTRAPOLATED})
         yield f"outside of what was calibrated: {', '.join(names)}"
 
 
-def _of_machine(job: Job, pricing: Pricing, short_bytes: int) -> Iterator[str]:
+def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iterator[str]:
     """Sentences on the device, its allocator, the framework and the links."""
     cluster, software = job.cluster, job.software
     if cluster.device.kind != "cpu":
@@ -122,11 +124,11 @@ def _of_machine(job: Job, pricing: Pricing, short_bytes: int) -> Iterator[str]:
         yield f"{things} that {software.id} does and simplan does not model: `simplan show software {software.id}`"
     if cluster.cores_per_node is not None:
         yield f"ranks share {cluster.cores_per_node} cores (processor sharing)"
-    if pricing.beside is not None:
+    if program_costs.beside is not None:
         yield (
-            f"what is computed beside messages has {format_percent(pricing.taken_share)} less of its device meanwhile"
+            f"what is computed beside messages has {format_percent(program_costs.overlap_slowdown)} less of its device meanwhile"
         )
-    if any(term.kind is SpanKind.COMMUNICATION for term in pricing.terms) and cluster.num_nodes > 1:
+    if any(term.kind is SpanKind.COMMUNICATION for term in program_costs.terms) and cluster.num_nodes > 1:
         yield "links are not shared with other jobs, and flows do not slow each other down"
 
 

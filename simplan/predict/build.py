@@ -6,15 +6,15 @@ from functools import lru_cache
 
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.analytic import AnalyticCost
-from simplan.cost.base import CostModel
 from simplan.cost.calibration.calibrated import CalibratedCost
 from simplan.cost.calibration.format import Calibration, way_of_mixing
 from simplan.cost.calibration.store import refuse_other_device
 from simplan.cost.communication.host_link import host_memory_rate
 from simplan.cost.compute.kernel_cost import kernel_cost
+from simplan.cost.model import CostModel
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
-from simplan.model.layer import CollectiveKind, Exchange
+from simplan.model.layer import CollectiveKind, LayerCollective
 from simplan.model.low_precision import DEFAULT_RECIPE
 from simplan.plan.plan import RankMapping, StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS
@@ -185,12 +185,12 @@ def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreU
         return None
     ranks = cluster.ranks_per_node
     threads = max(1, cores // ranks)
-    of_message = 1.0 if slowdown is None else min(1.0, max(0.0, slowdown * cores / ranks - threads))
+    of_communication = 1.0 if slowdown is None else min(1.0, max(0.0, slowdown * cores / ranks - threads))
 
     def demand(op: Op) -> float:
-        if op.message is not None and len({cluster.node_of(rank) for rank in op.message.ranks}) > 1:
+        if op.communication is not None and len({cluster.node_of(rank) for rank in op.communication.ranks}) > 1:
             return 0.0
-        return float(threads) if op.stream is Stream.COMPUTE else of_message
+        return float(threads) if op.stream is Stream.COMPUTE else of_communication
 
     nodes = [cluster.node_of(op.rank) for op in program.ops]
     return CoreUse(cores, nodes, [demand(op) for op in program.ops], [_connection(op) for op in program.ops])
@@ -198,8 +198,12 @@ def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreU
 
 def _connection(op: Op) -> frozenset[int] | None:
     """Sender and receiver of a P2P send; None for other operations."""
-    message = op.message
-    return frozenset(message.ranks) if message is not None and message.kind is CollectiveKind.SEND else None
+    communication = op.communication
+    return (
+        frozenset(communication.ranks)
+        if communication is not None and communication.kind is CollectiveKind.SEND
+        else None
+    )
 
 
 def assign_layers(job: Job, cost: CostModel) -> StageAssignment:
@@ -237,5 +241,7 @@ def expands_all(job: Job, folding: Folding, num_microbatches: int) -> bool:
     """True if the Level 2 Program is small enough to expand every layer."""
     model, plan = job.padded_model, job.plan
     columns = len(folding.ranks) // plan.pp
-    pieces = max(1 + 2 * sum(isinstance(k, Exchange) for k in layer.kernels) for layer in model.layers_of(plan.shard))
+    pieces = max(
+        1 + 2 * sum(isinstance(k, LayerCollective) for k in layer.kernels) for layer in model.layers_of(plan.shard)
+    )
     return 2 * len(model.layers) * pieces * num_microbatches * columns <= _MOST_OPERATIONS

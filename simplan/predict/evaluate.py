@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from simplan.cost.base import CostModel
 from simplan.cost.calibration.calibrated import CalibratedCost
 from simplan.cost.calibration.format import Calibration, pace_in_words
+from simplan.cost.model import CostModel
 from simplan.job import Job
 from simplan.model.layer import Attention, Gemm
 from simplan.model.recompute import recomputation, recompute_of
 from simplan.plan.plan import StageAssignment
-from simplan.plan.schedules import is_own_schedule
+from simplan.plan.schedules import is_custom_schedule
 from simplan.predict.assumptions import assumptions
 from simplan.predict.build import expands_all, folding_of
 from simplan.predict.packing import attention_s, packing_assumptions
 from simplan.predict.simulated import Simulated, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
 from simplan.prediction import Prediction, Term
+from simplan.program.no_gc import gc_paused
 from simplan.program.tables.check import check_table
 from simplan.program.tables.executable import check_executable
-from simplan.program.uncollected import uncollected
 from simplan.rules import check_job
 from simplan.sim.engine import timeline
 
@@ -42,7 +42,7 @@ def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None
     return predict_step(job, name=name, calibration=calibration)[0]
 
 
-@uncollected()
+@gc_paused()
 def predict_step(
     job: Job, *, name: str = "scenario", calibration: Calibration | None = None
 ) -> tuple[Prediction, Simulated]:
@@ -60,7 +60,7 @@ def predict_step(
     step = TruncatedStep(job, extent, calibration, 2, folding, expands_all(job, folding, extent.simulated))
     for table in step.tables:
         check_table(table, plan.num_stages, 1 + max(action.microbatch or 0 for row in table for action in row))
-    if is_own_schedule(plan.schedule):
+    if is_custom_schedule(plan.schedule):
         check_executable(step.tables[0], plan, job.software)
     simulated, fine = step.simulated[0], step.programs[0]
     step_time_s, *moved_s = step.seconds(moved_durations_s).tolist()
@@ -82,7 +82,7 @@ def predict_step(
         table=step.tables[0],
         step_time_s=step_time_s,
         step_time_interval_s=interval_s(step_time_s, moved_s),
-        level1_step_time_s=float(step.at_level1().seconds()[0]),
+        action_level_step_time_s=float(step.at_level1().seconds()[0]),
         bubble_fraction=step.idle_fraction(),
         capacity_bytes=capacity,
         fits=fits,
@@ -96,7 +96,7 @@ def predict_step(
         timeline=timeline(fine, simulated.times),
         reference_s=_reference_s(step.cost, job),
         assumptions=(
-            *assumptions(job, simulated.pricing, max(m.short_bytes for m in memory) if fits else 0),
+            *assumptions(job, simulated.program_costs, max(m.short_bytes for m in memory) if fits else 0),
             *packing_assumptions(job, attention_s(job, step.assignment, step.tables[0], step.cost) / step_time_s),
             *_truncation_assumptions(extent),
             *_pace_assumptions(calibration),
@@ -149,17 +149,17 @@ def _terms(step: TruncatedStep) -> tuple[Term, ...]:
     for simulated in reversed(step.simulated):  # the longer step last
         fewer = {key: term.count for key, term in merged.items()}
         merged = {}
-        for term in simulated.pricing.terms:
-            key = (term.name, term.price.formula)
+        for term in simulated.program_costs.terms:
+            key = (term.name, term.cost_estimate.formula)
             count = term.count / num_ranks + (merged[key].count if key in merged else 0.0)
             merged[key] = Term(
                 name=term.name,
                 kind=term.kind,
-                seconds=term.price.seconds,
+                seconds=term.cost_estimate.seconds,
                 count=count,
-                provenance=str(term.price.provenance),
-                relative_std=term.price.relative_std,
-                formula=term.price.formula,
+                provenance=str(term.cost_estimate.provenance),
+                relative_std=term.cost_estimate.relative_std,
+                formula=term.cost_estimate.formula,
             )
     periods = step.extent.num_periods
     return tuple(

@@ -9,7 +9,7 @@ from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.prediction import RankMemory
 from simplan.program.program import MemoryCategory, Program
-from simplan.sim.memory import host_peak_bytes, memory_peak, resting_bytes, step_peaks, whole_blocks
+from simplan.sim.memory import host_peak_bytes, memory_peak, persistent_bytes, step_peaks, whole_blocks
 
 __all__ = ["RankPeaks", "device_memory", "rank_memory", "rank_peaks"]
 
@@ -36,7 +36,7 @@ class RankPeaks(NamedTuple):
 
 def rank_peaks(program: Program, rank: int) -> RankPeaks:
     """Tensor bytes of one rank of a Level 2 Program."""
-    return RankPeaks(resting_bytes(program, rank), program.rebuild_bytes[rank], *step_peaks(program, rank))
+    return RankPeaks(persistent_bytes(program, rank), program.rebuild_bytes[rank], *step_peaks(program, rank))
 
 
 def rank_memory(program: Program, job: Job, calibration: Calibration | None) -> tuple[RankMemory, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from simplan.cost.base import CostModel
+from simplan.cost.model import CostModel
 from simplan.job import Job
 from simplan.model.layer import Attention, LayerSpec
 from simplan.model.packing import PackStatistics

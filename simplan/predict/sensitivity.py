@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from simplan.cluster.hardware import ClusterSpec, LinkSpec
-from simplan.cost.pricing import price_program
+from simplan.cost.program_costs import estimate_program
 from simplan.predict.build import cost_model
+from simplan.predict.overlap_slowdown import apply_overlap_slowdown
 from simplan.predict.simulated import Simulated
-from simplan.predict.slowed import slowed
 from simplan.prediction import Prediction
 from simplan.sim.compiled import compile_program
 
@@ -61,8 +61,10 @@ def marginal_values(prediction: Prediction, simulated: Simulated) -> tuple[Margi
         if cluster is not None
     }
     program = simulated.program
-    pricings = [slowed(program, price_program(program, cost), compiled.times) for cost in costs.values()]
-    durations_s = [pricing.durations_s for pricing in pricings]
+    pricings = [
+        apply_overlap_slowdown(program, estimate_program(program, cost), compiled.times) for cost in costs.values()
+    ]
+    durations_s = [program_costs.durations_s for program_costs in pricings]
     before_s = simulated.times.step_time_s
     values = [
         MarginalValue(resource, (step_time_s - before_s) / before_s)

@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan.cluster.hardware import ClusterSpec
-from simplan.cost.base import CostModel
-from simplan.cost.pricing import Pricing, price_program
+from simplan.cost.model import CostModel
+from simplan.cost.program_costs import ProgramCosts, estimate_program
 from simplan.predict.build import sharing_of
-from simplan.predict.slowed import slowed
+from simplan.predict.overlap_slowdown import apply_overlap_slowdown
 from simplan.program.program import HostCalls, HostCopy, HostWait, Program
 from simplan.program.timeline import SpanKind
-from simplan.sim.choice import Engine, engine_of
 from simplan.sim.engine import CoreUse, Times
+from simplan.sim.engine_choice import Engine, engine_of
 
 __all__ = ["Simulated", "interval_s", "moved_durations_s", "simulate_program", "sources_of_error"]
 
@@ -34,15 +34,15 @@ class Simulated:
     Attributes:
         program: Simulated Program.
         alone: Cost estimates without the overlap slowdown.
-        pricing: Cost estimates with the overlap slowdown.
+        program_costs: Cost estimates with the overlap slowdown.
         times: Start and end of every operation.
         engine: Simulator, to run the Program again with other durations.
         sharing: Shared cores of operations; None if ranks do not share cores.
     """
 
     program: Program
-    alone: Pricing
-    pricing: Pricing
+    alone: ProgramCosts
+    program_costs: ProgramCosts
     times: Times
     engine: Engine
     sharing: CoreUse | None
@@ -52,12 +52,12 @@ def simulate_program(program: Program, cost: CostModel, cluster: ClusterSpec) ->
     """Estimate costs of a Program, and simulate it."""
     sharing = sharing_of(program, cluster, cost)
     engine = engine_of(program, sharing)
-    alone = price_program(program, cost)
-    pricing = slowed(program, alone, engine.times)
-    return Simulated(program, alone, pricing, engine.times(pricing.durations_s), engine, sharing)
+    alone = estimate_program(program, cost)
+    program_costs = apply_overlap_slowdown(program, alone, engine.times)
+    return Simulated(program, alone, program_costs, engine.times(program_costs.durations_s), engine, sharing)
 
 
-def moved_durations_s(program: Program, pricing: Pricing) -> list[NDArray[np.float64]]:
+def moved_durations_s(program: Program, program_costs: ProgramCosts) -> list[NDArray[np.float64]]:
     """Durations of all operations with one source of error shifted by one standard deviation.
 
     The sources are compute, communication and host. Errors within a source are fully correlated; the sources are
@@ -67,7 +67,7 @@ def moved_durations_s(program: Program, pricing: Pricing) -> list[NDArray[np.flo
         One vector per source with longer durations, then one per source with shorter ones. Both shifts use the same
         factor, so durations stay positive.
     """
-    durations_s, deviations_s = pricing.durations_s, pricing.deviations_s
+    durations_s, deviations_s = program_costs.durations_s, program_costs.deviations_s
     longer_s = durations_s + deviations_s
     shorter_s = np.divide(durations_s**2, longer_s, out=np.zeros_like(longer_s), where=longer_s > 0)
     sources = [own for own in sources_of_error(program).values() if own.any()]
@@ -76,10 +76,10 @@ def moved_durations_s(program: Program, pricing: Pricing) -> list[NDArray[np.flo
 
 def sources_of_error(program: Program) -> dict[ErrorSource, NDArray[np.bool_]]:
     """By source of error, ``(num_ops,)`` True for its operations; errors within a source are fully correlated."""
-    messages = program.of_kind(SpanKind.COMMUNICATION)
+    communications = program.of_kind(SpanKind.COMMUNICATION)
     by_host = np.array([bool(work) and all(isinstance(part, _OF_HOST) for part in work) for work in program.works])
-    host = by_host[program.columns.work] & ~messages
-    return {"computing": ~messages & ~host, "host": host, "messages": messages}
+    host = by_host[program.columns.work] & ~communications
+    return {"computing": ~communications & ~host, "host": host, "messages": communications}
 
 
 def interval_s(step_time_s: float, moved_s: Sequence[float]) -> tuple[float, float]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from simplan.cost.base import CostModel
 from simplan.cost.compute.pass_time import pass_time_s
+from simplan.cost.model import CostModel
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import StageAssignment
 from simplan.program.lowering.script import Scripts
 from simplan.program.lowering.stage import Stages
-from simplan.program.program import HostWait, Message, Phase
+from simplan.program.program import Communication, HostWait, Phase
 from simplan.program.schedules import PipelineShape, StageTimes, one_f_one_b
 from simplan.program.tables.complete import complete_table
 
@@ -40,7 +40,10 @@ def stage_times(
     def seconds(stage: int, phase: Phase) -> float:
         script = scripts.merged(stage, range(len(stages.layers[stage])), phase)
         return pass_time_s(
-            script, groups, lambda work: cost.compute(work).seconds, lambda message: cost.message(message).seconds
+            script,
+            groups,
+            lambda work: cost.compute(work).seconds,
+            lambda communication: cost.communication(communication).seconds,
         )
 
     def split(stage: int) -> tuple[float, float]:
@@ -59,7 +62,7 @@ def stage_times(
         ),
         backward_input_s=tuple(input_s for input_s, _ in backwards),
         backward_weight_s=tuple(weight_s for _, weight_s in backwards),
-        send_s=cost.message(Message(CollectiveKind.SEND, largest, (0, next_rank))).seconds,
+        send_s=cost.communication(Communication(CollectiveKind.SEND, largest, (0, next_rank))).seconds,
     )
     return times, max(_kept_for_weight(stages, stage) for stage in range(1, plan.num_stages))
 

@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan.cost.calibration.format import Calibration
-from simplan.cost.pricing import Pricing
+from simplan.cost.program_costs import ProgramCosts
 from simplan.job import Job
 from simplan.predict.build import folding_of
 from simplan.predict.memory import device_memory
 from simplan.predict.simulated import interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, extent_of, predicted_extent
+from simplan.program.no_gc import gc_paused
 from simplan.program.program import Program, Work
-from simplan.program.uncollected import uncollected
 from simplan.rules import check_job
 
 __all__ = [
@@ -74,7 +74,7 @@ class StepTerm(NamedTuple):
     times: float
 
 
-@uncollected()
+@gc_paused()
 def summarize_step(job: Job, *, steps_overlap: bool = False) -> StepSummary:
     """Predict time and memory of one optimizer step; ranks must not share cores.
 
@@ -100,7 +100,7 @@ def summarize_step(job: Job, *, steps_overlap: bool = False) -> StepSummary:
     )
 
 
-@uncollected()
+@gc_paused()
 def evaluate_step(
     job: Job, calibration: Calibration | None = None, max_bytes: int | None = None, *, whole: bool = False
 ) -> tuple[int, float | None]:
@@ -123,7 +123,7 @@ def evaluate_step(
     return num_bytes, float(step.seconds()[0])
 
 
-@uncollected()
+@gc_paused()
 def step_terms(job: Job, *, steps_overlap: bool = False) -> tuple[StepTerm, ...]:
     """Decompose the step time into terms of its longest path, which is locally linear in costs.
 
@@ -136,30 +136,30 @@ def step_terms(job: Job, *, steps_overlap: bool = False) -> tuple[StepTerm, ...]
     Returns:
         Terms of the longest path. The sum of ``seconds`` x ``times`` is the step time, within 1e-4.
     """
-    pricings: list[Pricing] = []
+    pricings: list[ProgramCosts] = []
 
-    def moved(program: Program, pricing: Pricing) -> list[_Floats]:
-        pricings.append(pricing)
+    def moved(program: Program, program_costs: ProgramCosts) -> list[_Floats]:
+        pricings.append(program_costs)
         row_of = {work: row for row, work in enumerate(pricings[0].by_work)}
         by_entry = np.zeros((len(row_of) + 1, len(program.works)))
         for entry in np.unique(program.columns.work).tolist():
             for work in program.works[entry]:
-                by_entry[row_of[work], entry] += pricing.by_work[work].price.seconds
+                by_entry[row_of[work], entry] += program_costs.by_work[work].cost_estimate.seconds
         seconds = by_entry[:, program.columns.work]
-        if pricing.taken_share:
-            seconds[-1] = pricing.durations_s - seconds.sum(axis=0)
+        if program_costs.overlap_slowdown:
+            seconds[-1] = program_costs.durations_s - seconds.sum(axis=0)
         apart_s = (1 + _APART * (np.arange(len(seconds)) * _GOLDEN % 1)) @ seconds
         return [apart_s, *(apart_s + _MOVED * seconds)]
 
     seconds = summarized_step(job, steps_overlap=steps_overlap).seconds(moved, steps_overlap=steps_overlap)
-    prices: dict[Work | OverlapSlowdown, float] = {
-        work: term.price.seconds for work, term in pricings[0].by_work.items()
+    cost_estimates: dict[Work | OverlapSlowdown, float] = {
+        work: term.cost_estimate.seconds for work, term in pricings[0].by_work.items()
     }
-    prices[OverlapSlowdown()] = max(pricing.taken_share for pricing in pricings)
+    cost_estimates[OverlapSlowdown()] = max(program_costs.overlap_slowdown for program_costs in pricings)
     terms = (
-        StepTerm(work, price, float(moved_s - seconds[1]) / (_MOVED * price))
-        for (work, price), moved_s in zip(prices.items(), seconds[2:], strict=True)
-        if price > 0
+        StepTerm(work, cost_estimate, float(moved_s - seconds[1]) / (_MOVED * cost_estimate))
+        for (work, cost_estimate), moved_s in zip(cost_estimates.items(), seconds[2:], strict=True)
+        if cost_estimate > 0
     )
     least_s = _MIN_OVERLAP * float(seconds[0])
     return tuple(t for t in terms if abs(t.times) > (least_s if isinstance(t.work, OverlapSlowdown) else _MIN_TIMES))

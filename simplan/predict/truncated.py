@@ -24,9 +24,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.cost.base import CostModel
 from simplan.cost.calibration.format import Calibration
-from simplan.cost.pricing import Pricing
+from simplan.cost.model import CostModel
+from simplan.cost.program_costs import ProgramCosts
 from simplan.job import Job
 from simplan.plan.plan import StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS
@@ -49,7 +49,7 @@ _MAX_PASSES = 30_000
 """Maximum simulated in full by ``predict``: microbatches x pipeline ranks, or x layers if layers have collectives."""
 _FEWEST = 12
 """Minimum number of simulated microbatches of a pipeline, needed to find the longest path of short pipelines."""
-_Vectors = Callable[[Program, Pricing], list[_Floats]]
+_Vectors = Callable[[Program, ProgramCosts], list[_Floats]]
 
 
 class Extent(NamedTuple):
@@ -164,7 +164,10 @@ class TruncatedStep:
             steps_overlap: True if no rank waits for others at the end of a step: the step time is then the time of the
                 busiest rank. False: the step lasts from the first start to the last end.
         """
-        vectors = [np.array([each.pricing.durations_s, *others(each.program, each.pricing)]) for each in self.simulated]
+        vectors = [
+            np.array([each.program_costs.durations_s, *others(each.program, each.program_costs)])
+            for each in self.simulated
+        ]
         longer, *shorter = (
             _step_times_s(each, vector, steps_overlap=steps_overlap)
             for each, vector in zip(self.simulated, vectors, strict=True)

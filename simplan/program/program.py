@@ -29,16 +29,16 @@ __all__ = [
     "ACTION_KINDS",
     "SPAN_KINDS",
     "STREAMS",
-    "Excess",
+    "Communication",
     "HostCalls",
     "HostCopy",
     "HostWait",
     "LayerWork",
     "MemoryCategory",
     "MemoryEffect",
-    "Message",
     "Op",
     "OpColumns",
+    "OverlapRemainder",
     "Phase",
     "Program",
     "Stream",
@@ -113,14 +113,14 @@ class LayerWork(NamedTuple):
     on_host: bool = False
 
 
-class Message(NamedTuple):
+class Communication(NamedTuple):
     """One communication: a collective or a P2P transfer.
 
     Attributes:
         kind: Kind of collective or P2P transfer.
         num_bytes: Size in bytes; ``CollectiveKind`` defines it per kind.
         ranks: Global ranks of the group. A broadcast lists its root first; a send lists source and destination.
-        draw: Distribution of tokens over experts, as in ``Exchange``; None for other communication.
+        draw: Distribution of tokens over experts, as in ``LayerCollective``; None for other communication.
     """
 
     kind: CollectiveKind
@@ -164,22 +164,22 @@ class HostWait(NamedTuple):
     reason: Literal["step", "batch"]
 
 
-class Excess(NamedTuple):
+class OverlapRemainder(NamedTuple):
     """Communication time beyond the overlapped compute, where neither has a separate operation.
 
     Attributes:
-        messages: Communications, executed sequentially.
+        communications: Communications, executed sequentially.
         beside: Compute that overlaps with the communications; its own time is counted in its own operation.
         taken: Fraction of the device's SMs that communication occupies. Overlapped compute takes longer by this
             fraction of the overlap time.
     """
 
-    messages: tuple[Message, ...]
+    communications: tuple[Communication, ...]
     beside: LayerWork
     taken: float = 0.0
 
 
-Work = LayerWork | Message | HostCopy | HostCalls | HostWait | Excess
+Work = LayerWork | Communication | HostCopy | HostCalls | HostWait | OverlapRemainder
 
 
 class MemoryCategory(StrEnum):
@@ -242,20 +242,20 @@ class Op:
     memory: tuple[MemoryEffect, ...] = ()
 
     @property
-    def message(self) -> Message | None:
+    def communication(self) -> Communication | None:
         """The communication of an operation that is a single communication; None for any other operation."""
         alone = len(self.work) == 1 or self.meeting is not None  # sent parts are all-gathered in the same operation
-        if self.stream is not Stream.COMPUTE and alone and isinstance(self.work[0], Message):
+        if self.stream is not Stream.COMPUTE and alone and isinstance(self.work[0], Communication):
             return self.work[0]
         return None
 
     @property
-    def messages(self) -> tuple[Message, ...]:
+    def communications(self) -> tuple[Communication, ...]:
         """The communication of an operation and those of the same kind after it; empty if the operation is none."""
-        first = self.message
+        first = self.communication
         if first is None:
             return ()
-        return tuple(part for part in self.work if isinstance(part, Message) and part.kind is first.kind)
+        return tuple(part for part in self.work if isinstance(part, Communication) and part.kind is first.kind)
 
 
 STREAMS = tuple(Stream)
@@ -311,7 +311,7 @@ class Program:
         effects: Memory changes of operations; the first entry is empty.
         ranks: Simulated ranks, ascending.
         stands_for: Per rank of the job, the simulated rank that represents it (see ``simplan.program.folding``).
-        resting_bytes: Per rank, persistent memory between steps by category, in bytes.
+        persistent_bytes: Per rank, persistent memory between steps by category, in bytes.
         rebuild_bytes: Per rank, bytes of additional buffers when DDP rebuilds its buckets before the second step: the
             old and the new buckets are resident together.
         one_memory: True if host and device share one memory (a CPU), so that offloaded bytes count as well.
@@ -327,7 +327,7 @@ class Program:
     effects: Sequence[tuple[MemoryEffect, ...]]
     ranks: tuple[int, ...]
     stands_for: tuple[int, ...]
-    resting_bytes: dict[int, dict[MemoryCategory, int]]
+    persistent_bytes: dict[int, dict[MemoryCategory, int]]
     rebuild_bytes: dict[int, int]
     one_memory: bool = False
     layer_names: Mapping[int, Sequence[str]] = field(default_factory=dict)
@@ -341,7 +341,7 @@ class Program:
         ops: Sequence[Op],
         ranks: tuple[int, ...],
         stands_for: tuple[int, ...],
-        resting_bytes: dict[int, dict[MemoryCategory, int]],
+        persistent_bytes: dict[int, dict[MemoryCategory, int]],
         rebuild_bytes: dict[int, int],
         *,
         one_memory: bool = False,
@@ -378,7 +378,7 @@ class Program:
             tuple(effects),
             ranks,
             stands_for,
-            resting_bytes,
+            persistent_bytes,
             rebuild_bytes,
             one_memory,
         )

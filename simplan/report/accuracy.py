@@ -118,7 +118,7 @@ def _step_time_table(result: Accuracy) -> Table:
     headers += ["constant: mean", "median", "p90"]
     rows = []
     for name, figures in _figures(result):
-        found, floor = figures.step_time, figures.constant_utilization
+        found, floor = figures.step_time, figures.constant_mfu
         errors = found.errors
         rows.append(
             [

@@ -8,9 +8,9 @@ from simplan.report.comparison import comparison_rows, signed_time
 from simplan.report.table import format_table_text
 from simplan.units import format_time
 from simplan.validate.activity import ActivityShare
-from simplan.validate.logged import LoggedComparison, UnsurePart
+from simplan.validate.logged import LoggedComparison, UncertainTerm
 
-__all__ = ["could_come_from", "logged_text"]
+__all__ = ["candidate_causes", "logged_text"]
 
 _NAMED = 3
 _ALL = 0.95  # fraction of the total uncertainty that the listed parts cover
@@ -31,14 +31,14 @@ def logged_text(comparison: LoggedComparison) -> str:
         (
             comparison_rows(comparison.rows),
             f"the measured step time {where} the predicted interval of 9 in 10 cases, {low} to {high}\n"
-            f"{could_come_from(comparison)}",
+            f"{candidate_causes(comparison)}",
             _parts(comparison.parts),
             "\n".join(f"- {note}" for note in notes),
         )
     )
 
 
-def could_come_from(comparison: LoggedComparison) -> str:
+def candidate_causes(comparison: LoggedComparison) -> str:
     """One sentence: the parts that are least sure, and by how much."""
     most_s = sum(part.std_s for part in comparison.parts)
     named: list[str] = []
@@ -54,12 +54,12 @@ def could_come_from(comparison: LoggedComparison) -> str:
     return f"{difference} could come from: {', '.join(named)}"
 
 
-def _parts(parts: tuple[UnsurePart, ...]) -> str:
+def _parts(parts: tuple[UncertainTerm, ...]) -> str:
     headers = ["least sure first", "predicted", "hidden", "std", "", "alone"]
     return format_table_text(headers, [list(_cells(part)) for part in parts], indent=0)
 
 
-def _cells(part: UnsurePart) -> Iterator[str]:
+def _cells(part: UncertainTerm) -> Iterator[str]:
     yield part.part
     yield format_time(part.predicted_s)
     yield format_time(part.hidden_s) if part.share is ActivityShare.EXPOSED_COMMUNICATION else ""

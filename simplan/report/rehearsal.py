@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from simplan.predict.rehearsed import Rehearsed
+from simplan.predict.rehearsal import Rehearsed
 from simplan.report.table import format_table_text
 from simplan.units import format_bytes, format_percent, format_time
 from simplan.validate.rehearsal import MemoryRow, RehearsalComparison

@@ -9,7 +9,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.report.table import format_table_text
 from simplan.report.text import plan_words
 from simplan.search.incumbents import NOISE
-from simplan.search.result import Alike, NearestMiss, RankedPlan, SearchExplanation, SearchResult, SpaceCount
+from simplan.search.result import EquivalentPlans, NearestMiss, RankedPlan, SearchExplanation, SearchResult, SpaceCount
 from simplan.search.space import Objective
 from simplan.units import counted, format_bytes, format_percent, format_time
 
@@ -66,7 +66,7 @@ def search_plan_words(plan: ParallelPlan) -> str:
     return f"{plan_words(plan)}, microbatches of {plan.microbatch_size}"
 
 
-def alike_words(alike: Alike) -> str:
+def alike_words(alike: EquivalentPlans) -> str:
     """``7 more are as fast: virtual_stages 8, 10, zero_stage 0``; empty for none."""
     if not alike.num_plans:
         return ""

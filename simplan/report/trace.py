@@ -180,7 +180,7 @@ def _flow_events(places: Mapping[Span, tuple[int, int]]) -> Iterator[Event]:
         if receive is None:
             continue
         number += 1
-        common = {"name": "activation" if forward else "gradient", "cat": "message", "id": number}
+        common = {"name": "activation" if forward else "gradient", "cat": "communication", "id": number}
         # an arrow never points back in time, even when a receive was posted before its send
         arrival_ns = max(_ns(receive.start_s), min(_ns(send.start_s), _ns(receive.end_s)))
         for phase, span, time_ns in (("s", send, _ns(send.start_s)), ("f", receive, arrival_ns)):

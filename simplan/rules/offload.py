@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from simplan.errors import Problem
 from simplan.job import Job
 from simplan.model.families import FAMILIES
-from simplan.plan.schedules import is_own_schedule, splits_backward
+from simplan.plan.schedules import is_custom_schedule, splits_backward
 from simplan.rules.rule import experts_apart, not_modelled, rule
 
 _FAMILIES = ("gpt", "llama")
@@ -113,7 +113,7 @@ def offload_modelled(job: Job) -> Iterator[Problem]:
         what, fix = f"activations of the family {model.family}", f"models: {', '.join(_FAMILIES)}"
     elif any(model.windows) or FAMILIES[model.family].alibi:
         what, fix = "attention in a window, whose masks would have to stay on the device,", "remove it"
-    elif is_own_schedule(plan.schedule):
+    elif is_custom_schedule(plan.schedule):
         what, fix = "a schedule of your own", "use 1f1b"
     elif splits_backward(plan.schedule):
         what, fix = f"a backward in two parts ({plan.schedule})", "use 1f1b"

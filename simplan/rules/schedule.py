@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from simplan.errors import Problem
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
-from simplan.plan.schedules import SCHEDULE_FACTS, is_own_schedule, splits_backward
+from simplan.plan.schedules import SCHEDULE_FACTS, is_custom_schedule, splits_backward
 from simplan.rules.rule import not_modelled, rule
 from simplan.software.software import SoftwareSpec
 from simplan.wording import either, nearest_divisors
@@ -164,7 +164,7 @@ def stage_layers_are_all(job: Job) -> Iterator[Problem]:
 def stages_equal(job: Job) -> Iterator[Problem]:
     plan, software = job.plan, job.software
     stages, blocks = plan.num_stages, job.model.num_blocks
-    if software.equal_stages == "always" and plan.stage_layers is None and stages <= blocks and blocks % stages:
+    if software.uniform_stages == "always" and plan.stage_layers is None and stages <= blocks and blocks % stages:
         field, value = ("pp", plan.pp) if plan.virtual_stages == 1 else ("virtual_stages", plan.virtual_stages)
         yield Problem(
             field=f"plan.{field}",
@@ -222,7 +222,7 @@ def split_backward_of_convolutions(job: Job) -> Iterator[Problem]:
 def split_backward_of_adapters(job: Job) -> Iterator[Problem]:
     name = job.plan.schedule
     if job.model.lora_rank and _may_split(name):
-        what = "a schedule of one's own" if is_own_schedule(name) else "a backward in two parts"
+        what = "a schedule of one's own" if is_custom_schedule(name) else "a backward in two parts"
         what += " with adapters (model.lora_rank)"
         yield not_modelled("plan.schedule", name, what, "use 1f1b or interleaved_1f1b")
 
@@ -231,7 +231,7 @@ def split_backward_of_adapters(job: Job) -> Iterator[Problem]:
 def split_backward_in_low_precision(job: Job) -> Iterator[Problem]:
     name, precision = job.plan.schedule, job.training.precision
     if precision in job.software.low_precision and _may_split(name):
-        what = "a schedule of your own" if is_own_schedule(name) else "a backward in two parts"
+        what = "a schedule of your own" if is_custom_schedule(name) else "a backward in two parts"
         yield Problem(
             field="plan.schedule",
             value=name,
@@ -271,7 +271,7 @@ def _splits(plan: ParallelPlan) -> bool:
 
 def _may_split(name: str) -> bool:
     """True for a schedule that splits backward, and for a custom schedule, which may."""
-    return is_own_schedule(name) or splits_backward(name)
+    return is_custom_schedule(name) or splits_backward(name)
 
 
 def _blocks(job: Job) -> str:

@@ -14,7 +14,7 @@ from simplan.runs.checkpoint import CheckpointTiming
 from simplan.runs.run_spec import RunSpec
 
 __all__ = [
-    "EarlierPart",
+    "EarlierSegment",
     "IssuedKind",
     "MeasuredCollective",
     "MeasuredSpan",
@@ -127,7 +127,7 @@ class SlowRank(Spec):
     others_compute_s: float
 
 
-class EarlierPart(Spec):
+class EarlierSegment(Spec):
     """A part of a run on another set of nodes, before nodes left or joined.
 
     Attributes:
@@ -181,7 +181,7 @@ class Measurement(Spec):
     losses: tuple[float, ...] = ()
     ranks: tuple[RankMeasurement, ...] = ()
     first_step: int = 0
-    earlier: tuple[EarlierPart, ...] = ()
+    earlier: tuple[EarlierSegment, ...] = ()
     checkpoints: tuple[CheckpointTiming, ...] = ()
     slow_ranks: tuple[SlowRank, ...] = ()
     notes: tuple[str, ...] = ()

@@ -64,8 +64,8 @@ def _packing_efficiency(prediction: Mapping[str, Any]) -> float | None:
 
 METRICS: dict[str, Metric] = {
     "step_time_s": Metric("wall time of one optimizer step at steady state", "s", _key("step_time_s")),
-    "level1_step_time_s": Metric(
-        "step time from whole actions, without the overlap inside them", "s", _key("level1_step_time_s")
+    "action_level_step_time_s": Metric(
+        "step time from whole actions, without the overlap inside them", "s", _key("action_level_step_time_s")
     ),
     "bubble_fraction": Metric(
         "fraction of the time from first to last compute in which compute streams idle, mean over ranks",

@@ -52,7 +52,7 @@ __all__ = [
     "load_scenario",
     "parts_of",
     "read_parts",
-    "refuse_idle_options",
+    "reject_unused_options",
     "scenario_from",
     "scenario_of",
 ]
@@ -219,7 +219,7 @@ def parts_of(document: Document, file: str) -> ScenarioParts:
     cluster = read_cluster(sections, data["cluster"]) if "cluster" in data else None
     training = sections.read(TrainingSpec, data["training"], ("training",)) if "training" in data else None
     if model is not None and software is not None:
-        refuse_idle_options(sections, data, model, software, catalog.software(software.id))
+        reject_unused_options(sections, data, model, software, catalog.software(software.id))
     return ScenarioParts(
         data.get("name", Path(file).stem), data, document.lines, sections, model, cluster, training, software
     )
@@ -242,7 +242,7 @@ def _read_plan(sections: Sections, data: dict[str, Any], folder: Path | None) ->
 _OF_EXPERTS = ("expert_dispatch", "expert_overlap", "fused_experts")
 
 
-def refuse_idle_options(
+def reject_unused_options(
     sections: Sections, data: Mapping[str, Any], model: ModelSpec, software: SoftwareSpec, profile: SoftwareSpec
 ) -> None:
     """Records a problem for each option that has no effect.

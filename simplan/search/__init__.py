@@ -8,19 +8,27 @@ from types import ModuleType
 from typing import Any
 
 from simplan.search.api import SearchProgress, search
-from simplan.search.inverse import Largest, largest
+from simplan.search.largest import Largest, largest
 from simplan.search.objective import Goal
-from simplan.search.result import Alike, Change, NearestMiss, RankedPlan, SearchExplanation, SearchResult, SpaceCount
+from simplan.search.result import (
+    EquivalentPlans,
+    NearestMiss,
+    RankedPlan,
+    RequestChange,
+    SearchExplanation,
+    SearchResult,
+    SpaceCount,
+)
 from simplan.search.space import RANGES, SearchSpace
 
 __all__ = [
     "RANGES",
-    "Alike",
-    "Change",
+    "EquivalentPlans",
     "Goal",
     "Largest",
     "NearestMiss",
     "RankedPlan",
+    "RequestChange",
     "SearchExplanation",
     "SearchProgress",
     "SearchResult",

@@ -22,10 +22,18 @@ from simplan.search.explore import Exploration
 from simplan.search.incumbents import Group, Incumbents, Timed
 from simplan.search.jobs import capacity_bytes, check_without_plan, with_num_devices
 from simplan.search.objective import Goal
-from simplan.search.partial import explore_partial, has_partial
-from simplan.search.result import Alike, Change, NearestMiss, RankedPlan, SearchExplanation, SearchResult, SpaceCount
+from simplan.search.partial_recompute import has_partial, search_partial_recompute
+from simplan.search.result import (
+    EquivalentPlans,
+    NearestMiss,
+    RankedPlan,
+    RequestChange,
+    SearchExplanation,
+    SearchResult,
+    SpaceCount,
+)
 from simplan.search.space import SearchSpace, that_it_has
-from simplan.search.statistics import ROUNDING, Limits, Miss, Statistics, rounded
+from simplan.search.statistics import ROUNDING, InfeasiblePlan, Limits, Statistics, rounded
 from simplan.software.software import SoftwareSpec
 
 __all__ = ["SearchProgress", "search"]
@@ -222,7 +230,7 @@ class _Search:
     def _explore_partial(self, size: int) -> None:
         job = self._jobs[size]
         if has_partial(job, self._space, self._calibration):
-            self._num_partial += explore_partial(
+            self._num_partial += search_partial_recompute(
                 job,
                 self._space,
                 self._bounds[size],
@@ -252,7 +260,7 @@ class _Search:
                 why = replace(why, saved={**why.saved, **({"memory": share} if share > 0 else {})})
             self._explained[timed.plan] = why
 
-    def _changes(self, misses: tuple[NearestMiss, ...]) -> tuple[Change, ...]:
+    def _changes(self, misses: tuple[NearestMiss, ...]) -> tuple[RequestChange, ...]:
         self._tell("looking for what would make a plan")
         return changes(self._job, self._space, misses, self._calibration)
 
@@ -267,14 +275,14 @@ class _Search:
             tokens_per_s_per_device=goal.tokens_per_s_per_device(timed.num_devices, timed.step_time_s),
             cost_dollars=goal.cost_dollars(timed.num_devices, timed.step_time_s),
             explanation=self._explained.get(timed.plan),
-            alike=next((_alike(group) for group in self._incumbents.groups if group.shown == timed), Alike()),
+            alike=next((_alike(group) for group in self._incumbents.groups if group.shown == timed), EquivalentPlans()),
         )
 
     def _misses(self) -> tuple[NearestMiss, ...]:
         """Nearest misses: over memory, or over the deadline if plans fit but none meets the deadline."""
         late = not self._incumbents.ranked and bool(self._statistics.late)
 
-        def told(miss: Miss) -> NearestMiss:
+        def told(miss: InfeasiblePlan) -> NearestMiss:
             return NearestMiss(
                 plan=miss.plan,
                 num_devices=miss.plan.num_devices,
@@ -287,12 +295,14 @@ class _Search:
         return tuple(told(miss) for miss in (self._statistics.late if late else self._statistics.misses))
 
 
-def _alike(group: Group) -> Alike:
+def _alike(group: Group) -> EquivalentPlans:
     """Number of other plans in a group, and their field values that differ from the shown plan."""
     names = (*FIELDS, "recompute_layers")
     shown, *others = ({name: getattr(timed.plan, name) for name in names} for timed in (group.shown, *group.others))
     found = {key: {other[key] for other in others} - {value} for key, value in shown.items()}
-    return Alike(len(others), {key: tuple(sorted(values, key=_order)) for key, values in found.items() if values})
+    return EquivalentPlans(
+        len(others), {key: tuple(sorted(values, key=_order)) for key, values in found.items() if values}
+    )
 
 
 def _in_words(name: str, software: SoftwareSpec) -> str:

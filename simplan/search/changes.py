@@ -11,7 +11,7 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.search.explore import first_fit
 from simplan.search.jobs import capacity_bytes, with_num_devices
-from simplan.search.result import Change, NearestMiss
+from simplan.search.result import NearestMiss, RequestChange
 from simplan.search.space import SearchSpace, given_ranges, that_it_has
 from simplan.units import format_bytes, format_time
 from simplan.wording import divisors
@@ -24,7 +24,7 @@ _MOST_DOUBLINGS = 10  # a thousand times the devices: beyond that, it is another
 
 def changes(
     job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...], calibration: Calibration | None = None
-) -> tuple[Change, ...]:
+) -> tuple[RequestChange, ...]:
     """Find changes that make a plan feasible: per kind, the smallest of those tried.
 
     Args:
@@ -38,7 +38,7 @@ def changes(
         seconds = late[0].step_time_s
         assert seconds is not None
         words = f"allow max_step_time_s = {_rounded_up(seconds):g}: the fastest plan takes {format_time(seconds)}"
-        return (Change(what="max_step_time_s", value=seconds, words=words, plan=late[0].plan),)
+        return (RequestChange(what="max_step_time_s", value=seconds, words=words, plan=late[0].plan),)
     found = (_memory(job, space, misses), _recompute(job, space, calibration), _ranges(job, space, calibration))
     searched = (_batch(job, space, calibration), _devices(job, space, calibration))
     return tuple(change for change in (*found, *searched) if change is not None)
@@ -55,7 +55,7 @@ def _rounded_up(seconds: float) -> float:
     return near if near >= seconds else round(near + 10.0**-digits, digits)
 
 
-def _memory(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> Change | None:
+def _memory(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> RequestChange | None:
     """Devices with the memory that the nearest miss needs."""
     if not misses:
         return None
@@ -71,10 +71,10 @@ def _memory(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> Ch
         capacity = int(needed * space.max_memory_fraction)
     there = job.cluster.device.memory_bytes
     words = f"devices with {format_bytes(needed)} of memory instead of {format_bytes(there or 0)}"
-    return Change(what="memory_bytes", value=needed, words=words, plan=miss.plan)
+    return RequestChange(what="memory_bytes", value=needed, words=words, plan=miss.plan)
 
 
-def _recompute(job: Job, space: SearchSpace, calibration: Calibration | None) -> Change | None:
+def _recompute(job: Job, space: SearchSpace, calibration: Calibration | None) -> RequestChange | None:
     """Full recomputation, if the space excludes it."""
     if space.recompute is None or "full" in space.recompute:
         return None
@@ -82,7 +82,7 @@ def _recompute(job: Job, space: SearchSpace, calibration: Calibration | None) ->
     return _change("recompute", "full", "allow recompute = full", plan)
 
 
-def _ranges(job: Job, space: SearchSpace, calibration: Calibration | None) -> Change | None:
+def _ranges(job: Job, space: SearchSpace, calibration: Calibration | None) -> RequestChange | None:
     """The default ranges of the software, if the given ranges are narrower."""
     given = given_ranges(job.software, space)
     if not given:
@@ -93,7 +93,7 @@ def _ranges(job: Job, space: SearchSpace, calibration: Calibration | None) -> Ch
     return _change("ranges", names, f"leave out the ranges of search ({names})", plan)
 
 
-def _batch(job: Job, space: SearchSpace, calibration: Calibration | None) -> Change | None:
+def _batch(job: Job, space: SearchSpace, calibration: Calibration | None) -> RequestChange | None:
     """A smaller batch, a divisor of the requested one: fewer microbatches are in flight."""
     batch = job.training.global_batch_size
     for smaller in _sizes_below(batch):
@@ -114,7 +114,7 @@ def _sizes_below(batch: int) -> Iterator[int]:
             last = size
 
 
-def _devices(job: Job, space: SearchSpace, calibration: Calibration | None) -> Change | None:
+def _devices(job: Job, space: SearchSpace, calibration: Calibration | None) -> RequestChange | None:
     """A power of two times the devices; if the batch cannot be split among them, they go to the pipeline."""
     if job.cluster.cores_per_node is not None:
         return None
@@ -131,5 +131,5 @@ def _devices(job: Job, space: SearchSpace, calibration: Calibration | None) -> C
     return None
 
 
-def _change(what: str, value: float | str, words: str, plan: ParallelPlan | None) -> Change | None:
-    return None if plan is None else Change(what=what, value=value, words=words, plan=plan)
+def _change(what: str, value: float | str, words: str, plan: ParallelPlan | None) -> RequestChange | None:
+    return None if plan is None else RequestChange(what=what, value=value, words=words, plan=plan)

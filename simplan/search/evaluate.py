@@ -13,7 +13,7 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict.step_summary import evaluate_step
 from simplan.predict.truncated import extent_of
-from simplan.sim.choice import load_compiled
+from simplan.sim.engine_choice import load_compiled
 
 __all__ = ["Evaluator", "Numbers", "evaluate"]
 

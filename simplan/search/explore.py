@@ -27,7 +27,16 @@ from simplan.search.evaluate import Evaluator
 from simplan.search.incumbents import Incumbents
 from simplan.search.jobs import capacity_bytes
 from simplan.search.space import SearchSpace
-from simplan.search.statistics import MORE_MEMORY, ROUNDING, Limits, Miss, OnProgress, Statistics, Waiting, rounded
+from simplan.search.statistics import (
+    MORE_MEMORY,
+    ROUNDING,
+    InfeasiblePlan,
+    Limits,
+    OnProgress,
+    Statistics,
+    Waiting,
+    rounded,
+)
 
 __all__ = ["Exploration", "first_fit"]
 
@@ -141,7 +150,7 @@ class Exploration:
                     continue
                 left -= 1
                 [(size, _)] = self._evaluator.numbers([one.plan], 0)
-            statistics.missed([Miss.of(size - capacity, one.plan, size)])
+            statistics.missed([InfeasiblePlan.of(size - capacity, one.plan, size)])
 
     def _hopeful(self, rows: Sequence[int], cut: list[int]) -> Iterator[int]:
         """Yield rows that are not pruned by the current incumbents; append pruned rows to ``cut``."""
@@ -188,7 +197,7 @@ class Exploration:
                 continue
             step_time_s = rounded(exact_s)
             if deadline_s is not None and step_time_s * ROUNDING > deadline_s:
-                statistics.too_late(1, [Miss.of(step_time_s - deadline_s, plan, size, step_time_s)])
+                statistics.too_late(1, [InfeasiblePlan.of(step_time_s - deadline_s, plan, size, step_time_s)])
             else:
                 statistics.timed += 1
                 self._incumbents.add(plan, size, step_time_s)

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SEARCH_SCHEMA_VERSION",
-    "Alike",
-    "Change",
+    "EquivalentPlans",
     "NearestMiss",
     "RankedPlan",
+    "RequestChange",
     "SearchExplanation",
     "SearchResult",
     "SpaceCount",
@@ -66,7 +66,7 @@ class SearchExplanation:
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
+class EquivalentPlans:
     """Plans equivalent to a shown plan: the same degrees and microbatch size, and step times within 0.1%.
 
     Attributes:
@@ -102,7 +102,7 @@ class RankedPlan:
     tokens_per_s_per_device: float
     cost_dollars: float | None = None
     explanation: SearchExplanation | None = None
-    alike: Alike = Alike()
+    alike: EquivalentPlans = EquivalentPlans()
 
     def to_json(self) -> dict[str, Any]:
         """As in the document of ``simplan search --json``."""
@@ -189,7 +189,7 @@ class NearestMiss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class RequestChange:
     """One change of the request that makes a plan feasible; verified by a search.
 
     Attributes:
@@ -230,7 +230,7 @@ class SearchResult:
     pareto: tuple[RankedPlan, ...]
     space: SpaceCount
     nearest_misses: tuple[NearestMiss, ...] = ()
-    changes: tuple[Change, ...] = ()
+    changes: tuple[RequestChange, ...] = ()
     interrupted: bool = False
     inputs: Mapping[str, Any] = field(default_factory=dict)
     unit: str = "tokens"

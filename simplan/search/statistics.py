@@ -12,7 +12,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.search.candidates import plan_order
 from simplan.search.incumbents import Incumbents
 
-__all__ = ["MORE_MEMORY", "ROUNDING", "Limits", "Miss", "OnProgress", "Statistics", "Waiting", "rounded"]
+__all__ = ["MORE_MEMORY", "ROUNDING", "InfeasiblePlan", "Limits", "OnProgress", "Statistics", "Waiting", "rounded"]
 
 MORE_MEMORY = 1.1
 """A plan nearly fits if it needs at most this factor times the usable memory."""
@@ -36,7 +36,7 @@ class Limits:
     num_misses: int = 3
 
 
-class Miss(NamedTuple):
+class InfeasiblePlan(NamedTuple):
     """A plan that exceeds only the memory or the deadline, sorted by the excess, then by plan fields.
 
     Attributes:
@@ -54,7 +54,9 @@ class Miss(NamedTuple):
     step_time_s: float | None = None
 
     @classmethod
-    def of(cls, lacking: float, plan: ParallelPlan, device_bytes: int, step_time_s: float | None = None) -> Miss:
+    def of(
+        cls, lacking: float, plan: ParallelPlan, device_bytes: int, step_time_s: float | None = None
+    ) -> InfeasiblePlan:
         """Make a miss with its sort key."""
         return cls(lacking, plan_order(plan), plan, device_bytes, step_time_s)
 
@@ -93,8 +95,8 @@ class Statistics:
     rejected: Counter[str] = field(default_factory=Counter)
     bounded: int = 0
     timed: int = 0
-    misses: list[Miss] = field(default_factory=list)
-    late: list[Miss] = field(default_factory=list)
+    misses: list[InfeasiblePlan] = field(default_factory=list)
+    late: list[InfeasiblePlan] = field(default_factory=list)
     nearly: list[Waiting] = field(default_factory=list)
 
     @property
@@ -110,11 +112,11 @@ class Statistics:
         """True if ``num_misses`` plans are closer to fitting than one that lacks ``lacking`` bytes."""
         return len(self.misses) == self.num_misses and lacking > self.misses[-1].lacking
 
-    def missed(self, misses: Iterable[Miss]) -> None:
+    def missed(self, misses: Iterable[InfeasiblePlan]) -> None:
         """Add near misses that were already counted as rejected."""
         self.misses = heapq.nsmallest(self.num_misses, [*self.misses, *misses])
 
-    def too_large(self, misses: Iterable[Miss], far: int = 0) -> None:
+    def too_large(self, misses: Iterable[InfeasiblePlan], far: int = 0) -> None:
         """Count candidates that do not fit: near misses, and ``far`` others."""
         found = list(misses)
         self.rejected["memory"] += len(found) + far
@@ -124,7 +126,7 @@ class Statistics:
         """True if ``num_misses`` plans are closer to the deadline than one of at least ``least_time_s``."""
         return len(self.late) == self.num_misses and least_time_s - deadline_s > self.late[-1].lacking
 
-    def too_late(self, number: int, misses: Iterable[Miss] = ()) -> None:
+    def too_late(self, number: int, misses: Iterable[InfeasiblePlan] = ()) -> None:
         """Count ``number`` candidates beyond the deadline; ``misses`` are those with a known time."""
         self.rejected["max_step_time_s"] += number
         self.late = heapq.nsmallest(self.num_misses, [*self.late, *misses])

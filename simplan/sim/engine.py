@@ -14,9 +14,9 @@ from simpy import Environment, Event
 from simpy.events import NORMAL
 
 from simplan.model.layer import CollectiveKind
+from simplan.program.no_gc import gc_paused
 from simplan.program.program import Program
 from simplan.program.timeline import Span, Timeline
-from simplan.program.uncollected import uncollected
 
 __all__ = ["CoreUse", "SharedCores", "Times", "simulate", "timeline"]
 
@@ -54,7 +54,7 @@ class Times:
         return float(self.end_s.max(initial=0.0))
 
 
-@uncollected()
+@gc_paused()
 def simulate(
     program: Program, durations_s: Sequence[float] | NDArray[np.float64], sharing: CoreUse | None = None
 ) -> Times:
@@ -224,11 +224,11 @@ class _Spans(Sequence[Span]):
     def _span(self, index: int) -> Span:
         op = self._program.op(index)
         num_bytes, peer = 0, None
-        message = op.message
-        if message is not None:
-            num_bytes = sum(each.num_bytes for each in op.messages)
-            if message.kind is CollectiveKind.SEND:
-                peer = next(rank for rank in message.ranks if rank != op.rank)
+        communication = op.communication
+        if communication is not None:
+            num_bytes = sum(each.num_bytes for each in op.communications)
+            if communication.kind is CollectiveKind.SEND:
+                peer = next(rank for rank in communication.ranks if rank != op.rank)
         start_s, end_s = float(self._times.start_s[index]), float(self._times.end_s[index])
         return Span(op.rank, op.stream, op.name, str(op.action), op.kind, start_s, end_s, num_bytes, peer)
 

@@ -21,7 +21,7 @@ __all__ = [
     "memory_peak",
     "memory_trace",
     "peak_position",
-    "resting_bytes",
+    "persistent_bytes",
     "step_peaks",
     "whole_blocks",
 ]
@@ -110,7 +110,7 @@ def peak_position(program: Program, rank: int) -> int:
     return worst if worst >= 0 and totals[worst] > program.rebuild_bytes[rank] else -1
 
 
-def resting_bytes(program: Program, rank: int) -> int:
+def persistent_bytes(program: Program, rank: int) -> int:
     """Returns the persistent bytes of a rank between steps."""
     return int((_resting(program, rank) * _on_device(program)).sum())
 
@@ -129,7 +129,7 @@ def host_peak_bytes(program: Program, rank: int) -> int:
     during, after = (
         effect[:, host][program.columns.memory[program.rank_indices[rank]]] for effect in program.effect_bytes
     )
-    resting = program.resting_bytes[rank].get(MemoryCategory.HOST, 0)
+    resting = program.persistent_bytes[rank].get(MemoryCategory.HOST, 0)
     return resting + int((np.cumsum(after) - after + during).max(initial=0))
 
 
@@ -139,7 +139,7 @@ def _on_device(program: Program) -> _Bytes:
 
 
 def _resting(program: Program, rank: int) -> _Bytes:
-    held = program.resting_bytes[rank]
+    held = program.persistent_bytes[rank]
     return np.array([held.get(category, 0) for category in _CATEGORIES], np.int64)
 
 
@@ -157,7 +157,7 @@ def memory_trace(program: Program, rank: int, times: Times) -> Iterator[MemorySa
     Host issue order decides which memory is held. If a later operation starts earlier (on another stream), its sample
     moves to the time of its predecessor, so that times never decrease.
     """
-    held = dict.fromkeys(MemoryCategory, 0) | program.resting_bytes[rank]
+    held = dict.fromkeys(MemoryCategory, 0) | program.persistent_bytes[rank]
     yield MemorySample(0.0, dict(held))
     now_s = 0.0
     on_compute = program.on_stream(Stream.COMPUTE)

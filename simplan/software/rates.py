@@ -12,7 +12,7 @@ from pydantic import Field
 
 from simplan.base import NonNegative, Positive, Spec
 
-__all__ = ["AttentionKernel", "AttentionShare", "KernelRates", "LowAttention", "StackRates"]
+__all__ = ["AttentionEfficiency", "AttentionKernel", "FrameworkRates", "KernelRates", "LowAttention"]
 
 AttentionKernel = Literal["flash1", "flash2", "flash3"]
 """Generations of fused attention: FlashAttention 1, 2 and 3. cuDNN's kernels count as the best of their
@@ -20,20 +20,21 @@ architecture."""
 _Part = Annotated[float, Field(gt=0, le=1)]
 
 
-class AttentionShare(Spec):
+class AttentionEfficiency(Spec):
     """Efficiency of fused attention relative to the best published matmul rate, for head_dim 128 and long sequences.
 
     Attributes:
         forward, backward: Efficiency in each direction, counting unmasked FLOPs.
-        half_keys, narrow_heads: ``KernelRates.half_keys`` and ``narrow_heads`` measured on this kernel; None for the
+        half_rate_keys, head_dim_64_efficiency: ``KernelRates.half_rate_keys`` and ``head_dim_64_efficiency`` measured
+        on this kernel; None for the
             values of all kernels.
         sustained: Fraction of these efficiencies achieved in a training step.
     """
 
     forward: Positive
     backward: Positive
-    half_keys: NonNegative | None = None
-    narrow_heads: _Part | None = None
+    half_rate_keys: NonNegative | None = None
+    head_dim_64_efficiency: _Part | None = None
     sustained: Positive = 0.9
 
 
@@ -52,88 +53,79 @@ class KernelRates(Spec):
     """Kernel efficiencies of an architecture.
 
     Attributes:
-        ceiling_share: Best measured matmul rate as a fraction of peak, for devices without a measurement.
-        matmul_share: Matmul rate in a training step as a fraction of the best published rate. Clocks fall with power
-            draw, and shapes are not the best ones.
-        low_share: ``matmul_share`` of FP8 matmuls.
-        fp4_share: ``matmul_share`` of FP4 matmuls.
-        bandwidth_share: Memory bandwidth of streaming kernels as a fraction of the datasheet bandwidth.
-        tile_s: Seconds per GEMM tile of 256 x 128 beyond its multiplications (start and write-out). Smaller tiles take
-            proportionally less. The faster the multiplications, the more it matters.
-        half_depth: Inner dimension at which a matmul achieves half of its rate, on devices with an unknown number of
-            SMs.
-        last_wave: Cost of the idle part of a last wave of tiles, as a fraction of busy time. Small where tiles are cut
-            to fit, or where clocks rise as SMs idle.
-        attention: Efficiencies by attention kernel; a kernel that is missing does not run on the architecture.
-        low_attention: Attention rates in FP8 relative to BF16, by precision and head_dim; empty without public data on
-            both.
-        half_keys: Average attended keys per query at which fused attention achieves half of its rate.
-        narrow_heads: Attention rate at head_dim 64 as a fraction of the rate.
-        score_traffic: Bytes of kernels over the scores of unfused attention, relative to what they read and write:
-            dropout sampling and masking keep them from streaming.
-        any_order: FP8 matmuls take operands along rows or columns, as BF16 matmuls do.
-        row_scale_share: Rate of FP8 matmuls with rowwise scaling as a fraction of the FP8 rate.
-        aligned: Elements that a dimension should be a multiple of, to be read in full sectors.
-        odd_share: Rate of matmuls with a dimension that is no multiple of ``aligned``, as a fraction of the rate.
-        misaligned_share: ``odd_share`` for operands that are slices of larger tensors (heads) and so begin inside of
-            sectors. These matmuls run without tensor cores (on an A100 in FP32 at 19.5 of 271 TFLOP/s).
-        tile_share: Rates of matmuls with tiles of half and of a quarter of the largest, as fractions of the rate.
-        jitter: Standard deviation of a device's compute time, relative to the mean. N devices that synchronize are as
-            slow as the slowest, on average about sqrt(2 ln N) deviations above the mean.
-        kernel_s: Fixed overhead per kernel in seconds: launch, ramp-up and tail. Kernels that represent several small
-            ones have it, too.
-        stream_overlap: Fraction of the fixed overhead of small kernels on several streams that concurrent kernels hide;
-            1 for all of it. With this value 108 expert GEMMs timed individually on B200 (tests/cost/products_b200.csv)
-            are within 10% on average.
-        taken_share: Overlap slowdown: fraction of compute throughput lost while communication overlaps. Communication
-            kernels occupy SMs: 16 of an A100's 108 on a DGX (S. Jeaugey in NVIDIA/nccl issue 689), so 0.15. They also
-            share memory and power. 0 where a network's own engines transfer bytes (TPUs).
-        split_s: Seconds per tensor-parallel collective to cut a matmul into chunks that overlap it. Chunks are launched
-            and wait for each other sequentially, and small chunks fill the device less.
-        step_s: Seconds of CPU work of a trainer once per step while devices wait: next batch, reading loss and norms
-            back, logging.
-        batch_s: Seconds of CPU work before a forward where the framework waits for it
+        max_efficiency: Best measured matmul rate as a fraction of peak, for devices without a measurement.
+        matmul_efficiency: Matmul rate in a training step as a fraction of the best published rate. Clocks fall with
+            power draw, and shapes are not the best ones. fp8_efficiency: ``matmul_efficiency`` of FP8 matmuls.
+            fp4_efficiency: ``matmul_efficiency`` of FP4 matmuls. bandwidth_efficiency: Memory bandwidth of streaming
+            kernels as a fraction of the datasheet bandwidth. tile_overhead_s: Seconds per GEMM tile of 256 x 128 beyond
+            its multiplications (start and write-out). Smaller tiles take proportionally less. The faster the
+            multiplications, the more it matters. half_rate_k: Inner dimension at which a matmul achieves half of its
+            rate, on devices with an unknown number of SMs. tail_wave_fraction: Cost of the idle part of a last wave of
+            tiles, as a fraction of busy time. Small where tiles are cut to fit, or where clocks rise as SMs idle.
+            attention: Efficiencies by attention kernel; a kernel that is missing does not run on the architecture.
+            low_attention: Attention rates in FP8 relative to BF16, by precision and head_dim; empty without public data
+            on both. half_rate_keys: Average attended keys per query at which fused attention achieves half of its rate.
+            head_dim_64_efficiency: Attention rate at head_dim 64 as a fraction of the rate. softmax_traffic_factor:
+            Bytes of kernels over the scores of unfused attention, relative to what they read and write: dropout
+            sampling and masking keep them from streaming. fp8_any_layout: FP8 matmuls take operands along rows or
+            columns, as BF16 matmuls do. rowwise_efficiency: Rate of FP8 matmuls with rowwise scaling as a fraction of
+            the FP8 rate. aligned: Elements that a dimension should be a multiple of, to be read in full sectors.
+            unaligned_efficiency: Rate of matmuls with a dimension that is no multiple of ``aligned``, as a fraction of
+            the rate. misaligned_slice_efficiency: ``unaligned_efficiency`` for operands that are slices of larger
+            tensors (heads) and so begin inside of sectors. These matmuls run without tensor cores (on an A100 in FP32
+            at 19.5 of 271 TFLOP/s). small_tile_efficiency: Rates of matmuls with tiles of half and of a quarter of the
+            largest, as fractions of the rate. jitter: Standard deviation of a device's compute time, relative to the
+            mean. N devices that synchronize are as slow as the slowest, on average about sqrt(2 ln N) deviations above
+            the mean. kernel_overhead_s: Fixed overhead per kernel in seconds: launch, ramp-up and tail. Kernels that
+            represent several small ones have it, too. stream_overlap: Fraction of the fixed overhead of small kernels
+            on several streams that concurrent kernels hide; 1 for all of it. With this value 108 expert GEMMs timed
+            individually on B200 (tests/cost/products_b200.csv) are within 10% on average. overlap_slowdown: Overlap
+            slowdown: fraction of compute throughput lost while communication overlaps. Communication kernels occupy
+            SMs: 16 of an A100's 108 on a DGX (S. Jeaugey in NVIDIA/nccl issue 689), so 0.15. They also share memory and
+            power. 0 where a network's own engines transfer bytes (TPUs). gemm_split_overhead_s: Seconds per
+            tensor-parallel collective to cut a matmul into chunks that overlap it. Chunks are launched and wait for
+            each other sequentially, and small chunks fill the device less. host_step_overhead_s: Seconds of CPU work of
+            a trainer once per step while devices wait: next batch, reading loss and norms back, logging.
+            host_batch_overhead_s: Seconds of CPU work before a forward where the framework waits for it
             (``SoftwareSpec.waits_for_batch``). The GPU starves while the CPU takes the microbatch, copies and
-            broadcasts it, makes masks, and launches again.
-        unseen_std: Relative standard deviation of step times for a framework or an architecture without in-sample runs.
-            For an unknown architecture it is an assumption: predicted as such, H100, A100 and B200 are 9% faster, 17%
-            slower and 24% faster than with their own constants.
-        experts_std: Relative standard deviation of the time of layers with experts, not fitted: about 90% of 150
-            published runs with experts have an error of at most 1.645 of it.
-        between_nodes_std: Relative standard deviation of communication between nodes in training; None for that of
-            collectives timed alone.
-        fitted_on: Runs that constants were fitted on; None if all are priors.
+            broadcasts it, makes masks, and launches again. unfitted_std: Relative standard deviation of step times for
+            a framework or an architecture without in-sample runs. For an unknown architecture it is an assumption:
+            predicted as such, H100, A100 and B200 are 9% faster, 17% slower and 24% faster than with their own
+            constants. moe_std: Relative standard deviation of the time of layers with experts, not fitted: about 90% of
+            150 published runs with experts have an error of at most 1.645 of it. inter_node_std: Relative standard
+            deviation of communication between nodes in training; None for that of collectives timed alone. fitted_on:
+            Runs that constants were fitted on; None if all are priors.
     """
 
-    ceiling_share: _Part = 0.77
-    matmul_share: _Part = 0.93
-    low_share: _Part = 0.9
-    fp4_share: _Part = 0.6
-    bandwidth_share: _Part = 0.85
-    tile_s: NonNegative = 3e-6
-    half_depth: NonNegative = 80.0
-    last_wave: _Part = 0.5
-    attention: dict[AttentionKernel, AttentionShare] = Field(default_factory=dict)
+    max_efficiency: _Part = 0.77
+    matmul_efficiency: _Part = 0.93
+    fp8_efficiency: _Part = 0.9
+    fp4_efficiency: _Part = 0.6
+    bandwidth_efficiency: _Part = 0.85
+    tile_overhead_s: NonNegative = 3e-6
+    half_rate_k: NonNegative = 80.0
+    tail_wave_fraction: _Part = 0.5
+    attention: dict[AttentionKernel, AttentionEfficiency] = Field(default_factory=dict)
     low_attention: dict[Literal["fp8", "mxfp8"], dict[int, LowAttention]] = Field(default_factory=dict)
-    half_keys: NonNegative = 250.0
-    narrow_heads: _Part = 0.88
-    score_traffic: Positive = 1.3
-    any_order: bool = False
-    row_scale_share: _Part = 0.75
+    half_rate_keys: NonNegative = 250.0
+    head_dim_64_efficiency: _Part = 0.88
+    softmax_traffic_factor: Positive = 1.3
+    fp8_any_layout: bool = False
+    rowwise_efficiency: _Part = 0.75
     aligned: Annotated[int, Field(ge=1)] = 8
-    odd_share: _Part = 0.55
-    misaligned_share: _Part = 0.08
-    tile_share: tuple[_Part, _Part] = (0.9, 0.75)
+    unaligned_efficiency: _Part = 0.55
+    misaligned_slice_efficiency: _Part = 0.08
+    small_tile_efficiency: tuple[_Part, _Part] = (0.9, 0.75)
     jitter: NonNegative = 0.01
-    kernel_s: NonNegative = 10e-6
+    kernel_overhead_s: NonNegative = 10e-6
     stream_overlap: Annotated[float, Field(ge=0, le=1)] = 0.85
-    taken_share: Annotated[float, Field(ge=0, lt=1)] = 0.15
-    split_s: NonNegative = 50e-6
-    step_s: NonNegative = 0.01
-    batch_s: NonNegative = 0.5e-3
-    unseen_std: NonNegative = 0.3
-    experts_std: NonNegative = 0.25
-    between_nodes_std: NonNegative | None = None
+    overlap_slowdown: Annotated[float, Field(ge=0, lt=1)] = 0.15
+    gemm_split_overhead_s: NonNegative = 50e-6
+    host_step_overhead_s: NonNegative = 0.01
+    host_batch_overhead_s: NonNegative = 0.5e-3
+    unfitted_std: NonNegative = 0.3
+    moe_std: NonNegative = 0.25
+    inter_node_std: NonNegative | None = None
     fitted_on: str | None = None
 
     def kernel_of(self, newest: AttentionKernel) -> AttentionKernel | None:
@@ -144,7 +136,7 @@ class KernelRates(Spec):
         return asked[-1] if asked else known[0] if known else None
 
 
-class StackRates(Spec):
+class FrameworkRates(Spec):
     """Efficiency of kernels under a framework, relative to the architecture.
 
     Attributes:
@@ -153,21 +145,18 @@ class StackRates(Spec):
         traffic: Bytes of memory-bound kernels, as a fraction of what eager torch reads and writes for the same
             operations; fusion lowers it.
         compiled_traffic: ``traffic`` with compiled blocks.
-        stack_share: Matmul rate as a fraction of the architecture's rate. It depends on library versions, and on the
-            machines that the framework usually runs on.
-        intra_slowdown: Time of communication inside nodes in training, relative to collectives timed alone: other
-            kernels overlap, and ranks arrive late.
-        inter_slowdown: ``intra_slowdown`` of communication between nodes, on the networks of the machines that the
-            framework usually runs on.
-        relative_std: Relative standard deviation of step times; None without a fit, where ``KernelRates.unseen_std``
-            applies.
-        fitted_on: Runs that constants were fitted on; None if all are priors.
+        framework_efficiency: Matmul rate as a fraction of the architecture's rate. It depends on library versions, and
+            on the machines that the framework usually runs on. intra_slowdown: Time of communication inside nodes in
+            training, relative to collectives timed alone: other kernels overlap, and ranks arrive late. inter_slowdown:
+            ``intra_slowdown`` of communication between nodes, on the networks of the machines that the framework
+            usually runs on. relative_std: Relative standard deviation of step times; None without a fit, where
+            ``KernelRates.unfitted_std`` applies. fitted_on: Runs that constants were fitted on; None if all are priors.
     """
 
     attention_kernel: AttentionKernel = "flash2"
     traffic: Positive = 1.0
     compiled_traffic: Positive = 0.7
-    stack_share: Positive = 1.0
+    framework_efficiency: Positive = 1.0
     intra_slowdown: Positive = 1.0
     inter_slowdown: Positive = 1.0
     relative_std: NonNegative | None = None

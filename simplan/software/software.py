@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from simplan.base import Count, NonNegative, Spec
 from simplan.model.implementations.expert_dispatch import ExpertDispatch
-from simplan.model.implementations.layer_style import LayerStyle, styled_layers
+from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layers
 from simplan.model.layer import LayerSpec
 from simplan.model.low_precision import (
     Fp8Recipe,
@@ -20,7 +20,7 @@ from simplan.model.low_precision import (
     linear_format,
 )
 from simplan.plan.plan import ParallelPlan, RecomputeModule
-from simplan.software.rates import StackRates
+from simplan.software.rates import FrameworkRates
 from simplan.training.optimizer import OPTIMIZERS, OptimizerName
 from simplan.training.training import TrainingSpec
 
@@ -173,67 +173,57 @@ class SoftwareSpec(Spec):
             microbatch and direction. Tensors that it sends live to the end of the step, where it waits for all sends.
             Gradients are divided by the number of microbatches once they are complete. ``megatron`` (DeepSpeed's is
             similar): a pipeline rank receives into new tensors, frees tensors once they are sent, divides losses
-            instead of gradients, and waits for P2P communication in ``synchronous_schedules``. ``xla``: torch's, except
-            that buffers live only while they are used, and FSDP makes no copies into or out of one flat buffer per
-            unit, as it does elsewhere.
+            instead of gradients, and waits for P2P communication in ``blocking_p2p_schedules``. ``xla``: torch's,
+            except that buffers live only while they are used, and FSDP makes no copies into or out of one flat buffer
+            per unit, as it does elsewhere.
         bucket_bytes: Size at which DDP closes a gradient bucket.
         first_bucket_bytes: Size of the first bucket, smaller so that the reduction starts early.
         grad_overlap: Reduction of buckets overlaps backward.
         waits_for_gradients: Point at which DDP waits for reductions: at the end of a stage's last ``backward``, before
             its sends (torch), or in the ``step``, after all backwards. Reductions without overlap begin there.
         waits_for_batch: Before each forward of a stage the GPU starves while it waits for the microbatch from the host.
-        lists_of_shards: FSDP all-gathers and reduce-scatters matrix by matrix, with a list of one tensor per rank. The
-            CPU makes, checks and copies these tensors sequentially, and the device waits.
-        live_elements: Limit of gathered elements with ``lists_of_shards``; None for no limit. FSDP prefetches only
-            below the limit. It frees a matrix, and gathers it again, if at least this many elements are used before the
-            matrix.
-        splits_sends: Tensor-parallel ranks with equal tensors each send one part to the next stage, which all-gathers
-            the parts.
-        reduces_each_microbatch: With sharded parameters and without a pipeline, gradients are reduced after every
-            microbatch, regardless of ``plan.grad_sync``: there is no memory for unsharded gradients.
-        receives_ahead: Schedules in which a pipeline rank posts the receives for its next forward and next backward
-            before the preceding compute. A P2P send then waits only for its sender, and for earlier sends in its
-            direction.
-        ddp_in_pipelines: DDP reduces the gradients of a split backward, and works with several stages per rank.
-        equal_stages: Blocks per stage without ``stage_layers``: equal numbers ``always`` or ``where_possible``, or a
-            balanced split (``no``).
-        packed_attention: Attention of packed documents: one kernel call for each (``document_calls``), or ``one_call``
-            for all; None if not modeled.
-        context_bytes: Device memory of the driver context and the communication library, by device kind.
-        zero_stages: Supported values of ``ParallelPlan.zero_stage``.
-        sequence_parallelism: Tensor-parallel ranks can split the tokens of norms and sums as well.
-        optimizer_shards: Unit that ZeRO-1 assigns to ranks. ``parameters``: full parameters, which their owners
-            broadcast after the update (torch's ZeroRedundancyOptimizer). ``elements``: equal numbers of elements of
-            flat buffers, with a reduce-scatter of gradients and an all-gather of updated parameters (Megatron's
-            distributed optimizer, DeepSpeed).
-        gathers_ahead: With ``elements``, the all-gather of updated parameters overlaps the next forward bucket by
-            bucket, instead of running at the end of the step.
-        tp_overlap: Tensor-parallel collectives that overlap the matmuls next to them in a block: ``none``; in
-            ``backward``, those before and after matrices split by columns; ``gathers``, in both directions except sums;
-            or ``all``, in both directions.
-        expert_dispatch: Dispatch of tokens to experts (``simplan.model.implementations.expert_dispatch``).
-        expert_overlap: The expert all-to-all of a microbatch overlaps the compute of another microbatch, whose backward
-            is next to its forward in the schedule (Megatron Core's overlap_moe_expert_parallel_comm).
-        fused_experts: Activations of experts, and their casts to FP8, are fused into the matmuls before them.
-        fp8_dot_product_attention: The attention core is in FP8 where linear layers are in FP8 or MXFP8.
-        grad_dtypes: Gradient precisions that a plan may request in addition to the framework's own
-            (``plan.grad_dtype``).
-        adds_apart: Gradients wider than the framework's own are accumulated in separate buffers, and reduced in the
-            framework's precision.
-        flat_updates: Temporaries of the optimizer are single blocks, which do not fit into memory that layers freed.
-        recompute_modules: Modules of a block that can be recomputed separately, in addition to the attention core.
-        recompute_layers: Recomputation can be limited to the first blocks of every stage.
-        mtp: Multi-token prediction is supported.
-        vocab_multiple: Vocabularies are padded to a multiple of this times ``tp``; 1 for no padding, where ``tp`` has
-            to divide them. Padding rows are stored, computed and communicated like other rows. The model keeps its
+        per_rank_tensor_lists: FSDP all-gathers and reduce-scatters matrix by matrix, with a list of one tensor per
+            rank. The CPU makes, checks and copies these tensors sequentially, and the device waits. live_elements:
+            Limit of gathered elements with ``per_rank_tensor_lists``; None for no limit. FSDP prefetches only below the
+            limit. It frees a matrix, and gathers it again, if at least this many elements are used before the matrix.
+            scatter_gather_p2p: Tensor-parallel ranks with equal tensors each send one part to the next stage, which
+            all-gathers the parts. reduces_each_microbatch: With sharded parameters and without a pipeline, gradients
+            are reduced after every microbatch, regardless of ``plan.grad_sync``: there is no memory for unsharded
+            gradients. prefetch_receive_schedules: Schedules in which a pipeline rank posts the receives for its next
+            forward and next backward before the preceding compute. A P2P send then waits only for its sender, and for
+            earlier sends in its direction. ddp_in_pipelines: DDP reduces the gradients of a split backward, and works
+            with several stages per rank. uniform_stages: Blocks per stage without ``stage_layers``: equal numbers
+            ``always`` or ``where_possible``, or a balanced split (``no``). packed_attention: Attention of packed
+            documents: one kernel call for each (``document_calls``), or ``one_call`` for all; None if not modeled.
+            context_bytes: Device memory of the driver context and the communication library, by device kind.
+            zero_stages: Supported values of ``ParallelPlan.zero_stage``. sequence_parallelism: Tensor-parallel ranks
+            can split the tokens of norms and sums as well. optimizer_shards: Unit that ZeRO-1 assigns to ranks.
+            ``parameters``: full parameters, which their owners broadcast after the update (torch's
+            ZeroRedundancyOptimizer). ``elements``: equal numbers of elements of flat buffers, with a reduce-scatter of
+            gradients and an all-gather of updated parameters (Megatron's distributed optimizer, DeepSpeed).
+            overlap_param_gather: With ``elements``, the all-gather of updated parameters overlaps the next forward
+            bucket by bucket, instead of running at the end of the step. tp_overlap: Tensor-parallel collectives that
+            overlap the matmuls next to them in a block: ``none``; in ``backward``, those before and after matrices
+            split by columns; ``gathers``, in both directions except sums; or ``all``, in both directions.
+            expert_dispatch: Dispatch of tokens to experts (``simplan.model.implementations.expert_dispatch``).
+            expert_overlap: The expert all-to-all of a microbatch overlaps the compute of another microbatch, whose
+            backward is next to its forward in the schedule (Megatron Core's overlap_moe_expert_parallel_comm).
+            fused_experts: Activations of experts, and their casts to FP8, are fused into the matmuls before them.
+            fp8_dot_product_attention: The attention core is in FP8 where linear layers are in FP8 or MXFP8.
+            grad_dtypes: Gradient precisions that a plan may request in addition to the framework's own
+            (``plan.grad_dtype``). separate_grad_accumulator: Gradients wider than the framework's own are accumulated
+            in separate buffers, and reduced in the framework's precision. flat_updates: Temporaries of the optimizer
+            are single blocks, which do not fit into memory that layers freed. recompute_modules: Modules of a block
+            that can be recomputed separately, in addition to the attention core. recompute_layers: Recomputation can be
+            limited to the first blocks of every stage. mtp: Multi-token prediction is supported. vocab_multiple:
+            Vocabularies are padded to a multiple of this times ``tp``; 1 for no padding, where ``tp`` has to divide
+            them. Padding rows are stored, computed and communicated like other rows. The model keeps its
             ``vocab_size``. Its parameters and FLOPs (and so MFU) exclude padding, which Megatron's own
-            num_floating_point_operations includes.
-        reserve_fraction: Memory that the allocator reserves beyond transient memory, as a fraction of it.
-        trainer: A trainer runs the steps, and loads data, reads results back and logs between them; else a bare loop
-            does.
-        executable: ``simplan run`` can run plans under this profile.
-        not_modelled: Features of the framework that are not modeled; predictions treat them as in torch.
-        sources: Field name -> source of its value.
+            num_floating_point_operations includes. reserve_fraction: Memory that the allocator reserves beyond
+            transient memory, as a fraction of it. trainer: A trainer runs the steps, and loads data, reads results back
+            and logs between them; else a bare loop does. executable: ``simplan run`` can run plans under this profile.
+            not_modelled: Features of the framework that are not modeled; predictions treat them as in torch. sources:
+            Field name -> source of its value.
     """
 
     id: str
@@ -242,8 +232,8 @@ class SoftwareSpec(Spec):
     lora_state_bytes: dict[_Wide, StateBytes] = Field(default_factory=dict)
     sharded_lora_state_bytes: dict[_Wide, StateBytes] = Field(default_factory=dict)
     low_precision: dict[LowPrecision, LowPrecisionLinears] = Field(default_factory=dict)
-    layers: LayerStyle = LayerStyle()
-    rates: StackRates = StackRates()
+    layers: LayerImplementation = LayerImplementation()
+    rates: FrameworkRates = FrameworkRates()
     compiled: bool = False
     options: Annotated[tuple[SoftwareOption, ...], Field(strict=False)] = ()
     runtime: Literal["torch", "megatron", "xla"] = "torch"
@@ -253,25 +243,25 @@ class SoftwareSpec(Spec):
     waits_for_gradients: Literal["backward", "step"] = "backward"
     waits_for_batch: bool = False
     reduces_each_microbatch: bool = False
-    lists_of_shards: bool = False
+    per_rank_tensor_lists: bool = False
     live_elements: Count | None = None
-    splits_sends: bool = False
-    receives_ahead: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    scatter_gather_p2p: bool = False
+    prefetch_receive_schedules: Annotated[tuple[str, ...], Field(strict=False)] = ()
     ddp_in_pipelines: bool = False
     packed_attention: Literal["document_calls", "one_call"] | None = None
     context_bytes: dict[Literal["gpu", "tpu", "cpu", "other"], NonNegative] = Field(default_factory=dict)
-    equal_stages: Literal["always", "where_possible", "no"] = "no"
+    uniform_stages: Literal["always", "where_possible", "no"] = "no"
     zero_stages: Annotated[tuple[int, ...], Field(strict=False)] = (0, 1, 2, 3)
     sequence_parallelism: bool = True
     optimizer_shards: Literal["parameters", "elements"] = "parameters"
-    gathers_ahead: bool = False
+    overlap_param_gather: bool = False
     tp_overlap: TensorOverlap = "none"
     expert_dispatch: ExpertDispatch = "copies"
     expert_overlap: bool = False
     fused_experts: bool = False
     fp8_dot_product_attention: bool = False
     grad_dtypes: Annotated[tuple[Literal["fp32", "bf16", "fp16"], ...], Field(strict=False)] = ()
-    adds_apart: bool = False
+    separate_grad_accumulator: bool = False
     flat_updates: bool = False
     recompute_modules: Annotated[tuple[RecomputeModule, ...], Field(strict=False)] = ()
     recompute_layers: bool = False
@@ -302,7 +292,7 @@ class SoftwareSpec(Spec):
         return self.runtime == "torch"
 
     @property
-    def synchronous_schedules(self) -> tuple[str, ...]:
+    def blocking_p2p_schedules(self) -> tuple[str, ...]:
         """Schedules in which a pipeline rank computes nothing while it sends or receives.
 
         The rank posts a receive when it needs the tensor, and continues when all transfers are complete.
@@ -311,7 +301,7 @@ class SoftwareSpec(Spec):
 
     @property
     def traffic(self) -> float:
-        """Bytes of memory-bound kernels relative to eager torch (``StackRates``)."""
+        """Bytes of memory-bound kernels relative to eager torch (``FrameworkRates``)."""
         return self.rates.compiled_traffic if self.compiled else self.rates.traffic
 
     def layers_of(self, model: ModelSpec, plan: ParallelPlan) -> tuple[LayerSpec, ...]:
@@ -325,7 +315,7 @@ class SoftwareSpec(Spec):
                 "eight_bit_attention": self.fp8_dot_product_attention,
             }
         )
-        return styled_layers(self.padded(model, plan).layers_of(plan.shard), style, model.family)
+        return implemented_layers(self.padded(model, plan).layers_of(plan.shard), style, model.family)
 
     def padded(self, model: ModelSpec, plan: ParallelPlan) -> ModelSpec:
         """The model with the vocabulary that the framework uses under a plan, perhaps a larger one."""
@@ -333,7 +323,7 @@ class SoftwareSpec(Spec):
 
     def equal_stage_layers(self, num_blocks: int, num_stages: int) -> tuple[int, ...] | None:
         """Equal numbers of blocks per stage, if the framework uses them; None for the balanced split."""
-        if self.equal_stages == "no" or num_blocks % num_stages:
+        if self.uniform_stages == "no" or num_blocks % num_stages:
             return None
         return (num_blocks // num_stages,) * num_stages
 
@@ -385,5 +375,5 @@ class SoftwareSpec(Spec):
         width = 4 if plan.grad_dtype == "fp32" else 2
         if plan.shards_parameters:
             return state.model_copy(update={"reduced": width})
-        apart = state.gradient if self.adds_apart and width > state.gradient else 0
+        apart = state.gradient if self.separate_grad_accumulator and width > state.gradient else 0
         return state.model_copy(update={"gradient": width, "reduced": apart or width, "unaccumulated": apart})

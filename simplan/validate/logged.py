@@ -29,7 +29,7 @@ __all__ = [
     "LoggedComparison",
     "LoggedRun",
     "Peaks",
-    "UnsurePart",
+    "UncertainTerm",
     "compare_logged",
     "memory_notes",
     "memory_rows",
@@ -102,7 +102,7 @@ class LoggedRun(Spec):
 
 
 @dataclass(frozen=True, slots=True)
-class UnsurePart:
+class UncertainTerm:
     """A part of the predicted critical path, with its uncertainty.
 
     Attributes:
@@ -144,7 +144,7 @@ class LoggedComparison:
     interval_s: tuple[float, float]
     interval_holds: bool
     difference_s: float
-    parts: tuple[UnsurePart, ...]
+    parts: tuple[UncertainTerm, ...]
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def _step_time_s(prediction: Mapping[str, Any], logged: LoggedRun) -> float:
     return float(follows_s) if told_s is None else told_s
 
 
-def _unsure_parts(prediction: Mapping[str, Any], longer_s: float) -> tuple[UnsurePart, ...]:
+def _unsure_parts(prediction: Mapping[str, Any], longer_s: float) -> tuple[UncertainTerm, ...]:
     """Parts of the critical path with a cost estimate, most uncertain first.
 
     Args:
@@ -224,7 +224,7 @@ def _unsure_parts(prediction: Mapping[str, Any], longer_s: float) -> tuple[Unsur
         on_path_s[key] = on_path_s.get(key, 0.0) + piece.duration_s
     stds = _relative_stds(prediction)
     found = (
-        UnsurePart(
+        UncertainTerm(
             part=part,
             share=share,
             predicted_s=seconds,

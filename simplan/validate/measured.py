@@ -27,22 +27,22 @@ def measured_timeline(measurement: Measurement) -> Timeline:
             Span(rank.rank, Stream.COMPUTE, _name(span), span.action, span.kind, span.start_s, span.end_s)
             for span in computed_spans(rank)
         ]
-        for message in rank.collectives:
-            stream = stream_of(message, rank.rank, mapping)
-            between_two = message.kind in ("send", "recv")
-            name = message.action if between_two else message.kind
-            peer = next((r for r in message.ranks if r != rank.rank), None) if between_two else None
-            if message.end_s is not None:
+        for communication in rank.collectives:
+            stream = stream_of(communication, rank.rank, mapping)
+            between_two = communication.kind in ("send", "recv")
+            name = communication.action if between_two else communication.kind
+            peer = next((r for r in communication.ranks if r != rank.rank), None) if between_two else None
+            if communication.end_s is not None:
                 spans.append(
                     Span(
                         rank.rank,
                         stream,
                         name,
-                        message.action,
+                        communication.action,
                         SpanKind.COMMUNICATION,
-                        message.start_s,
-                        message.end_s,
-                        message.num_bytes,
+                        communication.start_s,
+                        communication.end_s,
+                        communication.num_bytes,
                         peer,
                     )
                 )
@@ -71,12 +71,12 @@ def _name(span: MeasuredSpan) -> str:
     return f"{span.action} recompute" if span.kind is SpanKind.RECOMPUTE else span.action
 
 
-def stream_of(message: MeasuredCollective, rank: int, mapping: RankMapping) -> Stream:
+def stream_of(communication: MeasuredCollective, rank: int, mapping: RankMapping) -> Stream:
     """Level 2 stream of a collective or P2P send."""
-    action = Action.parse(message.action)
-    if message.kind in ("send", "recv"):
+    action = Action.parse(communication.action)
+    if communication.kind in ("send", "recv"):
         return Stream(action.kind.value.lower())
-    members = tuple(sorted(message.ranks))
+    members = tuple(sorted(communication.ranks))
     groups = {
         Stream.TENSOR: mapping.tp_group(rank),
         Stream.CONTEXT: mapping.cp_group(rank),
@@ -84,18 +84,18 @@ def stream_of(message: MeasuredCollective, rank: int, mapping: RankMapping) -> S
         Stream.REPLICATE: mapping.replicate_group(rank),
         Stream.DATA: mapping.dp_group(rank),
     }
-    if action.kind is ActionKind.OPTIM and message.kind == "all_reduce":
+    if action.kind is ActionKind.OPTIM and communication.kind == "all_reduce":
         return Stream.TIED
-    if mapping.ep > 1 and message.kind == "all_to_all" and members == mapping.ep_group(rank):
+    if mapping.ep > 1 and communication.kind == "all_to_all" and members == mapping.ep_group(rank):
         return Stream.EXPERT
     splits_layers = members in (groups[Stream.TENSOR], groups[Stream.CONTEXT])
-    is_of_shards = message.kind in ("all_gather", "reduce_scatter") and not splits_layers
+    is_of_shards = communication.kind in ("all_gather", "reduce_scatter") and not splits_layers
     if is_of_shards and members == mapping.expert_shard_group(rank):
         return Stream.SHARD
-    completes = action.kind is ActionKind.REDUCE_GRAD and message.kind == "all_reduce"
+    completes = action.kind is ActionKind.REDUCE_GRAD and communication.kind == "all_reduce"
     if mapping.ep > 1 and completes and members == mapping.expert_group(rank):
         return Stream.EXPERT_DATA
-    if message.kind == "all_reduce" and members == groups[Stream.DATA] and members != groups[Stream.REPLICATE]:
+    if communication.kind == "all_reduce" and members == groups[Stream.DATA] and members != groups[Stream.REPLICATE]:
         return Stream.DATA
     return next((stream for stream, ranks in groups.items() if ranks == members), Stream.DATA)
 

@@ -57,7 +57,7 @@ def _keyed(collectives: Iterable[MeasuredCollective]) -> Iterator[_Moved]:
         if collective.kind in ("send", "recv"):
             stage = action.stage + _SENDS.get(action.kind, 0)
             forward = action.kind in (ActionKind.SEND_F, ActionKind.RECV_F)
-            key = ("message", collective.ranks, forward, stage, action.microbatch)
+            key = ("communication", collective.ranks, forward, stage, action.microbatch)
         counts[key] += 1
         yield _Moved((*key, counts[key]), collective, action)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from simplan.predict.rehearsed import Rehearsed, rehearsed_step
+from simplan.predict.rehearsal import Rehearsed, rehearsal_step
 from simplan.predict.simulated import Simulated
 from simplan.prediction import Prediction
 from simplan.program.program import MemoryCategory, Program
@@ -92,7 +92,7 @@ def compare_rehearsal(prediction: Prediction, simulated: Simulated, rehearsal: R
         predicted_action=action,
         measured_action=rehearsal.peak_action,
         predicted_step_time_s=prediction.step_time_s,
-        rehearsed=None if rehearsal.fake else rehearsed_step(prediction, simulated, rehearsal),
+        rehearsed=None if rehearsal.fake else rehearsal_step(prediction, simulated, rehearsal),
         notes=tuple(_notes(prediction, rehearsal)),
     )
 

@@ -15,7 +15,7 @@ __all__ = [
     "TIMED_KINDS",
     "Issued",
     "issued_as_predicted",
-    "predicted_messages",
+    "predicted_communications",
     "ran_as_predicted",
     "reduces_between_exchanges",
 ]
@@ -58,10 +58,10 @@ def issued_as_predicted(measurement: Measurement, program: Program | None = None
 
     Args:
         measurement: Measured run.
-        program: See ``predicted_messages``.
+        program: See ``predicted_communications``.
     """
     mixed = reduces_between_exchanges(measurement.job.plan)
-    predicted = predicted_messages(measurement.job, program)
+    predicted = predicted_communications(measurement.job, program)
 
     def comparable(found: list[Issued]) -> list[Issued]:
         ordered = sorted(found, key=lambda issued: (issued[1], issued[0])) if mixed else found
@@ -79,7 +79,7 @@ def reduces_between_exchanges(plan: ParallelPlan) -> bool:
     return plan.expert_shards > 1 or (plan.tp * plan.cp * plan.ep > 1 and not plan.shards_parameters)
 
 
-def predicted_messages(job: RunSpec, program: Program | None = None) -> dict[int, list[Issued]]:
+def predicted_communications(job: RunSpec, program: Program | None = None) -> dict[int, list[Issued]]:
     """Communication that Level 2 of the job's Program issues, by rank, in host order.
 
     Args:
@@ -96,8 +96,8 @@ def predicted_messages(job: RunSpec, program: Program | None = None) -> dict[int
         if op.stream in (Stream.TO_HOST, Stream.FROM_HOST):
             moved = sum(work.num_bytes for work in op.work if isinstance(work, HostCopy))
             found[op.rank].append((op.stream.value, (op.rank,), moved, str(op.action)))
-        for message in op.messages:
+        for communication in op.communications:
             receives = op.action.kind in (ActionKind.RECV_F, ActionKind.RECV_B)
-            kind = "recv" if receives else message.kind.value
-            found[op.rank].append((kind, message.ranks, message.num_bytes, str(op.action)))
+            kind = "recv" if receives else communication.kind.value
+            found[op.rank].append((kind, communication.ranks, communication.num_bytes, str(op.action)))
     return found

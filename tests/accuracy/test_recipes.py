@@ -10,7 +10,7 @@ import yaml
 
 from simplan import catalog
 from simplan.accuracy.evaluate import predict_runs
-from simplan.accuracy.question import question_of_run
+from simplan.accuracy.published_job import job_of_published_run
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.recipes import parse_recipes, recipes_of, shipped_recipes
 from simplan.accuracy.schema import PublishedRun
@@ -42,14 +42,14 @@ def test_a_recipe_begins_with_a_release() -> None:
 
 
 def test_gradients_are_reduced_as_the_recipe_says_unless_the_run_does() -> None:
-    assert question_of_run(bridge()).job.plan.grad_dtype == "bf16"
-    assert question_of_run(bridge(plan__grad_dtype="fp32")).job.plan.grad_dtype == "fp32"
-    assert question_of_run(run()).job.plan.grad_dtype is None
+    assert job_of_published_run(bridge()).job.plan.grad_dtype == "bf16"
+    assert job_of_published_run(bridge(plan__grad_dtype="fp32")).job.plan.grad_dtype == "fp32"
+    assert job_of_published_run(run()).job.plan.grad_dtype is None
 
 
 @pytest.mark.parametrize(("task", "width"), [("pretrain", 8 + 2), ("sft", 4 + 2)])
 def test_optimizer_states_of_nemo_are_in_16_bits_where_models_are_tuned(task: str, width: int) -> None:
-    found = question_of_run(
+    found = job_of_published_run(
         run(software__framework="nemo", software__version="NeMo24.07", task=task, plan__precision="fp8")
     )
     assert found.job.software.state(found.job.training, found.job.plan).optimizer_bytes("adamw") == width
@@ -64,16 +64,16 @@ def test_stages_of_a_rank_that_a_table_has_no_column_for_are_those_of_the_script
     }
     tuned: dict[str, Any] = {"software__framework": "nemo", "software__version": "NeMo24.07", "task": "sft", **shape}
     tuned |= {"plan__dp_shard": 2, "plan__precision": "fp8"}
-    found = question_of_run(run(**tuned, model__name="llama2-13b")).job.plan
+    found = job_of_published_run(run(**tuned, model__name="llama2-13b")).job.plan
     assert (found.virtual_stages, found.schedule, len(found.stage_layers or ())) == (10, "interleaved_1f1b", 40)
-    assert question_of_run(run(**tuned, model__name="another-13b")).job.plan.virtual_stages == 1
+    assert job_of_published_run(run(**tuned, model__name="another-13b")).job.plan.virtual_stages == 1
 
 
 def test_deepseek_v3_has_a_layer_for_the_token_after_the_next_and_kimi_k2_has_none() -> None:
     moe = {"top_k": 8, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "num_dense_layers": 3}
     of_model: dict[str, Any] = {"model__family": "moe", "model__gated_mlp": True, "model__hidden_size": 7168}
     found = [
-        question_of_run(
+        job_of_published_run(
             bridge(**of_model, model__moe={"num_experts": experts, **moe}, **changes)
         ).job.model.mtp_num_layers
         for experts, changes in ((256, {}), (384, {}), (256, {"task": "sft"}))
@@ -82,11 +82,11 @@ def test_deepseek_v3_has_a_layer_for_the_token_after_the_next_and_kimi_k2_has_no
     without = bridge(
         "NeMo container 25.11", **of_model, model__moe={"num_experts": 256, **moe}, cluster__device="gb300"
     )
-    assert question_of_run(without).job.model.mtp_num_layers == 0  # as its table says
+    assert job_of_published_run(without).job.model.mtp_num_layers == 0  # as its table says
 
 
 def test_what_recipes_set_is_told() -> None:
-    assert "as its recipe says: gradients reduced in bf16" in question_of_run(bridge()).notes
+    assert "as its recipe says: gradients reduced in bf16" in job_of_published_run(bridge()).notes
 
 
 def test_the_shipped_recipes_say_what_they_set_of_devices_that_there_are() -> None:
@@ -143,12 +143,12 @@ def test_a_file_of_runs_brings_its_own_recipes(tmp_path: Path) -> None:
     assert own.step_time_s > plain.step_time_s
     last = parse_recipes(yaml.safe_dump({"recipes": {"nemo": [{"sets": {"lora_rank": 8}, "source": "a test"}]}}), "r")
     tuned = run(software__framework="nemo", task="lora")
-    assert question_of_run(tuned, last).job.model.lora_rank == 8
-    assert question_of_run(tuned, last).job.model.lora_targets == ("qkv",), "as the shipped recipe has it"
+    assert job_of_published_run(tuned, last).job.model.lora_rank == 8
+    assert job_of_published_run(tuned, last).job.model.lora_targets == ("qkv",), "as the shipped recipe has it"
 
 
 def test_the_rate_of_a_run_s_machine_is_in_place_of_the_catalogue_s() -> None:
-    question = question_of_run(run(cluster__matmul_flop_per_s={"bf16": 200e12}))
+    question = job_of_published_run(run(cluster__matmul_flop_per_s={"bf16": 200e12}))
     usual = catalog.device("a100-sxm-80gb").matmul_flop_per_s
     assert question.job.cluster.device.matmul_flop_per_s == usual | {"bf16": 200e12}
     assert "the best products of its machine, as its owners measured them: bf16 200 TFLOP/s" in question.notes
@@ -167,7 +167,9 @@ def test_a_run_has_no_overlap_that_its_framework_refuses(plan: dict[str, Any], o
     """Its recipe has it, for other plans: the run is predicted without, and says so."""
     qwen = {"model__family": "moe", "model__hidden_size": 2048, "model__moe": EXPERTS, "plan__precision": "mxfp8"}
     changes = {f"plan__{key}": value for key, value in plan.items()}
-    question = question_of_run(bridge("NeMo container 26.06", cluster__device="gb300", plan__ep=2, **qwen, **changes))
+    question = job_of_published_run(
+        bridge("NeMo container 26.06", cluster__device="gb300", plan__ep=2, **qwen, **changes)
+    )
     assert question.job.software.expert_overlap is overlaps
     said = [note for note in question.notes if note.startswith("no exchanges for experts beside another microbatch")]
     assert said == ([] if why is None else [f"{BESIDE}: megatron-bridge refuses them with {why}"])
@@ -194,7 +196,9 @@ def test_tokens_come_to_experts_as_the_recipe_of_the_container_has_it(
     version: str, device: str, precision: str, found: tuple[str, bool, bool]
 ) -> None:
     qwen = {"model__family": "moe", "model__hidden_size": 2048, "model__moe": EXPERTS, "plan__precision": precision}
-    question = question_of_run(bridge(f"NeMo container {version}", cluster__device=device, **qwen, **BESIDE_ANOTHER))
+    question = job_of_published_run(
+        bridge(f"NeMo container {version}", cluster__device=device, **qwen, **BESIDE_ANOTHER)
+    )
     software = question.job.software
     assert (software.expert_dispatch, software.expert_overlap, software.fused_experts) == found
     told = [
@@ -214,6 +218,6 @@ def test_tokens_come_to_experts_as_the_recipe_of_the_container_has_it(
 )
 def test_attention_is_in_8_bits_where_the_recipe_has_it(version: str, device: str, precision: str, found: bool) -> None:
     qwen = {"model__family": "moe", "model__hidden_size": 2048, "model__moe": EXPERTS, "plan__precision": precision}
-    question = question_of_run(bridge(f"NeMo container {version}", cluster__device=device, **qwen))
+    question = job_of_published_run(bridge(f"NeMo container {version}", cluster__device=device, **qwen))
     assert question.job.software.fp8_dot_product_attention is found
     assert ("as its recipe says: attention in 8 bits" in question.notes) is found

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simplan.accuracy.choosing import choices
-from simplan.accuracy.floor import constant_utilization, step_flops
-from simplan.accuracy.question import question_of_run
+from simplan.accuracy.constant_mfu import constant_mfu, step_flops
+from simplan.accuracy.plan_ranking import choices
+from simplan.accuracy.published_job import job_of_published_run
 from simplan.accuracy.result import Figures
 from simplan.accuracy.statistics import memory_figures, step_time_figures, verdicts
 from tests.accuracy.runs import outcome, run
@@ -89,7 +89,7 @@ def test_a_constant_utilization_is_the_median_of_a_device_and_precision() -> Non
         outcome(run(f"r{rate}", measured__step_time_s=4 / rate * 10), 1.0, flops=160.0) for rate in (10.0, 20.0, 40.0)
     ]
     alone = outcome(run("other", plan__precision="fp16"), 1.0, flops=1e9)
-    found = constant_utilization([*runs, alone])
+    found = constant_mfu([*runs, alone])
     assert found.num == 4
     assert found.mape == pytest.approx((0.5 + 0.0 + 1.0 + 0.0) / 4)
     assert found.bias == pytest.approx((-0.5 + 1.0) / 4)
@@ -101,7 +101,7 @@ def test_flops_of_a_step_are_those_of_the_megatron_formula() -> None:
     model, batch = published.model, published.plan.global_batch_size
     s, h, layers, v = model.seq_len, model.hidden_size, model.num_hidden_layers, model.vocab_size
     formula = 96 * batch * s * layers * h**2 * (1 + s / (12 * h) + v / (16 * layers * h))
-    assert step_flops(question_of_run(published).job) == pytest.approx(formula, rel=1e-3)
+    assert step_flops(job_of_published_run(published).job) == pytest.approx(formula, rel=1e-3)
 
 
 def test_flops_of_a_step_count_the_blocks_that_run_again() -> None:
@@ -109,7 +109,7 @@ def test_flops_of_a_step_count_the_blocks_that_run_again() -> None:
     published = run(plan__recompute="none", plan__pp=2)
     model, batch = published.model, published.plan.global_batch_size
     s, h, i = model.seq_len, model.hidden_size, model.intermediate_size
-    question = question_of_run(published)
+    question = job_of_published_run(published)
     assert question.job.model.num_blocks > 2
     first = question.job.plan.model_copy(update={"recompute": "full", "recompute_layers": 1})
     again = step_flops(question.job.with_plan(first)) - step_flops(question.job)

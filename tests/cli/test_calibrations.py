@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from simplan.cli import calibrations
-from simplan.cli.calibrations import Wanted, ensure, measure, requests_for
+from simplan.cli.calibrations import CalibrationTarget, ensure, measure, requests_for
 from simplan.cost.calibration.format import Calibration, CalibrationRequest
 from simplan.cost.calibration.store import load
 from simplan.io import read_model, write_model
@@ -36,7 +36,7 @@ def test_what_was_measured_is_kept_and_only_the_rest_is_asked_for(
 
     monkeypatch.setattr(calibrations, "run_executor", run)
     file = tmp_path / "calibration.json"
-    requests = requests_for([], 2, 10.0, Wanted("cpu"))
+    requests = requests_for([], 2, 10.0, CalibrationTarget("cpu"))
     with pytest.raises(KeyboardInterrupt):
         measure(requests, file)
     kept = load(file)
@@ -48,11 +48,11 @@ def test_what_was_measured_is_kept_and_only_the_rest_is_asked_for(
 
 
 def test_without_a_scenario_all_that_prices_any_model_is_asked_for() -> None:
-    (request,) = requests_for([], 4, 240.0, Wanted("cuda", ("fp32", "bf16")))
+    (request,) = requests_for([], 4, 240.0, CalibrationTarget("cuda", ("fp32", "bf16")))
     assert (request.num_ranks, request.device, request.grid) == (4, "cuda", ("fp32", "bf16"))
     assert set(request.communication) == set(CollectiveKind)
     assert request.overlap
-    (request,) = requests_for([], None, 240.0, Wanted("cpu"))
+    (request,) = requests_for([], None, 240.0, CalibrationTarget("cpu"))
     assert request.grid == ("fp32",)
 
 

@@ -13,8 +13,8 @@ from simplan.job import Job
 from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
-from simplan.program.program import LayerWork, Message, Phase
-from simplan.software.rates import StackRates
+from simplan.program.program import Communication, LayerWork, Phase
+from simplan.software.rates import FrameworkRates
 from simplan.training.training import TrainingSpec
 
 CLUSTER = catalog.cluster("dgx-h100", num_devices=16)
@@ -33,22 +33,22 @@ def test_seconds_of_work(phase: Phase) -> None:
 
 
 @given(kind=st.sampled_from(CollectiveKind), num_bytes=st.integers(1, 10**10), num_ranks=st.sampled_from([1, 2, 8, 16]))
-def test_seconds_of_messages(kind: CollectiveKind, num_bytes: int, num_ranks: int) -> None:
+def test_seconds_of_communications(kind: CollectiveKind, num_bytes: int, num_ranks: int) -> None:
     if kind in (CollectiveKind.SEND, CollectiveKind.RING):
         num_ranks = 2
-    message = Message(kind, num_bytes, tuple(range(num_ranks)))
-    assert COST.message_s(message) == COST.message(message).seconds
+    communication = Communication(kind, num_bytes, tuple(range(num_ranks)))
+    assert COST.communication_s(communication) == COST.communication(communication).seconds
 
 
 @pytest.mark.parametrize(("num_ranks", "times"), [(8, 1.5), (16, 3.0)])
-def test_messages_in_training_take_so_many_times_as_long_as_alone(num_ranks: int, times: float) -> None:
+def test_communications_in_training_take_so_many_times_as_long_as_alone(num_ranks: int, times: float) -> None:
     """Inside a node of eight and between two."""
-    trained = AnalyticCost(CLUSTER, KERNELS, StackRates(intra_slowdown=1.5, inter_slowdown=3.0))
-    message = Message(CollectiveKind.ALL_REDUCE, 10**8, tuple(range(num_ranks)))
-    alone, price = COST.message(message), trained.message(message)
-    assert price.seconds == trained.message_s(message) == pytest.approx(times * alone.seconds)
-    assert price.formula == f"{times:.2f} x ({alone.formula})"
-    assert price.relative_std == alone.relative_std
+    trained = AnalyticCost(CLUSTER, KERNELS, FrameworkRates(intra_slowdown=1.5, inter_slowdown=3.0))
+    communication = Communication(CollectiveKind.ALL_REDUCE, 10**8, tuple(range(num_ranks)))
+    alone, cost_estimate = COST.communication(communication), trained.communication(communication)
+    assert cost_estimate.seconds == trained.communication_s(communication) == pytest.approx(times * alone.seconds)
+    assert cost_estimate.formula == f"{times:.2f} x ({alone.formula})"
+    assert cost_estimate.relative_std == alone.relative_std
 
 
 @pytest.mark.parametrize("name", ["h100-sxm-80gb", "a100-sxm-80gb", "b200-sxm"])

@@ -6,24 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from simplan.cost.base import Provenance
 from simplan.cost.calibration.calibrated import CalibratedCost
 from simplan.cost.calibration.format import Calibration, CommunicationTiming, LayerTiming, Mixed, Sample
 from simplan.cost.calibration.store import load, save
+from simplan.cost.model import Provenance
 from simplan.errors import SpecError
 from simplan.model.layer import (
     Attention,
     CollectiveKind,
-    Exchange,
     Gemm,
     Kernel,
+    LayerCollective,
     LayerSpec,
     ParameterSpec,
     Pointwise,
 )
 from simplan.model.low_precision import Fp8Recipe
 from simplan.model.model import ModelSpec
-from simplan.program.program import LayerWork, Message, Phase
+from simplan.program.program import Communication, LayerWork, Phase
 from tests.layers import layer_of_kernels
 
 MODEL = ModelSpec(family="gpt", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256, seq_len=16)
@@ -82,9 +82,9 @@ def work(phase: Phase, microbatch_size: int = 2, num_parameters: int = BLOCK.num
 
 def test_a_timed_layer_costs_its_mean() -> None:
     assert COST.compute(work(Phase.FORWARD)).seconds == 0.010
-    price = COST.compute(work(Phase.BACKWARD))
-    assert (price.seconds, price.provenance) == (0.020, Provenance.CALIBRATED)
-    assert price.relative_std == pytest.approx(0.05)  # 3 % from round to round and 4 % that every timing has
+    cost_estimate = COST.compute(work(Phase.BACKWARD))
+    assert (cost_estimate.seconds, cost_estimate.provenance) == (0.020, Provenance.CALIBRATED)
+    assert cost_estimate.relative_std == pytest.approx(0.05)  # 3 % from round to round and 4 % that every timing has
 
 
 def test_the_parts_of_a_split_backward_cost_what_each_was_timed_at() -> None:
@@ -98,8 +98,8 @@ def test_a_layer_whose_input_has_no_gradient_has_its_whole_backward_in_the_secon
     cost = CalibratedCost(
         CALIBRATION.model_copy(update={"layers": (first,)}), dtype="fp32", optimizer="adamw", num_ranks=2
     )
-    price = cost.compute(work(Phase.BACKWARD_INPUT))
-    assert (price.seconds, price.provenance) == (0.0, Provenance.CALIBRATED)
+    cost_estimate = cost.compute(work(Phase.BACKWARD_INPUT))
+    assert (cost_estimate.seconds, cost_estimate.provenance) == (0.0, Provenance.CALIBRATED)
     assert cost.compute(work(Phase.BACKWARD_WEIGHT)).seconds == 0.020
 
 
@@ -122,8 +122,8 @@ def parts(*kernels: Kernel) -> LayerSpec:
 
 def test_parts_of_a_layer_add_up_to_it_and_large_ones_cost_what_their_flops_say() -> None:
     """Of two large matrix products one has three times the FLOPs of the other; the exchange is priced elsewhere."""
-    exchange = Exchange("x", "tp", CollectiveKind.ALL_REDUCE, None, 10**9)
-    layer = parts(Gemm("a", 10**4, 10**4, 10**4), exchange, Gemm("b", 10**4, 3 * 10**4, 10**4))
+    collective = LayerCollective("x", "tp", CollectiveKind.ALL_REDUCE, None, 10**9)
+    layer = parts(Gemm("a", 10**4, 10**4, 10**4), collective, Gemm("b", 10**4, 3 * 10**4, 10**4))
     seconds = [COST.compute(LayerWork(layer, Phase.FORWARD, 2, 0, (index,))).seconds for index in range(3)]
     assert seconds == pytest.approx([0.0025, 0.0, 0.0075], rel=0.02)
     assert sum(seconds) == pytest.approx(0.010)
@@ -179,14 +179,14 @@ def test_recipes_of_fp8_are_looked_up_apart() -> None:
 
 
 def test_another_microbatch_size_is_extrapolated() -> None:
-    price = COST.compute(work(Phase.FORWARD, microbatch_size=6))
-    assert price.seconds == pytest.approx(0.030)
-    assert price.provenance is Provenance.EXTRAPOLATED
-    assert price.relative_std >= 0.3
+    cost_estimate = COST.compute(work(Phase.FORWARD, microbatch_size=6))
+    assert cost_estimate.seconds == pytest.approx(0.030)
+    assert cost_estimate.provenance is Provenance.EXTRAPOLATED
+    assert cost_estimate.relative_std >= 0.3
 
 
 def test_ranks_that_shared_cores_when_timed_are_priced_alone() -> None:
-    """Eight ranks on two cores: each was timed four times slower than it runs alone; so were the messages."""
+    """Eight ranks on two cores: each was timed four times slower than it runs alone; so were the communications."""
     crowded = CALIBRATION.model_copy(
         update={
             "layers": tuple(t.model_copy(update={"num_ranks": 8}) for t in CALIBRATION.layers),
@@ -195,7 +195,9 @@ def test_ranks_that_shared_cores_when_timed_are_priced_alone() -> None:
     )
     cost = CalibratedCost(crowded, dtype="fp32", optimizer="adamw", num_ranks=8)
     assert cost.compute(work(Phase.FORWARD)).seconds == pytest.approx(0.010 / 4)
-    assert cost.message(Message(CollectiveKind.ALL_REDUCE, 1000, (0, 1))).seconds == pytest.approx(0.001 / 4)
+    assert cost.communication(Communication(CollectiveKind.ALL_REDUCE, 1000, (0, 1))).seconds == pytest.approx(
+        0.001 / 4
+    )
 
 
 def test_a_layer_that_was_never_timed_is_refused() -> None:
@@ -214,16 +216,16 @@ def test_a_layer_that_was_never_timed_is_refused() -> None:
         (7000, 0.005, Provenance.EXTRAPOLATED),
     ],
 )
-def test_messages_are_interpolated_in_bytes(num_bytes: int, seconds: float, provenance: Provenance) -> None:
-    price = COST.message(Message(CollectiveKind.ALL_REDUCE, num_bytes, (0, 1)))
-    assert price.seconds == pytest.approx(seconds)
-    assert price.provenance is provenance
+def test_communications_are_interpolated_in_bytes(num_bytes: int, seconds: float, provenance: Provenance) -> None:
+    cost_estimate = COST.communication(Communication(CollectiveKind.ALL_REDUCE, num_bytes, (0, 1)))
+    assert cost_estimate.seconds == pytest.approx(seconds)
+    assert cost_estimate.provenance is provenance
 
 
 def test_a_larger_group_is_scaled_as_a_ring() -> None:
-    price = COST.message(Message(CollectiveKind.ALL_REDUCE, 1000, (0, 1, 2, 3)))
-    assert price.seconds == pytest.approx(0.001 * (3 / 4) / (1 / 2))
-    assert price.provenance is Provenance.EXTRAPOLATED
+    cost_estimate = COST.communication(Communication(CollectiveKind.ALL_REDUCE, 1000, (0, 1, 2, 3)))
+    assert cost_estimate.seconds == pytest.approx(0.001 * (3 / 4) / (1 / 2))
+    assert cost_estimate.provenance is Provenance.EXTRAPOLATED
 
 
 @pytest.mark.parametrize(
@@ -244,13 +246,13 @@ def test_kinds_are_told_apart_and_extrapolated_by_what_each_rank_sends(kind: Col
         CALIBRATION.model_copy(update={"communication": found}), dtype="fp32", optimizer="adamw", num_ranks=2
     )
     own_s = 0.001 * (1 + list(CollectiveKind).index(kind))
-    assert cost.message(Message(kind, 1000, (0, 1))).seconds == pytest.approx(own_s)
-    assert cost.message(Message(kind, 1000, (0, 1, 2, 3))).seconds == pytest.approx(own_s * factor)
+    assert cost.communication(Communication(kind, 1000, (0, 1))).seconds == pytest.approx(own_s)
+    assert cost.communication(Communication(kind, 1000, (0, 1, 2, 3))).seconds == pytest.approx(own_s * factor)
 
 
 def test_a_group_of_one_costs_nothing() -> None:
-    price = COST.message(Message(CollectiveKind.BROADCAST, 1000, (1,)))
-    assert (price.seconds, price.provenance) == (0.0, Provenance.CALIBRATED)
+    cost_estimate = COST.communication(Communication(CollectiveKind.BROADCAST, 1000, (1,)))
+    assert (cost_estimate.seconds, cost_estimate.provenance) == (0.0, Provenance.CALIBRATED)
 
 
 def test_covers_says_whether_a_calibration_is_enough() -> None:
@@ -268,7 +270,7 @@ def test_what_was_never_timed_is_refused() -> None:
     with pytest.raises(SpecError, match="run `simplan calibrate SCENARIO`"):
         cost.compute(work(Phase.FORWARD))
     with pytest.raises(SpecError, match=r"has no timing of send; run `simplan calibrate --ranks 2`"):
-        cost.message(Message(CollectiveKind.SEND, 1, (0, 1)))
+        cost.communication(Communication(CollectiveKind.SEND, 1, (0, 1)))
 
 
 def test_merging_keeps_what_only_one_has_and_takes_the_newer_of_both() -> None:

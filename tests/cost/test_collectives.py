@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from simplan import catalog
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec, LinkSpec, Spread
-from simplan.cost.base import Price, Provenance
-from simplan.cost.communication.collectives import bus_factor, message_price, message_s, send_s
+from simplan.cost.communication.collectives import bus_factor, communication_cost, communication_s, send_s
+from simplan.cost.model import CostEstimate, Provenance
 from simplan.errors import SpecError
 from simplan.model.layer import CollectiveKind, ExpertDraw
-from simplan.program.program import Message
+from simplan.program.program import Communication
 from simplan.units import GIB, MIB
 
 GB = 10**9
@@ -37,13 +37,15 @@ def cluster(num_devices: int, *, intra: LinkSpec = INNER, inter: LinkSpec | None
     )
 
 
-def price(kind: CollectiveKind, num_bytes: int, ranks: tuple[int, ...], intra: LinkSpec = INNER) -> Price:
+def cost_estimate(
+    kind: CollectiveKind, num_bytes: int, ranks: tuple[int, ...], intra: LinkSpec = INNER
+) -> CostEstimate:
     """On as many nodes of 8 as the ranks need."""
-    return message_price(Message(kind, num_bytes, ranks), cluster(max(ranks) + 1, intra=intra))
+    return communication_cost(Communication(kind, num_bytes, ranks), cluster(max(ranks) + 1, intra=intra))
 
 
-def published(preset: str, kind: CollectiveKind, num_bytes: int, ranks: range, num_devices: int = 8) -> Price:
-    return message_price(Message(kind, num_bytes, tuple(ranks)), catalog.cluster(preset, num_devices))
+def published(preset: str, kind: CollectiveKind, num_bytes: int, ranks: range, num_devices: int = 8) -> CostEstimate:
+    return communication_cost(Communication(kind, num_bytes, tuple(ranks)), catalog.cluster(preset, num_devices))
 
 
 GROUPS = st.lists(st.integers(0, 31), min_size=2, max_size=32, unique=True).map(lambda ranks: tuple(sorted(ranks)))
@@ -65,55 +67,61 @@ def test_ring_all_reduce_moves_every_chunk_round_the_ring_twice(n: int, chunk: i
             holders[target, c] = holders[target, c] | addends if reducing else addends
         time += 1e-4 + chunk / (0.5 * GB)  # one chunk per rank
     assert all(addends == set(range(n)) for addends in holders.values())
-    assert price(CollectiveKind.ALL_REDUCE, n * chunk, tuple(range(n)), GLOO).seconds == pytest.approx(time, rel=1e-12)
+    assert cost_estimate(CollectiveKind.ALL_REDUCE, n * chunk, tuple(range(n)), GLOO).seconds == pytest.approx(
+        time, rel=1e-12
+    )
 
 
 def test_send_inside_and_between_nodes() -> None:
-    inside = price(CollectiveKind.SEND, 10**8, (0, 7)).seconds
-    between = price(CollectiveKind.SEND, 10**8, (7, 8)).seconds
+    inside = cost_estimate(CollectiveKind.SEND, 10**8, (0, 7)).seconds
+    between = cost_estimate(CollectiveKind.SEND, 10**8, (7, 8)).seconds
     assert inside == pytest.approx(SIMPLE_S + 2 * US + 1e8 / 320e9)
     assert between == pytest.approx(SIMPLE_S + 20 * US + 1e8 / 45e9)
-    small = price(CollectiveKind.SEND, 1000, (0, 7)).seconds
+    small = cost_estimate(CollectiveKind.SEND, 1000, (0, 7)).seconds
     assert small == pytest.approx((10 + 6.6 + 0.18 * 2) * US + 1000 / (0.39 * 320e9))
     assert send_s(100, 50, 1) == 3
 
 
 def test_a_group_over_nodes_uses_the_network_of_all_its_devices() -> None:
     """Two nodes of 8: 8 x 45 GB/s is more than a device reaches inside, 320 GB/s; one device a node: 45 GB/s."""
-    wide = price(CollectiveKind.ALL_REDUCE, 10**9, tuple(range(16))).seconds
-    thin = price(CollectiveKind.ALL_REDUCE, 10**9, (0, 8)).seconds
-    # a step inside takes the 3 us in which a message outside is posted
+    wide = cost_estimate(CollectiveKind.ALL_REDUCE, 10**9, tuple(range(16))).seconds
+    thin = cost_estimate(CollectiveKind.ALL_REDUCE, 10**9, (0, 8)).seconds
+    # a step inside takes the 3 us in which a communication outside is posted
     assert wide == pytest.approx(SIMPLE_S + 2 * 20 * US + 28 * 3 * US + 2 * 15 / 16 * 1e9 / 320e9)
     assert thin == pytest.approx(SIMPLE_S + 2 * 20 * US + 1e9 / 45e9)
-    small = price(CollectiveKind.ALL_GATHER, 1000, (0, 8)).seconds  # LL; one device a node hides no latency
+    small = cost_estimate(CollectiveKind.ALL_GATHER, 1000, (0, 8)).seconds  # LL; one device a node hides no latency
     assert small == pytest.approx((10 + 6.6 + 0.36 * 20) * US + 500 / (0.11 * 45e9))
 
 
 def test_ranks_of_a_node_have_a_network_each() -> None:
     """Two of 8 devices in each of two nodes gather over the network of two, whatever the other six do."""
-    two = price(CollectiveKind.ALL_GATHER, 10**9, (0, 1, 8, 9)).seconds
+    two = cost_estimate(CollectiveKind.ALL_GATHER, 10**9, (0, 1, 8, 9)).seconds
     assert two == pytest.approx(SIMPLE_S + 20 * US + 2 * 3 * US + 3 / 4 * 1e9 / 90e9)
 
 
 def test_the_node_with_the_fewest_devices_sets_the_pace() -> None:
     """Twelve ranks in nodes of 8 and 4: a tree sends the buffer once over four devices' network, 180 GB/s."""
-    found = price(CollectiveKind.ALL_REDUCE, 10**9, tuple(range(12)))
+    found = cost_estimate(CollectiveKind.ALL_REDUCE, 10**9, tuple(range(12)))
     assert "tree Simple" in found.formula
     assert found.seconds == pytest.approx(SIMPLE_S + 2 * 20 * US + 6 * 1.18 * 2 * US + 1e9 / (0.92 * 180e9))
-    gathered = price(CollectiveKind.ALL_GATHER, 10**9, tuple(range(12))).seconds
+    gathered = cost_estimate(CollectiveKind.ALL_GATHER, 10**9, tuple(range(12))).seconds
     assert gathered == pytest.approx(SIMPLE_S + 20 * US + 10 * 3 * US + 11 / 12 * 1e9 / 180e9)
 
 
 def test_over_more_than_two_nodes_a_tree_sends_the_buffer_twice() -> None:
     """An inner node of one tree is a leaf of the other: half a buffer to two parents and to two children each."""
     slow = OUTER.model_copy(update={"bytes_per_s": 5e9})
-    found = message_price(Message(CollectiveKind.ALL_REDUCE, 10**9, tuple(range(64))), cluster(64, inter=slow))
+    found = communication_cost(
+        Communication(CollectiveKind.ALL_REDUCE, 10**9, tuple(range(64))), cluster(64, inter=slow)
+    )
     nodes, shared = 8, 8 * 4.5e9
     ring_s = 2 * 63 / 64 * 1e9 / shared  # less than the tree's bytes take, but 14 steps between nodes and 112 inside
     tree_s = 2e9 / (0.92 * shared)
     assert found.seconds == pytest.approx(SIMPLE_S + 2 * (nodes - 1) * 20 * US + 112 * 3 * US + ring_s)
     assert ring_s < tree_s
-    small = message_price(Message(CollectiveKind.ALL_REDUCE, 10**6, tuple(range(64))), cluster(64, inter=slow))
+    small = communication_cost(
+        Communication(CollectiveKind.ALL_REDUCE, 10**6, tuple(range(64))), cluster(64, inter=slow)
+    )
     # 3 levels up and down, LL128
     steps = (10 + 14 + 6 * 0.61 * 20 + 14 * 0.37 * 2) * US
     assert small.seconds == pytest.approx(steps + 2e6 / (0.92 * 0.92 * shared))
@@ -121,7 +129,7 @@ def test_over_more_than_two_nodes_a_tree_sends_the_buffer_twice() -> None:
 
 def test_a_missing_link_is_named() -> None:
     with pytest.raises(SpecError, match=r"cluster\.inter_link_gbit_per_device: is needed"):
-        message_price(Message(CollectiveKind.SEND, 1, (0, 8)), cluster(16, inter=None))
+        communication_cost(Communication(CollectiveKind.SEND, 1, (0, 8)), cluster(16, inter=None))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +144,7 @@ def test_a_missing_link_is_named() -> None:
     ],
 )
 def test_closed_forms_inside_a_node(kind: CollectiveKind, steps_us: int, share: float) -> None:
-    found = price(kind, 8 * 10**8, tuple(range(8))).seconds
+    found = cost_estimate(kind, 8 * 10**8, tuple(range(8))).seconds
     assert found == pytest.approx(SIMPLE_S + steps_us * US + share * 8e8 / 320e9, rel=1e-12)
     assert bus_factor(kind, 8) == pytest.approx(share)
 
@@ -149,9 +157,9 @@ def test_the_switch_reduces() -> None:
     sent = [num_bytes + part for _ in range(n)]
     received = [part + sum(part for _ in range(n)) for _ in range(n)]
     assert sent == received
-    found = price(CollectiveKind.ALL_REDUCE, num_bytes, tuple(range(n)), SWITCH).seconds
+    found = cost_estimate(CollectiveKind.ALL_REDUCE, num_bytes, tuple(range(n)), SWITCH).seconds
     assert found == pytest.approx(10 * US + 7.35 * 2 * US + sent[0] / 280e9)
-    gathered = price(CollectiveKind.ALL_GATHER, num_bytes, tuple(range(n)), SWITCH).formula
+    gathered = cost_estimate(CollectiveKind.ALL_GATHER, num_bytes, tuple(range(n)), SWITCH).formula
     assert "ring" in gathered  # no gain in what every device has to receive
 
 
@@ -175,8 +183,14 @@ def test_devices_wired_to_each_other_use_some_of_their_links() -> None:
     node = catalog.NodeEntry("mi300x", catalog.device("mi300x"), 8, link, None)
 
     def rate(n: int, kind: CollectiveKind) -> float:
-        message = Message(kind, 4 * GIB, tuple(range(n)))
-        return bus_factor(kind, n) * 4 * GIB / message_price(message, catalog.make_cluster(node, 8)).seconds / GB
+        communication = Communication(kind, 4 * GIB, tuple(range(n)))
+        return (
+            bus_factor(kind, n)
+            * 4
+            * GIB
+            / communication_cost(communication, catalog.make_cluster(node, 8)).seconds
+            / GB
+        )
 
     assert rate(2, CollectiveKind.ALL_REDUCE) == pytest.approx(47.7, rel=0.05)
     assert rate(8, CollectiveKind.ALL_REDUCE) == pytest.approx(313, rel=0.1)
@@ -204,23 +218,25 @@ def test_a_torus_has_two_links_on_every_axis(device: str, num_chips: int, n: int
     link = catalog.link(f"ici-{device}")
     node = catalog.NodeEntry("slice", catalog.device(device), num_chips, link, None)
     slice_ = catalog.make_cluster(node, num_chips)
-    found = message_price(Message(CollectiveKind.ALL_GATHER, 10**10, tuple(range(n))), slice_).seconds
+    found = communication_cost(Communication(CollectiveKind.ALL_GATHER, 10**10, tuple(range(n))), slice_).seconds
     assert found == pytest.approx((n - 1) / n * 1e10 / (links * link.bytes_per_s * 0.82), rel=0.002)
 
 
 def test_a_measured_gather_on_a_tpu() -> None:
     """The scaling book prints 680 us for an array of 2048 x 8192 in 16 bits over 4 chips of a v5e slice of 4 x 4."""
     node = catalog.NodeEntry("slice", catalog.device("tpu-v5e"), 16, catalog.link("ici-tpu-v5e"), None)
-    message = Message(CollectiveKind.ALL_GATHER, 2048 * 8192 * 2, (0, 1, 2, 3))
-    assert message_price(message, catalog.make_cluster(node, 16)).seconds == pytest.approx(680 * US, rel=0.02)
+    communication = Communication(CollectiveKind.ALL_GATHER, 2048 * 8192 * 2, (0, 1, 2, 3))
+    assert communication_cost(communication, catalog.make_cluster(node, 16)).seconds == pytest.approx(
+        680 * US, rel=0.02
+    )
 
 
 def test_an_all_to_all_on_a_torus_takes_a_quarter_of_a_gather() -> None:
     """Of everybody's buffers, each chip's own not counted: chunks go a quarter of the way round, not all of it."""
     node = catalog.NodeEntry("pod", catalog.device("tpu-v5e"), 256, catalog.link("ici-tpu-v5e"), None)
     pod, ranks = catalog.make_cluster(node, 256), tuple(range(16))
-    exchanged = message_price(Message(CollectiveKind.ALL_TO_ALL, 10**10, ranks), pod).seconds
-    gathered = message_price(Message(CollectiveKind.ALL_GATHER, 16 * 10**10, ranks), pod).seconds
+    exchanged = communication_cost(Communication(CollectiveKind.ALL_TO_ALL, 10**10, ranks), pod).seconds
+    gathered = communication_cost(Communication(CollectiveKind.ALL_GATHER, 16 * 10**10, ranks), pod).seconds
     assert exchanged / gathered == pytest.approx(16 / 15 / 4, rel=1e-3)
 
 
@@ -229,10 +245,10 @@ def test_chips_of_many_slices_share_what_leaves_them() -> None:
     node = catalog.NodeEntry(
         "pod", catalog.device("tpu-v5e"), 256, catalog.link("ici-tpu-v5e"), catalog.network_link(25)
     )
-    message = Message(CollectiveKind.ALL_REDUCE, 10**10, tuple(range(512)))
+    communication = Communication(CollectiveKind.ALL_REDUCE, 10**10, tuple(range(512)))
     inside_s = 2 * 255 / 256 * 1e10 / (4 * 45e9 * 0.82)
     outside_s = 1e10 / 256 / (25e9 / 8 * catalog.network_link(25).bandwidth_share)
-    found = message_price(message, catalog.make_cluster(node, 512)).seconds
+    found = communication_cost(communication, catalog.make_cluster(node, 512)).seconds
     assert found == pytest.approx(inside_s + outside_s, rel=1e-3)
 
 
@@ -256,47 +272,52 @@ def test_bus_factors_are_what_each_rank_sends(n: int, chunk: int) -> None:
 @given(GROUPS, BYTES)
 def test_an_all_reduce_takes_no_longer_than_its_two_halves(ranks: tuple[int, ...], num_bytes: int) -> None:
     """A ring is a reduce-scatter and an all-gather; other ways are taken where they are faster."""
-    parts = (price(kind, num_bytes, ranks) for kind in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER))
-    whole = price(CollectiveKind.ALL_REDUCE, num_bytes, ranks, SWITCH).seconds
+    parts = (
+        cost_estimate(kind, num_bytes, ranks) for kind in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER)
+    )
+    whole = cost_estimate(CollectiveKind.ALL_REDUCE, num_bytes, ranks, SWITCH).seconds
     assert whole <= sum(part.seconds for part in parts) * (1 + 1e-12)
 
 
 @given(st.sampled_from(CollectiveKind), GROUPS, BYTES, BYTES)
 def test_more_bytes_take_no_less(kind: CollectiveKind, ranks: tuple[int, ...], one: int, other: int) -> None:
     ranks = ranks[:2] if kind is CollectiveKind.SEND else ranks
-    low, high = (price(kind, num_bytes, ranks, SWITCH).seconds for num_bytes in sorted((one, other)))
+    low, high = (cost_estimate(kind, num_bytes, ranks, SWITCH).seconds for num_bytes in sorted((one, other)))
     assert 0 <= low <= high
 
 
 @given(st.sampled_from([kind for kind in CollectiveKind if kind is not CollectiveKind.SEND]), BYTES)
 def test_more_ranks_of_a_node_take_no_less(kind: CollectiveKind, num_bytes: int) -> None:
-    times_s = [price(kind, num_bytes, tuple(range(n))).seconds for n in range(1, 9)]
+    times_s = [cost_estimate(kind, num_bytes, tuple(range(n))).seconds for n in range(1, 9)]
     assert times_s[0] == 0.0  # a group of one
     assert times_s == sorted(times_s)
 
 
 def test_an_all_to_all_over_nodes_waits_for_what_leaves_them() -> None:
-    """Two nodes of 8: half of each buffer leaves over the device's own 45 GB/s; seven more messages are posted."""
-    found = price(CollectiveKind.ALL_TO_ALL, 16 * 10**8, tuple(range(16))).seconds
+    """Two nodes of 8: half of each buffer leaves over the device's own 45 GB/s; seven more communications are
+    posted."""
+    found = cost_estimate(CollectiveKind.ALL_TO_ALL, 16 * 10**8, tuple(range(16))).seconds
     assert found == pytest.approx(SIMPLE_S + (20 + 7 * 3) * US + 8 * 1e8 / 45e9)
 
 
 def test_an_all_to_all_of_uneven_nodes_waits_for_the_smaller_node() -> None:
     """Nodes of 8 and 4: from the smaller one, 8 parts of 12 leave."""
-    found = price(CollectiveKind.ALL_TO_ALL, 12 * 10**8, tuple(range(12))).seconds
+    found = cost_estimate(CollectiveKind.ALL_TO_ALL, 12 * 10**8, tuple(range(12))).seconds
     assert found == pytest.approx(SIMPLE_S + (20 + 7 * 3) * US + 8 * 1e8 / 45e9)
 
 
 def test_an_all_to_all_over_nodes_may_wait_for_what_stays_inside() -> None:
     """The same with links changed about: seven parts of 16 go over the slower link inside the node."""
     slow_inside = cluster(16, intra=OUTER, inter=INNER)
-    found = message_price(Message(CollectiveKind.ALL_TO_ALL, 16 * 10**8, tuple(range(16))), slow_inside).seconds
+    found = communication_cost(
+        Communication(CollectiveKind.ALL_TO_ALL, 16 * 10**8, tuple(range(16))), slow_inside
+    ).seconds
     assert found == pytest.approx(SIMPLE_S + (20 + 6 * 3) * US + 7 * 1e8 / 45e9)
 
 
 def test_a_ring_that_crosses_nodes_is_as_slow_as_that_hop() -> None:
     """Neighbours of different nodes have one device's network, however many devices the nodes have."""
-    found = price(CollectiveKind.RING, 10**8, tuple(range(16))).seconds
+    found = cost_estimate(CollectiveKind.RING, 10**8, tuple(range(16))).seconds
     assert found == pytest.approx(SIMPLE_S + 20 * US + 1e8 / 45e9)
 
 
@@ -304,18 +325,18 @@ def test_how_sure_a_price_is_depends_on_size_and_tier() -> None:
     sure = INNER.model_copy(update={"relative_std": Spread(small=0.3, medium=0.2, large=0.1), "fitted_on": "records"})
     node = cluster(16, intra=sure)
     sizes = (MIB - 1, MIB, 64 * MIB - 1, 64 * MIB)
-    found = [message_price(Message(CollectiveKind.ALL_GATHER, size, (0, 1)), node) for size in sizes]
-    assert [price.relative_std for price in found] == [0.3, 0.2, 0.2, 0.1]
-    assert {price.provenance for price in found} == {Provenance.PUBLISHED}
-    across = message_price(Message(CollectiveKind.ALL_GATHER, MIB, (0, 8)), node)
+    found = [communication_cost(Communication(CollectiveKind.ALL_GATHER, size, (0, 1)), node) for size in sizes]
+    assert [cost_estimate.relative_std for cost_estimate in found] == [0.3, 0.2, 0.2, 0.1]
+    assert {cost_estimate.provenance for cost_estimate in found} == {Provenance.PUBLISHED}
+    across = communication_cost(Communication(CollectiveKind.ALL_GATHER, MIB, (0, 8)), node)
     assert (across.relative_std, across.provenance) == (OUTER.relative_std.medium, Provenance.DATASHEET)
 
 
 def test_between_nodes_training_is_less_sure_than_benchmarks() -> None:
     node = cluster(16)
-    kernels = node.device.kernels.model_copy(update={"between_nodes_std": 0.7})
+    kernels = node.device.kernels.model_copy(update={"inter_node_std": 0.7})
     node = node.model_copy(update={"device": node.device.model_copy(update={"kernels": kernels})})
-    inside, across = (message_price(Message(CollectiveKind.SEND, MIB, (0, other)), node) for other in (1, 8))
+    inside, across = (communication_cost(Communication(CollectiveKind.SEND, MIB, (0, other)), node) for other in (1, 8))
     assert (inside.relative_std, across.relative_std) == (INNER.relative_std.medium, 0.7)
 
 
@@ -327,7 +348,7 @@ def test_formulas_come_to_the_price(
     kind: CollectiveKind, ranks: tuple[int, ...], num_bytes: int, intra: LinkSpec
 ) -> None:
     """Worked out with a calculator, as far as the printed digits go."""
-    found = price(kind, num_bytes, ranks[:2] if kind is CollectiveKind.SEND else ranks, intra)
+    found = cost_estimate(kind, num_bytes, ranks[:2] if kind is CollectiveKind.SEND else ranks, intra)
     units = {"us": 1e-6, "ms": 1e-3, "s": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
     units |= {"TB/s": 1e12, "GB/s": 1e9, "MB/s": 1e6}
     text = found.formula.rpartition(" (")[0].replace("2 (", "2 * (").replace(" x ", " * ")
@@ -343,8 +364,8 @@ def test_tokens_for_experts_cross_the_network_once_for_each_node() -> None:
     """
     ranks, draw = tuple(range(16)), ExpertDraw(16, 2)
     num_bytes = 2 * GB
-    apart = price(CollectiveKind.ALL_TO_ALL, num_bytes, ranks)
-    once = message_price(Message(CollectiveKind.ALL_TO_ALL, num_bytes, ranks, draw), cluster(16))
+    apart = cost_estimate(CollectiveKind.ALL_TO_ALL, num_bytes, ranks)
+    once = communication_cost(Communication(CollectiveKind.ALL_TO_ALL, num_bytes, ranks, draw), cluster(16))
     start_s = SIMPLE_S + OUTER.latency_s
     network_s = num_bytes / 2 * (1 + 64 / 120) / 2 / (0.9 * 50 * GB)
     assert once.seconds == pytest.approx(start_s + network_s, rel=1e-4)
@@ -354,16 +375,18 @@ def test_tokens_for_experts_cross_the_network_once_for_each_node() -> None:
 
 def test_experts_in_one_node_are_sent_to_as_ever() -> None:
     ranks = tuple(range(8))
-    drawn = message_price(Message(CollectiveKind.ALL_TO_ALL, GB, ranks, ExpertDraw(16, 2)), cluster(8))
-    assert drawn == price(CollectiveKind.ALL_TO_ALL, GB, ranks)
+    drawn = communication_cost(Communication(CollectiveKind.ALL_TO_ALL, GB, ranks, ExpertDraw(16, 2)), cluster(8))
+    assert drawn == cost_estimate(CollectiveKind.ALL_TO_ALL, GB, ranks)
 
 
 def test_inside_of_a_node_a_token_still_goes_to_every_rank() -> None:
     """Where the network is fast the links inside set the pace: 7 of 8 of the copies pass from rank to rank."""
-    message = Message(CollectiveKind.ALL_TO_ALL, GB, tuple(range(16)), ExpertDraw(16, 16))
+    communication = Communication(CollectiveKind.ALL_TO_ALL, GB, tuple(range(16)), ExpertDraw(16, 16))
     fast = OUTER.model_copy(update={"bytes_per_s": 10_000 * GB})
     inside_s = GB * 7 / 8 / (0.8 * 400 * GB)
-    assert message_price(message, cluster(16, inter=fast)).seconds == pytest.approx(inside_s + SIMPLE_S, rel=0.01)
+    assert communication_cost(communication, cluster(16, inter=fast)).seconds == pytest.approx(
+        inside_s + SIMPLE_S, rel=0.01
+    )
 
 
 @pytest.mark.parametrize(
@@ -387,6 +410,6 @@ def test_tokens_come_to_their_experts_as_fast_as_was_published(
     """
     draw = ExpertDraw(8 * num_ranks, 8)
     num_bytes = round(4096 * draw.places(num_ranks) * 7168 * 2)
-    message = Message(CollectiveKind.ALL_TO_ALL, num_bytes, tuple(range(num_ranks)))
-    rate = num_bytes / message_s(message, catalog.cluster(preset)) / 1e9
+    communication = Communication(CollectiveKind.ALL_TO_ALL, num_bytes, tuple(range(num_ranks)))
+    rate = num_bytes / communication_s(communication, catalog.cluster(preset)) / 1e9
     assert rate == pytest.approx((dispatch + combine) / 2, rel=0.06)

@@ -9,28 +9,28 @@ import numpy as np
 import pytest
 
 from simplan import catalog
-from simplan.cost.base import Provenance
 from simplan.cost.compute.attention import AttentionRates
 from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.cost.compute.kernels import KernelCost
-from simplan.cost.compute.matmul import Product, ProductRates
+from simplan.cost.compute.matmul import Matmul, MatmulRates
+from simplan.cost.model import Provenance
 from simplan.model.layer import (
     Attention,
     CollectiveKind,
-    Exchange,
     Gemm,
+    LayerCollective,
     Lookup,
     ParameterSpec,
     Pointwise,
 )
 from simplan.program.program import LayerWork, Phase
-from simplan.software.rates import AttentionShare
+from simplan.software.rates import AttentionEfficiency
 from simplan.software.software import StateBytes
 from tests.layers import layer_of_kernels
 
 STATE = StateBytes(parameter=4, gradient=4, activation=2, boundary=4)
-PRODUCTS = ProductRates(1e14, 1e12, 0.0, None, 0.0, 0.0, 1.0, 8, 0.5, 0.1, (1.0, 1.0))
-ATTENTION = AttentionRates(PRODUCTS, 1e14, AttentionShare(forward=0.6, backward=0.5, sustained=1.0), 0.0, 1.0, 2)
+PRODUCTS = MatmulRates(1e14, 1e12, 0.0, None, 0.0, 0.0, 1.0, 8, 0.5, 0.1, (1.0, 1.0))
+ATTENTION = AttentionRates(PRODUCTS, 1e14, AttentionEfficiency(forward=0.6, backward=0.5, sustained=1.0), 0.0, 1.0, 2)
 
 
 def costs(state: StateBytes = STATE, **fields: Any) -> KernelCost:
@@ -44,24 +44,24 @@ LAYER = layer_of_kernels((Gemm("w", 2048, 4096, 8192),), (ParameterSpec("w", (40
 def test_a_large_matmul_is_bound_by_flops_and_its_backward_is_two() -> None:
     forward_s = 3 * 2 * 2048 * 4096 * 8192 / 1e14
     for phase, expected in ((Phase.FORWARD, forward_s), (Phase.BACKWARD, 2 * forward_s)):
-        assert RATES.price(LayerWork(LAYER, phase, 3, 0)).seconds == pytest.approx(expected)
+        assert RATES.cost_estimate(LayerWork(LAYER, phase, 3, 0)).seconds == pytest.approx(expected)
 
 
 def test_the_optimizer_is_bound_by_32_bytes_a_parameter() -> None:
     """Adam in fp32: read weight, gradient, two moments; write weight, two moments, zeroed gradient."""
-    assert RATES.price(LayerWork(LAYER, Phase.OPTIMIZER, 1, 10**9)).seconds == pytest.approx(0.032)
+    assert RATES.cost_estimate(LayerWork(LAYER, Phase.OPTIMIZER, 1, 10**9)).seconds == pytest.approx(0.032)
 
 
 def test_copies_read_and_write_gathered_weights() -> None:
     state = StateBytes(parameter=4, gradient=4, activation=2, boundary=2, gathered=2)
     rates = costs(state)
     for phase in (Phase.GATHER_COPY, Phase.REDUCE_COPY):
-        assert rates.price(LayerWork(LAYER, phase, 1, 10**9)).seconds == pytest.approx(2 * 2 * 1e-3)
+        assert rates.cost_estimate(LayerWork(LAYER, phase, 1, 10**9)).seconds == pytest.approx(2 * 2 * 1e-3)
 
 
 PARTS = layer_of_kernels(
     (
-        Exchange("x", "tp", CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, 10**9),
+        LayerCollective("x", "tp", CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, 10**9),
         Gemm("a", 2048, 4096, 8192),
         Pointwise("b", 10**8, 10**8),
         Attention(32, 8, 128, 2048, causal=False, num_keys=8192),
@@ -97,11 +97,12 @@ ATTENTION_S = 4 * 2048 * 8192 * 128 * 32 / 0.6e14  # backward reaches 1 / 1.2 of
     ],
 )
 def test_parts_of_a_layer_cost_their_kernels(phase: Phase, kernels: tuple[int, ...] | None, seconds: float) -> None:
-    """Exchanges are messages, priced elsewhere. The second part of a backward reads once more what norms took in."""
-    assert RATES.price(LayerWork(PARTS, phase, 1, 0, kernels)).seconds == pytest.approx(seconds)
+    """Exchanges are communications, priced elsewhere. The second part of a backward reads once more what norms took
+    in."""
+    assert RATES.cost_estimate(LayerWork(PARTS, phase, 1, 0, kernels)).seconds == pytest.approx(seconds)
 
 
-def tiled(**fields: Any) -> ProductRates:
+def tiled(**fields: Any) -> MatmulRates:
     """100 multiprocessors of 1e12 FLOP/s each."""
     return replace(PRODUCTS, num_sms=100, **fields)
 
@@ -115,32 +116,32 @@ def tiled(**fields: Any) -> ProductRates:
     ],
 )
 def test_tiles_are_dealt_out_in_waves(rows: int, columns: int, waves: float) -> None:
-    tile_s = 2 * 256 * 128 * 4096 / 1e12
-    product = Product(rows, columns, 4096, 1, 0.0)
-    slow_small = {"tile_share": (0.5, 0.25)}
-    assert tiled(**slow_small).seconds(product) == pytest.approx(waves * tile_s)
-    partly = replace(tiled(**slow_small), last_wave=0.5)
+    tile_overhead_s = 2 * 256 * 128 * 4096 / 1e12
+    product = Matmul(rows, columns, 4096, 1, 0.0)
+    slow_small = {"small_tile_efficiency": (0.5, 0.25)}
+    assert tiled(**slow_small).seconds(product) == pytest.approx(waves * tile_overhead_s)
+    partly = replace(tiled(**slow_small), tail_wave_fraction=0.5)
     full = rows * columns / (256 * 128) / 100
-    assert partly.seconds(product) == pytest.approx(tile_s * (full + waves) / 2)
+    assert partly.seconds(product) == pytest.approx(tile_overhead_s * (full + waves) / 2)
 
 
 def test_a_product_of_few_tiles_is_split_along_its_inner_dimension() -> None:
     """One tile of 128 x 64 in eight parts, not one multiprocessor for all of it."""
     whole_s = 2 * 128 * 64 * 8192 / 1e12
-    assert tiled().seconds(Product(128, 64, 8192, 1, 0.0)) == pytest.approx(whole_s / 8)
+    assert tiled().seconds(Matmul(128, 64, 8192, 1, 0.0)) == pytest.approx(whole_s / 8)
 
 
 def test_short_inner_dimensions_reach_half_the_rate_at_the_half_depth() -> None:
-    product = Product(2560, 1280, 64, 1, 0.0)
-    untiled = replace(PRODUCTS, half_depth=64.0)
+    product = Matmul(2560, 1280, 64, 1, 0.0)
+    untiled = replace(PRODUCTS, half_rate_k=64.0)
     assert untiled.seconds(product) == pytest.approx(2 * PRODUCTS.seconds(product))
 
 
 def test_every_tile_is_begun_and_written_out() -> None:
     """Whatever the rate of its multiplications; a quarter of a tile takes a quarter."""
-    whole, small = Product(2560, 1280, 64, 1, 0.0), Product(1280, 640, 64, 1, 0.0)
+    whole, small = Matmul(2560, 1280, 64, 1, 0.0), Matmul(1280, 640, 64, 1, 0.0)
     for product, more_s in ((whole, 3e-6), (small, 0.75e-6)):
-        assert tiled(tile_s=3e-6).seconds(product) - tiled().seconds(product) == pytest.approx(more_s)
+        assert tiled(tile_overhead_s=3e-6).seconds(product) - tiled().seconds(product) == pytest.approx(more_s)
 
 
 DEEPGEMM = {
@@ -163,15 +164,15 @@ def test_short_inner_dimensions_in_8_bits_cost_what_was_measured(shape: tuple[in
     """Relative to the deepest product; one of a depth of 512 is a quarter too fast, all others within an eighth."""
     device = catalog.device("h100-sxm-80gb")
     rates = device.kernels
-    products = replace(
-        PRODUCTS, flop_per_s=1.4e15, bytes_per_s=1e16, num_sms=device.num_sms, tile_s=rates.tile_s,
-        last_wave=rates.last_wave, tile_share=rates.tile_share,
+    matmuls = replace(
+        PRODUCTS, flop_per_s=1.4e15, bytes_per_s=1e16, num_sms=device.num_sms, tile_overhead_s=rates.tile_overhead_s,
+        tail_wave_fraction=rates.tail_wave_fraction, small_tile_efficiency=rates.small_tile_efficiency,
     )  # fmt: skip
 
     def rate(shape: tuple[int, int, int, int]) -> float:
         groups, rows, columns, depth = shape
-        product = Product(rows, columns, depth, groups, 0.0)
-        return product.flops / products.seconds(product)
+        product = Matmul(rows, columns, depth, groups, 0.0)
+        return product.flops / matmuls.seconds(product)
 
     deepest = (1, 4096, 7168, 16384)
     found, measured = rate(shape) / rate(deepest), DEEPGEMM[shape] / DEEPGEMM[deepest]
@@ -180,14 +181,14 @@ def test_short_inner_dimensions_in_8_bits_cost_what_was_measured(shape: tuple[in
 
 @pytest.mark.parametrize(("operands", "times"), [("whole", 2), ("slices", 10), ("padded", 1)])
 def test_sizes_that_sectors_do_not_divide_are_slow_and_slower_in_slices(operands: Any, times: int) -> None:
-    product = Product(512, 1004, 512, 1, 0.0, operands)
+    product = Matmul(512, 1004, 512, 1, 0.0, operands)
     assert PRODUCTS.seconds(product) == pytest.approx(times * 2 * 512 * 1004 * 512 / 1e14)
 
 
 def test_a_product_is_bound_by_its_bytes_or_its_launch_where_these_take_longer() -> None:
-    small = Product(8, 8, 8, 1, 1e6)
+    small = Matmul(8, 8, 8, 1, 1e6)
     assert PRODUCTS.seconds(small) == pytest.approx(1e-6)
-    assert replace(PRODUCTS, kernel_s=5e-6).seconds(small) == pytest.approx(PRODUCTS.seconds(small) + 5e-6)
+    assert replace(PRODUCTS, kernel_overhead_s=5e-6).seconds(small) == pytest.approx(PRODUCTS.seconds(small) + 5e-6)
 
 
 def test_unfused_attention_is_its_products_and_passes_over_the_scores() -> None:
@@ -197,18 +198,18 @@ def test_unfused_attention_is_its_products_and_passes_over_the_scores() -> None:
     product_s = heads * 2 * s * s * d / 1e14
     moved_s = 2 * (heads * s * s + heads * 2 * s * d) / 1e12
     passes = (2 * 2 + 2 * 2 + 1, 3 * 2 + 2 * 2 + 1)
-    for backward, products in ((False, 2), (True, 4)):
-        expected = products * max(product_s, moved_s) + heads * s * s * passes[backward] / 1e12
+    for backward, matmuls in ((False, 2), (True, 4)):
+        expected = matmuls * max(product_s, moved_s) + heads * s * s * passes[backward] / 1e12
         assert ATTENTION.seconds(core, 1, backward=backward) == pytest.approx(expected)
 
 
 def test_fused_attention_reaches_half_its_rate_where_a_query_meets_half_as_many_keys() -> None:
     """A causal query meets half of the keys on average."""
     core = Attention(4, 4, 128, 2048)
-    halved = replace(ATTENTION, half_keys=1024.0)
+    halved = replace(ATTENTION, half_rate_keys=1024.0)
     ratio = halved.seconds(core, 1, backward=False) / ATTENTION.seconds(core, 1, backward=False)
     assert ratio == pytest.approx(2)
-    narrow = replace(ATTENTION, narrow_heads=0.8)
+    narrow = replace(ATTENTION, head_dim_64_efficiency=0.8)
     core = replace(core, head_dim=64)
     ratio = narrow.seconds(core, 1, backward=True) / ATTENTION.seconds(core, 1, backward=True)
     assert ratio == pytest.approx(1 / 0.8)
@@ -227,7 +228,7 @@ def test_gradients_are_added_to_those_that_are_held_in_a_kernel_of_its_own() -> 
 
 def test_every_kernel_takes_something_beyond_its_work() -> None:
     """A product and what is computed point by point; in backward the product's two and one more."""
-    slow = replace(RATES, products=replace(RATES.products, kernel_s=1e-5))
+    slow = replace(RATES, matmuls=replace(RATES.matmuls, kernel_overhead_s=1e-5))
     layer = layer_of_kernels((*LAYER.kernels, Pointwise("gelu", 8192, 8192)), LAYER.parameters, key="two kernels")
     assert [type(kernel) for kernel in layer.kernels] == [Gemm, Pointwise]
     for phase, number in ((Phase.FORWARD, 2), (Phase.BACKWARD, 3), (Phase.OPTIMIZER, 0)):
@@ -249,7 +250,7 @@ def test_both_kinds_of_16_bits_and_devices_that_nobody_measured_have_the_rate_of
         cost = kernel_cost(
             catalog.device(device), precision, STATE, "adamw", torch, num_devices=8, shards_parameters=False
         )
-        return cost.products.flop_per_s
+        return cost.matmuls.flop_per_s
 
     assert rate("a100-sxm-80gb", "fp16") == rate("a100-sxm-80gb", "bf16")
     assert rate("a100-sxm-40gb", "bf16") == pytest.approx(rate("a100-sxm-80gb", "bf16"), rel=0.01)
@@ -285,5 +286,5 @@ def test_launches_on_several_streams_hide_each_other_in_part(
     num_groups: int, streams: int, overlap: float, times: float
 ) -> None:
     """All of them for one stream, n / s for s that hide each other wholly."""
-    rates = replace(PRODUCTS, kernel_s=1e-5, stream_overlap=overlap)
+    rates = replace(PRODUCTS, kernel_overhead_s=1e-5, stream_overlap=overlap)
     assert rates.launches_s(num_groups, streams) == pytest.approx(times * 1e-5)

@@ -7,12 +7,13 @@ import pytest
 from simplan.catalog import link, network_link
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cluster.machine import this_machine
-from simplan.cost.communication.collectives import message_price
+from simplan.cost.communication.collectives import communication_cost
 from simplan.model.layer import CollectiveKind
-from simplan.program.program import Message
+from simplan.program.program import Communication
 from simplan.units import MIB
 
-# Bytes a rank sent over those of the message, headers taken off (they were 4 to 6 % of what the interfaces counted).
+# Bytes a rank sent over those of the communication, headers taken off (they were 4 to 6 % of what the interfaces
+# counted).
 COUNTED = [
     (CollectiveKind.ALL_REDUCE, 2, 1.0),
     (CollectiveKind.ALL_REDUCE, 4, 1.5),
@@ -34,18 +35,20 @@ def nodes(number: int, gbit: float, ranks_per_node: int = 1) -> ClusterSpec:
 
 
 def seconds(kind: CollectiveKind, cluster: ClusterSpec, num_bytes: int = 64 * MIB) -> float:
-    return message_price(Message(kind, num_bytes, tuple(range(cluster.num_devices))), cluster).seconds
+    return communication_cost(Communication(kind, num_bytes, tuple(range(cluster.num_devices))), cluster).seconds
 
 
 @pytest.mark.parametrize(("kind", "ranks", "sent"), COUNTED)
-def test_large_messages_take_what_their_bytes_take_on_the_wire(kind: CollectiveKind, ranks: int, sent: float) -> None:
+def test_large_communications_take_what_their_bytes_take_on_the_wire(
+    kind: CollectiveKind, ranks: int, sent: float
+) -> None:
     wire_s = (
         TURNS.get((kind, ranks), 1.0) * sent * 64 * MIB * 1538 / 1448 / 50e6
     )  # 0.4 Gbit/s, headers of a frame included
     assert seconds(kind, nodes(ranks, 0.4)) == pytest.approx(wire_s, rel=0.01)
 
 
-# Medians of quiet runs of one 8 MB message on links of 100 Mbit/s, 2026-11-22, milliseconds.
+# Medians of quiet runs of one 8 MB communication on links of 100 Mbit/s, 2026-11-22, milliseconds.
 @pytest.mark.parametrize(
     ("kind", "ranks", "measured_ms"),
     [
@@ -60,7 +63,7 @@ def test_large_messages_take_what_their_bytes_take_on_the_wire(kind: CollectiveK
         (CollectiveKind.SEND, 2, 668.66),
     ],
 )
-def test_measured_messages(kind: CollectiveKind, ranks: int, measured_ms: float) -> None:
+def test_measured_communications(kind: CollectiveKind, ranks: int, measured_ms: float) -> None:
     assert seconds(kind, nodes(ranks, 0.1), 8_000_000) * 1e3 == pytest.approx(measured_ms, rel=0.05)
 
 

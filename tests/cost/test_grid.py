@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simplan import catalog
-from simplan.cost.base import Provenance
 from simplan.cost.calibration.calibrated import CalibratedCost
 from simplan.cost.calibration.format import Calibration, CommunicationTiming, KernelName, KernelTiming, Sample
 from simplan.cost.compute.grid import KernelGrid
 from simplan.cost.compute.grid_cost import GridCost
+from simplan.cost.model import Provenance
 from simplan.errors import SpecError
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind, Gemm, LayerSpec, ParameterSpec, Pointwise
@@ -126,7 +126,7 @@ def layer() -> LayerSpec:
 
 
 @pytest.mark.parametrize(
-    ("phase", "products", "elements"),
+    ("phase", "matmuls", "elements"),
     [
         (Phase.FORWARD, 1, 512 * 512 + 2**19),
         (Phase.RECOMPUTE, 1, 512 * 512 + 2**19),
@@ -138,13 +138,13 @@ def layer() -> LayerSpec:
         (Phase.GATHER_COPY, 0, 3 * 1024 * 513),
     ],
 )
-def test_a_layer_is_the_sum_of_its_kernels(phase: Phase, products: int, elements: int) -> None:
+def test_a_layer_is_the_sum_of_its_kernels(phase: Phase, matmuls: int, elements: int) -> None:
     """Two sequences of 256 tokens, counted by hand; new gradients are added to those that are there."""
-    price = GridCost(GRID, optimizer="adamw").price(LayerWork(layer(), phase, 2, 1024 * 513))
-    expected = products * 2 * 512 * 1024 * 512 / FLOP_PER_S + elements * 4 / BYTES_PER_S
-    assert price.seconds == pytest.approx(expected)
-    assert price.provenance is Provenance.CALIBRATED
-    assert price.relative_std == pytest.approx((0.12**2 + 0.05**2) ** 0.5)
+    cost_estimate = GridCost(GRID, optimizer="adamw").cost_estimate(LayerWork(layer(), phase, 2, 1024 * 513))
+    expected = matmuls * 2 * 512 * 1024 * 512 / FLOP_PER_S + elements * 4 / BYTES_PER_S
+    assert cost_estimate.seconds == pytest.approx(expected)
+    assert cost_estimate.provenance is Provenance.CALIBRATED
+    assert cost_estimate.relative_std == pytest.approx((0.12**2 + 0.05**2) ** 0.5)
 
 
 @pytest.mark.parametrize(
@@ -153,21 +153,21 @@ def test_a_layer_is_the_sum_of_its_kernels(phase: Phase, products: int, elements
 def test_optimizers_that_were_not_timed_take_longer_by_their_bytes(optimizer: UpdateName, times: float) -> None:
     work = LayerWork(layer(), Phase.OPTIMIZER, 2, 1024 * 513)
     near: UpdateName = "sgd" if optimizer.startswith("sgd") else "adamw"
-    timed, other = (GridCost(GRID, optimizer=name).price(work).seconds for name in (near, optimizer))
+    timed, other = (GridCost(GRID, optimizer=name).cost_estimate(work).seconds for name in (near, optimizer))
     assert other == pytest.approx(times * timed)
 
 
 def test_gradients_that_are_new_are_not_added_up() -> None:
     work = LayerWork(layer(), Phase.BACKWARD_WEIGHT, 2, 1024 * 513)
-    new = GridCost(GRID, optimizer="adamw", accumulates=False).price(work)
+    new = GridCost(GRID, optimizer="adamw", accumulates=False).cost_estimate(work)
     assert new.seconds == pytest.approx(2 * 512 * 1024 * 512 / FLOP_PER_S)
 
 
 def test_what_lies_outside_is_named() -> None:
-    price = GridCost(GRID, optimizer="adamw").price(LayerWork(layer(), Phase.FORWARD, 10**4, 0))
-    assert price.provenance is Provenance.EXTRAPOLATED
-    assert price.relative_std == 0.3
-    assert price.formula.endswith("larger than timed: norm, up, gelu")
+    cost_estimate = GridCost(GRID, optimizer="adamw").cost_estimate(LayerWork(layer(), Phase.FORWARD, 10**4, 0))
+    assert cost_estimate.provenance is Provenance.EXTRAPOLATED
+    assert cost_estimate.relative_std == 0.3
+    assert cost_estimate.formula.endswith("larger than timed: norm, up, gelu")
 
 
 def test_any_model_on_a_device_of_the_catalogue_is_priced_from_its_calibration() -> None:

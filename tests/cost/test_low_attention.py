@@ -32,7 +32,9 @@ def rates(device: str, precision: Precision, *, free_casts: bool = True) -> Atte
     state = BRIDGE.state(training, ParallelPlan())
     how: dict[str, Any] = {"num_devices": 1, "shards_parameters": False}
     found = kernel_cost(catalog.device(device), precision, state, "adamw", BRIDGE, **how).attention
-    return replace(found, products=replace(found.products, bytes_per_s=1e30, kernel_s=0.0)) if free_casts else found
+    return (
+        replace(found, matmuls=replace(found.matmuls, bytes_per_s=1e30, kernel_overhead_s=0.0)) if free_casts else found
+    )
 
 
 def deepseek(tokens: int) -> Attention:
@@ -89,8 +91,8 @@ def test_casts_read_and_write_what_the_kernel_reads(precision: Precision, passes
         (False, 3, 4096 * 128 * (192 + 192 + 128)),
         (True, 1, 4096 * 128 * 128),
     ):
-        kernels_s = (1 + casts * passes) * whole.products.kernel_s
-        moved_s = elements * (2 * passes + copies) * whole.traffic / whole.products.bytes_per_s
+        kernels_s = (1 + casts * passes) * whole.matmuls.kernel_overhead_s
+        moved_s = elements * (2 * passes + copies) * whole.traffic / whole.matmuls.bytes_per_s
         found = whole.seconds(kernel, 1, backward=backward) - free.seconds(kernel, 1, backward=backward)
         assert found == pytest.approx(kernels_s + moved_s, rel=1e-6)
 

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from simplan import catalog
-from simplan.cost.base import Provenance
 from simplan.cost.compute.attention import AttentionRates
 from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.cost.compute.kernels import KernelCost
-from simplan.cost.compute.matmul import ProductRates
+from simplan.cost.compute.matmul import MatmulRates
+from simplan.cost.model import Provenance
 from simplan.errors import SpecError
 from simplan.model.layer import Gemm, LayerKind, LayerSpec, ParameterSpec, Pointwise, Role
 from simplan.model.low_precision import linear_format
 from simplan.plan.plan import ParallelPlan
 from simplan.program.program import LayerWork, Phase
-from simplan.software.rates import AttentionShare
+from simplan.software.rates import AttentionEfficiency
 from simplan.software.software import StateBytes
 from simplan.training.training import TrainingSpec
 from tests.layers import layer_of_kernels
@@ -37,8 +37,8 @@ def rates(precision: Any, recipe: Any = None, kept: Any = "wide") -> KernelCost:
     """16-bit products at 1e14, others at 2e14 FLOP/s; 1e12 bytes a second."""
     state = StateBytes(parameter=4, gradient=4, activation=2, boundary=2, gathered=2)
     state = state.model_copy(update={"linear": linear_format(precision, recipe, kept)})
-    wide, low = (ProductRates(rate, 1e12, 0.0, None, 0.0, 0.0, 1.0, 8, 1.0, 1.0, (1.0, 1.0)) for rate in (1e14, 2e14))
-    attention = AttentionRates(wide, 1e14, AttentionShare(forward=1.0, backward=1.0, sustained=1.0), 0.0, 1.0, 2)
+    wide, low = (MatmulRates(rate, 1e12, 0.0, None, 0.0, 0.0, 1.0, 8, 1.0, 1.0, (1.0, 1.0)) for rate in (1e14, 2e14))
+    attention = AttentionRates(wide, 1e14, AttentionEfficiency(forward=1.0, backward=1.0, sustained=1.0), 0.0, 1.0, 2)
     return KernelCost(wide, attention, state, "adamw", Provenance.PUBLISHED, 0.1, low=low)
 
 
@@ -61,8 +61,8 @@ def test_products_at_their_own_rate_and_casts_by_their_bytes(
     precision: str, recipe: str | None, kept: str, forward_bytes: float, backward_bytes: float, wide_products: int
 ) -> None:
     priced = rates(precision, recipe, kept)
-    forward = priced.price(LayerWork(layer(), Phase.FORWARD, 1, 0))
-    backward = priced.price(LayerWork(layer(), Phase.BACKWARD, 1, 0))
+    forward = priced.cost_estimate(LayerWork(layer(), Phase.FORWARD, 1, 0))
+    backward = priced.cost_estimate(LayerWork(layer(), Phase.BACKWARD, 1, 0))
     assert forward.seconds == pytest.approx(POINTWISE_S + FLOPS / 2e14 + forward_bytes / 1e12, rel=2e-4)
     products_s = (2 - wide_products) * FLOPS / 2e14 + wide_products * FLOPS / 1e14
     assert backward.seconds == pytest.approx(2 * POINTWISE_S + products_s + backward_bytes / 1e12, rel=2e-4)
@@ -101,7 +101,9 @@ def test_small_kernels_bring_scales_of_blocks_into_order(precision: str, small: 
     """One for each operand of a product; besides there are a GELU, two casts and the product in forward."""
     cost = rates(precision, None, "quantized")
     assert cost.low is not None
-    slow = replace(cost, low=replace(cost.low, kernel_s=1e-5), products=replace(cost.products, kernel_s=1e-5))
+    slow = replace(
+        cost, low=replace(cost.low, kernel_overhead_s=1e-5), matmuls=replace(cost.matmuls, kernel_overhead_s=1e-5)
+    )
     forward, backward = (LayerWork(layer(), phase, 1, 0) for phase in (Phase.FORWARD, Phase.BACKWARD))
     assert slow.seconds(forward) - cost.seconds(forward) == pytest.approx((4 + small) * 1e-5)
     assert slow.seconds(backward) - cost.seconds(backward) == pytest.approx((4 + 2 * small) * 1e-5)
@@ -115,8 +117,8 @@ def test_each_expert_has_casts_of_its_own_one_after_the_other(precision: Any, re
     cost = rates(precision, recipe, "quantized")
     assert cost.low is not None
     own = cost.state.model_copy(update={"linear": linear_format(precision, recipe, "quantized", experts=True)})
-    alone = replace(cost, state=own, products=replace(cost.products, kernel_s=1e-5))
-    slow = replace(alone, low=replace(cost.low, kernel_s=1e-5))
+    alone = replace(cost, state=own, matmuls=replace(cost.matmuls, kernel_overhead_s=1e-5))
+    slow = replace(alone, low=replace(cost.low, kernel_overhead_s=1e-5))
     gemm = Gemm("experts_up", M, N, K, 8, streams=8)
     experts = layer_of_kernels((gemm,), layer().parameters, key="experts")
     forward = LayerWork(experts, Phase.FORWARD, 1, 0)
@@ -131,7 +133,7 @@ def test_operands_with_one_scale_need_no_second_copy_where_products_take_any_ord
     precision: str, recipe: str | None, saved: int
 ) -> None:
     cost, forward = rates(precision, recipe, "quantized"), LayerWork(layer(), Phase.FORWARD, 1, 0)
-    assert cost.seconds(forward) - replace(cost, any_order=True).seconds(forward) == pytest.approx(
+    assert cost.seconds(forward) - replace(cost, fp8_any_layout=True).seconds(forward) == pytest.approx(
         saved * (X + W) / 1e12
     )
     state = catalog.software("megatron-core").state(TrainingSpec(global_batch_size=8, precision="fp8"), ParallelPlan())
@@ -145,19 +147,19 @@ def test_operands_with_one_scale_need_no_second_copy_where_products_take_any_ord
             num_devices=8,
             shards_parameters=False,
         )
-        assert own.any_order == known
+        assert own.fp8_any_layout == known
 
 
 def test_products_are_cut_into_parts_for_exchanges_beside_them() -> None:
     whole = LayerWork(layer(), Phase.FORWARD, 1, 0)
-    cost = replace(rates("fp8"), split_s=1e-4)
+    cost = replace(rates("fp8"), gemm_split_overhead_s=1e-4)
     assert cost.seconds(whole._replace(cuts=2)) == pytest.approx(cost.seconds(whole) + 2e-4)
-    assert "2 x 100.0 us to cut products into parts" in cost.price(whole._replace(cuts=2)).formula
+    assert "2 x 100.0 us to cut products into parts" in cost.cost_estimate(whole._replace(cuts=2)).formula
 
 
 @pytest.mark.parametrize("other", [layer(LayerKind.HEAD), layer(LayerKind.BLOCK, Role.GATING)])
 def test_heads_and_routers_are_priced_as_in_bf16(other: LayerSpec) -> None:
-    forward = rates("fp8").price(LayerWork(other, Phase.FORWARD, 1, 0))
+    forward = rates("fp8").cost_estimate(LayerWork(other, Phase.FORWARD, 1, 0))
     assert forward.seconds == pytest.approx(POINTWISE_S + FLOPS / 1e14)
 
 

@@ -30,7 +30,7 @@ def timed_alone(device: str) -> AttentionRates:
     training = TrainingSpec(global_batch_size=1, precision="bf16")
     state = software.state(training, ParallelPlan())
     cost = kernel_cost(found, "bf16", state, "adamw", software, num_devices=1, shards_parameters=False)
-    return replace(cost.attention, products=replace(cost.attention.products, kernel_s=_LAUNCH_S))
+    return replace(cost.attention, matmuls=replace(cost.attention.matmuls, kernel_overhead_s=_LAUNCH_S))
 
 
 def llama(tokens: int) -> Attention:

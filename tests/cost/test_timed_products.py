@@ -16,7 +16,7 @@ import pytest
 
 from simplan import catalog
 from simplan.cost.compute.kernel_cost import kernel_cost
-from simplan.cost.compute.matmul import Product, ProductRates
+from simplan.cost.compute.matmul import Matmul, MatmulRates
 from simplan.plan.plan import ParallelPlan
 from simplan.training.training import TrainingSpec
 
@@ -26,26 +26,26 @@ STREAMS = 4
 TIMED = pd.read_csv(Path(__file__).parent / "products_b200.csv", comment="#")
 
 
-def products(**changes: float) -> ProductRates:
+def matmuls(**changes: float) -> MatmulRates:
     """Of Megatron Core on the machine."""
     device, software = catalog.device("b200-sxm"), catalog.software("megatron-core")
     device = device.model_copy(update={"matmul_flop_per_s": {"bf16": BEST}})
     state = software.state(TrainingSpec(global_batch_size=8), ParallelPlan())
     cost = kernel_cost(device, "bf16", state, "adamw", software, num_devices=1, shards_parameters=False)
-    return replace(cost.products, **changes)  # type: ignore[arg-type]
+    return replace(cost.matmuls, **changes)  # type: ignore[arg-type]
 
 
-def logs(rates: ProductRates, timed: pd.DataFrame) -> np.ndarray:
+def logs(rates: MatmulRates, timed: pd.DataFrame) -> np.ndarray:
     """Logarithms of predicted over measured times."""
     found = []
     for row in timed.itertuples():
         groups, rows, columns, depth = row.groups, row.rows, row.columns, row.depth
         operands, result = rows * depth + depth * columns, rows * columns
         num_bytes = groups * (2 * operands + (4 * 2 if row.accumulator != "bf16" else 2 + 2 * row.wgrad) * result)
-        product = Product(rows, columns, depth, groups, num_bytes)
+        product = Matmul(rows, columns, depth, groups, num_bytes)
         seconds = rates.seconds(product)
         if groups > 1:
-            seconds += rates.launches_s(groups, STREAMS) - rates.kernel_s
+            seconds += rates.launches_s(groups, STREAMS) - rates.kernel_overhead_s
         found.append(np.log(seconds / (product.flops / (row.share * PEAK))))
     return np.array(found)
 
@@ -59,7 +59,7 @@ def test_step_times_say_of_large_products_what_was_timed() -> None:
     """Of 250 with 1e12 operations and more."""
     flops = 2.0 * TIMED["rows"] * TIMED["columns"] * TIMED["depth"]
     large = TIMED[(TIMED.groups == 1) & (flops >= 1e12)]
-    found = logs(products(), large)
+    found = logs(matmuls(), large)
     assert len(large) == 250
     assert abs(np.median(found)) < 0.05
     assert np.quantile(np.abs(found), 0.9) < 0.12
@@ -68,9 +68,9 @@ def test_step_times_say_of_large_products_what_was_timed() -> None:
 def test_products_of_experts_are_right_on_average() -> None:
     """From 40 groups of 9,832 rows to 256 of 128, which reach 0.08 to 0.51 of the peak."""
     grouped = TIMED[TIMED.groups > 1]
-    found = logs(products(), grouped)
+    found = logs(matmuls(), grouped)
     assert abs(found.mean()) < 0.1
     assert np.abs(found).mean() < 0.2
-    alone, at_once = (logs(products(stream_overlap=share), grouped).mean() for share in (0.0, 1.0))
+    alone, at_once = (logs(matmuls(stream_overlap=share), grouped).mean() for share in (0.0, 1.0))
     assert alone > 0.2
     assert at_once < found.mean() < alone

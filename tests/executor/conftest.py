@@ -196,7 +196,7 @@ CASES: dict[str, Callable[[], RunSpec]] = {
     "zb-1p-pp2-llama-recompute": lambda: _job(
         "zb-1p", pp=2, model=_model("llama"), plan={"recompute": "selective"}, dtype="fp64"
     ),
-    "own-table-pp2-gpt-tied": lambda: _job(str(Path(__file__).with_name("own_schedule.csv")), pp=2, dtype="fp64"),
+    "own-table-pp2-gpt-tied": lambda: _job(str(Path(__file__).with_name("custom_schedule.csv")), pp=2, dtype="fp64"),
     "zb-2p-pp4-gpt-tied": lambda: _job("zb-2p", pp=4, model=_model(num_hidden_layers=4), dtype="fp64"),
     "zb-v-pp2-gpt-tied": lambda: _job("zb-v", pp=2, model=_model(num_hidden_layers=4), dtype="fp64"),
     "zb-v-pp4-llama": lambda: _job("zb-v", pp=4, model=_model("llama", num_hidden_layers=8), dtype="fp64"),

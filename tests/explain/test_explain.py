@@ -21,7 +21,7 @@ PLANS = {
     "tensor": ParallelPlan(tp=4, microbatch_size=2),
     "lists": ParallelPlan(dp_shard=4, microbatch_size=1),
 }
-LISTS = catalog.software("torch").model_copy(update={"lists_of_shards": True})
+LISTS = catalog.software("torch").model_copy(update={"per_rank_tensor_lists": True})
 
 
 def predicted(plan: ParallelPlan) -> tuple[Prediction, Simulated]:
@@ -83,7 +83,7 @@ def test_texts_name_every_part(explained: dict[str, Explanation]) -> None:
 
 
 def test_exposure_is_shared_by_what_moves_at_once() -> None:
-    """Computing from 2 to 5; one message from 0 to 4, another from 1 to 7."""
+    """Computing from 2 to 5; one communication from 0 to 4, another from 1 to 7."""
     found = exposed_s([(2.0, 5.0)], [("a", (0.0, 4.0)), ("b", (1.0, 7.0))])
     assert found == {"a": 1.0 + 0.5, "b": 0.5 + 2.0}
 

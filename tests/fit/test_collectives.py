@@ -11,7 +11,7 @@ from fit.collectives import fit, log_errors
 from fit.records import Record, kind_of, load_records
 from simplan import catalog
 from simplan.cluster.hardware import LinkSpec
-from simplan.cost.communication.collectives import message_price
+from simplan.cost.communication.collectives import communication_cost
 
 FOLDER = Path(__file__).parent.parent.parent / "scenarios" / "published"
 RECORDS = [record for path in sorted(FOLDER.glob("collectives*.yaml")) for record in load_records(path)]
@@ -26,7 +26,7 @@ def catalogued(record: Record) -> float:
     cluster = record.cluster.model_copy(
         update={"intra_link": now(record.cluster.intra_link), "inter_link": now(record.cluster.inter_link)}
     )
-    return message_price(record.message, cluster).seconds
+    return communication_cost(record.communication, cluster).seconds
 
 
 def test_the_catalogue_holds_what_the_fit_finds() -> None:
@@ -54,10 +54,10 @@ def test_the_same_records_by_textbook_are_off_more() -> None:
     assert np.median(np.abs(np.expm1(log_errors(RECORDS, textbook)))) > 0.1
 
 
-def test_a_record_is_a_message_on_a_cluster() -> None:
+def test_a_record_is_a_communication_on_a_cluster() -> None:
     by_id = {record.id: record for record in RECORDS}
     aws = by_id["coll-270"]
-    assert (aws.cluster.num_nodes, aws.message.num_bytes) == (2, 4 * 2**20)
+    assert (aws.cluster.num_nodes, aws.communication.num_bytes) == (2, 4 * 2**20)
     assert aws.seconds == pytest.approx(168.6e-6)
     assert [kind_of(link) for link in (aws.cluster.intra_link, aws.cluster.inter_link) if link] == ["nvlink4", "efa"]
     by_bandwidth = by_id["coll-258"]  # 362.9 GB/s of a reduce-scatter of 16 GiB over 8

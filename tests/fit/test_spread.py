@@ -7,15 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fit.moved import BETWEEN, MovedParts
-from fit.spread import SpreadEstimate, fit_spread, interval_score, unseen_std, within, within_left_out
+from fit.perturbation import BETWEEN, MovedParts
+from fit.spread import SpreadEstimate, fit_spread, interval_score, unfitted_std, within, within_left_out
 
 MADE = {"steady": 0.04, "usual": 0.08, "erratic": 0.2}
 TRUTH = SpreadEstimate(MADE, 0.08, 0.6)
 
 
 def part(name: str, computing: float, waits: float = 0.0, hidden: float = 0.0) -> MovedParts:
-    """A step that waits for messages between nodes for a share, and has others that may take as long before it does."""
+    """A step that waits for communications between nodes for a share, and has others that may take as long before it
+    does."""
     spread = np.array(BETWEEN)
     longer = np.log1p(waits * spread + np.maximum(0.0, hidden * spread - hidden))
     shorter = -np.log1p(-waits * spread / (1 + spread))
@@ -23,7 +24,7 @@ def part(name: str, computing: float, waits: float = 0.0, hidden: float = 0.0) -
 
 
 def made_up(runs: int, truth: SpreadEstimate = TRUTH, seed: int = 0) -> tuple[list[MovedParts], np.ndarray]:
-    """So many runs of every framework, some of which wait for messages between nodes, and their errors."""
+    """So many runs of every framework, some of which wait for communications between nodes, and their errors."""
     rng = np.random.default_rng(seed)
     parts = [
         part(name, 0.95 - between, between)
@@ -81,20 +82,20 @@ def test_of_a_framework_that_was_never_seen_nine_in_ten_are_inside_each_source_c
     parts = [part("any", 0.5)] * 59
     late = -np.array([0.1] * 9 + [0.5] * 50)
     sources = [f"source {index}" for index in range(9)] + ["tenth"] * 50
-    assert unseen_std(parts, late, sources, plain) == pytest.approx(np.expm1(0.1 / 1.645) / 0.5)
-    assert unseen_std(parts, late, ["one"] * 59, plain) == pytest.approx(np.expm1(0.5 / 1.645) / 0.5)
+    assert unfitted_std(parts, late, sources, plain) == pytest.approx(np.expm1(0.1 / 1.645) / 0.5)
+    assert unfitted_std(parts, late, ["one"] * 59, plain) == pytest.approx(np.expm1(0.5 / 1.645) / 0.5)
     saved = -np.expm1(-0.1 / 1.645) / 0.5  # of what is computed, were it faster
-    assert unseen_std(parts, -late, sources, plain) == pytest.approx(saved / (1 - saved))
+    assert unfitted_std(parts, -late, sources, plain) == pytest.approx(saved / (1 - saved))
     waiting = [part("any", 0.5, 0.1)] * 59
     beside = np.sqrt((0.1 / 1.645) ** 2 - np.log(1.05) ** 2)
-    assert unseen_std(waiting, late, sources, plain) == pytest.approx(np.expm1(beside) / 0.5)
+    assert unfitted_std(waiting, late, sources, plain) == pytest.approx(np.expm1(beside) / 0.5)
 
 
 def test_what_an_unseen_framework_needs_is_what_holds_nine_in_ten() -> None:
     rng = np.random.default_rng(2)
     parts = [part("any", 0.6, 0.1), part("any", 0.9), part("any", 0.8, 0.02, 0.3)] * 40
     errors = rng.normal(0.0, 0.2, len(parts))
-    needed = unseen_std(parts, errors, ["one"] * len(parts), TRUTH)
+    needed = unfitted_std(parts, errors, ["one"] * len(parts), TRUTH)
     found = SpreadEstimate({}, needed * 1.0001, TRUTH.between_nodes)
     assert within(parts, errors, found).mean() == pytest.approx(0.9, abs=0.01)
 

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import yaml
 
+from fit.cross_validation import LEFT_OUT_FILE, sample_errors, sampled_runs
 from fit.fitted_kernels import fitted_text
-from fit.left_out import LEFT_OUT_FILE, sample_errors, sampled_runs
-from fit.moved import parts_of
+from fit.perturbation import parts_of
 from fit.robust import minimize
 from fit.rows import FitCosts, FitRow, _row, load_rows
 from fit.spread import SpreadEstimate
 from fit.step_times import FITTED_FILE, constants_of, fit, log_errors
 from simplan import catalog
-from simplan.accuracy.question import question_of_run
+from simplan.accuracy.published_job import job_of_published_run
 from simplan.predict.step_summary import step_terms, summarize_step
 
 FOLDER = Path(__file__).parent.parent.parent / "scenarios" / "published"
@@ -39,7 +39,7 @@ def test_what_a_step_waits_for_adds_up_to_its_time(name: str) -> None:
     files = {"zb": "zero_bubble", "korthikanti": "korthikanti_2022_megatron_a100", "torchtitan": "torchtitan"}
     files |= {"simumax": "simumax_b200", "mosaic": "mosaic_llm_foundry_mpt"}
     [(_, run)] = sampled_runs(FOLDER, {files[name.partition("-")[0]]: [name]})
-    question = question_of_run(run)
+    question = job_of_published_run(run)
     terms = step_terms(question.job, steps_overlap=question.steps_overlap)
     whole_s = summarize_step(question.job, steps_overlap=question.steps_overlap).step_time_s
     assert sum(term.seconds * term.times for term in terms) == pytest.approx(whole_s, rel=2e-4)
@@ -56,9 +56,9 @@ def test_rows_are_priced_as_predictions_are(rows: list[FitRow]) -> None:
 @pytest.mark.parametrize(
     ("name", "changed"),
     [
-        ("zb-09", {"kernel_s": 4e-5, "megatron-lm-2023.inter_slowdown": 2.0}),
+        ("zb-09", {"kernel_overhead_s": 4e-5, "megatron-lm-2023.inter_slowdown": 2.0}),
         ("vtrain-multi-023", {"megatron-deepspeed-2023.inter_slowdown": 3.0}),
-        ("simumax-27", {"megatron-core.intra_slowdown": 2.5, "kernel_s": 5e-5}),
+        ("simumax-27", {"megatron-core.intra_slowdown": 2.5, "kernel_overhead_s": 5e-5}),
     ],
 )
 def test_terms_at_other_constants_add_up_to_what_is_predicted_with_them(name: str, changed: dict[str, float]) -> None:
@@ -76,7 +76,7 @@ def test_terms_at_other_constants_add_up_to_what_is_predicted_with_them(name: st
 
 def test_constants_that_made_step_times_are_found_again(rows: list[FitRow]) -> None:
     """Measured times made up by other constants; the fit is drawn a little to the textbook."""
-    wanted = {"ampere.matmul_share": 0.75, "megatron-lm-2021.traffic": 1.6}
+    wanted = {"ampere.matmul_efficiency": 0.75, "megatron-lm-2021.traffic": 1.6}
     prices = FitCosts(wanted)
 
     def made_up(row: FitRow) -> FitRow:
@@ -93,12 +93,12 @@ def test_constants_that_made_step_times_are_found_again(rows: list[FitRow]) -> N
 
 def test_the_file_says_what_was_fitted_to_what(rows: list[FitRow]) -> None:
     values = {constant.name: constant.textbook for constant in constants_of(rows)}
-    values["ampere.matmul_share"] = 0.71234
-    values |= dict.fromkeys(("row_scale_share", "narrow_heads"), 1.0)
+    values["ampere.matmul_efficiency"] = 0.71234
+    values |= dict.fromkeys(("rowwise_efficiency", "head_dim_64_efficiency"), 1.0)
     text = yaml.safe_load(fitted_text(values, rows, SpreadEstimate({"megatron-lm-2021": 0.1234}, 0.1, 0.5), 0.2))
-    assert text["architectures"]["ampere"]["matmul_share"] == 0.7123
+    assert text["architectures"]["ampere"]["matmul_efficiency"] == 0.7123
     assert text["software"]["megatron-lm-2021"]["relative_std"] == 0.123
-    spread = {"unseen_std": 0.2, "between_nodes_std": 0.5}
+    spread = {"unfitted_std": 0.2, "inter_node_std": 0.5}
     assert spread.items() <= text["all"].items()
     assert str(len(rows)) in text["software"]["megatron-lm-2021"]["fitted_on"]
 
@@ -106,7 +106,7 @@ def test_the_file_says_what_was_fitted_to_what(rows: list[FitRow]) -> None:
 def test_the_catalogue_has_what_was_fitted() -> None:
     fitted = yaml.safe_load(FITTED_FILE.read_text(encoding="utf-8"))
     ampere, own = catalog.kernel_rates("ampere"), fitted["architectures"]["ampere"]
-    assert ampere.matmul_share == own["matmul_share"]
+    assert ampere.matmul_efficiency == own["matmul_efficiency"]
     assert ampere.attention["flash2"].sustained == own["attention"]["flash2"]
     assert catalog.kernel_rates("ampere", textbook=True).fitted_on is None
     software = catalog.software("llm-foundry")
@@ -117,7 +117,7 @@ def test_the_catalogue_has_what_was_fitted() -> None:
 def test_constants_are_as_few_as_they_should_be() -> None:
     """Six for an architecture and a framework, thirty common to all (DESIGN)."""
     fitted = yaml.safe_load(FITTED_FILE.read_text(encoding="utf-8"))
-    said = {"fitted_on", "relative_std", "attention", "unseen_std", "between_nodes_std"}
+    said = {"fitted_on", "relative_std", "attention", "unfitted_std", "inter_node_std"}
     for own in fitted["architectures"].values():
         assert len(own.keys() - said) + len(own.get("attention", {})) <= 6
     assert all(len(own.keys() - said) <= 6 for own in fitted["software"].values())
@@ -134,8 +134,8 @@ def test_intervals_are_as_wide_as_the_fit_says() -> None:
     summary = summarize_step(question.job, steps_overlap=question.steps_overlap)
     rates, own = question.job.cluster.device.kernels, question.job.software.rates.relative_std
     assert own is not None
-    assert rates.between_nodes_std is not None
-    spread = SpreadEstimate({question.job.software.id: own}, 0.0, rates.between_nodes_std)
+    assert rates.inter_node_std is not None
+    spread = SpreadEstimate({question.job.software.id: own}, 0.0, rates.inter_node_std)
     [part] = parts_of([row], {}, jobs=1)
     assert part.longer[-1] > 0.3
     [[down], [up]] = spread.half_widths([part])
@@ -145,7 +145,7 @@ def test_intervals_are_as_wide_as_the_fit_says() -> None:
 
 
 def test_errors_on_runs_left_out_of_the_fit_are_no_worse_than_committed() -> None:
-    """Constants of five folds predict runs of every file that they have not seen; see fit/left_out.py."""
+    """Constants of five folds predict runs of every file that they have not seen; see fit/cross_validation.py."""
     found = sample_errors(sampled_runs(FOLDER, LEFT_OUT["runs"]), LEFT_OUT["folds"])
     assert Counter(map(len, LEFT_OUT["runs"].values())) == {4: len(found)}
     worse = {

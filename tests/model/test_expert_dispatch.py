@@ -10,8 +10,8 @@ import pytest
 from simplan import catalog
 from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.model.implementations.expert_dispatch import ExpertDispatch
-from simplan.model.implementations.layer_style import LayerStyle, styled
-from simplan.model.layer import Attention, Exchange, ExpertDraw, LayerSpec, Pointwise
+from simplan.model.implementations.layer_implementation import LayerImplementation, styled
+from simplan.model.layer import Attention, ExpertDraw, LayerCollective, LayerSpec, Pointwise
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.shard import Shard
@@ -26,7 +26,7 @@ WAYS: tuple[ExpertDispatch, ...] = ("copies", "all_to_all", "deepep", "hybridep"
 
 
 def block(way: ExpertDispatch = "copies", *, ep: int = EP, **style: Any) -> LayerSpec:
-    return styled(MODEL.layers_of(Shard(ep=ep))[2], LayerStyle(expert_dispatch=way, **style), dropout=False)
+    return styled(MODEL.layers_of(Shard(ep=ep))[2], LayerImplementation(expert_dispatch=way, **style), dropout=False)
 
 
 def copies(layer: LayerSpec) -> dict[str, tuple[int, int]]:
@@ -35,7 +35,7 @@ def copies(layer: LayerSpec) -> dict[str, tuple[int, int]]:
 
 
 def sent(layer: LayerSpec) -> set[int]:
-    return {kernel.elements for kernel in layer.kernels if isinstance(kernel, Exchange) and kernel.axis == "ep"}
+    return {kernel.elements for kernel in layer.kernels if isinstance(kernel, LayerCollective) and kernel.axis == "ep"}
 
 
 @pytest.mark.parametrize(("experts", "top_k", "ranks"), [(16, 4, 4), (256, 8, 32), (8, 2, 8), (128, 8, 8)])
@@ -90,7 +90,7 @@ def test_layers_that_differ_have_keys_that_do() -> None:
     layers = [block(way, **style) for way in WAYS for style in styles]
     assert len({layer.key for layer in layers}) == len({layer.kernels for layer in layers}) == len(layers)
     dense = MODEL.layers_of(Shard(ep=EP))[1]
-    assert styled(dense, LayerStyle(expert_dispatch="hybridep", expert_streams=4), dropout=False) is dense
+    assert styled(dense, LayerImplementation(expert_dispatch="hybridep", expert_streams=4), dropout=False) is dense
 
 
 def test_experts_one_by_one_take_a_kernel_more_for_each_round_and_fused_ones_no_cast() -> None:
@@ -112,13 +112,15 @@ def test_experts_one_by_one_take_a_kernel_more_for_each_round_and_fused_ones_no_
         block("hybridep", joined_products=True, **style)
         for style in ({}, {"expert_streams": 2}, {"fused_experts": True, "expert_streams": 2})
     )
-    kernel_s = device.kernels.kernel_s * cost.slowest
+    kernel_overhead_s = device.kernels.kernel_overhead_s * cost.slowest
     # forward, of gate with up and of down: a product, two orders of scales, and in line casts of input and of weights
     more_s = seconds(alone, Phase.FORWARD) - seconds(grouped, Phase.FORWARD)
     on_streams = (1 + 2) * (1 + 2 * (1 - device.kernels.stream_overlap))
-    assert more_s == pytest.approx(2 * (on_streams + 2 * (4 - 1)) * kernel_s)
-    assert seconds(fused, Phase.FORWARD) < seconds(grouped, Phase.FORWARD) - 2 * kernel_s  # activation and its cast
-    assert seconds(fused, Phase.BACKWARD) < seconds(grouped, Phase.BACKWARD) - 2 * kernel_s
+    assert more_s == pytest.approx(2 * (on_streams + 2 * (4 - 1)) * kernel_overhead_s)
+    assert (
+        seconds(fused, Phase.FORWARD) < seconds(grouped, Phase.FORWARD) - 2 * kernel_overhead_s
+    )  # activation and its cast
+    assert seconds(fused, Phase.BACKWARD) < seconds(grouped, Phase.BACKWARD) - 2 * kernel_overhead_s
 
 
 def test_what_is_only_moved_is_moved_back_by_backward_and_no_more() -> None:
@@ -131,7 +133,8 @@ def test_what_is_only_moved_is_moved_back_by_backward_and_no_more() -> None:
 
     def times(name: str) -> float:
         forward, backward = (
-            cost.seconds(LayerWork(layer, phase, 512, 0, (names.index(name),))) - device.kernels.kernel_s * cost.slowest
+            cost.seconds(LayerWork(layer, phase, 512, 0, (names.index(name),)))
+            - device.kernels.kernel_overhead_s * cost.slowest
             for phase in (Phase.FORWARD, Phase.BACKWARD)
         )
         return backward / forward
@@ -144,7 +147,7 @@ def test_a_bias_that_is_weighed_is_added_in_fp32_and_activations_are_limited_bef
     """Bytes of each value by hand, over what eager torch reads and writes of 16 bits, forward and backward."""
     model = MODEL.model_copy(update={"expert_bias": True})
     plain, apart = (
-        styled(model.layers_of(Shard(ep=EP))[2], LayerStyle(expert_streams=streams), dropout=False)
+        styled(model.layers_of(Shard(ep=EP))[2], LayerImplementation(expert_streams=streams), dropout=False)
         for streams in (None, 4)
     )
     passes = [kernel for kernel in apart.kernels if isinstance(kernel, Pointwise) and kernel not in plain.kernels]
@@ -178,7 +181,7 @@ def test_without_biases_nothing_is_added_apart() -> None:
 def test_a_kernel_that_knows_windows_needs_no_table_and_one_that_knows_sinks_no_pass(number: int) -> None:
     """gpt-oss, every second of whose blocks attends in a window."""
     layer = catalog.model("gpt-oss-20b").layers_of(Shard())[1 + number]
-    plain, skipping = (styled(layer, LayerStyle(skips_keys=skips), dropout=False) for skips in (False, True))
+    plain, skipping = (styled(layer, LayerImplementation(skips_keys=skips), dropout=False) for skips in (False, True))
     (core,) = (kernel for kernel in skipping.kernels if isinstance(kernel, Attention))
     assert core.computed_flops == core.flops
     windowed = core.window > 0

@@ -9,7 +9,7 @@ import pytest
 
 from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
-from simplan.model.layer import Attention, CollectiveKind, Exchange, Gemm, LayerKind, LayerSpec
+from simplan.model.layer import Attention, CollectiveKind, Gemm, LayerCollective, LayerKind, LayerSpec
 from simplan.model.model import ModelSpec
 from simplan.model.parts.experts import places_of
 from simplan.plan.plan import RankMapping
@@ -67,8 +67,8 @@ def test_flops_are_those_of_the_active_experts(name: str) -> None:
     """Two FLOPs a token for each active weight; embeddings are counted or not, as their authors like it."""
     model = catalog.model(name)
     cores = [kernel for layer in model.layers for kernel in layer.kernels if isinstance(kernel, Attention)]
-    products = sum(layer.flops() for layer in model.layers) - sum(core.flops for core in cores)
-    active = products / 2 / model.seq_len
+    matmuls = sum(layer.flops() for layer in model.layers) - sum(core.flops for core in cores)
+    active = matmuls / 2 / model.seq_len
     table = model.vocab_size * model.hidden_size
     counts = [(active + more * table) / 1e9 for more in (-1, 0, 1)]
     assert any(math.isclose(count, ACTIVE[name], rel_tol=0.03) for count in counts), counts
@@ -104,7 +104,7 @@ def test_expert_parallel_ranks_have_some_experts_and_work_on_as_many_rows(ep: in
         assert other.expert == one.name.startswith("experts_")
         assert one.num_elements == other.num_elements * (ep if other.expert else 1)
     assert whole.flops() == part.flops()
-    exchanged = [kernel for kernel in part.kernels if isinstance(kernel, Exchange)]
+    exchanged = [kernel for kernel in part.kernels if isinstance(kernel, LayerCollective)]
     everywhere = CollectiveKind.ALL_TO_ALL
     # all of the 8 x 12 places, of 64 numbers each, go there and back
     assert [(e.axis, e.forward, e.backward, e.elements) for e in exchanged] == [
@@ -162,7 +162,7 @@ def test_ranks_that_split_attention_route_their_own_tokens(tp: int, cp: int, ep:
         assert p.expert == (p.name.startswith("experts_") and (ep > 1 or etp < tp)), p.name
     assert next(p for p in part.parameters if p.name == "router.weight").partial_gradient
     exchanged = {
-        (e.axis, e.forward): e.elements for e in part.kernels if isinstance(e, Exchange) and "expert" in e.name
+        (e.axis, e.forward): e.elements for e in part.kernels if isinstance(e, LayerCollective) and "expert" in e.name
     }
     places = 8 * places_of(own, 2, 8, 1.0) * 64
     wanted = {("ep", CollectiveKind.ALL_TO_ALL): places} if ep > 1 else {}
@@ -187,11 +187,13 @@ def test_latent_attention_gathers_its_narrow_vectors(q_lora_rank: int | None) ->
     assert {name: gemm.m for name, gemm in gemms(part).items() if name in ("kv_a", "q_a", "kv_b", "proj")} == {
         "kv_a": 8, "kv_b": 32, "proj": 32, **({"q_a": 8} if q_lora_rank else {}),
     }  # fmt: skip
-    gathered = [k.elements for k in part.kernels if isinstance(k, Exchange) and k.forward is CollectiveKind.ALL_GATHER]
+    gathered = [
+        k.elements for k in part.kernels if isinstance(k, LayerCollective) and k.forward is CollectiveKind.ALL_GATHER
+    ]
     queries = 32 * (q_lora_rank or 64)
     assert gathered == [queries, 32 * 4, 32 * 16]
-    products = [sum(gemm.flops for gemm in gemms(layer).values()) for layer in (whole, part)]
-    assert products[1] * 4 == products[0]
+    matmuls = [sum(gemm.flops for gemm in gemms(layer).values()) for layer in (whole, part)]
+    assert matmuls[1] * 4 == matmuls[0]
     partial = {p.name for p in part.parameters if p.partial_gradient}
     narrow = {"kv_a.weight", "kv_a_norm.weight", "router.weight", "norm1.weight", "norm2.weight"}
     assert partial == narrow | ({"q_a.weight", "q_a_norm.weight"} if q_lora_rank else set())

@@ -9,7 +9,7 @@ import pytest
 from simplan import catalog
 from simplan.errors import SpecError
 from simplan.job import Job
-from simplan.model.layer import CollectiveKind, Exchange, LayerSpec
+from simplan.model.layer import CollectiveKind, LayerCollective, LayerSpec
 from simplan.model.low_precision import linear_format, quantized_linears
 from simplan.model.model import ModelSpec
 from simplan.model.recompute import recomputation, recompute_of
@@ -123,7 +123,7 @@ def test_tensor_parallel_ranks_split_the_projection_by_columns(
 
 
 def exchanged(layer: LayerSpec, kind: CollectiveKind) -> int:
-    kernels = [kernel for kernel in layer.kernels if isinstance(kernel, Exchange)]
+    kernels = [kernel for kernel in layer.kernels if isinstance(kernel, LayerCollective)]
     return sum(kernel.elements * [kernel.forward, kernel.backward].count(kind) for kernel in kernels)
 
 

@@ -93,8 +93,8 @@ def test_a_rank_holds_and_computes_its_part_of_the_padded_vocabulary() -> None:
     rows, hidden = 6400, 12288
     assert [p.shape for p in layers[0].parameters if p.name == "wte.weight"] == [(rows, hidden)]
     assert [p.shape for p in layers[-1].parameters if len(p.shape) == 2] == [(rows, hidden)]
-    (product,) = (kernel for kernel in layers[-1].kernels if isinstance(kernel, Gemm))
-    assert product.flops == 2 * 2048 * hidden * rows
+    (matmul,) = (kernel for kernel in layers[-1].kernels if isinstance(kernel, Gemm))
+    assert matmul.flops == 2 * 2048 * hidden * rows
 
 
 def test_states_grow_by_the_padded_rows() -> None:

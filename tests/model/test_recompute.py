@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from simplan.model.layer import Exchange, LayerSpec
+from simplan.model.layer import LayerCollective, LayerSpec
 from simplan.model.model import ModelSpec
 from simplan.model.recompute import recomputation
 from simplan.plan.plan import Recompute
@@ -62,7 +62,7 @@ def test_under_xla_exchanges_run_again_with_their_products(mode: Recompute, name
 def test_full_exchanges_again_what_forward_exchanged() -> None:
     layer = block_of(Shard(tp=2, sequence_parallel=True))
     names = again(layer, "full")
-    repeated = [n for n in names if any(isinstance(k, Exchange) and k.name == n for k in layer.kernels)]
+    repeated = [n for n in names if any(isinstance(k, LayerCollective) and k.name == n for k in layer.kernels)]
     assert repeated == ["norm1 output", "proj output", "norm2 output"]
 
 
@@ -89,10 +89,10 @@ def test_selective_op_keeps_what_experts_are_sent_and_give_back_and_no_product_o
     fields = {"num_experts": 4, "top_k": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 32}
     model = ModelSpec(**{**LLAMA.model_dump(exclude_unset=True), "family": "moe", **fields})
     layer = model.layers_of(Shard(ep=2))[1]
-    products = ["q output", "v output", "attention output", "attention logsumexp", "shared_gate output"]
+    matmuls = ["q output", "v output", "attention output", "attention logsumexp", "shared_gate output"]
     assert kept(layer, "selective_op") == [
         "input",
-        *products,
+        *matmuls,
         "shared_down output",
         "after expert inputs",
         "results of places",
@@ -110,8 +110,8 @@ def test_selective_layer_repeats_every_second_block() -> None:
 
 def test_minimal_keeps_products_that_backward_needs() -> None:
     """MaxText's policy saves q, k, v, the projection and both MLP products; attention runs again."""
-    products = ["q output", "k output", "v output", "proj output", "gate output", "up output"]
-    assert kept(block_of(), "minimal") == ["input", *products]
+    matmuls = ["q output", "k output", "v output", "proj output", "gate output", "up output"]
+    assert kept(block_of(), "minimal") == ["input", *matmuls]
     assert again(block_of(), "minimal") == [*NORM1, *ATTENTION, "residual1", "norm2", "silu_multiply"]
 
 

@@ -7,7 +7,7 @@ import pytest
 from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
 from simplan.job import Job
-from simplan.model.implementations.layer_style import LayerStyle, styled
+from simplan.model.implementations.layer_implementation import LayerImplementation, styled
 from simplan.model.layer import LayerSpec
 from simplan.model.model import ModelSpec
 from simplan.model.recompute import recomputation
@@ -40,9 +40,9 @@ DEEPSEEK = ModelSpec(
 DENSE, EXPERTS = 1, 2
 
 
-def block(index: int = EXPERTS, style: LayerStyle | None = None, shard: Shard | None = None) -> LayerSpec:
+def block(index: int = EXPERTS, style: LayerImplementation | None = None, shard: Shard | None = None) -> LayerSpec:
     layer = DEEPSEEK.layers_of(shard or Shard(ep=4))[index]
-    return styled(layer, style or LayerStyle(expert_dispatch="all_to_all", fused_gates=True), dropout=False)
+    return styled(layer, style or LayerImplementation(expert_dispatch="all_to_all", fused_gates=True), dropout=False)
 
 
 def dropped(layer: LayerSpec, *modules: RecomputeModule) -> set[str]:
@@ -83,14 +83,14 @@ def test_norms_that_are_part_of_a_product_do_not_run_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "products"), [("moe_act", ["experts_down"]), ("layernorm", ["q_a", "kv_a", "shared_gate"])]
+    ("module", "matmuls"), [("moe_act", ["experts_down"]), ("layernorm", ["q_a", "kv_a", "shared_gate"])]
 )
-def test_in_8_bits_products_quantize_what_is_made_again(module: RecomputeModule, products: list[str]) -> None:
+def test_in_8_bits_products_quantize_what_is_made_again(module: RecomputeModule, matmuls: list[str]) -> None:
     """They keep no quantized copy of it (set_save_original_input)."""
     software = catalog.software("megatron-core")
     state = software.state(TrainingSpec(global_batch_size=8, precision="fp8"), ParallelPlan())
     layer = keeping_quantized(block(), state.linear, joined=True)
-    assert {f"{product} input in fp8" for product in products} <= dropped(layer, module)
+    assert {f"{matmul} input in fp8" for matmul in matmuls} <= dropped(layer, module)
 
 
 def test_activations_of_experts_run_again_before_the_backward_of_the_last_product() -> None:
@@ -99,7 +99,7 @@ def test_activations_of_experts_run_again_before_the_backward_of_the_last_produc
 
 
 def test_an_activation_in_the_product_is_made_again_by_the_backward_of_the_product() -> None:
-    layer = block(style=LayerStyle(expert_dispatch="all_to_all", fused_gates=True, fused_experts=True))
+    layer = block(style=LayerImplementation(expert_dispatch="all_to_all", fused_gates=True, fused_experts=True))
     assert dropped(layer, "moe_act") == {"experts_gated product"}
     assert runs(layer, "moe_act") == [([], "experts_down")]
 
@@ -136,7 +136,7 @@ def test_no_module_named_is_the_core() -> None:
 
 def test_an_autograd_function_runs_a_block_to_its_end() -> None:
     """The last product and the sum, which nothing asks for (CheckpointFunction.backward)."""
-    to_end = block(DENSE, LayerStyle(reruns_to_end=True))
+    to_end = block(DENSE, LayerImplementation(full_recompute_pass=True))
     plain = recomputation(block(DENSE), "full")
     assert [to_end.kernels[i].name for i in recomputation(to_end, "full").kernels][-2:] == ["down", "residual2"]
     assert recomputation(to_end, "full").saved == plain.saved

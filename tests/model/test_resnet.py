@@ -15,7 +15,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.problems import parse_model
 from simplan.program.lowering.lower import Lowering, lower
-from simplan.program.program import Message
+from simplan.program.program import Communication
 from simplan.program.tables.partition import assign_stage_layers
 from simplan.program.tables.table import plan_table
 from simplan.rules import check_job
@@ -57,7 +57,7 @@ def test_boundaries_carry_what_the_block_before_them_gives() -> None:
     )
     for stage, (pixels, channels) in enumerate([(56, 256), (28, 512), (14, 1024)]):
         work = [item for op in program.ops if str(op.action) == f"{stage}SEND_F0" for item in op.work]
-        assert [item.num_bytes for item in work if isinstance(item, Message)] == [2 * 2 * channels * pixels**2]
+        assert [item.num_bytes for item in work if isinstance(item, Communication)] == [2 * 2 * channels * pixels**2]
 
 
 def test_throughput_is_in_images() -> None:

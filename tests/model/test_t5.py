@@ -89,10 +89,14 @@ def program_of(precision: Precision) -> Program:
     )
 
 
-def messages(program: Program, action: str) -> list[tuple[int, int]]:
+def communications(program: Program, action: str) -> list[tuple[int, int]]:
     """Bytes of each, and how many of them are held until it is done."""
-    ops = [op for op in program.ops if str(op.action) == action and op.message is not None]
-    return [(op.message.num_bytes, sum(e.after_bytes for e in op.memory)) for op in ops if op.message is not None]
+    ops = [op for op in program.ops if str(op.action) == action and op.communication is not None]
+    return [
+        (op.communication.num_bytes, sum(e.after_bytes for e in op.memory))
+        for op in ops
+        if op.communication is not None
+    ]
 
 
 @pytest.mark.parametrize(("precision", "narrow"), [("fp32", 4), ("bf16", 2)])
@@ -103,13 +107,13 @@ def test_every_boundary_carries_three_tensors(precision: Precision, narrow: int)
     """
     program = program_of(precision)
     encoder, decoder, tables = 2 * 48 * 96, 4 * 2 * 20 * 96, 4 * 2 * TABLES
-    assert messages(program, "0SEND_F0") == [(size, size) for size in (4 * encoder, decoder, tables)]
-    assert messages(program, "1SEND_F0") == [(4 * encoder, 4 * encoder), (decoder, 0), (tables, 0)]
+    assert communications(program, "0SEND_F0") == [(size, size) for size in (4 * encoder, decoder, tables)]
+    assert communications(program, "1SEND_F0") == [(4 * encoder, 4 * encoder), (decoder, 0), (tables, 0)]
     output = narrow * encoder
-    assert messages(program, "2SEND_F0") == [(output, output), (decoder, decoder), (tables, 0)]
-    assert messages(program, "3SEND_B0") == [(size, size) for size in (output, decoder, tables)]
-    assert messages(program, "2SEND_B0") == [(size, size) for size in (4 * encoder, decoder, tables)]
-    assert [size for size, _ in messages(program, "1RECV_B0")] == [4 * encoder, decoder, tables]
+    assert communications(program, "2SEND_F0") == [(output, output), (decoder, decoder), (tables, 0)]
+    assert communications(program, "3SEND_B0") == [(size, size) for size in (output, decoder, tables)]
+    assert communications(program, "2SEND_B0") == [(size, size) for size in (4 * encoder, decoder, tables)]
+    assert [size for size, _ in communications(program, "1RECV_B0")] == [4 * encoder, decoder, tables]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from simplan.model.implementations.layer_style import LayerStyle, styled
-from simplan.model.layer import Attention, CollectiveKind, Exchange, Gemm, LayerSpec
+from simplan.model.implementations.layer_implementation import LayerImplementation, styled
+from simplan.model.layer import Attention, CollectiveKind, Gemm, LayerCollective, LayerSpec
 from simplan.model.model import ModelSpec
 from simplan.plan.shard import Shard
 
@@ -26,8 +26,8 @@ def model_of(family: str) -> ModelSpec:
     )
 
 
-def exchanges(layer: LayerSpec) -> list[Exchange]:
-    return [kernel for kernel in layer.kernels if isinstance(kernel, Exchange)]
+def collectives(layer: LayerSpec) -> list[LayerCollective]:
+    return [kernel for kernel in layer.kernels if isinstance(kernel, LayerCollective)]
 
 
 SHARDS = [
@@ -66,14 +66,14 @@ def test_matrices_are_split_evenly(family: str) -> None:
 def of_megatron(family: str) -> LayerSpec:
     """A block with sequence parallelism whose tokens are gathered again in backward."""
     block = model_of(family).layers_of(Shard(tp=TP, sequence_parallel=True))[1]
-    return styled(block, LayerStyle(regathers_tokens=True), dropout=False)
+    return styled(block, LayerImplementation(regathers_tokens=True), dropout=False)
 
 
 def test_dtensors_save_gathered_tokens() -> None:
     """Beyond Megatron's, inputs of attention and MLP of all tokens instead of a part (s b h (1 - 1/t), 16 bit)."""
     block, own = model_of("gpt").layers_of(Shard(tp=TP, sequence_parallel=True))[1], of_megatron("gpt")
     assert block.saved_bytes(2)[0] - own.saved_bytes(2)[0] == 2 * 2 * SEQ_LEN * HIDDEN * (TP - 1) // TP
-    assert [e.backward for e in exchanges(block)] == [_K.REDUCE_SCATTER, _K.ALL_GATHER] * 2
+    assert [e.backward for e in collectives(block)] == [_K.REDUCE_SCATTER, _K.ALL_GATHER] * 2
 
 
 def test_sequence_parallel_block_keeps_the_published_activations() -> None:
@@ -96,7 +96,7 @@ def test_tensor_parallel_block_keeps_the_published_activations() -> None:
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_a_tensor_parallel_block_all_reduces_four_times(family: str) -> None:
     """Shoeybi et al. 2019, figure 4: two in forward and two in backward, of s h elements each."""
-    found = exchanges(model_of(family).layers_of(Shard(tp=TP))[1])
+    found = collectives(model_of(family).layers_of(Shard(tp=TP))[1])
     assert [e.forward for e in found if e.forward] == [_K.ALL_REDUCE] * 2
     assert [e.backward for e in found if e.backward] == [_K.ALL_REDUCE] * 2
     assert {e.elements for e in found} == {SEQ_LEN * HIDDEN}
@@ -105,7 +105,7 @@ def test_a_tensor_parallel_block_all_reduces_four_times(family: str) -> None:
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_sequence_parallelism_replaces_each_all_reduce_by_two_halves(family: str) -> None:
     """Korthikanti et al. 2022, section 4.2: and gathers twice more in backward, since inputs are kept in parts."""
-    found = exchanges(of_megatron(family))
+    found = collectives(of_megatron(family))
     forward = [e.forward for e in found if e.forward]
     backward = [e.backward for e in reversed(found) if e.backward]
     assert forward == [_K.ALL_GATHER, _K.REDUCE_SCATTER] * 2
@@ -117,7 +117,7 @@ def test_sequence_parallelism_replaces_each_all_reduce_by_two_halves(family: str
 def test_a_ring_sends_keys_and_values_and_brings_their_gradients_home(cp: int) -> None:
     """cp - 1 times k and v in forward and again in backward, cp times their gradients."""
     block = model_of("llama").layers_of(Shard(cp=cp))[1]
-    found, once = exchanges(block), 2 * SEQ_LEN // cp * 8 * 8
+    found, once = collectives(block), 2 * SEQ_LEN // cp * 8 * 8
     assert sum(e.elements for e in found if e.forward is _K.RING) == (cp - 1) * once
     assert sum(e.elements for e in found if e.backward is _K.RING) == (cp - 1 + cp) * once
     assert sum(isinstance(kernel, Attention) for kernel in block.kernels) == cp

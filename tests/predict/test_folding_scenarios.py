@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from simplan.cost.pricing import price_program
+from simplan.cost.program_costs import estimate_program
 from simplan.predict import build_program, cost_model, simulate_program
 from simplan.scenario import load_scenario
 from simplan.sim.memory import memory_peak
@@ -45,4 +45,4 @@ def test_folded_is_unfolded(file: Path) -> None:
 def test_compiled_is_simulated(file: Path, level: int) -> None:
     scenario = load_scenario(file)
     program = build_program(scenario.predict(), level=level)
-    check_engines(program, price_program(program, cost_model(scenario.job, None)).durations_s)
+    check_engines(program, estimate_program(program, cost_model(scenario.job, None)).durations_s)

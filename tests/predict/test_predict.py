@@ -18,7 +18,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.predict import build_program, cost_model, predict
 from simplan.predict.simulated import simulate_program
 from simplan.prediction import Prediction
-from simplan.program.program import MemoryCategory, Message, Stream
+from simplan.program.program import Communication, MemoryCategory, Stream
 from simplan.training.training import TrainingSpec
 from simplan.units import GIB
 
@@ -87,12 +87,12 @@ def test_tied_embeddings_cost_an_all_reduce_between_the_ends() -> None:
     tied = ask(ParallelPlan(pp=2), batch=8)
     untied = ask(ParallelPlan(pp=2), batch=8, model=GPT2.model_copy(update={"tied_embeddings": False}))
 
-    def all_reduces(found: Prediction) -> list[Message]:
+    def all_reduces(found: Prediction) -> list[Communication]:
         ops = build_program(found, folded=False).ops
-        return [m for op in ops if (m := op.message) and m.kind is CollectiveKind.ALL_REDUCE]
+        return [m for op in ops if (m := op.communication) and m.kind is CollectiveKind.ALL_REDUCE]
 
     assert all_reduces(untied) == []
-    assert all_reduces(tied) == [Message(CollectiveKind.ALL_REDUCE, 4 * 50257 * 768, (0, 1))] * 2
+    assert all_reduces(tied) == [Communication(CollectiveKind.ALL_REDUCE, 4 * 50257 * 768, (0, 1))] * 2
     assert tied.step_time_s > untied.step_time_s
 
 
@@ -126,15 +126,15 @@ def test_bytes_are_conserved_and_replicas_fold(schedule: str, p: int, dp: int, b
     )
     found = ask(plan, batch=b * m * dp, model=model)
     program = build_program(found, folded=False)
-    sent = [op.message for op in program.ops if op.action.kind.value.startswith("SEND")]
-    received = [op.message for op in program.ops if op.action.kind.value.startswith("RECV")]
+    sent = [op.communication for op in program.ops if op.action.kind.value.startswith("SEND")]
+    received = [op.communication for op in program.ops if op.action.kind.value.startswith("RECV")]
     assert sorted(map(str, sent)) == sorted(map(str, received))
     assert len(sent) == 2 * m * (p - 1) * dp
     assert all(
         w is not None and w.num_bytes == b * 32 * 96 * found.job.software.state_bytes["bf16"].boundary for w in sent
     )
-    reduced = sum(op.message.num_bytes for op in program.ops if op.message and op.stream is Stream.DATA)
-    held = sum(program.resting_bytes[rank][MemoryCategory.GRADIENTS] for rank in program.ranks)
+    reduced = sum(op.communication.num_bytes for op in program.ops if op.communication and op.stream is Stream.DATA)
+    held = sum(program.persistent_bytes[rank][MemoryCategory.GRADIENTS] for rank in program.ranks)
     assert reduced == (held if dp > 1 else 0)
     folded = build_program(found)
     assert len(folded.ops) * dp == len(program.ops)

@@ -47,12 +47,12 @@ def test_equal_documents_cost_their_share_of_attention() -> None:
 
     def attention_s(documents: int) -> float:
         keys = 4096 / documents / 2
-        rate = 794.5e12 * share.sustained * keys / (keys + rates.half_keys)
+        rate = 794.5e12 * share.sustained * keys / (keys + rates.half_rate_keys)
         return 4 * 32 * 2 * 4096 * 4096**2 / documents / rate * (1 / share.forward + 2.5 / share.backward) * slowest
 
     # read and written, twice as much in backward
-    joined_s = 4 * 32 * 3 * 2 * 2 * 4096 * 4096 / (rates.bandwidth_share * 3.35e12) * slowest
-    kernels_s = 4 * 32 * 2 * rates.kernel_s * slowest  # one more in forward and in backward
+    joined_s = 4 * 32 * 3 * 2 * 2 * 4096 * 4096 / (rates.bandwidth_efficiency * 3.35e12) * slowest
+    kernels_s = 4 * 32 * 2 * rates.kernel_overhead_s * slowest  # one more in forward and in backward
     saved_s, halved_s = attention_s(1) - attention_s(2), attention_s(2) - attention_s(4)
     assert whole.step_time_s - halves.step_time_s == pytest.approx(saved_s - joined_s - 2 * kernels_s, rel=0.02)
     assert halves.step_time_s - quarters.step_time_s == pytest.approx(halved_s - 2 * kernels_s, rel=1e-6)

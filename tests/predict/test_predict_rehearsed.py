@@ -11,7 +11,7 @@ from simplan.job import Job
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import Simulated, predict_step, run_spec_of
-from simplan.predict.rehearsed import rehearsed_step
+from simplan.predict.rehearsal import rehearsal_step
 from simplan.prediction import Prediction
 from simplan.program.program import LayerWork, Stream
 from simplan.runs.measurement import PeakMemory
@@ -57,7 +57,9 @@ def rehearsal_of(prediction: Prediction, simulated: Simulated, rank: int, factor
     for op in simulated.program.ops:
         if op.rank == simulated.program.stands_for[rank] and op.stream is Stream.COMPUTE and op.meeting is None:
             parts = [part for part in op.work if isinstance(part, LayerWork)]
-            seconds[str(op.action)] += factor * sum(simulated.pricing.by_work[part].price.seconds for part in parts)
+            seconds[str(op.action)] += factor * sum(
+                simulated.program_costs.by_work[part].cost_estimate.seconds for part in parts
+            )
     return Rehearsal(
         job=run_spec_of(prediction),
         rank=rank,
@@ -73,7 +75,7 @@ def rehearsal_of(prediction: Prediction, simulated: Simulated, rank: int, factor
 def test_computing_as_predicted_gives_the_prediction(name: str) -> None:
     prediction, simulated = predicted(PLANS[name])
     for rank in {0, prediction.job.plan.num_devices - 1}:
-        found = rehearsed_step(prediction, simulated, rehearsal_of(prediction, simulated, rank, 1.0))
+        found = rehearsal_step(prediction, simulated, rehearsal_of(prediction, simulated, rank, 1.0))
         assert found.step_time_s == pytest.approx(prediction.step_time_s, rel=1e-9)
         assert found.split.total_s == pytest.approx(prediction.step_time_s, rel=1e-9)
 
@@ -81,7 +83,7 @@ def test_computing_as_predicted_gives_the_prediction(name: str) -> None:
 def test_one_device_takes_what_its_actions_take() -> None:
     prediction, simulated = predicted(PLANS["one"])
     measured = rehearsal_of(prediction, simulated, 0, 1.7)
-    found = rehearsed_step(prediction, simulated, measured)
+    found = rehearsal_step(prediction, simulated, measured)
     assert found.step_time_s == pytest.approx(sum(time.median_s for time in measured.actions), rel=1e-9)
     assert found.measured_share == 1.0
     assert found.step_time_interval_s == pytest.approx((found.step_time_s, found.step_time_s), rel=1e-9)
@@ -91,11 +93,13 @@ def test_one_device_takes_what_its_actions_take() -> None:
 def test_communication_stays_what_it_was(name: str) -> None:
     """With slow computing all that can overlap does; what is exposed of tensor parallelism is the same seconds."""
     prediction, simulated = predicted(PLANS[name])
-    found = rehearsed_step(prediction, simulated, rehearsal_of(prediction, simulated, 0, 3.0))
+    found = rehearsal_step(prediction, simulated, rehearsal_of(prediction, simulated, 0, 3.0))
     before = prediction.splits[0]
     lost_s = sum(term.seconds for term in prediction.terms if term.name == "computing beside messages")
     same_s = 3 * (before.compute_s - lost_s) + lost_s
-    more_s = prediction.job.cluster.device.kernels.taken_share * before.exposed_communication_s  # now beside something
+    more_s = (
+        prediction.job.cluster.device.kernels.overlap_slowdown * before.exposed_communication_s
+    )  # now beside something
     assert same_s * (1 - 1e-6) <= found.split.compute_s <= (same_s + more_s) * (1 + 1e-6)
     if name == "tp":
         assert found.split.exposed_communication_s == pytest.approx(before.exposed_communication_s, rel=1e-6)
@@ -105,7 +109,9 @@ def test_communication_stays_what_it_was(name: str) -> None:
 
 def test_other_stages_are_scaled_alike() -> None:
     prediction, simulated = predicted(PLANS["1f1b"])
-    found = rehearsed_step(prediction, simulated, rehearsal_of(prediction, simulated, 1, 2.0))
-    assert found.step_time_s == pytest.approx(2 * prediction.step_time_s, rel=0.02)  # messages are not twice as long
+    found = rehearsal_step(prediction, simulated, rehearsal_of(prediction, simulated, 1, 2.0))
+    assert found.step_time_s == pytest.approx(
+        2 * prediction.step_time_s, rel=0.02
+    )  # communications are not twice as long
     computed_s = [split.compute_s for split in prediction.splits]
     assert found.measured_share == pytest.approx(computed_s[1] / sum(computed_s), rel=0.02)

@@ -70,7 +70,7 @@ def test_a_marginal_value_is_what_a_prediction_on_better_hardware_says(name: str
 def test_all_rates_together_scale_the_step() -> None:
     """One device, no time beyond the work of kernels: compute and memory share the whole of one percent."""
     cluster = catalog.cluster("dgx-h100", num_devices=1)
-    kernels = cluster.device.kernels.model_copy(update={"kernel_s": 0.0, "tile_s": 0.0})
+    kernels = cluster.device.kernels.model_copy(update={"kernel_overhead_s": 0.0, "tile_overhead_s": 0.0})
     cluster = cluster.model_copy(update={"device": cluster.device.model_copy(update={"kernels": kernels})})
     training = TrainingSpec(global_batch_size=8)
     found, simulated = predict_step(Job(GPT2, cluster, training, ParallelPlan(microbatch_size=8), TORCH), name="test")
@@ -88,10 +88,10 @@ def test_a_link_is_worth_its_time_on_the_path() -> None:
     assert link is not None
     moved_s = 0.0
     for op in simulated.program.ops:
-        if op.stream is Stream.TENSOR and op.message is not None:
+        if op.stream is Stream.TENSOR and op.communication is not None:
             # large ones go round a ring with protocol Simple, small reductions twice with LL, at 0.39 of the rate
-            laps, share = (2, 0.39) if op.message.kind == "all_reduce" else (1, 1.0)
-            moved_s += laps * 7 / 8 * op.message.num_bytes / (450e9 * link.bandwidth_share * share)
+            laps, share = (2, 0.39) if op.communication.kind == "all_reduce" else (1, 1.0)
+            moved_s += laps * 7 / 8 * op.communication.num_bytes / (450e9 * link.bandwidth_share * share)
     assert values[Resource.INTRA_LINK] * found.step_time_s == pytest.approx(moved_s * (1 / 1.01 - 1))
 
 

@@ -13,7 +13,7 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.predict.step_summary import OverlapSlowdown, step_terms, summarize_step
-from simplan.program.program import Message
+from simplan.program.program import Communication
 from simplan.training.training import TrainingSpec
 
 MODEL = ModelSpec(
@@ -23,7 +23,7 @@ TORCH = catalog.software("torch")
 BLOCKING = TORCH.model_copy(
     update={
         "runtime": "megatron",
-        "receives_ahead": ("interleaved_1f1b",),
+        "prefetch_receive_schedules": ("interleaved_1f1b",),
     }
 )
 
@@ -124,11 +124,11 @@ def test_stages_reduce_their_gradients_beside_each_other_where_nobody_waits_in_b
     software = catalog.software("megatron-lm-2022").model_copy(update={"waits_for_gradients": waits})
     training = TrainingSpec(global_batch_size=16, precision="fp16")
     terms = step_terms(Job(untied, catalog.cluster("dgx-a100-80gb", 8), training, plan, software))
-    found = [t.times for t in terms if isinstance(t.work, Message) and t.work.kind is CollectiveKind.ALL_REDUCE]
+    found = [t.times for t in terms if isinstance(t.work, Communication) and t.work.kind is CollectiveKind.ALL_REDUCE]
     assert sum(found) == pytest.approx(reductions, abs=1e-3)
 
 
-def test_terms_add_up_to_the_step_where_less_than_a_millisecond_is_computed_beside_messages() -> None:
+def test_terms_add_up_to_the_step_where_less_than_a_millisecond_is_computed_beside_communications() -> None:
     plan, training, software = ParallelPlan(dp_shard=2), TrainingSpec(global_batch_size=4), catalog.software("torch")
     small = MODEL.model_copy(update={"num_hidden_layers": 2})
     asked = Job(small, catalog.cluster("dgx-a100-80gb", 2), training, plan, software)
@@ -145,10 +145,12 @@ def test_equal_tensors_are_sent_in_parts_and_gathered(sequence_parallel: bool) -
     plan = ParallelPlan(pp=2, tp=2, sequence_parallel=sequence_parallel)
     software, training = catalog.software("megatron-lm-2022"), TrainingSpec(global_batch_size=8, precision="fp16")
     terms = step_terms(Job(MODEL, catalog.cluster("dgx-a100-80gb", 4), training, plan, software))
-    sent = {t.work.num_bytes for t in terms if isinstance(t.work, Message) and t.work.kind is CollectiveKind.SEND}
+    sent = {t.work.num_bytes for t in terms if isinstance(t.work, Communication) and t.work.kind is CollectiveKind.SEND}
     whole = 2 * MODEL.seq_len * MODEL.hidden_size
     assert sent == {whole // 2}
     gathered = {
-        t.work.num_bytes for t in terms if isinstance(t.work, Message) and t.work.kind is CollectiveKind.ALL_GATHER
+        t.work.num_bytes
+        for t in terms
+        if isinstance(t.work, Communication) and t.work.kind is CollectiveKind.ALL_GATHER
     }
     assert gathered == {whole}

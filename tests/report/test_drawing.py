@@ -33,7 +33,8 @@ def compute(rank: int, action: str, start_s: float, end_s: float, kind: SpanKind
 
 
 def timeline_of(schedule: str, p: int, m: int, times: StageTimes, virtual_stages: int = 1) -> Timeline:
-    """A schedule with given times: every action in two layers, all in disorder, with messages and an optimizer."""
+    """A schedule with given times: every action in two layers, all in disorder, with communications and an
+    optimizer."""
     table = SCHEDULES[schedule](PipelineShape(p, m, virtual_stages, times))
     ends_s = action_ends_s(table, times)
     spans = []
@@ -87,7 +88,8 @@ def test_1f1b_starts_as_on_paper(p: int, m: int) -> None:
 
 
 def test_recomputation_and_other_actions_in_between() -> None:
-    """An action that another interrupts has two boxes; recomputation is counted, messages and nothing are not drawn."""
+    """An action that another interrupts has two boxes; recomputation is counted, communications and nothing are not
+    drawn."""
     spans = (
         compute(0, "0F0", 0.0, 2.0),
         compute(0, "0B0", 2.5, 3.0, SpanKind.RECOMPUTE),
@@ -95,7 +97,7 @@ def test_recomputation_and_other_actions_in_between() -> None:
         compute(0, "0F1", 4.0, 5.0),
         compute(0, "0B0", 5.0, 5.5),
         compute(0, "0REDUCE_GRAD", 5.5, 5.5),
-        Span(0, "compute", "exchange", "0F1", SpanKind.COMMUNICATION, 2.0, 2.5),
+        Span(0, "compute", "collective", "0F1", SpanKind.COMMUNICATION, 2.0, 2.5),
     )
     drawing = draw_timeline("x", Timeline(spans, 1, 6.0), [0])
     assert drawing.rows[0].boxes == (

@@ -27,7 +27,7 @@ def compute(rank: int, name: str, action: str, start_s: float, end_s: float) -> 
     return Span(rank, "compute", name, action, SpanKind.COMPUTE, start_s, end_s)
 
 
-def message(rank: int, action: str, start_s: float, end_s: float, peer: int) -> Span:
+def communication(rank: int, action: str, start_s: float, end_s: float, peer: int) -> Span:
     stream = action.lstrip("0123456789").rstrip("0123456789").lower()
     return Span(rank, stream, action, action, SpanKind.COMMUNICATION, start_s, end_s, 4096, peer)
 
@@ -39,12 +39,12 @@ def timeline() -> Timeline:
     spans = (
         compute(0, "embedding", "0F0", 0.0, third),
         compute(0, "block 0", "0F0", third, 2 * third),
-        message(0, "0SEND_F0", 2 * third, 0.8, 1),
-        message(1, "1RECV_F0", 0.1, 0.8, 0),
+        communication(0, "0SEND_F0", 2 * third, 0.8, 1),
+        communication(1, "1RECV_F0", 0.1, 0.8, 0),
         compute(1, "1F0", "1F0", 0.8, 1.0),
         compute(1, "1B0", "1B0", 1.0, 1.5),
-        message(1, "1SEND_B0", 1.5, 1.6, 0),
-        message(0, "0RECV_B0", 1.5, 1.6, 1),
+        communication(1, "1SEND_B0", 1.5, 1.6, 0),
+        communication(0, "0RECV_B0", 1.5, 1.6, 1),
         compute(0, "0B0", "0B0", 1.6, 2.0),
         Span(1, "grad", "bucket 0", "1B0", SpanKind.COMMUNICATION, 1.2, 1.5, 1024),
         Span(1, "grad", "bucket 1", "1B0", SpanKind.COMMUNICATION, 1.4, 1.7, 1024),
@@ -107,7 +107,7 @@ def test_an_action_encloses_its_layers(timeline: Timeline) -> None:
     assert "1F0" in slices, "a single span is not nested in itself"
 
 
-def test_every_message_is_an_arrow_that_points_forward(timeline: Timeline) -> None:
+def test_every_communication_is_an_arrow_that_points_forward(timeline: Timeline) -> None:
     document = trace_document(timeline, "x")
     starts = {e["id"]: e for e in events(document, "s")}
     finishes = {e["id"]: e for e in events(document, "f")}
@@ -128,7 +128,7 @@ def test_every_message_is_an_arrow_that_points_forward(timeline: Timeline) -> No
 
 
 def test_a_send_without_its_receive_has_no_arrow() -> None:
-    alone = Timeline((message(0, "0SEND_F0", 0.0, 1.0, 1),), 1, 1.0)
+    alone = Timeline((communication(0, "0SEND_F0", 0.0, 1.0, 1),), 1, 1.0)
     document = trace_document(alone, "x")
     assert events(document, "s") == []
     assert events(document, "f") == []

@@ -11,7 +11,7 @@ from simplan.scenario import METRICS, Expectation, evaluate
 PREDICTION: dict[str, Any] = {
     "num_trained_parameters": 1000,
     "step_time_s": 1.5,
-    "level1_step_time_s": 1.6,
+    "action_level_step_time_s": 1.6,
     "bubble_fraction": 3 / 11,
     "tokens_per_s_per_device": 1000.0,
     "document_tokens_per_s_per_device": 900.0,

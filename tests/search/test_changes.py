@@ -11,13 +11,13 @@ from simplan import catalog
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
-from simplan.search import Change, SearchSpace, search
+from simplan.search import RequestChange, SearchSpace, search
 from simplan.search.jobs import with_num_devices
 from simplan.units import MIB
 from tests.search.jobs import small_job
 
 
-def changes_of(asked: Job, space: SearchSpace) -> dict[str, Change]:
+def changes_of(asked: Job, space: SearchSpace) -> dict[str, RequestChange]:
     result = search(asked, space)
     assert result.best is None
     return {change.what: change for change in result.changes}

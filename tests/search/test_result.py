@@ -73,15 +73,15 @@ def test_two_objectives_outlive_a_copy_and_a_document() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "communication"),
     [
         ({"objective": "cost"}, "give dollars_per_device_hour and token_budget"),
         ({"objectives": ["memory", "memory"]}, "has memory twice"),
         ({"objective": "memory", "objectives": ["step_time", "memory"]}, "keep one of the two"),
     ],
 )
-def test_objectives_that_do_not_go_together(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_objectives_that_do_not_go_together(given: dict[str, Any], communication: str) -> None:
+    with pytest.raises(ValueError, match=communication):
         SearchSpace.model_validate(given)
 
 

@@ -62,7 +62,7 @@ def program(
 
 def durations(found: Program, forward_s: float, backward_s: float, send_s: float = 0.0) -> list[float]:
     def seconds(op: Op) -> float:
-        if op.message:
+        if op.communication:
             return send_s
         return {F: forward_s, B: backward_s}.get(op.action.kind, 0.0) if op.work else 0.0
 
@@ -94,19 +94,19 @@ def test_any_table_takes_as_long_as_the_recursion_says(compute: Table, seed: int
     rng = random.Random(seed)
     seconds = {action: rng.uniform(0.1, 3.0) if uneven else 1.0 for row in compute for action in row}
     found = program(compute)
-    given_s = [0.0 if op.message else seconds.get(op.action, 0.0) for op in found.ops]
+    given_s = [0.0 if op.communication else seconds.get(op.action, 0.0) for op in found.ops]
     assert simulate(found, given_s).step_time_s == pytest.approx(makespan_s(compute, seconds.__getitem__), rel=1e-12)
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 2, 2), (2, 8, 2), (4, 4, 2), (4, 8, 3), (3, 9, 4)])
 def test_the_interleaved_bubble_is_the_closed_form(p: int, m: int, v: int) -> None:
-    """(p-1)/(v m+p-1) of equal stages and free messages (Narayanan et al. 2021); integers, so exactly."""
+    """(p-1)/(v m+p-1) of equal stages and free communications (Narayanan et al. 2021); integers, so exactly."""
     found = program(interleaved_1f1b(PipelineShape(p, m, v)))
     step_s = simulate(found, durations(found, 1.0, 2.0)).step_time_s
     assert step_s == 3 * (v * m + p - 1)
 
 
-def test_a_message_delays_the_next_stage_and_overlaps_the_next_forward() -> None:
+def test_a_communication_delays_the_next_stage_and_overlaps_the_next_forward() -> None:
     """p=2, m=2, F=2, B=4, send=1: by hand."""
     found = program(gpipe(PipelineShape(2, 2)))
     times = simulate(found, durations(found, 2.0, 4.0, 1.0))
@@ -156,7 +156,7 @@ def test_ddp_buckets_overlap_backward_at_level_2_and_follow_it_at_level_1() -> N
     coarse, fine = (program(compute, dp=2, level=level, layers_per_stage=layers) for level in (1, 2))
     reduce_s = 0.5
     fine_s = durations(fine, 1.0, 2.0, reduce_s)
-    num_buckets = sum(op.message is not None for op in fine.ops) // 2
+    num_buckets = sum(op.communication is not None for op in fine.ops) // 2
     assert num_buckets > 2
     # the last bucket ends one reduction after the backward; the others hide
     compute_s = (layers + 2) * 3.0
@@ -170,7 +170,7 @@ def test_ranks_beyond_the_cores_slow_down_alike() -> None:
     compute = ((Action(0, F, 0), Action(0, B, 0)),)
     found = program(compute, dp=4)
     given_s = durations(found, 1.0, 2.0)
-    node, demand = [0] * len(found.ops), [0.0 if op.message else 1.0 for op in found.ops]
+    node, demand = [0] * len(found.ops), [0.0 if op.communication else 1.0 for op in found.ops]
     for cores, expected in ((2, 6.0), (4, 3.0), (8, 3.0), (3, 4.0)):
         assert simulate(found, given_s, CoreUse(cores, node, demand)).step_time_s == pytest.approx(expected)
 
@@ -185,12 +185,12 @@ def test_enough_cores_are_as_good_as_none_shared(compute: Table, send_s: float) 
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 5])
-def test_messages_of_one_connection_take_turns(num_microbatches: int) -> None:
-    """Where computing takes no time, a connection that carries one message at a time is never free."""
+def test_communications_of_one_connection_take_turns(num_microbatches: int) -> None:
+    """Where computing takes no time, a connection that carries one communication at a time is never free."""
     found = program(one_f_one_b(PipelineShape(2, num_microbatches)), host_waits=True)
     given_s = durations(found, 0.0, 0.0, 1.0)
     free = [0.0] * len(found.ops)
-    turns = [frozenset(op.message.ranks) if op.message is not None else None for op in found.ops]
+    turns = [frozenset(op.communication.ranks) if op.communication is not None else None for op in found.ops]
     both_ways = simulate(found, given_s, CoreUse(1, [0] * len(found.ops), free))
     in_turn = simulate(found, given_s, CoreUse(1, [0] * len(found.ops), free, turns))
     assert in_turn.step_time_s == 2 * num_microbatches
@@ -209,7 +209,7 @@ def test_compute_is_in_order_on_one_stream_per_rank() -> None:
 
 
 def test_nothing_of_the_stage_goes_on_before_its_gradients_are_reduced() -> None:
-    """DDP's end of backward waits for the buckets: so do the message of the last microbatch and the optimizer."""
+    """DDP's end of backward waits for the buckets: so do the communication of the last microbatch and the optimizer."""
     found = program(one_f_one_b(PipelineShape(2, 2)), dp=2, level=2)
     given_s = [5.0 if op.stream is Stream.DATA else 1.0 if op.work else 0.0 for op in found.ops]
     times = simulate(found, given_s)
@@ -231,7 +231,7 @@ def test_communication_on_the_compute_stream_is_exposed() -> None:
     assert (split.compute_s, split.exposed_communication_s, split.wait_s, split.total_s) == (1.0, 0.5, 0.5, 2.0)
 
 
-def test_a_message_uses_cores_on_both_ends() -> None:
+def test_a_communication_uses_cores_on_both_ends() -> None:
     """One send of 1 s between two ranks of one machine, nothing else: two cores are enough for it, one is not."""
     found = program(gpipe(PipelineShape(2, 1)))
     given_s = [1.0 if op.action.kind in (ActionKind.SEND_F, ActionKind.RECV_F) else 0.0 for op in found.ops]

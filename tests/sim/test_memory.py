@@ -24,7 +24,8 @@ BOUNDARY_BYTES = 16 * 64 * 4
 @pytest.mark.parametrize("p", [2, 4, 8])
 @pytest.mark.parametrize("m", [1, 4, 9])
 def test_activations_are_those_of_the_microbatches_in_flight(p: int, m: int) -> None:
-    """A middle stage at its worst: in-flight microbatches times a block's activations, plus messages and buffers."""
+    """A middle stage at its worst: in-flight microbatches times a block's activations, plus communications and
+    buffers."""
     for schedule, in_flight in ((naive, 1), (gpipe, m), (one_f_one_b, min(p - 1, m))):
         found = program(schedule(PipelineShape(p, m)))
         peak = memory_peak(found, 1)
@@ -57,7 +58,7 @@ def test_memory_returns_to_its_base_and_both_levels_agree(compute: Table, level:
         assert samples[0].by_category == samples[-1].by_category
         assert [s.time_s for s in samples] == sorted(s.time_s for s in samples)
         peak = memory_peak(found, rank)
-        rebuilding = sum(found.resting_bytes[rank].values()) + found.rebuild_bytes[rank]
+        rebuilding = sum(found.persistent_bytes[rank].values()) + found.rebuild_bytes[rank]
         assert peak.total_bytes == max(rebuilding, *(sum(s.by_category.values()) for s in samples))
         assert peak.total_bytes == memory_peak(other, rank).total_bytes
 

@@ -51,7 +51,7 @@ def action(text: str, start_s: float, end_s: float) -> MeasuredSpan:
     return MeasuredSpan(action=text, kind=kind, start_s=start_s, end_s=end_s)
 
 
-def message(text: str, ranks: tuple[int, int], start_s: float, end_s: float) -> MeasuredCollective:
+def communication(text: str, ranks: tuple[int, int], start_s: float, end_s: float) -> MeasuredCollective:
     kind = "send" if "SEND" in text else "recv"
     return MeasuredCollective(kind=kind, action=text, ranks=ranks, num_bytes=8, start_s=start_s, end_s=end_s)  # type: ignore[arg-type]
 
@@ -79,7 +79,7 @@ def test_pieces_by_hand() -> None:
 
 def test_the_path_goes_where_the_late_one_is() -> None:
     """Rank 0 computes for 2 s and sends for 1 s; rank 1, done after 1 s, waits, receives and computes for 3 s."""
-    sent = Transfer(2.0, 3.0, "message", last_rank=0)
+    sent = Transfer(2.0, 3.0, "communication", last_rank=0)
     rows = {
         0: pieces_of(Activity([Busy(0.0, 2.0, ActivityShare.COMPUTE, "first")], [sent]), 6.0),
         1: pieces_of(
@@ -91,7 +91,7 @@ def test_the_path_goes_where_the_late_one_is() -> None:
         ),
     }
     path = [(p.part, p.duration_s) for p in critical_pieces(rows, 6.0)]
-    assert path == [("third", 3.0), ("message", 1.0), ("first", 2.0)]
+    assert path == [("third", 3.0), ("communication", 1.0), ("first", 2.0)]
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_a_measured_pipeline_by_hand() -> None:
         1: [action("1F0", 1.5, 2.5), action("1B0", 2.75, 4.0), action("1OPTIM", 4.0, 4.5)],
     }
     moved = {
-        0: [message("0SEND_F0", (0, 1), 1.0, 6.0), message("0RECV_B0", (1, 0), 1.0, 5.0)],
-        1: [message("1RECV_F0", (0, 1), 0.0, 1.5), message("1SEND_B0", (1, 0), 4.5, 4.5)],
+        0: [communication("0SEND_F0", (0, 1), 1.0, 6.0), communication("0RECV_B0", (1, 0), 1.0, 5.0)],
+        1: [communication("1RECV_F0", (0, 1), 0.0, 1.5), communication("1SEND_B0", (1, 0), 4.5, 4.5)],
     }
     run = measured(found, actions, moved, 7.0)
     terms, splits = attribute(found.timeline, run)
@@ -142,7 +142,7 @@ def test_a_measured_pipeline_by_hand() -> None:
         }
     )
     of_rank_1 = {share: seconds for share, seconds in splits[1].measured_s.items() if seconds}
-    # it hands its message over at 4.5 and has nothing to do but to see it go until 5
+    # it hands its communication over at 4.5 and has nothing to do but to see it go until 5
     assert of_rank_1 == pytest.approx(
         {"wait": 1.0 + 1.5, "exposed_communication": 1.0, "compute": 2.25, "optimizer": 0.5, "unexplained": 0.25}
     )
@@ -205,8 +205,14 @@ def test_terms_sum_to_the_difference_whatever_was_measured(busy: list[float], id
             now_s += busy[4 * rank + index]
     first, second = actions[1][0].start_s, actions[0][1].start_s
     moved = {
-        0: [message("0SEND_F0", (0, 1), actions[0][0].end_s, second), message("0RECV_B0", (1, 0), 0.0, second)],
-        1: [message("1RECV_F0", (0, 1), 0.0, first), message("1SEND_B0", (1, 0), actions[1][1].end_s, second)],
+        0: [
+            communication("0SEND_F0", (0, 1), actions[0][0].end_s, second),
+            communication("0RECV_B0", (1, 0), 0.0, second),
+        ],
+        1: [
+            communication("1RECV_F0", (0, 1), 0.0, first),
+            communication("1SEND_B0", (1, 0), actions[1][1].end_s, second),
+        ],
     }
     terms, splits = attribute(found.timeline, measured(found, actions, moved, step_s))
     assert sum(term.difference_s for term in terms) == pytest.approx(found.step_time_s - step_s, abs=1e-9)

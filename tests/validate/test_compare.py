@@ -22,7 +22,7 @@ from simplan.units import GIB
 from simplan.validate.activity import ActivityShare
 from simplan.validate.compare import AT_THIS_SPEED, compare
 from simplan.validate.measured import measured_timeline, predicted_timeline
-from simplan.validate.structure import predicted_messages
+from simplan.validate.structure import predicted_communications
 
 
 def predicted(plan: ParallelPlan, name: str = "test", **sizes: Any) -> Prediction:
@@ -34,7 +34,7 @@ def predicted(plan: ParallelPlan, name: str = "test", **sizes: Any) -> Predictio
 
 @pytest.fixture(scope="module")
 def prediction() -> Prediction:
-    return predicted(ParallelPlan(pp=2, stage_layers=(2, 2)))  # no message arrives while its receiver computes
+    return predicted(ParallelPlan(pp=2, stage_layers=(2, 2)))  # no communication arrives while its receiver computes
 
 
 def measure(found: Prediction, factor: float = 1.0, **changes: Any) -> Measurement:
@@ -68,7 +68,7 @@ def measure(found: Prediction, factor: float = 1.0, **changes: Any) -> Measureme
                 start_s=0.0 if kind == "recv" else factor * moved[text].start_s,  # ranks ask in good time
                 end_s=factor * moved[text].end_s,
             )
-            for kind, ranks_, size, text in predicted_messages(job)[rank]
+            for kind, ranks_, size, text in predicted_communications(job)[rank]
         )
         memory = PeakMemory(allocated_bytes=3 * GIB, device_bytes=(5 + rank) * GIB)
         ranks.append(RankMeasurement(rank=rank, peak_memory=memory, actions=tuple(actions), collectives=collectives))
@@ -138,7 +138,7 @@ def test_another_order_of_actions_is_noticed(prediction: Prediction) -> None:
 
 
 @pytest.mark.parametrize("change", [{"num_bytes": 1}, {"ranks": (1, 0)}, {"kind": "recv"}, {"action": "0SEND_F1"}])
-def test_another_message_is_noticed(prediction: Prediction, change: dict[str, Any]) -> None:
+def test_another_communication_is_noticed(prediction: Prediction, change: dict[str, Any]) -> None:
     measured = measure(prediction)
     first = measured.ranks[0]
     wrong = first.model_copy(

@@ -9,7 +9,7 @@ import pytest
 from simplan.errors import SpecError
 from simplan.plan.plan import ParallelPlan
 from simplan.prediction import Prediction
-from simplan.report.logged import could_come_from, logged_text
+from simplan.report.logged import candidate_causes, logged_text
 from simplan.runs.measurement import Measurement
 from simplan.validate.compare import compare
 from simplan.validate.logged import LoggedRun, compare_logged
@@ -52,7 +52,8 @@ def test_parts_are_those_of_the_predicted_critical_path(prediction: Prediction) 
 
 
 def test_deviations_of_computing_add_up_to_the_interval(prediction: Prediction) -> None:
-    """A pipeline of two with small messages: the interval is 1.645 deviations of computing, which errs together."""
+    """A pipeline of two with small communications: the interval is 1.645 deviations of computing, which errs
+    together."""
     bare = compare_logged(prediction.to_json(), LoggedRun(step_time_s=1.0))
     computing_s = sum(part.std_s for part in bare.parts if part.share != "exposed_communication")
     low_s, high_s = prediction.step_time_interval_s
@@ -156,4 +157,4 @@ def test_words(prediction: Prediction) -> None:
     assert "the first step is left out as warm-up: more than 1.5 times the median" in text
     assert "only `simplan run` can say" in text
     noisy = LoggedRun(step_times_s=tuple(prediction.step_time_s * f for f in (0.8, 0.9, 1.01, 1.1, 1.3, 1.01)))
-    assert "nothing can be read off it" in could_come_from(compare_logged(prediction.to_json(), noisy))
+    assert "nothing can be read off it" in candidate_causes(compare_logged(prediction.to_json(), noisy))

@@ -24,7 +24,7 @@ from simplan.validate.measured import stream_of
 def test_gathers_are_of_the_axis_of_their_ranks(
     plan: ParallelPlan, ranks: tuple[int, ...], stream: Stream, kind: str
 ) -> None:
-    message = MeasuredCollective.model_validate(
+    communication = MeasuredCollective.model_validate(
         {"kind": kind, "action": "0F0", "ranks": ranks, "num_bytes": 8, "start_s": 0.0, "end_s": 1.0}
     )
-    assert stream_of(message, 0, RankMapping.of(plan)) is stream
+    assert stream_of(communication, 0, RankMapping.of(plan)) is stream

@@ -24,15 +24,15 @@ from pydantic.fields import FieldInfo
 
 from simplan import catalog
 from simplan.accuracy.outcome import measured_memory_gib
-from simplan.accuracy.question import RunQuestion, question_of_run
+from simplan.accuracy.published_job import PublishedJob, job_of_published_run
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.schema import PublishedRun
 from simplan.errors import SimplanError
 from simplan.job import Job
-from simplan.model.implementations.layer_style import LayerStyle, Loss
+from simplan.model.implementations.layer_implementation import LayerImplementation, Loss
 from simplan.model.model import ModelSpec
 from simplan.predict.step_summary import summarize_step
-from simplan.software.rates import StackRates
+from simplan.software.rates import FrameworkRates
 from simplan.software.software import LowPrecisionLinears, SoftwareSpec, StateBytes
 from simplan.units import GIB
 
@@ -45,16 +45,16 @@ _NOT_SWITCHES |= {"sequence_parallelism", "ddp_stages", "bucket_bytes", "first_b
 """Facts, and what plans are let through."""
 _NEUTRAL_KERNELS: dict[str, Any] = {
     "low_attention": {},
-    "half_keys": 0.0,
-    "narrow_heads": 1.0,
-    "score_traffic": 1.0,
-    "any_order": False,
-    "row_scale_share": 1.0,
-    "odd_share": 1.0,
-    "misaligned_share": 1.0,
-    "tile_share": (1.0, 1.0),
+    "half_rate_keys": 0.0,
+    "head_dim_64_efficiency": 1.0,
+    "softmax_traffic_factor": 1.0,
+    "fp8_any_layout": False,
+    "rowwise_efficiency": 1.0,
+    "unaligned_efficiency": 1.0,
+    "misaligned_slice_efficiency": 1.0,
+    "small_tile_efficiency": (1.0, 1.0),
     "stream_overlap": 0.0,
-    "taken_share": 0.0,
+    "overlap_slowdown": 0.0,
     "split_s": 0.0,
     "batch_s": 0.0,
 }
@@ -96,7 +96,7 @@ def ablations() -> Iterator[Ablation]:
     yield Ablation("packed_attention", "document_calls where it is one_call", _in_calls)
     for way in ("all_to_all", "hybridep"):
         yield Ablation("expert_dispatch", f"{way} where it is none of copies", _dispatch(way))
-    for name, field in LayerStyle.model_fields.items():
+    for name, field in LayerImplementation.model_fields.items():
         if not field.exclude and name not in ("compiled", "documents_in_one_call", "loss"):
             for value in _values(field, [getattr(profile.layers, name) for profile in profiles]):
                 yield Ablation(f"layers.{name}", _said(value), _layers(name, value))
@@ -111,7 +111,7 @@ def ablations() -> Iterator[Ablation]:
     yield Ablation("state_bytes.reduced", "gradient", _states("reduced", lambda state: state.gradient))
     for name in ("residual", "boundary", "product"):
         yield Ablation(f"state_bytes.{name}", "activation", _states(name, lambda state: state.activation))
-    for name, field in StackRates.model_fields.items():
+    for name, field in FrameworkRates.model_fields.items():
         if name not in ("relative_std", "fitted_on"):
             yield Ablation(f"rates.{name}", _said(field.default), _rates(name, field.default))
     for name, value in _NEUTRAL_KERNELS.items():
@@ -213,7 +213,7 @@ def _without_mtp(job: Job) -> Job:
     return replace(job, model=ModelSpec.model_validate(given))
 
 
-def _figures(question: RunQuestion, job: Job) -> Figures | None:
+def _figures(question: PublishedJob, job: Job) -> Figures | None:
     """The prediction; None where it is refused."""
     try:
         summary = summarize_step(job, steps_overlap=question.steps_overlap)
@@ -243,7 +243,7 @@ def _changes(before: Figures, now: Figures) -> bool:
     return any(abs(a - b) > 1e-9 * abs(a) for a, b in pairs)
 
 
-def _rows(asked: list[tuple[str, PublishedRun, RunQuestion, Figures]], ablation: Ablation) -> Iterator[dict[str, Any]]:
+def _rows(asked: list[tuple[str, PublishedRun, PublishedJob, Figures]], ablation: Ablation) -> Iterator[dict[str, Any]]:
     """One row for each file that has runs whose prediction changes."""
     source: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     touched: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
@@ -289,7 +289,7 @@ def _differing(field: str) -> int | None:
     if group == "state_bytes":
         states = ([s for kind in _STATES for s in getattr(profile, kind).values()] for profile in profiles)
         return sum(any(getattr(state, name) != getattr(_plain(state), name) for state in each) for each in states)
-    owner = {"": SoftwareSpec, "layers": LayerStyle, "rates": StackRates}[group]
+    owner = {"": SoftwareSpec, "layers": LayerImplementation, "rates": FrameworkRates}[group]
     info = owner.model_fields[name]
     if info.is_required():
         return len(profiles)
@@ -346,7 +346,7 @@ def main() -> None:
     for read in read_published(given.files):
         for run in read.runs or ():
             try:
-                question = question_of_run(run)
+                question = job_of_published_run(run)
             except SimplanError:
                 continue
             figures = _figures(question, question.job)

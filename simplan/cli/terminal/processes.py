@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from simplan.children import ask_to_end, exit_code
+from simplan.children import exit_code, request_full_recompute
 from simplan.cli.terminal.output import say
 from simplan.errors import Problem, RunError, SpecError
 
@@ -99,7 +99,7 @@ def _end(child: subprocess.Popen[str]) -> None:
     try:
         if exit_code(child, 0.0) is None:
             say("stopping the ranks (Ctrl-C again kills them immediately)")
-            ask_to_end(child)  # heeded also where Ctrl-C is ignored, as a shell's background jobs do
+            request_full_recompute(child)  # heeded also where Ctrl-C is ignored, as a shell's background jobs do
             if exit_code(child, _GRACE_S) is None:
                 os.killpg(child.pid, signal.SIGKILL)
     except KeyboardInterrupt:

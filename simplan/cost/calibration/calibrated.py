@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from simplan.cluster.hardware import ClusterSpec
-from simplan.cost.base import CostModel, Price, Provenance
 from simplan.cost.calibration.format import (
     Calibration,
     CommunicationTiming,
@@ -18,16 +17,17 @@ from simplan.cost.calibration.format import (
     Sample,
     way_of_mixing,
 )
-from simplan.cost.communication.collectives import bus_factor, message_price
+from simplan.cost.communication.collectives import bus_factor, communication_cost
 from simplan.cost.compute.grid import KernelGrid
 from simplan.cost.compute.grid_cost import GridCost
+from simplan.cost.model import CostEstimate, CostModel, Provenance
 from simplan.errors import Problem, SpecError
 from simplan.model.layer import (
     Attention,
     CollectiveKind,
-    Exchange,
     Gemm,
     Kernel,
+    LayerCollective,
     LayerSpec,
     Lookup,
     Pointwise,
@@ -35,7 +35,7 @@ from simplan.model.layer import (
 )
 from simplan.model.low_precision import DEFAULT_RECIPE, Fp8Recipe
 from simplan.program.memory.split_footprint import weighted_kernels
-from simplan.program.program import HostCopy, HostWait, LayerWork, Message, Phase
+from simplan.program.program import Communication, HostCopy, HostWait, LayerWork, Phase
 from simplan.training.optimizer import UpdateName
 from simplan.units import format_bytes, format_time
 
@@ -148,16 +148,16 @@ class CalibratedCost:
         return statistics.median(found) if found else None
 
     @property
-    def taken_share(self) -> float:
+    def overlap_slowdown(self) -> float:
         """See ``CostModel``: as measured, otherwise as without a calibration; 0 on CPUs, whose cores ranks share."""
         if self._calibration.device_kind != "gpu":
             return 0.0
         slowdown = self.compute_slowdown
         if slowdown is not None:
             return 1 - 1 / slowdown
-        return 0.0 if self._otherwise is None else self._otherwise.taken_share
+        return 0.0 if self._otherwise is None else self._otherwise.overlap_slowdown
 
-    def compute(self, work: LayerWork) -> Price:
+    def compute(self, work: LayerWork) -> CostEstimate:
         """See ``CostModel``.
 
         Raises:
@@ -170,10 +170,10 @@ class CalibratedCost:
             return self._untimed_compute(work)
         return self._priced(work, timing, 1.0, Provenance.CALIBRATED)
 
-    def _priced(self, work: LayerWork, timing: LayerTiming, factor: float, provenance: Provenance) -> Price:
+    def _priced(self, work: LayerWork, timing: LayerTiming, factor: float, provenance: Provenance) -> CostEstimate:
         sample = _sample(timing, work.phase)
         if sample is None:
-            return Price(0.0, provenance, 0.0, "nothing needs the gradient of the layer's input")
+            return CostEstimate(0.0, provenance, 0.0, "nothing needs the gradient of the layer's input")
         if work.phase in _OF_PARAMETERS:
             timed = work.layer.num_parameters if work.phase is Phase.GATHER_COPY else work.layer.num_trained
             factor = work.num_parameters / (timed or 1)
@@ -188,7 +188,7 @@ class CalibratedCost:
         crowding = self._crowding(timing.num_ranks, max(1, self._calibration.num_cores // timing.num_ranks))
         if crowding > 1.0:
             times += f" / {crowding:.3g} (ranks per core)"
-        return Price(
+        return CostEstimate(
             sample.mean_s * factor / crowding,
             provenance,
             std,
@@ -202,12 +202,12 @@ class CalibratedCost:
             return 1.0
         return max(1.0, num_ranks * threads / self._calibration.num_cores)
 
-    def _untimed_compute(self, work: LayerWork) -> Price:
+    def _untimed_compute(self, work: LayerWork) -> CostEstimate:
         """Estimates from the grid, otherwise from the nearest timed microbatch size of the same layer."""
         if self._grid is not None:
-            price = self._grid.price(work)
+            cost_estimate = self._grid.cost_estimate(work)
             threads = max(1, self._calibration.num_cores // self._grid_ranks)
-            return replace(price, seconds=price.seconds / self._crowding(self._grid_ranks, threads))
+            return replace(cost_estimate, seconds=cost_estimate.seconds / self._crowding(self._grid_ranks, threads))
         same = [t for (key, _), t in self._layers.items() if key == work.layer.key]
         if same:
             nearest = min(same, key=lambda t: abs(t.microbatch_size - work.microbatch_size))
@@ -225,21 +225,21 @@ class CalibratedCost:
             )
         )
 
-    def message(self, message: Message) -> Price:
+    def communication(self, communication: Communication) -> CostEstimate:
         """See ``CostModel``.
 
         Raises:
             SpecError: No communication of this kind was timed.
         """
-        kind, n = message.kind, len(message.ranks)
+        kind, n = communication.kind, len(communication.ranks)
         if n == 1:
-            return Price(0.0, Provenance.CALIBRATED, 0.0, "a group of one")
-        num_nodes = 1 if self._cluster is None else len({self._cluster.node_of(rank) for rank in message.ranks})
+            return CostEstimate(0.0, Provenance.CALIBRATED, 0.0, "a group of one")
+        num_nodes = 1 if self._cluster is None else len({self._cluster.node_of(rank) for rank in communication.ranks})
         timings = [t for t in self._calibration.communication if t.kind == kind and t.num_nodes == num_nodes]
         if self._otherwise is not None and not any(t.num_ranks == n for t in timings):
-            return self._otherwise.message(message)
+            return self._otherwise.communication(communication)
         if self._cluster is not None and num_nodes > 1 and not timings:
-            return message_price(message, self._cluster)
+            return communication_cost(communication, self._cluster)
         if not timings:
             raise SpecError(
                 Problem(
@@ -254,20 +254,20 @@ class CalibratedCost:
         curve = sorted(
             (t for t in timings if (t.num_ranks, t.world_size) == group), key=lambda timing: timing.num_bytes
         )
-        seconds, inside = _interpolate(curve, message.num_bytes)
+        seconds, inside = _interpolate(curve, communication.num_bytes)
         exact = group == (n, self._num_ranks) and inside
         seconds *= bus_factor(kind, n) / bus_factor(kind, nearest.num_ranks)
         seconds /= self._crowding(nearest.world_size, 1)
         spread = statistics.median(t.seconds.round_std for t in curve)
-        return Price(
+        return CostEstimate(
             seconds,
             Provenance.CALIBRATED if exact else Provenance.EXTRAPOLATED,
             (spread**2 + (0.1 if exact else _EXTRAPOLATED_STD) ** 2) ** 0.5,
-            f"{kind} of {format_bytes(message.num_bytes)} over {n} ranks, between timed sizes "
+            f"{kind} of {format_bytes(communication.num_bytes)} over {n} ranks, between timed sizes "
             f"{format_bytes(curve[0].num_bytes)} and {format_bytes(curve[-1].num_bytes)}",
         )
 
-    def host_copy(self, copy: HostCopy) -> Price:
+    def host_copy(self, copy: HostCopy) -> CostEstimate:
         """See ``CostModel``.
 
         Raises:
@@ -282,7 +282,7 @@ class CalibratedCost:
             raise SpecError(Problem(field="calibration", rule=rule, fix=fix))
         seconds, inside = _interpolate(curve, copy.num_bytes)
         spread = statistics.median(t.seconds.round_std for t in curve)
-        return Price(
+        return CostEstimate(
             seconds / self._crowding(self._num_ranks, 1),
             Provenance.CALIBRATED if inside else Provenance.EXTRAPOLATED,
             (spread**2 + (0.1 if inside else _EXTRAPOLATED_STD) ** 2) ** 0.5,
@@ -290,11 +290,11 @@ class CalibratedCost:
             f"{format_bytes(curve[-1].num_bytes)}",
         )
 
-    def host_wait(self, wait: HostWait) -> Price:
+    def host_wait(self, wait: HostWait) -> CostEstimate:
         """See ``CostModel``."""
         if self._otherwise is not None:
             return self._otherwise.host_wait(wait)
-        return Price(0.0, Provenance.CALIBRATED, 0.0, "a bare loop was timed")
+        return CostEstimate(0.0, Provenance.CALIBRATED, 0.0, "a bare loop was timed")
 
     def _host_copies(self) -> list[HostCopyTiming]:
         """Returns copy timings with the run's ranks per machine, smallest first."""
@@ -398,5 +398,5 @@ def _weight(kernel: Kernel) -> int:
             return _FLOPS_PER_ELEMENT * (reads + writes)
         case Lookup(rows=rows, width=columns):
             return _FLOPS_PER_ELEMENT * 2 * rows * columns
-        case Exchange():
+        case LayerCollective():
             return 0

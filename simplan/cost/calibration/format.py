@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field
 
 from simplan.base import Count, NonNegative, Positive, Spec
-from simplan.model.implementations.layer_style import LayerStyle, ModelCode, styled_layers
+from simplan.model.implementations.layer_implementation import LayerImplementation, ModelCode, implemented_layers
 from simplan.model.layer import CollectiveKind, LayerSpec
 from simplan.model.low_precision import DEFAULT_RECIPE, Fp8Recipe
 from simplan.model.model import ModelSpec
@@ -264,8 +264,8 @@ class ShapeRequest(Spec):
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
         """Layers of each rank, with the keys by which their timings are looked up."""
-        style = LayerStyle(compiled=self.compiled, model_code=self.model_code)
-        return styled_layers(self.model.layers_of(self.shard), style, self.model.family)
+        style = LayerImplementation(compiled=self.compiled, model_code=self.model_code)
+        return implemented_layers(self.model.layers_of(self.shard), style, self.model.family)
 
 
 class CalibrationRequest(Spec):

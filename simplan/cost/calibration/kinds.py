@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simplan.model.layer import CollectiveKind, Exchange
+from simplan.model.layer import CollectiveKind, LayerCollective
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.training.optimizer import LAYERWISE
@@ -36,7 +36,7 @@ def _of_layers(plan: ParallelPlan, model: ModelSpec) -> set[CollectiveKind]:
     kinds: set[CollectiveKind] = set()
     for layer in set(model.layers_of(plan.shard)):
         for kernel in layer.kernels:
-            if isinstance(kernel, Exchange):
+            if isinstance(kernel, LayerCollective):
                 kinds.update(kind for kind in (kernel.forward, kernel.backward) if kind is not None)
         if any(parameter.partial_gradient for parameter in layer.parameters):
             kinds.add(CollectiveKind.ALL_REDUCE)

@@ -18,16 +18,16 @@ Sources: Patarasuk and Yuan 2009 (rings), Thakur et al. 2005 (pairwise exchange)
 from __future__ import annotations
 
 from simplan.cluster.hardware import ClusterSpec
-from simplan.cost.base import Price, Provenance
 from simplan.cost.communication.algorithm import CommAlgorithm
 from simplan.cost.communication.gloo import gloo_way
 from simplan.cost.communication.nccl import nccl_ways
 from simplan.cost.communication.route import Route, route_of
 from simplan.cost.communication.torus import torus_way
+from simplan.cost.model import CostEstimate, Provenance
 from simplan.model.layer import CollectiveKind
-from simplan.program.program import Message
+from simplan.program.program import Communication
 
-__all__ = ["bus_factor", "message_price", "message_s", "send_s"]
+__all__ = ["bus_factor", "communication_cost", "communication_s", "send_s"]
 
 
 def bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
@@ -52,23 +52,23 @@ def send_s(num_bytes: float, bytes_per_s: float, latency_s: float) -> float:
     return latency_s + num_bytes / bytes_per_s
 
 
-def message_price(message: Message, cluster: ClusterSpec, route: Route | None = None) -> Price:
+def communication_cost(communication: Communication, cluster: ClusterSpec, route: Route | None = None) -> CostEstimate:
     """Estimates the time on a cluster with two tiers. A group of one rank costs nothing.
 
     Args:
-        message: The communication; its ranks are devices of the cluster.
+        communication: The communication; its ranks are devices of the cluster.
         cluster: The cluster.
         route: Route of its ranks; None to compute it.
 
     Raises:
         SpecError: The cluster names no link for a tier that the communication crosses.
     """
-    if len(message.ranks) == 1:
-        return Price(0.0, Provenance.DATASHEET, 0.0, "a group of one")
-    route = route or route_of(message.ranks, cluster)
-    link, num_bytes = route.slowest.link, message.num_bytes
-    way = min(_ways(message, route, cluster), key=lambda way: way.seconds(num_bytes))
-    return Price(
+    if len(communication.ranks) == 1:
+        return CostEstimate(0.0, Provenance.DATASHEET, 0.0, "a group of one")
+    route = route or route_of(communication.ranks, cluster)
+    link, num_bytes = route.slowest.link, communication.num_bytes
+    way = min(_ways(communication, route, cluster), key=lambda way: way.seconds(num_bytes))
+    return CostEstimate(
         way.seconds(num_bytes),
         Provenance.DATASHEET if link.fitted_on is None else Provenance.PUBLISHED,
         _relative_std(route, num_bytes, cluster),
@@ -78,27 +78,27 @@ def message_price(message: Message, cluster: ClusterSpec, route: Route | None = 
 
 def _relative_std(route: Route, num_bytes: float, cluster: ClusterSpec) -> float:
     """Returns the relative std; between nodes, training shares the network more than collective benchmarks do."""
-    in_training = cluster.device.kernels.between_nodes_std
+    in_training = cluster.device.kernels.inter_node_std
     if route.between is None or in_training is None:
         return route.slowest.link.relative_std.of(num_bytes)
     return in_training
 
 
-def message_s(message: Message, cluster: ClusterSpec, route: Route | None = None) -> float:
-    """Returns the seconds of ``message_price`` without a formula; the arguments and errors are equal."""
-    if len(message.ranks) == 1:
+def communication_s(communication: Communication, cluster: ClusterSpec, route: Route | None = None) -> float:
+    """Returns the seconds of ``communication_cost`` without a formula; the arguments and errors are equal."""
+    if len(communication.ranks) == 1:
         return 0.0
-    route = route or route_of(message.ranks, cluster)
-    return min(way.seconds(message.num_bytes) for way in _ways(message, route, cluster))
+    route = route or route_of(communication.ranks, cluster)
+    return min(way.seconds(communication.num_bytes) for way in _ways(communication, route, cluster))
 
 
-def _ways(message: Message, route: Route, cluster: ClusterSpec) -> list[CommAlgorithm]:
+def _ways(communication: Communication, route: Route, cluster: ClusterSpec) -> list[CommAlgorithm]:
     """Returns the available algorithms; a cluster has one library, that of its link inside nodes."""
     link = cluster.intra_link or route.slowest.link
     match link.library:
         case "nccl":
-            return nccl_ways(message, route)
+            return nccl_ways(communication, route)
         case "xla":
-            return [torus_way(message, route)]
+            return [torus_way(communication, route)]
         case "gloo":
-            return [gloo_way(message.kind, route)]
+            return [gloo_way(communication.kind, route)]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from simplan.cluster.hardware import ClusterSpec
-from simplan.cost.base import Price, Provenance
 from simplan.cost.communication.collectives import send_s
+from simplan.cost.model import CostEstimate, Provenance
 from simplan.program.program import HostCopy
 from simplan.units import format_bytes, format_rate, format_time
 
-__all__ = ["HOST_LINK_EFFICIENCY", "HOST_MEMORY_EFFICIENCY", "host_copy_price", "host_memory_rate"]
+__all__ = ["HOST_LINK_EFFICIENCY", "HOST_MEMORY_EFFICIENCY", "host_copy_cost", "host_memory_rate"]
 
 HOST_LINK_EFFICIENCY = 0.8
 """Fraction of the datasheet bandwidth that copy engines achieve. NVIDIA's nvbandwidth (README at 04bf2869) prints 12.36
@@ -37,7 +37,7 @@ def host_memory_rate(cluster: ClusterSpec) -> float | None:
     return node * HOST_MEMORY_EFFICIENCY / cluster.ranks_per_node
 
 
-def host_copy_price(copy: HostCopy, cluster: ClusterSpec) -> Price:
+def host_copy_cost(copy: HostCopy, cluster: ClusterSpec) -> CostEstimate:
     """Estimates the time of a copy on a cluster whose devices each have a separate link to the host.
 
     Args:
@@ -48,4 +48,4 @@ def host_copy_price(copy: HostCopy, cluster: ClusterSpec) -> Price:
     assert link is not None
     rate = link.bytes_per_s * HOST_LINK_EFFICIENCY
     formula = f"{format_time(link.latency_s)} + {format_bytes(copy.num_bytes)} / {format_rate(rate)} ({link.id})"
-    return Price(send_s(copy.num_bytes, rate, link.latency_s), Provenance.DATASHEET, _RELATIVE_STD, formula)
+    return CostEstimate(send_s(copy.num_bytes, rate, link.latency_s), Provenance.DATASHEET, _RELATIVE_STD, formula)

@@ -36,7 +36,7 @@ from typing import NamedTuple
 from simplan.cost.communication.algorithm import CommAlgorithm, TransferTerm
 from simplan.cost.communication.route import Route, Tier
 from simplan.model.layer import CollectiveKind
-from simplan.program.program import Message
+from simplan.program.program import Communication
 
 __all__ = ["LAPS", "nccl_ways"]
 
@@ -68,7 +68,7 @@ class _Protocol(NamedTuple):
 
 # hwLatencies NVLINK: ring 0.6, 1.9, 3.4 us, tree 0.6, 1.25, 4.0; NET: ring 2.7, 4, 14, tree 5, 8.5, 14.
 # LL: llMaxBws over the bus bandwidth, 0.36 to 0.42 inside a node and 0.11 between. LL128: 0.92, in its text.
-# post_s: getNetOverhead, 1 us to 2 us for each message, three times for Simple.
+# post_s: getNetOverhead, 1 us to 2 us for each communication, three times for Simple.
 _LL = _Protocol("LL", 6.6e-6, _Terms(0.18, 0.18, 0.39), _Terms(0.19, 0.36, 0.11), 1e-6)
 _LL128 = _Protocol("LL128", 14.0e-6, _Terms(0.56, 0.37, 0.92), _Terms(0.29, 0.61, 0.92), 1e-6)
 _SIMPLE = _Protocol("Simple", 8.4e-6, _Terms(1.0, 1.18, 1.0), _Terms(1.0, 1.0, 1.0), 3e-6)
@@ -79,23 +79,27 @@ _TREE_SHARE = 0.92  # ncclTopoTuneModel: busBw * .92
 _NVLS_STEP_INSIDE, _NVLS_STEP_BETWEEN = 7.35, 1.49  # hwLatencies: 25 of 3.4 us; 20.9 of 14 us
 
 
-def nccl_ways(message: Message, route: Route) -> list[CommAlgorithm]:
+def nccl_ways(communication: Communication, route: Route) -> list[CommAlgorithm]:
     """Returns NCCL's available algorithms, of which it uses the fastest.
 
     Args:
-        message: Communication among two or more ranks.
+        communication: Communication among two or more ranks.
         route: Route of the ranks.
     """
-    match message.kind:
+    match communication.kind:
         case CollectiveKind.SEND | CollectiveKind.RING:
             return [_hop(protocol, route) for protocol in _OF_PAIRS]
         case CollectiveKind.ALL_TO_ALL:
-            return [_pairwise(protocol, message, route) for protocol in _OF_PAIRS]
-    ways = [_ring(protocol, message.kind, route) for protocol in _PROTOCOLS]
-    if message.kind is CollectiveKind.ALL_REDUCE:
+            return [_pairwise(protocol, communication, route) for protocol in _OF_PAIRS]
+    ways = [_ring(protocol, communication.kind, route) for protocol in _PROTOCOLS]
+    if communication.kind is CollectiveKind.ALL_REDUCE:
         ways += [_tree(protocol, route) for protocol in _PROTOCOLS]
-    if route.inside is not None and route.inside.link.switch_share is not None and _switch_can(message.kind, route):
-        ways.append(_nvls(message.kind, route, route.inside, route.inside.link.switch_share))
+    if (
+        route.inside is not None
+        and route.inside.link.switch_share is not None
+        and _switch_can(communication.kind, route)
+    ):
+        ways.append(_nvls(communication.kind, route, route.inside, route.inside.link.switch_share))
     return ways
 
 
@@ -176,13 +180,13 @@ def _tree_move(route: Route, between: Tier, share: float) -> TransferTerm:
     return TransferTerm(1.0, rate) if route.num_nodes == 2 else TransferTerm(2.0, rate, "2 x ")
 
 
-def _pairwise(protocol: _Protocol, message: Message, route: Route) -> CommAlgorithm:
+def _pairwise(protocol: _Protocol, communication: Communication, route: Route) -> CommAlgorithm:
     """Returns the all-to-all in which every rank sends one n-th to every other; of both tiers the slower one counts.
 
     Expert dispatch may send each token to a node once, and inside the node to all ranks with its experts.
     """
     n, k, nodes = route.num_ranks, route.local, route.num_nodes
-    once = message.draw if route.between is not None and route.inside is not None else None
+    once = communication.draw if route.between is not None and route.inside is not None else None
     tiers: list[tuple[int, Tier, _Terms, TransferTerm]] = []
     if route.inside is not None:
         rate = protocol.inside.share * route.inside.group_bytes_per_s
@@ -206,7 +210,7 @@ def _pairwise(protocol: _Protocol, message: Message, route: Route) -> CommAlgori
         )
         for peers, tier, terms, move in tiers
     ]
-    return max(ways, key=lambda way: way.seconds(message.num_bytes))
+    return max(ways, key=lambda way: way.seconds(communication.num_bytes))
 
 
 def _per_byte(move: TransferTerm) -> float:

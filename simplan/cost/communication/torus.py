@@ -25,19 +25,19 @@ from simplan.cost.communication.algorithm import CommAlgorithm, TransferTerm
 from simplan.cost.communication.nccl import LAPS
 from simplan.cost.communication.route import Route, Tier
 from simplan.model.layer import CollectiveKind
-from simplan.program.program import Message
+from simplan.program.program import Communication
 
 __all__ = ["torus_way"]
 
 
-def torus_way(message: Message, route: Route) -> CommAlgorithm:
+def torus_way(communication: Communication, route: Route) -> CommAlgorithm:
     """Returns the algorithm over a torus.
 
     Args:
-        message: Communication among two or more ranks.
+        communication: Communication among two or more ranks.
         route: Route of the ranks; its link inside a slice, if used, is a torus.
     """
-    kind = message.kind
+    kind = communication.kind
     if kind in (CollectiveKind.SEND, CollectiveKind.RING):
         tier = route.slowest
         return CommAlgorithm("hop", 0.0, ((1, tier.latency_s),), (TransferTerm(1.0, tier.pair_bytes_per_s),))

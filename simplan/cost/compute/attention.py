@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from simplan.cost.compute.matmul import Product, ProductRates
+from simplan.cost.compute.matmul import Matmul, MatmulRates
 from simplan.model.layer import Attention
 from simplan.model.low_precision import LinearFormat
-from simplan.software.rates import AttentionShare, LowAttention
+from simplan.software.rates import AttentionEfficiency, LowAttention
 
 __all__ = ["AttentionRates"]
 
@@ -28,26 +28,26 @@ class AttentionRates:
     """Achieved rates of attention kernels.
 
     Attributes:
-        products: Rates of the BF16, FP16 or FP32 matmuls of unfused attention.
+        matmuls: Rates of the BF16, FP16 or FP32 matmuls of unfused attention.
         flop_per_s: Best published rate of these matmuls, in FLOP/s.
         share: Efficiency, as a fraction of ``flop_per_s``, of a fused kernel with large head_dim and many keys per
             query.
-        half_keys: Attended keys per query at which a fused kernel achieves half of its rate.
-        narrow_heads: Fraction of the rate achieved with head_dim 64.
+        half_rate_keys: Attended keys per query at which a fused kernel achieves half of its rate.
+        head_dim_64_efficiency: Fraction of the rate achieved with head_dim 64.
         width: Bytes per element.
-        score_traffic: See ``KernelRates``.
+        softmax_traffic_factor: See ``KernelRates``.
         form: Format of FP8 attention; None for none.
         low: FP8 rates by head_dim; None for none.
-        traffic: Traffic factor of casts; see ``StackRates``.
+        traffic: Traffic factor of casts; see ``FrameworkRates``.
     """
 
-    products: ProductRates
+    matmuls: MatmulRates
     flop_per_s: float
-    share: AttentionShare
-    half_keys: float
-    narrow_heads: float
+    share: AttentionEfficiency
+    half_rate_keys: float
+    head_dim_64_efficiency: float
     width: int
-    score_traffic: float = 1.0
+    softmax_traffic_factor: float = 1.0
     form: LinearFormat | None = None
     low: Mapping[int, LowAttention] | None = None
     traffic: float = 1.0
@@ -70,12 +70,14 @@ class AttentionRates:
         whole = replace(kernel, eight_bits=False, window=0 if backward else kernel.window)
         width = max((known for known in self.low if known <= kernel.head_dim), default=min(self.low))
         times = self.low[width].backward if backward else self.low[width].forward
-        fixed_s = len(whole.calls) * self.products.kernel_s
+        fixed_s = len(whole.calls) * self.matmuls.kernel_overhead_s
         casts, elements = self._casts(kernel, backward)
         passes = 2 if self.form.finds_largest else 1
         copies = 1 if self.form.has_one_scale else 2
         num_bytes = b * (elements * passes * self.width + copies * self.form.quantized_bytes(elements // _ROW, _ROW))
-        casting_s = num_bytes * self.traffic / self.products.bytes_per_s + casts * passes * self.products.kernel_s
+        casting_s = (
+            num_bytes * self.traffic / self.matmuls.bytes_per_s + casts * passes * self.matmuls.kernel_overhead_s
+        )
         return fixed_s + (self._fused_s(whole, b, backward) - fixed_s) / times + casting_s
 
     @staticmethod
@@ -92,20 +94,20 @@ class AttentionRates:
         width = kernel.head_dim + (kernel.value_head_dim or kernel.head_dim)
         keys = kernel.computed_flops / (2 * kernel.num_heads * kernel.seq_len * width)
         share = self.share.backward if backward else self.share.forward
-        share *= self.share.sustained * keys / (keys + self.half_keys)
+        share *= self.share.sustained * keys / (keys + self.half_rate_keys)
         if kernel.head_dim < _WIDE_HEAD:
-            share *= self.narrow_heads ** (_WIDE_HEAD / kernel.head_dim - 1)
+            share *= self.head_dim_64_efficiency ** (_WIDE_HEAD / kernel.head_dim - 1)
         rate = self.flop_per_s * share
         times = b / rate * (_BACKWARD_PRODUCTS if backward else 1)
-        return sum(flops * times + self.products.kernel_s for flops in kernel.calls)
+        return sum(flops * times + self.matmuls.kernel_overhead_s for flops in kernel.calls)
 
     def _eager_s(self, kernel: Attention, b: int, backward: bool) -> float:
         """Returns the seconds of two batched matmuls, four in backward, and of kernels over the scores between them."""
         heads, queries = b * kernel.num_heads, kernel.seq_len
         keys, scores = kernel.num_keys or queries, b * kernel.num_scores
         dims = (kernel.head_dim, kernel.value_head_dim or kernel.head_dim)
-        products = [product for dim in dims for product in self._products(heads, queries, keys, dim, scores)]
-        made, summed = products[0::2], products[1::2]
+        matmuls = [product for dim in dims for product in self._products(heads, queries, keys, dim, scores)]
+        made, summed = matmuls[0::2], matmuls[1::2]
         runs = [made[1], summed[1], summed[0], summed[0]] if backward else [made[0], summed[1]]
         if kernel.fused_softmax:
             passed = scores * self.width * _SOFTMAX_PASSES[backward]
@@ -115,11 +117,11 @@ class AttentionRates:
             passed += scores * _SOFT_CAP_PASSES[backward] * self.width
         if kernel.dropout:
             passed += scores * (_DROPOUT_PASSES * self.width + _MASK_BYTES)
-        passing_s = passed * self.score_traffic / self.products.bytes_per_s + self.products.kernel_s
-        return sum(self.products.seconds(product) for product in runs) + passing_s
+        passing_s = passed * self.softmax_traffic_factor / self.matmuls.bytes_per_s + self.matmuls.kernel_overhead_s
+        return sum(self.matmuls.seconds(product) for product in runs) + passing_s
 
-    def _products(self, heads: int, queries: int, keys: int, dim: int, scores: int) -> tuple[Product, Product]:
+    def _products(self, heads: int, queries: int, keys: int, dim: int, scores: int) -> tuple[Matmul, Matmul]:
         """Returns the matmul that computes scores and the matmul that sums over them."""
         num_bytes = self.width * (scores + heads * (queries + keys) * dim)
         scores_of, sum_over = (queries, keys, dim, heads, num_bytes), (queries, dim, keys, heads, num_bytes)
-        return Product(*scores_of, operands="slices"), Product(*sum_over, operands="slices")
+        return Matmul(*scores_of, operands="slices"), Matmul(*sum_over, operands="slices")

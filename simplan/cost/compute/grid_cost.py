@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from simplan.cost.base import Price, Provenance
 from simplan.cost.calibration.format import KernelName
 from simplan.cost.compute.grid import GridTime, KernelGrid
 from simplan.cost.compute.kernels import running_kernels
-from simplan.model.layer import Attention, Exchange, Gemm, Kernel, LayerSpec, Lookup, Pointwise
+from simplan.cost.model import CostEstimate, Provenance
+from simplan.model.layer import Attention, Gemm, Kernel, LayerCollective, LayerSpec, Lookup, Pointwise
 from simplan.program.program import LayerWork, Phase
 from simplan.training.optimizer import UPDATES, UpdateName
 from simplan.units import counted, format_time
@@ -50,7 +50,7 @@ class GridCost:
         self._accumulates = accumulates
         self._traffic = traffic
 
-    def price(self, work: LayerWork) -> Price:
+    def cost_estimate(self, work: LayerWork) -> CostEstimate:
         """Returns the sum over the kernels that run."""
         found = list(self._times(work))
         seconds = sum(time.seconds for _, time in found)
@@ -60,11 +60,11 @@ class GridCost:
         if sum(outside_s for _, outside_s in outside) > _NEGLIGIBLE * seconds:
             names = ", ".join(dict.fromkeys(name for name, _ in outside))
             price_std = max(std, _EXTRAPOLATED_STD)
-            return Price(seconds, Provenance.EXTRAPOLATED, price_std, f"{formula}, larger than timed: {names}")
+            return CostEstimate(seconds, Provenance.EXTRAPOLATED, price_std, f"{formula}, larger than timed: {names}")
         largest = max(found, key=lambda each: each[1].seconds, default=None)
         if largest is not None and len(found) > 1:
             formula += f", {format_time(largest[1].seconds)} of it {largest[0]}"
-        return Price(seconds, Provenance.CALIBRATED, (std**2 + _SYSTEMATIC_STD**2) ** 0.5, formula)
+        return CostEstimate(seconds, Provenance.CALIBRATED, (std**2 + _SYSTEMATIC_STD**2) ** 0.5, formula)
 
     def _times(self, work: LayerWork) -> Iterator[tuple[str, GridTime]]:
         phase = work.phase
@@ -98,7 +98,7 @@ class GridCost:
                     yield time._replace(seconds=time.seconds * self._traffic)
             case Lookup(rows=rows, width=columns):
                 yield self._grid.time("lookup", (b * rows * columns,), backward=phase in _WEIGHT_GRADIENTS)
-            case Exchange():
+            case LayerCollective():
                 raise AssertionError("an exchange is a message")
 
     def _products(self, kernel: Gemm, b: int, phase: Phase) -> Iterator[GridTime]:
@@ -145,4 +145,4 @@ def _pointwise(kernel: Pointwise) -> tuple[KernelName, float]:
 
 
 def _name(kernel: Kernel) -> str:
-    return "exchange" if isinstance(kernel, Exchange) else kernel.name
+    return "exchange" if isinstance(kernel, LayerCollective) else kernel.name

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 from simplan.cluster.hardware import DeviceSpec, Dtype
-from simplan.cost.base import Provenance
 from simplan.cost.compute.attention import AttentionRates
 from simplan.cost.compute.kernels import KernelCost
-from simplan.cost.compute.matmul import ProductRates
+from simplan.cost.compute.matmul import MatmulRates
+from simplan.cost.model import Provenance
 from simplan.errors import Problem, SpecError
-from simplan.software.rates import AttentionKernel, AttentionShare, KernelRates, StackRates
+from simplan.software.rates import AttentionEfficiency, AttentionKernel, FrameworkRates, KernelRates
 from simplan.software.software import SoftwareSpec, StateBytes
 from simplan.training.optimizer import UpdateName
 from simplan.training.training import Precision
@@ -19,7 +19,7 @@ __all__ = ["kernel_cost"]
 
 _SIXTEEN_BITS: tuple[Dtype, ...] = ("bf16", "fp16")
 _FP4_BITS = 4
-_UNKNOWN_SHARE = AttentionShare(forward=0.6, backward=0.5)  # FlashAttention-2 on A100 (Dao 2023, figures 5 and 6)
+_UNKNOWN_SHARE = AttentionEfficiency(forward=0.6, backward=0.5)  # FlashAttention-2 on A100 (Dao 2023, figures 5 and 6)
 
 
 def kernel_cost(
@@ -54,18 +54,18 @@ def kernel_cost(
     _check(device, precision, wanted)
     rates, stack = device.kernels, software.rates
     (ceiling, provenance), *lower = [_ceiling(device, dtype) for dtype in wanted]
-    products = _product_rates(device, ceiling * rates.matmul_share * stack.stack_share, stack)
+    matmuls = _product_rates(device, ceiling * rates.matmul_efficiency * stack.framework_efficiency, stack)
     share = _attention_share(rates, stack.attention_kernel)
     return KernelCost(
-        products=products,
+        matmuls=matmuls,
         attention=AttentionRates(
-            products,
-            ceiling * stack.stack_share,
+            matmuls,
+            ceiling * stack.framework_efficiency,
             share,
-            rates.half_keys if share.half_keys is None else share.half_keys,
-            rates.narrow_heads if share.narrow_heads is None else share.narrow_heads,
+            rates.half_rate_keys if share.half_rate_keys is None else share.half_rate_keys,
+            rates.head_dim_64_efficiency if share.head_dim_64_efficiency is None else share.head_dim_64_efficiency,
             state.activation,
-            rates.score_traffic,
+            rates.softmax_traffic_factor,
             state.linear,
             next((rate for name, rate in rates.low_attention.items() if name == precision), None),
             software.traffic,
@@ -74,53 +74,53 @@ def kernel_cost(
         optimizer=optimizer,
         provenance=lower[0][1] if lower else provenance,
         relative_std=_relative_std(rates, stack),
-        experts_std=rates.experts_std,
+        moe_std=rates.moe_std,
         slowest=1 + rates.jitter * math.sqrt(2 * math.log(num_devices)),
         traffic=software.traffic,
         accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,
         low=_low_rates(device, state, lower[0][0], stack) if lower else None,
         joined=software.layers.joined_products,
         weight_casts=1.0 if state.linear is None or state.linear.weights == "microbatch" else 1 / num_microbatches,
-        any_order=rates.any_order,
-        split_s=rates.split_s,
+        fp8_any_layout=rates.fp8_any_layout,
+        gemm_split_overhead_s=rates.gemm_split_overhead_s,
         host_bytes_per_s=host_bytes_per_s,
     )
 
 
-def _relative_std(rates: KernelRates, stack: StackRates) -> float:
-    """Returns the std of the framework's runs, if known, on a fitted architecture; otherwise ``unseen_std``."""
-    return rates.unseen_std if rates.fitted_on is None or stack.relative_std is None else stack.relative_std
+def _relative_std(rates: KernelRates, stack: FrameworkRates) -> float:
+    """Returns the std of the framework's runs, if known, on a fitted architecture; otherwise ``unfitted_std``."""
+    return rates.unfitted_std if rates.fitted_on is None or stack.relative_std is None else stack.relative_std
 
 
-def _low_rates(device: DeviceSpec, state: StateBytes, ceiling: float, stack: StackRates) -> ProductRates:
+def _low_rates(device: DeviceSpec, state: StateBytes, ceiling: float, stack: FrameworkRates) -> MatmulRates:
     """Returns the rates of FP8 or FP4 matmuls."""
     assert state.linear is not None
     rates = device.kernels
-    scaled = rates.row_scale_share if state.linear.recipe.startswith("rowwise") else 1.0
-    share = rates.fp4_share if state.linear.element_bits == _FP4_BITS else rates.low_share
-    return _product_rates(device, ceiling * share * stack.stack_share * scaled, stack)
+    scaled = rates.rowwise_efficiency if state.linear.recipe.startswith("rowwise") else 1.0
+    share = rates.fp4_efficiency if state.linear.element_bits == _FP4_BITS else rates.fp8_efficiency
+    return _product_rates(device, ceiling * share * stack.framework_efficiency * scaled, stack)
 
 
-def _product_rates(device: DeviceSpec, flop_per_s: float, stack: StackRates) -> ProductRates:
+def _product_rates(device: DeviceSpec, flop_per_s: float, stack: FrameworkRates) -> MatmulRates:
     assert device.memory_bandwidth_bytes_per_s is not None
     rates = device.kernels
-    return ProductRates(
+    return MatmulRates(
         flop_per_s,
-        device.memory_bandwidth_bytes_per_s * rates.bandwidth_share,
-        rates.kernel_s,
+        device.memory_bandwidth_bytes_per_s * rates.bandwidth_efficiency,
+        rates.kernel_overhead_s,
         device.num_sms,
-        rates.tile_s,
-        rates.half_depth,
-        rates.last_wave,
+        rates.tile_overhead_s,
+        rates.half_rate_k,
+        rates.tail_wave_fraction,
         rates.aligned,
-        rates.odd_share,
-        rates.misaligned_share,
-        rates.tile_share,
+        rates.unaligned_efficiency,
+        rates.misaligned_slice_efficiency,
+        rates.small_tile_efficiency,
         rates.stream_overlap,
     )
 
 
-def _attention_share(rates: KernelRates, newest: AttentionKernel) -> AttentionShare:
+def _attention_share(rates: KernelRates, newest: AttentionKernel) -> AttentionEfficiency:
     found = rates.kernel_of(newest)
     return _UNKNOWN_SHARE if found is None else rates.attention[found]
 
@@ -161,4 +161,4 @@ def _ceiling(device: DeviceSpec, dtype: Precision) -> tuple[float, Provenance]:
     for name in alike:
         if name in device.matmul_flop_per_s:
             return device.matmul_flop_per_s[name], Provenance.PUBLISHED
-    return device.peak_flop_per_s[dtype] * device.kernels.ceiling_share, Provenance.DATASHEET
+    return device.peak_flop_per_s[dtype] * device.kernels.max_efficiency, Provenance.DATASHEET

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from simplan.cost.base import Price, Provenance
 from simplan.cost.compute.attention import AttentionRates
 from simplan.cost.compute.low_precision import LinearCost, LinearRates
-from simplan.cost.compute.matmul import Product, ProductRates
-from simplan.model.fused_gemms import joined_gemms
-from simplan.model.layer import Attention, Exchange, Gemm, Kernel, Lookup, Pointwise, Role, has_backward
+from simplan.cost.compute.matmul import Matmul, MatmulRates
+from simplan.cost.model import CostEstimate, Provenance
+from simplan.model.fused_gemms import fused_gemms
+from simplan.model.layer import Attention, Gemm, Kernel, LayerCollective, Lookup, Pointwise, Role, has_backward
 from simplan.model.low_precision import quantized_linears
 from simplan.program.memory.split_footprint import weighted_kernels
 from simplan.program.program import LayerWork, Phase
@@ -36,41 +36,41 @@ class KernelCost:
     """Kernel costs of one device, in one precision, as run by one framework.
 
     Attributes:
-        products: Rates of matmuls in the precision of activations.
+        matmuls: Rates of matmuls in the precision of activations.
         attention: Rates of the attention core.
         state: Bytes per element of tensors.
         optimizer: Optimizer and implementation of its step.
         provenance: Source of the matmul rate.
         relative_std: Relative standard deviation of estimates.
-        experts_std: Relative standard deviation for layers with experts, if larger.
+        moe_std: Relative standard deviation for layers with experts, if larger.
         slowest: Time of the slowest device over the mean of all devices.
-        traffic: See ``StackRates``.
+        traffic: See ``FrameworkRates``.
         accumulation_bytes: Bytes read and written per gradient element of a matrix to accumulate it.
         low: Rates of linear layers in the low precision of ``state.linear``; None for none.
-        joined: True if matrices with the same input are fused; see ``LayerStyle.joined_products``.
+        joined: True if matrices with the same input are fused; see ``LayerImplementation.joined_products``.
         weight_casts: Fraction of the microbatches in which weights of low-precision linear layers are cast.
-        any_order, split_s: See ``KernelRates``.
+        fp8_any_layout, gemm_split_overhead_s: See ``KernelRates``.
         host_bytes_per_s: See ``host_memory_rate``; None for none.
     """
 
-    products: ProductRates
+    matmuls: MatmulRates
     attention: AttentionRates
     state: StateBytes
     optimizer: UpdateName
     provenance: Provenance
     relative_std: float
-    experts_std: float = 0.0
+    moe_std: float = 0.0
     slowest: float = 1.0
     traffic: float = 1.0
     accumulation_bytes: int = 0
-    low: ProductRates | None = None
+    low: MatmulRates | None = None
     joined: bool = False
     weight_casts: float = 1.0
-    any_order: bool = False
-    split_s: float = 0.0
+    fp8_any_layout: bool = False
+    gemm_split_overhead_s: float = 0.0
     host_bytes_per_s: float | None = None
 
-    def price(self, work: LayerWork) -> Price:
+    def cost_estimate(self, work: LayerWork) -> CostEstimate:
         """Returns the sum over the kernels that run.
 
         The input half of a split backward has one matmul per matrix and all other kernels except lookups. The weight
@@ -79,28 +79,28 @@ class KernelCost:
         """
         if width := self._streamed_bytes(work.phase):
             of_host = " (memory of the host)" if self._host_rate(work) else ""
-            rate = format_rate(self._host_rate(work) or self.products.bytes_per_s)
-            return Price(
+            rate = format_rate(self._host_rate(work) or self.matmuls.bytes_per_s)
+            return CostEstimate(
                 self.seconds(work),
                 Provenance.DATASHEET,
                 _HOST_STD if of_host else self.relative_std,
                 f"{width} B x {format_count(work.num_parameters)} parameters / {rate}{of_host}",
             )
         experts = bool(work.layer.kernels_with(Role.EXPERTS))
-        relative_std = max(self.relative_std, self.experts_std) if experts else self.relative_std
-        return Price(self.seconds(work), self.provenance, relative_std, self._formula(work))
+        relative_std = max(self.relative_std, self.moe_std) if experts else self.relative_std
+        return CostEstimate(self.seconds(work), self.provenance, relative_std, self._formula(work))
 
     def seconds(self, work: LayerWork) -> float:
-        """Returns the seconds of ``price`` without a formula."""
+        """Returns the seconds of ``cost_estimate`` without a formula."""
         width = self._streamed_bytes(work.phase)
         if width:
             num_bytes = width * work.num_parameters
             host_rate = self._host_rate(work)
-            return num_bytes / host_rate if host_rate else self.slowest * num_bytes / self.products.bytes_per_s
+            return num_bytes / host_rate if host_rate else self.slowest * num_bytes / self.matmuls.bytes_per_s
         low, wide = self._split(running_kernels(work), work)
         linear = self._linear_cost(low, work)
         wide_s = sum(self._kernel_s(kernel, work.microbatch_size, work.phase) for kernel in wide)
-        return self.slowest * (wide_s + linear.products_s + linear.casts_s) + work.cuts * self.split_s
+        return self.slowest * (wide_s + linear.products_s + linear.casts_s) + work.cuts * self.gemm_split_overhead_s
 
     def _host_rate(self, work: LayerWork) -> float | None:
         """Returns bytes per second for work of a CPU that is not the device; None for work of the device."""
@@ -113,7 +113,7 @@ class KernelCost:
         gemms = [kernel for kernel in kernels if isinstance(kernel, Gemm)]
         low, wide = [k for k in gemms if k in quantized], [k for k in gemms if k not in quantized]
         if self.joined:
-            low, wide = joined_gemms(low), joined_gemms(wide)
+            low, wide = fused_gemms(low), fused_gemms(wide)
         return low, [*wide, *(kernel for kernel in kernels if not isinstance(kernel, Gemm))]
 
     def _linear_cost(self, kernels: list[Gemm], work: LayerWork) -> LinearCost:
@@ -122,8 +122,8 @@ class KernelCost:
         if self.low is None or not kernels:
             return total
         assert self.state.linear is not None
-        form, casts = self.state.linear, (self.traffic, self.weight_casts, self.any_order)
-        rates = LinearRates(form, self.state, self.low, self.products, *casts)
+        form, casts = self.state.linear, (self.traffic, self.weight_casts, self.fp8_any_layout)
+        rates = LinearRates(form, self.state, self.low, self.matmuls, *casts)
         for kernel in kernels:
             total = total.plus(rates.cost(kernel, work.microbatch_size, work.phase))
             total = total.plus(LinearCost(products_s=self._weights_s(kernel, work.phase)))
@@ -135,7 +135,7 @@ class KernelCost:
         flops = sum(_flops(kernel, work.phase) for kernel in wide if isinstance(kernel, Gemm | Attention))
         flops = flops * work.microbatch_size + linear.wide_flops
         counted = f"{num_kernels} kernel{'s' if num_kernels != 1 else ''}"
-        bytes_per_s = format_rate(self.products.bytes_per_s)
+        bytes_per_s = format_rate(self.matmuls.bytes_per_s)
         if not flops and not linear.flops:
             return f"{counted} at {bytes_per_s}"
         found = [counted]
@@ -147,10 +147,10 @@ class KernelCost:
             moved = f"{format_bytes(linear.cast_bytes)} of {linear.num_casts} casts to {precision}"
             found.append(f"{moved} in {format_time(linear.casts_s)}")
         if flops:
-            found.append(f"{format_count(flops)} FLOPs at up to {format_flop_per_s(self.products.flop_per_s)}")
+            found.append(f"{format_count(flops)} FLOPs at up to {format_flop_per_s(self.matmuls.flop_per_s)}")
         found.append(f"the rest at {bytes_per_s}")
         if work.cuts:
-            found.append(f"{work.cuts} x {format_time(self.split_s)} to cut products into parts")
+            found.append(f"{work.cuts} x {format_time(self.gemm_split_overhead_s)} to cut products into parts")
         return ", ".join(found)
 
     def _streamed_bytes(self, phase: Phase) -> int:
@@ -172,10 +172,10 @@ class KernelCost:
     def _kernel_s(self, kernel: Kernel, b: int, phase: Phase) -> float:
         match kernel:
             case Gemm():
-                products = self._products(kernel, b, phase)
-                launches_s = self.products.launches_s(kernel.num_groups, kernel.streams)
-                more_s = len(products) * (launches_s - self.products.kernel_s)
-                return sum(map(self.products.seconds, products)) + more_s + self._weights_s(kernel, phase)
+                matmuls = self._products(kernel, b, phase)
+                launches_s = self.matmuls.launches_s(kernel.num_groups, kernel.streams)
+                more_s = len(matmuls) * (launches_s - self.matmuls.kernel_overhead_s)
+                return sum(map(self.matmuls.seconds, matmuls)) + more_s + self._weights_s(kernel, phase)
             case Attention():
                 return self.attention.seconds(kernel, b, backward=phase in _ACTIVATION_GRADIENTS)
             case Pointwise(reads=reads, writes=writes, moves=moves, launches=launches):
@@ -185,7 +185,7 @@ class KernelCost:
                 return self._streaming_s(num_bytes, launches[backward])
             case Lookup(rows=rows, width=columns):
                 return self._streaming_s(b * rows * columns * (self.state.activation + self.state.gathered))
-            case Exchange():
+            case LayerCollective():
                 raise AssertionError("an exchange is a message")
 
     def _weights_s(self, kernel: Gemm, phase: Phase) -> float:
@@ -196,12 +196,12 @@ class KernelCost:
             width = self.accumulation_bytes
         else:
             return 0.0
-        return kernel.weight_elements * width / self.products.bytes_per_s
+        return kernel.weight_elements * width / self.matmuls.bytes_per_s
 
     def _streaming_s(self, num_bytes: float, launches: int = 1) -> float:
-        return num_bytes / self.products.bytes_per_s + launches * self.products.kernel_s
+        return num_bytes / self.matmuls.bytes_per_s + launches * self.matmuls.kernel_overhead_s
 
-    def _products(self, kernel: Gemm, b: int, phase: Phase) -> list[Product]:
+    def _products(self, kernel: Gemm, b: int, phase: Phase) -> list[Matmul]:
         """Returns the forward matmul, or the input-gradient and weight-gradient matmuls of backward."""
         rows, n, k, groups = b * kernel.m / kernel.num_groups, kernel.n, kernel.k, kernel.num_groups
         elements = b * (kernel.m * n + kernel.input_elements) + kernel.weight_elements
@@ -214,14 +214,14 @@ class KernelCost:
         if phase in _WEIGHT_GRADIENTS and kernel.trained:
             sizes.append((n, k, rows))
         operands: Literal["whole", "padded"] = "padded" if kernel.image_elements else "whole"
-        return [Product(*each, groups, num_bytes, operands) for each in sizes]
+        return [Matmul(*each, groups, num_bytes, operands) for each in sizes]
 
 
 def running_kernels(work: LayerWork) -> list[Kernel]:
     """Returns the kernels of a layer that run in a phase, without collectives."""
     all_kernels = work.layer.kernels
     indices = range(len(all_kernels)) if work.kernels is None else work.kernels
-    kernels = [all_kernels[index] for index in indices if not isinstance(all_kernels[index], Exchange)]
+    kernels = [all_kernels[index] for index in indices if not isinstance(all_kernels[index], LayerCollective)]
     if work.phase is Phase.BACKWARD_WEIGHT:
         weighted = weighted_kernels(work.layer)
         kernels = [kernel for kernel in kernels if kernel in weighted]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from simplan.cost.compute.matmul import Product, ProductRates
+from simplan.cost.compute.matmul import Matmul, MatmulRates
 from simplan.model.layer import Gemm
 from simplan.model.low_precision import Cast, LinearFormat, casts
 from simplan.program.program import Phase
@@ -65,18 +65,19 @@ class LinearRates:
         state: Bytes per element of all other tensors; weights are cast from ``gathered``.
         low: Rates of low-precision matmuls.
         wide: Rates of BF16 or FP16 matmuls.
-        traffic: Traffic factor of casts; see ``StackRates``.
+        traffic: Traffic factor of casts; see ``FrameworkRates``.
         weight_casts: Fraction of the microbatches in which weights are cast; their time is spread over all.
-        any_order: See ``KernelRates.any_order``: an operand with per-tensor scaling needs no copy along its columns.
+        fp8_any_layout: See ``KernelRates.fp8_any_layout``: an operand with per-tensor scaling needs no copy along its
+        columns.
     """
 
     form: LinearFormat
     state: StateBytes
-    low: ProductRates
-    wide: ProductRates
+    low: MatmulRates
+    wide: MatmulRates
     traffic: float
     weight_casts: float = 1.0
-    any_order: bool = False
+    fp8_any_layout: bool = False
 
     def cost(self, gemm: Gemm, microbatch_size: int, phase: Phase) -> LinearCost:
         """Returns the cost of one linear layer.
@@ -110,7 +111,7 @@ class LinearRates:
         if not self.form.eager or self.form.has_one_scale:
             return LinearCost()
         num_bytes = _POST_SCALE_BYTES * elements
-        seconds = num_bytes * self.traffic / self.low.bytes_per_s + _POST_SCALE_KERNELS * self.low.kernel_s
+        seconds = num_bytes * self.traffic / self.low.bytes_per_s + _POST_SCALE_KERNELS * self.low.kernel_overhead_s
         return LinearCost(casts_s=seconds, cast_bytes=num_bytes)
 
     def cast_bytes(self, cast: Cast, gemm: Gemm, microbatch_size: int) -> int:
@@ -121,7 +122,7 @@ class LinearRates:
         weight = cast.operand == "weight"
         read = self.state.gathered if weight else self.state.activation
         wide = height * width * (cast.reads * read + cast.wide_writes * self.state.activation + cast.between_bytes)
-        writes = min(cast.writes, 1) if self.any_order and self.form.has_one_scale else cast.writes
+        writes = min(cast.writes, 1) if self.fp8_any_layout and self.form.has_one_scale else cast.writes
         return wide + (writes + 2 * cast.copies) * self.form.quantized_bytes(height, width, weight=weight)
 
     def _launches_s(self, gemm: Gemm) -> float:
@@ -132,8 +133,8 @@ class LinearRates:
         three kernels: they find the largest element, compute the scale, and cast.
         """
         if not gemm.streams or self.form.recipe == "delayed":
-            return self.low.kernel_s
-        return gemm.num_groups * (_WITH_ONE_SCALE if self.form.finds_largest else 1) * self.low.kernel_s
+            return self.low.kernel_overhead_s
+        return gemm.num_groups * (_WITH_ONE_SCALE if self.form.finds_largest else 1) * self.low.kernel_overhead_s
 
     def _product(
         self, rows: float, columns: int, depth: float, groups: int, streams: int, *, wide: bool = False
@@ -141,9 +142,9 @@ class LinearRates:
         """Returns the cost of matmuls of two operands; results are in BF16 or FP16."""
         bits = 8 * self.state.activation if wide else self.form.element_bits
         operands, result = groups * (rows + columns) * depth, groups * rows * columns
-        product = Product(rows, columns, depth, groups, operands * bits / 8 + result * self.state.activation)
+        product = Matmul(rows, columns, depth, groups, operands * bits / 8 + result * self.state.activation)
         launches_s = self.low.launches_s(groups, streams)
-        seconds = (self.wide if wide else self.low).seconds(product) + launches_s - self.low.kernel_s
+        seconds = (self.wide if wide else self.low).seconds(product) + launches_s - self.low.kernel_overhead_s
         if self.form.orders_scales and not wide:
             seconds += 2 * launches_s
         flops = round(product.flops)

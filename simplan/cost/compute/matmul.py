@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-__all__ = ["Product", "ProductRates"]
+__all__ = ["Matmul", "MatmulRates"]
 
 _TILES = ((256, 128, 0), (128, 256, 0), (128, 128, 1), (128, 64, 2), (64, 128, 2))
 """Rows and columns of tiles for which libraries have kernels, and how many times each was halved: a smaller tile reads
@@ -15,7 +15,7 @@ _WHOLE_TILE = 256 * 128
 _MOST_PARTS = 8
 
 
-class Product(NamedTuple):
+class Matmul(NamedTuple):
     """A batch of matmuls ``rows x depth`` times ``depth x columns``.
 
     Attributes:
@@ -40,28 +40,29 @@ class Product(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ProductRates:
+class MatmulRates:
     """Achieved rates of matmuls.
 
     Attributes:
         flop_per_s: FLOP/s of large matmuls.
         bytes_per_s: Bytes per second of streaming kernels.
-        kernel_s, stream_overlap: See ``KernelRates``.
+        kernel_overhead_s, stream_overlap: See ``KernelRates``.
         num_sms: Number of SMs; None for devices whose matmuls are not modeled as tiles over SMs.
-        tile_s, half_depth, last_wave, aligned, odd_share, misaligned_share, tile_share: See ``KernelRates``.
+        tile_overhead_s, half_rate_k, tail_wave_fraction, aligned, unaligned_efficiency, misaligned_slice_efficiency,
+        small_tile_efficiency: See ``KernelRates``.
     """
 
     flop_per_s: float
     bytes_per_s: float
-    kernel_s: float
+    kernel_overhead_s: float
     num_sms: int | None
-    tile_s: float
-    half_depth: float
-    last_wave: float
+    tile_overhead_s: float
+    half_rate_k: float
+    tail_wave_fraction: float
     aligned: int
-    odd_share: float
-    misaligned_share: float
-    tile_share: tuple[float, float]
+    unaligned_efficiency: float
+    misaligned_slice_efficiency: float
+    small_tile_efficiency: tuple[float, float]
     stream_overlap: float = 1.0
 
     def launches_s(self, num_groups: int, streams: int) -> float:
@@ -70,36 +71,36 @@ class ProductRates:
         Of n kernels on s streams n / s run sequentially, and a fraction of the other overheads is exposed.
         """
         if not streams:
-            return self.kernel_s
+            return self.kernel_overhead_s
         in_line = math.ceil(num_groups / streams)
-        return self.kernel_s * (in_line + (1 - self.stream_overlap) * (num_groups - in_line))
+        return self.kernel_overhead_s * (in_line + (1 - self.stream_overlap) * (num_groups - in_line))
 
-    def seconds(self, product: Product) -> float:
+    def seconds(self, matmul: Matmul) -> float:
         """Returns the longer of compute time and memory time, plus the fixed kernel overhead."""
         rate = self.flop_per_s
-        if product.operands != "padded" and any(size % self.aligned for size in (product.columns, product.depth)):
-            rate *= self.misaligned_share if product.operands == "slices" else self.odd_share
+        if matmul.operands != "padded" and any(size % self.aligned for size in (matmul.columns, matmul.depth)):
+            rate *= self.misaligned_slice_efficiency if matmul.operands == "slices" else self.unaligned_efficiency
         if self.num_sms is None:
-            compute_s = product.flops / rate * (1 + self.half_depth / product.depth)
+            compute_s = matmul.flops / rate * (1 + self.half_rate_k / matmul.depth)
         else:
-            compute_s = self._tiled_s(product, rate / self.num_sms, self.num_sms)
-        return max(compute_s, product.num_bytes / self.bytes_per_s) + self.kernel_s
+            compute_s = self._tiled_s(matmul, rate / self.num_sms, self.num_sms)
+        return max(compute_s, matmul.num_bytes / self.bytes_per_s) + self.kernel_overhead_s
 
-    def _tiled_s(self, product: Product, flop_per_s: float, num_sms: int) -> float:
+    def _tiled_s(self, matmul: Matmul, flop_per_s: float, num_sms: int) -> float:
         """Returns the time with the fastest tile size; few tiles that fill no wave are split along the inner dimension.
 
         Args:
-            product: The matmuls.
+            matmul: The matmuls.
             flop_per_s: FLOP/s of one SM.
             num_sms: Number of SMs.
         """
         best_s = math.inf
         for rows, columns, halved in _TILES:
-            tiles = product.groups * math.ceil(product.rows / rows) * math.ceil(product.columns / columns)
+            tiles = matmul.groups * math.ceil(matmul.rows / rows) * math.ceil(matmul.columns / columns)
             parts = min(max(1, num_sms // tiles), _MOST_PARTS)
             full = tiles * parts / num_sms
-            waves = max(1.0, full + self.last_wave * (math.ceil(full) - full))
-            share = self.tile_share[halved - 1] if halved else 1.0
-            multiplying_s = 2 * rows * columns * product.depth / parts / (flop_per_s * share)
-            best_s = min(best_s, waves * (multiplying_s + self.tile_s * rows * columns / _WHOLE_TILE))
+            waves = max(1.0, full + self.tail_wave_fraction * (math.ceil(full) - full))
+            share = self.small_tile_efficiency[halved - 1] if halved else 1.0
+            multiplying_s = 2 * rows * columns * matmul.depth / parts / (flop_per_s * share)
+            best_s = min(best_s, waves * (multiplying_s + self.tile_overhead_s * rows * columns / _WHOLE_TILE))
         return best_s

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from simplan.model.layer import CollectiveKind, Exchange, LayerKind, LayerSpec, Operator, ParameterSpec, Tensor
+from simplan.model.layer import CollectiveKind, LayerCollective, LayerKind, LayerSpec, Operator, ParameterSpec, Tensor
 from simplan.model.parts.embedding_and_head import output_distribution, token_lookup
 from simplan.model.parts.part import (
     LayerPart,
@@ -90,15 +90,15 @@ def _later_tokens(kind: NormKind, share: RankShare) -> Iterator[LayerPart]:
     gathered = for_columns(_CONCATENATED, share, width=2 * h)
     parts = _PROJECTED if tp == 1 else f"parts of {_PROJECTED}"
     matrix = linear("eh_proj", gathered.name, (share.tokens, h // tp, 2 * h), result=parts)
-    exchange = []
+    collective = []
     if tp == 1:
         matrix = replace(matrix, operators=tuple(_of_stream(operator) for operator in matrix.operators))
     else:  # with sequence parallelism every rank goes on with its own tokens
         backward = CollectiveKind.ALL_GATHER if share.shard.sequence_parallel else None
-        gather = Exchange(_PROJECTED, "tp", CollectiveKind.ALL_GATHER, backward, share.tokens * h, residual=True)
+        gather = LayerCollective(_PROJECTED, "tp", CollectiveKind.ALL_GATHER, backward, share.tokens * h, residual=True)
         made = Tensor(_PROJECTED, own, residual=True)
-        exchange.append(Operator(kernel=gather, reads=(parts,), makes=(made,)))
-    yield joined(LayerPart(operators=gathered.before), matrix, LayerPart(operators=tuple(exchange)))
+        collective.append(Operator(kernel=gather, reads=(parts,), makes=(made,)))
+    yield joined(LayerPart(operators=gathered.before), matrix, LayerPart(operators=tuple(collective)))
 
 
 def _of_stream(operator: Operator) -> Operator:

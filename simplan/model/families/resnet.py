@@ -197,7 +197,7 @@ def _convolution(name: str, source: str, inputs: int, outputs: int, width: int, 
 def _batch_norm(name: str, source: str, channels: int, size: int) -> LayerPart:
     """A batch norm, which reads its input twice, keeps running statistics and counts microbatches."""
     elements = channels * size**2
-    statistics = Tensor(f"{name} statistics", 2 * channels, FP32_BYTES, of_microbatch=True)
+    statistics = Tensor(f"{name} statistics", 2 * channels, FP32_BYTES, per_microbatch=True)
     parameters = ParameterSpec(f"{name}.weight", (channels,)), ParameterSpec(f"{name}.bias", (channels,))
     operator = Operator(
         kernel=Pointwise(name, 2 * elements, elements),

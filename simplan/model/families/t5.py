@@ -120,7 +120,7 @@ def _encoder_block(model: ModelSpec, encoder: RankShare, decoder: RankShare, *, 
     if last:
         normed = norm("norm3", "residual2", _NORM, encoder)
         *others, narrow = normed.operators
-        narrow = cast("norm3 result", Tensor(_ENCODED, encoder.tokens * encoder.hidden, handed_on=True))
+        narrow = cast("norm3 result", Tensor(_ENCODED, encoder.tokens * encoder.hidden, forwarded=True))
         parts.append(replace(normed, operators=(*others, narrow)))
     return layer_of(
         _key(model, "last-encoder-block" if last else "encoder-block"),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from simplan.model.layer import Attention, CollectiveKind, Exchange, LayerSpec, Operator, Pointwise, Tensor
+from simplan.model.layer import Attention, CollectiveKind, LayerCollective, LayerSpec, Operator, Pointwise, Tensor
 from simplan.model.operator import bypassed
 from simplan.model.parts.attention import JOIN, MASK, SINKS
 from simplan.model.parts.mla import CUT_VALUES
@@ -31,7 +31,7 @@ __all__ = [
 def is_masked_for_gathering(layer: LayerSpec) -> bool:
     """True if attention in a layer has a mask tensor only because keys are all-gathered."""
     cores = [kernel for kernel in layer.kernels if isinstance(kernel, Attention)]
-    gathers = any(isinstance(k, Exchange) and k.axis == "cp" for k in layer.kernels)
+    gathers = any(isinstance(k, LayerCollective) and k.axis == "cp" for k in layer.kernels)
     return gathers and bool(cores) and not any(core.masked for core in cores)
 
 
@@ -80,13 +80,15 @@ def with_repeated_keys(operators: Iterable[Operator]) -> Iterator[Operator]:
     core = next((o.kernel for o in found if isinstance(o.kernel, Attention)), None)
     for operator in found:
         kernel = operator.kernel
-        gathers = isinstance(kernel, Exchange) and kernel.axis == "cp" and kernel.forward is CollectiveKind.ALL_GATHER
-        if core is None or not isinstance(kernel, Exchange) or not gathers:
+        gathers = (
+            isinstance(kernel, LayerCollective) and kernel.axis == "cp" and kernel.forward is CollectiveKind.ALL_GATHER
+        )
+        if core is None or not isinstance(kernel, LayerCollective) or not gathers:
             yield operator
             continue
         elements = kernel.elements * core.num_heads // core.num_key_value_heads
         yield replace(operator, kernel=replace(kernel, backward=CollectiveKind.ALL_GATHER, elements=elements))
-        home = Exchange("gradients of k and v", "cp", None, CollectiveKind.RING, elements, FP32_BYTES)
+        home = LayerCollective("gradients of k and v", "cp", None, CollectiveKind.RING, elements, FP32_BYTES)
         yield Operator(kernel=home)
 
 

@@ -104,7 +104,7 @@ def eager_core(
         scores = step("scores under tanh", scores, saves=(capped,))
         scores = step("scores, capped", scores)
     if table:
-        bias = Tensor(f"{core.name} bias", core.num_scores, residual=True, of_microbatch=True)
+        bias = Tensor(f"{core.name} bias", core.num_scores, residual=True, per_microbatch=True)
         lookup = Lookup(bias.name, core.num_scores // core.num_heads, core.num_heads)
         found.insert(0, Operator(kernel=lookup, reads=(table,), makes=(bias,)))
         scores = step("scores with bias", scores, bias.name, in_place=True, passes=True)

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from simplan.model.layer import Exchange, ExpertDraw, Gemm, LayerSpec, Operator, Pointwise
+from simplan.model.layer import ExpertDraw, Gemm, LayerCollective, LayerSpec, Operator, Pointwise
 from simplan.model.operator import kernels_of
 from simplan.model.parts.experts import DOWN, GATE_AND_UP
 
@@ -80,7 +80,7 @@ def dispatched(operators: tuple[Operator, ...], way: ExpertDispatch) -> tuple[Op
     for operator in operators:
         kernel = operator.kernel
         match kernel:
-            case Exchange(axis="ep"):
+            case LayerCollective(axis="ep"):
                 kernel = replace(kernel, elements=min(sent, kernel.elements), draw=draw)
             case Pointwise(name="combine"):
                 kernel = replace(kernel, reads=sent, writes=whole, moves=True)

@@ -95,7 +95,7 @@ def _gelu_new(operator: Operator, kernel: Pointwise) -> Iterator[Operator]:
     half = Tensor("gelu half input", size)
     cubed = Tensor("gelu input for the cube", size, residual=True)
     tanh, one = (Tensor(f"gelu {word}", size, residual=True) for word in ("tanh", "1 + tanh"))
-    product = Tensor("gelu product", size, residual=True)
+    matmul = Tensor("gelu product", size, residual=True)
     scratch = Tensor("gelu scratch", size, residual=True)
     yield Operator(
         kernel=replace(kernel, reads=10 * size, writes=8 * size, launches=_GELU_LAUNCHES),
@@ -115,13 +115,13 @@ def _gelu_new(operator: Operator, kernel: Pointwise) -> Iterator[Operator]:
     yield Operator(reads=(tanh.name,), makes=(one,), passes=True, roles=operator.roles)
     yield Operator(
         reads=(half.name, one.name),
-        makes=(product,),
+        makes=(matmul,),
         saves=(half.name, one.name),
         saves_for=((half.name, one.name), (one.name, half.name)),
         backward_scratch=(replace(scratch, widened=True),),
         roles=operator.roles,
     )
-    yield cast(product.name, operator.makes[0])
+    yield cast(matmul.name, operator.makes[0])
 
 
 def _grouped_experts(
@@ -165,7 +165,7 @@ def _of_experts(tokens: int, chosen: int, gate: Gemm, down: Gemm) -> Iterator[Op
         saves=(scores.name, best.name, sums.name, which.name),
         roles=mlp,
     )
-    ends = Tensor("ends of experts", experts, _ENDS_BYTES, of_microbatch=True)
+    ends = Tensor("ends of experts", experts, _ENDS_BYTES, per_microbatch=True)
     selected = Tensor("tokens by expert", rows)
     rows_of = [Tensor(f"rows of {what}", chosen, INDEX_BYTES) for what in ("tokens", "weights", "results")]
     sorted_weights = fp32("weights by expert", chosen)
@@ -188,7 +188,7 @@ def _of_experts(tokens: int, chosen: int, gate: Gemm, down: Gemm) -> Iterator[Op
         roles=grouped,
     )
     yield Operator(reads=(output.name,), makes=tuple(halves), splits=True, roles=grouped)
-    activated, product = (Tensor(f"experts_{word}", chosen * width) for word in ("silu output", "gated product"))
+    activated, matmul = (Tensor(f"experts_{word}", chosen * width) for word in ("silu output", "gated product"))
     yield Operator(
         kernel=Pointwise("experts_silu_multiply", 3 * chosen * width, 2 * chosen * width, like="silu_multiply"),
         reads=(halves[0].name,),
@@ -199,7 +199,7 @@ def _of_experts(tokens: int, chosen: int, gate: Gemm, down: Gemm) -> Iterator[Op
     )
     yield Operator(
         reads=(activated.name, halves[1].name),
-        makes=(product,),
+        makes=(matmul,),
         saves=(activated.name, halves[1].name),
         saves_for=((activated.name, halves[1].name), (halves[1].name, activated.name)),
         roles=grouped,
@@ -207,9 +207,9 @@ def _of_experts(tokens: int, chosen: int, gate: Gemm, down: Gemm) -> Iterator[Op
     result = Tensor("experts_down output", rows)
     yield Operator(
         kernel=down,
-        reads=(product.name,),
+        reads=(matmul.name,),
         makes=(result,),
-        saves=(product.name, ends.name),
+        saves=(matmul.name, ends.name),
         parameters=("experts_down.weight",),
         roles=grouped,
     )

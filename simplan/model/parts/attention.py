@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from simplan.model.implementations.eager_attention import eager_core
-from simplan.model.layer import Attention, CollectiveKind, Exchange, Operator, ParameterSpec, Pointwise, Role, Tensor
+from simplan.model.layer import (
+    Attention,
+    CollectiveKind,
+    LayerCollective,
+    Operator,
+    ParameterSpec,
+    Pointwise,
+    Role,
+    Tensor,
+)
 from simplan.model.parts.mlp import column_linears, row_linear
 from simplan.model.parts.part import FP32_BYTES, MASK_BYTES, LayerPart, NormKind, joined, norm_operator, with_role
 from simplan.model.share import RankShare
@@ -198,15 +207,15 @@ def _core(form: AttentionForm, share: RankShare, names: tuple[str, ...]) -> list
         return [core_operator(kernel, names, apart), join_documents(q, apart.name, share)]
     if shard.cp_comm == "all_gather":
         keys = Tensor("gathered k and v", shard.cp * 2 * kv)
-        exchange = Exchange("k and v", "cp", _K.ALL_GATHER, _K.REDUCE_SCATTER, keys.elements)
+        collective = LayerCollective("k and v", "cp", _K.ALL_GATHER, _K.REDUCE_SCATTER, keys.elements)
         own = Tensor("k and v", 2 * kv)
-        gather = Operator(kernel=exchange, reads=names[-2:], makes=(keys,), forward_scratch=(own,))
+        gather = Operator(kernel=collective, reads=names[-2:], makes=(keys,), forward_scratch=(own,))
         kernel = core(share.heads, share.kv_heads, n, shard.cp * n)
         return [gather, core_operator(kernel, (names[0], keys.name), Tensor(_OUTPUT, q))]
     if shard.cp_comm == "a2a":
         packed = Tensor("exchanged q, k and v", q + 2 * kv)
-        there = Exchange("q, k and v", "cp", _K.ALL_TO_ALL, _K.ALL_TO_ALL, packed.elements)
-        back = Exchange(_OUTPUT, "cp", _K.ALL_TO_ALL, _K.ALL_TO_ALL, q)
+        there = LayerCollective("q, k and v", "cp", _K.ALL_TO_ALL, _K.ALL_TO_ALL, packed.elements)
+        back = LayerCollective(_OUTPUT, "cp", _K.ALL_TO_ALL, _K.ALL_TO_ALL, q)
         kernel = core(share.heads // shard.cp, share.kv_heads // shard.cp, shard.cp * n)
         made, parts = Tensor("attention core output", q), _parts(packed.name, q, kv)
         return [
@@ -227,18 +236,18 @@ def _ring(core: Attention, cp: int, elements: int, names: tuple[str, ...]) -> li
     times: the last move returns them. While backward computes part j, it sends the keys of part j - 1 and the gradients
     of part j + 1.
     """
-    kernels: list[Exchange | Attention] = [
-        Exchange("gradients of k and v, home", "cp", None, _K.RING, elements),
-        Exchange("gradients of k and v", "cp", None, _K.RING, elements, beside_previous=True),
+    kernels: list[LayerCollective | Attention] = [
+        LayerCollective("gradients of k and v, home", "cp", None, _K.RING, elements),
+        LayerCollective("gradients of k and v", "cp", None, _K.RING, elements, beside_previous=True),
         core,
     ]
     for part in range(1, cp):
         if part == cp - 1:
-            kernels.append(Exchange("k and v", "cp", _K.RING, _K.RING, elements, beside_previous=True))
+            kernels.append(LayerCollective("k and v", "cp", _K.RING, _K.RING, elements, beside_previous=True))
         else:
-            kernels.append(Exchange("k and v", "cp", _K.RING, None, elements, beside_previous=True))
+            kernels.append(LayerCollective("k and v", "cp", _K.RING, None, elements, beside_previous=True))
             name = "k and v and their gradients"
-            kernels.append(Exchange(name, "cp", None, _K.RING, 2 * elements, beside_previous=True))
+            kernels.append(LayerCollective(name, "cp", None, _K.RING, 2 * elements, beside_previous=True))
         kernels.append(core)
     output = Tensor(_OUTPUT, core.seq_len * core.num_heads * core.head_dim)
     *others, last = kernels

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from simplan.model.kernel import LOSS, TOKEN_TABLE
-from simplan.model.layer import CollectiveKind, Exchange, Lookup, Operator, ParameterSpec, Pointwise, Tensor
+from simplan.model.layer import CollectiveKind, LayerCollective, Lookup, Operator, ParameterSpec, Pointwise, Tensor
 from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, LayerPart, cast, joined, linear
 from simplan.model.share import RankShare, for_columns, sum_of_rows
 
@@ -55,7 +55,7 @@ def row_table(name: str, source: str, rows: int, share: RankShare, *, add: str =
         add: Name of the addition, and of its result.
     """
     own = share.own_tokens * share.hidden
-    found = Tensor(f"{name} output", own, residual=True, of_microbatch=True)
+    found = Tensor(f"{name} output", own, residual=True, per_microbatch=True)
     weight = ParameterSpec(f"{name}.weight", (rows, share.hidden), share.partial)
     lookup = Lookup(name, share.own_tokens, share.hidden)
     return LayerPart(
@@ -109,13 +109,13 @@ def output_distribution(
         # torch's loss consists of two functions, each with a gradient of the size of the logits
         backward_scratch=(wide,) * (1 + split),
     )
-    exchanges: list[tuple[Operator, ...]] = [(), ()]
+    collectives: list[tuple[Operator, ...]] = [(), ()]
     if split:
         reduce = CollectiveKind.ALL_REDUCE
-        largest = Exchange("largest logits", "tp", reduce, None, n, FP32_BYTES)
+        largest = LayerCollective("largest logits", "tp", reduce, None, n, FP32_BYTES)
         sums, targets = (replace(largest, name=name) for name in ("sums of exponentials", "targets' logits"))
-        exchanges = [(Operator(kernel=largest),), (Operator(kernel=sums), Operator(kernel=targets))]
-    after, before = exchanges[1], exchanges[0]
+        collectives = [(Operator(kernel=largest),), (Operator(kernel=sums), Operator(kernel=targets))]
+    after, before = collectives[1], collectives[0]
     operators = (*before, loss_cast(logits, wide), loss, *after)
     return joined(LayerPart(operators=gathered.before), matrix, LayerPart(operators=operators))
 

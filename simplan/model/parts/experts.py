@@ -22,7 +22,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from simplan.model.layer import CollectiveKind, Exchange, Gemm, Kernel, Operator, ParameterSpec, Pointwise, Role, Tensor
+from simplan.model.layer import (
+    CollectiveKind,
+    Gemm,
+    Kernel,
+    LayerCollective,
+    Operator,
+    ParameterSpec,
+    Pointwise,
+    Role,
+    Tensor,
+)
 from simplan.model.parts.mlp import column_linears, gated, row_linear
 from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, LayerPart, joined, linear, with_role
 from simplan.model.share import RankShare
@@ -208,7 +218,7 @@ def _experts(form: ExpertsForm, share: RankShare) -> LayerPart:
 
 def _combine(source: str, chosen: int, n: int, h: int) -> Iterator[Operator]:
     """Unpermute the results of the chosen experts, weight them and sum them."""
-    picked, product = Tensor("outputs of chosen experts", chosen * h), Tensor("weighed outputs", chosen * h)
+    picked, matmul = Tensor("outputs of chosen experts", chosen * h), Tensor("weighed outputs", chosen * h)
     weights, dropped = Tensor("weights without dropped tokens", chosen), Tensor("dropped tokens", chosen, MASK_BYTES)
     kernel = Pointwise("combine", 3 * chosen * h, 2 * chosen * h + n * h)
     yield Operator(kernel=kernel, reads=(source,), makes=(picked,), saves=(_PLACES,))
@@ -217,8 +227,8 @@ def _combine(source: str, chosen: int, n: int, h: int) -> Iterator[Operator]:
         reads=(picked.name, weights.name),
         makes=(Tensor(_COMBINED, n * h),),
         saves=(picked.name, weights.name),
-        forward_scratch=(product,),
-        backward_scratch=(product,),
+        forward_scratch=(matmul,),
+        backward_scratch=(matmul,),
     )
 
 
@@ -253,12 +263,12 @@ def _exchanges(elements: int, own: int, shard: Shard) -> tuple[list[Operator], l
     split = shard.etp * elements
     if shard.ep > 1:
         everywhere = CollectiveKind.ALL_TO_ALL
-        there.append((Exchange("expert inputs", "ep", everywhere, everywhere, elements), elements))
-        back.append((Exchange("expert outputs", "ep", everywhere, everywhere, elements), elements))
+        there.append((LayerCollective("expert inputs", "ep", everywhere, everywhere, elements), elements))
+        back.append((LayerCollective("expert outputs", "ep", everywhere, everywhere, elements), elements))
     if shard.etp > 1:
         gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
-        there.append((Exchange("gathered expert inputs", "etp", gather, scatter, split), split))
-        back.insert(0, (Exchange("parts of expert outputs", "etp", scatter, gather, split), elements))
+        there.append((LayerCollective("gathered expert inputs", "etp", gather, scatter, split), split))
+        back.insert(0, (LayerCollective("parts of expert outputs", "etp", scatter, gather, split), elements))
     if there and own > 1:
         there.append((Pointwise("sort by expert", split, split, moves=True), split))
         back.insert(0, (Pointwise("sort by rank", split, split, moves=True), split))
@@ -268,8 +278,8 @@ def _exchanges(elements: int, own: int, shard: Shard) -> tuple[list[Operator], l
             Operator(
                 kernel=kernel,
                 makes=(Tensor(f"after {kernel.name}", size),),
-                forward_scratch=copy if isinstance(kernel, Exchange) else (),
-                backward_scratch=copy if isinstance(kernel, Exchange) else (),
+                forward_scratch=copy if isinstance(kernel, LayerCollective) else (),
+                backward_scratch=copy if isinstance(kernel, LayerCollective) else (),
             )
             for kernel, size in way
         ]

@@ -91,13 +91,13 @@ def gated(prefix: str, elements: int, activation: str = "silu") -> LayerPart:
         gates=True,
     )
     (made,) = function.makes
-    product = Operator(
+    matmul = Operator(
         reads=(made.name, up),
         makes=(Tensor(f"{prefix}gated product", elements),),
         saves=(made.name, up),
         saves_for=((made.name, up), (up, made.name)),
     )
-    return LayerPart(operators=(function, product))
+    return LayerPart(operators=(function, matmul))
 
 
 def column_linears(

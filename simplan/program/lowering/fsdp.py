@@ -28,7 +28,7 @@ from simplan.program.lowering.hooks import Hooks
 from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.units import Unit, merged_units, unit_of_layer, units_at
 from simplan.program.lowering.writer import RankWriter
-from simplan.program.program import HostCalls, LayerWork, MemoryCategory, MemoryEffect, Message, Phase, Stream
+from simplan.program.program import Communication, HostCalls, LayerWork, MemoryCategory, MemoryEffect, Phase, Stream
 from simplan.program.timeline import SpanKind
 
 __all__ = ["FsdpHooks", "FsdpListHooks"]
@@ -268,7 +268,7 @@ class FsdpHooks(Hooks):
             action,
             Stream.SHARD,
             self.name(action, index, "all_gather"),
-            Message(CollectiveKind.ALL_GATHER, num_bytes, group),
+            Communication(CollectiveKind.ALL_GATHER, num_bytes, group),
             waits,
             [MemoryEffect(_BUFFERS, num_bytes + cast_bytes + self._copied_by_gloo(num_bytes), num_bytes)],
         )
@@ -371,7 +371,7 @@ class FsdpHooks(Hooks):
             action,
             Stream.SHARD,
             self.name(action, index, "reduce_scatter"),
-            Message(CollectiveKind.REDUCE_SCATTER, input_bytes, group),
+            Communication(CollectiveKind.REDUCE_SCATTER, input_bytes, group),
             (copied, None if replicated else self._last_copy),  # copies to the host follow the last collective
             [
                 MemoryEffect(_BUFFERS, output_bytes + copy_bytes, held_until_end),
@@ -385,7 +385,7 @@ class FsdpHooks(Hooks):
                 action,
                 Stream.REPLICATE,
                 self.name(action, index, "all_reduce"),
-                Message(CollectiveKind.ALL_REDUCE, output_bytes, self._replicate_group),
+                Communication(CollectiveKind.ALL_REDUCE, output_bytes, self._replicate_group),
                 (reduction, self._last_copy),
             )
         if self._copies_to_host:
@@ -480,9 +480,11 @@ class FsdpListHooks(FsdpHooks):
         again = [size for i, size in enumerate(unit.matrices) if 2 * sum(unit.matrices[i + 1 :]) >= limit]
         if again:
             listed = self._list_parts(action, index, len(again), copies=False)
-            message = Message(CollectiveKind.ALL_GATHER, sum(again) * self.stages.state.gathered, self.shard_group)
+            communication = Communication(
+                CollectiveKind.ALL_GATHER, sum(again) * self.stages.state.gathered, self.shard_group
+            )
             name = self.name(action, index, "all_gather again")
-            gathered = self.writer.collective(action, Stream.SHARD, name, message, [listed])
+            gathered = self.writer.collective(action, Stream.SHARD, name, communication, [listed])
             self._list_parts(action, index, len(again), copies=True)
             self.writer.block_on(gathered)
 

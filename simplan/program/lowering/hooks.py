@@ -13,7 +13,7 @@ from simplan.model.layer import CollectiveKind, LayerSpec
 from simplan.program.action import Action
 from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.writer import RankWriter
-from simplan.program.program import LayerWork, Message, Phase, Stream
+from simplan.program.program import Communication, LayerWork, Phase, Stream
 
 __all__ = ["Bucket", "DdpHooks", "Hooks", "ddp_buckets"]
 
@@ -113,7 +113,7 @@ class DdpHooks(Hooks):
         self._waits_late = software.waits_for_gradients == "step" and plan.grad_sync != "microbatch"
         self._overlaps = software.grad_overlap
         self._reducing: list[int] = []  # pending reductions of the last stage
-        self._gathers = shares and software.gathers_ahead
+        self._gathers = shares and software.overlap_param_gather
         self._gathering: dict[int, int] = {}  # by layer of the stage, the all-gather that it waits for
         self._ended: dict[int, int] = {}
 
@@ -143,8 +143,8 @@ class DdpHooks(Hooks):
             filled += elements - experts[layer]
             if (filled < limit and layer + 1 < len(trained)) or not filled:
                 continue
-            message = Message(CollectiveKind.ALL_GATHER, filled * stages.state.parameter, self._group)
-            index = self.writer.collective(action, Stream.SHARD, "all_gather parameters", message, ())
+            communication = Communication(CollectiveKind.ALL_GATHER, filled * stages.state.parameter, self._group)
+            index = self.writer.collective(action, Stream.SHARD, "all_gather parameters", communication, ())
             found |= dict.fromkeys(bucket, index)
             bucket, filled = [], 0
         return found
@@ -187,12 +187,12 @@ class DdpHooks(Hooks):
         reduced = []
         for number, bucket in enumerate(buckets):
             name = f"bucket {number}" if self.level == 2 else str(self._kind)
-            message = Message(self._kind, bucket.num_bytes, self._group)
-            index = writer.collective(action, Stream.DATA, name, message, (self._ended[bucket.ready_layer],))
+            communication = Communication(self._kind, bucket.num_bytes, self._group)
+            index = writer.collective(action, Stream.DATA, name, communication, (self._ended[bucket.ready_layer],))
             if len(self._replicas) > 1:
                 part_bytes = -(-bucket.num_bytes // len(self._group))
-                message = Message(CollectiveKind.ALL_REDUCE, part_bytes, self._replicas)
-                index = writer.collective(action, Stream.REPLICATE, f"{name} of replicas", message, (index,))
+                communication = Communication(CollectiveKind.ALL_REDUCE, part_bytes, self._replicas)
+                index = writer.collective(action, Stream.REPLICATE, f"{name} of replicas", communication, (index,))
             reduced.append(index)
         self._ended = {}
         return reduced

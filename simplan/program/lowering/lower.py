@@ -25,19 +25,19 @@ from simplan.program.lowering.stamping import OpIndex, ProgramBuilder, restore_s
 from simplan.program.lowering.walk import ActionTemplate, Walker
 from simplan.program.lowering.writer import RankWriter
 from simplan.program.memory.states import RankStates
+from simplan.program.no_gc import gc_paused
 from simplan.program.program import (
-    Excess,
+    Communication,
     HostWait,
     MemoryCategory,
     MemoryEffect,
-    Message,
+    OverlapRemainder,
     Phase,
     Program,
     Stream,
     Work,
 )
 from simplan.program.timeline import SpanKind
-from simplan.program.uncollected import uncollected
 
 __all__ = ["Lowerer", "Lowering", "lower"]
 
@@ -77,7 +77,7 @@ class Lowering:
     host_waits: bool = False
 
 
-@uncollected()
+@gc_paused()
 def lower(
     job: Job,
     assignment: StageAssignment,
@@ -145,7 +145,7 @@ class Lowerer:
             builder.effects,
             folding.ranks,
             folding.stands_for,
-            {rank: alike.leader.resting_bytes() for rank, alike in self._ranks.items()},
+            {rank: alike.leader.persistent_bytes() for rank, alike in self._ranks.items()},
             {rank: alike.leader.bucket_bytes() if rebuilds else 0 for rank, alike in self._ranks.items()},
             one_memory=how.host_waits,
             layer_names=stages.layer_names,
@@ -205,13 +205,15 @@ class _RankLowering:
         self.scripts = scripts
         self.place = stages.mapping.place(rank)
         self.pp_rank = self.place.pp
-        self.synchronous = stages.plan.schedule in stages.software.synchronous_schedules
+        self.synchronous = stages.plan.schedule in stages.software.blocking_p2p_schedules
         ordered = not how.host_waits and not self.synchronous  # unordered transfers are in one batch and may overtake
-        ahead = stages.plan.schedule in stages.software.receives_ahead and not how.host_waits
+        ahead = stages.plan.schedule in stages.software.prefetch_receive_schedules and not how.host_waits
         self.builder = builder
         self.walker = Walker()
         self.numbers: dict[Hashable, int] = {}  # by key of a template
-        self.writer = RankWriter(rank, builder, folding, ordered_messages=ordered, receives_ahead=ahead)
+        self.writer = RankWriter(
+            rank, builder, folding, ordered_communications=ordered, prefetch_receive_schedules=ahead
+        )
         self.hooks = _hooks(stages, self.writer, how)
         self.offload = OffloadedActivations(stages, self.writer, host_waits=how.host_waits)
         self.states = RankStates(stages, rank)
@@ -315,10 +317,10 @@ class _RankLowering:
             case _K.BACKWARD | _K.BACKWARD_INPUT | _K.BACKWARD_WEIGHT:
                 self._backward(action)
             case _K.SEND_F | _K.SEND_B:
-                self._message(action)
+                self._communication(action)
             case _K.RECV_F | _K.RECV_B:
                 if not self.synchronous:
-                    self._message(action)
+                    self._communication(action)
             case _K.UNSHARD:
                 self.hooks.unshard(action)
             case _K.RESHARD:
@@ -329,7 +331,7 @@ class _RankLowering:
             case _K.OPTIM:
                 self._optimizer(action)
 
-    def resting_bytes(self) -> dict[MemoryCategory, int]:
+    def persistent_bytes(self) -> dict[MemoryCategory, int]:
         """Returns the persistent memory of the rank between steps by category, in bytes."""
         stages, software = self.stages, self.stages.software
         mine = stages.stages_of(self.pp_rank)
@@ -404,24 +406,24 @@ class _RankLowering:
         name = "{action}" if len(part) == len(stages.layers[action.stage]) else f"{{{part[0]}}}"
         scaling = self.hooks.scaling(action, part) if phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT) else ()
         last, paired = (
-            next(i for i in range(len(script) - 1, -1, -1) if script[i].exchange is None),
+            next(i for i in range(len(script) - 1, -1, -1) if script[i].collective is None),
             self.is_paired,
         )
         before = (writer.last_compute, *writer.blocking)  # waits of the last segment
         ended = -1
         for number, segment in enumerate(script):
-            if segment.exchange is None:
+            if segment.collective is None:
                 before = (writer.last_compute, *writer.blocking)
                 work = segment.work + scaling if number == last and scaling else segment.work
                 kind = SpanKind.RECOMPUTE if segment.recompute else SpanKind.COMPUTE
                 label = f"{name} recompute" if segment.recompute else name
                 ended = writer.compute(action, label, work, segment.memory, kind)
-            elif not whole and not (paired and segment.exchange.axis == "ep"):
+            elif not whole and not (paired and segment.collective.axis == "ep"):
                 self._exchange(action, name, segment, before)
         for axis, stream in _AXIS_STREAM.items() if whole else [("ep", Stream.EXPERT)] if paired else ():
-            exchanges = self._exchanges(action.stage, part, axis, script, phase, paired=paired)
-            if exchanges:
-                writer.exposed(action, stream, f"{name} exchanges", exchanges)
+            collectives = self._exchanges(action.stage, part, axis, script, phase, paired=paired)
+            if collectives:
+                writer.exposed(action, stream, f"{name} exchanges", collectives)
         return ended
 
     def _exchanges(
@@ -434,49 +436,55 @@ class _RankLowering:
         key = (stage, part, axis, phase, paired)
         found = self.merged_exchanges.get(key)
         if found is None:
-            exchanges: list[Work] = []
+            collectives: list[Work] = []
             taken = TAKEN_SHARE[self.stages.software.expert_dispatch]
             for segment in script:
-                if segment.exchange is None or segment.exchange.axis != axis:
+                if segment.collective is None or segment.collective.axis != axis:
                     continue
-                message, last = self._exchanged(segment), exchanges[-1] if exchanges else None
+                communication, last = self._exchanged(segment), collectives[-1] if collectives else None
                 hidden = (
-                    paired if axis == "ep" else axis == "tp" and segment.exchange.beside and not self.how.host_waits
+                    paired if axis == "ep" else axis == "tp" and segment.collective.beside and not self.how.host_waits
                 )
                 if not hidden:
-                    exchanges.append(message)
+                    collectives.append(communication)
                 elif segment.beside is not None:
-                    exchanges.append(Excess((message,), segment.beside, taken if axis == "ep" else 0.0))
+                    collectives.append(
+                        OverlapRemainder((communication,), segment.beside, taken if axis == "ep" else 0.0)
+                    )
                 else:
-                    assert isinstance(last, Excess)
-                    exchanges[-1] = last._replace(messages=(*last.messages, message))
-            found = self.merged_exchanges[key] = tuple(exchanges)
+                    assert isinstance(last, OverlapRemainder)
+                    collectives[-1] = last._replace(communications=(*last.communications, communication))
+            found = self.merged_exchanges[key] = tuple(collectives)
         return found
 
     def _exchange(self, action: Action, name: str, segment: Segment, before: Sequence[int | None]) -> None:
         """Writes a collective that the next compute waits for; an overlapped one waits only for earlier operations."""
-        assert segment.exchange is not None
-        exchange = segment.exchange
-        begins = before if exchange.beside and not self.how.host_waits else (self.writer.last_compute,)
+        assert segment.collective is not None
+        layer_collective = segment.collective
+        begins = before if layer_collective.beside and not self.how.host_waits else (self.writer.last_compute,)
         waits = [*begins, *self.writer.blocking]
         self.writer.block_on(
             self.writer.collective(
-                action, _AXIS_STREAM[exchange.axis], f"{exchange.kind} {name}", self._exchanged(segment), waits
+                action,
+                _AXIS_STREAM[layer_collective.axis],
+                f"{layer_collective.kind} {name}",
+                self._exchanged(segment),
+                waits,
             )
         )
 
-    def _exchanged(self, segment: Segment) -> Message:
-        assert segment.exchange is not None
-        return segment.exchange.among(self.groups[segment.exchange.axis])
+    def _exchanged(self, segment: Segment) -> Communication:
+        assert segment.collective is not None
+        return segment.collective.among(self.groups[segment.collective.axis])
 
     def _receive(self, action: Action) -> None:
         """Makes the next compute wait for its receives; synchronous frameworks issue the receive only here."""
         if self.receives:
-            self._message(action)
+            self._communication(action)
             self.received, self.new_received = self.new_received, []
         self.writer.block_on(*self.received)
 
-    def _message(self, action: Action) -> None:
+    def _communication(self, action: Action) -> None:
         stages, kind = self.stages, action.kind
         sends = kind in (_K.SEND_F, _K.SEND_B)
         forward = kind in (_K.SEND_F, _K.RECV_F)
@@ -489,8 +497,8 @@ class _RankLowering:
             held = sent if stages.software.runtime == "torch" else 0
             effects = (MemoryEffect(MemoryCategory.BUFFERS, sent, held),) if sends else ()
             num_bytes, gathered = tensor.num_bytes, None
-            if stages.splits_sends:
-                gathered = Message(CollectiveKind.ALL_GATHER, num_bytes, self.groups["tp"])
+            if stages.scatter_gather_p2p:
+                gathered = Communication(CollectiveKind.ALL_GATHER, num_bytes, self.groups["tp"])
                 num_bytes = -(-num_bytes // stages.plan.tp)
             stream = _MESSAGE_STREAM[kind]
             index = self.writer.send(action, stream, num_bytes, ends, effects, number=number, gathered=gathered)
@@ -527,6 +535,6 @@ class _RankLowering:
 def _hooks(stages: Stages, writer: RankWriter, how: Lowering) -> Hooks:
     plan = stages.plan
     if plan.shards_parameters:
-        hooks = FsdpListHooks if stages.software.lists_of_shards else FsdpHooks
+        hooks = FsdpListHooks if stages.software.per_rank_tensor_lists else FsdpHooks
         return hooks(stages, writer, how.level, host_waits=how.host_waits)
     return DdpHooks(stages, writer, how.level) if plan.dp * plan.cp > 1 else Hooks(stages, writer, how.level)

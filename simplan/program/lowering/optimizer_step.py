@@ -9,7 +9,7 @@ from simplan.program.action import Action
 from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.writer import RankWriter
 from simplan.program.memory.states import RankStates
-from simplan.program.program import LayerWork, MemoryCategory, MemoryEffect, Message, Phase, Stream
+from simplan.program.program import Communication, LayerWork, MemoryCategory, MemoryEffect, Phase, Stream
 from simplan.program.timeline import SpanKind
 from simplan.training.optimizer import OPTIMIZERS
 
@@ -39,9 +39,9 @@ def step_optimizer(
     place = mapping.place(writer.rank)
     if stages.tied_ends and place.pp in stages.tied_ends:
         ends = tuple(mapping.rank(place._replace(pp=end)) for end in stages.tied_ends)
-        message = Message(CollectiveKind.ALL_REDUCE, stages.tied_bytes, ends)
+        communication = Communication(CollectiveKind.ALL_REDUCE, stages.tied_bytes, ends)
         waits = [*writer.blocking, writer.last_compute]
-        writer.block_on(writer.collective(action, Stream.TIED, "all_reduce tied embedding", message, waits))
+        writer.block_on(writer.collective(action, Stream.TIED, "all_reduce tied embedding", communication, waits))
     clip_gradients(action, stages, states, writer)
     norms_of_parameters(action, stages, states, writer)
     effects = (*release, *_temporaries(stages, states))
@@ -52,9 +52,9 @@ def step_optimizer(
     if broadcasts:
         writer.collectives(action, Stream.SHARD, "broadcast parameters", group, broadcasts, [updated])
     for members, num_bytes in states.gathers():
-        message = Message(CollectiveKind.ALL_GATHER, num_bytes, members)
+        communication = Communication(CollectiveKind.ALL_GATHER, num_bytes, members)
         stream = Stream.SHARD if members == group else Stream.EXPERT_DATA
-        writer.collective(action, stream, "all_gather parameters", message, [updated])
+        writer.collective(action, stream, "all_gather parameters", communication, [updated])
 
 
 def _temporaries(stages: Stages, states: RankStates) -> tuple[MemoryEffect, ...]:
@@ -122,8 +122,8 @@ def _groups_with_parts(stages: Stages, rank: int) -> Iterator[tuple[Stream, tupl
 def _summed(
     action: Action, stream: Stream, group: tuple[int, ...], num_bytes: int, after: int | None, writer: RankWriter
 ) -> int:
-    message = Message(CollectiveKind.ALL_REDUCE, num_bytes, group)
-    return writer.collective(action, stream, "all_reduce norms", message, (*writer.blocking, after))
+    communication = Communication(CollectiveKind.ALL_REDUCE, num_bytes, group)
+    return writer.collective(action, stream, "all_reduce norms", communication, (*writer.blocking, after))
 
 
 def complete_gradients(action: Action, stages: Stages, states: RankStates, writer: RankWriter) -> None:
@@ -138,9 +138,9 @@ def complete_gradients(action: Action, stages: Stages, states: RankStates, write
     partial = states.partial_elements(action.stage)
     if partial:
         group = stages.mapping.tp_group(writer.rank)
-        message = Message(CollectiveKind.ALL_REDUCE, partial * stages.state.gradient, group)
+        communication = Communication(CollectiveKind.ALL_REDUCE, partial * stages.state.gradient, group)
         waits = [writer.last_compute, *writer.blocking]
-        writer.block_on(writer.collective(action, Stream.TENSOR, "all_reduce partial gradients", message, waits))
+        writer.block_on(writer.collective(action, Stream.TENSOR, "all_reduce partial gradients", communication, waits))
     _average_experts(action, stages, states, writer)
     divides = stages.num_microbatches > 1 and stages.software.runtime != "megatron"
     writer.compute(action, "{action}", states.work(action.stage, Phase.SCALE) if divides else ())
@@ -164,5 +164,5 @@ def _average_experts(action: Action, stages: Stages, states: RankStates, writer:
         return
     kind = CollectiveKind.REDUCE_SCATTER if states.shares_evenly else CollectiveKind.ALL_REDUCE
     for number in elements:
-        message = Message(kind, number * stages.state.reduced, group)
-        writer.block_on(writer.collective(action, Stream.EXPERT_DATA, f"{kind} experts", message, (divided,)))
+        communication = Communication(kind, number * stages.state.reduced, group)
+        writer.block_on(writer.collective(action, Stream.EXPERT_DATA, f"{kind} experts", communication, (divided,)))

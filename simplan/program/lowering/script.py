@@ -10,26 +10,35 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 from typing import Literal, NamedTuple, TypeVar
 
-from simplan.model.layer import Attention, CollectiveKind, Exchange, ExpertDraw, Gemm, Kernel, LayerKind, LayerSpec
+from simplan.model.layer import (
+    Attention,
+    CollectiveKind,
+    ExpertDraw,
+    Gemm,
+    Kernel,
+    LayerCollective,
+    LayerKind,
+    LayerSpec,
+)
 from simplan.model.recompute import Recomputation
 from simplan.program.lowering.stage import Stages
 from simplan.program.memory.footprint import LayerFootprint, layers_effects
 from simplan.program.memory.split_footprint import SplitFootprint, split_effects
-from simplan.program.program import LayerWork, MemoryCategory, MemoryEffect, Message, Phase
+from simplan.program.program import Communication, LayerWork, MemoryCategory, MemoryEffect, Phase
 
-__all__ = ["Exchanged", "Scripts", "Segment", "in_order"]
+__all__ = ["IssuedCollective", "Scripts", "Segment", "in_order"]
 
 _T = TypeVar("_T")
 _FROM_THE_FIRST = (Phase.FORWARD, Phase.BACKWARD_WEIGHT)
 _OTHER_PASS = {Phase.FORWARD: Phase.BACKWARD, Phase.BACKWARD: Phase.FORWARD}
 
 
-class Exchanged(NamedTuple):
+class IssuedCollective(NamedTuple):
     """A collective between kernels.
 
     Attributes:
         axis: Axis of the mesh whose ranks take part.
-        kind, num_bytes, draw: See ``Message``.
+        kind, num_bytes, draw: See ``Communication``.
         beside: True if the collective overlaps with the segment before it.
     """
 
@@ -39,9 +48,9 @@ class Exchanged(NamedTuple):
     beside: bool
     draw: ExpertDraw | None = None
 
-    def among(self, ranks: tuple[int, ...]) -> Message:
+    def among(self, ranks: tuple[int, ...]) -> Communication:
         """Returns the communication of one group."""
-        return Message(self.kind, self.num_bytes, ranks, self.draw)
+        return Communication(self.kind, self.num_bytes, ranks, self.draw)
 
 
 class Segment(NamedTuple):
@@ -51,7 +60,7 @@ class Segment(NamedTuple):
         work: Kernels to run; empty for a collective.
         recompute: True if the work recomputes forward.
         memory: Changes of memory.
-        exchange: The collective; None for kernels.
+        collective: The collective; None for kernels.
         beside: For a collective, compute that it and the collectives after it overlap with: adjacent GEMMs or, for
             expert dispatch, the layer's other pass for another microbatch. None for collectives without overlap and for
             kernels.
@@ -60,7 +69,7 @@ class Segment(NamedTuple):
     work: tuple[LayerWork, ...] = ()
     recompute: bool = False
     memory: tuple[MemoryEffect, ...] = ()
-    exchange: Exchanged | None = None
+    collective: IssuedCollective | None = None
     beside: LayerWork | None = None
 
 
@@ -104,7 +113,9 @@ class Scripts:
     def _computed_of(self, layer: LayerSpec, kept: Recomputation, phase: Phase) -> list[Segment]:
         segments = self._computed(layer, kept, phase)
         other = _OTHER_PASS.get(phase)
-        first = next((i for i, s in enumerate(segments) if s.exchange is not None and s.exchange.axis == "ep"), None)
+        first = next(
+            (i for i, s in enumerate(segments) if s.collective is not None and s.collective.axis == "ep"), None
+        )
         if self._stages.software.expert_overlap and other is not None and first is not None:
             work = LayerWork(layer, other, self._stages.plan.microbatch_size, layer.num_parameters)
             segments[first] = segments[first]._replace(beside=work)
@@ -133,7 +144,7 @@ class Scripts:
             merged.append(Segment(again, recompute=True))
         once = tuple(work for segment in segments if not segment.recompute for work in segment.work)
         merged.append(Segment(once, memory=effects))
-        merged += [segment for segment in segments if segment.exchange is not None]
+        merged += [segment for segment in segments if segment.collective is not None]
         found = self._merged[key] = tuple(merged)
         if whole:
             self._merged_alike[alike, phase] = found
@@ -171,7 +182,7 @@ class Scripts:
 
     def _cut(self, stage: int, position: int, phase: Phase) -> tuple[Segment, ...]:
         segments = self.computed(stage, position, phase)
-        computing = [index for index, segment in enumerate(segments) if segment.exchange is None]
+        computing = [index for index, segment in enumerate(segments) if segment.collective is None]
         first, last = computing[0], computing[-1]
         effects = self._effects(stage, (position,), phase, [self._around_hooks(stage, position)])
         if first == last or phase is Phase.FORWARD:
@@ -189,7 +200,7 @@ class Scripts:
             again = [
                 self._exchange(layer, k, k.backward)
                 for k in layer.kernels
-                if isinstance(k, Exchange) and _of_weights(k)
+                if isinstance(k, LayerCollective) and _of_weights(k)
             ]
             return [*again, self._computing(layer, range(end), phase)]
         # compute that does not need the dropped tensors runs before they are recomputed, except compute that overlaps
@@ -197,7 +208,11 @@ class Scripts:
         overlaps, segments = self._overlaps(layer, phase), list[Segment]()
         for rerun in kept.reruns:
             needed_by = rerun.needed_by
-            while needed_by + 1 < end and isinstance(then := layer.kernels[needed_by + 1], Exchange) and overlaps(then):
+            while (
+                needed_by + 1 < end
+                and isinstance(then := layer.kernels[needed_by + 1], LayerCollective)
+                and overlaps(then)
+            ):
                 needed_by += 1
             segments += self._pieces(layer, range(end - 1, needed_by, -1), phase)
             segments += self._pieces(layer, rerun.kernels, Phase.RECOMPUTE)
@@ -215,13 +230,15 @@ class Scripts:
                 segments.append(self._computing(layer, sorted(run), phase))
                 run.clear()
 
-        ring = any(isinstance(kernel, Exchange) and kernel.beside_previous for kernel in layer.kernels)
+        ring = any(isinstance(kernel, LayerCollective) and kernel.beside_previous for kernel in layer.kernels)
         overlaps = self._overlaps(layer, phase)
         for together, indices in groupby(order, key=lambda index: overlaps(layer.kernels[index])):
             group = list(indices)
             kernels = [layer.kernels[index] for index in group]
             beside = (
-                together and any(isinstance(k, Gemm) for k in kernels) and any(isinstance(k, Exchange) for k in kernels)
+                together
+                and any(isinstance(k, Gemm) for k in kernels)
+                and any(isinstance(k, LayerCollective) for k in kernels)
             )
             if beside:
                 flush()
@@ -230,7 +247,7 @@ class Scripts:
                 segments[-1] = self._cut_up(segments[-1], kernels, phase)
             for index in group:
                 kernel = layer.kernels[index]
-                if not isinstance(kernel, Exchange):
+                if not isinstance(kernel, LayerCollective):
                     if beside:
                         continue
                     if ring and isinstance(kernel, Attention):
@@ -251,8 +268,8 @@ class Scripts:
         if not self._stages.software.cuts_products:
             return products
         forward = phase in (Phase.FORWARD, Phase.RECOMPUTE)
-        exchanges = [kernel for kernel in kernels if isinstance(kernel, Exchange)]
-        cuts = sum((kernel.forward if forward else kernel.backward) is not None for kernel in exchanges)
+        collectives = [kernel for kernel in kernels if isinstance(kernel, LayerCollective)]
+        cuts = sum((kernel.forward if forward else kernel.backward) is not None for kernel in collectives)
         return products._replace(work=tuple(work._replace(cuts=cuts) for work in products.work))
 
     def _overlaps(self, layer: LayerSpec, phase: Phase) -> Callable[[Kernel], bool]:
@@ -264,7 +281,7 @@ class Scripts:
             return lambda kernel: False
 
         def overlaps(kernel: Kernel) -> bool:
-            if not isinstance(kernel, Exchange):
+            if not isinstance(kernel, LayerCollective):
                 return isinstance(kernel, Gemm)
             if kernel.axis != "tp" or kernel.bytes_per_element is not None:
                 return False
@@ -284,7 +301,7 @@ class Scripts:
         return Segment((work,), recompute=phase is Phase.RECOMPUTE)
 
     def _exchange(
-        self, layer: LayerSpec, kernel: Exchange, kind: CollectiveKind | None, *, beside: bool = False
+        self, layer: LayerSpec, kernel: LayerCollective, kind: CollectiveKind | None, *, beside: bool = False
     ) -> Segment:
         assert kind is not None
         state = self._stages.state
@@ -293,7 +310,9 @@ class Scripts:
         if quantized and kernel.axis == "tp" and kind is CollectiveKind.ALL_GATHER:
             width = 1
         num_bytes = kernel.elements * self._stages.plan.microbatch_size * width
-        return Segment(exchange=Exchanged(kernel.axis, kind, num_bytes, beside or kernel.beside_previous, kernel.draw))
+        return Segment(
+            collective=IssuedCollective(kernel.axis, kind, num_bytes, beside or kernel.beside_previous, kernel.draw)
+        )
 
 
 def _goes_at_the_end(split: SplitFootprint, phase: Phase) -> tuple[int, int]:
@@ -312,6 +331,6 @@ def _changed(effects: tuple[MemoryEffect, ...], category: MemoryCategory, change
     return (*others, found._replace(after_bytes=found.after_bytes + change))
 
 
-def _of_weights(exchange: Exchange) -> bool:
+def _of_weights(collective: LayerCollective) -> bool:
     """Returns True for an all-gather of a GEMM's input that only the weight gradient needs."""
-    return exchange.forward is None and exchange.backward is CollectiveKind.ALL_GATHER
+    return collective.forward is None and collective.backward is CollectiveKind.ALL_GATHER

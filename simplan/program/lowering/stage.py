@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Literal, NamedTuple
 
 from simplan.job import Job
-from simplan.model.implementations.layer_style import SplitBackward
+from simplan.model.implementations.layer_implementation import SplitBackward
 from simplan.model.layer import Gemm, LayerKind, LayerSpec, ParameterSpec
 from simplan.model.model import ModelSpec
 from simplan.model.recompute import Recomputation, recomputation, recompute_of
@@ -18,13 +18,13 @@ from simplan.plan.plan import RankMapping, Recompute, StageAssignment
 from simplan.program.action import Table
 from simplan.program.lowering.units import Unit, fsdp_units
 from simplan.program.memory.footprint import LayerFootprint, brought_parameters, layer_footprint, layers_effects
-from simplan.program.memory.low_precision_footprint import keeping_quantized, resting_weight_bytes
+from simplan.program.memory.low_precision_footprint import keeping_quantized, persistent_weight_bytes
 from simplan.program.memory.split_footprint import SplitFootprint, products_footprint, split_footprint
-from simplan.program.program import LayerWork, MemoryEffect, Message, Phase
+from simplan.program.program import Communication, LayerWork, MemoryEffect, Phase
 from simplan.program.tables.complete import stage_to_rank
 from simplan.software.software import StateBytes
 
-__all__ = ["Crossing", "Deal", "LayerFacts", "Stages", "layer_facts"]
+__all__ = ["Deal", "LayerFacts", "StageOutput", "Stages", "layer_facts"]
 
 
 Deal = tuple[dict[tuple[int, int], int], ...]
@@ -34,7 +34,7 @@ Weights = Literal["all", "rest", "experts"]
 """Subsets of a layer's weights: all, expert-parallel weights only, or all others."""
 
 
-class Crossing(NamedTuple):
+class StageOutput(NamedTuple):
     """A tensor sent from one stage to the next.
 
     Attributes:
@@ -71,7 +71,7 @@ class Stages:
         experts: Per stage and layer, the elements of expert-parallel parameters. Data parallelism skips them, or FSDP
             shards them over fewer ranks.
         units: Per stage, FSDP's units; empty if parameters are not sharded.
-        splits_sends: True if tensor-parallel ranks hold equal tensors and each sends a part.
+        scatter_gather_p2p: True if tensor-parallel ranks hold equal tensors and each sends a part.
         crossings: Per stage, the tensors of one microbatch that a rank sends to the next stage and receives gradients
             of.
         boundary_bytes: Per stage, the total size of these tensors in bytes.
@@ -116,7 +116,7 @@ class Stages:
             else ()
             for layers in self.layers
         ]
-        self.splits_sends = software.splits_sends and plan.tp > 1 and not plan.sequence_parallel
+        self.scatter_gather_p2p = software.scatter_gather_p2p and plan.tp > 1 and not plan.sequence_parallel
         self.crossings = [self.leaving(layers) for layers in self.layers]
         self.boundary_bytes = [sum(tensor.num_bytes for tensor in leaving) for leaving in self.crossings]
         self.batch_bytes = self.num_microbatches * plan.microbatch_size * _image_elements(model) * self.state.parameter
@@ -125,7 +125,7 @@ class Stages:
         self.tied_bytes = sum(p.num_elements for p in tied) * self.state.gradient
         self._facts: dict[tuple[str, Recompute, int, tuple[bool, bool]], LayerFacts] = {}
         self.deals: dict[int, Deal] = {}
-        self.broadcasts: dict[tuple[int, ...], tuple[Message, ...]] = {}
+        self.broadcasts: dict[tuple[int, ...], tuple[Communication, ...]] = {}
         self._work: dict[tuple[int, range | tuple[int, ...], Phase, Weights], tuple[LayerWork, ...]] = {}
 
     def _elements(self, counts: Callable[[ParameterSpec], bool]) -> list[list[int]]:
@@ -134,13 +134,13 @@ class Stages:
         found = {key: sum(p.num_elements for p in parameters if counts(p)) for key, parameters in alike.items()}
         return [[found[id(parameters)] for parameters in of_stage] for of_stage in self.brought]
 
-    def leaving(self, layers: Sequence[LayerSpec]) -> tuple[Crossing, ...]:
+    def leaving(self, layers: Sequence[LayerSpec]) -> tuple[StageOutput, ...]:
         """Returns the tensors that a stage with the given layers sends to the next stage."""
         found = []
         for index, shape in enumerate(layers[-1].output_shapes if layers[-1].output_elements else ()):
             width = self.state.activation if index in layers[-1].product_outputs else self.state.boundary
             passes = all(index in layer.passed_outputs for layer in layers)
-            found.append(Crossing(math.prod(shape) * self.plan.microbatch_size * width, passes))
+            found.append(StageOutput(math.prod(shape) * self.plan.microbatch_size * width, passes))
         return tuple(found)
 
     @property
@@ -166,7 +166,7 @@ class Stages:
         """
         if self.plan.shards_parameters:
             return 0
-        return sum(resting_weight_bytes(layer, self.state) for stage in stages for layer in self.layers[stage])
+        return sum(persistent_weight_bytes(layer, self.state) for stage in stages for layer in self.layers[stage])
 
     def placeholder_bytes(self, stages: Iterable[int]) -> int:
         """Returns bytes of placeholder gradients, one per distinct matrix shape of blocks on the given stages."""
@@ -279,7 +279,7 @@ def layer_facts(
         kept: Saved tensors and recomputation.
         ends: True if the layer's input, and the gradient of its output, arrive in receive buffers from other ranks.
         left: See ``LayerFootprint``.
-        split_backward: See ``LayerStyle``.
+        split_backward: See ``LayerImplementation``.
         inside: Footprint of the layer between other layers; None to compute it.
     """
     footprint = (inside or layer_footprint(layer, b, state, kept))._replace(left=left)

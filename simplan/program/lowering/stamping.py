@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from simplan.model.layer import CollectiveKind
 from simplan.program.action import ActionKind
-from simplan.program.lowering.walk import Integers, Walked
-from simplan.program.program import ACTION_KINDS, Excess, MemoryEffect, Message, OpColumns, Work
+from simplan.program.lowering.walk import Integers, RowWalk
+from simplan.program.program import ACTION_KINDS, Communication, MemoryEffect, OpColumns, OverlapRemainder, Work
 
-__all__ = ["Meeting", "OpIndex", "ProgramBuilder", "TemplateRow", "restore_state", "take_state"]
+__all__ = ["OpIndex", "ProgramBuilder", "RendezvousPoint", "TemplateRow", "restore_state", "take_state"]
 
 
 class OpIndex(int):
@@ -36,7 +36,7 @@ class OpIndex(int):
     __slots__ = ()
 
 
-class Meeting(NamedTuple):
+class RendezvousPoint(NamedTuple):
     """A collective or P2P transfer as seen from all its ranks.
 
     Attributes:
@@ -84,8 +84,8 @@ class ProgramBuilder:
         self._works: list[tuple[Work, ...]] = []
         self._work_of: dict[int, int] = {}
         self._memory: dict[tuple[MemoryEffect, ...], int] = {(): 0}
-        self._meetings: dict[Meeting, int] = {}
-        self._met: list[Meeting] = []
+        self._meetings: dict[RendezvousPoint, int] = {}
+        self._met: list[RendezvousPoint] = []
         self._moved: dict[tuple[int, int], int] = {}  # (work, offset of the rank) -> work of the rank
         self._shapes: dict[Hashable, int] = {}
         self._structures: list[Hashable] = []
@@ -142,7 +142,7 @@ class ProgramBuilder:
         """Returns the number of a tuple of memory effects."""
         return self._memory.setdefault(effects, len(self._memory))
 
-    def meeting(self, meeting: Meeting) -> int:
+    def meeting(self, meeting: RendezvousPoint) -> int:
         """Returns the number of a meeting: even for collectives, matched by order of issue, odd for P2P transfers."""
         found = self._meetings.get(meeting)
         if found is None:
@@ -167,7 +167,7 @@ class ProgramBuilder:
         self._rows.extend(rows)
         return len(self._rows) - len(rows)
 
-    def stamp(self, walked: Walked, stage: Integers, microbatch: Integers) -> None:
+    def stamp(self, walked: RowWalk, stage: Integers, microbatch: Integers) -> None:
         """Adds a row of actions to the rank.
 
         Args:
@@ -262,12 +262,12 @@ class _RankStart(NamedTuple):
 
 
 def _moved(part: Work, start: _RankStart) -> Work:
-    if isinstance(part, Message):
+    if isinstance(part, Communication):
         return part._replace(ranks=start.moved(part.ranks, sends=part.kind is CollectiveKind.SEND))
-    if isinstance(part, Excess):
+    if isinstance(part, OverlapRemainder):
         sends = CollectiveKind.SEND
-        messages = [m._replace(ranks=start.moved(m.ranks, sends=m.kind is sends)) for m in part.messages]
-        return part._replace(messages=tuple(messages))
+        communications = [m._replace(ranks=start.moved(m.ranks, sends=m.kind is sends)) for m in part.communications]
+        return part._replace(communications=tuple(communications))
     return part
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ALL_SENT", "ActionTemplate", "Integers", "Walked", "Walker"]
+__all__ = ["ALL_SENT", "ActionTemplate", "Integers", "RowWalk", "Walker"]
 
 Integers = NDArray[np.int64]
 ALL_SENT = -2
@@ -49,7 +49,7 @@ class ActionTemplate(NamedTuple):
     sent_bytes: int
 
 
-class Walked(NamedTuple):
+class RowWalk(NamedTuple):
     """The result of walking a row.
 
     Attributes:
@@ -84,7 +84,7 @@ class Walker:
         needs: Integers,
         start: tuple[int, int],
         lowered: Callable[[int, int, int, int], ActionTemplate],
-    ) -> Walked:
+    ) -> RowWalk:
         """Walks a row.
 
         Args:
@@ -125,7 +125,7 @@ class Walker:
                 template = self._templates[number]
                 at[:] = place + 1, template[_NEXT_SHAPE], used + len(given), ops + template[_NUM_OPS], len(state)
         taken = self._templates[row[_TEMPLATE]]
-        return Walked(taken[:, _FIRST], taken[:, _NUM_OPS], inputs[:used], np.diff(row[_INPUTS], append=used))
+        return RowWalk(taken[:, _FIRST], taken[:, _NUM_OPS], inputs[:used], np.diff(row[_INPUTS], append=used))
 
     def _add(self, template: ActionTemplate, shape: int = 0, code: int = -1) -> int:
         """Adds a template, and a transition to it from a state for actions with this code; returns its number."""

@@ -8,14 +8,14 @@ from typing import ClassVar
 from simplan.model.layer import CollectiveKind
 from simplan.program.action import Action
 from simplan.program.folding import Folding
-from simplan.program.lowering.stamping import Meeting, OpIndex, ProgramBuilder, TemplateRow
+from simplan.program.lowering.stamping import OpIndex, ProgramBuilder, RendezvousPoint, TemplateRow
 from simplan.program.program import (
     ACTION_KINDS,
     SPAN_KINDS,
     STREAMS,
+    Communication,
     HostCopy,
     MemoryEffect,
-    Message,
     Stream,
     Work,
 )
@@ -35,10 +35,10 @@ class RankWriter:
         rank: Global rank.
         builder: Receives names, work and effects.
         folding: Simulated ranks.
-        ordered_messages: True if P2P transfers between two ranks, in either direction, run in order of issue, because
-            they share a communicator and its stream (NCCL).
-        receives_ahead: See ``SoftwareSpec``. If True, only transfers of one direction and sender are ordered, and a
-            receive waits for no compute of the rank.
+        ordered_communications: True if P2P transfers between two ranks, in either direction, run in order of issue,
+            because they share a communicator and its stream (NCCL). prefetch_receive_schedules: See ``SoftwareSpec``.
+            If True, only transfers of one direction and sender are ordered, and a receive waits for no compute of the
+            rank.
 
     Attributes:
         stage: Stage of the action being lowered.
@@ -46,7 +46,7 @@ class RankWriter:
         blocking: Operations that the next compute, and sends or receives before it, wait for.
     """
 
-    STATE: ClassVar = ("last_compute", "blocking", "_sending", "_last_message")
+    STATE: ClassVar = ("last_compute", "blocking", "_sending", "_last_communication")
 
     def __init__(
         self,
@@ -54,14 +54,16 @@ class RankWriter:
         builder: ProgramBuilder,
         folding: Folding,
         *,
-        ordered_messages: bool = True,
-        receives_ahead: bool = False,
+        ordered_communications: bool = True,
+        prefetch_receive_schedules: bool = False,
     ) -> None:
         self.rank, self.stage = rank, 0
         self._builder = builder
-        self._ordered = ordered_messages
-        self._ahead = receives_ahead
-        self._last_message: dict[tuple[int, bool, bool], int] = {}  # by peer, direction and whether it is received
+        self._ordered = ordered_communications
+        self._ahead = prefetch_receive_schedules
+        self._last_communication: dict[
+            tuple[int, bool, bool], int
+        ] = {}  # by peer, direction and whether it is received
         self._rows: list[TemplateRow] = []
         self.last_compute: int | None = None
         self._folding = folding
@@ -103,17 +105,17 @@ class RankWriter:
         action: Action,
         stream: Stream,
         name: str,
-        message: Message,
+        communication: Communication,
         waits: Sequence[int | None],
         memory: Sequence[MemoryEffect] = (),
     ) -> int:
         """Writes a collective of the rank's group; returns its index. Members match in order of issue per stream."""
-        members = self._members.get(message.ranks)
+        members = self._members.get(communication.ranks)
         if members is None:
-            members = self._members[message.ranks] = self._folding.members(message.ranks)
-        meeting = Meeting(stream, members) if len(members) > 1 else None
+            members = self._members[communication.ranks] = self._folding.members(communication.ranks)
+        meeting = RendezvousPoint(stream, members) if len(members) > 1 else None
         return self._add(
-            action, stream, name, SpanKind.COMMUNICATION, self._one(message), _known(waits), meeting, memory
+            action, stream, name, SpanKind.COMMUNICATION, self._one(communication), _known(waits), meeting, memory
         )
 
     def collectives(
@@ -122,19 +124,19 @@ class RankWriter:
         stream: Stream,
         name: str,
         group: tuple[int, ...],
-        messages: tuple[Work, ...],
+        communications: tuple[Work, ...],
         waits: Sequence[int | None],
     ) -> int:
         """Writes consecutive collectives of one group as one operation with one meeting; returns its index."""
         members = self._folding.members(group)
-        meeting = Meeting(stream, members) if len(members) > 1 else None
-        return self._add(action, stream, name, SpanKind.COMMUNICATION, messages, _known(waits), meeting, ())
+        meeting = RendezvousPoint(stream, members) if len(members) > 1 else None
+        return self._add(action, stream, name, SpanKind.COMMUNICATION, communications, _known(waits), meeting, ())
 
-    def exposed(self, action: Action, stream: Stream, name: str, messages: tuple[Work, ...]) -> None:
+    def exposed(self, action: Action, stream: Stream, name: str, communications: tuple[Work, ...]) -> None:
         """Writes sequential collectives among equal ranks, for which the next compute waits."""
         waits = (*self.blocking, self.last_compute)
         self.blocking.clear()
-        self.block_on(self._add(action, stream, name, SpanKind.COMMUNICATION, messages, _known(waits), None, ()))
+        self.block_on(self._add(action, stream, name, SpanKind.COMMUNICATION, communications, _known(waits), None, ()))
 
     def send(
         self,
@@ -145,7 +147,7 @@ class RankWriter:
         memory: Sequence[MemoryEffect] = (),
         *,
         number: int = 0,
-        gathered: Message | None = None,
+        gathered: Communication | None = None,
     ) -> int:
         """Writes one end of a P2P transfer to or from another stage; returns its index.
 
@@ -159,19 +161,23 @@ class RankWriter:
             gathered: All-gather that follows if only a part of a tensor is transferred; None for none.
         """
         forward = stream in (Stream.SEND_F, Stream.RECV_F)
-        meeting = Meeting((forward, number), ends, sends=True)  # and the microbatch, and the stage it comes from
-        message = Message(CollectiveKind.SEND, num_bytes, ends)
+        meeting = RendezvousPoint(
+            (forward, number), ends, sends=True
+        )  # and the microbatch, and the stage it comes from
+        communication = Communication(CollectiveKind.SEND, num_bytes, ends)
         peer = ends[1] if ends[0] == self.rank else ends[0]
         received = self._ahead and ends[1] == self.rank
         way = peer, self._ahead and forward, received
         waits = [] if received else [*self.blocking, self.last_compute]
         if self._ordered:
-            waits.append(self._last_message.get(way))
+            waits.append(self._last_communication.get(way))
         work = (
-            self._one(message) if gathered is None else self._works.setdefault((message, gathered), (message, gathered))
+            self._one(communication)
+            if gathered is None
+            else self._works.setdefault((communication, gathered), (communication, gathered))
         )
         index = self._add(action, stream, "{action}", SpanKind.COMMUNICATION, work, _known(waits), meeting, memory)
-        self._last_message[way] = index
+        self._last_communication[way] = index
         return index
 
     def host_copy(
@@ -189,9 +195,9 @@ class RankWriter:
         work = self._one(HostCopy(num_bytes, to_host))
         return self._add(action, stream, name, SpanKind.COMMUNICATION, work, _known(waits), None, memory)
 
-    def _one(self, message: Message | HostCopy) -> tuple[Work, ...]:
+    def _one(self, communication: Communication | HostCopy) -> tuple[Work, ...]:
         """Returns the communication as work; equal ones share one object, by which later passes recognize them."""
-        return self._works.setdefault(message, (message,))
+        return self._works.setdefault(communication, (communication,))
 
     def _add(
         self,
@@ -201,7 +207,7 @@ class RankWriter:
         kind: SpanKind,
         work: tuple[Work, ...],
         waits: tuple[int, ...],
-        meeting: Meeting | None,
+        meeting: RendezvousPoint | None,
         memory: Sequence[MemoryEffect],
     ) -> int:
         builder = self._builder

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from simplan.model.layer import Exchange, Gemm, LayerKind, Lookup, Operator
-from simplan.model.recompute import Rerun
+from simplan.model.layer import Gemm, LayerCollective, LayerKind, Lookup, Operator
+from simplan.model.recompute import RecomputeGroup
 from simplan.program.memory.low_precision_footprint import backward_scratch
 from simplan.program.memory.tensors import LayerTensors
 
@@ -219,9 +219,9 @@ class _Backward:
     def _take_saved(self) -> None:
         """Allocates the tensors that remain from forward when backward reaches the layer."""
         tensors, layer = self._tensors, self._layer
-        handed_on = {tensors.roots[name] for name, tensor in layer.tensors.items() if tensor.handed_on}
+        forwarded = {tensors.roots[name] for name, tensor in layer.tensors.items() if tensor.forwarded}
         for root, size in tensors.saved.items():
-            if root in tensors.last_savers or root not in handed_on:  # otherwise its savers are done
+            if root in tensors.last_savers or root not in forwarded:  # otherwise its savers are done
                 self._memory.hold(root, size, logits=tensors.is_logits(root))
         for name, size in tensors.weight_copies.items() if tensors.saves_copies else ():
             self._memory.hold(_copy(name), size)
@@ -257,7 +257,7 @@ class _Backward:
         """Returns the operators of some kernels."""
         return [index for index, place in enumerate(self._layer.places) if place in kernels]
 
-    def _read_roots(self, rerun: Rerun) -> frozenset[str]:
+    def _read_roots(self, rerun: RecomputeGroup) -> frozenset[str]:
         """Returns roots of the tensors that recomputed operators read."""
         operators = (self._layer.operators[index] for index in self._order_of(rerun.kernels))
         return frozenset(self._tensors.roots[name] for operator in operators for name in operator.reads)
@@ -274,17 +274,19 @@ class _Backward:
         place = self._layer.places[index] if index >= 0 else -1
         return any(rerun.needed_by < place and root in read for rerun, read in self._read_by.items())
 
-    def _asks(self, index: int, rerun: Rerun) -> bool:
+    def _asks(self, index: int, rerun: RecomputeGroup) -> bool:
         """Returns True if the backward of this operator is the first that needs the recomputed tensors."""
         operator, place = self._layer.operators[index], self._layer.places[index]
         reads = operator.kernel is not None or any(True for _ in self._tensors.saved_roots(index))
         return place < rerun.needed_by or (place == rerun.needed_by and reads)
 
-    def _again(self, rerun: Rerun, index: int) -> Points:
+    def _again(self, rerun: RecomputeGroup, index: int) -> Points:
         """Recomputes forward's operators; frees afterwards the tensors that only recomputation needed."""
         tensors, kernels = self._tensors, self._layer.kernels
         # an operator without work in forward may have a separate cast
-        idle = {i for i in range(max(rerun.kernels)) if isinstance(k := kernels[i], Exchange) and k.forward is None}
+        idle = {
+            i for i in range(max(rerun.kernels)) if isinstance(k := kernels[i], LayerCollective) and k.forward is None
+        }
         order = self._order_of(idle.union(rerun.kernels))
         if self._recomputation.from_start:  # also a cast of the input, regardless of what the first kernel saved
             before = next(i for i, operator in enumerate(self._layer.operators) if operator.kernel is not None)
@@ -306,7 +308,7 @@ class _Backward:
         used = ((i, n) for i, o in enumerate(self._layer.operators) for n in (*o.reads, *(t.name for t in o.makes)))
         return max(index for index, name in used if self._tensors.roots[name] == root)
 
-    def _is_for(self, root: str, rerun: Rerun, index: int) -> bool:
+    def _is_for(self, root: str, rerun: RecomputeGroup, index: int) -> bool:
         """Returns True if a saved tensor serves this recomputation alone; later tensors are not reused."""
         before = self._layer.makers.get(root, rerun.needed_by) < rerun.needed_by
         return self._recomputation.from_start and before and not self._is_read_again(root, index)
@@ -416,7 +418,7 @@ class _Backward:
     def _brought_back(self, operator: Operator) -> Iterator[PeakPoint]:
         """All-gathers inputs of matmuls again, for the gradients of their weights."""
         kernel, root = operator.kernel, self._tensors.roots[operator.regathers]
-        if isinstance(kernel, Exchange) and kernel.backward is not None:
+        if isinstance(kernel, LayerCollective) and kernel.backward is not None:
             self._memory.hold(root, self._tensors.bytes_of(root))
             self._brought.add(operator.regathers)
             yield self._memory.point(scratch=self._tensors.scratch_bytes(operator, forward=False))

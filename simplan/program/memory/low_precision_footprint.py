@@ -16,7 +16,7 @@ __all__ = [
     "forward_scratch_bytes",
     "keeping_quantized",
     "kept_weight_bytes",
-    "resting_weight_bytes",
+    "persistent_weight_bytes",
 ]
 
 
@@ -95,7 +95,7 @@ def _along_columns(form: LinearFormat, gemm: Gemm) -> int:
     return gemm.num_groups * form.quantized_bytes(gemm.k, gemm.n, weight=True)
 
 
-def resting_weight_bytes(layer: LayerSpec, state: StateBytes) -> int:
+def persistent_weight_bytes(layer: LayerSpec, state: StateBytes) -> int:
     """Returns the bytes of a layer's quantized weights between steps, minus the BF16 weights that they replace."""
     form = state.linear
     if form is None or form.weights == "microbatch":

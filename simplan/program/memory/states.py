@@ -8,7 +8,7 @@ from typing import NamedTuple
 from simplan.model.layer import CollectiveKind, ParameterSpec
 from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.units import shard_elements
-from simplan.program.program import LayerWork, Message, Phase
+from simplan.program.program import Communication, LayerWork, Phase
 from simplan.training.optimizer import UPDATES
 
 __all__ = ["LayerStates", "RankStates", "layer_states", "partition_states"]
@@ -163,12 +163,12 @@ class RankStates:
         experts = self.expert_elements
         dense = self.gradient_elements - experts
         same = self._stages.mapping.expert_group(self._rank)
-        ahead = self._stages.software.gathers_ahead  # then the others are all-gathered when forward needs them
+        ahead = self._stages.software.overlap_param_gather  # then the others are all-gathered when forward needs them
         for group, elements in ((self._group, 0 if ahead else dense), (same, experts)):
             if elements and len(group) > 1:
                 yield group, elements * self._stages.state.parameter
 
-    def broadcasts(self) -> tuple[Message, ...]:
+    def broadcasts(self) -> tuple[Communication, ...]:
         """Returns the broadcasts of updated parameters, in order; the same object for all ranks of a group.
 
         An owner without parameters sends one FP32 number, as in torch's ZeroRedundancyOptimizer.
@@ -178,7 +178,9 @@ class RankStates:
             width, dealt = self._stages.state.parameter, self._dealt() if self._deals else ()
             sizes = [width * sum(owned.values()) for owned in dealt]
             found = self._stages.broadcasts[self._group] = tuple(
-                Message(CollectiveKind.BROADCAST, size or 4, (owner, *(rank for rank in self._group if rank != owner)))
+                Communication(
+                    CollectiveKind.BROADCAST, size or 4, (owner, *(rank for rank in self._group if rank != owner))
+                )
                 for owner, size in zip(self._group, sizes, strict=False)
                 if any(sizes)
             )

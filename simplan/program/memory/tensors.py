@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from simplan.model.layer import CollectiveKind, Exchange, Gemm, LayerSpec, Operator, Tensor
+from simplan.model.layer import CollectiveKind, Gemm, LayerCollective, LayerSpec, Operator, Tensor
 from simplan.model.operator import saved_by, storages
 from simplan.model.recompute import Recomputation
 from simplan.program.memory.low_precision_footprint import copied_weight_bytes, forward_scratch_bytes
@@ -76,8 +76,8 @@ class LayerTensors:
         """Returns inputs whose memory is counted elsewhere, and outputs, which the next layer saves."""
         layer = self.layer
         inputs = {tensor.name for tensor in layer.inputs if tensor.elsewhere}
-        handed_on = {self.roots[name] for name, tensor in layer.tensors.items() if tensor.handed_on}
-        outputs = {self.roots[name] for name in layer.outputs if name in layer.makers} - handed_on
+        forwarded = {self.roots[name] for name, tensor in layer.tensors.items() if tensor.forwarded}
+        outputs = {self.roots[name] for name in layer.outputs if name in layer.makers} - forwarded
         return frozenset(inputs | outputs)
 
     def bytes_of(self, name: str) -> int:
@@ -99,7 +99,7 @@ class LayerTensors:
         there = (t for t in tensors if not t.logits and (not t.widened or narrowest < self._width(t)))
         found = sum(self._bytes(tensor) for tensor in there)
         kernel = operator.kernel
-        if isinstance(kernel, Exchange):
+        if isinstance(kernel, LayerCollective):
             found += self._reordered_bytes(kernel, kernel.forward if forward else kernel.backward, forward=forward)
         elif isinstance(kernel, Gemm) and forward:
             found += forward_scratch_bytes(self.layer, kernel, self.microbatch_size, self.state)
@@ -113,9 +113,9 @@ class LayerTensors:
         return tensor.width(self.state.activation, self.state.residual)
 
     def _bytes(self, tensor: Tensor) -> int:
-        return (1 if tensor.of_microbatch else self.microbatch_size) * tensor.elements * self._width(tensor)
+        return (1 if tensor.per_microbatch else self.microbatch_size) * tensor.elements * self._width(tensor)
 
-    def _reordered_bytes(self, kernel: Exchange, kind: CollectiveKind | None, *, forward: bool) -> int:
+    def _reordered_bytes(self, kernel: LayerCollective, kind: CollectiveKind | None, *, forward: bool) -> int:
         """Returns bytes that a collective along tokens copies to reorder tokens by rank, or back."""
         whole = kernel.elements * self.microbatch_size * self.state.activation
         if kind is CollectiveKind.ALL_TO_ALL:

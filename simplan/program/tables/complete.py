@@ -115,9 +115,9 @@ def complete_table(compute: Table, *, unshard: Unshard = "none") -> Table:
         position[rank] += 1
         free_at[rank] = start + _UNIT_TIME[action.kind]
         rows[rank].append(action)
-        message = _message(action, num_stages, placement)
-        if message is not None:
-            send, receive, peer = message
+        communication = _communication(action, num_stages, placement)
+        if communication is not None:
+            send, receive, peer = communication
             rows[rank].append(send)
             rows[peer].append(receive)
         if action == last.get(action.stage):
@@ -165,7 +165,7 @@ def _coming_stages(row: Sequence[Action]) -> list[tuple[int, ...]]:
     return coming[::-1]
 
 
-def _message(action: Action, num_stages: int, placement: dict[int, int]) -> tuple[Action, Action, int] | None:
+def _communication(action: Action, num_stages: int, placement: dict[int, int]) -> tuple[Action, Action, int] | None:
     """Returns ``(SEND, RECV, receiving rank)`` for an action whose result another rank needs; None for any other."""
     stage, kind, microbatch = action
     if kind is _F and stage + 1 < num_stages:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.program.action import ActionKind
 from simplan.program.schedules import SCHEDULES, PipelineShape
-from simplan.program.tables.own_schedule import own_schedule
+from simplan.program.tables.custom_schedule import custom_schedule
 
 __all__ = ["Instants", "rank_instants"]
 
@@ -89,7 +89,7 @@ def rank_instants(
 @lru_cache(maxsize=32)
 def _computations(schedule: str, pp: int, num_microbatches: int, virtual_stages: int) -> list[tuple[_Integers, ...]]:
     """By rank, kinds and stages of its compute actions."""
-    make = SCHEDULES.get(schedule) or own_schedule(schedule)
+    make = SCHEDULES.get(schedule) or custom_schedule(schedule)
     table = make(PipelineShape(pp, num_microbatches, virtual_stages))
     rows = ([(_KINDS[action.kind], action.stage) for action in row if action.kind in _KINDS] for row in table)
     return [tuple(np.array(row).T) for row in rows]

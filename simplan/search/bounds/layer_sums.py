@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan.cost.analytic import AnalyticCost
-from simplan.cost.base import CostModel
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.compute.pass_time import pass_time_s
+from simplan.cost.model import CostModel
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan, RankMapping, StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS
@@ -20,7 +20,7 @@ from simplan.program.action import Action, ActionKind
 from simplan.program.lowering.script import Scripts
 from simplan.program.lowering.stage import Stages
 from simplan.program.memory.footprint import layers_effects
-from simplan.program.program import LayerWork, Message, Phase
+from simplan.program.program import Communication, LayerWork, Phase
 from simplan.program.tables.partition import assign_stage_layers, balanced_assignment
 from simplan.training.optimizer import LAYERWISE
 
@@ -137,7 +137,7 @@ class LayerSumsCache:
             )
         return found
 
-    def prices(self, plan: ParallelPlan) -> CostCache:
+    def cost_estimates(self, plan: ParallelPlan) -> CostCache:
         """Cost estimates for a plan."""
         job = self._job.with_plan(plan)
         return CostCache(cost_model(job, self._calibration), sends=job.cluster.cores_per_node is None)
@@ -154,9 +154,9 @@ class LayerSumsCache:
         job = self._job
         alone = {"pp": 1, "virtual_stages": 1, "schedule": "none", "stage_layers": None}
         plan = plan.model_copy(update=alone)
-        prices = self.prices(plan)
+        cost_estimates = self.cost_estimates(plan)
         stages = Stages(job.with_plan(plan), StageAssignment((0, len(job.model.layers))), _WHOLE_MODEL)
-        passes = _PassTimes(job, plan, stages, prices)
+        passes = _PassTimes(job, plan, stages, cost_estimates)
         known: dict[Hashable, tuple[float, ...]] = {}
         rows = []
         for position, layer in enumerate(stages.layers[0]):
@@ -168,8 +168,8 @@ class LayerSumsCache:
         summed = np.concatenate([np.zeros((7, 1)), np.cumsum(fields[:7], axis=1)], axis=1)
         on_host = plan.offload_optimizer
         update = LayerWork(stages.layers[0][1], Phase.OPTIMIZER, plan.microbatch_size, _MANY, on_host=on_host)
-        counts = job.training.optimizer not in LAYERWISE and prices.sends
-        update_s = prices.work_s(update) / _MANY if counts else 0.0
+        counts = job.training.optimizer not in LAYERWISE and cost_estimates.sends
+        update_s = cost_estimates.work_s(update) / _MANY if counts else 0.0
         input_bytes, output_bytes, backward_bytes = fields[7:]
         return LayerSums(summed, input_bytes, output_bytes, backward_bytes, update_s, balance_s.tolist())
 
@@ -203,15 +203,20 @@ class _PassTimes:
         job: Job without the searched plan fields.
         plan: Plan without a pipeline.
         stages: All layers as one stage.
-        prices: Cost estimates of compute and communication.
+        cost_estimates: Cost estimates of compute and communication.
     """
 
-    def __init__(self, job: Job, plan: ParallelPlan, stages: Stages, prices: CostCache) -> None:
+    def __init__(self, job: Job, plan: ParallelPlan, stages: Stages, cost_estimates: CostCache) -> None:
         self._groups = RankMapping.of(plan).exchanging_groups(0)
         self._hidden = {"cp"} if plan.cp > 1 and plan.cp_comm == "ring" else set()
         if job.software.expert_overlap:
             self._hidden |= {"ep", "etp"}
-        self._size, self._stages, self._scripts, self._prices = plan.microbatch_size, stages, Scripts(stages), prices
+        self._size, self._stages, self._scripts, self._prices = (
+            plan.microbatch_size,
+            stages,
+            Scripts(stages),
+            cost_estimates,
+        )
 
     def of_layer(self, position: int, *, splits: bool) -> tuple[float, float, float]:
         """Seconds of a layer: for the balanced split, forward, and backward (split or not, the faster one)."""
@@ -224,7 +229,7 @@ class _PassTimes:
 
     def _seconds(self, position: int, phase: Phase) -> float:
         segments = self._scripts.computed(0, position, phase)
-        return pass_time_s(segments, self._groups, self._prices.work_s, self._prices.message_s, self._hidden)
+        return pass_time_s(segments, self._groups, self._prices.work_s, self._prices.communication_s, self._hidden)
 
 
 class CostCache:
@@ -237,19 +242,23 @@ class CostCache:
 
     def __init__(self, cost: CostModel, *, sends: bool) -> None:
         self._cost, self.sends = cost, sends
-        self._messages_s: dict[Message, float] = {}
+        self._communications_s: dict[Communication, float] = {}
 
     def work_s(self, work: LayerWork) -> float:
         """Compute seconds of one phase of one layer."""
         return self._cost.compute_s(work) if isinstance(self._cost, AnalyticCost) else self._cost.compute(work).seconds
 
-    def message_s(self, message: Message) -> float:
+    def communication_s(self, communication: Communication) -> float:
         """Seconds of a collective or P2P send."""
-        if not self.sends or len(message.ranks) == 1:
+        if not self.sends or len(communication.ranks) == 1:
             return 0.0
-        found = self._messages_s.get(message)
+        found = self._communications_s.get(communication)
         if found is None:
             cost = self._cost
-            found = cost.message_s(message) if isinstance(cost, AnalyticCost) else cost.message(message).seconds
-            self._messages_s[message] = found
+            found = (
+                cost.communication_s(communication)
+                if isinstance(cost, AnalyticCost)
+                else cost.communication(communication).seconds
+            )
+            self._communications_s[communication] = found
         return found

@@ -150,7 +150,7 @@ class MemoryBound:
         if software.reduces_each_microbatch and not in_pipeline:
             reduces_every = np.ones_like(reduces_every)
         found = np.where(reduces_every[:, None], 0, trained @ instants.adding_up.T * state.gradient)
-        if software.lists_of_shards:
+        if software.per_rank_tensor_lists:
             return found
         all_stages = trained @ instants.used.T
         frees = (rows["zero_stage"] == 3) & (rows["reshard_after_forward"] == 1)

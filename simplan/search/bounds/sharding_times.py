@@ -12,7 +12,7 @@ from simplan.job import Job
 from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.lowering.units import Unit, fsdp_units
-from simplan.program.program import Message
+from simplan.program.program import Communication
 from simplan.search.bounds.layer_sums import CostCache, Floats
 from simplan.search.candidates import Candidates
 
@@ -31,7 +31,7 @@ class UnitTimes(NamedTuple):
     scatter_s: Floats
 
 
-class _PassMessages(NamedTuple):
+class _PassCommunications(NamedTuple):
     """Seconds of FSDP collectives in one microbatch without a pipeline.
 
     Attributes:
@@ -75,16 +75,16 @@ class ShardingTimes:
 
     Args:
         job: Job without the searched plan fields.
-        prices: Cost estimates of collectives.
+        cost_estimates: Cost estimates of collectives.
     """
 
-    def __init__(self, job: Job, prices: CostCache) -> None:
-        self._job, self._prices = job, prices
-        self._alone: dict[Hashable, _PassMessages] = {}
+    def __init__(self, job: Job, cost_estimates: CostCache) -> None:
+        self._job, self._prices = job, cost_estimates
+        self._alone: dict[Hashable, _PassCommunications] = {}
         self._by_layer: dict[Hashable, tuple[Floats, Floats]] = {}
         self._units: dict[Hashable, tuple[Unit, ...]] = {}
 
-    def alone(self, rows: Candidates, row: int) -> _PassMessages:
+    def alone(self, rows: Candidates, row: int) -> _PassCommunications:
         """Collective times of a plan without a pipeline."""
         names = "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel", "ep", "zero_stage", "reshard_after_forward"
         key = tuple(int(rows[name][row]) for name in names)
@@ -105,20 +105,20 @@ class ShardingTimes:
     def _of_layers(self, plan: ParallelPlan) -> tuple[Floats, Floats]:
         """``(layers + 1,)`` Prefix sums over layers of all-gather and of reduce-scatter seconds."""
         units = self._units_of(plan)
-        gathers_s, scatters_s, _ = self._messages_s(plan, units)
+        gathers_s, scatters_s, _ = self._communications_s(plan, units)
         found = np.zeros((2, len(self._job.model.layers) + 1))
         for unit, gather_s, scatter_s in zip(units, gathers_s, scatters_s, strict=True):
             found[:, unit.layers[0] + 1] += gather_s, scatter_s
         gathered_s, scattered_s = found.cumsum(axis=1)
         return gathered_s, scattered_s
 
-    def _of_pass(self, plan: ParallelPlan) -> _PassMessages:
+    def _of_pass(self, plan: ParallelPlan) -> _PassCommunications:
         software, units = self._job.software, self._units_of(plan)
-        gathers_s, scatters_s, all_reduces_s = self._messages_s(plan, units)
+        gathers_s, scatters_s, all_reduces_s = self._communications_s(plan, units)
         begins = [gather_s for unit, gather_s in zip(units, gathers_s, strict=True) if unit.layers[0] == 0]
         reshards = plan.zero_stage == 3 and plan.reshard_after_forward
         again_s = 0.0
-        if reshards and not software.lists_of_shards:
+        if reshards and not software.per_rank_tensor_lists:
             # the last two all-gathers may overlap the backward of the last layer
             again_s = sum(s for unit, s in zip(units[:-2], gathers_s[:-2], strict=True) if not unit.stays)
         last_s = [
@@ -127,7 +127,7 @@ class ShardingTimes:
             if unit.layers[0] == 0 and unit.trained
         ]
         reduced_s = [scatter_s for unit, scatter_s in zip(units, scatters_s, strict=True) if unit.trained]
-        return _PassMessages(
+        return _PassCommunications(
             min(begins, default=0.0),
             sum(gathers_s),
             again_s,
@@ -146,13 +146,15 @@ class ShardingTimes:
             self._units[key] = found
         return found
 
-    def _messages_s(self, plan: ParallelPlan, units: tuple[Unit, ...]) -> tuple[list[float], list[float], list[float]]:
+    def _communications_s(
+        self, plan: ParallelPlan, units: tuple[Unit, ...]
+    ) -> tuple[list[float], list[float], list[float]]:
         """By unit, seconds of its all-gather, its reduce-scatter, and its all-reduce among replicas."""
         mapping, state = RankMapping.of(plan), self._job.software.state(self._job.training, plan)
         replicas = mapping.replicate_group(0)
 
-        def message_s(kind: CollectiveKind, num_bytes: int, group: tuple[int, ...]) -> float:
-            return self._prices.message_s(Message(kind, num_bytes, group)) if num_bytes else 0.0
+        def communication_s(kind: CollectiveKind, num_bytes: int, group: tuple[int, ...]) -> float:
+            return self._prices.communication_s(Communication(kind, num_bytes, group)) if num_bytes else 0.0
 
         known: dict[tuple[int, int, bool], tuple[float, float, float]] = {}
         found = []
@@ -162,9 +164,9 @@ class ShardingTimes:
                 group = mapping.expert_shard_group(0) if unit.experts else mapping.shard_group(0)
                 num_bytes = unit.trained_padded * state.reduced
                 known[key] = (
-                    message_s(CollectiveKind.ALL_GATHER, unit.padded * state.gathered, group),
-                    message_s(CollectiveKind.REDUCE_SCATTER, num_bytes, group),
-                    message_s(CollectiveKind.ALL_REDUCE, num_bytes // len(group), replicas),
+                    communication_s(CollectiveKind.ALL_GATHER, unit.padded * state.gathered, group),
+                    communication_s(CollectiveKind.REDUCE_SCATTER, num_bytes, group),
+                    communication_s(CollectiveKind.ALL_REDUCE, num_bytes // len(group), replicas),
                 )
             found.append(known[key])
         gathers_s, scatters_s, all_reduces_s = (list(each) for each in zip(*found, strict=True))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import ParallelPlan, RankMapping
-from simplan.program.program import Message
+from simplan.program.program import Communication
 from simplan.search.bounds.layer_sums import CostCache, Floats, LayerSums, StageSums
 from simplan.search.bounds.sharding_times import ShardingTimes, UnitTimes
 from simplan.search.candidates import Candidates, Column
@@ -75,17 +75,17 @@ class StepTimeBound:
 
     Args:
         job: Job without the searched plan fields.
-        prices: Cost estimates of communication, the same under all plans.
+        cost_estimates: Cost estimates of communication, the same under all plans.
     """
 
-    def __init__(self, job: Job, prices: CostCache) -> None:
-        self._job, self._prices = job, prices
+    def __init__(self, job: Job, cost_estimates: CostCache) -> None:
+        self._job, self._prices = job, cost_estimates
         kernels, software = job.cluster.device.kernels, job.software
         self._shares_evenly = software.optimizer_shards == "elements"
-        self._host_s = kernels.step_s if software.trainer and prices.sends else 0.0
-        self._batch_s = kernels.batch_s if software.waits_for_batch and prices.sends else 0.0
+        self._host_s = kernels.host_step_overhead_s if software.trainer and cost_estimates.sends else 0.0
+        self._batch_s = kernels.host_batch_overhead_s if software.waits_for_batch and cost_estimates.sends else 0.0
         self._states: dict[tuple[bool, bool], StateBytes] = {}
-        self._sharding = ShardingTimes(job, prices)
+        self._sharding = ShardingTimes(job, cost_estimates)
 
     def seconds(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
         """``(rows,)`` Lower bounds in seconds.
@@ -137,7 +137,7 @@ class StepTimeBound:
         found = np.zeros((len(sizes), num_ranks))
         if num_ranks == 1 or not self._prices.sends:
             return found
-        splits = self._job.software.splits_sends
+        splits = self._job.software.scatter_gather_p2p
         parts = np.ones(len(sizes))
         parts[ways] = np.where(rows["sequence_parallel"] == 1, 1, rows["tp"]) if splits else 1
         width, node_of = int(rows.num_devices[0]) // num_ranks, self._job.cluster.node_of
@@ -147,7 +147,9 @@ class StepTimeBound:
         for rank, (source, target) in enumerate(ends):
             pair = by_kind.setdefault(node_of(source) == node_of(target), (source, target))
             values, place = np.unique(sent[:, rank], return_inverse=True)
-            found[:, rank] = np.array([self._message_s(CollectiveKind.SEND, size, pair) for size in values])[place]
+            found[:, rank] = np.array([self._communication_s(CollectiveKind.SEND, size, pair) for size in values])[
+                place
+            ]
         return found
 
     def _sends_s(self, rows: Candidates, hops_s: Floats, many: Column) -> Floats:
@@ -155,7 +157,7 @@ class StepTimeBound:
         num_ranks = hops_s.shape[1]
         found = np.zeros_like(hops_s)
         waits = np.zeros(len(rows), np.bool_)
-        for schedule in self._job.software.synchronous_schedules:
+        for schedule in self._job.software.blocking_p2p_schedules:
             waits |= rows.has("schedule", schedule) if schedule in rows.values["schedule"] else False
         if num_ranks == 1 or not waits.any():
             return found
@@ -182,13 +184,13 @@ class StepTimeBound:
         for here, plan in self._meshes(rows):
             mapping, shares = RankMapping.of(plan), plan.shards_optimizer_only
             evenly = shares and self._shares_evenly
-            if shares and not (evenly and software.gathers_ahead):
+            if shares and not (evenly and software.overlap_param_gather):
                 kind = CollectiveKind.ALL_GATHER if evenly else CollectiveKind.BROADCAST
-                update_s[here] += self._messages_s(kind, trained[here] * state.parameter, mapping.shard_group(0))
+                update_s[here] += self._communications_s(kind, trained[here] * state.parameter, mapping.shard_group(0))
             if of_first_experts.any():
                 kind = CollectiveKind.REDUCE_SCATTER if evenly else CollectiveKind.ALL_REDUCE
                 num_bytes = of_first_experts[here] * state.reduced
-                first_reduce_s[here] += self._messages_s(kind, num_bytes, mapping.expert_group(0))
+                first_reduce_s[here] += self._communications_s(kind, num_bytes, mapping.expert_group(0))
             own_s = self._reduced_s(of_first[here] * state.reduced, mapping, evenly=evenly)
             if not software.grad_overlap and software.waits_for_gradients == "step":
                 first_reduce_s[here] += own_s
@@ -201,10 +203,10 @@ class StepTimeBound:
     def _reduced_s(self, num_bytes: Floats, mapping: RankMapping, *, evenly: bool) -> Floats:
         """Seconds to reduce gradients in one collective, a lower bound for several buckets."""
         if not evenly:
-            return self._messages_s(CollectiveKind.ALL_REDUCE, num_bytes, mapping.dp_group(0))
+            return self._communications_s(CollectiveKind.ALL_REDUCE, num_bytes, mapping.dp_group(0))
         group = mapping.shard_group(0)
-        scattered_s = self._messages_s(CollectiveKind.REDUCE_SCATTER, num_bytes, group)
-        return scattered_s + self._messages_s(
+        scattered_s = self._communications_s(CollectiveKind.REDUCE_SCATTER, num_bytes, group)
+        return scattered_s + self._communications_s(
             CollectiveKind.ALL_REDUCE, num_bytes / len(group), mapping.replicate_group(0)
         )
 
@@ -248,16 +250,16 @@ class StepTimeBound:
         place = place.reshape(-1)
         return [(np.flatnonzero(place == number), rows.plan(row)) for number, row in enumerate(first.tolist())]
 
-    def _messages_s(self, kind: CollectiveKind, num_bytes: Floats, group: tuple[int, ...]) -> Floats:
+    def _communications_s(self, kind: CollectiveKind, num_bytes: Floats, group: tuple[int, ...]) -> Floats:
         """Seconds of one collective in one group, for many sizes."""
         if len(group) == 1:
             return np.zeros_like(num_bytes)
         sizes, place = np.unique(num_bytes.astype(np.int64), return_inverse=True)
-        found = np.array([self._message_s(kind, size, group) for size in sizes.tolist()])
+        found = np.array([self._communication_s(kind, size, group) for size in sizes.tolist()])
         return np.asarray(found[place].reshape(num_bytes.shape))
 
-    def _message_s(self, kind: CollectiveKind, num_bytes: float, group: tuple[int, ...]) -> float:
-        return self._prices.message_s(Message(kind, int(num_bytes), group)) if num_bytes > 0 else 0.0
+    def _communication_s(self, kind: CollectiveKind, num_bytes: float, group: tuple[int, ...]) -> float:
+        return self._prices.communication_s(Communication(kind, int(num_bytes), group)) if num_bytes > 0 else 0.0
 
     def _state(self, rows: Candidates) -> StateBytes:
         key = bool(rows.shards_parameters[0]), bool(rows["ep"][0] > 1)

@@ -44,7 +44,7 @@ def test_waits_fill_the_gaps(name: str, layers: bool) -> None:
             assert bool(box.waited_for) is (box.waited_s > 0)
             free_s = box.end_s
             if box.waited_for not in ("", "other ranks"):
-                ended = [m.end_s for m in lane.messages if m.label == box.waited_for]
+                ended = [m.end_s for m in lane.communications if m.label == box.waited_for]
                 assert min(abs(end_s - box.start_s) for end_s in ended) <= 3e-9 * result.step_time_s
 
 
@@ -66,7 +66,7 @@ def test_a_window_holds_what_runs_in_it(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(timeline, "MOST_BOXES", 40)
     few = timeline_result(text_of("zb-h1"), 0)
     assert few.window_s[1] < whole.step_time_s
-    assert sum(len(lane.compute) + len(lane.messages) for lane in few.lanes) <= 40 + 2 * len(few.lanes) + 1
+    assert sum(len(lane.compute) + len(lane.communications) for lane in few.lanes) <= 40 + 2 * len(few.lanes) + 1
 
 
 def test_the_figure_is_to_scale_with_rank_0_on_top() -> None:
@@ -104,7 +104,7 @@ def test_results_travel_and_the_trace_is_whole() -> None:
 def test_hover_says_what_was_waited_for_the_bytes_and_the_formula() -> None:
     result = timeline_result(text_of("zb-h1"), 0)
     hover = [str(text) for trace in checked(gantt_figure([result])).data for text in _flat(trace.customdata)]
-    boxes = [box for lane in result.lanes for box in (*lane.compute, *lane.messages)]
+    boxes = [box for lane in result.lanes for box in (*lane.compute, *lane.communications)]
     for box in boxes:
         [*_, said] = [text for text in hover if text.startswith(f"<b>{box.label}</b>")]
         assert box.formula in said

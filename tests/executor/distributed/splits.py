@@ -14,7 +14,7 @@ import torch
 from executor.distributed.mesh import ParallelDims, Peers
 from executor.models.model import build_stage, cross_entropy, own_weight
 from executor.train.data import model_batch
-from simplan.model.layer import CollectiveKind, Exchange, LayerSpec
+from simplan.model.layer import CollectiveKind, LayerCollective, LayerSpec
 from simplan.model.model import ModelSpec
 from simplan.model.recompute import recomputation
 from simplan.plan.plan import Recompute
@@ -104,7 +104,7 @@ def wanted_exchanges(case: Case) -> list[Issued]:
 def _messages(layer: LayerSpec, indices: range | tuple[int, ...], *, backward: bool) -> Iterator[Issued]:
     for index in indices:
         kernel = layer.kernels[index]
-        if isinstance(kernel, Exchange):
+        if isinstance(kernel, LayerCollective):
             kind: CollectiveKind | None = kernel.backward if backward else kernel.forward
             if kind is not None:
                 num_bytes = NUM_SAMPLES * kernel.elements * (kernel.bytes_per_element or 4)

@@ -13,11 +13,11 @@ from executor.distributed import compiling
 from executor.distributed.compiling import compile_blocks
 from executor.run import run_job
 from simplan import catalog
-from simplan.model.implementations.layer_style import LayerStyle, styled
+from simplan.model.implementations.layer_implementation import LayerImplementation, styled
 from simplan.model.layer import LayerSpec
 from simplan.plan.plan import Recompute
 from simplan.runs.run_spec import RunSpec
-from simplan.validate.structure import predicted_messages
+from simplan.validate.structure import predicted_communications
 from tests.executor.conftest import RANK_PROGRAMS, MakeJob, MakeModel, Run
 from tests.executor.distributed.test_level2 import issued
 from tests.executor.models.family_models import variant
@@ -75,7 +75,7 @@ def test_compiled_ranks_equal_one_process(
     assert all(int((tmp_path / f"graphs.rank{rank.rank}").read_text()) > 0 for rank in measurement.ranks)
     half = None if job.plan.bucket_bytes is None else job.plan.bucket_bytes // 2
     narrow = job.model_copy(update={"plan": job.plan.model_copy(update={"bucket_bytes": half})})
-    for rank, predicted in predicted_messages(narrow).items():
+    for rank, predicted in predicted_communications(narrow).items():
         wide = [(kind, ranks, 2 * num_bytes, action) for kind, ranks, num_bytes, action in predicted]
         if half is None:
             assert issued(measurement, rank) == wide
@@ -96,7 +96,7 @@ def compiled_run(family: str, recompute: Recompute, precision: str) -> tuple[Lay
     torch._dynamo.reset()
     spec = variant(family)
     run = LayerRun(spec, 1, recompute, precision, prepare=lambda stage: compile_blocks(stage, spec, whole=True))
-    layer = styled(run.layer, LayerStyle(compiled=True), dropout=False)
+    layer = styled(run.layer, LayerImplementation(compiled=True), dropout=False)
     assert layer.key != run.layer.key
     return run, layer
 

@@ -21,7 +21,7 @@ from simplan.validate.compare import compare
 from simplan.validate.structure import (
     Issued,
     issued_as_predicted,
-    predicted_messages,
+    predicted_communications,
     ran_as_predicted,
     reduces_between_exchanges,
 )
@@ -74,7 +74,7 @@ def test_issued_as_predicted(name: str, tmp_path: Path) -> None:
     job = measurement.job
     assert len(job.predicted_memory_bytes) == job.plan.num_devices
     assert compare(prediction.to_json(), measurement).structure_equal
-    for rank, predicted in predicted_messages(job).items():
+    for rank, predicted in predicted_communications(job).items():
         assert issued(measurement, rank) == predicted
     assert issued_as_predicted(measurement)
 
@@ -89,7 +89,7 @@ def assert_issued_as_predicted(finished_run: Run) -> None:
     assert ran_as_predicted(finished_run.measurement)
     half = None if job.plan.bucket_bytes is None else job.plan.bucket_bytes // 2
     narrow = job.model_copy(update={"plan": job.plan.model_copy(update={"bucket_bytes": half})})
-    for rank, predicted in predicted_messages(narrow).items():
+    for rank, predicted in predicted_communications(narrow).items():
         wide = [(kind, ranks, 2 * num_bytes, action) for kind, ranks, num_bytes, action in predicted]
         found = issued(finished_run.measurement, rank)
         for copies_last in (wide, found):  # hooks reduce gradients in the middle of a backward

@@ -26,7 +26,7 @@ from executor.run import run_job
 from executor.train.data import make_batch
 from executor.train.loss import cross_entropy
 from simplan.cost.compute.low_precision import LinearRates
-from simplan.cost.compute.matmul import ProductRates
+from simplan.cost.compute.matmul import MatmulRates
 from simplan.errors import NotModelledError
 from simplan.model.layer import Gemm, LayerKind, ParameterSpec
 from simplan.model.low_precision import TORCHAO_RECIPES, Fp8Recipe, linear_format
@@ -173,7 +173,7 @@ def test_casts_are_priced_as_torchaos_operations(recipe: Fp8Recipe, weights: tor
     block = with_fp8_linears(nn.Sequential(OrderedDict(up=nn.Linear(k, n, bias=False, dtype=weights))), UP, recipe)
     x = torch.randn(m, k, dtype=torch.bfloat16, requires_grad=True)
     state = StateBytes(parameter=4, gradient=4, activation=2, boundary=2, gathered=weights.itemsize)
-    one_s_per_kernel = ProductRates(1.0, math.inf, 1.0, None, 0.0, 0.0, 1.0, 8, 1.0, 1.0, (1.0, 1.0))
+    one_s_per_kernel = MatmulRates(1.0, math.inf, 1.0, None, 0.0, 0.0, 1.0, 8, 1.0, 1.0, (1.0, 1.0))
     form = linear_format("fp8", recipe, "wide", eager=True)
     rates = LinearRates(form, state, one_s_per_kernel, one_s_per_kernel, 1.0)
     with Traffic() as forward, torch.autocast("cpu", torch.bfloat16):

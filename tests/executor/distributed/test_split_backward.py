@@ -30,8 +30,8 @@ from simplan.plan.plan import Recompute
 from simplan.plan.shard import Shard
 from simplan.program.memory.footprint import layer_footprint
 from simplan.program.memory.split_footprint import split_effects, split_footprint
+from simplan.program.no_gc import gc_paused
 from simplan.program.program import MemoryEffect, Phase
-from simplan.program.uncollected import uncollected
 from tests.executor.models.layer_runs import CPU, SCALARS, SHARDS, STATES, traced
 
 WHOLE = Shard()
@@ -125,7 +125,7 @@ class StageRun:
         """After a first run, in which torch makes what it makes once."""
         self.second_part(self.first_part(self.forward())[1])
         self.input.grad = None
-        with uncollected():  # nor between the traces
+        with gc_paused():  # nor between the traces
             return self._traced()
 
     def _traced(self) -> Held:

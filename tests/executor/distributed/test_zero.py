@@ -20,7 +20,7 @@ from executor.dry_run.rehearse import rehearse
 from simplan.program.memory.states import partition_states
 from simplan.training.optimizer import OptimizerName
 from simplan.training.training import TrainingSpec
-from simplan.validate.structure import predicted_messages
+from simplan.validate.structure import predicted_communications
 from tests.executor.conftest import MakeJob, MakeModel
 from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
 
@@ -62,7 +62,7 @@ def test_more_ranks_than_parameters_issue_what_is_predicted(
         found = [
             (c.kind, c.ranks, c.num_bytes) for c in rehearse(job, rank, fake=True).collectives if "OPT" in c.action
         ]
-        assert found == [message[:3] for message in predicted_messages(job)[rank] if "OPT" in message[3]]
+        assert found == [message[:3] for message in predicted_communications(job)[rank] if "OPT" in message[3]]
         assert min(num_bytes for kind, _, num_bytes in found if kind == "broadcast") == 4
 
 

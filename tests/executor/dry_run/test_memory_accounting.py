@@ -169,7 +169,7 @@ def job_and_rank(make_job: MakeJob, strategy: str, name: str, precision: str) ->
 def predicted_in(job: RunSpec, rank: int, action: str) -> dict[MemoryCategory, int]:
     """The worst moment of one action, where two actions need almost as much."""
     program = predicted_program(job)
-    held = Counter(dict.fromkeys(MemoryCategory, 0) | program.resting_bytes[rank])
+    held = Counter(dict.fromkeys(MemoryCategory, 0) | program.persistent_bytes[rank])
     worst = Counter(held)
     for op in (program.ops[index] for index in program.by_rank[rank]):
         during, after = Counter(held), Counter(held)

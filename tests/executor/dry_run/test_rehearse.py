@@ -14,7 +14,7 @@ from simplan.errors import NotModelledError, SpecError
 from simplan.model.model import ModelSpec
 from simplan.runs.measurement import MeasuredCollective
 from simplan.runs.run_spec import RunSpec
-from simplan.validate.structure import TIMED_KINDS, predicted_messages
+from simplan.validate.structure import TIMED_KINDS, predicted_communications
 from tests.executor.conftest import MakeJob
 
 LLAMA = ModelSpec(
@@ -85,7 +85,7 @@ def test_a_rank_of_a_job_that_no_machine_holds(make_job: MakeJob) -> None:
     rank = 234
     found = rehearse(job, rank, fake=True)
     assert issued(found.collectives) == [
-        (action, kind, ranks, num_bytes) for kind, ranks, num_bytes, action in predicted_messages(job)[rank]
+        (action, kind, ranks, num_bytes) for kind, ranks, num_bytes, action in predicted_communications(job)[rank]
     ]
     assert found.actions == ()
     assert found.peak_memory.allocated_bytes == sum(found.peak_by_category.values())

@@ -25,7 +25,7 @@ from simplan.model.recompute import recomputation
 from simplan.plan.plan import Recompute
 from simplan.plan.shard import Shard
 from simplan.program.memory.footprint import LayerFootprint, layer_footprint
-from simplan.program.uncollected import uncollected
+from simplan.program.no_gc import gc_paused
 from simplan.software.software import StateBytes
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def traced(run: Callable[[], Any], *, onednn: bool = False) -> tuple[Any, int, i
     was_enabled = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = onednn  # type: ignore[assignment] # a property of the module
     try:
-        with uncollected(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        with gc_paused(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
             result = run()
     finally:
         torch.backends.mkldnn.enabled = was_enabled  # a property too
@@ -145,7 +145,7 @@ class LayerRun:
         saved = recomputation(layer, self._recompute).saved
         kept = [tensor for tensor in layer.saved if tensor.name in saved]
         widths = self.state.activation, self.state.residual
-        left_out = sum(tensor.num_bytes(*widths) for tensor in kept if tensor.handed_on)
+        left_out = sum(tensor.num_bytes(*widths) for tensor in kept if tensor.forwarded)
         if not self._fp32_norms:  # statistics of LayerNorm whose input has 16 bits: fp32 on CUDA only
             left_out += sum(2 * tensor.elements for tensor in kept if tensor.name.endswith("statistics"))
         return footprint.activations + footprint.logits - footprint.input_bytes - BATCH * left_out

@@ -18,7 +18,7 @@ from executor.train.loss import cross_entropy
 from simplan import catalog
 from simplan.errors import NotModelledError
 from simplan.job import Job
-from simplan.model.implementations.layer_style import LayerStyle, styled_layers
+from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layers
 from simplan.model.layer import Gemm, LayerKind, LayerSpec
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan, Recompute
@@ -32,7 +32,7 @@ from tests.executor.models.layer_runs import BATCH, SHARDS, LayerRun, traced, wi
 pytest.importorskip("transformers")
 
 CPU = torch.device("cpu")
-STYLE = LayerStyle(model_code="transformers")
+STYLE = LayerImplementation(model_code="transformers")
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 500, "seq_len": 32,
 }  # fmt: skip
@@ -58,7 +58,7 @@ NUMBERS_BYTES = 24
 
 
 def layers_of(name: str) -> tuple[LayerSpec, ...]:
-    return styled_layers(MODELS[name].layers, STYLE, MODELS[name].family)
+    return implemented_layers(MODELS[name].layers, STYLE, MODELS[name].family)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_saved_bytes_are_those_of_the_layer(
     widths = run.state.activation, run.state.residual
     roots = run.layer.storages(*widths)
     saved = {root.name: root for tensor in run.layer.saved for root in [roots[tensor.name]]}
-    wanted = sum((1 if t.of_microbatch else BATCH) * t.elements * t.width(*widths) for t in saved.values())
+    wanted = sum((1 if t.per_microbatch else BATCH) * t.elements * t.width(*widths) for t in saved.values())
     wanted += sum(table.elements * table.width(*widths) for table in run.layer.constants)
     if precision == "autocast":
         wanted += sum(2 * k.weight_elements for k in run.layer.kernels if isinstance(k, Gemm))
@@ -162,7 +162,7 @@ def test_kept_bytes_of_split_layers(name: str, shard: str, precision: str, monke
     for index in (1, -1):
         monkeypatch.setattr(layer_runs, "build_stage", partial(build_stage, model_code="transformers"))
         run = LayerRun(MODELS[name], index, "none", precision, SHARDS[shard])
-        run.layer = styled_layers(MODELS[name].layers_of(SHARDS[shard]), STYLE, MODELS[name].family)[index]
+        run.layer = implemented_layers(MODELS[name].layers_of(SHARDS[shard]), STYLE, MODELS[name].family)[index]
         run.assert_kept()
         if precision == "fp32":
             run.assert_peak()

@@ -32,8 +32,8 @@ def test_every_gradient_is_reduced_once_after_the_last_second_part() -> None:
     reduced = dict.fromkeys(program.ranks, 0)
     for op in program.ops:
         if op.stream is Stream.DATA:
-            assert op.message is not None
-            reduced[op.rank] += op.message.num_bytes
+            assert op.communication is not None
+            reduced[op.rank] += op.communication.num_bytes
             assert str(op.action) in ("0W3", "1W3"), "in the last W of each stage"
     of_stage = [sum(layer.num_parameters for layer in part) for part in (model.layers[:3], model.layers[3:])]
     assert reduced == {0: 4 * of_stage[0], 1: 4 * of_stage[0], 2: 4 * of_stage[1], 3: 4 * of_stage[1]}

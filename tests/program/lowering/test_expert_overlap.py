@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from simplan import catalog
-from simplan.cost.pricing import price_program
+from simplan.cost.program_costs import estimate_program
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import ParallelPlan, StageAssignment
 from simplan.predict import cost_model
 from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.lowering.rows import paired_actions
-from simplan.program.program import Excess, Message, Op, Program, Stream
+from simplan.program.program import Communication, Op, OverlapRemainder, Program, Stream
 from simplan.program.tables.table import plan_table
 from simplan.sim.engine import simulate
 from simplan.training.training import TrainingSpec
@@ -36,7 +36,7 @@ def program(*, overlap: bool, level: int = 2, expand_all: bool = True, way: str 
     return lower(Job(MODEL, CLUSTER, TRAINING, PLAN, software), StageAssignment((0, 2, 5)), plan_table(PLAN, M), how)
 
 
-def exchanges(found: Program, rank: int) -> list[Op]:
+def collectives(found: Program, rank: int) -> list[Op]:
     return [found.ops[i] for i in found.by_rank[rank] if found.ops[i].stream is Stream.EXPERT]
 
 
@@ -49,8 +49,8 @@ def test_backwards_pair_with_the_forwards_after_them(stage: int, expected: str) 
 
 @pytest.mark.parametrize("expand_all", [False, True])
 def test_only_pairs_have_their_exchanges_beside_the_other_pass(expand_all: bool) -> None:
-    found = exchanges(program(overlap=True, expand_all=expand_all), rank=2)
-    hidden = {str(op.action) for op in found if any(isinstance(work, Excess) for work in op.work)}
+    found = collectives(program(overlap=True, expand_all=expand_all), rank=2)
+    hidden = {str(op.action) for op in found if any(isinstance(work, OverlapRemainder) for work in op.work)}
     assert hidden == {"1B0", "1F1", "1B1", "1F2", "1B2", "1F3"}
     assert {str(op.action) for op in found} - hidden == {"1F0", "1B3"}
 
@@ -58,28 +58,33 @@ def test_only_pairs_have_their_exchanges_beside_the_other_pass(expand_all: bool)
 @pytest.mark.parametrize("expand_all", [False, True])
 def test_all_bytes_are_still_sent(expand_all: bool) -> None:
     def sent(found: Program) -> int:
-        works = [work for rank in found.by_rank for op in exchanges(found, rank) for work in op.work]
-        listed = [m for w in works for m in (w.messages if isinstance(w, Excess) else (w,)) if isinstance(m, Message)]
-        return sum(message.num_bytes for message in listed)
+        works = [work for rank in found.by_rank for op in collectives(found, rank) for work in op.work]
+        listed = [
+            m
+            for w in works
+            for m in (w.communications if isinstance(w, OverlapRemainder) else (w,))
+            if isinstance(m, Communication)
+        ]
+        return sum(communication.num_bytes for communication in listed)
 
     assert sent(program(overlap=True, expand_all=expand_all)) == sent(program(overlap=False, expand_all=expand_all)) > 0
 
 
 @pytest.mark.parametrize(("way", "expected"), [("deepep", 20 / 132), ("hybridep", 32 / 148)])
-def test_messages_take_multiprocessors_from_what_is_computed_meanwhile(way: str, expected: float) -> None:
-    """Three quarters of the device are left for products while messages move, and all of it from then on."""
+def test_communications_take_multiprocessors_from_what_is_computed_meanwhile(way: str, expected: float) -> None:
+    """Three quarters of the device are left for products while communications move, and all of it from then on."""
     found = program(overlap=True, way=way)
-    taken = {work.taken for op in found.ops for work in op.work if isinstance(work, Excess)}
+    taken = {work.taken for op in found.ops for work in op.work if isinstance(work, OverlapRemainder)}
     assert list(taken) == [pytest.approx(expected)]
-    first = next(work for op in exchanges(found, 2) for work in op.work if isinstance(work, Excess))
-    beside, message = first.beside, first.messages[0]
+    first = next(work for op in collectives(found, 2) for work in op.work if isinstance(work, OverlapRemainder))
+    beside, communication = first.beside, first.communications[0]
     compute_s = COST.compute(beside).seconds
-    send_s = COST.message(message).seconds
-    for num_messages in (1, math.ceil(compute_s / send_s) + 1):
-        moving_s = num_messages * send_s
-        op = replace(found.ops[0], work=(Excess((message,) * num_messages, beside, 0.25),))
-        priced = price_program(Program.from_ops(2, (), [op], (0,), (0,), {}, {}), COST)
-        done = min(1.0, 0.75 * moving_s / compute_s)  # of the products, when the messages are through
+    send_s = COST.communication(communication).seconds
+    for num_communications in (1, math.ceil(compute_s / send_s) + 1):
+        moving_s = num_communications * send_s
+        op = replace(found.ops[0], work=(OverlapRemainder((communication,) * num_communications, beside, 0.25),))
+        priced = estimate_program(Program.from_ops(2, (), [op], (0,), (0,), {}, {}), COST)
+        done = min(1.0, 0.75 * moving_s / compute_s)  # of the products, when the communications are through
         ends_s = moving_s + (1 - done) * compute_s
         expected_s = ends_s - compute_s
         assert list(priced.durations_s) == [pytest.approx(expected_s)]
@@ -91,12 +96,12 @@ def test_what_goes_beyond_the_other_pass_is_left(compute_s: float, level: int) -
     """Two blocks with experts are on the last stage, each sends there and back: of eight passes six are in pairs."""
 
     def seconds(work: object) -> float:
-        if isinstance(work, Excess):
-            return max(0.0, len(work.messages) - compute_s)
-        return float(isinstance(work, Message) and work.kind is CollectiveKind.ALL_TO_ALL)
+        if isinstance(work, OverlapRemainder):
+            return max(0.0, len(work.communications) - compute_s)
+        return float(isinstance(work, Communication) and work.kind is CollectiveKind.ALL_TO_ALL)
 
     plain, hidden = (program(overlap=overlap, level=level) for overlap in (False, True))
-    exposed = [sum(seconds(work) for op in exchanges(found, 2) for work in op.work) for found in (plain, hidden)]
+    exposed = [sum(seconds(work) for op in collectives(found, 2) for work in op.work) for found in (plain, hidden)]
     assert exposed == pytest.approx([8 * 4, 2 * 4 + 6 * 2 * max(0.0, 2 - compute_s)])
     longer, shorter = (
         simulate(found, [sum(map(seconds, op.work)) for op in found.ops]).step_time_s for found in (plain, hidden)

@@ -95,4 +95,6 @@ def test_predictions_hold_them_as_time_of_the_host(software: str, plan: dict[str
             for span in whole.timeline.spans
             if span.rank == rank and span.kind is SpanKind.HOST
         )
-        assert of_host_s == pytest.approx(kernels.step_s + 8 * asked.virtual_stages * kernels.batch_s)
+        assert of_host_s == pytest.approx(
+            kernels.host_step_overhead_s + 8 * asked.virtual_stages * kernels.host_batch_overhead_s
+        )

@@ -14,11 +14,11 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan, StageAssignment
 from simplan.program.action import ActionKind
 from simplan.program.lowering.lower import Lowering, lower
-from simplan.program.program import LayerWork, MemoryCategory, Message, Phase, Program, Stream
+from simplan.program.program import Communication, LayerWork, MemoryCategory, Phase, Program, Stream
 from simplan.program.tables.table import plan_table
 from simplan.training.training import TrainingSpec
 from tests.jobs import job_to_lower
-from tests.program.lowering.test_lower_moe import EXPERT, EXPERTS, MODEL, TOKENS, WIDTH, H, messages, program
+from tests.program.lowering.test_lower_moe import EXPERT, EXPERTS, MODEL, TOKENS, WIDTH, H, communications, program
 from tests.test_random_plans import keeps_the_laws
 
 LATENT = ModelSpec(
@@ -58,15 +58,15 @@ def test_experts_go_over_ranks_that_split_attention(
     found = program(plan, m=2)
     own = TOKENS // (plan.tp * plan.cp)
     places = EXPERTS * math.ceil(1.5 * own * 2 / EXPERTS)
-    sent = messages(found, Stream.EXPERT, rank=5)
-    wanted = {Message(CollectiveKind.ALL_TO_ALL, 4 * 3 * places * H, exchanging)} if exchanging else set()
+    sent = communications(found, Stream.EXPERT, rank=5)
+    wanted = {Communication(CollectiveKind.ALL_TO_ALL, 4 * 3 * places * H, exchanging)} if exchanging else set()
     if plan.etp > 1:
         kinds = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
-        wanted |= {Message(kind, 4 * 3 * places * H * plan.etp, (4, 5)) for kind in kinds}
-    assert {message for _, message in sent} == wanted
+        wanted |= {Communication(kind, 4 * 3 * places * H * plan.etp, (4, 5)) for kind in kinds}
+    assert {communication for _, communication in sent} == wanted
     assert len(sent) == 2 * 2 * 4 * ((plan.ep > 1) + (plan.etp > 1))  # microbatches, blocks, there and back twice
-    matrix = Message(CollectiveKind.ALL_REDUCE, 4 * (EXPERTS // plan.ep) * H * WIDTH // plan.etp, alike)
-    assert messages(found, Stream.EXPERT_DATA, rank=5) == [("0REDUCE_GRAD", matrix)] * (6 if alike else 0)
+    matrix = Communication(CollectiveKind.ALL_REDUCE, 4 * (EXPERTS // plan.ep) * H * WIDTH // plan.etp, alike)
+    assert communications(found, Stream.EXPERT_DATA, rank=5) == [("0REDUCE_GRAD", matrix)] * (6 if alike else 0)
 
 
 @pytest.mark.parametrize(("fields", "exchanging", "alike"), SPLIT)
@@ -79,7 +79,7 @@ def test_every_weight_is_somewhere_once_and_so_is_its_work(
     found = program(plan)
     experts = 2 * EXPERTS * EXPERT
     copies = max(1, len(alike))
-    held = sum(resting[MemoryCategory.PARAMETERS] for resting in found.resting_bytes.values()) // 4
+    held = sum(resting[MemoryCategory.PARAMETERS] for resting in found.persistent_bytes.values()) // 4
     assert sum(_experts_of(found, rank) for rank in found.ranks) == copies * experts
     whole = [p.num_elements for layer in MODEL.layers_of(plan.shard) for p in layer.parameters if not p.expert]
     assert held == copies * experts + plan.num_devices * sum(whole)
@@ -127,9 +127,9 @@ def test_megatron_divides_states_of_experts_on_a_mesh_of_their_own(tp: int, cp: 
     rest = sum(p.num_elements for layer in layers for p in layer.parameters) - own
     assert own * ep * etp == 2 * EXPERTS * EXPERT
     alike = 4 * cp * tp // (ep * etp)
-    for resting in found.resting_bytes.values():
+    for resting in found.persistent_bytes.values():
         assert resting[MemoryCategory.OPTIMIZER] == pytest.approx(12 * (own / alike + rest / (4 * cp)), abs=12 * 60)
-    reduced = [m for _, m in messages(found, Stream.EXPERT_DATA) if m.kind is CollectiveKind.REDUCE_SCATTER]
+    reduced = [m for _, m in communications(found, Stream.EXPERT_DATA) if m.kind is CollectiveKind.REDUCE_SCATTER]
     assert {len(m.ranks) for m in reduced} == ({alike} if alike > 1 else set())
     assert sum(m.num_bytes for m in reduced) == (4 * own if alike > 1 else 0)
 
@@ -156,18 +156,24 @@ def test_fsdp_shards_experts_among_ranks_that_have_the_same(
     rest = sum(p.num_elements for layer in layers for p in layer.parameters if not p.expert)
     assert own * plan.ep * plan.etp == EXPERTS * EXPERT
     held = rest // (plan.dp_shard * plan.cp) + 2 * own // len(shards)
-    for resting in found.resting_bytes.values():
+    for resting in found.persistent_bytes.values():
         assert resting[MemoryCategory.PARAMETERS] == resting[MemoryCategory.GRADIENTS] == 4 * held
         assert resting[MemoryCategory.OPTIMIZER] == 8 * held
-    moved = [message for _, message in messages(found, Stream.SHARD, rank=5) if message.ranks == shards]
+    moved = [
+        communication
+        for _, communication in communications(found, Stream.SHARD, rank=5)
+        if communication.ranks == shards
+    ]
     gather, scatter = (
-        Message(kind, 4 * own, shards) for kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+        Communication(kind, 4 * own, shards) for kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
     )
     if plan.dp_shard * plan.cp != len(shards):  # else other units have this group, too
         assert Counter(moved) == {gather: 2 * 2, scatter: 2}
-    copies = [m for _, m in messages(found, Stream.REPLICATE, rank=5) if m.num_bytes == 4 * own // len(shards)]
-    assert copies == [Message(CollectiveKind.ALL_REDUCE, 4 * own // len(shards), replicas)] * (2 if replicas else 0)
-    assert not messages(found, Stream.EXPERT_DATA, rank=5)
+    copies = [m for _, m in communications(found, Stream.REPLICATE, rank=5) if m.num_bytes == 4 * own // len(shards)]
+    assert copies == [Communication(CollectiveKind.ALL_REDUCE, 4 * own // len(shards), replicas)] * (
+        2 if replicas else 0
+    )
+    assert not communications(found, Stream.EXPERT_DATA, rank=5)
 
 
 def test_experts_are_gathered_after_the_rest_of_their_layer_and_reduced_before_it() -> None:

@@ -43,7 +43,9 @@ def program(plan: ParallelPlan, *, m: int = 1, level: int = 2, **fields: Any) ->
 def issued(found: Program, rank: int = 0) -> list[str]:
     """``action: collective unit`` of everything that moves, in order of issue."""
     ops = [found.ops[index] for index in found.by_rank[rank]]
-    return [f"{op.action}: {op.name}" for op in ops if op.message and op.stream in (Stream.SHARD, Stream.REPLICATE)]
+    return [
+        f"{op.action}: {op.name}" for op in ops if op.communication and op.stream in (Stream.SHARD, Stream.REPLICATE)
+    ]
 
 
 FORWARD = [f"0F0: all_gather {unit}" for unit in ("embedding", "block 0", "block 1", "head")]
@@ -108,9 +110,9 @@ def test_a_pipeline_gathers_stages_and_reduces_at_the_end() -> None:
 def test_bytes_of_a_step(m: int) -> None:
     """ZeRO-3 moves every parameter twice a microbatch (but the head, which stays) and every gradient once a step."""
     found = program(ParallelPlan(dp_shard=2), m=m)
-    messages = [op.message for op in found.ops if op.rank == 0 and op.message]
-    gathered = sum(message.num_bytes for message in messages if message.kind == "all_gather")
-    reduced = sum(message.num_bytes for message in messages if message.kind == "reduce_scatter")
+    communications = [op.communication for op in found.ops if op.rank == 0 and op.communication]
+    gathered = sum(communication.num_bytes for communication in communications if communication.kind == "all_gather")
+    reduced = sum(communication.num_bytes for communication in communications if communication.kind == "reduce_scatter")
     parameters, head = model().num_parameters, model().layers[-1].num_parameters
     assert gathered == 4 * m * (2 * parameters - head)
     assert reduced == 4 * parameters
@@ -123,9 +125,11 @@ def test_rows_that_do_not_divide_are_padded() -> None:
     padded = sum(
         4 * -(-p.shape[0] // 3) * 3 * (p.num_elements // p.shape[0]) for layer in layers for p in layer.parameters
     )
-    gathers = [op.message.num_bytes for op in found.ops if op.rank == 0 and op.message and "all_gather" in op.name]
+    gathers = [
+        op.communication.num_bytes for op in found.ops if op.rank == 0 and op.communication and "all_gather" in op.name
+    ]
     assert sum(gathers[:4]) == padded
-    assert found.resting_bytes[0][MemoryCategory.PARAMETERS] == padded // 3
+    assert found.persistent_bytes[0][MemoryCategory.PARAMETERS] == padded // 3
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -145,7 +149,7 @@ def test_memory_comes_back_to_its_base_and_is_a_sum(plan: ParallelPlan, m: int, 
     found = program(plan, m=m, level=level)
     for rank in found.ranks:
         peak = memory_peak(found, rank)  # asserts the base
-        assert peak.total_bytes >= sum(found.resting_bytes[rank].values())
+        assert peak.total_bytes >= sum(found.persistent_bytes[rank].values())
         assert min(peak.by_category.values()) >= 0
 
 
@@ -183,7 +187,7 @@ def test_a_framework_without_flat_buffers_copies_nothing(copies: bool) -> None:
 
 def _with_lists(limit: int | None, **plan: Any) -> Program:
     """Units have 1 to 4 matrices: of a block of width h these are 3 h^2, h^2, 4 h^2 and 4 h^2, of the embedding two."""
-    software = TORCH.model_copy(update={"lists_of_shards": True, "live_elements": limit})
+    software = TORCH.model_copy(update={"per_rank_tensor_lists": True, "live_elements": limit})
     found, training = model(), TrainingSpec(global_batch_size=4, precision="fp32")
     how = ParallelPlan(dp_shard=4, **plan)
     return lower(job_to_lower(found, training, how, software), StageAssignment((0, 4)), plan_table(how, 1), Lowering(2))
@@ -209,7 +213,9 @@ def test_what_is_let_go_of_between_a_second_forward_and_backward_is_gathered_aga
     h2 = 64 * 64
     for limit, again in ((17 * h2, 3 * h2), (9 * h2, 4 * h2), (5 * h2, 8 * h2)):
         found = _with_lists(limit, recompute="full")
-        gathered = [op.message.num_bytes for op in found.ops if op.rank == 0 and "again" in op.name and op.message]
+        gathered = [
+            op.communication.num_bytes for op in found.ops if op.rank == 0 and "again" in op.name and op.communication
+        ]
         assert gathered == [again * 4] * 2
 
 

@@ -18,8 +18,8 @@ from simplan.predict.build import cost_model
 from simplan.program.folding import fold
 from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.lowering.units import padded_elements, shard_dimension
-from simplan.program.memory.low_precision_footprint import keeping_quantized, kept_weight_bytes, resting_weight_bytes
-from simplan.program.program import LayerWork, MemoryCategory, Message, Phase, Program, Stream
+from simplan.program.memory.low_precision_footprint import keeping_quantized, kept_weight_bytes, persistent_weight_bytes
+from simplan.program.program import Communication, LayerWork, MemoryCategory, Phase, Program, Stream
 from simplan.program.tables.table import plan_table
 from simplan.program.timeline import SpanKind
 from simplan.rules import check_job
@@ -56,23 +56,25 @@ def program(plan: ParallelPlan, *, m: int = 1, level: int = 2, folded: bool = Fa
     return lower(job_to_lower(model, training, plan, TORCH), StageAssignment(boundaries), plan_table(plan, m), how)
 
 
-def messages(found: Program, stream: Stream, rank: int = 0) -> list[tuple[str, Message]]:
+def communications(found: Program, stream: Stream, rank: int = 0) -> list[tuple[str, Communication]]:
     """By action, in order of issue."""
     ops = [found.ops[index] for index in found.by_rank[rank] if found.ops[index].stream is stream]
-    return [(str(op.action), op.message) for op in ops if op.message]
+    return [(str(op.action), op.communication) for op in ops if op.communication]
 
 
 def test_every_block_with_experts_exchanges_twice_each_way() -> None:
-    found = messages(program(ParallelPlan(dp_replicate=4, ep=2, microbatch_size=3), m=2), Stream.EXPERT, rank=3)
+    found = communications(program(ParallelPlan(dp_replicate=4, ep=2, microbatch_size=3), m=2), Stream.EXPERT, rank=3)
     assert [action for action, _ in found] == [a for a in ("0F0", "0B0", "0F1", "0B1") for _ in range(4)]
-    assert {message for _, message in found} == {Message(CollectiveKind.ALL_TO_ALL, 4 * 3 * PLACES * H, (2, 3))}
+    assert {communication for _, communication in found} == {
+        Communication(CollectiveKind.ALL_TO_ALL, 4 * 3 * PLACES * H, (2, 3))
+    }
 
 
-@pytest.mark.parametrize(("recompute", "exchanges"), [("full", 8), ("selective", 4)])
-def test_what_runs_again_exchanges_again(recompute: Any, exchanges: int) -> None:
+@pytest.mark.parametrize(("recompute", "collectives"), [("full", 8), ("selective", 4)])
+def test_what_runs_again_exchanges_again(recompute: Any, collectives: int) -> None:
     """In backward: two blocks, each there and back, and with full recomputation there and back before that."""
-    found = messages(program(ParallelPlan(dp_replicate=2, ep=2, recompute=recompute)), Stream.EXPERT)
-    assert [action for action, _ in found].count("0B0") == exchanges
+    found = communications(program(ParallelPlan(dp_replicate=2, ep=2, recompute=recompute)), Stream.EXPERT)
+    assert [action for action, _ in found].count("0B0") == collectives
 
 
 def test_what_experts_gave_is_there_again_before_it_is_weighed_backwards() -> None:
@@ -92,7 +94,7 @@ def test_zero_1_deals_out_all_but_the_experts() -> None:
     assert sum(work.num_parameters for work in works) == MODEL.num_parameters
     own = 2 * EXPERTS * EXPERT // 2
     for rank in (0, 1):
-        resting = found.resting_bytes[rank]
+        resting = found.persistent_bytes[rank]
         assert resting[MemoryCategory.OPTIMIZER] >= 8 * own
         assert resting[MemoryCategory.PARAMETERS] == 4 * (MODEL.num_parameters - own)
 
@@ -111,24 +113,24 @@ def test_zero_1_deals_out_all_but_the_experts() -> None:
 def test_experts_are_averaged_over_the_ranks_that_have_them(
     plan: ParallelPlan, group: tuple[int, ...] | None, experts: int
 ) -> None:
-    found = messages(program(plan, m=2), Stream.EXPERT_DATA, rank=1)
-    matrix = Message(CollectiveKind.ALL_REDUCE, 4 * experts * H * WIDTH, group or ())
+    found = communications(program(plan, m=2), Stream.EXPERT_DATA, rank=1)
+    matrix = Communication(CollectiveKind.ALL_REDUCE, 4 * experts * H * WIDTH, group or ())
     assert found == [("0REDUCE_GRAD", matrix)] * (6 if group else 0)
 
 
 def test_ddp_reduces_all_but_the_experts() -> None:
     whole = MODEL.num_parameters - 2 * EXPERTS * EXPERT
-    found = messages(program(ParallelPlan(dp_replicate=4, ep=2)), Stream.DATA)
-    assert sum(message.num_bytes for _, message in found) == 4 * whole
-    assert {message.ranks for _, message in found} == {(0, 1, 2, 3)}
+    found = communications(program(ParallelPlan(dp_replicate=4, ep=2)), Stream.DATA)
+    assert sum(communication.num_bytes for _, communication in found) == 4 * whole
+    assert {communication.ranks for _, communication in found} == {(0, 1, 2, 3)}
 
 
 def test_fsdp_gathers_and_reduces_all_but_the_experts() -> None:
     """The router has 8 rows, and all others divide by 4, too: nothing is padded."""
     whole = MODEL.num_parameters - 2 * EXPERTS * EXPERT
-    found = messages(program(ParallelPlan(dp_shard=4, ep=4)), Stream.SHARD)
+    found = communications(program(ParallelPlan(dp_shard=4, ep=4)), Stream.SHARD)
     for kind, passes in (("all_gather", 2), ("reduce_scatter", 1)):
-        moved = sum(message.num_bytes for _, message in found if message.kind == kind)
+        moved = sum(communication.num_bytes for _, communication in found if communication.kind == kind)
         kept = MODEL.layers[-1].num_parameters if kind == "all_gather" else 0  # the head stays from forward to backward
         assert moved == 4 * (passes * whole - kept)
 
@@ -141,7 +143,7 @@ def test_states_are_those_of_own_experts_and_own_shards(plan: ParallelPlan, shar
     experts = 2 * EXPERTS * EXPERT
     rest = MODEL.num_parameters - experts
     held = rest // sharded + experts // 4 if plan.ep > 1 else MODEL.num_parameters // 4
-    resting = program(plan).resting_bytes[0]
+    resting = program(plan).persistent_bytes[0]
     assert resting[MemoryCategory.PARAMETERS] == resting[MemoryCategory.GRADIENTS] == 4 * held
     assert resting[MemoryCategory.OPTIMIZER] == 8 * held
 
@@ -204,7 +206,7 @@ def test_folded_ranks_do_what_they_stand_for(plan: ParallelPlan, level: int) -> 
     assert len(folded.ranks) == plan.pp
     for rank, leader in enumerate(folded.stands_for):
         for stream in (Stream.EXPERT, Stream.EXPERT_DATA):
-            mine, its = messages(folded, stream, leader), messages(whole, stream, rank)
+            mine, its = communications(folded, stream, leader), communications(whole, stream, rank)
             assert [(a, m._replace(ranks=())) for a, m in mine] == [(a, m._replace(ranks=())) for a, m in its]
             assert {len(m.ranks) for _, m in mine} == {len(m.ranks) for _, m in its}
 
@@ -229,11 +231,11 @@ def test_megatron_divides_states_of_experts_among_the_ranks_that_have_the_same(
     last = len(MODEL.layers)
     assignment = StageAssignment(tuple(round(stage * last / pp) for stage in range(pp + 1)))
     found = lower(job_to_lower(MODEL, training, plan, software), assignment, plan_table(plan, 4), Lowering(level=2))
-    states = sum(resting[MemoryCategory.OPTIMIZER] for resting in found.resting_bytes.values())
+    states = sum(resting[MemoryCategory.OPTIMIZER] for resting in found.persistent_bytes.values())
     assert states == 12 * MODEL.num_parameters * replicas - 12 * (replicas - 1) * 2 * EXPERTS * EXPERT
-    last_rank = messages(found, Stream.EXPERT_DATA, rank=plan.num_devices - 1)
-    reduced = {message for _, message in last_rank if message.kind is CollectiveKind.REDUCE_SCATTER}
-    assert {len(message.ranks) for message in reduced} == {plan.dp // 2}
+    last_rank = communications(found, Stream.EXPERT_DATA, rank=plan.num_devices - 1)
+    reduced = {communication for _, communication in last_rank if communication.kind is CollectiveKind.REDUCE_SCATTER}
+    assert {len(communication.ranks) for communication in reduced} == {plan.dp // 2}
     with pytest.raises(NotModelledError, match="sharding one expert over several"):
         check_job(Job(MODEL, catalog.cluster("dgx-h100", num_devices=plan.num_devices), training, plan, TORCH))
 
@@ -275,7 +277,7 @@ def test_experts_in_8_bits_are_the_software_s_choice() -> None:
         work = LayerWork(software.layers_of(MODEL, plan)[2], Phase.FORWARD, 1, 0)
         text = cost.compute(work).formula
         low[name] = int(text.split(" casts")[0].split()[-1])
-        resting = resting_weight_bytes(work.layer, software.state(training, plan))
+        resting = persistent_weight_bytes(work.layer, software.state(training, plan))
         assert (resting != 0) == (name == "megatron-bridge")
     # an input and a weight each of q, k and v in one, proj, gate and up in one, and down; of q, k, v and proj
     assert low == {"megatron-bridge": 4 * 2, "torch": 4 * 2}

@@ -17,7 +17,7 @@ from simplan.predict import cost_model, predict
 from simplan.predict.build import assign_layers
 from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.memory.footprint import layer_footprint
-from simplan.program.program import MemoryCategory, Message, Program, Stream
+from simplan.program.program import Communication, MemoryCategory, Program, Stream
 from simplan.program.tables.table import plan_table
 from simplan.training.training import TrainingSpec
 from tests.test_random_plans import keeps_the_laws
@@ -50,7 +50,7 @@ def program(plan: ParallelPlan, depths: int, **fields: Any) -> Program:
 def held(found: Program, rank: int) -> list[int]:
     """Bytes of weights, gradients and optimizer states."""
     categories = (MemoryCategory.PARAMETERS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER)
-    return [found.resting_bytes[rank][category] for category in categories]
+    return [found.persistent_bytes[rank][category] for category in categories]
 
 
 @pytest.mark.parametrize("depths", [1, 2])
@@ -66,8 +66,8 @@ def test_the_last_rank_holds_them_and_one_copy_of_the_embedding(pp: int, tied: b
     ]
     if pp == 2:
         assert held(found, 0) == held(without, 0)
-    sums = [op.message for op in found.ops if op.stream is Stream.TIED]
-    assert sums == [Message(CollectiveKind.ALL_REDUCE, 4 * VOCAB * H, (0, 1))] * (2 if pp == 2 else 0)
+    sums = [op.communication for op in found.ops if op.stream is Stream.TIED]
+    assert sums == [Communication(CollectiveKind.ALL_REDUCE, 4 * VOCAB * H, (0, 1))] * (2 if pp == 2 else 0)
 
 
 @pytest.mark.parametrize(("pp", "virtual_stages"), [(1, 1), (2, 1), (3, 2)])
@@ -96,9 +96,9 @@ def test_a_pass_needs_what_one_through_a_block_does_beside_gradients_of_what_it_
         layer_footprint(layer, 3, state, recomputation(layer, "none"))
         for layer in (model.layers[1], *model.layers[-3:-1])
     )
-    handed_on = 3 * TOKENS * H * 2
+    forwarded = 3 * TOKENS * H * 2
     assert [each.forward_workspace for each in later] == [block.forward_workspace] * 2
-    assert [each.backward_workspace - block.backward_workspace for each in later] == [handed_on, 2 * handed_on]
+    assert [each.backward_workspace - block.backward_workspace for each in later] == [forwarded, 2 * forwarded]
 
 
 def test_the_head_keeps_logits_of_every_depth_and_computes_those_of_one_at_a_time() -> None:

@@ -19,7 +19,7 @@ from simplan.predict.simulated import simulate_program
 from simplan.program.action import Action, ActionKind
 from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.lowering.offload import backward_follows
-from simplan.program.program import HostCopy, LayerWork, MemoryCategory, Message, Op, Program, Stream
+from simplan.program.program import Communication, HostCopy, LayerWork, MemoryCategory, Op, Program, Stream
 from simplan.program.tables.partition import assign_stage_layers
 from simplan.program.tables.table import plan_table
 from simplan.sim.engine import Times, simulate
@@ -125,7 +125,7 @@ def test_pipelines_keep_microbatches_in_flight_on_the_host() -> None:
     """1F1B: the first of two stages has two microbatches in flight, each of three blocks."""
     found = program(4, pp=2, offload_activations=True)
     assert host_peak_bytes(found, 0) == 2 * 3 * KEPT_BYTES
-    assert all(op.message is None for op in copies(found))
+    assert all(op.communication is None for op in copies(found))
 
 
 @pytest.mark.parametrize(
@@ -158,10 +158,14 @@ def in_direction(found: Program, stream: Stream) -> list[int]:
     return [num_bytes for _, num_bytes in moved([op for op in copies(found) if op.stream is stream])]
 
 
-def gathers(found: Program) -> list[Message]:
+def gathers(found: Program) -> list[Communication]:
     """Of rank 0."""
-    messages = (op.message for op in found.ops if op.rank == 0)
-    return [message for message in messages if message is not None and message.kind is CollectiveKind.ALL_GATHER]
+    communications = (op.communication for op in found.ops if op.rank == 0)
+    return [
+        communication
+        for communication in communications
+        if communication is not None and communication.kind is CollectiveKind.ALL_GATHER
+    ]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +184,7 @@ def test_shards_come_before_gathers_and_gradients_go_after_reductions(
     found = program(microbatches, **SHARDED, **plan)
     assert in_direction(found, Stream.FROM_HOST) == fetched
     assert in_direction(found, Stream.TO_HOST) == offloaded
-    gathered = [message.num_bytes for message in gathers(found)]
+    gathered = [communication.num_bytes for communication in gathers(found)]
     assert gathered == [4 * num_bytes for num_bytes in fetched]
 
 
@@ -189,13 +193,15 @@ def test_shards_are_copied_as_wide_as_they_are_kept() -> None:
     found = program(precision="bf16", **SHARDED)
     assert in_direction(found, Stream.FROM_HOST) == FORWARD + BACKWARD
     assert in_direction(found, Stream.TO_HOST) == [*BLOCKS, ROOT]
-    assert [message.num_bytes for message in gathers(found)] == [2 * num_bytes for num_bytes in FORWARD + BACKWARD]
+    assert [communication.num_bytes for communication in gathers(found)] == [
+        2 * num_bytes for num_bytes in FORWARD + BACKWARD
+    ]
 
 
 def test_the_host_has_all_that_is_sharded() -> None:
     """Weights and two moments at rest, gradients from the first reduction to the update."""
     found, elements = program(**SHARDED), GPT.num_parameters // 4
-    resting = found.resting_bytes[0]
+    resting = found.persistent_bytes[0]
     assert resting[MemoryCategory.HOST] == 12 * elements
     on_device = (MemoryCategory.PARAMETERS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER)
     assert [resting[category] for category in on_device] == [0, 0, 0]
@@ -307,7 +313,7 @@ def test_copies_are_priced_by_the_host_link() -> None:
     # PCIe 4 at four fifths of 31 GB/s, each way
     assert cost.host_copy(HostCopy(31 * 10**9, to_host=True)).seconds == pytest.approx(1.25, rel=1e-4)
     simulated = simulate_program(program(**SHARDED), cost, cluster)
-    priced = {term.name: term.count for term in simulated.pricing.terms if term.name.startswith("copy")}
+    priced = {term.name: term.count for term in simulated.program_costs.terms if term.name.startswith("copy")}
     assert set(priced) == {"copy to host", "copy from host"}
 
 

@@ -10,14 +10,14 @@ import pytest
 from simplan import catalog
 from simplan.errors import NotModelledError
 from simplan.job import Job
-from simplan.model.layer import CollectiveKind, Exchange
+from simplan.model.layer import CollectiveKind, LayerCollective
 from simplan.model.low_precision import Fp8Recipe
 from simplan.model.model import ModelSpec
 from simplan.model.recompute import recomputation
 from simplan.plan.plan import ParallelPlan, StageAssignment
 from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.memory.footprint import layer_footprint
-from simplan.program.memory.low_precision_footprint import keeping_quantized, resting_weight_bytes
+from simplan.program.memory.low_precision_footprint import keeping_quantized, persistent_weight_bytes
 from simplan.program.memory.split_footprint import products_footprint
 from simplan.program.program import LayerWork, MemoryCategory, Op, Phase, Program, Stream
 from simplan.program.tables.table import plan_table
@@ -118,7 +118,7 @@ def test_bytes_per_parameter_of_frameworks(name: str, precision: str, plan: dict
     assignment = StageAssignment((0, len(TINY.layers)))
     program = lower(job_to_lower(TINY, training, found, software), assignment, plan_table(found, 1), Lowering(level=1))
     states = (MemoryCategory.PARAMETERS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER)
-    held = sum(program.resting_bytes[0][category] for category in states)
+    held = sum(program.persistent_bytes[0][category] for category in states)
     assert held == formula * TINY.num_parameters
 
 
@@ -149,8 +149,9 @@ def step_time_s(program: Program, seconds: Callable[[Op], float]) -> float:
 
 
 @pytest.mark.parametrize("m", [2, 5])
-def test_stages_that_wait_for_their_messages(m: int) -> None:
-    """Two stages take turns: forward 1 s, backward 2 s, a message c; m + 1 times each, and a message as often."""
+def test_stages_that_wait_for_their_communications(m: int) -> None:
+    """Two stages take turns: forward 1 s, backward 2 s, a communication c; m + 1 times each, and a communication as
+    often."""
     c = 0.25
     program = lowered(catalog.software("megatron-core"), m, 1, pp=2)
 
@@ -205,15 +206,15 @@ def test_parameters_that_are_gathered_ahead_are_gathered_beside_forward() -> Non
     plan: dict[str, Any] = {"dp_shard": 4, "zero_stage": 1, "bucket_bytes": 1}
     times, moved = [], []
     for ahead in (False, True):
-        software = catalog.software("megatron-bridge").model_copy(update={"gathers_ahead": ahead})
+        software = catalog.software("megatron-bridge").model_copy(update={"overlap_param_gather": ahead})
         program = lowered(software, 1, **plan)
         gathers = [op for op in program.ops if op.name == "all_gather parameters" and op.rank == 0]
-        moved.append(sum(op.message.num_bytes for op in gathers if op.message))
+        moved.append(sum(op.communication.num_bytes for op in gathers if op.communication))
         of_all = moved[0]
 
         def seconds(op: Op, of_all: int = of_all) -> float:
-            if op.message and op.name == "all_gather parameters":
-                return 8.0 * op.message.num_bytes / of_all
+            if op.communication and op.name == "all_gather parameters":
+                return 8.0 * op.communication.num_bytes / of_all
             return 10.0 if op.stream is Stream.COMPUTE and op.name in ("block 0", "block 1") else 0.0
 
         times.append(step_time_s(program, seconds))
@@ -249,7 +250,7 @@ def test_quantized_weights_are_held_once_however_many_microbatches_are_under_way
     for precision in ("bf16", "fp8"):
         training = TrainingSpec(global_batch_size=4, precision=precision)
         program = lower(job_to_lower(TINY, training, plan, software), assignment, table, Lowering(level=1))
-        resting.append(program.resting_bytes[0][MemoryCategory.PARAMETERS])
+        resting.append(program.persistent_bytes[0][MemoryCategory.PARAMETERS])
     state = software.state(training, plan)
     block = keeping_quantized(software.layers_of(TINY, plan)[1], state.linear, joined=True)
     h, i = TINY.hidden_size, TINY.intermediate_size
@@ -268,7 +269,10 @@ def test_whole_gradients_do_not_pile_up_where_every_microbatch_is_reduced(name: 
     once = software.model_copy(update={"reduces_each_microbatch": False})
     programs = [lowered(way, 3, dp_shard=4) for way in (software, once)]
     reduced = [
-        sum(op.message is not None and op.message.kind is CollectiveKind.REDUCE_SCATTER for op in program.ops)
+        sum(
+            op.communication is not None and op.communication.kind is CollectiveKind.REDUCE_SCATTER
+            for op in program.ops
+        )
         for program in programs
     ]
     assert reduced[0] == 3 * reduced[1] > 0
@@ -296,11 +300,15 @@ def test_repeated_keys_are_exchanged_as_often_as_there_are_queries_to_a_key() ->
     shared = TINY.model_copy(update={"family": "llama", "num_key_value_heads": TINY.num_attention_heads // 2})
     plan, own = ParallelPlan(cp=4, cp_comm="all_gather"), 2 * TINY.seq_len // 4 * TINY.hidden_size
     block = catalog.software("torchtitan").layers_of(shared, plan)[1]
-    found = [(k.forward, k.backward, k.elements, k.bytes_per_element) for k in block.kernels if isinstance(k, Exchange)]
+    found = [
+        (k.forward, k.backward, k.elements, k.bytes_per_element)
+        for k in block.kernels
+        if isinstance(k, LayerCollective)
+    ]
     gather, ring = CollectiveKind.ALL_GATHER, CollectiveKind.RING
     assert found == [(gather, gather, 4 * own, None), (None, ring, 4 * own, 4)]
     plain = catalog.software("torch").layers_of(shared, plan)[1]
-    assert [k.elements for k in plain.kernels if isinstance(k, Exchange)] == [4 * own // 2]
+    assert [k.elements for k in plain.kernels if isinstance(k, LayerCollective)] == [4 * own // 2]
 
 
 @pytest.mark.parametrize(("recipe", "width"), [("tensorwise", 1), ("rowwise", 2)])
@@ -313,9 +321,9 @@ def test_inputs_scaled_as_a_whole_are_gathered_in_8_bits(recipe: Fp8Recipe, widt
         job_to_lower(TINY, training, plan, software), StageAssignment((0, len(TINY.layers))), plan_table(plan, 1), how
     )
     moved = {
-        (op.message.kind, op.message.num_bytes)
+        (op.communication.kind, op.communication.num_bytes)
         for op in program.ops
-        if "block" in op.name and op.message and op.stream is Stream.TENSOR
+        if "block" in op.name and op.communication and op.stream is Stream.TENSOR
     }
     whole = TINY.seq_len * TINY.hidden_size
     assert moved == {(CollectiveKind.ALL_GATHER, whole * width), (CollectiveKind.REDUCE_SCATTER, whole * 2)}
@@ -337,7 +345,7 @@ def test_frozen_matrices_in_8_bits_keep_no_input(name: str) -> None:
     assert keeping_quantized(block, state.linear, joined=True) == block
     whole = 2 * 218_103_808
     stored = state.linear is not None and state.linear.weights == "stored"
-    assert resting_weight_bytes(block, state) == pytest.approx(whole - 2 * 218_103_808 * stored, abs=2 * 7 * 4)
+    assert persistent_weight_bytes(block, state) == pytest.approx(whole - 2 * 218_103_808 * stored, abs=2 * 7 * 4)
     with pytest.raises(NotModelledError, match="a frozen matrix in low precision under torch with adapters"):
         check_job(Job(model, catalog.cluster("dgx-h100", num_devices=1), training, plan, catalog.software("torch")))
 

@@ -35,7 +35,9 @@ def software(state: StateBytes, **changes: bool) -> SoftwareSpec:
 
 def resting(training: TrainingSpec, plan: ParallelPlan, framework: SoftwareSpec) -> dict[MemoryCategory, int]:
     table, assignment = plan_table(plan, 1), StageAssignment((0, len(GPT2.layers)))
-    return lower(job_to_lower(GPT2, training, plan, framework), assignment, table, Lowering(level=1)).resting_bytes[0]
+    return lower(job_to_lower(GPT2, training, plan, framework), assignment, table, Lowering(level=1)).persistent_bytes[
+        0
+    ]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ class Case(NamedTuple):
         num_ranks: Pipeline ranks.
         num_microbatches: Microbatches of a step.
         layers_per_rank: Transformer layers of a rank, each a stage of the interleaved schedule.
-        times_ms: F, I (the paper's B), W of a rank and microbatch, and a message.
+        times_ms: F, I (the paper's B), W of a rank and microbatch, and a communication.
         rates: Published rates in the order of ``NAMES``.
     """
 
@@ -56,10 +56,10 @@ CASES = [
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_published_bubble_rates(case: Case, name: str) -> None:
-    """To all printed digits, but for the interleaved schedule: there the paper has p messages less on the longest path.
+    """To all printed digits, but for the interleaved schedule: there the paper has p communications less on the longest path.
 
-    Its rates follow from a cost of m(F+I+W) + (p-1)(F+I+W)/v + (2(pv-1) - p) messages in all twelve cases; torch's and
-    Megatron-LM's order has 2(pv-1) messages on that path, whose rate is up to 0.35 points higher.
+    Its rates follow from a cost of m(F+I+W) + (p-1)(F+I+W)/v + (2(pv-1) - p) communications in all twelve cases;
+    torch's and Megatron-LM's order has 2(pv-1) communications on that path, whose rate is up to 0.35 points higher.
     """
     p, m, layers, times_ms, rates = case
     f_ms, i_ms, w_ms, send_ms = times_ms

@@ -25,7 +25,7 @@ pipelines = st.builds(PipelineShape, st.integers(1, 7), st.integers(1, 30), st.i
 
 
 def bubble(table: Table) -> Fraction:
-    """Idle part of the ranks' time with equal stages, F = 1, B = 2 and free messages."""
+    """Idle part of the ranks' time with equal stages, F = 1, B = 2 and free communications."""
     step_s = Fraction(makespan_s(table, lambda action: 1 if action.kind is ActionKind.FORWARD else 2))
     busy_s = sum(1 if action.kind is ActionKind.FORWARD else 2 for row in table for action in row)
     return 1 - busy_s / (len(table) * step_s)

@@ -26,7 +26,7 @@ def test_the_table_the_others_are_made_from_is_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "message"),
+    ("first", "last", "communication"),
     [
         (FIRST.replace("0F0", "0F0 0F0"), LAST, "action 0F0 occurs 2 times"),
         (FIRST.replace("0B1 ", ""), LAST, "action 0B1 is missing"),
@@ -48,8 +48,8 @@ def test_the_table_the_others_are_made_from_is_right() -> None:
         (FIRST.replace("0F1", "0UNSHARD 0F1 0RESHARD"), LAST, "0F0 is outside of an UNSHARD and a RESHARD"),
     ],
 )
-def test_violations_are_named(first: str, last: str, message: str) -> None:
-    with pytest.raises(ProgramError, match=message):
+def test_violations_are_named(first: str, last: str, communication: str) -> None:
+    with pytest.raises(ProgramError, match=communication):
         check_table(table(first, last), 2, 2)
 
 
@@ -65,7 +65,7 @@ def test_a_stage_may_be_gathered_several_times() -> None:
     )
 
 
-def test_messages_of_two_ranks_in_different_order_deadlock() -> None:
+def test_communications_of_two_ranks_in_different_order_deadlock() -> None:
     """Each list alone is fine; on an in-order transport rank 0's receive blocks its send."""
     first = FIRST.replace("0F1 0SEND_F1 0RECV_B0 0B0", "0F1 0RECV_B0 0SEND_F1 0B0")
     with pytest.raises(ProgramError, match="deadlock: rank 0 waits at 0B0; its next message with rank 1 is 0RECV_B0"):

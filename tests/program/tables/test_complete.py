@@ -1,4 +1,4 @@
-"""What is added to compute actions: messages, gathers, reductions, against torch's own lowering."""
+"""What is added to compute actions: communications, gathers, reductions, against torch's own lowering."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_torchs_simulator_runs_completed_tables_to_their_end(compute: Table) -> 
     schedules._simulate_comms_compute(rows, lambda stage: stage % num_ranks, num_stages)  # raises when stuck
 
 
-def test_stages_of_one_rank_hand_over_without_messages() -> None:
+def test_stages_of_one_rank_hand_over_without_communications() -> None:
     """A V: stages 0 and 3 on rank 0, 1 and 2 on rank 1."""
     table = complete_table(parse_table([["0F0", "3F0", "3B0", "0B0"], ["1F0", "2F0", "2B0", "1B0"]]))
     check_table(table, 4, 1)

@@ -49,7 +49,7 @@ def test_a_table_in_a_file_is_completed_like_the_schedule_it_equals(tmp_path: Pa
     assert plan_table(from_file(tmp_path, spaced), 3) == table
 
 
-def test_a_table_with_all_its_messages_only_gets_the_optimizer_step(tmp_path: Path) -> None:
+def test_a_table_with_all_its_communications_only_gets_the_optimizer_step(tmp_path: Path) -> None:
     table = plan_table(ParallelPlan(pp=2, schedule="1f1b"), 3)
     text = "\n".join(",".join(str(action) for action in row[:-1]) for row in table)
     assert "SEND_F" in text

@@ -15,13 +15,13 @@ from simplan.base import Count, Spec
 from simplan.document import parse_yaml
 from simplan.problems import parse_model
 
-__all__ = ["Stack", "profile_name", "splits_experts", "stacks"]
+__all__ = ["FrameworkDefaults", "profile_name", "splits_experts", "stacks"]
 
 _FILE = "stacks.yaml"
 _Year = Annotated[int, Field(ge=0)]
 
 
-class Stack(Spec):
+class FrameworkDefaults(Spec):
     """Framework properties that a published run does not print.
 
     Attributes:
@@ -51,11 +51,11 @@ class Stack(Spec):
 
 class _StackFile(Spec):
     meta: dict[str, Any]
-    stacks: dict[Framework, Stack]
+    stacks: dict[Framework, FrameworkDefaults]
 
 
 @cache
-def stacks() -> Mapping[Framework, Stack]:
+def stacks() -> Mapping[Framework, FrameworkDefaults]:
     """Properties of all frameworks."""
     text = resources.files("simplan.accuracy").joinpath("catalog", _FILE).read_text(encoding="utf-8")
     document = parse_yaml(text, _FILE)

@@ -28,7 +28,7 @@ from simplan.search.incumbents import Incumbents
 from simplan.search.space import SearchSpace
 from simplan.search.statistics import Limits, OnProgress, Statistics, rounded
 
-__all__ = ["explore_partial", "has_partial"]
+__all__ = ["has_partial", "search_partial_recompute"]
 
 _MOST = 32
 """Maximum number of plans to try, most promising first."""
@@ -72,7 +72,7 @@ def has_partial(job: Job, space: SearchSpace, calibration: Calibration | None) -
     )
 
 
-def explore_partial(
+def search_partial_recompute(
     job: Job,
     space: SearchSpace,
     bounds: Bounds,

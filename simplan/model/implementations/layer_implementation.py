@@ -33,11 +33,11 @@ from simplan.model.implementations.expert_dispatch import (
     with_fused_experts,
 )
 from simplan.model.implementations.transformers_code import as_transformers
-from simplan.model.kernel import LOSS, Exchange
+from simplan.model.kernel import LOSS, LayerCollective
 from simplan.model.layer import LayerKind, LayerSpec, Operator, Pointwise, Role, Tensor
 from simplan.model.share import biases_after_sums, regathered
 
-__all__ = ["LayerStyle", "Loss", "ModelCode", "SplitBackward", "styled", "styled_layers"]
+__all__ = ["LayerImplementation", "Loss", "ModelCode", "SplitBackward", "implemented_layers", "styled"]
 
 Loss = Literal["log_probabilities", "probabilities", "gradients", "logits"]
 SplitBackward = Literal["all", "products"]
@@ -54,7 +54,7 @@ _KEPT_BY_LOSS: dict[Loss, tuple[str, int | None]] = {
 }
 
 
-class LayerStyle(Spec):
+class LayerImplementation(Spec):
     """Differences of a framework's layers from eager torch modules.
 
     Attributes:
@@ -80,7 +80,7 @@ class LayerStyle(Spec):
         skips_keys: The attention kernel skips keys outside of a window, for which torch has a mask tensor. The kernel
             also includes sinks in its softmax; otherwise they scale its output afterwards.
         split_backward: Tensors that stay between input gradient and weight gradient of a split backward. ``all``:
-            nearly all that forward saved (torch). ``products``: input and output gradient of each matmul with a weight.
+            nearly all that forward saved (torch). ``matmuls``: input and output gradient of each matmul with a weight.
         gathered_keys: Attention to keys all-gathered from context-parallel ranks: in one call with a mask tensor
             (``masked``), or sequentially to the keys of each rank, without a mask tensor (``by_rank``).
         documents_in_one_call: One kernel call attends for all packed documents, and its outputs are one tensor.
@@ -98,8 +98,9 @@ class LayerStyle(Spec):
             middle of a block from the branch that is added, if the branch is narrower. Inputs of matmuls with weights
             are saved, as backward would have to write them to memory anyway (the partitioner of torch 2.13,
             torch/_functorch/config.py: ban_recompute_materialized_backward).
-        reruns_to_end: Recomputation re-executes a block to its end, as in an autograd function that calls the block
-            (Megatron's CheckpointFunction, torch's reentrant checkpoint); else up to the last tensor that is needed.
+        full_recompute_pass: Recomputation re-executes a block to its end, as in an autograd function that calls the
+            block (Megatron's CheckpointFunction, torch's reentrant checkpoint); else up to the last tensor that is
+            needed.
     """
 
     model_code: ModelCode = "framework"
@@ -120,10 +121,10 @@ class LayerStyle(Spec):
     eight_bit_attention: bool = Field(default=False, exclude=True)
     regathers_tokens: bool = False
     compiled: bool = False
-    reruns_to_end: bool = False
+    full_recompute_pass: bool = False
 
 
-def styled_layers(layers: Iterable[LayerSpec], style: LayerStyle, family: str) -> tuple[LayerSpec, ...]:
+def implemented_layers(layers: Iterable[LayerSpec], style: LayerImplementation, family: str) -> tuple[LayerSpec, ...]:
     """Layers of a model in a style; equal layers become one object.
 
     Args:
@@ -140,7 +141,7 @@ def styled_layers(layers: Iterable[LayerSpec], style: LayerStyle, family: str) -
     return tuple(found)
 
 
-def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
+def styled(layer: LayerSpec, style: LayerImplementation, *, dropout: bool) -> LayerSpec:
     """One layer in a style.
 
     Args:
@@ -176,8 +177,8 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
     if skips or (style.gathered_keys == "by_rank" and is_masked_for_gathering(layer)):
         constants = without_mask(constants)
     # with a split block, the recomputed function is compiled; else recomputation itself is compiled
-    split = compiled and any(isinstance(operator.kernel, Exchange) for operator in operators)
-    to_end = split or (style.reruns_to_end and layer.kind is LayerKind.BLOCK)
+    split = compiled and any(isinstance(operator.kernel, LayerCollective) for operator in operators)
+    to_end = split or (style.full_recompute_pass and layer.kind is LayerKind.BLOCK)
     if not (compiled or to_end or (operators, constants) != (layer.operators, layer.constants)):
         return layer
     words = ["dropout" * dropout, "gates" * style.fused_gates, style.loss, *attention_words]
@@ -191,12 +192,12 @@ def styled(layer: LayerSpec, style: LayerStyle, *, dropout: bool) -> LayerSpec:
         parameters=parameters,
         constants=constants,
         compiled=compiled,
-        reruns_to_end=to_end,
+        full_recompute_pass=to_end,
     )
 
 
 def _with_attention(
-    operators: tuple[Operator, ...], style: LayerStyle, *, dropout: bool
+    operators: tuple[Operator, ...], style: LayerImplementation, *, dropout: bool
 ) -> tuple[tuple[Operator, ...], bool, list[str]]:
     """Operators with the attention of a style, whether its kernel skips keys of a window, and words for the key."""
     if style.attention == "unfused":
@@ -219,7 +220,7 @@ def _with_attention(
     return operators, skips, words
 
 
-def _expert_words(style: LayerStyle) -> str:
+def _expert_words(style: LayerImplementation) -> str:
     how = "fused" if style.fused_experts else f"{style.expert_streams or 'all'} at once"
     return f"experts by {style.expert_dispatch}, {how}"
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from simplan.program.program import HostCopy, HostWait, LayerWork, Message
+from simplan.program.program import Communication, HostCopy, HostWait, LayerWork
 
-__all__ = ["CostModel", "Price", "Provenance"]
+__all__ = ["CostEstimate", "CostModel", "Provenance"]
 
 
 class Provenance(StrEnum):
@@ -21,7 +21,7 @@ class Provenance(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class CostEstimate:
     """Cost estimate: the time of one item of work that runs alone.
 
     Attributes:
@@ -41,22 +41,22 @@ class CostModel(Protocol):
     """Estimates the time of work that runs alone. Equal work has equal estimates, so callers may cache them."""
 
     @property
-    def taken_share(self) -> float:
+    def overlap_slowdown(self) -> float:
         """Overlap slowdown: fraction of compute throughput lost while communication overlaps, below 1."""
         ...
 
-    def compute(self, work: LayerWork) -> Price:
+    def compute(self, work: LayerWork) -> CostEstimate:
         """Returns the time of one phase of one layer on one device."""
         ...
 
-    def message(self, message: Message) -> Price:
+    def communication(self, communication: Communication) -> CostEstimate:
         """Returns the time of a collective or P2P transfer once all its members are ready."""
         ...
 
-    def host_copy(self, copy: HostCopy) -> Price:
+    def host_copy(self, copy: HostCopy) -> CostEstimate:
         """Returns the time of a copy between a device and its host."""
         ...
 
-    def host_wait(self, wait: HostWait) -> Price:
+    def host_wait(self, wait: HostWait) -> CostEstimate:
         """Returns the time of a wait of the device for its host."""
         ...

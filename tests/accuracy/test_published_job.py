@@ -10,10 +10,10 @@ from typing import Any, get_args
 import pytest
 
 from simplan import catalog
-from simplan.accuracy.question import question_of_run
+from simplan.accuracy.framework_defaults import profile_name, stacks
+from simplan.accuracy.published_job import job_of_published_run
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.schema import Framework
-from simplan.accuracy.stacks import profile_name, stacks
 from simplan.accuracy.stage_layers import layers_of_stages
 from simplan.errors import NotModelledError, SpecError
 from simplan.predict.step_summary import summarize_step
@@ -98,7 +98,7 @@ def test_what_a_profile_refuses_is_predicted_as_others_have_it_and_said(
         cluster__device=device,
         **{f"plan__{key}": value for key, value in plan.items()},
     )
-    question = question_of_run(asked)
+    question = job_of_published_run(asked)
     assert any(said.startswith(note) for said in question.notes), question.notes
     brief = summarize_step(question.job)
     assert brief.step_time_s > 0
@@ -132,7 +132,7 @@ def test_layers_of_ranks_are_shared_out_over_their_stages(
 
 
 def test_what_a_source_does_not_say_is_filled_in_and_noted() -> None:
-    question = question_of_run(
+    question = job_of_published_run(
         run(cluster__devices_per_node=2, model__tied_embeddings=None, model__vocab_size=1023, plan__tp=2)
     )
     assert question.job.cluster.inter_link is not None
@@ -145,11 +145,11 @@ def test_what_a_source_does_not_say_is_filled_in_and_noted() -> None:
 
 
 def test_a_vocabulary_is_padded_as_the_software_does_else_as_far_as_tp_needs() -> None:
-    megatron = question_of_run(run(model__vocab_size=1023, plan__tp=4, plan__dp_replicate=1, plan__pp=1))
-    titan = question_of_run(
+    megatron = job_of_published_run(run(model__vocab_size=1023, plan__tp=4, plan__dp_replicate=1, plan__pp=1))
+    titan = job_of_published_run(
         run(software__framework="torchtitan", model__vocab_size=1023, plan__tp=4, plan__dp_replicate=1, plan__pp=1)
     )
-    unknown = question_of_run(
+    unknown = job_of_published_run(
         run(software__framework="other", model__vocab_size=1023, plan__tp=2, plan__dp_replicate=1)
     )
     assert unknown.job.software.id == "megatron-lm-2022", "as of a framework that combines both, but not known to pad"
@@ -168,7 +168,7 @@ def test_a_vocabulary_is_padded_as_the_software_does_else_as_far_as_tp_needs() -
 )
 def test_a_job_on_several_large_domains_takes_as_many_devices_of_each(devices: int, domain: int, of_each: int) -> None:
     plan: dict[str, Any] = {"plan__dp_replicate": devices // 2, "plan__global_batch_size": 8 * devices}
-    found = question_of_run(run(cluster__num_devices=devices, cluster__devices_per_node=domain, **plan))
+    found = job_of_published_run(run(cluster__num_devices=devices, cluster__devices_per_node=domain, **plan))
     assert found.job.cluster.devices_per_node == of_each
     assert any(f"takes {of_each} of each" in note for note in found.notes) == (of_each != domain)
 
@@ -177,7 +177,9 @@ def test_a_job_on_several_large_domains_takes_as_many_devices_of_each(devices: i
 def test_what_a_run_says_of_its_software_holds_whatever_is_usual(version: str, usual: str) -> None:
     def software(**said: bool | None) -> SoftwareSpec:
         fields: dict[str, Any] = {f"software__{key}": value for key, value in said.items()}
-        return question_of_run(run(software__framework="megatron-lm", software__version=version, **fields)).job.software
+        return job_of_published_run(
+            run(software__framework="megatron-lm", software__version=version, **fields)
+        ).job.software
 
     assert software(flash_attention=None).layers.attention == usual
     assert software(flash_attention=False).layers.attention == "unfused"
@@ -208,23 +210,23 @@ def test_whether_tensor_parallel_ranks_split_experts_is_the_framework_s(
     framework: str, version: str | None, etp: int
 ) -> None:
     split: dict[str, Any] = {"plan__tp": 2, "plan__sequence_parallel": True, "plan__dp_shard": 4, "plan__ep": 4}
-    question = question_of_run(run(software__framework=framework, software__version=version, **split, **EXPERTS))
+    question = job_of_published_run(run(software__framework=framework, software__version=version, **split, **EXPERTS))
     assert (question.job.plan.ep, question.job.plan.etp) == (4, etp)
     assert any(note.startswith(f"plan.etp is not known: {etp}") for note in question.notes)
-    assert not any(note.startswith("plan.etp") for note in question_of_run(run(**EXPERTS)).notes)
+    assert not any(note.startswith("plan.etp") for note in job_of_published_run(run(**EXPERTS)).notes)
 
 
 def test_an_optimizer_step_that_synchronizes_is_the_same_schedule_and_does_not_overlap() -> None:
-    bypassing, synchronous = (question_of_run(run(plan__schedule=name)) for name in ("zb-2p", "zb-2p-optsync"))
+    bypassing, synchronous = (job_of_published_run(run(plan__schedule=name)) for name in ("zb-2p", "zb-2p-optsync"))
     assert bypassing.job.plan == synchronous.job.plan
     assert (bypassing.steps_overlap, synchronous.steps_overlap) == (True, False)
 
 
 def test_every_run_of_this_project_is_a_valid_plan() -> None:
     refused = []
-    for read in read_published([PUBLISHED, PUBLISHED.with_name("heldout"), PUBLISHED.with_name("looked-at")]):
+    for read in read_published([PUBLISHED, PUBLISHED.with_name("heldout"), PUBLISHED.with_name("validation")]):
         for published in read.runs or ():
-            question = question_of_run(published)
+            question = job_of_published_run(published)
             try:
                 check_job(question.job)
             except ValueError as error:
@@ -236,10 +238,10 @@ def test_every_run_of_this_project_is_a_valid_plan() -> None:
 def test_adapters_are_those_of_the_recipe() -> None:
     """Rank 32 beside queries, keys and values (NeMo's launcher); a printed rank holds."""
     nemo: dict[str, Any] = {"software__framework": "nemo", "software__version": "NeMo24.07", "task": "lora"}
-    model = question_of_run(run(**nemo)).job.model
+    model = job_of_published_run(run(**nemo)).job.model
     assert (model.lora_rank, model.lora_targets) == (32, ("qkv",))
-    assert question_of_run(run(plan__lora_rank=8, **nemo)).job.model.lora_rank == 8
-    other = question_of_run(run(software__framework="torchtitan", task="lora"))
+    assert job_of_published_run(run(plan__lora_rank=8, **nemo)).job.model.lora_rank == 8
+    other = job_of_published_run(run(software__framework="torchtitan", task="lora"))
     assert (other.job.model.lora_rank, other.job.model.lora_targets) == (32, ("all",))
     assert "plan.lora_rank is not known: 32" in other.notes
 
@@ -263,7 +265,7 @@ def test_adapters_are_those_of_the_recipe() -> None:
     ],
 )
 def test_models_of_all_families(model: dict[str, Any], family: str, facts: dict[str, Any]) -> None:
-    question = question_of_run(run(**{f"model__{key}": value for key, value in model.items()}))
+    question = job_of_published_run(run(**{f"model__{key}": value for key, value in model.items()}))
     assert question.job.model.family == family
     assert {key: getattr(question.job.model, key) for key in facts} == facts
     check_job(question.job)
@@ -271,7 +273,7 @@ def test_models_of_all_families(model: dict[str, Any], family: str, facts: dict[
 
 def test_what_a_family_does_not_have_is_refused_by_name() -> None:
     with pytest.raises(SpecError, match="num_experts"):
-        question_of_run(run(model__moe={"num_experts": 8, "top_k": 2, "moe_intermediate_size": 64}))
+        job_of_published_run(run(model__moe={"num_experts": 8, "top_k": 2, "moe_intermediate_size": 64}))
 
 
 def test_models_have_as_many_parameters_as_their_source_prints() -> None:
@@ -283,9 +285,9 @@ def test_models_have_as_many_parameters_as_their_source_prints() -> None:
         if published.model.params is not None
     ]
     assert len(printed) > 100
-    assert {question_of_run(published).job.model.num_parameters == published.model.params for published in printed} == {
-        True
-    }
+    assert {
+        job_of_published_run(published).job.model.num_parameters == published.model.params for published in printed
+    } == {True}
 
 
 def test_what_the_schema_has_no_field_for_is_the_catalogues() -> None:
@@ -300,12 +302,12 @@ def test_what_the_schema_has_no_field_for_is_the_catalogues() -> None:
         "model__vocab_size": 201088,
         "model__moe": {"num_experts": 128, "top_k": 4, "moe_intermediate_size": 2880},
     }
-    question = question_of_run(run(**sizes))
+    question = job_of_published_run(run(**sizes))
     assert question.job.model.attention_sinks
     assert question.job.model.expert_bias
     assert question.job.model.windows[:2] == catalog.model("gpt-oss-120b").windows[:2] == (128, 0)
     assert any(note.startswith("as the catalogue's gpt-oss-120b, whose sizes it has: ") for note in question.notes)
-    other = question_of_run(run(**{**sizes, "model__vocab_size": 200_064}))
+    other = job_of_published_run(run(**{**sizes, "model__vocab_size": 200_064}))
     assert not other.job.model.expert_bias
     assert not any("catalogue's" in note for note in other.notes)
 
@@ -316,5 +318,5 @@ def test_a_vocabulary_tells_models_apart_that_differ_in_little_else(name: str) -
     fields = catalog.model_fields(name)
     sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     given = {f"model__{size}": fields[size] for size in (*sizes, "vocab_size")}
-    question = question_of_run(run(**given, model__family="llama", model__gated_mlp=True))
+    question = job_of_published_run(run(**given, model__family="llama", model__gated_mlp=True))
     assert question.job.model.sliding_window == fields.get("sliding_window")

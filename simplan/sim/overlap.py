@@ -12,7 +12,7 @@ import numpy.typing as npt
 from simplan.program.program import ACTION_KINDS, Program, Stream
 from simplan.program.timeline import COMPUTING, SpanKind
 
-__all__ = ["Beside"]
+__all__ = ["ComputeCommOverlap"]
 
 _Floats = npt.NDArray[np.float64]
 _Indices = npt.NDArray[np.int64]
@@ -20,7 +20,8 @@ _TAKING = (Stream.DATA, Stream.SHARD, Stream.REPLICATE, Stream.EXPERT_DATA)
 """Streams whose communication overlaps with compute and slows it down.
 
 Tensor-parallel collectives next to chunks of a GEMM run on copy engines or few SMs; the cost of splitting the GEMM
-includes them (``KernelRates.split_s``). ``Excess`` has the slowdown by expert all-to-all. The slowdown by
+includes them (``KernelRates.gemm_split_overhead_s``). ``OverlapRemainder`` has the slowdown by expert all-to-all. The
+slowdown by
 context-parallel communication is unknown (no public data)."""
 _EXCHANGING = (Stream.TENSOR, Stream.CONTEXT, Stream.EXPERT)
 _WITHIN = (Stream.COMPUTE, *_EXCHANGING)
@@ -45,7 +46,7 @@ class _OfRank(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Beside:
+class ComputeCommOverlap:
     """Compute operations of a Program that may overlap with communication of their own rank.
 
     Consecutive operations of an action form a group. A group ends where communication waits for one of them or is
@@ -62,7 +63,7 @@ class Beside:
     of_rank: Sequence[_OfRank]
 
     @classmethod
-    def of(cls, program: Program) -> Beside:
+    def of(cls, program: Program) -> ComputeCommOverlap:
         """Returns the overlap candidates of a Program."""
         columns = program.columns
         computing = program.on_stream(Stream.COMPUTE) & program.of_kind(*COMPUTING)
@@ -90,9 +91,9 @@ class Beside:
         group[computes] = np.cumsum(new)
         # collectives that follow a compute operation of the same action are part of its group
         leader = np.where(last >= 0, order[last], 0)
-        exchanges = program.on_stream(*_EXCHANGING)[order] & (last >= 0)
-        exchanges &= (action[leader] == action[order]) & (columns.rank[leader] == columns.rank[order])
-        group[order[exchanges]] = group[leader[exchanges]]
+        collectives = program.on_stream(*_EXCHANGING)[order] & (last >= 0)
+        collectives &= (action[leader] == action[order]) & (columns.rank[leader] == columns.rank[order])
+        group[order[collectives]] = group[leader[collectives]]
         found = []
         for indices in program.rank_indices.values():
             moves, computes = indices[moving[indices]], indices[computing[indices]]

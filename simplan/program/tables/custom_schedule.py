@@ -11,12 +11,12 @@ from simplan.plan.schedules import installed_schedules, is_table_file
 from simplan.program.action import Action, Table
 from simplan.program.schedules import PipelineShape, Schedule
 
-__all__ = ["own_schedule"]
+__all__ = ["custom_schedule"]
 
 _MOST_BYTES = 64 * 1024**2
 
 
-def own_schedule(name: str) -> Schedule:
+def custom_schedule(name: str) -> Schedule:
     """Returns the custom schedule of a name.
 
     A file has one line per pipeline rank and one action per cell, in torch's text form (``0F1``); empty cells are

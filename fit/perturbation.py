@@ -10,11 +10,11 @@ from joblib import Parallel, delayed
 from numpy.typing import NDArray
 
 from fit.rows import FitCosts, FitRow, Values, between_nodes, question_at
-from simplan.accuracy.question import RunQuestion
-from simplan.cost.pricing import Pricing
+from simplan.accuracy.published_job import PublishedJob
+from simplan.cost.program_costs import ProgramCosts
 from simplan.predict.simulated import sources_of_error
 from simplan.predict.step_summary import summarized_step
-from simplan.program.program import Excess, LayerWork, Message, Program, Work
+from simplan.program.program import Communication, LayerWork, OverlapRemainder, Program, Work
 
 __all__ = ["BETWEEN", "MovedParts", "parts_of"]
 
@@ -47,41 +47,43 @@ def parts_of(rows: Sequence[FitRow], values: Values, jobs: int = -1) -> list[Mov
         values: Constants by name.
         jobs: Processes; -1 for one per core.
     """
-    prices, computing = FitCosts(values), []
+    costs, computing = FitCosts(values), []
     for row in rows:
         computing_s = sum(
-            t.times * prices.seconds(row.question.job, t) for t in row.terms if isinstance(t.work, LayerWork)
+            t.times * costs.seconds(row.question.job, t) for t in row.terms if isinstance(t.work, LayerWork)
         )
-        computing.append(computing_s / row.predicted_s(prices))
+        computing.append(computing_s / row.predicted_s(costs))
     moves = Parallel(n_jobs=jobs)(delayed(_moves)(question_at(row.question, values)) for row in rows)
     named = zip(rows, computing, moves, strict=True)
     return [MovedParts(row.question.job.software.id, share, longer, shorter) for row, share, (longer, shorter) in named]
 
 
-def _messages_of(work: Work) -> tuple[Message, ...]:
+def _communications_of(work: Work) -> tuple[Communication, ...]:
     """Communication of work, including overlapped communication of which only the excess over GEMMs remains."""
     match work:
-        case Message():
+        case Communication():
             return (work,)
-        case Excess(messages=messages):
-            return messages
+        case OverlapRemainder(communications=communications):
+            return communications
         case _:
             return ()
 
 
-def _moves(question: RunQuestion) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _moves(question: PublishedJob) -> tuple[tuple[float, ...], tuple[float, ...]]:
     cluster = question.job.cluster
 
     def crosses(works: tuple[Work, ...]) -> bool:
-        return any(between_nodes(cluster, message) for work in works for message in _messages_of(work))
+        return any(
+            between_nodes(cluster, communication) for work in works for communication in _communications_of(work)
+        )
 
-    def moved(program: Program, pricing: Pricing) -> list[NDArray[np.float64]]:
-        durations_s = pricing.durations_s
-        own = np.divide(pricing.deviations_s, durations_s, out=np.zeros_like(durations_s), where=durations_s > 0)
+    def moved(program: Program, program_costs: ProgramCosts) -> list[NDArray[np.float64]]:
+        durations_s = program_costs.durations_s
+        own = np.divide(program_costs.deviations_s, durations_s, out=np.zeros_like(durations_s), where=durations_s > 0)
         sources = sources_of_error(program)
         are_between = np.array([crosses(works) for works in program.works])[program.columns.work]
-        messages = np.where(sources["messages"], own, 0.0)
-        factors = [1 + np.where(are_between, std, messages) for std in BETWEEN]
+        communications = np.where(sources["messages"], own, 0.0)
+        factors = [1 + np.where(are_between, std, communications) for std in BETWEEN]
         factors.append(1 + np.where(sources["host"], own, 0.0))
         return [durations_s * factor for factor in factors] + [durations_s / factor for factor in factors]
 

@@ -1,4 +1,4 @@
-"""Computing that has less of its device while messages move: against arithmetic by hand, and in whole steps."""
+"""Computing that has less of its device while communications move: against arithmetic by hand, and in whole steps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from simplan import catalog
 from simplan.cluster.hardware import ClusterSpec
-from simplan.cost.base import Price, Provenance
 from simplan.cost.calibration.format import Calibration, OverlapTiming
-from simplan.cost.pricing import price_program
+from simplan.cost.model import CostEstimate, Provenance
+from simplan.cost.program_costs import estimate_program
 from simplan.explain import explain
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind
@@ -20,10 +20,10 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import Simulated, predict_step
 from simplan.predict.build import cost_model
-from simplan.predict.slowed import slowed
+from simplan.predict.overlap_slowdown import apply_overlap_slowdown
 from simplan.prediction import Prediction
 from simplan.program.action import Action
-from simplan.program.program import HostCopy, HostWait, LayerWork, Message, Op, Phase, Program, Stream, Work
+from simplan.program.program import Communication, HostCopy, HostWait, LayerWork, Op, Phase, Program, Stream, Work
 from simplan.program.timeline import SpanKind
 from simplan.sim.engine import Times, simulate
 from simplan.training.training import TrainingSpec
@@ -36,62 +36,65 @@ BACKWARD = Action.parse("0B0")
 
 
 class Tariff:
-    """A layer takes as many seconds as it has sequences, a message as many as it has bytes, and half of the device."""
+    """A layer takes as many seconds as it has sequences, a communication as many as it has bytes, and half of the
+    device."""
 
-    taken_share = 0.5
+    overlap_slowdown = 0.5
 
-    def compute(self, work: LayerWork) -> Price:
-        return Price(float(work.microbatch_size), Provenance.DATASHEET, 0.1, "")
+    def compute(self, work: LayerWork) -> CostEstimate:
+        return CostEstimate(float(work.microbatch_size), Provenance.DATASHEET, 0.1, "")
 
-    def message(self, message: Message) -> Price:
-        return Price(float(message.num_bytes), Provenance.DATASHEET, 0.1, "")
+    def communication(self, communication: Communication) -> CostEstimate:
+        return CostEstimate(float(communication.num_bytes), Provenance.DATASHEET, 0.1, "")
 
-    def host_copy(self, copy: HostCopy) -> Price:
+    def host_copy(self, copy: HostCopy) -> CostEstimate:
         raise AssertionError("nothing is copied to the host here")
 
-    def host_wait(self, wait: HostWait) -> Price:
+    def host_wait(self, wait: HostWait) -> CostEstimate:
         raise AssertionError("nothing waits for the host here")
 
 
-def computing(seconds: int, *waits: int, message_s: int = 0) -> Op:
-    """With a message that is waited for on the spot."""
+def computing(seconds: int, *waits: int, communication_s: int = 0) -> Op:
+    """With a communication that is waited for on the spot."""
     work: list[Work] = [LayerWork(BLOCK, Phase.BACKWARD, seconds, 0)]
-    if message_s:
-        work.append(message(message_s))
+    if communication_s:
+        work.append(communication(communication_s))
     return Op(0, Stream.COMPUTE, "x", BACKWARD, SpanKind.COMPUTE, tuple(work), waits)
 
 
-def message(seconds: int) -> Message:
-    return Message(CollectiveKind.ALL_REDUCE, seconds, (0, 1))
+def communication(seconds: int) -> Communication:
+    return Communication(CollectiveKind.ALL_REDUCE, seconds, (0, 1))
 
 
 def moving(seconds: int, *waits: int) -> Op:
-    return Op(0, Stream.DATA, "bucket", BACKWARD, SpanKind.COMMUNICATION, (message(seconds),), waits)
+    return Op(0, Stream.DATA, "bucket", BACKWARD, SpanKind.COMMUNICATION, (communication(seconds),), waits)
 
 
 def step(*ops: Op) -> tuple[Times, Times]:
     """With nothing taken, and with half of the device."""
     program = Program.from_ops(2, (), ops, (0,), (0,), {}, {})
-    alone = price_program(program, Tariff())
-    pricing = slowed(program, alone, partial(simulate, program))
-    assert pricing.deviations_s == pytest.approx([0.1 * seconds for seconds in pricing.durations_s])
-    return simulate(program, alone.durations_s), simulate(program, pricing.durations_s)
+    alone = estimate_program(program, Tariff())
+    program_costs = apply_overlap_slowdown(program, alone, partial(simulate, program))
+    assert program_costs.deviations_s == pytest.approx([0.1 * seconds for seconds in program_costs.durations_s])
+    return simulate(program, alone.durations_s), simulate(program, program_costs.durations_s)
 
 
-def test_what_is_computed_beside_a_message_takes_longer_by_half_of_its_time() -> None:
+def test_what_is_computed_beside_a_communication_takes_longer_by_half_of_its_time() -> None:
     alone, later = step(computing(1), moving(1, 0), computing(3))
     assert alone.end_s.tolist() == [1.0, 2.0, 4.0]
     assert later.end_s == pytest.approx([1.0, 2.0, 4.5])
 
 
-def test_messages_that_are_waited_for_on_the_spot_are_no_computing() -> None:
-    """Four seconds beside the bucket, of which one is a message."""
-    _, later = step(computing(1), moving(8, 0), computing(3, message_s=1))
+def test_communications_that_are_waited_for_on_the_spot_are_no_computing() -> None:
+    """Four seconds beside the bucket, of which one is a communication."""
+    _, later = step(computing(1), moving(8, 0), computing(3, communication_s=1))
     assert later.end_s[2] == pytest.approx(1 + 4 + 0.5 * 3)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 60))
-def test_a_message_that_hides_costs_its_share_and_one_that_does_not_costs_less(parts: list[int], moves: int) -> None:
+def test_a_communication_that_hides_costs_its_share_and_one_that_does_not_costs_less(
+    parts: list[int], moves: int
+) -> None:
     _, later = step(computing(1), moving(moves, 0), *map(computing, parts))
     computed_s = sum(parts)
     assert later.end_s[-1] == pytest.approx(1 + computed_s + 0.5 * min(moves, computed_s))
@@ -129,22 +132,22 @@ def predicted_step(slowdown: float | None) -> tuple[Prediction, Simulated]:
 
 
 def test_a_measured_slowdown_moves_the_prediction_by_no_more_than_what_overlaps() -> None:
-    plain, slowed = predicted(1.0), predicted(1.25)
-    assert plain.step_time_s < slowed.step_time_s < 1.25 * plain.step_time_s
-    before, after = plain.splits[0], slowed.splits[0]
+    plain, apply_overlap_slowdown = predicted(1.0), predicted(1.25)
+    assert plain.step_time_s < apply_overlap_slowdown.step_time_s < 1.25 * plain.step_time_s
+    before, after = plain.splits[0], apply_overlap_slowdown.splits[0]
     assert before.compute_s < after.compute_s < 1.25 * before.compute_s
     said = "what is computed beside messages has 20.0 % less of its device meanwhile"
-    assert said in slowed.assumptions
+    assert said in apply_overlap_slowdown.assumptions
     assert not [sentence for sentence in plain.assumptions if "beside messages" in sentence]
 
 
 def test_where_nobody_measured_it_is_as_published_runs_have_it() -> None:
-    share = catalog.device("h100-sxm-80gb").kernels.taken_share
+    share = catalog.device("h100-sxm-80gb").kernels.overlap_slowdown
     assert 0.05 < share < 0.4
     assert predicted(None).step_time_s == pytest.approx(predicted(1 / (1 - share)).step_time_s, rel=1e-9)
 
 
-def test_what_is_lost_beside_messages_is_explained() -> None:
+def test_what_is_lost_beside_communications_is_explained() -> None:
     found, simulated = predicted_step(1.25)
     explained = explain(found, simulated)
     [lost] = [part for part in explained.time if part.name == "beside messages"]
@@ -164,4 +167,4 @@ def test_engines_of_a_torus_take_nothing(device: str, link: str, taken: bool) ->
     training = TrainingSpec(global_batch_size=16)
     job = Job(catalog.model("gpt2-124m"), cluster, training, ParallelPlan(), catalog.software("torch"))
     cost = cost_model(job, None)
-    assert (cost.taken_share > 0) is taken
+    assert (cost.overlap_slowdown > 0) is taken

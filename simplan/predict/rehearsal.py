@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 
-from simplan.cost.pricing import Pricing
+from simplan.cost.program_costs import ProgramCosts
 from simplan.plan.plan import RankMapping
+from simplan.predict.overlap_slowdown import apply_overlap_slowdown
 from simplan.predict.simulated import Simulated, interval_s, moved_durations_s
-from simplan.predict.slowed import slowed
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
-from simplan.program.program import HostCopy, Message, Op, Stream
+from simplan.program.program import Communication, HostCopy, Op, Stream
 from simplan.program.timeline import Split, split_of_rank
 from simplan.runs.rehearsal import Rehearsal
 from simplan.sim.engine import timeline
 
-__all__ = ["KindTime", "Rehearsed", "rehearsed_step"]
+__all__ = ["KindTime", "Rehearsed", "rehearsal_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Rehearsed:
     measured_share: float
 
 
-def rehearsed_step(prediction: Prediction, simulated: Simulated, rehearsal: Rehearsal) -> Rehearsed:
+def rehearsal_step(prediction: Prediction, simulated: Simulated, rehearsal: Rehearsal) -> Rehearsed:
     """Simulate the step again with measured compute.
 
     Ranks with the same pipeline coordinate do the same work, so they get the measured times too. Layers of an action
@@ -74,7 +74,7 @@ def rehearsed_step(prediction: Prediction, simulated: Simulated, rehearsal: Rehe
     kinds = _kinds(prediction, simulated, rehearsal)
     alone, measured_share = _repriced(prediction, simulated, rehearsal, kinds)
     program, engine = simulated.program, simulated.engine
-    repriced = slowed(program, alone, engine.times)
+    repriced = apply_overlap_slowdown(program, alone, engine.times)
     times = engine.times(repriced.durations_s)
     moved = moved_durations_s(program, repriced)
     spans = timeline(program, times)
@@ -118,18 +118,18 @@ def _kinds(prediction: Prediction, simulated: Simulated, rehearsal: Rehearsal) -
 
 def _repriced(
     prediction: Prediction, simulated: Simulated, rehearsal: Rehearsal, kinds: Mapping[_Key, KindTime]
-) -> tuple[Pricing, float]:
+) -> tuple[ProgramCosts, float]:
     """Estimates with measured compute, and the fraction of compute of ranks at the rehearsed pipeline rank."""
     mapping = RankMapping.of(prediction.job.plan)
     place = mapping.place(rehearsal.rank).pp
     of_kind = _ratios_by_kind(kinds)
-    program, pricing = simulated.program, simulated.alone
-    durations_s, deviations_s = pricing.durations_s.copy(), pricing.deviations_s.copy()
+    program, program_costs = simulated.program, simulated.alone
+    durations_s, deviations_s = program_costs.durations_s.copy(), program_costs.deviations_s.copy()
     measured_s = total_s = 0.0
     for index, op in enumerate(program.ops):
         if not _computes(op, prediction):
             continue
-        predicted_s = _computing_s(op, pricing)
+        predicted_s = _computing_s(op, program_costs)
         key = op.action.kind, op.action.stage
         here = mapping.place(op.rank).pp == place and key in kinds
         ratio = _ratio(kinds[key]) if here else of_kind.get(op.action.kind, 1.0)
@@ -140,7 +140,7 @@ def _repriced(
             deviations_s[index] = kinds[key].relative_std * computing_s
             measured_s += computing_s
         total_s += computing_s
-    repriced = replace(pricing, durations_s=durations_s, deviations_s=deviations_s)
+    repriced = replace(program_costs, durations_s=durations_s, deviations_s=deviations_s)
     return repriced, measured_s / total_s if total_s else 0.0
 
 
@@ -166,6 +166,10 @@ def _computes(op: Op, prediction: Prediction) -> bool:
     return op.meeting is None and (op.stream is Stream.COMPUTE or prediction.job.cluster.device.kind == "cpu")
 
 
-def _computing_s(op: Op, pricing: Pricing) -> float:
+def _computing_s(op: Op, program_costs: ProgramCosts) -> float:
     """Seconds of an operation without communication."""
-    return sum(pricing.by_work[part].price.seconds for part in op.work if not isinstance(part, Message | HostCopy))
+    return sum(
+        program_costs.by_work[part].cost_estimate.seconds
+        for part in op.work
+        if not isinstance(part, Communication | HostCopy)
+    )

@@ -1,9 +1,9 @@
 """Held-out errors of a fit, stored so that a test can check predictions against them.
 
-``left_out.yaml`` contains the constants of five folds, each fitted without the fold. For a few runs of every file it
-contains the mean error of predictions with the constants of their folds. The test predicts these runs again, which
-takes seconds, where fitting takes minutes. So a change that makes predictions worse shows. ``make fit`` stores the new
-figures of a change that makes them better.
+``cross_validation.yaml`` contains the constants of five folds, each fitted without the fold. For a few runs of every
+file it contains the mean error of predictions with the constants of their folds. The test predicts these runs again,
+which takes seconds, where fitting takes minutes. So a change that makes predictions worse shows. ``make fit`` stores
+the new figures of a change that makes them better.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import yaml
 from joblib import Parallel, delayed
 
 from fit.rows import FitRow, Values, fold_of, question_at
-from simplan.accuracy.question import question_of_run
+from simplan.accuracy.published_job import job_of_published_run
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.schema import PublishedRun
 from simplan.predict.step_summary import summarize_step
 
 __all__ = ["FOLDS", "LEFT_OUT_FILE", "left_out_text", "sample_errors", "sampled_runs"]
 
-LEFT_OUT_FILE = Path(__file__).parent / "left_out.yaml"
+LEFT_OUT_FILE = Path(__file__).parent / "cross_validation.yaml"
 FOLDS = 5
 _RUNS_OF_FILE = 4
 _DIGITS = 4
 
 
 def left_out_text(rows: Sequence[FitRow], folds: Sequence[Values]) -> str:
-    """Text of left_out.yaml.
+    """Text of cross_validation.yaml.
 
     Args:
         rows: All runs.
@@ -51,7 +51,7 @@ def left_out_text(rows: Sequence[FitRow], folds: Sequence[Values]) -> str:
         "mean_error": {source: round(error, 4) for source, error in sorted(errors.items())},
         "folds": constants,
     }
-    head = "# Written by `make fit` (python -m fit.step_times); see fit/left_out.py.\n"
+    head = "# Written by `make fit` (python -m fit.step_times); see fit/cross_validation.py.\n"
     return head + yaml.safe_dump(data, sort_keys=False, width=120, default_flow_style=None)
 
 
@@ -85,7 +85,7 @@ def sampled_runs(folder: Path, names: Mapping[str, Sequence[str]]) -> list[tuple
 
 
 def _error(run: PublishedRun, folds: Sequence[Values]) -> float:
-    question = question_of_run(run)
+    question = job_of_published_run(run)
     values = folds[fold_of(question.job, len(folds))]
     question = question_at(question, values)
     predicted_s = summarize_step(question.job, steps_overlap=question.steps_overlap).step_time_s

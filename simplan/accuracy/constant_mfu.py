@@ -16,7 +16,7 @@ from simplan.model.recompute import recomputation, recompute_of
 from simplan.plan.plan import ParallelPlan, StageAssignment
 from simplan.program.tables.partition import assign_stage_layers, balanced_assignment
 
-__all__ = ["constant_utilization", "step_flops"]
+__all__ = ["constant_mfu", "step_flops"]
 
 
 def step_flops(job: Job) -> float:
@@ -46,7 +46,7 @@ def _assignment(model: ModelSpec, plan: ParallelPlan) -> StageAssignment:
     return balanced_assignment([layer.flops() for layer in model.layers], plan.num_stages, model.num_last_layers)
 
 
-def constant_utilization(outcomes: Iterable[RunOutcome]) -> ErrorFigures:
+def constant_mfu(outcomes: Iterable[RunOutcome]) -> ErrorFigures:
     """Errors of FLOPs / (devices x rate), with one rate per file, device and precision: the median over its runs.
 
     The rate is the device peak times a constant utilization. A predictor that does not beat this baseline shows no

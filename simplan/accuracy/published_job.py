@@ -13,12 +13,12 @@ from typing import Any
 
 from simplan import catalog
 from simplan.accuracy.architecture import switches_of
+from simplan.accuracy.fallback_profiles import with_stand_ins, without_refused_overlap
+from simplan.accuracy.framework_defaults import profile_name, splits_experts, stacks
 from simplan.accuracy.recipe import NO_RECIPES, Recipes, Settings
 from simplan.accuracy.recipes import recipes_of, settings_of, with_settings
 from simplan.accuracy.schema import PublishedRun, RunCluster, RunModel
-from simplan.accuracy.stacks import profile_name, splits_experts, stacks
 from simplan.accuracy.stage_layers import layers_of_stages
-from simplan.accuracy.standing_in import with_stand_ins, without_refused_overlap
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
@@ -32,7 +32,7 @@ from simplan.software.software import SoftwareSpec
 from simplan.training.training import TrainingSpec
 from simplan.units import format_flop_per_s
 
-__all__ = ["RunQuestion", "question_of_run"]
+__all__ = ["PublishedJob", "job_of_published_run"]
 
 _NETWORK_GBIT: Mapping[str, float] = MappingProxyType({"tpu-v4": 50, "tpu-v5e": 25, "tpu-v5p": 50, "tpu-v6e": 100})
 """Data-center network of a TPU, Gbit/s (jax-ml/scaling-book, tpus.md: egress per chip)."""
@@ -44,12 +44,18 @@ _SYNCHRONIZED = {"zb-2p-optsync": "zb-2p"}
 _SIZES = frozenset({
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "seq_len",
 })  # fmt: skip
-_UNFITTED = {"stack_share": 1.0, "intra_slowdown": 1.0, "inter_slowdown": 1.0, "relative_std": None, "fitted_on": None}
+_UNFITTED = {
+    "framework_efficiency": 1.0,
+    "intra_slowdown": 1.0,
+    "inter_slowdown": 1.0,
+    "relative_std": None,
+    "fitted_on": None,
+}
 _RECIPES = {"tensorwise": "tensorwise", "rowwise_with_gw_hp": "rowwise_with_gw_hp", "rowwise": "rowwise"}
 
 
 @dataclass(frozen=True, slots=True)
-class RunQuestion:
+class PublishedJob:
     """Prediction request for a published run.
 
     Attributes:
@@ -64,7 +70,7 @@ class RunQuestion:
     notes: tuple[str, ...]
 
 
-def question_of_run(run: PublishedRun, own: Recipes = NO_RECIPES) -> RunQuestion:
+def job_of_published_run(run: PublishedRun, own: Recipes = NO_RECIPES) -> PublishedJob:
     """Convert a published run to a prediction request.
 
     Args:
@@ -83,7 +89,7 @@ def question_of_run(run: PublishedRun, own: Recipes = NO_RECIPES) -> RunQuestion
     cluster, training = _cluster(run, notes), _training(run, software, notes)
     job = Job(model, cluster, training, _plan(run, settings, notes), software)
     notes += padding_assumption(job)
-    return RunQuestion(
+    return PublishedJob(
         job=without_refused_overlap(job, notes),
         steps_overlap=run.plan.schedule.startswith("zb-") and run.plan.schedule not in _SYNCHRONIZED,
         notes=tuple(notes),

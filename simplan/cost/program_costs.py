@@ -8,66 +8,66 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from simplan.cost.base import CostModel, Price, Provenance
+from simplan.cost.model import CostEstimate, CostModel, Provenance
 from simplan.model.layer import CollectiveKind
 from simplan.program.program import (
     SPAN_KINDS,
-    Excess,
     HostCalls,
     HostCopy,
     HostWait,
     LayerWork,
+    OverlapRemainder,
     Program,
     Work,
 )
 from simplan.program.timeline import SpanKind
 from simplan.units import format_percent, format_time
 
-__all__ = ["PricedTerm", "Pricing", "host_calls_price", "price_program"]
+__all__ = ["CostTerm", "ProgramCosts", "estimate_program", "host_calls_cost"]
 
 
 @dataclass(slots=True)
-class PricedTerm:
+class CostTerm:
     """One kind of work in a Program, with its cost estimate.
 
     Attributes:
         name: Name, e.g. ``block forward``.
         kind: Category of its time.
-        price: Cost estimate of one occurrence.
+        cost_estimate: Cost estimate of one occurrence.
         count: Occurrences over all ranks of the Program.
     """
 
     name: str
     kind: SpanKind
-    price: Price
+    cost_estimate: CostEstimate
     count: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pricing:
+class ProgramCosts:
     """Estimated durations of a Program's operations, and their sources.
 
     Attributes:
         durations_s: ``(num_ops,)`` Seconds per operation.
         deviations_s: ``(num_ops,)`` Standard deviation of each duration, in seconds.
         by_work: Estimates by work, in order of first occurrence.
-        taken_share: Overlap slowdown: fraction of compute throughput lost while communication overlaps.
+        overlap_slowdown: Overlap slowdown: fraction of compute throughput lost while communication overlaps.
         beside: Time that the overlap slowdown adds, mean over ranks; None if durations do not include it.
     """
 
     durations_s: NDArray[np.float64]
     deviations_s: NDArray[np.float64]
-    by_work: Mapping[Work, PricedTerm]
-    taken_share: float
-    beside: PricedTerm | None = None
+    by_work: Mapping[Work, CostTerm]
+    overlap_slowdown: float
+    beside: CostTerm | None = None
 
     @property
-    def terms(self) -> tuple[PricedTerm, ...]:
+    def terms(self) -> tuple[CostTerm, ...]:
         """All estimates."""
         return (*self.by_work.values(), *(() if self.beside is None else (self.beside,)))
 
 
-def price_program(program: Program, cost: CostModel) -> Pricing:
+def estimate_program(program: Program, cost: CostModel) -> ProgramCosts:
     """Estimates every kind of work once with the cost model, and sums the work of each operation.
 
     Errors of the layers of one operation share a source, so deviations add linearly. All work is estimated as if it ran
@@ -76,48 +76,48 @@ def price_program(program: Program, cost: CostModel) -> Pricing:
     columns = program.columns
     used, first, counts = np.unique(columns.work, return_index=True, return_counts=True)
     duration_s, deviation_s = np.zeros(len(program.works)), np.zeros(len(program.works))
-    terms: dict[Work, PricedTerm] = {}
+    terms: dict[Work, CostTerm] = {}
     for place in np.argsort(first).tolist():
         entry, kind = int(used[place]), SPAN_KINDS[columns.kind[first[place]]]
         for part in program.works[entry]:
             term = terms.get(part)
             if term is None:
                 term = terms[part] = _term(part, kind, cost)
-            duration_s[entry] += term.price.seconds
-            deviation_s[entry] += term.price.seconds * term.price.relative_std
+            duration_s[entry] += term.cost_estimate.seconds
+            deviation_s[entry] += term.cost_estimate.seconds * term.cost_estimate.relative_std
             term.count += int(counts[place])
-    return Pricing(duration_s[columns.work], deviation_s[columns.work], terms, cost.taken_share)
+    return ProgramCosts(duration_s[columns.work], deviation_s[columns.work], terms, cost.overlap_slowdown)
 
 
-def _term(part: Work, kind: SpanKind, cost: CostModel) -> PricedTerm:
+def _term(part: Work, kind: SpanKind, cost: CostModel) -> CostTerm:
     if isinstance(part, LayerWork):
-        return PricedTerm(_name(part), kind, cost.compute(part))
+        return CostTerm(_name(part), kind, cost.compute(part))
     if isinstance(part, HostCopy):
-        return PricedTerm(f"copy {'to' if part.to_host else 'from'} host", kind, cost.host_copy(part))
+        return CostTerm(f"copy {'to' if part.to_host else 'from'} host", kind, cost.host_copy(part))
     if isinstance(part, HostCalls):
         how = "copied" if part.copies else "listed"
-        return PricedTerm(f"parts of matrices, {how} by the host", kind, host_calls_price(part))
+        return CostTerm(f"parts of matrices, {how} by the host", kind, host_calls_cost(part))
     if isinstance(part, HostWait):
         name = "host, once a step" if part.reason == "step" else "host, the batch of a forward"
-        return PricedTerm(name, kind, cost.host_wait(part))
-    if isinstance(part, Excess):
-        names = " and ".join(dict.fromkeys(message.kind for message in part.messages))
-        return PricedTerm(f"{names} beyond {_name(part.beside)}", kind, _excess(part, cost))
+        return CostTerm(name, kind, cost.host_wait(part))
+    if isinstance(part, OverlapRemainder):
+        names = " and ".join(dict.fromkeys(communication.kind for communication in part.communications))
+        return CostTerm(f"{names} beyond {_name(part.beside)}", kind, _excess(part, cost))
     alone = part.kind is CollectiveKind.SEND
-    return PricedTerm(part.kind if alone else f"{part.kind} over {len(part.ranks)} ranks", kind, cost.message(part))
+    return CostTerm(part.kind if alone else f"{part.kind} over {len(part.ranks)} ranks", kind, cost.communication(part))
 
 
-def _excess(part: Excess, cost: CostModel) -> Price:
-    messages = [cost.message(message) for message in part.messages]
+def _excess(part: OverlapRemainder, cost: CostModel) -> CostEstimate:
+    communications = [cost.communication(communication) for communication in part.communications]
     beside = cost.compute(part.beside)
-    moving_s = sum(price.seconds for price in messages)
+    moving_s = sum(cost_estimate.seconds for cost_estimate in communications)
     formula = f"what is left of {format_time(moving_s)} beside {format_time(beside.seconds)} of products"
     if part.taken:
         formula += f", which have {format_percent(part.taken)} less of the device meanwhile"
-    surest = max(messages, key=lambda price: price.relative_std)
+    surest = max(communications, key=lambda cost_estimate: cost_estimate.relative_std)
     # GEMMs with the remaining SMs end after the communication, or before it
     seconds = max(moving_s - beside.seconds, part.taken * moving_s)
-    return Price(seconds, surest.provenance, surest.relative_std, formula)
+    return CostEstimate(seconds, surest.provenance, surest.relative_std, formula)
 
 
 def _name(work: LayerWork) -> str:
@@ -138,8 +138,8 @@ GPU each copy is an additional launch. Not fitted."""
 _RELATIVE_STD = 0.3
 
 
-def host_calls_price(calls: HostCalls) -> Price:
+def host_calls_cost(calls: HostCalls) -> CostEstimate:
     """Estimates the time of host calls on any host."""
     call_s = _COPY_S if calls.copies else _VIEW_S
     formula = f"{calls.num_calls} x {format_time(call_s)} of the host"
-    return Price(calls.num_calls * call_s, Provenance.DATASHEET, _RELATIVE_STD, formula)
+    return CostEstimate(calls.num_calls * call_s, Provenance.DATASHEET, _RELATIVE_STD, formula)

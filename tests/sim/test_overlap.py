@@ -1,4 +1,4 @@
-"""How long each operation computes beside messages of its rank: by hand, and against a sum over instants."""
+"""How long each operation computes beside communications of its rank: by hand, and against a sum over instants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from simplan.program.action import Action
 from simplan.program.program import Op, Program, Stream
 from simplan.program.timeline import SpanKind
-from simplan.sim.beside import Beside
+from simplan.sim.overlap import ComputeCommOverlap
 
 Place = tuple[int, Stream, SpanKind, float, float]
 
@@ -30,11 +30,11 @@ def seconds_of(ops: Sequence[Op], places: Sequence[Place]) -> list[float]:
     """By operation."""
     program = Program.from_ops(2, (), tuple(ops), (0, 1), (0, 1), {}, {})
     start_s, end_s = (np.array([place[index] for place in places]) for index in (3, 4))
-    return list(Beside.of(program).seconds(start_s, end_s))
+    return list(ComputeCommOverlap.of(program).seconds(start_s, end_s))
 
 
 def in_one_action(places: Sequence[Place], begins: int | None = None) -> list[float]:
-    """Each after the one before; the last is a message that one of them begins."""
+    """Each after the one before; the last is a communication that one of them begins."""
     ops = [
         Op(rank, stream, "x", Action.parse("0B0"), kind, (), (number - 1,) if number else ())
         for number, (rank, stream, kind, _, _) in enumerate(places[:-1])
@@ -52,7 +52,7 @@ def moving(rank: int, start_s: float, end_s: float, stream: Stream = Stream.DATA
     return rank, stream, SpanKind.COMMUNICATION, start_s, end_s
 
 
-def test_only_what_computes_beside_messages_of_its_own_rank_counts() -> None:
+def test_only_what_computes_beside_communications_of_its_own_rank_counts() -> None:
     found = seconds(
         computing(0, 0.0, 2.0),
         computing(0, 2.0, 5.0, SpanKind.RECOMPUTE),
@@ -70,16 +70,16 @@ def test_only_what_computes_beside_messages_of_its_own_rank_counts() -> None:
     assert found == pytest.approx([1.0, 2.5, *[0.0] * 10])
 
 
-def test_layers_and_exchanges_are_beside_messages_as_if_they_were_one_after_all_of_the_others() -> None:
+def test_layers_and_exchanges_are_beside_communications_as_if_they_were_one_after_all_of_the_others() -> None:
     """Three of eight seconds, in six of which something is computed."""
-    exchange = moving(0, 2.0, 4.0, Stream.TENSOR)
-    apart = in_one_action([computing(0, 0.0, 2.0), exchange, computing(0, 4.0, 8.0), moving(0, 0.0, 3.0)])
+    collective = moving(0, 2.0, 4.0, Stream.TENSOR)
+    apart = in_one_action([computing(0, 0.0, 2.0), collective, computing(0, 4.0, 8.0), moving(0, 0.0, 3.0)])
     assert apart == pytest.approx([3 * 2 / 8, 0.0, 3 * 4 / 8, 0.0])
     later = moving(0, 6.0, 8.0, Stream.TENSOR)
     assert in_one_action([computing(0, 0.0, 6.0), later, moving(0, 0.0, 3.0)]) == pytest.approx([3 * 6 / 8, 0.0, 0.0])
 
 
-def test_what_begins_a_message_is_not_beside_it() -> None:
+def test_what_begins_a_communication_is_not_beside_it() -> None:
     found = in_one_action([computing(0, 0.0, 2.0), computing(0, 2.0, 8.0), moving(0, 2.0, 5.0)], begins=0)
     assert found == pytest.approx([0.0, 3.0, 0.0])
 
