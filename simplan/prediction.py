@@ -16,7 +16,7 @@ from simplan.units import GIB
 
 __all__ = ["Prediction", "RankMemory", "Term"]
 
-PREDICTION_SCHEMA_VERSION = 1
+PREDICTION_SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,7 +206,7 @@ def test_json_of_any_kind_is_asked_for_whole(tmp_path: Path) -> None:
 
 def test_json_that_is_no_measurement(tmp_path: Path) -> None:
     path = tmp_path / "m.json"
-    write_json(path, {"schema_version": 1, "step_times_s": [1, "2"]})
+    write_json(path, {"schema_version": 2, "step_times_s": [1, "2"]})
     with pytest.raises(SpecError) as caught:
         read_model(path, Measurement)
     assert str(caught.value).splitlines() == [

@@ -107,7 +107,7 @@ class Outcome:
             for column in ("allocated", "reserved", "device")
         }
         return {
-            "schema_version": 1,
+            "schema_version": 2,
             "kind": "run",
             "prediction": self.prediction.to_json(),
             "measurement": {

@@ -59,7 +59,7 @@ def rehearse_command(
     rehearsal = _rehearse(run_spec_of_scenario(scenario, prediction, steps), rank, fake=options.fake)
     comparison = compare_rehearsal(prediction, simulated, rehearsal)
     document = {
-        "schema_version": 1,
+        "schema_version": 2,
         "kind": "rehearsal",
         "rehearsal": rehearsal.model_dump(mode="json"),
         "comparison": comparison.to_json(),

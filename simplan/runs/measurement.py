@@ -171,7 +171,7 @@ class Measurement(Spec):
         environment: Machine, versions, threads, backend.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     job: RunSpec
     complete: bool = True
     failure: str | None = None

@@ -47,7 +47,7 @@ class Rehearsal(Spec):
         environment: Machine, versions, device.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     job: RunSpec
     rank: Annotated[int, Field(ge=0)]
     fake: bool

@@ -42,7 +42,7 @@ class RunSpec(Spec):
         profile_memory: True to run one extra step under the allocation profiler (CPU only) for peak allocated bytes.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     name: str
     model: ModelSpec
     training: TrainingSpec

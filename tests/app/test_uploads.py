@@ -56,7 +56,7 @@ def test_a_prediction_and_its_measurement_are_compared() -> None:
         (b"\xff\xfe", "is not UTF-8 text"),
         (b"[]", "must be one JSON object"),
         (b"{}", "schema_version"),
-        (b'{"schema_version": 1, "kind": "campaign"}', "must be .prediction"),
+        (b'{"schema_version": 2, "kind": "campaign"}', "must be .prediction"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"schema_version": NaN}', "which is no number"),
     ],

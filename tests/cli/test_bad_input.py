@@ -189,7 +189,7 @@ def test_compare_with_two_predictions(simplan: Simplan, scenario: Path, tmp_path
     assert len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", "{}", '{"schema_version": 1, "kind": "prediction"}', "NaN"])
+@pytest.mark.parametrize("content", ["", "{", "[1]", "{}", '{"schema_version": 2, "kind": "prediction"}', "NaN"])
 def test_compare_with_broken_files(content: str, simplan: Simplan, tmp_path: Path) -> None:
     broken = tmp_path / "broken.json"
     broken.write_text(content)

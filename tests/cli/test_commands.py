@@ -74,7 +74,7 @@ def test_predict_json_is_one_document_and_the_file_is_the_same(
     document = json.loads(result.stdout)
     assert result.stderr == ""
     assert document == json.loads(file.read_text())
-    assert document["schema_version"] == 1
+    assert document["schema_version"] == 2
     low_s, high_s = document["step_time_interval_s"]
     assert low_s < document["step_time_s"] < high_s
     assert set(document["peak_memory_gib"]) == {"allocated", "reserved", "device"}

@@ -202,7 +202,7 @@ def test_a_bad_job_is_refused_before_anything_starts(tmp_path: Path, make_job: A
     ("text", "said"),
     [
         ("{", "Invalid JSON"),
-        ('{"schema_version": 1, "nmae": "x"}', "nmae"),
+        ('{"schema_version": 2, "nmae": "x"}', "nmae"),
         (None, "cannot be read: No such file or directory"),
     ],
 )
