@@ -43,7 +43,6 @@ class Spec(BaseModel):
         """A changed copy, validated like any other (pydantic's own would skip that and keep cached properties).
 
         Args:
-            update: Fields to change.
             deep: Without effect: values are immutable.
         """
         del deep

@@ -35,7 +35,6 @@ def exit_code(child: Child, within_s: float | None = None) -> int | None:
     1% of interrupts of a polling process). Here signal handlers run only between checks of the child.
 
     Args:
-        child: The process.
         within_s: Seconds to wait; 0 checks once, None waits without limit.
     """
     end_s = None if within_s is None else time.monotonic() + within_s

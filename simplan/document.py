@@ -8,20 +8,21 @@ interpreter's stack. Scalars follow the YAML 1.2 core schema: ``1e9`` is a numbe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
-from simplan.errors import Problem, SpecError
+from simplan.errors import file_error
 
-__all__ = ["MAX_DEPTH", "MAX_EXPANDED_CHARS", "MAX_NODES", "Document", "Place", "parse_yaml"]
+__all__ = ["MAX_DEPTH", "MAX_EXPANDED_CHARS", "MAX_NODES", "Document", "Path", "Place", "find_place", "parse_yaml"]
 
 MAX_DEPTH = 40
 MAX_NODES = 300_000
 MAX_EXPANDED_CHARS = 16 * 1024 * 1024
 _MAX_DIGITS = 40
+_CHECK = "check quotes, indentation and colons"
 _WRITE_ONE = "write key: value, as in the files of the folder scenarios/"
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -35,6 +36,9 @@ _CONSTANTS: dict[str, Any] = {
     **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), float("-inf")),
     **dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan")),
 }
+
+Path = tuple[str | int, ...]
+"""Keys and indices from the root of a file to a value."""
 
 Place = tuple[int, int]
 """Line and column in a file, both 1-based."""
@@ -51,18 +55,22 @@ class Document:
     """
 
     data: Any
-    lines: dict[tuple[str | int, ...], Place]
+    lines: dict[Path, Place]
 
-    def place(self, path: tuple[str | int, ...]) -> Place | tuple[None, None]:
+    def place(self, path: Path) -> Place | tuple[None, None]:
         """Location of a key, or of its nearest enclosing key in the file."""
-        for length in range(len(path), 0, -1):
-            if path[:length] in self.lines:
-                return self.lines[path[:length]]
-        return None, None
+        return find_place(self.lines, path)
 
 
-@dataclass(frozen=True, slots=True)
-class _Anchored:
+def find_place(lines: Mapping[Path, Place], path: Path) -> Place | tuple[None, None]:
+    """Line and column of a key, or of its nearest enclosing key; ``(None, None)`` if there is none."""
+    for length in range(len(path), 0, -1):
+        if path[:length] in lines:
+            return lines[path[:length]]
+    return None, None
+
+
+class _Anchored(NamedTuple):
     """Value of an anchor, with its size after alias expansion."""
 
     value: Any
@@ -75,7 +83,7 @@ class _Open:
     """Mapping or list under construction; the sizes are those of the file before it."""
 
     value: dict[str, Any] | list[Any]
-    path: tuple[str | int, ...]
+    path: Path
     anchor: str | None
     place: Place
     nodes_before: int
@@ -85,31 +93,27 @@ class _Open:
 
 
 def parse_yaml(text: str, file: str) -> Document:
-    """Parse one YAML document.
-
-    Args:
-        text: The whole text.
-        file: Name for error messages.
+    """Parse one YAML document; ``file`` is its name for errors.
 
     Raises:
         SpecError: The text is not YAML, contains no document or several, uses tags, duplicate or non-text keys, or
             exceeds a limit. The error names file, line and fix.
     """
     if not text.strip():
-        raise SpecError(Problem(field="", rule="the file is empty", fix=_WRITE_ONE), file=file)
+        raise file_error(file, "the file is empty", _WRITE_ONE)
     builder = _Builder(file)
     try:
         for event in _events(text):
             builder.feed(event)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        what = " ".join(part for part in (error.context, error.problem) if part)
+        what = " ".join(part for part in (error.context, error.problem) if part) or "it cannot be read"
         place = _place(mark) if mark is not None else (None, None)
-        fix = "indent with spaces: this is a tab" if mark is not None and _is_tab(text, mark) else ""
-        raise SpecError(_not_yaml(what, fix).at(*place), file=file) from None
+        fix = "indent with spaces: this is a tab" if mark is not None and _is_tab(text, mark) else _CHECK
+        raise file_error(file, f"this is not YAML: {what}", fix, *place) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1 if isinstance(error.position, int) else None
-        raise SpecError(_not_yaml(str(error.reason)).at(line), file=file) from None
+        raise file_error(file, f"this is not YAML: {error.reason or 'it cannot be read'}", _CHECK, line) from None
     return builder.document()
 
 
@@ -127,11 +131,6 @@ def _is_tab(text: str, mark: yaml.Mark) -> bool:
     return line[mark.column :].startswith("\t")
 
 
-def _not_yaml(what: str, fix: str = "") -> Problem:
-    rule = f"this is not YAML: {what or 'it cannot be read'}"
-    return Problem(field="", rule=rule, fix=fix or "check quotes, indentation and colons")
-
-
 def _place(mark: Any) -> Place:
     return mark.line + 1, mark.column + 1
 
@@ -143,14 +142,14 @@ class _Builder:
         self._file = file
         self._stack: list[_Open] = []
         self._anchors: dict[str, _Anchored] = {}
-        self._lines: dict[tuple[str | int, ...], Place] = {}
+        self._lines: dict[Path, Place] = {}
         self._documents: list[Any] = []
         self._nodes = 0
         self._chars = 0
 
     def document(self) -> Document:
         if not self._documents or self._documents[0] is None:
-            raise SpecError(Problem(field="", rule="the file holds no data", fix=_WRITE_ONE), file=self._file)
+            raise file_error(self._file, "the file holds no data", _WRITE_ONE)
         return Document(self._documents[0], self._lines)
 
     def feed(self, event: Any) -> None:
@@ -191,11 +190,8 @@ class _Builder:
         self._chars += chars
         if self._nodes > MAX_NODES or self._chars > MAX_EXPANDED_CHARS:
             limits = f"{MAX_NODES:,} values or {MAX_EXPANDED_CHARS // 2**20} MiB of text"
-            self._refuse(
-                place,
-                f"the file holds more than {limits}, aliases written out",
-                "make it smaller, without aliases that repeat each other",
-            )
+            fix = "make it smaller, without aliases that repeat each other"
+            self._refuse(place, f"the file holds more than {limits}, aliases expanded", fix)
 
     def _resolve(self, text: str, place: Place) -> Any:
         """Convert a plain scalar by the YAML 1.2 core schema."""
@@ -229,7 +225,7 @@ class _Builder:
         self._grow(anchored.nodes, anchored.chars, place)
         self._add(anchored.value, place)
 
-    def _next_path(self, place: Place) -> tuple[str | int, ...]:
+    def _next_path(self, place: Place) -> Path:
         """Path of the list or mapping that starts at ``place``."""
         if not self._stack:
             return ()
@@ -269,4 +265,4 @@ class _Builder:
         self._lines[*level.path, key] = place
 
     def _refuse(self, place: Place, rule: str, fix: str) -> NoReturn:
-        raise SpecError(Problem(field="", rule=rule, fix=fix).at(*place), file=self._file)
+        raise file_error(self._file, rule, fix, *place)

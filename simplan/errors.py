@@ -28,6 +28,7 @@ __all__ = [
     "SimplanError",
     "SpecError",
     "did_you_mean",
+    "file_error",
 ]
 
 
@@ -88,17 +89,19 @@ class SpecError(SimplanError, ValueError):
         """One line per problem, prefixed by ``file:line:column:`` where known."""
         lines = []
         for problem in self.problems:
-            place = self.file or ""
-            if problem.line is not None:
-                place += f":{problem.line}"
-                if problem.column is not None:
-                    place += f":{problem.column}"
+            parts = (self.file or "", problem.line, problem.column)
+            place = ":".join(str(part) for part in parts if part is not None)
             lines.append(f"{place}: {problem.sentence()}" if place else problem.sentence())
         return "\n".join(lines)
 
     def in_file(self, file: str) -> SpecError:
         """Copy of the error that names its file."""
         return type(self)(self.problems, file=file)
+
+
+def file_error(file: str, rule: str, fix: str = "", line: int | None = None, column: int | None = None) -> SpecError:
+    """Error about a file rather than one of its fields."""
+    return SpecError(Problem(field="", rule=rule, fix=fix, line=line, column=column), file=file)
 
 
 class NotModelledError(SpecError):

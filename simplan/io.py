@@ -1,6 +1,7 @@
 """File input and output: bounded reading of YAML and JSON, with errors that name file, line and fix.
 
-Files are untrusted data: size, depth and alias expansion are limited, and no content is executed.
+Files are untrusted data: size, depth and alias expansion are limited, and no content is executed. A file that cannot be
+read or written raises a ``SpecError``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from simplan.document import Document, parse_yaml
-from simplan.errors import Problem, SpecError
+from simplan.errors import Problem, SpecError, file_error
 from simplan.files import write_whole
 from simplan.problems import parse_model, render_value
 
@@ -69,8 +70,8 @@ def read_yaml(path: str | Path) -> Document:
     """Read a YAML file.
 
     Raises:
-        SpecError: The file cannot be read, is not UTF-8 text, is not YAML, or exceeds a limit (4 MiB, 40 levels,
-            300,000 values after alias expansion).
+        SpecError: The file is not UTF-8 text, is not YAML, or exceeds a limit (4 MiB, 40 levels, 300,000 values after
+            alias expansion).
     """
     return parse_yaml(read_text(path, MAX_YAML_BYTES), str(path))
 
@@ -79,23 +80,17 @@ def read_json(path: str | Path, *, schema_version: int | None = None, kind: str 
     """Read a JSON document written by simplan: one object with ``schema_version``.
 
     Args:
-        path: The file.
         schema_version: Required version; None accepts any or a missing one.
         kind: Required value of the key ``kind``; None skips the check.
 
     Raises:
-        SpecError: The file cannot be read, is not JSON, holds NaN or infinity, or is of another kind or version.
+        SpecError: The file is not JSON, holds NaN or infinity, or is of another kind or version.
     """
     return parse_json(read_text(path, MAX_JSON_BYTES), str(path), schema_version=schema_version, kind=kind)
 
 
 def parse_json(text: str, file: str, *, schema_version: int | None = None, kind: str | None = None) -> dict[str, Any]:
-    """Parse a JSON document from text, e.g. one received over a network.
-
-    Args:
-        text: The whole text.
-        file: Name for errors.
-        schema_version, kind: See ``read_json``.
+    """Parse a JSON document from text, e.g. one received over a network; ``file`` is its name for errors.
 
     Raises:
         SpecError: As ``read_json``.
@@ -104,17 +99,14 @@ def parse_json(text: str, file: str, *, schema_version: int | None = None, kind:
     try:
         data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
     except json.JSONDecodeError as error:
-        problem = Problem(field="", rule=f"this is not JSON: {error.msg}", fix=f"give {whose}")
-        raise SpecError(problem.at(error.lineno, error.colno), file=file) from None
+        raise file_error(file, f"this is not JSON: {error.msg}", f"give {whose}", error.lineno, error.colno) from None
     except _NotFiniteError as error:
-        problem = Problem(field="", rule=f"the file holds {error}, which is no number", fix="write the file again")
-        raise SpecError(problem, file=file) from None
+        raise file_error(file, f"the file holds {error}, which is no number", "write the file again") from None
     except (RecursionError, ValueError):
         rule = "the file is nested too deeply or holds an absurd number"
-        raise SpecError(Problem(field="", rule=rule, fix=f"give {whose}"), file=file) from None
+        raise file_error(file, rule, f"give {whose}") from None
     if not isinstance(data, dict):
-        rule = "must be one JSON object"
-        raise SpecError(Problem(field="", value=render_value(data), rule=rule), file=file)
+        raise SpecError(Problem(field="", value=render_value(data), rule="must be one JSON object"), file=file)
     _check_header(data, "schema_version", schema_version, file)
     _check_header(data, "kind", kind, file)
     return data
@@ -137,21 +129,13 @@ def json_text(data: Any) -> str:
 
 
 def write_json(path: str | Path, data: dict[str, Any]) -> None:
-    """Write a JSON document atomically: a reader sees the old or the new file.
-
-    Raises:
-        SpecError: The file cannot be written.
-    """
+    """Write a JSON document atomically: a reader sees the old or the new file."""
     # NaN in a result is a bug and must not reach a file; json raises ValueError for NaN.
     write_text(Path(path), json_text(data))
 
 
 def write_model(path: str | Path, model: BaseModel) -> None:
-    """Write a spec as JSON; ``read_model`` reads it back.
-
-    Raises:
-        SpecError: The file cannot be written.
-    """
+    """Write a spec as JSON; ``read_model`` reads it back."""
     write_json(path, model.model_dump(mode="json"))
 
 
@@ -180,43 +164,35 @@ def _check_header(data: dict[str, Any], key: str, wanted: object, file: str) -> 
 
 
 def read_text(path: str | Path, max_bytes: int) -> str:
-    """Read a file as UTF-8 text.
-
-    Raises:
-        SpecError: The file cannot be read, is not UTF-8 text, or is larger than ``max_bytes``.
-    """
+    """Read a file as UTF-8 text; other content and more than ``max_bytes`` raise a ``SpecError``."""
     path, file = Path(path), str(path)
-
-    def refuse(rule: str, fix: str = "") -> SpecError:
-        return SpecError(Problem(field="", rule=rule, fix=fix), file=file)
-
     try:
         if path.is_dir():
-            raise refuse("is a folder", "name a file in it")
+            raise file_error(file, "is a folder", "name a file in it")
         if path.exists() and not path.is_file() and not _OPEN_FILES & {path, path.parent}:
-            raise refuse("is not an ordinary file", "name a text file")
+            raise file_error(file, "is not an ordinary file", "name a text file")
         with path.open("rb") as stream:
             raw = stream.read(max_bytes + 1)
     except SpecError:
         raise
     except FileNotFoundError:
         if path.is_symlink():
-            raise refuse(f"is a link to {path.readlink()}, which does not exist", "check the link") from None
-        raise refuse("does not exist", _nearest_file(path)) from None
+            raise file_error(file, f"is a link to {path.readlink()}, which does not exist", "check the link") from None
+        raise file_error(file, "does not exist", _nearest_file(path)) from None
     except PermissionError:
-        raise refuse("may not be read", "check its permissions") from None
+        raise file_error(file, "may not be read", "check its permissions") from None
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
-        raise refuse(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise file_error(file, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(raw) > max_bytes:
-        raise refuse(f"is larger than {max_bytes // 2**20} MiB", "this is no file for simplan")
+        raise file_error(file, f"is larger than {max_bytes // 2**20} MiB", "this is no file for simplan")
     if b"\0" in raw:
-        raise refuse("is a binary file", "give a text file")
+        raise file_error(file, "is a binary file", "give a text file")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        problem = Problem(field="", rule=f"is not UTF-8 text: byte 0x{raw[error.start]:02x}", fix="save it as UTF-8")
-        raise SpecError(problem.at(line), file=file) from None
+        rule = f"is not UTF-8 text: byte 0x{raw[error.start]:02x}"
+        raise file_error(file, rule, "save it as UTF-8", line) from None
 
 
 def _nearest_file(path: Path) -> str:
@@ -230,14 +206,9 @@ def _nearest_file(path: Path) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically.
-
-    Raises:
-        SpecError: The file cannot be written.
-    """
+    """Write a file atomically."""
     try:
         write_whole(path, text)
     except OSError as error:
         fix = "check that its folder exists and may be written"
-        rule = f"cannot be written: {error.strerror or error}"
-        raise SpecError(Problem(field="", rule=rule, fix=fix), file=str(path)) from None
+        raise file_error(str(path), f"cannot be written: {error.strerror or error}", fix) from None

@@ -18,13 +18,6 @@ class Job:
     """One training job: model, cluster, training, parallel plan and framework.
 
     Immutable and hashable. The constructor checks nothing; ``simplan.rules`` checks if the parts are compatible.
-
-    Attributes:
-        model: Architecture and sequence length.
-        cluster: Devices, nodes and links.
-        training: Batch, precision, optimizer and task.
-        plan: Parallel degrees, schedule, recomputation and sharding.
-        software: Profile of the framework.
     """
 
     model: ModelSpec

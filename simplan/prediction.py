@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pydantic_core import to_jsonable_python
@@ -24,7 +25,6 @@ class RankMemory:
     """Memory of one rank at its peak point.
 
     Attributes:
-        rank: Global rank.
         by_category: Bytes by category at the peak; the category context is not part of ``allocated_bytes``.
         allocated_bytes: Bytes of tensors.
         reserved_bytes: Bytes of the caching allocator: allocated, rounded up, plus its reserve, limited by the device
@@ -52,6 +52,15 @@ class RankMemory:
         """Device bytes on a device with room for the full allocator reserve."""
         return self.device_bytes + self.short_bytes
 
+    @property
+    def peak_gib(self) -> dict[str, float]:
+        """Peak memory as JSON, GiB."""
+        return {
+            "allocated": self.allocated_bytes / GIB,
+            "reserved": self.reserved_bytes / GIB,
+            "device": self.device_bytes / GIB,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Term:
@@ -63,7 +72,6 @@ class Term:
         seconds: Seconds of one occurrence.
         count: Occurrences per rank, mean over ranks.
         provenance: Source: ``datasheet``, ``published``, ``calibrated`` or ``extrapolated``.
-        relative_std: Relative standard deviation of ``seconds``.
         formula: Formula with numbers filled in.
     """
 
@@ -81,9 +89,6 @@ class Prediction:
     """Prediction of one job with a plan.
 
     Attributes:
-        name: Display name.
-        job: Predicted job.
-        assignment: Layers of each stage.
         table: Action table, one row per pipeline rank.
         step_time_s: Seconds of one optimizer step (Level 2).
         step_time_interval_s: 90% interval of the step time in seconds, from the uncertainty of the cost estimates.
@@ -93,7 +98,6 @@ class Prediction:
         capacity_bytes: Memory of one device; None if unknown.
         fits: True if the worst rank's device bytes are within ``capacity_bytes``; None if unknown. The caching
             allocator's unused blocks do not count, since it frees them before it fails (``RankMemory.short_bytes``).
-        memory: Memory per rank.
         splits: Time split per rank, in the order of ``memory``.
         tokens_per_s_per_device: Throughput, including padding of packed sequences; 0 for image models, which have no
             tokens.
@@ -101,8 +105,6 @@ class Prediction:
         mfu_full_attention: Model FLOPs utilization with full attention counted (PaLM, most papers); None as for
             ``mfu``.
         hfu: Hardware FLOPs utilization: ``mfu`` with recomputed FLOPs counted; None as for ``mfu``.
-        terms: Cost terms of the step.
-        timeline: Spans of the step.
         assumptions: Assumptions, as sentences for the reader.
         reference_s: Seconds of the executor's reference matmul during calibration; None if not timed.
     """
@@ -131,20 +133,19 @@ class Prediction:
     @property
     def worst_rank(self) -> int:
         """Peak-memory rank; the lowest of equal ranks."""
-        return max(self.memory, key=lambda m: (m.device_bytes, m.short_bytes, -m.rank)).rank
+        return self.worst_memory.rank
 
     @property
     def worst_memory(self) -> RankMemory:
         """Memory of the peak-memory rank."""
-        return next(m for m in self.memory if m.rank == self.worst_rank)
+        return max(self.memory, key=lambda m: (m.device_bytes, m.short_bytes, -m.rank))
 
     @property
     def worst_host_bytes(self) -> int:
         """Offloaded bytes in host memory, summed over the ranks of a node, on the node with the most."""
-        totals: dict[int, int] = {}
+        totals = Counter[int]()
         for memory in self.memory:
-            node = self.job.cluster.node_of(memory.rank)
-            totals[node] = totals.get(node, 0) + memory.host_bytes
+            totals[self.job.cluster.node_of(memory.rank)] += memory.host_bytes
         return max(totals.values())
 
     @property
@@ -161,26 +162,18 @@ class Prediction:
     @property
     def document_tokens_per_s_per_device(self) -> float:
         """Throughput per device, in tokens of packed documents per second, without padding."""
-        model = self.job.model
-        packs = model.packs
-        return self.tokens_per_s_per_device * (model.document_share if packs is None else packs.document_share)
+        source = self.job.model.packs or self.job.model
+        return self.tokens_per_s_per_device * source.document_share
 
     def to_json(self, *, timeline: bool = True) -> dict[str, Any]:
-        """JSON document of the prediction, as printed by the command line and stored in files.
-
-        Args:
-            timeline: Include the spans, which are most of the document.
-        """
+        """JSON document of the prediction; without ``timeline``, it lacks the spans, which are most of it."""
         worst, job = self.worst_memory, self.job
         return {
             "schema_version": PREDICTION_SCHEMA_VERSION,
             "kind": "prediction",
             "name": self.name,
             "inputs": {
-                "model": job.model.model_dump(mode="json"),
-                "cluster": job.cluster.model_dump(mode="json"),
-                "training": job.training.model_dump(mode="json"),
-                "plan": job.plan.model_dump(mode="json"),
+                **to_jsonable_python({part: getattr(job, part) for part in ("model", "cluster", "training", "plan")}),
                 "software": job.software.title,
             },
             "stage_boundaries": list(self.assignment.boundaries),
@@ -195,11 +188,7 @@ class Prediction:
             "reference_s": self.reference_s,
             "fits": self.fits,
             "capacity_gib": None if self.capacity_bytes is None else self.capacity_bytes / GIB,
-            "peak_memory_gib": {
-                "allocated": worst.allocated_bytes / GIB,
-                "reserved": worst.reserved_bytes / GIB,
-                "device": worst.device_bytes / GIB,
-            },
+            "peak_memory_gib": worst.peak_gib,
             "reserve_short_gib": worst.short_bytes / GIB,
             "host_memory_gib": {
                 "rank": max(memory.host_bytes for memory in self.memory) / GIB,
@@ -217,20 +206,9 @@ class Prediction:
             "ranks": [
                 {
                     "rank": memory.rank,
-                    "split": {
-                        "compute": split.compute_s,
-                        "recompute": split.recompute_s,
-                        "exposed_communication": split.exposed_communication_s,
-                        "wait": split.wait_s,
-                        "host": split.host_s,
-                        "optimizer": split.optimizer_s,
-                    },
+                    "split": {name.removesuffix("_s"): seconds for name, seconds in asdict(split).items()},
                     "memory_gib": {str(key): value / GIB for key, value in memory.by_category.items()},
-                    "peak_memory_gib": {
-                        "allocated": memory.allocated_bytes / GIB,
-                        "reserved": memory.reserved_bytes / GIB,
-                        "device": memory.device_bytes / GIB,
-                    },
+                    "peak_memory_gib": memory.peak_gib,
                     "reserve_short_gib": memory.short_bytes / GIB,
                     "host_memory_gib": memory.host_bytes / GIB,
                     "peak_action": memory.peak_action,

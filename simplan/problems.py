@@ -9,24 +9,22 @@ from __future__ import annotations
 import json
 import math
 import re
-import types
 from collections.abc import Mapping
+from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from simplan.document import Place
+from simplan.document import Path, Place, find_place
 from simplan.errors import Problem, SpecError, did_you_mean
 
 __all__ = ["Path", "find_place", "in_file_order", "parse_model", "render_value", "validate"]
 
-Path = tuple[str | int, ...]
 Model = TypeVar("Model", bound=BaseModel)
 
 _MAX_SHOWN = 60
 _OTHER_WORDS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
-_NOWHERE: Mapping[str, str] = {}
 _MAX_PROBLEMS = 50
 
 
@@ -41,8 +39,6 @@ def parse_model(
     """Validate data as a spec.
 
     Args:
-        model: Spec type.
-        data: Plain data (dict, list, str, int, float, bool, None).
         lines: Locations of keys in the file, by path from the root of the file.
         file: File name for errors.
         prefix: Path of ``data`` in the file, e.g. ``("plan",)``.
@@ -62,7 +58,7 @@ def validate(
     lines: Mapping[Path, Place] | None = None,
     *,
     prefix: Path = (),
-    elsewhere: Mapping[str, str] = _NOWHERE,
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Model | None, tuple[Problem, ...]]:
     """Validate data like ``parse_model``, but return the problems: ``(spec, ())`` or ``(None, problems)``.
 
@@ -87,14 +83,6 @@ def _without_echoes(details: list[ErrorDetails]) -> list[ErrorDetails]:
     """Errors without lists that are too short only because pydantic dropped their invalid values."""
     wrong = {detail["loc"][:length] for detail in details for length in range(len(detail["loc"]))}
     return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in wrong]
-
-
-def find_place(lines: Mapping[Path, Place], path: Path) -> tuple[int | None, int | None]:
-    """Line and column of a key, or of its nearest enclosing key; ``(None, None)`` if there is none."""
-    for length in range(len(path), 0, -1):
-        if path[:length] in lines:
-            return lines[path[:length]]
-    return None, None
 
 
 def in_file_order(problem: Problem) -> tuple[int, int]:
@@ -135,14 +123,9 @@ def _problem(
     rule, fix = _rule(kind, value, annotation, context, detail["msg"], is_key=is_key, key=loc[-1] if loc else "")
     if kind == "extra_forbidden" and len(loc) == 1 and str(loc[0]) in elsewhere:
         fix = f"write {elsewhere[str(loc[0])]}"
-    hide_value = is_key or kind in ("missing", "extra_forbidden")
+    shown = None if is_key or kind in ("missing", "extra_forbidden") else render_value(value)
     path = (*prefix, *_as_written(loc, data))
-    return Problem(
-        field=_dotted(path),
-        value=None if hide_value else render_value(value),
-        rule=rule,
-        fix=fix,
-    ).at(*find_place(lines, path))
+    return Problem(field=_dotted(path), value=shown, rule=rule, fix=fix).at(*find_place(lines, path))
 
 
 def _as_written(loc: Path, data: Any) -> Path:
@@ -233,9 +216,7 @@ def _type_fix(kind: str, value: Any, key: str) -> str:
         return f"write {'true' if str(value).lower() in ('yes', 'on', '1') else 'false'}"
     if kind == "string_type" and isinstance(value, int | float):
         return f'write "{render_value(value)}"'
-    if value is None:
-        return "give a value or remove the key"
-    return ""
+    return "give a value or remove the key" if value is None else ""
 
 
 _BYTES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -284,7 +265,7 @@ def _bare(annotation: Any) -> Any:
     while True:
         if get_origin(annotation) is Annotated:
             annotation = get_args(annotation)[0]
-        elif get_origin(annotation) in (Union, types.UnionType):
+        elif get_origin(annotation) in (Union, UnionType):
             rest = [part for part in get_args(annotation) if part is not type(None)]
             annotation = rest[0]
         else:

@@ -7,7 +7,6 @@ Internally, all values are bytes, seconds, FLOPs and bytes per second, and names
 from __future__ import annotations
 
 __all__ = [
-    "DTYPE_BYTES",
     "GIB",
     "KIB",
     "MIB",
@@ -36,22 +35,15 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
-"""Bytes of one element in memory (tf32 is a compute mode of fp32)."""
-
-
 def format_bytes(num_bytes: float) -> str:
     """Format memory in binary units.
 
     >>> format_bytes(1.5 * GIB), format_bytes(300 * MIB), format_bytes(12)
     ('1.50 GiB', '300.0 MiB', '12 B')
     """
-    if abs(num_bytes) >= GIB:
-        return f"{num_bytes / GIB:.2f} GiB"
-    if abs(num_bytes) >= MIB:
-        return f"{num_bytes / MIB:.1f} MiB"
-    if abs(num_bytes) >= KIB:
-        return f"{num_bytes / KIB:.1f} KiB"
+    for unit, name, digits in ((GIB, "GiB", 2), (MIB, "MiB", 1), (KIB, "KiB", 1)):
+        if abs(num_bytes) >= unit:
+            return f"{num_bytes / unit:.{digits}f} {name}"
     return f"{num_bytes:.0f} B"
 
 

@@ -1,7 +1,8 @@
 """The catalog: devices, links, clusters, models and software profiles by name, every value with its source.
 
 The data files are in the folder of this module: one file per kind, and for software one per profile. A file is parsed
-once, when an entry of its kind is first requested.
+once, when an entry of its kind is first requested. A name that is not in the catalog raises a ``SpecError`` that names
+the nearest, or a ``NotModelledError`` if it is known but not modeled yet.
 """
 
 from __future__ import annotations
@@ -54,11 +55,8 @@ class NodeEntry:
 
     Attributes:
         id: Catalog name of the cluster, or ``inline``.
-        device: Device of the node.
-        devices_per_node: Number of devices.
         intra_link: Link between the devices; None when the device names none.
         inter_link: Link between nodes; None when unknown.
-        source: Source of the composition.
         host_memory_bytes: Host memory of the node; None when unknown.
         host_memory_bandwidth_bytes_per_s: Bandwidth of host memory; None when unknown.
     """
@@ -75,20 +73,16 @@ class NodeEntry:
 
 def names(kind: Kind) -> tuple[str, ...]:
     """All names of one kind, in catalog order."""
-    listed = tuple(_file(kind)[kind])
+    listed = tuple(_parsed(kind)[kind])
     if kind == "links":
-        links = _file("links")
+        links = _parsed("links")
         return (*listed, *(f"{network}-{gbit}gbit" for network in links["networks"] for gbit in links["gbit_per_s"]))
     return (*listed, THIS_MACHINE) if kind == "clusters" else listed
 
 
 @cache
 def device(name: str) -> DeviceSpec:
-    """A device.
-
-    Raises:
-        SpecError: No such device; names the nearest.
-    """
+    """A device."""
     entry = _entry("devices", name)
     implied = kernel_fields(entry.get("architecture", "other"))
     sources = _sources("devices", entry["sources"]) | implied["sources"]
@@ -96,11 +90,7 @@ def device(name: str) -> DeviceSpec:
 
 
 def kernel_fields(architecture: str) -> dict[str, Any]:
-    """Fields of a device that its architecture implies: ``kernels``, and their ``sources``.
-
-    Raises:
-        SpecError: No such architecture; names the nearest.
-    """
+    """Fields of a device that its architecture implies: ``kernels``, and their ``sources``."""
     known = ("other", *_parsed("kernels")["architectures"])
     if architecture not in known:
         fix = did_you_mean(architecture, known)
@@ -112,9 +102,7 @@ def kernel_fields(architecture: str) -> dict[str, Any]:
 def kernel_rates(architecture: str, *, textbook: bool = False) -> KernelRates:
     """Kernel efficiencies of an architecture; general values for one that is not in the catalog.
 
-    Args:
-        architecture: Name of the architecture.
-        textbook: Return the priors that a fit starts from, without fitted values (``kernels_fitted.yaml``).
+    With ``textbook``, the priors that a fit starts from, without fitted values (``kernels_fitted.yaml``).
     """
     entry = dict(_parsed("kernels")["architectures"].get(architecture, {}))
     entry.pop("sources", None)
@@ -135,15 +123,10 @@ def kernel_rates(architecture: str, *, textbook: bool = False) -> KernelRates:
 def link(name: str, *, textbook: bool = False) -> LinkSpec:
     """A link; ``network-<n>gbit`` is a network of n Gbit/s per device, ``efa-<n>gbit`` one with AWS's EFA transport.
 
-    Args:
-        name: Name of the link.
-        textbook: Return the priors that a fit starts from, without fitted values (``links_fitted.yaml``).
-
-    Raises:
-        SpecError: No such link; names the nearest.
+    With ``textbook``, the priors that a fit starts from, without fitted values (``links_fitted.yaml``).
     """
     match = _NETWORK.fullmatch(name)
-    if match is not None and match[1] in _file("links")["networks"] and float(match[2]) > 0:
+    if match is not None and match[1] in _parsed("links")["networks"] and float(match[2]) > 0:
         return network_link(float(match[2]), match[1], textbook=textbook)
     return _link(name, name, _entry("links", name), textbook=textbook)
 
@@ -154,9 +137,8 @@ def network_link(gbit_per_device: float, kind: str = "network", *, textbook: boo
     Args:
         gbit_per_device: Bandwidth of one device's share in one direction, Gbit/s (1e9 bit/s).
         kind: ``network`` for InfiniBand and RoCE, or ``efa``.
-        textbook: Return the priors that a fit starts from, without fitted values.
     """
-    entry = {"bytes_per_s": gbit_per_device * 1e9 / 8, **_file("links")["networks"][kind]}
+    entry = {"bytes_per_s": gbit_per_device * 1e9 / 8, **_parsed("links")["networks"][kind]}
     return _link(f"{kind}-{gbit_per_device:g}gbit", kind, entry, textbook=textbook)
 
 
@@ -173,14 +155,10 @@ def _link(name: str, kind: str, entry: dict[str, Any], *, textbook: bool) -> Lin
 
 
 def unmeasured_link(library: str = "nccl") -> dict[str, Any]:
-    """Fields of a link that measurements of other links determine: uncertainty of cost estimates, and launch time.
-
-    Args:
-        library: Library whose collectives run on the link.
-    """
+    """Fields of a link that other links of its library determine: uncertainty of cost estimates, and launch time."""
     fitted = _parsed("links_fitted")
-    shared = {"relative_std": fitted["relative_std"]}
-    return {**shared, "launch_s": fitted["launch_s"]} if library == "nccl" else shared
+    fields = ("relative_std", "launch_s") if library == "nccl" else ("relative_std",)
+    return {field: fitted[field] for field in fields}
 
 
 def _kernel_sources(architecture: str) -> dict[str, str]:
@@ -198,11 +176,7 @@ def _kernel_sources(architecture: str) -> dict[str, str]:
 
 @cache
 def node(name: str) -> NodeEntry:
-    """Composition of one node of a catalog cluster (``this-machine`` is none: see ``cluster``).
-
-    Raises:
-        SpecError: No such cluster; names the nearest.
-    """
+    """Composition of one node of a catalog cluster (``this-machine`` is none: see ``cluster``)."""
     entry = _entry("clusters", name)
     its_device = device(entry["device"])
     return NodeEntry(
@@ -218,11 +192,7 @@ def node(name: str) -> NodeEntry:
 
 
 def cluster(name: str, num_devices: int | None = None) -> ClusterSpec:
-    """A cluster.
-
-    Args:
-        name: Catalog name.
-        num_devices: All devices of the job; None for one full node (for ``this-machine``, one rank per core).
+    """A cluster; without ``num_devices`` one full node (for ``this-machine``, one rank per core).
 
     Raises:
         SpecError: No such cluster, or more ranks than this machine can run.
@@ -251,21 +221,12 @@ def make_cluster(entry: NodeEntry, num_devices: int) -> ClusterSpec:
 
 @cache
 def model(name: str) -> ModelSpec:
-    """A model at the sequence length of its pretraining.
-
-    Raises:
-        SpecError: No such model; names the nearest.
-        NotModelledError: A model of a family that is not modeled yet.
-    """
+    """A model at the sequence length of its pretraining."""
     return ModelSpec.model_validate(model_fields(name))
 
 
 def model_fields(name: str) -> dict[str, Any]:
-    """Fields that the catalog states for a model, to be overridden before ``ModelSpec`` derives the others.
-
-    Raises:
-        SpecError: No such model; names the nearest.
-    """
+    """Fields that the catalog states for a model, to be overridden before ``ModelSpec`` derives the others."""
     entry = dict(_entry("models", name))
     del entry["published_parameters"]
     source = _sources("models", {"": entry.pop("source")})[""]
@@ -273,11 +234,7 @@ def model_fields(name: str) -> dict[str, Any]:
 
 
 def published_parameters(name: str) -> int:
-    """Parameter count that the model's source states, perhaps rounded.
-
-    Raises:
-        SpecError: No such model; names the nearest.
-    """
+    """Parameter count that the model's source states, perhaps rounded."""
     return int(_entry("models", name)["published_parameters"])
 
 
@@ -285,13 +242,7 @@ def published_parameters(name: str) -> int:
 def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
     """A software profile.
 
-    Args:
-        name: Name of the profile.
-        textbook: Return the priors that a fit starts from, without fitted values (``kernels_fitted.yaml``).
-
-    Raises:
-        SpecError: No such profile; names the nearest.
-        NotModelledError: A framework that is not modeled yet.
+    With ``textbook``, the priors that a fit starts from, without fitted values (``kernels_fitted.yaml``).
     """
     entry = _entry("software", name)
     fields = {"id": name, **entry, "sources": _sources("software", entry["sources"])}
@@ -303,20 +254,11 @@ def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
     return SoftwareSpec.model_validate(fields)
 
 
-def _file(kind: Kind) -> dict[str, Any]:
-    if kind != "software":
-        return _parsed(kind)
-    return _software_files()
-
-
-@cache
 def _software_files() -> dict[str, Any]:
     """Software profiles, one per file, with torch first."""
     folder = resources.files("simplan.catalog").joinpath("software")
-    names = sorted(
-        (file.name.removesuffix(".yaml") for file in folder.iterdir()), key=lambda name: (name != "torch", name)
-    )
-    entries = {name: _software_entry(name) for name in names}
+    names = (file.name.removesuffix(".yaml") for file in folder.iterdir())
+    entries = {name: _software_entry(name) for name in sorted(names, key=lambda name: (name != "torch", name))}
     references = {key: value for entry in entries.values() for key, value in entry.pop("references").items()}
     return {"software": entries, "references": references}
 
@@ -334,7 +276,9 @@ def _software_entry(name: str) -> dict[str, Any]:
 
 @cache
 def _parsed(name: str) -> dict[str, Any]:
-    """Parsed contents of a catalog file."""
+    """Parsed contents of a catalog file, or of all files of software."""
+    if name == "software":
+        return _software_files()
     text = resources.files("simplan.catalog").joinpath(*f"{name}.yaml".split("/")).read_text(encoding="utf-8")
     data: dict[str, Any] = yaml.load(text, Loader=_LOADER)
     return data
@@ -348,19 +292,17 @@ _INSTEAD: dict[str, str] = {
 
 
 def _entry(kind: Kind, name: str) -> dict[str, Any]:
-    data = _file(kind)
+    data = _parsed(kind)
     singular = kind.removesuffix("s")
     if name in data[kind]:
         entry: dict[str, Any] = data[kind][name]
         return entry
     missing: dict[str, str] = data.get("not_modelled", {})
     if name in missing:
-        modelled = tuple(data[kind])
-        known = (
-            f"modelled: {', '.join(modelled)}" if len(modelled) <= _MOST_LISTED else f"`simplan show {kind}` lists all"
-        )
+        listed = f"modelled: {', '.join(data[kind])}"
+        fix = listed if len(data[kind]) <= _MOST_LISTED else f"`simplan show {kind}` lists all"
         rule = f"{missing[name]} is not modelled yet"
-        raise NotModelledError(Problem(field=singular, value=name, rule=rule, fix=known))
+        raise NotModelledError(Problem(field=singular, value=name, rule=rule, fix=fix))
     fix = did_you_mean(name, (*names(kind), *missing)) or f"`simplan show {kind}` lists them"
     if kind in _INSTEAD:
         fix += f"{' ' if fix.endswith('?') else '; '}{_INSTEAD[kind]}"
@@ -369,11 +311,10 @@ def _entry(kind: Kind, name: str) -> dict[str, Any]:
 
 def _sources(kind: Kind | Literal["kernels"], sources: dict[str, str]) -> dict[str, str]:
     """Sources with the file's short references expanded: ``mamf: shape`` is a reference and a detail."""
-    file = _parsed(kind) if kind == "kernels" else _file(kind)
-    references: dict[str, str] = file["references"]
+    references: dict[str, str] = _parsed(kind)["references"]
 
-    def written_out(source: str) -> str:
+    def expanded(source: str) -> str:
         name, colon, detail = source.partition(": ")
-        return references[name] + colon + detail if name in references else source
+        return references.get(name, name) + colon + detail
 
-    return {key: written_out(source) for key, source in sources.items()}
+    return {key: expanded(source) for key, source in sources.items()}

@@ -16,19 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from simplan.model.layer import (
-    Gemm,
-    Kernel,
-    LayerCollective,
-    LayerKind,
-    LayerSpec,
-    Lookup,
-    Operator,
-    ParameterSpec,
-    Pointwise,
-    Role,
-    Tensor,
-)
+from simplan.model.kernel import Gemm, Kernel, LayerCollective, Lookup, Pointwise
+from simplan.model.layer import LayerKind, LayerSpec, Operator, ParameterSpec, Role, Tensor
 
 if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
     from simplan.model.model import ModelSpec
@@ -62,27 +51,18 @@ def adapter_targets(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[str, ...]
 
 
 def adapted_layers(layers: Sequence[LayerSpec], model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
-    """Layers of a model with adapters next to the matrices of its blocks, and everything else frozen.
-
-    Args:
-        layers: Layers as the family builds them.
-        model: Model whose ``lora_rank`` is at least 1.
-        shard: Split of the layers.
-    """
+    """Layers of a model with adapters next to the matrices of its blocks, and everything else frozen."""
     known = adapter_targets(layers)
     targets = frozenset(name for target in model.lora_targets for name in known.get(target, ()))
     assert targets, model.lora_targets
-    made: dict[tuple[str, bool], LayerSpec] = {}
-    adapted = []
-    for index, layer in enumerate(layers):
-        first = index == 1  # after the embedding, which is frozen
-        if (layer.key, first) not in made:
-            made[layer.key, first] = _adapted(layer, targets, model.lora_rank, shard, first=first)
-        adapted.append(made[layer.key, first])
-    return tuple(adapted)
+    embedding, first, *others = layers
+    made = {layer: _adapted(layer, targets, model.lora_rank, shard) for layer in {embedding, *others}}
+    # nothing before the first block is trained
+    adapted_first = _adapted(first, targets, model.lora_rank, shard, first=True)
+    return (made[embedding], adapted_first, *(made[layer] for layer in others))
 
 
-def _adapted(layer: LayerSpec, targets: frozenset[str], rank: int, shard: Shard, *, first: bool) -> LayerSpec:
+def _adapted(layer: LayerSpec, targets: frozenset[str], rank: int, shard: Shard, *, first: bool = False) -> LayerSpec:
     frozen = tuple(replace(p, frozen=True, partial_gradient=False) for p in layer.parameters)
     if layer.kind is LayerKind.EMBEDDING:
         operators = tuple(

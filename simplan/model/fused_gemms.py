@@ -11,11 +11,7 @@ __all__ = ["fused_gemms", "joins"]
 
 
 def fused_gemms(gemms: Iterable[Gemm]) -> list[Gemm]:
-    """Matmuls of a layer, with those that share one input fused into one, and likewise their adapters.
-
-    Args:
-        gemms: Matmuls of one layer.
-    """
+    """Matmuls of a layer, with those that share one input fused into one, and likewise their adapters."""
     made: dict[tuple[object, ...], Gemm] = {}
     for gemm in gemms:
         key = _joint(gemm)

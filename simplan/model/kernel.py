@@ -57,7 +57,6 @@ class Gemm:
     """A matmul of activations (m x k) with a weight (k x n); m counts the rows of one sequence.
 
     Attributes:
-        name: Name of the matrix in its layer.
         m, n, k: Rows of the input, columns of the result, inner dimension.
         num_groups: Weight matrices of a grouped GEMM (experts), each for m / num_groups rows; 1 for a plain GEMM.
         model_rows: Rows counted in model FLOPs; 0 for all of them. Experts also compute capacity slots that no token
@@ -133,7 +132,6 @@ class Attention:
             its own document. The rest of the sequence is padding, which attends to itself and counts for no model
             FLOPs. Each document is a separate kernel call.
         one_call: All documents are one kernel call.
-        name: Name of the core in its layer.
         propagates: Attention has a backward, because a trained weight is upstream of its inputs.
         eight_bits: Queries, keys, values and gradients of the output are quantized to FP8.
     """
@@ -217,9 +215,7 @@ class Pointwise:
     """A memory-bound kernel.
 
     Attributes:
-        name: Name of the kernel in its layer.
         reads, writes: Elements read and written for one sequence.
-        propagates: The kernel has a backward.
         moves: The kernel only moves elements: backward moves as many gradients. Otherwise backward also reads tensors
             of forward.
         launches: Kernels launched in sequence, in forward and in backward.
@@ -268,8 +264,7 @@ class LayerCollective:
     Attributes:
         name: Name of the tensor that is communicated.
         axis: Mesh axis whose ranks take part.
-        forward: Collective of forward; None for none.
-        backward: Collective of backward; None for none.
+        forward, backward: Collective in each direction; None for none.
         elements: Elements of the buffer for one sequence (``CollectiveKind`` states which buffer).
         bytes_per_element: Fixed bytes per element; None for the width of activations.
         beside_previous: The collective depends on none of the kernels since the last collective and overlaps them where

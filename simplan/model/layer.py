@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 
 from simplan.model.kernel import (
     Attention,
@@ -22,17 +23,7 @@ from simplan.model.kernel import (
     Pointwise,
     has_backward,
 )
-from simplan.model.operator import (
-    Operator,
-    Role,
-    Tensor,
-    gradient_order,
-    kernel_places,
-    kernels_of,
-    needs_gradient,
-    saved_tensors,
-    storages,
-)
+from simplan.model.operator import Operator, Role, Tensor, saved_by, storages
 
 __all__ = [
     "Attention",
@@ -93,7 +84,6 @@ class LayerSpec:
 
     Attributes:
         key: Identifier of shape and kind; equal keys mean equal layers (also in a calibration).
-        kind: Position in the model.
         parameters: Weight tensors in the order in which forward uses them.
         operators: Operators of forward, in order, for one sequence.
         inputs: Tensors from the layer before, of one sequence.
@@ -133,12 +123,13 @@ class LayerSpec:
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
         """Kernels with a cost estimate, in the order of forward, for one sequence."""
-        return kernels_of(self.operators)
+        return tuple(operator.kernel for operator in self.operators if operator.kernel is not None)
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """Index of each operator's kernel."""
-        return kernel_places(self.operators)
+        """Index of each operator's kernel: its own, or that of the operator it is fused into."""
+        numbers = accumulate(operator.kernel is not None for operator in self.operators)
+        return tuple(max(0, number - 1) for number in numbers)
 
     @cached_property
     def roles(self) -> tuple[frozenset[Role], ...]:
@@ -151,18 +142,26 @@ class LayerSpec:
 
     @cached_property
     def needed(self) -> frozenset[str]:
-        """Names of the tensors whose gradients backward computes."""
-        inputs = (
-            tensor.name for tensor in self.inputs if self.needs_input_gradient and self.kind is not LayerKind.EMBEDDING
-        )
-        return needs_gradient(self.operators, inputs)
+        """Names of the tensors whose gradients backward computes.
+
+        Matmuls that share one all-gather of tokens are one autograd function: all of their results have gradients if
+        one has.
+        """
+        has_gradients = self.needs_input_gradient and self.kind is not LayerKind.EMBEDDING
+        found = {tensor.name for tensor in self.inputs if has_gradients}
+        gathered = {operator.regathers for operator in self.operators if operator.regathers}
+        together = {o.reads[0] for o in self.operators if o.trains and gathered.intersection(o.reads[:1])}
+        for operator in self.operators:
+            if operator.trains or not (found | together).isdisjoint(operator.reads):
+                found.update(tensor.name for tensor in operator.makes)
+        return frozenset(found)
 
     @cached_property
     def saved(self) -> tuple[Tensor, ...]:
-        """Tensors that forward saves for backward, for one sequence."""
-        found = saved_tensors(self.operators, self.inputs, self.needed)
-        given = {*self.outputs} & {*self.makers}  # which the next layer saves, and counts
-        return tuple(tensor for tensor in found if tensor.forwarded or tensor.name not in given)
+        """Tensors that forward saves for backward, for one sequence, each once, in the order in which they are made."""
+        names = {name for operator in self.operators for name in saved_by(operator, self.needed)}
+        names -= {*self.outputs} & {*self.makers}  # which the next layer saves, and counts
+        return tuple(t for t in self.tensors.values() if t.forwarded or (t.name in names and not t.elsewhere))
 
     @cached_property
     def makers(self) -> dict[str, int]:
@@ -178,10 +177,28 @@ class LayerSpec:
 
     @cached_property
     def gradient_order(self) -> tuple[int, ...]:
-        """Indices into ``parameters`` in the order in which backward completes their gradients."""
-        place = {parameter.name: index for index, parameter in enumerate(self.parameters)}
-        trained = (name for name in gradient_order(self.operators) if not self.parameters[place[name]].frozen)
-        return tuple(place[name] for name in trained)
+        """Indices into ``parameters`` in the order in which backward completes their gradients.
+
+        Matmuls whose tokens backward gathers again are one autograd function, which returns the gradients of all their
+        weights at its end. Biases are added after that function, so their gradients come first.
+        """
+        gathered = {operator.regathers for operator in self.operators if operator.regathers}
+        names: list[str] = []
+        waiting: list[str] = []  # weights of one such function
+        for index in range(len(self.operators) - 1, -1, -1):
+            operator = self.operators[index]
+            source = operator.reads[:1]
+            if gathered.isdisjoint(source) or not operator.parameters:
+                names += operator.parameters
+                continue
+            *biases, weight = operator.parameters
+            names += biases
+            waiting.insert(0, weight)
+            if all(other.reads[:1] != source or not other.parameters for other in self.operators[:index]):
+                names += waiting
+                waiting.clear()
+        places = {parameter.name: index for index, parameter in enumerate(self.parameters)}
+        return tuple(places[name] for name in names if not self.parameters[places[name]].frozen)
 
     @cached_property
     def output_elements(self) -> int:
@@ -218,18 +235,12 @@ class LayerSpec:
         return sum(p.num_elements for p in self.parameters if not p.frozen)
 
     def flops(self, *, full_attention: bool = False) -> int:
-        """Forward model FLOPs of one sequence: matmuls and attention.
-
-        Args:
-            full_attention: Count the full attention square (PaLM) instead of the causal half.
-        """
-        total = 0
-        for kernel in self.kernels:
-            if isinstance(kernel, Gemm):
-                total += kernel.flops
-            elif isinstance(kernel, Attention):
-                total += kernel.full_flops if full_attention else kernel.flops
-        return total
+        """Forward model FLOPs of one sequence; attention counts as the causal half, or as the full square (PaLM)."""
+        return sum(
+            kernel.full_flops if full_attention and isinstance(kernel, Attention) else kernel.flops
+            for kernel in self.kernels
+            if isinstance(kernel, Gemm | Attention)
+        )
 
     def backward_flops(self, *, full_attention: bool = False) -> int:
         """Backward model FLOPs of one sequence: twice forward if all weights are trained."""

@@ -69,7 +69,6 @@ class LinearFormat:
     Attributes:
         precision: Precision of the matmuls, which selects the device's rate.
         recipe: FP8 scaling recipe; equal to ``precision`` for MXFP8 and NVFP4.
-        element_bits: Bits of a quantized element.
         scale_bytes: Bytes of one scale.
         block: Elements in a row that share a scale; matmuls sum along rows. 0 for a full row.
         block_rows: Rows of activations that share a scale; 0 for all of them.
@@ -85,8 +84,6 @@ class LinearFormat:
         orders_scales: Matmuls need block scales in another layout than casts write: a small kernel reorders them for
             each operand (TE, common/swizzle and pytorch/csrc/extensions/gemm.cpp; torchao, to_blocked).
         multiple: Required divisor of rows, columns and tokens.
-        kept: Form of the operands saved for backward.
-        weights: Lifetime of quantized weights.
         experts: Grouped GEMMs of experts are quantized as well.
     """
 
@@ -115,12 +112,7 @@ class LinearFormat:
         return not (self.block or self.block_rows or self.weight_block_rows)
 
     def quantized_bytes(self, rows: int, columns: int, *, weight: bool = False) -> int:
-        """Bytes of a quantized matrix with its scales.
-
-        Args:
-            rows, columns: Size of the matrix; matmuls sum along a row.
-            weight: The matrix is a weight.
-        """
+        """Bytes of a quantized matrix, or of a weight, with its scales; matmuls sum along a row."""
         in_rows = self.weight_block_rows if weight else self.block_rows
         num_scales = -(-rows // (in_rows or rows)) * -(-columns // (self.block or columns))
         whole = _SCALE_OF_TENSOR_BYTES if self.scale_of_tensor else 0
@@ -176,10 +168,7 @@ def linear_format(
     """Quantization format of a training run.
 
     Args:
-        precision: ``TrainingSpec.precision``.
         recipe: FP8 scaling recipe; None for ``DEFAULT_RECIPE``, ignored for other precisions.
-        kept: Form in which the framework saves operands.
-        weights: Lifetime of quantized weights.
         experts: Weights of experts are quantized, too.
         eager: Casts to FP8 run in eager mode, for recipes without separate kernels.
     """
@@ -196,7 +185,6 @@ def linears(layer: LayerSpec, *, experts: bool = False) -> list[Gemm]:
     Core, not of TE).
 
     Args:
-        layer: The layer.
         experts: Include the grouped GEMMs of experts. torchao's linear layers do not cover them; TE's do
             (``GroupedLinear``).
     """
@@ -223,14 +211,12 @@ class Cast(NamedTuple):
     """A quantization of one operand.
 
     Attributes:
-        operand: Operand that is quantized.
         backward: The cast runs in backward, not in forward.
         reads: Passes that read the unquantized operand.
         writes: Quantized copies written.
         wide_writes: Intermediate BF16 copies written.
         between_bytes: Bytes per element that intermediate operations read and write.
         copies: Quantized copies that are copied once more, into another memory layout.
-        kernels: Number of kernels.
     """
 
     operand: Literal["input", "weight", "gradient"]
@@ -261,7 +247,6 @@ def casts(form: LinearFormat, *, trained: bool = True, propagates: bool = True) 
     forward, and in backward quantize the saved operands again. The output gradient is quantized in backward.
 
     Args:
-        form: Quantization format.
         trained: Backward computes the weight gradient; always true if operands are saved in BF16.
         propagates: Backward computes the input gradient; always true if operands are saved in BF16.
     """

@@ -214,11 +214,7 @@ class ModelSpec(Spec):
         return self.layers_of(Shard())
 
     def layers_of(self, shard: Shard) -> tuple[LayerSpec, ...]:
-        """All layers, as one tensor- and context-parallel rank holds and computes them.
-
-        Args:
-            shard: Split of the layers; the degrees divide what they split (``simplan.rules``).
-        """
+        """All layers, as one rank holds and computes them; degrees divide what they split (``simplan.rules``)."""
         layers = FAMILIES[self.family].layers(self, shard)
         return adapted_layers(layers, self, shard) if self.lora_rank else layers
 

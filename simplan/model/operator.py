@@ -7,25 +7,13 @@ One walk (``simplan.program.memory.liveness``) gives the memory of forward and b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from simplan.model.kernel import Gemm, Kernel, Lookup
 
-__all__ = [
-    "Operator",
-    "Role",
-    "Tensor",
-    "bypassed",
-    "gradient_order",
-    "kernel_places",
-    "kernels_of",
-    "needs_gradient",
-    "saved_by",
-    "saved_tensors",
-    "storages",
-]
+__all__ = ["Operator", "Role", "Tensor", "bypassed", "saved_by", "storages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +21,6 @@ class Tensor:
     """A tensor inside a layer, or one of its inputs or outputs.
 
     Attributes:
-        name: Name in the layer.
         elements: Elements for one sequence.
         bytes_per_element: Fixed width (indices, FP32 statistics); None for the width of activations.
         residual: Part of the residual stream, which autocast keeps in FP32.
@@ -111,7 +98,6 @@ class Operator:
         forward_scratch, backward_scratch: Tensors that exist only while the operator runs.
         regathers: Name of the tensor that this all-gather restores in backward, because forward did not save it; empty
             for other operators.
-        roles: Functions of the operator in its block.
     """
 
     kernel: Kernel | None = None
@@ -141,20 +127,6 @@ class Operator:
                 return bool(self.parameters)
 
 
-def kernels_of(operators: Iterable[Operator]) -> tuple[Kernel, ...]:
-    """Kernels of operators, in the order of forward."""
-    return tuple(operator.kernel for operator in operators if operator.kernel is not None)
-
-
-def kernel_places(operators: Iterable[Operator]) -> tuple[int, ...]:
-    """Index of each operator's kernel: its own, or that of the operator it is fused into."""
-    found, index = [], -1
-    for operator in operators:
-        index += operator.kernel is not None
-        found.append(max(0, index))
-    return tuple(found)
-
-
 def storages(
     operators: Iterable[Operator],
     inputs: Iterable[Tensor],
@@ -169,8 +141,6 @@ def storages(
     a split.
 
     Args:
-        operators: Operators of a layer, in the order of forward.
-        inputs: Input tensors of the layer.
         activation_bytes, residual_bytes: Bytes per element of activations and of the residual stream.
         of_gradients: Map gradients instead of tensors: gradients of parts have memory of their own.
     """
@@ -185,32 +155,8 @@ def storages(
     return found
 
 
-def needs_gradient(operators: Iterable[Operator], inputs: Iterable[str]) -> frozenset[str]:
-    """Names of the tensors whose gradients backward computes.
-
-    Matmuls that share one all-gather of tokens are one autograd function: all of their results have gradients if one
-    has.
-
-    Args:
-        operators: Operators of a layer, in the order of forward.
-        inputs: Names of the input tensors whose gradients are needed.
-    """
-    found, operators = set(inputs), tuple(operators)
-    brought = {operator.regathers for operator in operators if operator.regathers}
-    together = {o.reads[0] for o in operators if o.trains and brought.intersection(o.reads[:1])}
-    for operator in operators:
-        if operator.trains or not (found | together).isdisjoint(operator.reads):
-            found.update(tensor.name for tensor in operator.makes)
-    return frozenset(found)
-
-
 def saved_by(operator: Operator, needed: frozenset[str]) -> tuple[str, ...]:
-    """Names of the tensors that an operator saves for backward.
-
-    Args:
-        operator: The operator.
-        needed: Names of the tensors whose gradients backward computes.
-    """
+    """Names of the tensors that an operator saves for backward; ``needed`` are those whose gradients it computes."""
     if not operator.trains and needed.isdisjoint(operator.reads):
         return ()
     if isinstance(operator.kernel, Gemm) and not operator.kernel.trained:
@@ -219,57 +165,14 @@ def saved_by(operator: Operator, needed: frozenset[str]) -> tuple[str, ...]:
     return tuple(name for name in operator.saves if name not in only_for or only_for[name] in needed)
 
 
-def saved_tensors(operators: Sequence[Operator], inputs: Sequence[Tensor], needed: frozenset[str]) -> Iterator[Tensor]:
-    """Tensors saved for backward, each once, in the order in which they are made.
-
-    Args:
-        operators: Operators of a layer, in the order of forward.
-        inputs: Input tensors of the layer.
-        needed: Names of the tensors whose gradients backward computes.
-    """
-    names = {name for operator in operators for name in saved_by(operator, needed)}
-    tensors = [*inputs, *(tensor for operator in operators for tensor in operator.makes)]
-    return (t for t in tensors if (t.name in names and not t.elsewhere) or t.forwarded)
-
-
-def gradient_order(operators: Sequence[Operator]) -> tuple[str, ...]:
-    """Names of parameters in the order in which backward completes their gradients.
-
-    Matmuls whose tokens backward gathers again are one autograd function, which returns the gradients of all their
-    weights at its end. Biases are added after that function, so their gradients come first.
-    """
-    gathered = {operator.regathers for operator in operators if operator.regathers}
-    found: list[str] = []
-    waiting: list[tuple[str, ...]] = []
-    for index in range(len(operators) - 1, -1, -1):
-        operator = operators[index]
-        source = operator.reads[0] if operator.reads else ""
-        if source not in gathered or not operator.parameters:
-            found += operator.parameters
-            continue
-        *biases, weight = operator.parameters
-        found += biases
-        waiting.insert(0, (weight,))
-        if all(other.reads[:1] != (source,) or not other.parameters for other in operators[:index]):
-            found += (name for names in waiting for name in names)
-            waiting.clear()
-    return tuple(found)
-
-
-def bypassed(operators: Iterable[Operator], names: Iterable[str]) -> tuple[Operator, ...]:
-    """Remove the operators that make some tensors; their readers read the first input of the removed operator instead.
-
-    Args:
-        operators: Operators of a layer, in the order of forward.
-        names: Names of tensors whose makers are removed.
-    """
+def bypassed(operators: Iterable[Operator], kernel: str) -> tuple[Operator, ...]:
+    """Remove operators with a kernel of this name; readers of their results read their first inputs instead."""
     instead: dict[str, str] = {}
-    wanted = frozenset(names)
     found = []
     for operator in operators:
         reads = tuple(instead.get(name, name) for name in operator.reads)
         saves = tuple(instead.get(name, name) for name in operator.saves)
-        if any(tensor.name in wanted for tensor in operator.makes):
+        if operator.kernel is not None and operator.kernel.name == kernel:
             instead.update((tensor.name, reads[0]) for tensor in operator.makes)
             continue
         found.append(replace(operator, reads=reads, saves=saves))

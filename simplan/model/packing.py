@@ -137,10 +137,6 @@ class PackStatistics(Spec):
 def represent(source: DocumentSource, seq_len: int) -> tuple[tuple[int, ...], PackStatistics]:
     """Sample ``NUM_DOCUMENTS`` documents and pack them.
 
-    Args:
-        source: Distribution of the lengths, and packing options.
-        seq_len: Tokens of a sequence.
-
     Returns:
         The lengths, longest first, in the pack whose number of token pairs (squares of the lengths, padding included)
         is nearest to the mean over all packs; and the statistics of all packs.

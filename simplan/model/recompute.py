@@ -7,11 +7,17 @@ has single modules of a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from simplan.model.layer import Attention, CollectiveKind, Gemm, LayerCollective, LayerKind, LayerSpec, Role
-from simplan.model.recompute_modules import Recomputation, RecomputeGroup, recomputed_modules, token_lookups
+from simplan.model.recompute_modules import (
+    Recomputation,
+    RecomputeGroup,
+    kernels_where,
+    recomputed_modules,
+    token_lookups,
+)
 from simplan.plan.plan import ParallelPlan, Recompute, RecomputeModule
 
 __all__ = ["Recomputation", "RecomputeGroup", "recomputation", "recompute_of"]
@@ -22,15 +28,10 @@ _UNCOUNTED = {Role.GATING, Role.EXPERTS}  # by selective_op: torchtitan's gate, 
 
 
 def recompute_of(layer: LayerSpec, plan: ParallelPlan, place: int) -> Recompute:
-    """Recomputation mode of a layer.
+    """Recomputation mode of a layer, the block with index ``place`` (from 0) in its stage.
 
     Multi-token prediction is not recomputed where recomputation is limited to the first blocks of a stage
     (NVIDIA/Megatron-LM at d98e8a6, megatron/core/transformer/multi_token_prediction.py, ``_checkpointed_forward``).
-
-    Args:
-        layer: The layer.
-        plan: The plan.
-        place: Index of the block in its stage, from 0.
     """
     return "none" if layer.mtp_depth and plan.recompute_layers is not None else plan.recompute_at(place)
 
@@ -51,69 +52,66 @@ def recomputation(
     that collectives are repeated only with these.
 
     Args:
-        layer: The layer.
-        mode: ``ParallelPlan.recompute``.
         block_index: Index of the block in the model, from 0; matters to ``selective_layer`` only.
-        modules: ``ParallelPlan.recompute_modules``.
     """
+    unchanged = Recomputation(frozenset(tensor.name for tensor in layer.saved))
     if layer.kind is not LayerKind.BLOCK:
-        return Recomputation(_all_saved(layer))
+        return unchanged
     match mode:
         case "none":
-            return Recomputation(_all_saved(layer))
+            return unchanged
         case "full":
             return _keeping(layer, ())
         case "selective":
             return recomputed_modules(layer, ("core_attn",) if modules is None else modules)
         case "selective_layer":
-            return _keeping(layer, ()) if block_index % _LAYER_STRIDE else Recomputation(_all_saved(layer))
+            return _keeping(layer, ()) if block_index % _LAYER_STRIDE else unchanged
         case "selective_op":
             counted = [index for index in _gemms(layer) if _UNCOUNTED.isdisjoint(layer.roles[index])]
             kept = {index for number, index in enumerate(counted) if number % 2 == 0}
-            kept |= _where(layer, lambda k: isinstance(k, Attention) and not k.eager)
-            kept |= _where(
+            kept |= kernels_where(layer, lambda k: isinstance(k, Attention) and not k.eager)
+            kept |= kernels_where(
                 layer, lambda k: _is_scattered(k) or (isinstance(k, LayerCollective) and k.forward is _ALL_TO_ALL)
             )
-            return _keeping(layer, sorted(kept))
+            return _keeping(layer, kept)
         case "minimal":
             matmuls = _gemms(layer)[:-1]
             parts = [index for index in matmuls if _is_summed(layer.kernels[index + 1])]
             sums = [index + 1 for index in parts]  # JAX saves a matmul over ranks as one array, its sum
-            found = _keeping(layer, sorted({*matmuls, *sums} - {*parts}), parts)
+            found = _keeping(layer, {*matmuls, *sums} - {*parts}, parts)
             return _without_lone_exchanges(layer, found)
         case "qkv_proj_offloaded":
-            first_attention = min(_where(layer, lambda k: isinstance(k, Attention)))
+            first_attention = min(kernels_where(layer, lambda k: isinstance(k, Attention)))
             on_host = [index for index in _gemms(layer) if index < first_attention]
             return _without_lone_exchanges(layer, _keeping(layer, (), on_host))
 
 
-def _keeping(layer: LayerSpec, kept: tuple[int, ...] | list[int], elsewhere: list[int] | None = None) -> Recomputation:
+def _keeping(layer: LayerSpec, kept: Iterable[int], elsewhere: Iterable[int] = ()) -> Recomputation:
     """Save the input and the results of some kernels; recompute the others as far as backward needs them.
 
     Args:
-        layer: The layer.
         kept: Indices of kernels whose results are saved.
         elsewhere: Indices of kernels whose results are saved, but not on the device.
     """
     # the input itself, not its quantized copies
-    names = {tensor.name for tensor in layer.inputs if not tensor.elsewhere}
-    kept = sorted({*kept, *token_lookups(layer)})  # embeddings enter the recomputation like the input
-    for index in kept:
-        names |= _results(layer, index)
-    remade = {layer.makers[tensor.name] for tensor in layer.saved if tensor.name in layer.makers} - {*kept}
-    remade |= {index for index in _gemms(layer) if layer.kernels[index].name in layer.late_savers}
+    inputs = {tensor.name for tensor in layer.inputs if not tensor.elsewhere}
+    kept = {*kept, *token_lookups(layer)}  # embeddings enter the recomputation like the input
+    names = inputs.union(*(_results(layer, index) for index in kept))
+    remade = {layer.makers[tensor.name] for tensor in layer.saved if tensor.name in layer.makers} - kept
+    remade |= kernels_where(layer, lambda kernel: isinstance(kernel, Gemm) and kernel.name in layer.late_savers)
     # torch ends the recomputation with the last tensor that backward needs, others with the layer's result
     last = max(index for index in range(len(layer.kernels)) if layer.full_recompute_pass or index in remade)
-    if any(not kernel.trained for kernel in layer.kernels if isinstance(kernel, Gemm)):
-        last = max(last, _last_product(layer) - 1)  # a frozen weight is such a tensor, too
-    skipped = {*kept, *(elsewhere or ())}
+    gemms = [(index, kernel) for index, kernel in enumerate(layer.kernels) if isinstance(kernel, Gemm)]
+    if any(not gemm.trained for _, gemm in gemms):  # a frozen weight is such a tensor, too
+        last = max(last, max(index for index, gemm in gemms if gemm.backward_products) - 1)
+    skipped = kept.union(elsewhere)
     again = tuple(
         index
         for index, kernel in enumerate(layer.kernels[: last + 1])
         if index not in skipped and not (isinstance(kernel, LayerCollective) and kernel.forward is None)
     )
     # a ring's attention kernels make one result together; a norm at the end needs its input before the last matmul
-    rerun = RecomputeGroup(again, max(last, _gemms(layer)[-1]))
+    rerun = RecomputeGroup(again, max(last, gemms[-1][0]))
     return Recomputation(frozenset(names), (rerun,), from_start=True)
 
 
@@ -158,18 +156,5 @@ def _results(layer: LayerSpec, index: int) -> set[str]:
     return made & {tensor.name for tensor in layer.saved}
 
 
-def _all_saved(layer: LayerSpec) -> frozenset[str]:
-    return frozenset(tensor.name for tensor in layer.saved)
-
-
-def _last_product(layer: LayerSpec) -> int:
-    """Index of the last matmul that has a backward."""
-    return max(_where(layer, lambda kernel: isinstance(kernel, Gemm) and kernel.backward_products > 0))
-
-
 def _gemms(layer: LayerSpec) -> list[int]:
-    return sorted(_where(layer, lambda kernel: isinstance(kernel, Gemm)))
-
-
-def _where(layer: LayerSpec, holds: Callable[[object], bool]) -> set[int]:
-    return {index for index, kernel in enumerate(layer.kernels) if holds(kernel)}
+    return sorted(kernels_where(layer, lambda kernel: isinstance(kernel, Gemm)))

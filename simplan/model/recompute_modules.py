@@ -20,6 +20,7 @@ shared_experts   the expert that all tokens go to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from simplan.model.kernel import TOKEN_TABLE
@@ -27,7 +28,7 @@ from simplan.model.layer import Attention, Gemm, Kernel, LayerCollective, LayerS
 from simplan.model.operator import saved_by
 from simplan.plan.plan import RecomputeModule
 
-__all__ = ["Recomputation", "RecomputeGroup", "has_module", "recomputed_modules", "token_lookups"]
+__all__ = ["Recomputation", "RecomputeGroup", "has_module", "kernels_where", "recomputed_modules", "token_lookups"]
 
 
 class RecomputeGroup(NamedTuple):
@@ -47,7 +48,6 @@ class Recomputation(NamedTuple):
     """Saved tensors and recomputed kernels of a layer.
 
     Attributes:
-        saved: Names of the tensors that forward saves for backward.
         reruns: Groups of recomputed kernels, in the order in which backward reaches them.
         from_start: The layer is recomputed from its input on, except for saved tensors; else only parts of it are.
     """
@@ -75,21 +75,13 @@ def has_module(layer: LayerSpec, module: RecomputeModule) -> bool:
 
 
 def recomputed_modules(layer: LayerSpec, modules: Sequence[RecomputeModule]) -> Recomputation:
-    """Saved tensors and recomputed kernels of a block for single modules; modules that it lacks are ignored.
-
-    Args:
-        layer: The block.
-        modules: Names of the modules.
-    """
+    """Saved tensors and recomputed kernels of a block for single modules; modules that it lacks are ignored."""
     parts = [part for module in modules for part in _MODULES[module](layer)]
     dropped = {name for part in parts for name in part.dropped}
     together: dict[int, set[int]] = {}
     for part in parts:
         together.setdefault(part.rerun.needed_by, set()).update(part.rerun.kernels)
-    reruns = (
-        RecomputeGroup(tuple(sorted(together[needed_by])), needed_by) for needed_by in sorted(together, reverse=True)
-    )
-    again = tuple(reruns)
+    again = tuple(RecomputeGroup(tuple(sorted(together[place])), place) for place in sorted(together, reverse=True))
     places = {index for rerun in again for index in rerun.kernels}
     read = {name for operator, place in _placed(layer) if place in places for name in operator.reads}
     inputs = {name for name in read if layer.makers.get(name) not in places}  # of the recomputed kernels
@@ -98,13 +90,15 @@ def recomputed_modules(layer: LayerSpec, modules: Sequence[RecomputeModule]) -> 
 
 def _core_attn(layer: LayerSpec) -> Iterator[_Part]:
     """Drop tensors that only the attention core needs. The projection saves the core's output if that is its input."""
-    cores = _where(layer, lambda kernel: isinstance(kernel, Attention | Lookup))  # a bias is looked up for its core
+    cores = kernels_where(
+        layer, lambda kernel: isinstance(kernel, Attention | Lookup)
+    )  # a bias is looked up for its core
     cores -= token_lookups(layer)
     if all(isinstance(core := layer.kernels[index], Attention) and not core.propagates for index in cores):
         return
     for group in _cores(layer, cores):
         first, last = min(group), max(group)
-        again = [index for index in range(first, last + 1) if index in group or _is_exchange_of_forward(layer, index)]
+        again = [index for index in range(first, last + 1) if index in group or _is_collective(layer, index)]
         # torch.compile computes the projection's input again as well
         others = () if layer.compiled else (o for o, place in _placed(layer) if place not in group)
         elsewhere = {name for operator in others for name in saved_by(operator, layer.needed)}
@@ -114,25 +108,25 @@ def _core_attn(layer: LayerSpec) -> Iterator[_Part]:
 def _cores(layer: LayerSpec, cores: set[int]) -> Iterator[set[int]]:
     """Kernels of each attention core, with the lookups before it."""
     group: set[int] = set()
-    for index in sorted(cores):
-        kernel, following = layer.kernels[index], min((other for other in cores if other > index), default=None)
+    places = sorted(cores)
+    for index, following in zip(places, [*places[1:], None], strict=True):
+        kernel = layer.kernels[index]
         group.add(index)
-        name = kernel.name if isinstance(kernel, Attention) else ""
-        if name and (following is None or layer.kernels[following].name != name):
+        if isinstance(kernel, Attention) and (following is None or layer.kernels[following].name != kernel.name):
             yield group
             group = set()
 
 
 def token_lookups(layer: LayerSpec) -> set[int]:
     """Indices of the kernels of a token lookup in a block: the lookup, and the sum of its ranks' parts."""
-    return _where(layer, lambda kernel: kernel.name in (TOKEN_TABLE, f"{TOKEN_TABLE} output"))
+    return kernels_where(layer, lambda kernel: kernel.name in (TOKEN_TABLE, f"{TOKEN_TABLE} output"))
 
 
 def _mla_up_proj(layer: LayerSpec) -> Iterator[_Part]:
     """Drop the up-projection's results after the attention core; recompute them for the core's backward."""
     again = _forward_of(layer, layer.kernels_with(Role.UP_PROJECTION))
     if again:
-        core = max(_where(layer, lambda kernel: isinstance(kernel, Attention)))
+        core = max(kernels_where(layer, lambda kernel: isinstance(kernel, Attention)))
         yield _Part(_made_at(layer, again), RecomputeGroup(again, core))
 
 
@@ -166,18 +160,12 @@ def _moe_act(layer: LayerSpec) -> Iterator[_Part]:
     yield _Part(frozenset(dropped), RecomputeGroup(again, end))
 
 
-def _mlp(layer: LayerSpec) -> Iterator[_Part]:
-    if not layer.kernels_with(Role.EXPERTS):
-        yield from _all_of(layer, Role.MLP)
-
-
-def _moe(layer: LayerSpec) -> Iterator[_Part]:
-    if layer.kernels_with(Role.EXPERTS):
-        yield from _all_of(layer, Role.MLP)
-
-
-def _shared_experts(layer: LayerSpec) -> Iterator[_Part]:
-    yield from _all_of(layer, Role.SHARED_EXPERT)
+def _branch(layer: LayerSpec, role: Role, *, with_experts: bool) -> Iterator[_Part]:
+    """Recompute all kernels with a role when the gradient of their branch arrives, if the block has (no) experts."""
+    places = layer.kernels_with(role)
+    if places and with_experts == bool(layer.kernels_with(Role.EXPERTS)):
+        end = max(layer.kernels_with(Role.MLP))
+        yield _Part(_made_at(layer, places), RecomputeGroup(_forward_of(layer, places), end))
 
 
 _MODULES: dict[RecomputeModule, Callable[[LayerSpec], Iterator[_Part]]] = {
@@ -185,25 +173,15 @@ _MODULES: dict[RecomputeModule, Callable[[LayerSpec], Iterator[_Part]]] = {
     "mla_up_proj": _mla_up_proj,
     "layernorm": _layernorm,
     "moe_act": _moe_act,
-    "mlp": _mlp,
-    "moe": _moe,
-    "shared_experts": _shared_experts,
+    "mlp": partial(_branch, role=Role.MLP, with_experts=False),
+    "moe": partial(_branch, role=Role.MLP, with_experts=True),
+    "shared_experts": partial(_branch, role=Role.SHARED_EXPERT, with_experts=True),
 }
-
-
-def _all_of(layer: LayerSpec, role: Role) -> Iterator[_Part]:
-    """Recompute all kernels with a role when the gradient of their branch arrives."""
-    places = layer.kernels_with(role)
-    if places:
-        end = max(layer.kernels_with(Role.MLP))
-        yield _Part(_made_at(layer, places), RecomputeGroup(_forward_of(layer, places), end))
 
 
 def _forward_of(layer: LayerSpec, places: Iterable[int]) -> tuple[int, ...]:
     """Indices of kernels that run in forward."""
-    return tuple(
-        i for i in places if not isinstance(layer.kernels[i], LayerCollective) or _is_exchange_of_forward(layer, i)
-    )
+    return tuple(i for i in places if not isinstance(layer.kernels[i], LayerCollective) or _is_collective(layer, i))
 
 
 def _readers(layer: LayerSpec, place: int) -> Iterator[Operator]:
@@ -236,9 +214,11 @@ def _placed(layer: LayerSpec) -> Iterator[tuple[Operator, int]]:
     return zip(layer.operators, layer.places, strict=True)
 
 
-def _is_exchange_of_forward(layer: LayerSpec, index: int) -> bool:
+def _is_collective(layer: LayerSpec, index: int) -> bool:
+    """True for a collective of forward."""
     return getattr(layer.kernels[index], "forward", None) is not None
 
 
-def _where(layer: LayerSpec, holds: Callable[[Kernel], bool]) -> set[int]:
+def kernels_where(layer: LayerSpec, holds: Callable[[Kernel], bool]) -> set[int]:
+    """Indices of the kernels for which ``holds`` is true."""
     return {index for index, kernel in enumerate(layer.kernels) if holds(kernel)}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
     from simplan.model.model import ModelSpec
     from simplan.plan.shard import Shard
 
-__all__ = ["Gathered", "RankShare", "biases_after_sums", "for_columns", "regathered", "share_of", "sum_of_rows"]
+__all__ = ["RankShare", "biases_after_sums", "for_columns", "regathered", "share_of", "sum_of_rows"]
 
 _K = CollectiveKind
 
@@ -28,7 +28,6 @@ class RankShare(NamedTuple):
     """Sizes on one rank, for one sequence.
 
     Attributes:
-        shard: Split of the layers.
         tokens: Tokens where matrices are applied.
         own_tokens: Tokens where norms and residuals are computed: fewer with sequence parallelism.
         hidden: Hidden size, unsplit.
@@ -110,55 +109,29 @@ def share_of(model: ModelSpec, shard: Shard) -> RankShare:
     )
 
 
-class Gathered(NamedTuple):
-    """Input of column-parallel matrices on tensor-parallel ranks.
-
-    Attributes:
-        before: Operators before the matrices.
-        name: Name of the tensor that the matrices read.
-    """
-
-    before: tuple[Operator, ...]
-    name: str
-
-
-def for_columns(source: str, share: RankShare, rows: int = 0, width: int = 0) -> Gathered:
+def for_columns(source: str, share: RankShare, rows: int = 0, width: int = 0) -> tuple[tuple[Operator, ...], str]:
     """The input of column-parallel matrices, with the tokens of all tensor-parallel ranks.
+
+    Returns the operators before the matrices, and the name of the tensor that the matrices read.
 
     Args:
         source: Name of the tensor with a rank's own tokens.
-        share: Sizes.
         rows: Rows of the input, of one sequence; 0 for ``share.tokens``.
         width: Elements of a row; 0 for the hidden size.
     """
     elements = (rows or share.tokens) * (width or share.hidden)
     if share.shard.tp == 1:
-        return Gathered((), source)
-    if not share.shard.sequence_parallel:
-        name = f"{source} of all ranks"
-        alike = Operator(
-            kernel=LayerCollective(source, "tp", None, _K.ALL_REDUCE, elements),
-            reads=(source,),
-            makes=(Tensor(name, elements),),
-            in_place=True,
-            passes=True,
-        )
-        return Gathered((alike,), name)
-    name = f"gathered {source}"
-    gather = Operator(
-        kernel=LayerCollective(source, "tp", _K.ALL_GATHER, _K.REDUCE_SCATTER, elements),
-        reads=(source,),
-        makes=(Tensor(name, elements),),
-    )
-    return Gathered((gather,), name)
+        return (), source
+    split = share.shard.sequence_parallel
+    made = Tensor(f"gathered {source}" if split else f"{source} of all ranks", elements)
+    forward, backward = (_K.ALL_GATHER, _K.REDUCE_SCATTER) if split else (None, _K.ALL_REDUCE)
+    collective = LayerCollective(source, "tp", forward, backward, elements)
+    operator = Operator(kernel=collective, reads=(source,), makes=(made,), in_place=not split, passes=not split)
+    return (operator,), made.name
 
 
 def regathered(operators: Sequence[Operator]) -> Iterator[Operator]:
-    """Operators whose matmuls save a rank's own tokens; backward gathers the others again (Megatron-LM).
-
-    Args:
-        operators: Operators of a layer, in the order of forward.
-    """
+    """Operators of a layer whose matmuls save a rank's own tokens; backward gathers the others again (Megatron-LM)."""
     sources: dict[str, LayerCollective] = {}
     last: dict[str, int] = {}
     trained: set[str] = set()
@@ -185,22 +158,14 @@ def regathered(operators: Sequence[Operator]) -> Iterator[Operator]:
             yield Operator(kernel=kernel, regathers=name)
 
 
-def sum_of_rows(source: str, result: str, share: RankShare, *, residual: bool = False) -> list[Operator]:
-    """Operators that sum the result of a row-parallel matrix or embedding over ranks.
-
-    Args:
-        source: Name of a rank's partial result.
-        result: Name of the sum.
-        share: Sizes.
-        residual: The sum belongs to the residual stream.
-    """
+def sum_of_rows(source: str, result: str, share: RankShare, *, residual: bool = False) -> Operator:
+    """The sum over ranks of the partial results ``source`` of a row-parallel matrix or embedding."""
     elements, own = share.tokens * share.hidden, share.own_tokens * share.hidden
     summed = Tensor(result, own, residual=residual)
-    if share.shard.sequence_parallel:
-        collective = LayerCollective(result, "tp", _K.REDUCE_SCATTER, _K.ALL_GATHER, elements, residual=residual)
-        return [Operator(kernel=collective, reads=(source,), makes=(summed,))]
-    collective = LayerCollective(result, "tp", _K.ALL_REDUCE, None, elements, residual=residual)
-    return [Operator(kernel=collective, reads=(source,), makes=(summed,), in_place=True, passes=True)]
+    split = share.shard.sequence_parallel
+    forward, backward = (_K.REDUCE_SCATTER, _K.ALL_GATHER) if split else (_K.ALL_REDUCE, None)
+    collective = LayerCollective(result, "tp", forward, backward, elements, residual=residual)
+    return Operator(kernel=collective, reads=(source,), makes=(summed,), in_place=not split, passes=not split)
 
 
 def biases_after_sums(
@@ -209,10 +174,6 @@ def biases_after_sums(
     """Biases of matrices split by rows, added once to the sum over ranks (Megatron-LM's RowParallelLinear).
 
     With sequence parallelism, each rank adds the bias to its own tokens, so that gradients are partial.
-
-    Args:
-        operators: Operators of a layer, in the order of forward.
-        parameters: Parameters of the layer.
     """
     biases: dict[str, str] = {}  # by name of a rank's partial result
     partial: set[str] = set()
@@ -231,18 +192,15 @@ def biases_after_sums(
         assert isinstance(kernel, LayerCollective)
         (result,) = operator.makes
         summed = replace(result, name=f"{result.name} without bias")
-        added = Pointwise(f"{result.name} bias", result.elements, result.elements)
-        found.append(replace(operator, makes=(summed,)))
-        found.append(
-            Operator(
-                kernel=added,
-                reads=(summed.name,),
-                makes=(result,),
-                parameters=(bias,),
-                passes=True,
-                roles=operator.roles,
-            )
+        added = Operator(
+            kernel=Pointwise(f"{result.name} bias", result.elements, result.elements),
+            reads=(summed.name,),
+            makes=(result,),
+            parameters=(bias,),
+            passes=True,
+            roles=operator.roles,
         )
+        found += [replace(operator, makes=(summed,)), added]
         if kernel.forward is _K.REDUCE_SCATTER:
             partial.add(bias)
     return tuple(found), tuple(replace(p, partial_gradient=p.partial_gradient or p.name in partial) for p in parameters)

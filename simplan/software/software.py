@@ -11,14 +11,7 @@ from simplan.base import Count, NonNegative, Spec
 from simplan.model.implementations.expert_dispatch import ExpertDispatch
 from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layers
 from simplan.model.layer import LayerSpec
-from simplan.model.low_precision import (
-    Fp8Recipe,
-    Kept,
-    LinearFormat,
-    LowPrecision,
-    QuantizedWeights,
-    linear_format,
-)
+from simplan.model.low_precision import Fp8Recipe, Kept, LinearFormat, LowPrecision, QuantizedWeights, linear_format
 from simplan.plan.plan import ParallelPlan, RecomputeModule
 from simplan.software.rates import FrameworkRates
 from simplan.training.optimizer import OPTIMIZERS, OptimizerName
@@ -279,7 +272,7 @@ class SoftwareSpec(Spec):
         words: dict[SoftwareOption, str] = {
             "compiled": "compiled" if self.compiled else "",
             "expert_dispatch": self.expert_dispatch if self.expert_dispatch != "copies" else "",
-            "expert_overlap": "exchanges for experts beside another microbatch" if self.expert_overlap else "",
+            "expert_overlap": "expert all-to-all overlapped with another microbatch" if self.expert_overlap else "",
             "fp8_dot_product_attention": "attention in 8 bits" if self.fp8_dot_product_attention else "",
             "fused_experts": "fused experts" if self.fused_experts else "",
             "vocab_multiple": "",  # predictions tell it where it changes anything

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator
 
 from simplan.base import Count, Positive, Spec
 from simplan.model.low_precision import Fp8Recipe
-from simplan.training.optimizer import NOT_MODELLED, OptimizerName, UpdateName
+from simplan.training.optimizer import NOT_MODELLED, UPDATES, OptimizerName, UpdateName
 
 __all__ = ["Precision", "TrainingSpec"]
 
@@ -52,10 +52,5 @@ class TrainingSpec(Spec):
     @property
     def update(self) -> UpdateName:
         """The optimizer with the kernels of its step; LARS and LAMB have one variant."""
-        foreach: dict[OptimizerName, UpdateName] = {
-            "adam": "adam_foreach",
-            "adamw": "adamw_foreach",
-            "sgd": "sgd_foreach",
-            "sgd_momentum": "sgd_momentum_foreach",
-        }
-        return foreach.get(self.optimizer, self.optimizer) if self.fused_optimizer is False else self.optimizer
+        name = self.optimizer if self.fused_optimizer is not False else f"{self.optimizer}_foreach"
+        return next((update for update in UPDATES if update == name), self.optimizer)

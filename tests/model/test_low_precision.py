@@ -8,13 +8,11 @@ import pytest
 
 from simplan import catalog
 from simplan.errors import SpecError
-from simplan.job import Job
 from simplan.model.low_precision import LinearFormat, casts, linear_format, linears
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.shard import Shard
-from simplan.rules import check_job
-from simplan.training.training import TrainingSpec
+from tests.jobs import check
 
 TORCH = catalog.software("torch")
 LLAMA = catalog.model("llama3-8b")
@@ -113,11 +111,9 @@ def test_linear_layers_of_blocks_only(preset: str, names: set[str]) -> None:
 
 
 def refusals(training: dict[str, Any], plan: dict[str, Any] | None = None, model: ModelSpec = LLAMA) -> list[str]:
-    made = ParallelPlan.model_validate({"microbatch_size": 1, **(plan or {})})
-    cluster = catalog.cluster("dgx-b200", made.num_devices)
-    asked = TrainingSpec.model_validate({"global_batch_size": 64, **training})
+    cluster = catalog.cluster("dgx-b200", ParallelPlan(**(plan or {})).num_devices)
     with pytest.raises(SpecError) as caught:
-        check_job(Job(model, cluster, asked, made, TORCH))
+        check(model, cluster, {"global_batch_size": 64, **training}, **(plan or {}))
     return [problem.sentence() for problem in caught.value.problems]
 
 

@@ -1,4 +1,4 @@
-"""Families of models, each a builder of layers in a separate module.
+"""Families of models, each a builder of layers.
 
 To add one: a module with a ``Family`` (its builder composes layers from parts), its name here, new fields in
 ``ModelSpec``, and modules that run it in the executor (``CONTRIBUTING.md``).
@@ -12,10 +12,9 @@ from simplan.model.families.bert import BERT
 from simplan.model.families.deepseek import DEEPSEEK
 from simplan.model.families.family import Family
 from simplan.model.families.gemma2 import GEMMA2
-from simplan.model.families.gpt import GPT
+from simplan.model.families.gpt import GPT, MPT
 from simplan.model.families.llama import LLAMA
 from simplan.model.families.moe import MOE
-from simplan.model.families.mpt import MPT
 from simplan.model.families.neox import NEOX
 from simplan.model.families.resnet import RESNET
 from simplan.model.families.t5 import T5
@@ -23,7 +22,12 @@ from simplan.model.families.vit import VIT
 
 __all__ = ["FAMILIES", "Family"]
 
-FAMILIES: Mapping[str, Family] = {"gpt": GPT, "llama": LLAMA, "mpt": MPT, "bert": BERT, "vit": VIT} | {
+FAMILIES: Mapping[str, Family] = {
+    "gpt": GPT,
+    "llama": LLAMA,
+    "mpt": MPT,
+    "bert": BERT,
+    "vit": VIT,
     "moe": MOE,
     "deepseek": DEEPSEEK,
     "t5": T5,

@@ -7,15 +7,15 @@ transformers.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from simplan.model.families.family import TOKENS, TRANSFORMER, Family, transformer_defaults, with_wide_mlp
-from simplan.model.layer import LayerKind, LayerSpec, Tensor
+from simplan.model.families.family import TOKENS, TRANSFORMER, Family, transformer_defaults
+from simplan.model.layer import LayerSpec, Operator, Tensor
 from simplan.model.parts.attention import AttentionForm, self_attention
-from simplan.model.parts.embedding_and_head import output_distribution, row_table, token_table
-from simplan.model.parts.keys import block_key, embedding_key, head_key
+from simplan.model.parts.embedding_and_head import embedding_layer, head_layer, output_distribution, row_table
 from simplan.model.parts.mlp import activated, gelu_mlp
-from simplan.model.parts.part import LayerPart, NormKind, cast, hidden_input, joined, layer_of, linear, norm, residual
+from simplan.model.parts.part import LAYER_NORM, LayerPart, block_key, block_layer, cast, joined, linear, norm, residual
 from simplan.model.share import RankShare, share_of
 
 if TYPE_CHECKING:
@@ -24,59 +24,44 @@ if TYPE_CHECKING:
 
 __all__ = ["BERT"]
 
-_NORM = NormKind(statistics=2, bias=True)
 _ATTENTION = AttentionForm(fused=False, bias="all", causal=False)
 
 
 def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     share = share_of(model, shard)
-    embedding = layer_of(
-        embedding_key(model, share, f"p{model.max_position_embeddings}", f"t{model.type_vocab_size}"),
-        LayerKind.EMBEDDING,
-        [
-            token_table(share),
-            row_table("token_type", "wte output", model.type_vocab_size, share, add="add types"),
-            row_table("wpe", "add types", model.max_position_embeddings, share, add="add positions"),
-            norm("norm", "add positions", _NORM, share, for_matmuls=False),
-        ],
-        inputs=(),
-        output_shapes=share.hidden_shapes,
+    rows, types = model.max_position_embeddings, model.type_vocab_size
+    positions = [
+        row_table("token_type", "wte output", types, share, add="add types"),
+        row_table("wpe", "add types", rows, share, add="add positions"),
+        norm("norm", "add positions", LAYER_NORM, share, for_matmuls=False),
+    ]
+    parts: list[LayerPart | Operator] = [
+        _for_matmuls("input", share),
+        self_attention("input for matmuls", _ATTENTION, share),
+        residual("residual1", "input", "proj output", share),
+        norm("norm1", "residual1", LAYER_NORM, share, for_matmuls=False),
+        _for_matmuls("norm1 output", share),
+        gelu_mlp("norm1 output for matmuls", share, bias=True),
+        residual("residual2", "norm1 output", "down output", share),
+        norm("norm2", "residual2", LAYER_NORM, share, for_matmuls=False),
+    ]
+    ends: list[LayerPart | Operator] = [
+        _for_matmuls("input", share),
+        _transform(share),
+        norm("norm", "transformed", LAYER_NORM, share),
+        output_distribution("norm output", share, bias=True),
+    ]
+    block = block_layer(block_key(model, share), parts, share)
+    return (
+        embedding_layer(model, share, positions, f"p{rows}", f"t{types}"),
+        *(block for _ in range(model.num_hidden_layers)),
+        head_layer(model, share, ends),
     )
-    block = layer_of(
-        block_key(model, share),
-        LayerKind.BLOCK,
-        [
-            _for_matmuls("input", share),
-            self_attention("input for matmuls", _ATTENTION, share),
-            residual("residual1", "input", "proj output", share),
-            norm("norm1", "residual1", _NORM, share, for_matmuls=False),
-            _for_matmuls("norm1 output", share),
-            gelu_mlp("norm1 output for matmuls", share, bias=True),
-            residual("residual2", "norm1 output", "down output", share),
-            norm("norm2", "residual2", _NORM, share, for_matmuls=False),
-        ],
-        inputs=(hidden_input(share),),
-        output_shapes=share.hidden_shapes,
-    )
-    head = layer_of(
-        head_key(model, share),
-        LayerKind.HEAD,
-        [
-            _for_matmuls("input", share),
-            _transform(share),
-            norm("norm", "transformed", _NORM, share),
-            output_distribution("norm output", share, bias=True),
-        ],
-        inputs=(hidden_input(share),),
-        output_shapes=share.logits_shapes,
-        tied=("lm_head.weight",) if model.tied_embeddings else (),
-    )
-    return (embedding, *(block for _ in range(model.num_hidden_layers)), head)
 
 
-def _for_matmuls(source: str, share: RankShare) -> LayerPart:
+def _for_matmuls(source: str, share: RankShare) -> Operator:
     """A tensor of the residual stream in the precision of matmuls."""
-    return LayerPart(operators=(cast(source, Tensor(f"{source} for matmuls", share.own_tokens * share.hidden)),))
+    return cast(source, Tensor(f"{source} for matmuls", share.own_tokens * share.hidden))
 
 
 def _transform(share: RankShare) -> LayerPart:
@@ -86,14 +71,14 @@ def _transform(share: RankShare) -> LayerPart:
     return joined(
         linear("transform", "input for matmuls", (n, h, h), bias=True, partial=(share.partial, share.partial)),
         activated("gelu", "transform output", n * h),
-        LayerPart(operators=(cast("gelu output", wide),)),
+        cast("gelu output", wide),
     )
 
 
 BERT = Family(
     layers=_layers,
     fields=TRANSFORMER | TOKENS | {"type_vocab_size"},
-    defaults=with_wide_mlp(transformer_defaults(tied_embeddings=True, type_vocab_size=2)),
+    defaults=partial(transformer_defaults, wide_mlp=True, tied_embeddings=True, type_vocab_size=2),
     task="masked_token",
     causal=False,
     position_rows=True,

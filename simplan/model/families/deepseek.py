@@ -6,47 +6,35 @@ second token is present if ``mtp_num_layers`` is set.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from simplan.model.families.family import PACKED, TOKENS, TRANSFORMER, Family, longest
-from simplan.model.families.moe import EXPERTS, sparse_layers, with_experts
+from simplan.model.families.moe import EXPERTS, expert_defaults, sparse_layers
 from simplan.model.families.mtp import MTP
-from simplan.model.layer import LayerSpec
-from simplan.model.parts.mla import latent_attention, latent_form
+from simplan.model.parts.mla import latent_attention, latent_key
 from simplan.model.parts.part import LayerPart
 from simplan.model.share import RankShare
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
-    from simplan.plan.shard import Shard
 
 __all__ = ["DEEPSEEK"]
 
 
 def _attention(model: ModelSpec, share: RankShare, window: int) -> tuple[LayerPart, list[str]]:
     assert not window
-    form = latent_form(model)
-    return latent_attention(form, share), [form.key]
-
-
-def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
-    return sparse_layers(model, shard, _attention)
-
-
-def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {"tied_embeddings": False} | longest(given)
+    return latent_attention(model, share), [latent_key(model)]
 
 
 DEEPSEEK = Family(
-    layers=_layers,
+    layers=lambda model, shard: sparse_layers(model, shard, _attention),
     fields=(TRANSFORMER - {"num_key_value_heads", "head_dim"})
     | TOKENS
     | PACKED
     | EXPERTS
     | MTP
     | {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"},
-    defaults=with_experts(_defaults),
+    defaults=lambda given: longest(given) | expert_defaults(given),
     gated_mlp=True,
     rotary="qk_rope_head_dim",
     whole_attention="multi-head latent attention",

@@ -12,17 +12,7 @@ if TYPE_CHECKING:  # the model unfolds into layers and so imports this package
     from simplan.model.model import ModelSpec
     from simplan.plan.shard import Shard
 
-__all__ = [
-    "LORA",
-    "PACKED",
-    "TOKENS",
-    "TRANSFORMER",
-    "Defaults",
-    "Family",
-    "longest",
-    "transformer_defaults",
-    "with_wide_mlp",
-]
+__all__ = ["LORA", "PACKED", "TOKENS", "TRANSFORMER", "Defaults", "Family", "longest", "transformer_defaults"]
 
 Defaults = Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -79,23 +69,20 @@ class Family:
     gated_mlp: bool = False
 
 
-def transformer_defaults(**fixed: Any) -> Defaults:
-    """Defaults of a transformer: one key and value head per query head; the heads share the hidden size.
+def transformer_defaults(given: Mapping[str, Any], *, wide_mlp: bool = False, **fixed: Any) -> dict[str, Any]:
+    """Defaults: ``fixed`` ones, one key and value head per query head, and heads that share the hidden size.
 
-    Args:
-        fixed: Constant defaults of the family.
+    With ``wide_mlp``, the MLP is four times as wide as the hidden size.
     """
-
-    def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-        heads, hidden = given.get("num_attention_heads"), given.get("hidden_size")
-        found = dict(fixed)
-        if isinstance(heads, int) and heads > 0:
-            found["num_key_value_heads"] = heads
-            if isinstance(hidden, int) and hidden % heads == 0:
-                found["head_dim"] = hidden // heads
-        return found | longest(given)
-
-    return defaults
+    heads, hidden = given.get("num_attention_heads"), given.get("hidden_size")
+    found = fixed | longest(given)
+    if isinstance(heads, int) and heads > 0:
+        found["num_key_value_heads"] = heads
+        if isinstance(hidden, int) and hidden % heads == 0:
+            found["head_dim"] = hidden // heads
+    if wide_mlp and isinstance(hidden, int):
+        found["intermediate_size"] = 4 * hidden
+    return found
 
 
 def longest(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,13 +91,3 @@ def longest(given: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     length = given["seq_len"]
     return {"max_position_embeddings": length if isinstance(length, int) and length > 0 else 1}
-
-
-def with_wide_mlp(defaults: Defaults) -> Defaults:
-    """Defaults extended by an MLP four times as wide as the hidden size."""
-
-    def wider(given: Mapping[str, Any]) -> dict[str, Any]:
-        hidden = given.get("hidden_size")
-        return defaults(given) | ({"intermediate_size": 4 * hidden} if isinstance(hidden, int) else {})
-
-    return wider

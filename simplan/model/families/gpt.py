@@ -1,46 +1,49 @@
-"""GPT-2's architecture: LayerNorm, attention with one fused projection, LayerNorm, GELU MLP; biases throughout."""
+"""GPT-2's architecture: LayerNorm, attention with one fused projection, LayerNorm, GELU MLP; biases throughout.
+
+MPT as released has the same blocks without any biases, and ALiBi in place of learned positions.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from simplan.model.families.family import LORA, PACKED, TOKENS, TRANSFORMER, Family, transformer_defaults, with_wide_mlp
-from simplan.model.layer import LayerKind, LayerSpec
+from simplan.model.families.family import LORA, PACKED, TOKENS, TRANSFORMER, Family, transformer_defaults
+from simplan.model.layer import LayerSpec
 from simplan.model.parts.attention import AttentionForm
-from simplan.model.parts.embedding_and_head import row_table, token_table
-from simplan.model.parts.keys import embedding_key
-from simplan.model.parts.part import NormKind, layer_of
-from simplan.model.parts.prenorm import gelu_block, vocabulary_head
+from simplan.model.parts.embedding_and_head import row_table
+from simplan.model.parts.part import LAYER_NORM
+from simplan.model.parts.prenorm import decoder_layers, gelu_block
 from simplan.model.share import share_of
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
     from simplan.plan.shard import Shard
 
-__all__ = ["GPT"]
-
-_NORM = NormKind(statistics=2, bias=True)
-_ATTENTION = AttentionForm(fused=True, bias="all")
+__all__ = ["GPT", "MPT"]
 
 
-def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
+def _gpt_layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     share = share_of(model, shard)
-    embedding = layer_of(
-        embedding_key(model, share, f"p{model.max_position_embeddings}"),
-        LayerKind.EMBEDDING,
-        [token_table(share), row_table("wpe", "wte output", model.max_position_embeddings, share)],
-        inputs=(),
-        output_shapes=share.hidden_shapes,
-    )
-    block = gelu_block(model, share, _NORM, _ATTENTION, bias=True)
-    head = vocabulary_head(model, share, _NORM)
-    return (embedding, *(block for _ in range(model.num_hidden_layers)), head)
+    block = gelu_block(model, share, LAYER_NORM, AttentionForm(fused=True, bias="all"))
+    rows = model.max_position_embeddings
+    positions = row_table("wpe", "wte output", rows, share)
+    return decoder_layers(model, share, LAYER_NORM, [block] * model.num_hidden_layers, [positions], f"p{rows}")
+
+
+def _mpt_layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
+    share, kind = share_of(model, shard), LAYER_NORM._replace(bias=False)
+    block = gelu_block(model, share, kind, AttentionForm(fused=True, alibi=True))
+    return decoder_layers(model, share, kind, [block] * model.num_hidden_layers)
 
 
 GPT = Family(
-    layers=_layers,
+    layers=_gpt_layers,
     fields=TRANSFORMER | TOKENS | LORA | PACKED,
-    defaults=with_wide_mlp(transformer_defaults(tied_embeddings=True)),
+    defaults=partial(transformer_defaults, wide_mlp=True, tied_embeddings=True),
     position_rows=True,
 )
 """Radford et al. 2019; llm-foundry's MPT benchmark models are of this family too."""
+
+MPT = Family(layers=_mpt_layers, fields=GPT.fields, defaults=GPT.defaults, alibi=True)
+"""MosaicML 2023, mosaicml/mpt-7b; the models of llm-foundry's benchmark are of the gpt family."""

@@ -5,17 +5,16 @@ Switches cover Qwen2.5 (biases of q, k and v), Qwen3 (norms of queries and keys)
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from simplan.model.families.family import LORA, PACKED, TOKENS, TRANSFORMER, Family, transformer_defaults
-from simplan.model.families.mtp import MTP, depth_layers
-from simplan.model.layer import LayerKind, LayerSpec
+from simplan.model.families.mtp import MTP
+from simplan.model.layer import LayerSpec
 from simplan.model.parts.attention import AttentionForm, Biases, self_attention
-from simplan.model.parts.embedding_and_head import token_table
-from simplan.model.parts.keys import block_key, embedding_key
 from simplan.model.parts.mlp import gated_mlp
-from simplan.model.parts.part import LayerPart, NormKind, hidden_input, layer_of, norm, residual
-from simplan.model.parts.prenorm import vocabulary_head
+from simplan.model.parts.part import RMS_NORM, Block, LayerPart, block_key, norm, residual
+from simplan.model.parts.prenorm import decoder_layers
 from simplan.model.share import RankShare, share_of
 
 if TYPE_CHECKING:
@@ -27,25 +26,11 @@ __all__ = ["ATTENTION", "LLAMA", "attention_of"]
 ATTENTION = frozenset({"attention_bias", "qkv_bias", "qk_norm", "sliding_window", "sliding_window_pattern"})
 """Fields that switch Llama's attention."""
 
-_NORM = NormKind(statistics=1, bias=False)
-
 
 def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     share = share_of(model, shard)
-    embedding = layer_of(
-        embedding_key(model, share),
-        LayerKind.EMBEDDING,
-        [token_table(share)],
-        inputs=(),
-        output_shapes=share.hidden_shapes,
-    )
-    forms = {window: _block(model, share, window) for window in set(model.windows)}
-    blocks = {
-        window: layer_of(key, LayerKind.BLOCK, parts, inputs=(hidden_input(share),), output_shapes=share.hidden_shapes)
-        for window, (key, parts) in forms.items()
-    }
-    later = depth_layers(model, share, _NORM, *forms[model.windows[-1]])
-    return (embedding, *(blocks[window] for window in model.windows), *later, vocabulary_head(model, share, _NORM))
+    blocks = {window: _block(model, share, window) for window in set(model.windows)}
+    return decoder_layers(model, share, RMS_NORM, [blocks[window] for window in model.windows])
 
 
 def attention_of(model: ModelSpec, share: RankShare, window: int) -> tuple[LayerPart, list[str]]:
@@ -65,14 +50,13 @@ def attention_of(model: ModelSpec, share: RankShare, window: int) -> tuple[Layer
     return self_attention("norm1 output", form, share), switches
 
 
-def _block(model: ModelSpec, share: RankShare, window: int) -> tuple[str, list[LayerPart]]:
-    """Key and parts of a block."""
+def _block(model: ModelSpec, share: RankShare, window: int) -> Block:
     attention, switches = attention_of(model, share, window)
     return block_key(model, share, *switches), [
-        norm("norm1", "input", _NORM, share),
+        norm("norm1", "input", RMS_NORM, share),
         attention,
         residual("residual1", "input", "proj output", share),
-        norm("norm2", "residual1", _NORM, share),
+        norm("norm2", "residual1", RMS_NORM, share),
         gated_mlp("norm2 output", share),
         residual("residual2", "residual1", "down output", share),
     ]
@@ -81,7 +65,7 @@ def _block(model: ModelSpec, share: RankShare, window: int) -> tuple[str, list[L
 LLAMA = Family(
     layers=_layers,
     fields=TRANSFORMER | TOKENS | LORA | PACKED | ATTENTION | MTP,
-    defaults=transformer_defaults(tied_embeddings=False),
+    defaults=partial(transformer_defaults, tied_embeddings=False),
     gated_mlp=True,
     rotary="head_dim",
 )

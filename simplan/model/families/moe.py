@@ -10,23 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from simplan.model.families.family import PACKED, TOKENS, TRANSFORMER, Defaults, Family, transformer_defaults
+from simplan.model.families.family import PACKED, TOKENS, TRANSFORMER, Family, transformer_defaults
 from simplan.model.families.llama import ATTENTION, attention_of
-from simplan.model.families.mtp import MTP, depth_layers
-from simplan.model.layer import LayerKind, LayerSpec
-from simplan.model.parts.embedding_and_head import token_table
-from simplan.model.parts.experts import expert_mlp, experts_form, shared_expert_mlp, sum_of_experts
-from simplan.model.parts.keys import block_key, embedding_key
+from simplan.model.families.mtp import MTP
+from simplan.model.layer import LayerSpec
+from simplan.model.parts.experts import expert_mlp, experts_key, shared_expert_mlp, sum_of_experts
 from simplan.model.parts.mlp import gated_mlp
-from simplan.model.parts.part import LayerPart, NormKind, hidden_input, layer_of, norm, residual
-from simplan.model.parts.prenorm import vocabulary_head
+from simplan.model.parts.part import RMS_NORM, Block, LayerPart, block_key, norm, residual
+from simplan.model.parts.prenorm import decoder_layers
 from simplan.model.share import RankShare, share_of
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
     from simplan.plan.shard import Shard
 
-__all__ = ["EXPERTS", "MOE", "AttentionOf", "sparse_layers", "with_experts"]
+__all__ = ["EXPERTS", "MOE", "AttentionOf", "expert_defaults", "sparse_layers"]
 
 EXPERTS = frozenset({
     "num_experts", "top_k", "moe_intermediate_size", "num_dense_layers", "shared_expert_intermediate_size",
@@ -37,79 +35,45 @@ EXPERTS = frozenset({
 AttentionOf = Callable[["ModelSpec", RankShare, int], tuple[LayerPart, list[str]]]
 """Function from a model, sizes and a window to the attention of a block, and its addition to the block's key."""
 
-_NORM = NormKind(statistics=1, bias=False)
-
 
 def sparse_layers(model: ModelSpec, shard: Shard, attention: AttentionOf) -> tuple[LayerSpec, ...]:
-    """Embedding, dense blocks, blocks with experts, layers for multi-token prediction if any, and head.
-
-    Args:
-        model: The model.
-        shard: Split of the layers.
-        attention: Builder of the blocks' attention.
-    """
+    """Layers of a decoder whose blocks after the first ``num_dense_layers`` have experts."""
     share = share_of(model, shard)
-    embedding = layer_of(
-        embedding_key(model, share),
-        LayerKind.EMBEDDING,
-        [token_table(share)],
-        inputs=(),
-        output_shapes=share.hidden_shapes,
-    )
     forms = [(number >= model.num_dense_layers, window) for number, window in enumerate(model.windows)]
-    parts = {form: _block(model, share, *form, attention) for form in set(forms)}
-    blocks = {
-        form: layer_of(key, LayerKind.BLOCK, of_block, inputs=(hidden_input(share),), output_shapes=share.hidden_shapes)
-        for form, (key, of_block) in parts.items()
-    }
-    later = depth_layers(model, share, _NORM, *parts[forms[-1]])
-    return (embedding, *(blocks[form] for form in forms), *later, vocabulary_head(model, share, _NORM))
+    blocks = {form: _block(model, share, *form, attention) for form in set(forms)}
+    return decoder_layers(model, share, RMS_NORM, [blocks[form] for form in forms])
 
 
-def _block(
-    model: ModelSpec, share: RankShare, sparse: bool, window: int, attention: AttentionOf
-) -> tuple[str, list[LayerPart]]:
-    """Key and parts of a block."""
+def _block(model: ModelSpec, share: RankShare, sparse: bool, window: int, attention: AttentionOf) -> Block:
     attended, more = attention(model, share, window)
-    form = experts_form(model)
+    mlp, branch = [gated_mlp("norm2 output", share)], "down output"
     if sparse:
         split = [f"ep{share.shard.ep}"] * (share.shard.ep > 1) + [f"etp{share.shard.etp}"] * (share.shard.etp > 1)
-        key = block_key(model, share, *more, form.key, *split)
-        mlp, branch = [shared_expert_mlp(form, share), expert_mlp(form, share)], "combined output"
-        if form.shared_width:
-            mlp.append(sum_of_experts(form, share))
+        more = [*more, experts_key(model), *split]
+        mlp, branch = [shared_expert_mlp(model, share), expert_mlp(model, share)], "combined output"
+        if model.shared_expert_intermediate_size:
+            mlp.append(sum_of_experts(model, share))
             branch = "sum of experts"
-    else:
-        key = block_key(model, share, *more)
-        mlp, branch = [gated_mlp("norm2 output", share)], "down output"
-    return key, [
-        norm("norm1", "input", _NORM, share),
+    return block_key(model, share, *more), [
+        norm("norm1", "input", RMS_NORM, share),
         attended,
         residual("residual1", "input", "proj output", share),
-        norm("norm2", "residual1", _NORM, share),
+        norm("norm2", "residual1", RMS_NORM, share),
         *mlp,
         residual("residual2", "residual1", branch, share),
     ]
 
 
-def with_experts(defaults: Defaults) -> Defaults:
-    """Defaults extended by the width of dense blocks, if any: that of an expert."""
-
-    def found(given: Mapping[str, Any]) -> dict[str, Any]:
-        width = given.get("moe_intermediate_size")
-        return defaults(given) | ({"intermediate_size": width} if isinstance(width, int) else {})
-
-    return found
-
-
-def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
-    return sparse_layers(model, shard, attention_of)
+def expert_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of a mixture of experts: a separate head, and dense blocks, if any, as wide as an expert."""
+    width = given.get("moe_intermediate_size")
+    return {"tied_embeddings": False} | ({"intermediate_size": width} if isinstance(width, int) else {})
 
 
 MOE = Family(
-    layers=_layers,
+    layers=lambda model, shard: sparse_layers(model, shard, attention_of),
     fields=TRANSFORMER | TOKENS | PACKED | ATTENTION | EXPERTS | MTP | {"attention_sinks"},
-    defaults=with_experts(transformer_defaults(tied_embeddings=False)),
+    defaults=lambda given: transformer_defaults(given) | expert_defaults(given),
     gated_mlp=True,
     rotary="head_dim",
 )

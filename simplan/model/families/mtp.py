@@ -14,23 +14,14 @@ labels and losses, and its hit counts for the log, are not modeled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from simplan.model.layer import CollectiveKind, LayerCollective, LayerKind, LayerSpec, Operator, ParameterSpec, Tensor
+from simplan.model.kernel import CollectiveKind, LayerCollective, Pointwise
+from simplan.model.layer import LayerKind, LayerSpec, Operator, ParameterSpec, Tensor
 from simplan.model.parts.embedding_and_head import output_distribution, token_lookup
-from simplan.model.parts.part import (
-    LayerPart,
-    NormKind,
-    concatenation,
-    hidden_input,
-    joined,
-    layer_of,
-    linear,
-    norm,
-    rewired,
-)
+from simplan.model.parts.part import Block, LayerPart, NormKind, hidden_input, joined, layer_of, linear, norm, rewired
 from simplan.model.share import RankShare, for_columns
 
 if TYPE_CHECKING:
@@ -44,66 +35,54 @@ MTP = frozenset({"mtp_num_layers"})
 _LOOKED_UP, _CONCATENATED, _PROJECTED = "wte output", "concatenated norms", "eh_proj output"
 
 
-def depth_layers(
-    model: ModelSpec, share: RankShare, kind: NormKind, key: str, block: Sequence[LayerPart]
-) -> Iterator[LayerSpec]:
+def depth_layers(model: ModelSpec, share: RankShare, kind: NormKind, last: Block) -> Iterator[LayerSpec]:
     """Layers of multi-token prediction, which pass on the hidden states of all earlier depths with their own.
 
-    Args:
-        model: The model.
-        share: Sizes.
-        kind: Kind of all norms.
-        key: Key of the model's last block.
-        block: Parts of the model's last block.
+    ``kind`` is that of all norms, ``last`` the model's last block.
     """
-    projected = [rewired(part, "input", _PROJECTED) for part in block]
+    key, parts = last
+    projected = rewired(joined(*parts), "input", _PROJECTED)
     for depth in range(1, model.mtp_num_layers + 1):
-        before = tuple(
-            hidden_input(share, f"hidden states of depth {number}", elsewhere=True) for number in range(depth - 1)
-        )
-        passed = (*(tensor.name for tensor in before), "input")
+        before = later_inputs(share, depth - 1)
         yield layer_of(
             f"{key},mtp{depth}",
             LayerKind.BLOCK,
-            [*_later_tokens(kind, share), *projected],
+            [*_later_tokens(kind, share), projected],
             inputs=(*before, hidden_input(share)),
-            outputs=(*passed, projected[-1].operators[-1].makes[0].name),
+            outputs=(*(tensor.name for tensor in before), "input", projected.operators[-1].makes[0].name),
             output_shapes=share.hidden_shapes * (depth + 1),
             passed_outputs=tuple(range(depth)),
             mtp_depth=depth,
         )
 
 
-def later_inputs(model: ModelSpec, share: RankShare) -> tuple[Tensor, ...]:
-    """Hidden states of all depths except the last, as additional inputs of the head."""
-    numbers = range(model.mtp_num_layers)
-    return tuple(hidden_input(share, f"hidden states of depth {number}", elsewhere=True) for number in numbers)
+def later_inputs(share: RankShare, depths: int) -> tuple[Tensor, ...]:
+    """Hidden states of the first ``depths`` depths, as additional inputs of a layer."""
+    return tuple(hidden_input(share, f"hidden states of depth {number}", elsewhere=True) for number in range(depths))
 
 
-def _later_tokens(kind: NormKind, share: RankShare) -> Iterator[LayerPart]:
+def _later_tokens(kind: NormKind, share: RankShare) -> Iterator[LayerPart | Operator]:
     """Embeddings of later tokens, both norms and the projection. The embedding is a parameter of the head."""
     own, h, tp = share.own_tokens * share.hidden, share.hidden, share.shard.tp
-    yield LayerPart(operators=tuple(token_lookup(share, _LOOKED_UP)))
+    yield from token_lookup(share, _LOOKED_UP)
     for name, source in (("enorm", _LOOKED_UP), ("hnorm", "input")):
         yield norm(name, source, kind, share, for_matmuls=False)
-    yield concatenation(_CONCATENATED, ("enorm output", "hnorm output"), share)
-    gathered = for_columns(_CONCATENATED, share, width=2 * h)
-    parts = _PROJECTED if tp == 1 else f"parts of {_PROJECTED}"
-    matrix = linear("eh_proj", gathered.name, (share.tokens, h // tp, 2 * h), result=parts)
-    collective = []
+    yield Operator(
+        kernel=Pointwise("concatenate", 2 * own, 2 * own, moves=True),
+        reads=("enorm output", "hnorm output"),
+        makes=(Tensor(_CONCATENATED, 2 * own),),
+    )
+    gathers, gathered = for_columns(_CONCATENATED, share, width=2 * h)
+    yield from gathers
+    parts, projected = f"parts of {_PROJECTED}", Tensor(_PROJECTED, own, residual=True)
+    matrix = linear("eh_proj", gathered, (share.tokens, h // tp, 2 * h), result=parts)
     if tp == 1:
-        matrix = replace(matrix, operators=tuple(_of_stream(operator) for operator in matrix.operators))
-    else:  # with sequence parallelism every rank goes on with its own tokens
-        backward = CollectiveKind.ALL_GATHER if share.shard.sequence_parallel else None
-        gather = LayerCollective(_PROJECTED, "tp", CollectiveKind.ALL_GATHER, backward, share.tokens * h, residual=True)
-        made = Tensor(_PROJECTED, own, residual=True)
-        collective.append(Operator(kernel=gather, reads=(parts,), makes=(made,)))
-    yield joined(LayerPart(operators=gathered.before), matrix, LayerPart(operators=tuple(collective)))
-
-
-def _of_stream(operator: Operator) -> Operator:
-    """A matmul whose result belongs to the residual stream."""
-    return replace(operator, makes=tuple(replace(tensor, residual=True) for tensor in operator.makes))
+        yield replace(matrix, operators=(replace(matrix.operators[0], makes=(projected,)),))
+        return
+    yield matrix  # with sequence parallelism every rank goes on with its own tokens
+    backward = CollectiveKind.ALL_GATHER if share.shard.sequence_parallel else None
+    gather = LayerCollective(_PROJECTED, "tp", CollectiveKind.ALL_GATHER, backward, share.tokens * h, residual=True)
+    yield Operator(kernel=gather, reads=(parts,), makes=(projected,))
 
 
 def depth_heads(model: ModelSpec, share: RankShare, kind: NormKind) -> tuple[list[LayerPart], list[LayerPart]]:
@@ -111,11 +90,6 @@ def depth_heads(model: ModelSpec, share: RankShare, kind: NormKind) -> tuple[lis
 
     Before: the copy of the embedding, unless the output projection is tied to it. The copy counts where the model's
     embedding is on another stage, and its gradient comes last. After: the head, once for each depth.
-
-    Args:
-        model: The model.
-        share: Sizes.
-        kind: Kind of the norms.
     """
     if not model.mtp_num_layers:
         return [], []

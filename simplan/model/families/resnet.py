@@ -9,13 +9,12 @@ data-parallel ranks changes the result: a single process matches it only microba
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from simplan.model.families.family import Family
 from simplan.model.layer import Gemm, LayerKind, LayerSpec, Operator, ParameterSpec, Pointwise, Tensor
 from simplan.model.parts.embedding_and_head import output_distribution
-from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, LayerPart, cast, layer_of
+from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, LayerPart, cast, joined, layer_of, matmul
 from simplan.model.share import RankShare
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def block_forms(model: ModelSpec) -> tuple[BlockForm, ...]:
 def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     assert shard.tp == shard.cp == 1, "nothing is split"
     forms = block_forms(model)
-    blocks = {form: _block(model, form) for form in forms}
+    blocks = {form: _block(model, form) for form in set(forms)}
     return (_stem(model), *(blocks[form] for form in forms), _head(model, forms[-1], shard))
 
 
@@ -92,11 +91,10 @@ def _stem(model: ModelSpec) -> LayerSpec:
         f"resnet-stem:c{model.num_channels},w{channels},image{image}",
         LayerKind.EMBEDDING,
         [
-            LayerPart(operators=(cast("images", Tensor("input", pixels)),)),
-            _convolution("conv1", "input", model.num_channels, channels, _STEM_WIDTH, image, size),
-            _batch_norm("bn1", "conv1 output", channels, size),
+            cast("images", Tensor("input", pixels)),
+            _convolution("conv1", "bn1", "input", (model.num_channels, channels), _STEM_WIDTH, (image, size)),
             _relu("relu1", "bn1 output", channels * size**2),
-            LayerPart(operators=(pool,)),
+            pool,
         ],
         inputs=(Tensor("images", pixels, residual=True, elsewhere=True),),
         outputs=("pooled",),
@@ -112,17 +110,15 @@ def _block(model: ModelSpec, form: BlockForm) -> LayerSpec:
         steps = [(c, w, 3, size, small), (w, out, 3, small, small)]
     else:
         steps = [(c, w, 1, size, size), (w, w, 3, size, small), (w, out, 1, small, small)]
-    parts, source, stream = list[LayerPart](), "input", "input"
+    parts, source, stream = list[LayerPart | Operator](), "input", "input"
     for number, (inputs, outputs, kernel, before, after) in enumerate(steps, 1):
-        parts.append(_convolution(f"conv{number}", source, inputs, outputs, kernel, before, after))
-        parts.append(_batch_norm(f"bn{number}", f"conv{number} output", outputs, after))
+        parts.append(_convolution(f"conv{number}", f"bn{number}", source, (inputs, outputs), kernel, (before, after)))
         source = f"bn{number} output"
         if number < len(steps):
             parts.append(_relu(f"relu{number}", source, outputs * after**2))
             source = f"relu{number} output"
     if form.has_shortcut:
-        parts.append(_convolution("shortcut", "input", c, out, 1, size, small))
-        parts.append(_batch_norm("shortcut_norm", "shortcut output", out, small))
+        parts.append(_convolution("shortcut", "shortcut_norm", "input", (c, out), 1, (size, small)))
         stream = "shortcut_norm output"
     given = out * small**2
     add = Operator(
@@ -132,7 +128,7 @@ def _block(model: ModelSpec, form: BlockForm) -> LayerSpec:
         in_place=True,
         passes=True,
     )
-    parts += [LayerPart(operators=(add,)), _relu("relu", "sum", given)]
+    parts += [add, _relu("relu", "sum", given)]
     sizes = [f"c{c}", f"w{w}", f"out{out}", f"px{size}", f"stride{form.stride}"]
     return layer_of(
         f"resnet-{model.layer_type}:{','.join(sizes)}",
@@ -156,7 +152,7 @@ def _head(model: ModelSpec, last: BlockForm, shard: Shard) -> LayerSpec:
     return layer_of(
         f"resnet-head:c{channels},px{last.output_size},classes{model.num_classes}",
         LayerKind.HEAD,
-        [LayerPart(operators=(pool,)), output_distribution("means", share, name="fc", bias=True)],
+        [pool, output_distribution("means", share, name="fc", bias=True)],
         inputs=(Tensor("input", channels * pixels),),
         output_shapes=((1, model.num_classes),),
     )
@@ -172,67 +168,48 @@ def _halved(size: int) -> int:
     return -(-size // 2)
 
 
-def _convolution(name: str, source: str, inputs: int, outputs: int, width: int, before: int, after: int) -> LayerPart:
-    """A convolution without bias.
+def _convolution(
+    name: str, norm: str, source: str, channels: tuple[int, int], width: int, sizes: tuple[int, int]
+) -> LayerPart:
+    """A convolution without bias, and a batch norm, which reads its input twice and keeps running statistics.
 
     Args:
-        name: Name of the convolution and its weight.
+        name, norm: Names of the convolution and of the norm.
         source: Name of the input.
-        inputs, outputs: Channels.
+        channels: Channels of the input and of the output.
         width: Pixels along each side of the kernel.
-        before, after: Pixels along each side of the input and the output.
+        sizes: Pixels along each side of the input and of the output.
     """
+    (inputs, outputs), (before, after) = channels, sizes
+    elements = outputs * after**2
+    kernel = Gemm(name, after**2, outputs, inputs * width**2, image_elements=inputs * before**2)
     weight = ParameterSpec(f"{name}.weight", (outputs, inputs, width, width))
-    image = inputs * before**2
-    operator = Operator(
-        kernel=Gemm(name, after**2, outputs, inputs * width**2, image_elements=image),
-        reads=(source,),
-        makes=(Tensor(f"{name} output", outputs * after**2),),
-        saves=(source,),
-        parameters=(weight.name,),
+    weights = ParameterSpec(f"{norm}.weight", (outputs,)), ParameterSpec(f"{norm}.bias", (outputs,))
+    statistics = Tensor(f"{norm} statistics", 2 * outputs, FP32_BYTES, per_microbatch=True)
+    running = Tensor(f"{norm} running statistics", 2 * outputs, FP32_BYTES)
+    normed = Operator(
+        kernel=Pointwise(norm, 2 * elements, elements),
+        reads=(f"{name} output",),
+        makes=(Tensor(f"{norm} output", elements), statistics),
+        saves=(f"{name} output", statistics.name),
+        parameters=tuple(parameter.name for parameter in weights),
     )
-    return LayerPart(parameters=(weight,), operators=(operator,))
+    buffers = (running, Tensor(f"{norm} microbatches", 1, INDEX_BYTES))
+    convolution = matmul(kernel, source, (weight,))
+    return joined(convolution, LayerPart(parameters=weights, operators=(normed,), buffers=buffers))
 
 
-def _batch_norm(name: str, source: str, channels: int, size: int) -> LayerPart:
-    """A batch norm, which reads its input twice, keeps running statistics and counts microbatches."""
-    elements = channels * size**2
-    statistics = Tensor(f"{name} statistics", 2 * channels, FP32_BYTES, per_microbatch=True)
-    parameters = ParameterSpec(f"{name}.weight", (channels,)), ParameterSpec(f"{name}.bias", (channels,))
-    operator = Operator(
-        kernel=Pointwise(name, 2 * elements, elements),
-        reads=(source,),
-        makes=(Tensor(f"{name} output", elements), statistics),
-        saves=(source, statistics.name),
-        parameters=tuple(parameter.name for parameter in parameters),
-    )
-    return LayerPart(
-        parameters=parameters,
-        operators=(operator,),
-        buffers=(
-            Tensor(f"{name} running statistics", 2 * channels, FP32_BYTES),
-            Tensor(f"{name} microbatches", 1, INDEX_BYTES),
-        ),
-    )
-
-
-def _relu(name: str, source: str, elements: int) -> LayerPart:
+def _relu(name: str, source: str, elements: int) -> Operator:
     """A ReLU in place; its backward needs its output, which is the input of the next convolution."""
     result = Tensor(f"{name} output", elements)
     kernel = Pointwise(name, elements, elements)
-    operator = Operator(kernel=kernel, reads=(source,), makes=(result,), saves=(result.name,), in_place=True)
-    return LayerPart(operators=(operator,))
-
-
-def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    del given
-    return {"embedding_size": 64, "image_size": 224, "num_channels": 3, "num_classes": 1000}
+    return Operator(kernel=kernel, reads=(source,), makes=(result,), saves=(result.name,), in_place=True)
 
 
 RESNET = Family(
     layers=_layers,
     fields=frozenset({"depths", "layer_type", "embedding_size", "image_size", "num_channels", "num_classes"}),
-    defaults=_defaults,
+    defaults=lambda _: {"embedding_size": 64, "image_size": 224, "num_channels": 3, "num_classes": 1000},
     inputs="images",
     task="class",
     causal=False,

@@ -12,16 +12,16 @@ scores; Hugging Face transformers stores one bias for a full stack.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from simplan.model.families.family import TRANSFORMER, Family, transformer_defaults, with_wide_mlp
-from simplan.model.implementations.eager_attention import EagerForm, eager_attention
+from simplan.model.families.family import TRANSFORMER, Family, transformer_defaults
+from simplan.model.implementations.eager_attention import eager_attention
 from simplan.model.layer import LayerKind, LayerSpec, Lookup, Operator, ParameterSpec, Pointwise, Tensor
 from simplan.model.parts.embedding_and_head import output_distribution
 from simplan.model.parts.mlp import gated_mlp, relu_mlp
-from simplan.model.parts.part import LayerPart, NormKind, cast, hidden_input, layer_of, norm, residual
+from simplan.model.parts.part import RMS_NORM, LayerPart, cast, hidden_input, layer_of, norm, residual
 from simplan.model.share import RankShare, share_of
 
 if TYPE_CHECKING:
@@ -30,48 +30,64 @@ if TYPE_CHECKING:
 
 __all__ = ["T5"]
 
-_NORM = NormKind(statistics=1, bias=False)
-_CROSS = EagerForm(name="cross_attention", prefix="cross_")
 _ENCODER_STATES, _DECODER_STATES, _TABLES = range(3)  # what layers hand on
 _NAMES = ("encoder states", "decoder states", "tables of relative positions")
 _ENCODED = "encoder output"
 
 
+_Stacks = tuple[RankShare, RankShare]
+"""Sizes of the encoder and of the decoder."""
+
+
 def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     encoder = share_of(model, shard)
     decoder = encoder._replace(tokens=model.decoder_seq_len, own_tokens=model.decoder_seq_len)
-    inner = _encoder_block(model, encoder, decoder, last=False)
-    last = _encoder_block(model, encoder, decoder, last=True)
+    stacks = encoder, decoder
+    inner, last = (_encoder_block(model, stacks, last=last) for last in (False, True))
     return (
-        _embedding(model, encoder, decoder),
+        _embedding(model, stacks),
         *(inner for _ in range(model.num_hidden_layers - 1)),
         last,
-        *(_decoder_block(model, encoder, decoder) for _ in range(model.num_decoder_layers)),
+        *(_decoder_block(model, stacks) for _ in range(model.num_decoder_layers)),
         _head(model, decoder),
     )
 
 
-def _handed_on(model: ModelSpec, encoder: RankShare, decoder: RankShare) -> tuple[tuple[int, ...], ...]:
-    tables = (2, model.relative_attention_buckets, encoder.heads)
-    return (*encoder.hidden_shapes, *decoder.hidden_shapes, tables)
+def _handed_on(model: ModelSpec, stacks: _Stacks) -> tuple[tuple[int, ...], ...]:
+    encoder, decoder = stacks
+    return (*encoder.hidden_shapes, *decoder.hidden_shapes, (2, model.relative_attention_buckets, encoder.heads))
 
 
-def _key(model: ModelSpec, kind: str) -> str:
-    sizes = [f"h{model.hidden_size}", f"a{model.num_attention_heads}", f"d{model.head_dim}"]
-    sizes += [f"i{model.intermediate_size}", f"s{model.seq_len}", f"ds{model.decoder_seq_len}"]
-    sizes += [f"b{model.relative_attention_buckets}", *["gated"] * model.gated_mlp]
-    return f"t5-{kind}:{','.join(sizes)}"
-
-
-def _inputs(model: ModelSpec, encoder: RankShare, decoder: RankShare, *, decodes: bool) -> tuple[Tensor, ...]:
+def _block(
+    model: ModelSpec, stacks: _Stacks, kind: str, parts: Iterable[LayerPart | Operator], *, last: bool, decodes: bool
+) -> LayerSpec:
+    """A block of a stack, which passes on the states of the other stack and the tables."""
+    encoder, decoder = stacks
+    sizes = f"h{model.hidden_size},a{model.num_attention_heads},d{model.head_dim},i{model.intermediate_size}"
+    sizes += f",s{model.seq_len},ds{model.decoder_seq_len},b{model.relative_attention_buckets}"
+    sizes += ",gated" * model.gated_mlp
+    encoded = Tensor(_ENCODED, encoder.own_tokens * encoder.hidden, elsewhere=True)
     tables = Tensor(_NAMES[2], 2 * model.relative_attention_buckets * encoder.heads, residual=True, elsewhere=True)
-    states = Tensor(_ENCODED, encoder.own_tokens * encoder.hidden, elsewhere=True)
-    first = states if decodes else hidden_input(encoder, _NAMES[0])
-    return first, hidden_input(decoder, _NAMES[1], elsewhere=not decodes), tables
+    outputs = (_ENCODED, "residual2") if decodes else (_ENCODED if last else "residual2", _NAMES[1])
+    return layer_of(
+        f"t5-{kind}:{sizes}",
+        LayerKind.BLOCK,
+        parts,
+        inputs=(
+            encoded if decodes else hidden_input(encoder, _NAMES[0]),
+            hidden_input(decoder, _NAMES[1], elsewhere=not decodes),
+            tables,
+        ),
+        outputs=(*outputs, tables.name),
+        output_shapes=_handed_on(model, stacks),
+        passed_outputs=(_ENCODER_STATES if decodes else _DECODER_STATES, _TABLES),
+        product_outputs=(_ENCODER_STATES,) if last or decodes else (),
+    )
 
 
-def _embedding(model: ModelSpec, encoder: RankShare, decoder: RankShare) -> LayerSpec:
+def _embedding(model: ModelSpec, stacks: _Stacks) -> LayerSpec:
     """One lookup for the tokens of both stacks, then one tensor for each; every sequence gets a copy of the tables."""
+    encoder, decoder = stacks
     buckets, heads = model.relative_attention_buckets, encoder.heads
     tokens = encoder.tokens + decoder.tokens
     elements, table = tokens * encoder.hidden, buckets * heads
@@ -93,70 +109,48 @@ def _embedding(model: ModelSpec, encoder: RankShare, decoder: RankShare) -> Laye
             parameters=("encoder_bias.weight", "decoder_bias.weight"),
         ),
     )
-    sizes = [f"h{model.hidden_size}", f"v{model.vocab_size}", f"a{model.num_attention_heads}", f"b{buckets}"]
-    sizes += [f"s{model.seq_len}", f"ds{model.decoder_seq_len}"]
+    sizes = f"h{model.hidden_size},v{model.vocab_size},a{model.num_attention_heads},b{buckets}"
     return layer_of(
-        f"t5-embedding:{','.join(sizes)}",
+        f"t5-embedding:{sizes},s{model.seq_len},ds{model.decoder_seq_len}",
         LayerKind.EMBEDDING,
         [LayerPart(parameters=parameters, operators=operators)],
-        inputs=(),
         outputs=_NAMES,
-        output_shapes=_handed_on(model, encoder, decoder),
+        output_shapes=_handed_on(model, stacks),
     )
 
 
-def _encoder_block(model: ModelSpec, encoder: RankShare, decoder: RankShare, *, last: bool) -> LayerSpec:
+def _encoder_block(model: ModelSpec, stacks: _Stacks, *, last: bool) -> LayerSpec:
     """An encoder block; the last one also norms its output, from which all decoder blocks make keys and values."""
-    source, tables = _NAMES[0], _NAMES[2]
-    form = EagerForm(table=tables)
-    parts = [
-        norm("norm1", source, _NORM, encoder),
-        eager_attention(form, "norm1 output", "norm1 output", encoder, encoder.tokens),
+    source, (encoder, _) = _NAMES[0], stacks
+    parts: list[LayerPart | Operator] = [
+        norm("norm1", source, RMS_NORM, encoder),
+        eager_attention("norm1 output", "norm1 output", encoder, encoder.tokens, table=_NAMES[2]),
         residual("residual1", source, "proj output", encoder),
-        norm("norm2", "residual1", _NORM, encoder),
+        norm("norm2", "residual1", RMS_NORM, encoder),
         _mlp(model, encoder),
         residual("residual2", "residual1", "down output", encoder),
     ]
     if last:
-        normed = norm("norm3", "residual2", _NORM, encoder)
-        *others, narrow = normed.operators
+        normed = norm("norm3", "residual2", RMS_NORM, encoder)
         narrow = cast("norm3 result", Tensor(_ENCODED, encoder.tokens * encoder.hidden, forwarded=True))
-        parts.append(replace(normed, operators=(*others, narrow)))
-    return layer_of(
-        _key(model, "last-encoder-block" if last else "encoder-block"),
-        LayerKind.BLOCK,
-        parts,
-        inputs=_inputs(model, encoder, decoder, decodes=False),
-        outputs=(_ENCODED if last else "residual2", *_NAMES[1:]),
-        output_shapes=_handed_on(model, encoder, decoder),
-        passed_outputs=(_DECODER_STATES, _TABLES),
-        product_outputs=(_ENCODER_STATES,) if last else (),
-    )
+        parts.append(replace(normed, operators=(*normed.operators[:-1], narrow)))
+    return _block(model, stacks, "last-encoder-block" if last else "encoder-block", parts, last=last, decodes=False)
 
 
-def _decoder_block(model: ModelSpec, encoder: RankShare, decoder: RankShare) -> LayerSpec:
-    source, tables = _NAMES[1], _NAMES[2]
-    form = EagerForm(causal=True, table=tables)
-    return layer_of(
-        _key(model, "decoder-block"),
-        LayerKind.BLOCK,
-        [
-            norm("norm0", source, _NORM, decoder),
-            eager_attention(form, "norm0 output", "norm0 output", decoder, decoder.tokens),
-            residual("residual0", source, "proj output", decoder),
-            norm("norm1", "residual0", _NORM, decoder),
-            eager_attention(_CROSS, "norm1 output", _ENCODED, decoder, encoder.tokens),
-            residual("residual1", "residual0", "cross_proj output", decoder),
-            norm("norm2", "residual1", _NORM, decoder),
-            _mlp(model, decoder),
-            residual("residual2", "residual1", "down output", decoder),
-        ],
-        inputs=_inputs(model, encoder, decoder, decodes=True),
-        outputs=(_ENCODED, "residual2", tables),
-        output_shapes=_handed_on(model, encoder, decoder),
-        passed_outputs=(_ENCODER_STATES, _TABLES),
-        product_outputs=(_ENCODER_STATES,),
-    )
+def _decoder_block(model: ModelSpec, stacks: _Stacks) -> LayerSpec:
+    source, (encoder, decoder) = _NAMES[1], stacks
+    parts: list[LayerPart | Operator] = [
+        norm("norm0", source, RMS_NORM, decoder),
+        eager_attention("norm0 output", "norm0 output", decoder, decoder.tokens, causal=True, table=_NAMES[2]),
+        residual("residual0", source, "proj output", decoder),
+        norm("norm1", "residual0", RMS_NORM, decoder),
+        eager_attention("norm1 output", _ENCODED, decoder, encoder.tokens, prefix="cross_"),
+        residual("residual1", "residual0", "cross_proj output", decoder),
+        norm("norm2", "residual1", RMS_NORM, decoder),
+        _mlp(model, decoder),
+        residual("residual2", "residual1", "down output", decoder),
+    ]
+    return _block(model, stacks, "decoder-block", parts, last=False, decodes=True)
 
 
 def _mlp(model: ModelSpec, share: RankShare) -> LayerPart:
@@ -173,9 +167,13 @@ def _head(model: ModelSpec, decoder: RankShare) -> LayerSpec:
             makes=(Tensor("scaled", elements, residual=True),),
         )
         narrow = cast("scaled", Tensor("scaled output", elements))
-        parts = [norm("norm", source, _NORM, decoder, for_matmuls=False), LayerPart(operators=(scale, narrow))]
+        parts: list[LayerPart | Operator] = [
+            norm("norm", source, RMS_NORM, decoder, for_matmuls=False),
+            scale,
+            narrow,
+        ]
     else:
-        parts = [norm("norm", source, _NORM, decoder)]
+        parts = [norm("norm", source, RMS_NORM, decoder)]
     parts.append(output_distribution("scaled output" if model.tied_embeddings else "norm output", decoder))
     tied = "tied" if model.tied_embeddings else "own"
     return layer_of(
@@ -189,8 +187,8 @@ def _head(model: ModelSpec, decoder: RankShare) -> LayerSpec:
 
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    fixed = {"relative_attention_buckets": 32, "tied_embeddings": not given.get("gated_mlp", False)}
-    found = with_wide_mlp(transformer_defaults(**fixed))(given)
+    tied = not given.get("gated_mlp", False)
+    found = transformer_defaults(given, wide_mlp=True, relative_attention_buckets=32, tied_embeddings=tied)
     for source, field in (("num_hidden_layers", "num_decoder_layers"), ("seq_len", "decoder_seq_len")):
         if source in given:
             found[field] = given[source]

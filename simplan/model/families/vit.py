@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from simplan.model.families.family import TRANSFORMER, Family, transformer_defaults, with_wide_mlp
+from simplan.model.families.family import TRANSFORMER, Family, transformer_defaults
 from simplan.model.layer import Gemm, LayerKind, LayerSpec, Operator, ParameterSpec, Pointwise, Tensor
 from simplan.model.parts.attention import AttentionForm
 from simplan.model.parts.embedding_and_head import output_distribution
-from simplan.model.parts.part import LayerPart, NormKind, cast, hidden_input, layer_of, norm
+from simplan.model.parts.part import LAYER_NORM, LayerPart, block_layer, cast, hidden_input, layer_of, norm
 from simplan.model.parts.prenorm import gelu_block
 from simplan.model.share import RankShare, share_of
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["VIT"]
 
-_NORM = NormKind(statistics=2, bias=True)
 _ATTENTION = AttentionForm(fused=True, bias="all", causal=False)
 
 
@@ -36,16 +35,16 @@ def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
         inputs=(Tensor("images", model.num_channels * model.image_size**2, residual=True, elsewhere=True),),
         output_shapes=share.hidden_shapes,
     )
-    block = gelu_block(model, share, _NORM, _ATTENTION, bias=True)
+    block = block_layer(*gelu_block(model, share, LAYER_NORM, _ATTENTION), share)
     token = Tensor("class token", share.hidden, residual=True)
     narrow = Tensor("class token for matmuls", share.hidden)
-    class_token = LayerPart(operators=(Operator(reads=("norm output",), makes=(token,)), cast(token.name, narrow)))
     head = layer_of(
         f"vit-head:h{model.hidden_size},classes{model.num_classes},s{model.seq_len}{share.suffix}",
         LayerKind.HEAD,
         [
-            norm("norm", "input", _NORM, share, for_matmuls=False),
-            class_token,
+            norm("norm", "input", LAYER_NORM, share, for_matmuls=False),
+            Operator(reads=("norm output",), makes=(token,)),
+            cast(token.name, narrow),
             output_distribution(narrow.name, share, name="head", bias=True, rows=1),
         ],
         inputs=(hidden_input(share),),
@@ -92,7 +91,7 @@ def _patches(model: ModelSpec, share: RankShare) -> LayerPart:
 
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    found = with_wide_mlp(transformer_defaults(num_channels=3))(given)
+    found = transformer_defaults(given, wide_mlp=True, num_channels=3)
     image, patch = given.get("image_size"), given.get("patch_size")
     if isinstance(image, int) and isinstance(patch, int) and patch > 0:
         found["seq_len"] = (image // patch) ** 2 + 1

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from simplan.model.layer import Attention, CollectiveKind, LayerCollective, LayerSpec, Operator, Pointwise, Tensor
+from simplan.model.layer import Attention, CollectiveKind, LayerCollective, LayerSpec, Operator, Tensor
 from simplan.model.operator import bypassed
-from simplan.model.parts.attention import JOIN, MASK, SINKS
+from simplan.model.parts.attention import JOIN, SINKS
 from simplan.model.parts.mla import CUT_VALUES
 from simplan.model.parts.part import FP32_BYTES, MASK_BYTES
 
@@ -24,7 +24,6 @@ __all__ = [
     "with_core",
     "with_narrow_values",
     "with_repeated_keys",
-    "without_mask",
 ]
 
 
@@ -94,17 +93,15 @@ def with_repeated_keys(operators: Iterable[Operator]) -> Iterator[Operator]:
 
 def in_one_call(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     """Attention of packed documents in one kernel call, whose outputs need no concatenation."""
-    joins = (o for o in operators if isinstance(o.kernel, Pointwise) and o.kernel.name == JOIN)
-    without = bypassed(operators, [tensor.name for join in joins for tensor in join.makes])
-    return tuple(with_core(o, one_call=True) if is_core(o, lambda core: bool(core.documents)) else o for o in without)
+    apart = bypassed(operators, JOIN)
+    return tuple(with_core(o, one_call=True) if is_core(o, lambda core: bool(core.documents)) else o for o in apart)
 
 
 def skipping_keys(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     """Attention whose kernel supports windows and sinks."""
-    sinks = (o for o in operators if isinstance(o.kernel, Pointwise) and o.kernel.name == SINKS)
     parameters = {name for operator in operators for name in operator.parameters if name.startswith(f"{SINKS}.")}
     found = []
-    for operator in bypassed(operators, [tensor.name for sink in sinks for tensor in sink.makes]):
+    for operator in bypassed(operators, SINKS):
         windowed = with_core(operator, masked=False) if is_core(operator, lambda core: core.window > 0) else operator
         found.append(replace(windowed, parameters=(*parameters,)) if is_core(operator) and parameters else windowed)
     return tuple(found)
@@ -118,24 +115,17 @@ def with_narrow_values(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     kernel = core.kernel
     padded, value = kernel.head_dim, kernel.value_head_dim
     (source,), wide = core.reads, core.makes[0]
-    cut = next(o for o in operators if isinstance(o.kernel, Pointwise) and o.kernel.name == CUT_VALUES)
     narrow = {
         source: lambda tensor: replace(tensor, elements=tensor.elements * (2 * padded + value) // (3 * padded)),
         wide.name: lambda tensor: replace(tensor, elements=tensor.elements * value // padded),
     }
-    apart = next((o.makes[0].name for o in operators if o.reads == (wide.name,) and o is not cut), None)
-    if apart is not None:
-        narrow[apart] = narrow[wide.name]
-    without = bypassed(operators, [tensor.name for tensor in cut.makes])
+    for operator in operators:  # which joins documents
+        if operator.reads == (wide.name,) and operator.kernel is not None and operator.kernel.name != CUT_VALUES:
+            narrow[operator.makes[0].name] = narrow[wide.name]
     return tuple(
         replace(
             with_core(o, padded=False) if o.kernel is kernel else o,
             makes=tuple(narrow[t.name](t) if t.name in narrow else t for t in o.makes),
         )
-        for o in without
+        for o in bypassed(operators, CUT_VALUES)
     )
-
-
-def without_mask(constants: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Constants of a layer without the attention mask."""
-    return tuple(table for table in constants if table.name != MASK)

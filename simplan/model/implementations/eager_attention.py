@@ -6,7 +6,6 @@ there is one; their softmax, in FP32, weights the values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from simplan.model.layer import Attention, Lookup, Operator, Role, Tensor
@@ -14,59 +13,51 @@ from simplan.model.parts.mlp import row_linear
 from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, LayerPart, joined, linear, with_role
 from simplan.model.share import RankShare
 
-__all__ = ["EagerForm", "eager_attention", "eager_core"]
+__all__ = ["eager_attention", "eager_core"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagerForm:
-    """Variant of eager attention.
-
-    Attributes:
-        name: Name of the core.
-        prefix: Prefix of the names of the matrices.
-        causal: Each query attends to the keys up to its own.
-        table: Name of an input tensor with one row per distance. The row of every query-key pair is added to the scores
-            of all heads (Raffel et al. 2020, section 2.1). Empty for none.
-    """
-
-    name: str = "attention"
-    prefix: str = ""
-    causal: bool = False
-    table: str = ""
-
-
-def eager_attention(form: EagerForm, source: str, keys: str, share: RankShare, num_keys: int) -> LayerPart:
+def eager_attention(
+    source: str, keys: str, share: RankShare, num_keys: int, *, prefix: str = "", causal: bool = False, table: str = ""
+) -> LayerPart:
     """Queries, keys and values without biases, the attention core, and the projection, ``{prefix}proj output``.
 
     Args:
-        form: Variant of the attention.
         source: Name of the tensor that queries are made from.
         keys: Name of the tensor that keys and values are made from.
         share: Sizes on the side of the queries.
         num_keys: Tokens that keys and values are made from: those of the queries, or those of an encoder.
+        prefix: Prefix of the names of the core and the matrices.
+        causal: Each query attends to the keys up to its own.
+        table: Name of an input tensor with one row per distance. The row of every query-key pair is added to the scores
+            of all heads (Raffel et al. 2020, section 2.1). Empty for none.
     """
-    assert share.shard.tp == share.shard.cp == 1, "nothing is exchanged"
-    n, h, q, prefix = share.tokens, share.hidden, share.q, form.prefix
+    assert share.shard.tp == share.shard.cp == 1, "nothing is split over ranks"
+    n, h, q = share.tokens, share.hidden, share.q
     names = [f"{prefix}{name}" for name in ("q", "k", "v")]
     core = Attention(
         share.heads,
         share.heads,
         share.head_dim,
         n,
-        causal=form.causal,
+        causal=causal,
         num_keys=0 if num_keys == n else num_keys,
         eager=True,
-        name=form.name,
+        name=f"{prefix}attention",
     )
-    outputs = tuple(f"{name} output" for name in names)
-    attended = eager_core(core, outputs, f"{form.name} output", table=form.table)
+    output, outputs = f"{core.name} output", tuple(f"{name} output" for name in names)
+    attended = eager_core(core, outputs, output, table=table)
+    tables = list[Tensor]()
+    if table:
+        tables.append(Tensor("rows of earlier distances" if causal else "rows of distances", n * num_keys, INDEX_BYTES))
+    if table and causal:
+        tables.append(Tensor("later keys", n * num_keys, MASK_BYTES))
     joint = "+".join(names if keys == source else names[1:])
     matrices = [linear(names[0], source, (n, q, h), joint=joint if keys == source else "")]
     matrices += [linear(name, keys, (num_keys, q, h), joint=joint) for name in names[1:]]
     return joined(
         with_role(joined(*matrices), Role.ATTENTION, Role.COLUMN_PARALLEL),
-        LayerPart(operators=tuple(attended), constants=_tables(form, n, num_keys)),
-        with_role(row_linear(f"{prefix}proj", f"{form.name} output", q, share), Role.ATTENTION),
+        LayerPart(operators=tuple(attended), constants=tuple(tables)),
+        with_role(row_linear(f"{prefix}proj", output, q, share), Role.ATTENTION),
     )
 
 
@@ -78,9 +69,7 @@ def eager_core(
     Keys and values are copied to the number of query heads.
 
     Args:
-        core: The kernel.
         names: Names of queries, keys and values.
-        result: Name of the output.
         table: Name of a tensor with one row per distance, added to the scores; empty for none.
         masked: Masked scores are overwritten.
     """
@@ -118,13 +107,3 @@ def eager_core(
     operands = (narrow, c)
     found.append(Operator(reads=operands, makes=(output,), saves=operands, saves_for=((narrow, c), (c, narrow))))
     return found
-
-
-def _tables(form: EagerForm, num_queries: int, num_keys: int) -> tuple[Tensor, ...]:
-    """Row of the position table for each query-key pair, and a mask of later keys."""
-    if not form.table:
-        return ()
-    pairs = num_queries * num_keys
-    if not form.causal:
-        return (Tensor("rows of distances", pairs, INDEX_BYTES),)
-    return Tensor("rows of earlier distances", pairs, INDEX_BYTES), Tensor("later keys", pairs, MASK_BYTES)

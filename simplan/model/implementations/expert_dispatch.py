@@ -28,17 +28,9 @@ from dataclasses import replace
 from typing import Literal
 
 from simplan.model.layer import ExpertDraw, Gemm, LayerCollective, LayerSpec, Operator, Pointwise
-from simplan.model.operator import kernels_of
 from simplan.model.parts.experts import DOWN, GATE_AND_UP
 
-__all__ = [
-    "TAKEN_SHARE",
-    "ExpertDispatch",
-    "dispatched",
-    "one_by_one",
-    "with_biases_apart",
-    "with_fused_experts",
-]
+__all__ = ["TAKEN_SHARE", "ExpertDispatch", "dispatched", "one_by_one", "with_biases_apart", "with_fused_experts"]
 
 ExpertDispatch = Literal["copies", "all_to_all", "deepep", "hybridep"]
 TAKEN_SHARE: Mapping[ExpertDispatch, float] = {
@@ -53,17 +45,12 @@ scripts/performance, moe_hybridep_num_sms)."""
 
 _SORTS = ("sort by expert", "sort by rank")
 _MOVES = ("dispatch", *_SORTS)
-_BIAS_KERNELS = (2, 7)
+_BIAS_KERNELS = (2, 7)  # per expert, in forward and in backward
 
 
 def dispatched(operators: tuple[Operator, ...], way: ExpertDispatch) -> tuple[Operator, ...]:
-    """Operators of a layer with one dispatch algorithm.
-
-    Args:
-        operators: Operators as in ``simplan.model.parts.experts``, or without experts.
-        way: Dispatch algorithm.
-    """
-    kernels = {kernel.name: kernel for kernel in kernels_of(operators)}
+    """Operators of a layer, perhaps without experts, with one dispatch algorithm."""
+    kernels = {operator.kernel.name: operator.kernel for operator in operators if operator.kernel is not None}
     router, gate = kernels.get("router"), kernels.get(GATE_AND_UP[0])
     if way == "copies" or not isinstance(router, Gemm) or not isinstance(gate, Gemm):
         return operators
@@ -123,12 +110,7 @@ def _left_out(operators: Sequence[Operator], names: Sequence[str]) -> tuple[Oper
 
 
 def one_by_one(operators: tuple[Operator, ...], streams: int) -> tuple[Operator, ...]:
-    """Operators with a separate kernel for every expert's matmul.
-
-    Args:
-        operators: Operators of a layer.
-        streams: CUDA streams on which the kernels run.
-    """
+    """Operators with a separate kernel, on one of several CUDA streams, for every expert's matmul."""
     return tuple(
         replace(o, kernel=replace(o.kernel, streams=streams))
         if isinstance(o.kernel, Gemm) and o.kernel.name in (*GATE_AND_UP, DOWN)
@@ -148,65 +130,46 @@ def with_biases_apart(layer: LayerSpec, operators: tuple[Operator, ...]) -> tupl
     the first matrices are fused into the matmul. Each expert's bias is weighted and added by separate kernels: two in
     forward and seven in backward. The seven are a cast, three that weight, sum and cast the bias's gradient, one that
     adds it to those of other microbatches, and two for the gradients of the weights of tokens.
-
-    Args:
-        layer: Layer as in ``simplan.model.parts.experts``.
-        operators: Current operators of the layer.
     """
     if not any(parameter.name == f"{DOWN}.bias" for parameter in layer.parameters):
         return operators
     found: list[Operator] = []
+
+    def add(name: str, values: int, like: Operator, *, moves: bool = False, launches: tuple[int, int] = (1, 1)) -> None:
+        kernel = Pointwise(name, values, values, moves=moves, launches=launches)
+        found.append(Operator(kernel=kernel, roles=like.roles))
+
     for operator in operators:
         kernel = operator.kernel
         if isinstance(kernel, Pointwise) and kernel.name == "experts_silu_multiply":
             values = kernel.writes // 2
-            found += [
-                Operator(kernel=Pointwise("experts_limit", values, values), roles=operator.roles),
-                Operator(
-                    kernel=Pointwise("experts_join_halves", 3 * values, 3 * values, moves=True), roles=operator.roles
-                ),
-            ]
+            add("experts_limit", values, operator)
+            add("experts_join_halves", 3 * values, operator, moves=True)
         found.append(operator)
         if isinstance(kernel, Gemm) and kernel.name == DOWN:
-            values, launches = kernel.m * kernel.n, _of_each(kernel.num_groups)
-            found += [
-                Operator(
-                    kernel=Pointwise("experts_weigh_bias", 3 * values, 3 * values, launches=launches),
-                    roles=operator.roles,
-                ),
-                Operator(
-                    kernel=Pointwise("experts_join_outputs", 4 * values, 4 * values, moves=True), roles=operator.roles
-                ),
-            ]
+            values, (forward, backward) = kernel.m * kernel.n, _BIAS_KERNELS
+            launches = (forward * kernel.num_groups, backward * kernel.num_groups)
+            add("experts_weigh_bias", 3 * values, operator, launches=launches)
+            add("experts_join_outputs", 4 * values, operator, moves=True)
     return tuple(found)
-
-
-def _of_each(experts: int) -> tuple[int, int]:
-    """Kernels that apply the biases of ``experts`` experts, in forward and in backward."""
-    forward, backward = _BIAS_KERNELS
-    return forward * experts, backward * experts
 
 
 def with_fused_experts(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     """Experts whose activation, and its cast to FP8, is fused into the matmul before it.
 
     In backward, output gradients of the first two matrices come quantized from the kernel that makes them.
-
-    Args:
-        operators: Operators of a layer.
     """
     found: list[Operator] = []
     for operator in operators:
         kernel = operator.kernel
         match kernel:
             case Gemm(name=name) if name in GATE_AND_UP:
-                found.append(replace(operator, kernel=replace(kernel, cast_before=("gradient",))))
+                kernel = replace(kernel, cast_before=("gradient",))
             case Gemm(name=name) if name == DOWN:
-                found.append(replace(operator, kernel=replace(kernel, cast_before=("input",))))
+                kernel = replace(kernel, cast_before=("input",))
             case Pointwise(name="experts_silu_multiply"):
-                found.append(replace(operator, kernel=None))
-            case _:
-                found.append(operator)
+                kernel = None
+        found.append(replace(operator, kernel=kernel))
     return tuple(found)
 
 
@@ -215,9 +178,7 @@ def _in_one_kernel(operator: Operator, whole: int) -> Operator:
     kernel = operator.kernel
     match kernel:
         case Pointwise(name="dispatch"):
-            return replace(operator, kernel=replace(kernel, reads=whole))
+            kernel = replace(kernel, reads=whole)
         case Pointwise(name="combine"):
-            reads = (kernel.writes - whole) // 2
-            return replace(operator, kernel=replace(kernel, reads=reads, writes=whole, moves=True))
-        case _:
-            return operator
+            kernel = replace(kernel, reads=(kernel.writes - whole) // 2, writes=whole, moves=True)
+    return replace(operator, kernel=kernel)

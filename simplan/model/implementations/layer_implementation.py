@@ -7,7 +7,7 @@ saves its masks, fused functions save only their inputs. The computed results st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -23,7 +23,6 @@ from simplan.model.implementations.attention import (
     with_core,
     with_narrow_values,
     with_repeated_keys,
-    without_mask,
 )
 from simplan.model.implementations.expert_dispatch import (
     ExpertDispatch,
@@ -35,6 +34,8 @@ from simplan.model.implementations.expert_dispatch import (
 from simplan.model.implementations.transformers_code import as_transformers
 from simplan.model.kernel import LOSS, LayerCollective
 from simplan.model.layer import LayerKind, LayerSpec, Operator, Pointwise, Role, Tensor
+from simplan.model.parts.attention import MASK
+from simplan.model.parts.part import FP32_BYTES, MASK_BYTES
 from simplan.model.share import biases_after_sums, regathered
 
 __all__ = ["LayerImplementation", "Loss", "ModelCode", "SplitBackward", "implemented_layers", "styled"]
@@ -43,12 +44,10 @@ Loss = Literal["log_probabilities", "probabilities", "gradients", "logits"]
 SplitBackward = Literal["all", "products"]
 ModelCode = Literal["framework", "transformers"]
 
-_FP32_BYTES = 4
-_MASK_BYTES = 1
 COMPILED = "compiled"
 _KEPT_BY_LOSS: dict[Loss, tuple[str, int | None]] = {
-    "log_probabilities": ("log-probabilities", _FP32_BYTES),
-    "probabilities": ("probabilities", _FP32_BYTES),
+    "log_probabilities": ("log-probabilities", FP32_BYTES),
+    "probabilities": ("probabilities", FP32_BYTES),
     "gradients": ("gradients of logits", None),
     "logits": ("logits", None),
 }
@@ -124,31 +123,14 @@ class LayerImplementation(Spec):
     full_recompute_pass: bool = False
 
 
-def implemented_layers(layers: Iterable[LayerSpec], style: LayerImplementation, family: str) -> tuple[LayerSpec, ...]:
-    """Layers of a model in a style; equal layers become one object.
-
-    Args:
-        layers: Layers as the family builds them.
-        style: Style of the framework.
-        family: Family of the model.
-    """
-    made: dict[str, LayerSpec] = {}
-    found = []
-    for layer in layers:
-        if layer.key not in made:
-            made[layer.key] = styled(layer, style, dropout=family in style.dropout)
-        found.append(made[layer.key])
-    return tuple(found)
+def implemented_layers(layers: Sequence[LayerSpec], style: LayerImplementation, family: str) -> tuple[LayerSpec, ...]:
+    """Layers of a model in a style; equal layers become one object."""
+    made = {layer.key: styled(layer, style, dropout=family in style.dropout) for layer in {*layers}}
+    return tuple(made[layer.key] for layer in layers)
 
 
 def styled(layer: LayerSpec, style: LayerImplementation, *, dropout: bool) -> LayerSpec:
-    """One layer in a style.
-
-    Args:
-        layer: Layer as its family builds it.
-        style: Style of the framework.
-        dropout: The model trains with dropout.
-    """
+    """One layer in a style; ``dropout`` if the model trains with it."""
     if style.model_code == "transformers":
         layer = as_transformers(layer)
     operators, parameters = layer.operators, layer.parameters
@@ -166,7 +148,7 @@ def styled(layer: LayerSpec, style: LayerImplementation, *, dropout: bool) -> La
     operators, skips, attention_words = _with_attention(operators, style, dropout=dropout)
     compiled = style.compiled and layer.kind is LayerKind.BLOCK
     if style.fused_gates or compiled:
-        operators = tuple(found for operator in _pairs(operators) for found in operator)
+        operators = tuple(_with_fused_gates(operators))
     if compiled:
         operators = tuple(_summed_again(operator) for operator in operators)
     if dropout:
@@ -175,19 +157,19 @@ def styled(layer: LayerSpec, style: LayerImplementation, *, dropout: bool) -> La
         operators = tuple(_with_loss(operators, style.loss))
     constants = layer.constants
     if skips or (style.gathered_keys == "by_rank" and is_masked_for_gathering(layer)):
-        constants = without_mask(constants)
+        constants = tuple(table for table in constants if table.name != MASK)
     # with a split block, the recomputed function is compiled; else recomputation itself is compiled
     split = compiled and any(isinstance(operator.kernel, LayerCollective) for operator in operators)
     to_end = split or (style.full_recompute_pass and layer.kind is LayerKind.BLOCK)
     if not (compiled or to_end or (operators, constants) != (layer.operators, layer.constants)):
         return layer
     words = ["dropout" * dropout, "gates" * style.fused_gates, style.loss, *attention_words]
-    words += [_expert_words(style) * other_experts, "as Megatron" * as_megatron]
+    kernels = "fused" if style.fused_experts else f"{style.expert_streams or 'all'} concurrent"
+    words += [f"experts by {style.expert_dispatch}, {kernels}" * other_experts, "as Megatron" * as_megatron]
     words += ["by rank" * (constants != layer.constants), COMPILED * compiled, "to end" * to_end]
-    key = f"{layer.key},{'+'.join(word for word in words if word)}"
     return replace(
         layer,
-        key=key,
+        key=f"{layer.key},{'+'.join(filter(None, words))}",
         operators=operators,
         parameters=parameters,
         constants=constants,
@@ -220,34 +202,21 @@ def _with_attention(
     return operators, skips, words
 
 
-def _expert_words(style: LayerImplementation) -> str:
-    how = "fused" if style.fused_experts else f"{style.expert_streams or 'all'} at once"
-    return f"experts by {style.expert_dispatch}, {how}"
-
-
-def _pairs(operators: Sequence[Operator]) -> Iterator[tuple[Operator, ...]]:
+def _with_fused_gates(operators: Sequence[Operator]) -> Iterator[Operator]:
     """Operators, with a gate's activation and the multiplication after it as one that saves both inputs."""
     last: Operator | None = None
     for operator in operators:
-        halves = last is not None and operator.kernel is None and last.gates and last.makes[0].name in operator.reads
-        if halves and last is not None:
+        if last is not None and last.gates and operator.kernel is None and last.makes[0].name in operator.reads:
             gate, other = last.reads[0], next(name for name in operator.reads if name != last.makes[0].name)
-            yield (
-                replace(
-                    operator,
-                    kernel=last.kernel,
-                    reads=(gate, other),
-                    saves=(gate, other),
-                    saves_for=((other, gate),),
-                ),
-            )
+            both = (gate, other)
+            yield replace(operator, kernel=last.kernel, reads=both, saves=both, saves_for=((other, gate),))
             last = None
             continue
         if last is not None:
-            yield (last,)
+            yield last
         last = operator
     if last is not None:
-        yield (last,)
+        yield last
 
 
 def _summed_again(operator: Operator) -> Operator:
@@ -261,15 +230,12 @@ def _with_masks(layer: LayerSpec, operators: Sequence[Operator]) -> Iterator[Ope
     """Operators with dropout masks where a branch joins the residual stream, and after the embedding."""
     for number, operator in enumerate(operators, 1):
         kernel = operator.kernel
-        joins = Role.RESIDUAL in operator.roles
-        ends = (
-            number == len(operators) if layer.kind is LayerKind.EMBEDDING else layer.kind is LayerKind.BLOCK and joins
-        )
-        if not ends:
+        ends_embedding = layer.kind is LayerKind.EMBEDDING and number == len(operators)
+        if not (ends_embedding or (layer.kind is LayerKind.BLOCK and Role.RESIDUAL in operator.roles)):
             yield operator
             continue
         name = kernel.name if isinstance(kernel, Pointwise) else "embedding"
-        mask = Tensor(f"{name} mask", operator.makes[0].elements, _MASK_BYTES)
+        mask = Tensor(f"{name} mask", operator.makes[0].elements, MASK_BYTES)
         yield replace(operator, makes=(*operator.makes, mask), saves=(*operator.saves, mask.name))
 
 

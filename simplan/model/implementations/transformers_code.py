@@ -29,11 +29,7 @@ _CONV1D = ("qkv.weight", "proj.weight", "up.weight", "down.weight")
 
 
 def as_transformers(layer: LayerSpec) -> LayerSpec:
-    """A layer of GPT-2, Llama, Qwen2, Qwen3 or Mixtral as in transformers.
-
-    Args:
-        layer: Unsharded layer as its family builds it.
-    """
+    """An unsharded layer of GPT-2, Llama, Qwen2, Qwen3 or Mixtral as in transformers."""
     operators = tuple(found for operator in layer.operators for found in _operators(operator))
     parameters = layer.parameters
     if layer.kind is LayerKind.BLOCK:
@@ -270,17 +266,12 @@ def _conv1d(parameters: Sequence[ParameterSpec]) -> tuple[ParameterSpec, ...]:
 
 def _attention_mlp_norms(parameters: Sequence[ParameterSpec]) -> tuple[ParameterSpec, ...]:
     """Parameters in the order in which LlamaDecoderLayer registers them; LlamaAttention has norms of heads last."""
-    last = ("norm1.", "norm2.")
-    of_heads = ("q_norm.", "k_norm.")
-    attention = next(i for i, p in enumerate(parameters) if p.name.startswith("norm2."))
+    end = next(index for index, p in enumerate(parameters) if p.name.startswith("norm2."))  # of attention
 
-    def without(some: Sequence[ParameterSpec], names: tuple[str, ...]) -> list[ParameterSpec]:
-        return [p for p in some if not p.name.startswith(names)]
+    def order(place: int) -> int:
+        name = parameters[place].name
+        if name.startswith(("norm1.", "norm2.")):
+            return 3
+        return 2 if place > end else int(name.startswith(("q_norm.", "k_norm.")))
 
-    before, after = parameters[:attention], parameters[attention:]
-    return (
-        *without(before, (*last, *of_heads)),
-        *(p for p in before if p.name.startswith(of_heads)),
-        *without(after, last),
-        *(p for p in parameters if p.name.startswith(last)),
-    )
+    return tuple(parameters[place] for place in sorted(range(len(parameters)), key=order))

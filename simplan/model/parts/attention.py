@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from simplan.model.implementations.eager_attention import eager_core
@@ -17,16 +17,15 @@ from simplan.model.layer import (
     Tensor,
 )
 from simplan.model.parts.mlp import column_linears, row_linear
-from simplan.model.parts.part import FP32_BYTES, MASK_BYTES, LayerPart, NormKind, joined, norm_operator, with_role
+from simplan.model.parts.part import FP32_BYTES, MASK_BYTES, RMS_NORM, LayerPart, joined, norm_of, with_role
 from simplan.model.share import RankShare
 
-__all__ = ["JOIN", "MASK", "SINKS", "AttentionForm", "Biases", "core_operator", "join_documents", "self_attention"]
+__all__ = ["JOIN", "MASK", "SINKS", "AttentionForm", "Biases", "core_operators", "self_attention"]
 
 Biases = Literal["none", "qkv", "all"]
 _K = CollectiveKind
 _OUTPUT = "attention output"
 JOIN, MASK, SINKS = "join documents", "attention mask", "sinks"
-_RMS_NORM = NormKind(statistics=1, bias=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +62,7 @@ class AttentionForm:
 
 
 def self_attention(source: str, form: AttentionForm, share: RankShare) -> LayerPart:
-    """Queries, keys and values, the attention core, and the projection of its output, ``proj output``.
-
-    Args:
-        source: Name of the tensor it is applied to.
-        form: Variant of the attention.
-        share: Sizes.
-    """
+    """Queries, keys and values of the tensor ``source``, the attention core, and the projection, ``proj output``."""
     widths = {"qkv": share.q + 2 * share.kv} if form.fused else {"q": share.q, "k": share.kv, "v": share.kv}
     projected = column_linears(widths, source, share, bias=form.bias != "none")
     norms, turned, names = _on_queries_and_keys(form, share)
@@ -87,24 +80,18 @@ def _on_queries_and_keys(form: AttentionForm, share: RankShare) -> tuple[LayerPa
     norms = rotation = LayerPart()
     if form.fused:
         parts = _parts("qkv output", n * share.q, n * share.kv)
-        operators, names = [parts], dict(zip(names, (t.name for t in parts.makes), strict=True))
+        norms, names = joined(parts), dict(zip(names, (t.name for t in parts.makes), strict=True))
         if share.heads > share.kv_heads > 1:  # rows are grouped by heads of keys: queries are not evenly apart
             kernel, queries = Pointwise("line up queries", n * share.q, n * share.q), Tensor("q lined up", n * share.q)
-            operators.append(Operator(kernel=kernel, reads=(names["q"],), makes=(queries,)))
+            norms = joined(norms, Operator(kernel=kernel, reads=(names["q"],), makes=(queries,)))
             names["q"] = queries.name
-        norms = LayerPart(operators=tuple(operators))
     if form.qk_norm != "none":
-        each = form.qk_norm == "head"
-        heads = {"q": share.heads, "k": share.kv_heads}
-        parameters, operators = [], []
         for name, size in sizes.items():
-            weight = ParameterSpec(f"{name}_norm.weight", (share.head_dim if each else size,), share.shard.tp > 1)
-            made = Tensor(f"{name}_norm output", n * size)
-            rows = n * (heads[name] if each else 1)
-            operators.append(norm_operator(f"{name}_norm", names[name], _RMS_NORM, made, rows, [weight]))
-            parameters.append(weight)
+            width = share.head_dim if form.qk_norm == "head" else size
+            made, weights = Tensor(f"{name}_norm output", n * size), (n * size // width, width)
+            of_name = norm_of(f"{name}_norm", names[name], RMS_NORM, made, weights, partial=share.shard.tp > 1)
+            norms = joined(norms, of_name)
             names[name] = made.name
-        norms = joined(norms, LayerPart(parameters=tuple(parameters), operators=tuple(operators)))
     if form.rotated:
         both = n * (share.q + share.kv)
         touched = both + round(form.rotated * both)
@@ -138,41 +125,28 @@ def _sinks(share: RankShare) -> tuple[LayerPart, str]:
     return LayerPart(parameters=(weight,), operators=(operator,)), scaled.name
 
 
-def core_operator(core: Attention, reads: tuple[str, ...], output: Tensor) -> Operator:
+def core_operators(core: Attention, reads: tuple[str, ...], output: Tensor) -> list[Operator]:
     """An attention core in one kernel, which saves its inputs, its output and a logsumexp for every row.
 
+    Outputs of packed documents are copied into one tensor; backward copies equally many gradients of q, k and v.
+
     Args:
-        core: The kernel.
         reads: Names of queries, keys and values, or of the one tensor that they are parts of.
-        output: Output tensor.
     """
     logsumexp = Tensor("attention logsumexp", core.seq_len * core.num_heads, FP32_BYTES)
-    return Operator(
-        kernel=core,
-        reads=reads,
-        makes=(output, logsumexp),
-        saves=(*reads, output.name, logsumexp.name),
-    )
+    made = replace(output, name="outputs of documents") if core.documents else output
+    saves = (*reads, made.name, logsumexp.name)
+    operators = [Operator(kernel=core, reads=reads, makes=(made, logsumexp), saves=saves)]
+    if core.documents:
+        join = Pointwise(JOIN, output.elements, output.elements)
+        operators.append(Operator(kernel=join, reads=(made.name,), makes=(output,)))
+    return operators
 
 
 def _parts(source: str, q: int, kv: int) -> Operator:
     """Queries, keys and values as parts of one tensor."""
     makes = tuple(Tensor(f"{name} of {source}", size) for name, size in (("q", q), ("k", kv), ("v", kv)))
     return Operator(reads=(source,), makes=makes, splits=True)
-
-
-def join_documents(elements: int, source: str, share: RankShare, result: str = _OUTPUT) -> Operator:
-    """Copy the outputs of packed documents into one tensor; backward copies equally many gradients of q, k and v.
-
-    Args:
-        elements: Elements of the output of one sequence.
-        source: Name of the outputs.
-        share: Sizes, and the documents.
-        result: Name of the tensor.
-    """
-    assert share.documents
-    kernel = Pointwise(JOIN, elements, elements)
-    return Operator(kernel=kernel, reads=(source,), makes=(Tensor(result, elements),))
 
 
 def _core(form: AttentionForm, share: RankShare, names: tuple[str, ...]) -> list[Operator]:
@@ -200,20 +174,16 @@ def _core(form: AttentionForm, share: RankShare, names: tuple[str, ...]) -> list
         )
 
     if shard.cp == 1:
-        kernel = core(share.heads, share.kv_heads, n)
-        if not share.documents:
-            return [core_operator(kernel, names, Tensor(_OUTPUT, q))]
-        apart = Tensor("outputs of documents", q)
-        return [core_operator(kernel, names, apart), join_documents(q, apart.name, share)]
+        return core_operators(core(share.heads, share.kv_heads, n), names, Tensor(_OUTPUT, q))
     if shard.cp_comm == "all_gather":
         keys = Tensor("gathered k and v", shard.cp * 2 * kv)
         collective = LayerCollective("k and v", "cp", _K.ALL_GATHER, _K.REDUCE_SCATTER, keys.elements)
         own = Tensor("k and v", 2 * kv)
         gather = Operator(kernel=collective, reads=names[-2:], makes=(keys,), forward_scratch=(own,))
         kernel = core(share.heads, share.kv_heads, n, shard.cp * n)
-        return [gather, core_operator(kernel, (names[0], keys.name), Tensor(_OUTPUT, q))]
+        return [gather, *core_operators(kernel, (names[0], keys.name), Tensor(_OUTPUT, q))]
     if shard.cp_comm == "a2a":
-        packed = Tensor("exchanged q, k and v", q + 2 * kv)
+        packed = Tensor("q, k and v by heads", q + 2 * kv)
         there = LayerCollective("q, k and v", "cp", _K.ALL_TO_ALL, _K.ALL_TO_ALL, packed.elements)
         back = LayerCollective(_OUTPUT, "cp", _K.ALL_TO_ALL, _K.ALL_TO_ALL, q)
         kernel = core(share.heads // shard.cp, share.kv_heads // shard.cp, shard.cp * n)
@@ -221,7 +191,7 @@ def _core(form: AttentionForm, share: RankShare, names: tuple[str, ...]) -> list
         return [
             Operator(kernel=there, reads=names, makes=(packed,)),
             parts,
-            core_operator(kernel, tuple(tensor.name for tensor in parts.makes), made),
+            *core_operators(kernel, tuple(tensor.name for tensor in parts.makes), made),
             Operator(kernel=back, reads=(made.name,), makes=(Tensor(_OUTPUT, q),)),
         ]
     assert not form.masked, "which scores count would differ from part to part"
@@ -254,7 +224,7 @@ def _ring(core: Attention, cp: int, elements: int, names: tuple[str, ...]) -> li
     assert isinstance(last, Attention)
     return [
         *(Operator(kernel=kernel, reads=names, passes=True) for kernel in others),
-        core_operator(last, names, output),
+        *core_operators(last, names, output),
     ]
 
 

@@ -2,31 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from simplan.model.kernel import LOSS, TOKEN_TABLE
-from simplan.model.layer import CollectiveKind, LayerCollective, Lookup, Operator, ParameterSpec, Pointwise, Tensor
-from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, LayerPart, cast, joined, linear
+from simplan.model.kernel import LOSS, TOKEN_TABLE, CollectiveKind, LayerCollective, Lookup, Pointwise
+from simplan.model.layer import LayerKind, LayerSpec, Operator, ParameterSpec, Tensor
+from simplan.model.parts.part import (
+    FP32_BYTES,
+    INDEX_BYTES,
+    MASK_BYTES,
+    LayerPart,
+    cast,
+    hidden_input,
+    joined,
+    layer_of,
+    linear,
+)
 from simplan.model.share import RankShare, for_columns, sum_of_rows
 
-__all__ = ["output_distribution", "row_table", "token_lookup", "token_table"]
+if TYPE_CHECKING:
+    from simplan.model.model import ModelSpec
+
+__all__ = ["embedding_layer", "head_layer", "output_distribution", "row_table", "token_lookup"]
 
 
-def token_table(share: RankShare) -> LayerPart:
-    """The embedding ``wte``; its result is ``wte output``."""
-    weight = ParameterSpec("wte.weight", (share.vocab, share.hidden))
-    lookup, *summed = token_lookup(share, f"{TOKEN_TABLE} output", parameters=(weight.name,))
-    return LayerPart(parameters=(weight,), operators=(lookup, *summed))
-
-
-def token_lookup(share: RankShare, result: str, parameters: tuple[str, ...] = ()) -> list[Operator]:
-    """Operators of a token lookup in the embedding; each tensor-parallel rank has a part of the rows.
+def embedding_layer(model: ModelSpec, share: RankShare, parts: Iterable[LayerPart | Operator], *more: str) -> LayerSpec:
+    """The first layer of a language model: the embedding of tokens, whose result is ``wte output``, and other parts.
 
     Args:
-        share: Sizes.
-        result: Name of the hidden states.
-        parameters: Names of parameters (``Operator``).
+        parts: Parts after the embedding of tokens.
+        more: Properties of these parts, for the layer's key.
     """
+    weight = ParameterSpec("wte.weight", (share.vocab, share.hidden))
+    lookup = token_lookup(share, f"{TOKEN_TABLE} output", parameters=(weight.name,))
+    table = LayerPart(parameters=(weight,), operators=lookup)
+    key = _key(model, share, "embedding", more)
+    return layer_of(key, LayerKind.EMBEDDING, [table, *parts], output_shapes=share.hidden_shapes)
+
+
+def head_layer(
+    model: ModelSpec,
+    share: RankShare,
+    parts: Iterable[LayerPart | Operator],
+    *more: str,
+    inputs: tuple[Tensor, ...] = (),
+    tied: tuple[str, ...] = (),
+) -> LayerSpec:
+    """The last layer of a language model.
+
+    Args:
+        parts: Parts from the hidden states to the loss.
+        more: Properties of the parts, for the layer's key.
+        inputs: Inputs before the hidden states.
+        tied: Names of parameters that are tied to the embedding (``LayerSpec``) if the output projection is not.
+    """
+    return layer_of(
+        _key(model, share, "head", more),
+        LayerKind.HEAD,
+        parts,
+        inputs=(*inputs, hidden_input(share)),
+        output_shapes=share.logits_shapes,
+        tied=("lm_head.weight",) if model.tied_embeddings else tied,
+    )
+
+
+def _key(model: ModelSpec, share: RankShare, kind: str, more: Iterable[str]) -> str:
+    sizes = [f"h{model.hidden_size}", f"v{model.vocab_size}", *more, f"s{model.seq_len}"]
+    return f"{model.family}-{kind}:{','.join(sizes)}{share.suffix}"
+
+
+def token_lookup(share: RankShare, result: str, parameters: tuple[str, ...] = ()) -> tuple[Operator, ...]:
+    """A token lookup in the embedding; each tensor-parallel rank has a part of the rows."""
     split = share.shard.tp > 1
     made = Tensor(f"parts of {result}" if split else result, share.tokens * share.hidden, residual=True)
     own = Tensor("tokens in the own part of the vocabulary", share.tokens, INDEX_BYTES)
@@ -38,38 +85,29 @@ def token_lookup(share: RankShare, result: str, parameters: tuple[str, ...] = ()
         saves=tuple(tensor.name for tensor in masks),
         parameters=parameters,
     )
-    if not split:
-        return [lookup]
-    (summed, *_) = sum_of_rows(made.name, result, share, residual=True)
-    return [lookup, summed]
+    return (lookup, sum_of_rows(made.name, result, share, residual=True)) if split else (lookup,)
 
 
 def row_table(name: str, source: str, rows: int, share: RankShare, *, add: str = "add") -> LayerPart:
     """A learned table whose rows (such as positions) are the same for every sequence; added to the residual stream.
 
     Args:
-        name: Name of the table.
         source: Name of the residual stream.
         rows: Number of rows of the full table.
-        share: Sizes.
         add: Name of the addition, and of its result.
     """
     own = share.own_tokens * share.hidden
     found = Tensor(f"{name} output", own, residual=True, per_microbatch=True)
     weight = ParameterSpec(f"{name}.weight", (rows, share.hidden), share.partial)
-    lookup = Lookup(name, share.own_tokens, share.hidden)
-    return LayerPart(
-        parameters=(weight,),
-        operators=(
-            Operator(kernel=lookup, makes=(found,), parameters=(weight.name,)),
-            Operator(
-                kernel=Pointwise(add, 2 * own, own),
-                reads=(source, found.name),
-                makes=(Tensor(add, own, residual=True),),
-                passes=True,
-            ),
-        ),
+    kernel = Lookup(name, share.own_tokens, share.hidden)
+    lookup = Operator(kernel=kernel, makes=(found,), parameters=(weight.name,))
+    addition = Operator(
+        kernel=Pointwise(add, 2 * own, own),
+        reads=(source, found.name),
+        makes=(Tensor(add, own, residual=True),),
+        passes=True,
     )
+    return LayerPart(parameters=(weight,), operators=(lookup, addition))
 
 
 def output_distribution(
@@ -83,20 +121,17 @@ def output_distribution(
     sum of two tensors times the gradient of the loss.
 
     Args:
-        source: Name of the tensor it is applied to.
-        share: Sizes.
-        name: Name of the projection.
-        bias: The projection has a bias.
         rows: Rows of logits of one sequence; 0 for ``share.tokens``.
         again: Prefix of tensor names for another use of the same projection; empty for the first one.
     """
     n, h, v = rows or share.tokens, share.hidden, share.vocab
-    gathered = for_columns(source, share, rows=n)
+    gathers, gathered = for_columns(source, share, rows=n)
     logits = f"{again}logits"
-    matrix = linear(name, gathered.name, (n, v, h), bias=bias, result=logits)
-    if again:  # its weights are there already
-        matrix = LayerPart(operators=tuple(replace(operator, parameters=()) for operator in matrix.operators))
-    matrix = replace(matrix, operators=tuple(_of_logits(operator) for operator in matrix.operators))
+    matrix = linear(name, gathered, (n, v, h), bias=bias, result=logits)
+    (matmul,) = matrix.operators
+    matmul = replace(matmul, makes=(Tensor(logits, n * v, logits=True),))
+    # with another use, its weights are there already
+    matrix = joined(replace(matmul, parameters=())) if again else replace(matrix, operators=(matmul,))
     wide = Tensor(f"{logits} in FP32", n * v, FP32_BYTES, logits=True)
     kept = Tensor(f"{again}log-probabilities", n * v, FP32_BYTES, logits=True)
     split = share.shard.tp > 1
@@ -109,22 +144,8 @@ def output_distribution(
         # torch's loss consists of two functions, each with a gradient of the size of the logits
         backward_scratch=(wide,) * (1 + split),
     )
-    collectives: list[tuple[Operator, ...]] = [(), ()]
-    if split:
-        reduce = CollectiveKind.ALL_REDUCE
-        largest = LayerCollective("largest logits", "tp", reduce, None, n, FP32_BYTES)
-        sums, targets = (replace(largest, name=name) for name in ("sums of exponentials", "targets' logits"))
-        collectives = [(Operator(kernel=largest),), (Operator(kernel=sums), Operator(kernel=targets))]
-    after, before = collectives[1], collectives[0]
-    operators = (*before, loss_cast(logits, wide), loss, *after)
-    return joined(LayerPart(operators=gathered.before), matrix, LayerPart(operators=operators))
-
-
-def loss_cast(logits: str, wide: Tensor) -> Operator:
-    """The FP32 copy of logits from which the loss is computed."""
-    return cast(logits, wide)
-
-
-def _of_logits(operator: Operator) -> Operator:
-    """A matmul whose result belongs to the output distribution."""
-    return replace(operator, makes=tuple(replace(tensor, logits=True) for tensor in operator.makes))
+    words = ("largest logits", "sums of exponentials", "targets' logits") if split else ()
+    sums = [
+        Operator(kernel=LayerCollective(word, "tp", CollectiveKind.ALL_REDUCE, None, n, FP32_BYTES)) for word in words
+    ]
+    return joined(*gathers, matrix, *sums[:1], cast(logits, wide), loss, *sums[1:])

@@ -19,29 +19,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from simplan.model.layer import (
-    CollectiveKind,
-    Gemm,
-    Kernel,
-    LayerCollective,
-    Operator,
-    ParameterSpec,
-    Pointwise,
-    Role,
-    Tensor,
-)
+from simplan.model.layer import CollectiveKind, Gemm, LayerCollective, Operator, ParameterSpec, Pointwise, Role, Tensor
 from simplan.model.parts.mlp import column_linears, gated, row_linear
-from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, LayerPart, joined, linear, with_role
+from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, LayerPart, joined, linear, matmul, with_role
 from simplan.model.share import RankShare
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
     from simplan.plan.shard import Shard
 
-__all__ = ["ExpertsForm", "expert_mlp", "experts_form", "places_of", "shared_expert_mlp", "sum_of_experts"]
+__all__ = ["expert_mlp", "experts_key", "places_of", "shared_expert_mlp", "sum_of_experts"]
 
 GATE_AND_UP, DOWN = ("experts_gate", "experts_up"), "experts_down"
 _SOURCE, _COMBINED = "norm2 output", "combined output"
@@ -50,71 +40,26 @@ _INPUTS, _RESULTS = "places of experts", "results of places"
 
 
 def places_of(tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
-    """Capacity slots of an expert per sequence: ``capacity_factor`` times its even share of tokens, at least one.
+    """Capacity slots of an expert for the ``tokens`` of a sequence that one rank routes.
 
-    Args:
-        tokens: Tokens of the sequence that one rank routes.
-        top_k: Experts of a token.
-        num_experts: Experts in all.
-        capacity_factor: Slots relative to the even share, for experts that more tokens choose.
+    They are ``capacity_factor`` times its even share of the tokens, at least one.
     """
     return max(1, math.ceil(round(capacity_factor * tokens * top_k / num_experts, 6)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsForm:
-    """Variant of the mixture of experts.
-
-    Attributes:
-        num_experts: Number of experts.
-        top_k: Experts of a token.
-        width: Columns of an expert's matrices.
-        capacity_factor: Capacity slots relative to the even share (``places_of``).
-        shared_width: Columns of the experts that all tokens use, together; 0 for none.
-        shared_gate: A separate gate weights the output of the shared experts.
-        router_bias: The router has a bias.
-        bias: The experts' matrices have biases.
-    """
-
-    num_experts: int
-    top_k: int
-    width: int
-    capacity_factor: float
-    shared_width: int
-    shared_gate: bool
-    router_bias: bool
-    bias: bool
-
-    @property
-    def key(self) -> str:
-        """Part of a layer's key that identifies the form."""
-        parts = [f"e{self.num_experts}", f"top{self.top_k}", f"ei{self.width}", f"cf{self.capacity_factor:g}"]
-        parts += [f"si{self.shared_width}"] * (self.shared_width > 0) + ["sgate"] * self.shared_gate
-        return ",".join([*parts, *["rbias"] * self.router_bias, *["ebias"] * self.bias])
+def experts_key(model: ModelSpec) -> str:
+    """Part of a layer's key that identifies a mixture of experts."""
+    parts = [f"e{model.num_experts}", f"top{model.top_k}", f"ei{model.moe_intermediate_size}"]
+    parts.append(f"cf{model.capacity_factor:g}")
+    parts += [f"si{model.shared_expert_intermediate_size}"] * (model.shared_expert_intermediate_size > 0)
+    parts += ["sgate"] * model.shared_expert_gate + ["rbias"] * model.router_bias + ["ebias"] * model.expert_bias
+    return ",".join(parts)
 
 
-def experts_form(model: ModelSpec) -> ExpertsForm:
-    """The mixture of experts of a model that has one."""
-    return ExpertsForm(
-        num_experts=model.num_experts,
-        top_k=model.top_k,
-        width=model.moe_intermediate_size,
-        capacity_factor=model.capacity_factor,
-        shared_width=model.shared_expert_intermediate_size,
-        shared_gate=model.shared_expert_gate,
-        router_bias=model.router_bias,
-        bias=model.expert_bias,
-    )
-
-
-def shared_expert_mlp(form: ExpertsForm, share: RankShare) -> LayerPart:
-    """A gated MLP for all tokens, perhaps times a gate of one number per token; empty without shared experts.
-
-    Args:
-        form: Variant of the experts.
-        share: Sizes.
-    """
-    n, own, h, i = share.tokens, share.own_tokens, share.hidden, form.shared_width // share.shard.tp
+def shared_expert_mlp(model: ModelSpec, share: RankShare) -> LayerPart:
+    """A gated MLP for all tokens, perhaps times a gate of one number per token; empty without shared experts."""
+    n, own, h = share.tokens, share.own_tokens, share.hidden
+    i = model.shared_expert_intermediate_size // share.shard.tp
     if not i:
         return LayerPart()
     mlp = joined(
@@ -122,7 +67,7 @@ def shared_expert_mlp(form: ExpertsForm, share: RankShare) -> LayerPart:
         gated("shared_", n * i),
         row_linear("shared_down", "shared_gated product", i, share),
     )
-    if not form.shared_gate:
+    if not model.shared_expert_gate:
         return with_role(mlp, Role.MLP, Role.SHARED_EXPERT)
     gate = linear("shared_expert_gate", _SOURCE, (own, 1, h), partial=(share.partial, False))
     sigmoid = Tensor("shared gate's sigmoid", own)
@@ -133,32 +78,27 @@ def shared_expert_mlp(form: ExpertsForm, share: RankShare) -> LayerPart:
         makes=(Tensor("weighed shared output", own * h), sigmoid),
         saves=(output, sigmoid.name),
     )
-    whole = joined(mlp, with_role(gate, Role.GATING), LayerPart(operators=(weigh,)))
+    whole = joined(mlp, with_role(gate, Role.GATING), weigh)
     return with_role(whole, Role.MLP, Role.SHARED_EXPERT)
 
 
-def expert_mlp(form: ExpertsForm, share: RankShare) -> LayerPart:
-    """The router, the experts, and dispatch and combine of tokens: ``combined output``.
-
-    Args:
-        form: Variant of the experts.
-        share: Sizes.
-    """
-    return with_role(joined(_router(form, share), _experts(form, share)), Role.MLP)
+def expert_mlp(model: ModelSpec, share: RankShare) -> LayerPart:
+    """The router, the experts, and dispatch and combine of tokens: ``combined output``."""
+    return with_role(joined(_router(model, share), _experts(model, share)), Role.MLP)
 
 
-def sum_of_experts(form: ExpertsForm, share: RankShare) -> LayerPart:
+def sum_of_experts(model: ModelSpec, share: RankShare) -> LayerPart:
     """The sum of the outputs of the chosen experts and the shared one."""
-    shared = "weighed shared output" if form.shared_gate else "shared_down output"
+    shared = "weighed shared output" if model.shared_expert_gate else "shared_down output"
     made = Tensor("sum of experts", share.own_tokens * share.hidden)
-    return with_role(LayerPart(operators=(Operator(reads=(_COMBINED, shared), makes=(made,), passes=True),)), Role.MLP)
+    return with_role(Operator(reads=(_COMBINED, shared), makes=(made,), passes=True), Role.MLP)
 
 
-def _router(form: ExpertsForm, share: RankShare) -> LayerPart:
+def _router(model: ModelSpec, share: RankShare) -> LayerPart:
     """Scores of all experts, the best of them and the capacity slots of their tokens."""
-    n, h, e = share.own_tokens, share.hidden, form.num_experts
-    chosen = n * form.top_k
-    places = e * places_of(n, form.top_k, e, form.capacity_factor)
+    n, h, e = share.own_tokens, share.hidden, model.num_experts
+    chosen = n * model.top_k
+    places = e * places_of(n, model.top_k, e, model.capacity_factor)
     both = share.partial, share.partial
     experts, weights = Tensor(_CHOSEN, chosen, INDEX_BYTES), Tensor("their weights", chosen, FP32_BYTES)
     tables = Tensor(_PLACES, chosen, INDEX_BYTES), Tensor(_TOKENS, places, INDEX_BYTES)
@@ -168,16 +108,16 @@ def _router(form: ExpertsForm, share: RankShare) -> LayerPart:
         makes=(weights, experts, *tables),
         saves=(weights.name, experts.name),
     )
-    router = linear("router", _SOURCE, (n, e, h), bias=form.router_bias, partial=both)
-    return joined(with_role(router, Role.GATING), LayerPart(operators=(routing,)))
+    router = linear("router", _SOURCE, (n, e, h), bias=model.router_bias, partial=both)
+    return joined(with_role(router, Role.GATING), routing)
 
 
-def _experts(form: ExpertsForm, share: RankShare) -> LayerPart:
-    shard = share.shard
-    n, h, i, ep = share.own_tokens, share.hidden, form.width // shard.etp, shard.ep
-    assert form.num_experts % ep == form.width % shard.etp == 0, (form, shard)
-    own, chosen = form.num_experts // ep, n * form.top_k
-    sent = form.num_experts * places_of(n, form.top_k, form.num_experts, form.capacity_factor)
+def _experts(model: ModelSpec, share: RankShare) -> LayerPart:
+    shard, experts, width = share.shard, model.num_experts, model.moe_intermediate_size
+    n, h, i = share.own_tokens, share.hidden, width // shard.etp
+    assert experts % shard.ep == width % shard.etp == 0, (experts, width, shard)
+    own, chosen = experts // shard.ep, n * model.top_k
+    sent = experts * places_of(n, model.top_k, experts, model.capacity_factor)
     rows = sent * shard.etp
     counted = min(rows, chosen * shard.etp)
 
@@ -185,14 +125,7 @@ def _experts(form: ExpertsForm, share: RankShare) -> LayerPart:
         gemm = Gemm(name, rows, columns, inner, own, counted if counted < rows else 0, joint=joint)
         weight = ParameterSpec(f"{name}.weight", (own, columns, inner), expert=shard.experts_apart)
         bias = ParameterSpec(f"{name}.bias", (own, columns), expert=shard.experts_apart)
-        operator = Operator(
-            kernel=gemm,
-            reads=(source,),
-            makes=(Tensor(f"{name} output", rows * columns),),
-            saves=(source,),
-            parameters=(bias.name, weight.name) if form.bias else (weight.name,),
-        )
-        return LayerPart(parameters=(weight, bias) if form.bias else (weight,), operators=(operator,))
+        return matmul(gemm, source, (weight, bias) if model.expert_bias else (weight,))
 
     there, back = _exchanges(sent * h, own, shard)
     dispatch = Operator(
@@ -201,24 +134,22 @@ def _experts(form: ExpertsForm, share: RankShare) -> LayerPart:
         makes=(Tensor(_INPUTS if not there else "dispatched tokens", sent * h),),
         saves=(_TOKENS,),
     )
+    matmuls = joined(
+        *(grouped(name, _INPUTS, i, h, "+".join(GATE_AND_UP)) for name in GATE_AND_UP),
+        gated("experts_", rows * i),
+        grouped(DOWN, "experts_gated product", h, i),
+    )
     return joined(
-        LayerPart(operators=tuple(_chain([dispatch, *there], "", _INPUTS))),
-        with_role(
-            joined(
-                *(grouped(name, _INPUTS, i, h, "+".join(GATE_AND_UP)) for name in GATE_AND_UP),
-                gated("experts_", rows * i),
-                grouped(DOWN, "experts_gated product", h, i),
-            ),
-            Role.EXPERTS,
-        ),
-        LayerPart(operators=tuple(_chain(back, "experts_down output", _RESULTS) if back else ())),
-        LayerPart(operators=tuple(_combine(_RESULTS if back else "experts_down output", chosen, n, h))),
+        *_chain([dispatch, *there], "", _INPUTS),
+        with_role(matmuls, Role.EXPERTS),
+        *_chain(back, "experts_down output", _RESULTS),
+        *_combine(_RESULTS if back else "experts_down output", chosen, n, h),
     )
 
 
 def _combine(source: str, chosen: int, n: int, h: int) -> Iterator[Operator]:
     """Unpermute the results of the chosen experts, weight them and sum them."""
-    picked, matmul = Tensor("outputs of chosen experts", chosen * h), Tensor("weighed outputs", chosen * h)
+    picked, product = Tensor("outputs of chosen experts", chosen * h), Tensor("weighed outputs", chosen * h)
     weights, dropped = Tensor("weights without dropped tokens", chosen), Tensor("dropped tokens", chosen, MASK_BYTES)
     kernel = Pointwise("combine", 3 * chosen * h, 2 * chosen * h + n * h)
     yield Operator(kernel=kernel, reads=(source,), makes=(picked,), saves=(_PLACES,))
@@ -227,18 +158,15 @@ def _combine(source: str, chosen: int, n: int, h: int) -> Iterator[Operator]:
         reads=(picked.name, weights.name),
         makes=(Tensor(_COMBINED, n * h),),
         saves=(picked.name, weights.name),
-        forward_scratch=(matmul,),
-        backward_scratch=(matmul,),
+        forward_scratch=(product,),
+        backward_scratch=(product,),
     )
 
 
 def _chain(steps: list[Operator], source: str, result: str) -> Iterator[Operator]:
-    """Operators of which each reads the tensor that the one before it makes.
+    """Operators of which each reads the tensor that the one before it makes; the last one makes ``result``.
 
-    Args:
-        steps: The operators.
-        source: Name of the first operator's input; empty to keep its own.
-        result: Name of the last operator's result.
+    The first one reads ``source``; if that is empty, it keeps its own input.
     """
     for number, step in enumerate(steps, 1):
         (made,) = step.makes
@@ -256,33 +184,25 @@ def _exchanges(elements: int, own: int, shard: Shard) -> tuple[list[Operator], l
     Args:
         elements: Elements of the slots that one rank fills.
         own: Experts per rank.
-        shard: Split of the layers.
     """
-    there: list[tuple[Kernel, int]] = []
-    back: list[tuple[Kernel, int]] = []
     split = shard.etp * elements
+    copy = (Tensor("in the order of ranks", split),) if own > 1 else ()
+    there, back = list[Operator](), list[Operator]()
+
+    def step(kernel: LayerCollective | Pointwise, size: int) -> Operator:
+        scratch = copy if isinstance(kernel, LayerCollective) else ()
+        made = (Tensor(f"after {kernel.name}", size),)
+        return Operator(kernel=kernel, makes=made, forward_scratch=scratch, backward_scratch=scratch)
+
     if shard.ep > 1:
         everywhere = CollectiveKind.ALL_TO_ALL
-        there.append((LayerCollective("expert inputs", "ep", everywhere, everywhere, elements), elements))
-        back.append((LayerCollective("expert outputs", "ep", everywhere, everywhere, elements), elements))
+        there.append(step(LayerCollective("expert inputs", "ep", everywhere, everywhere, elements), elements))
+        back.append(step(LayerCollective("expert outputs", "ep", everywhere, everywhere, elements), elements))
     if shard.etp > 1:
         gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
-        there.append((LayerCollective("gathered expert inputs", "etp", gather, scatter, split), split))
-        back.insert(0, (LayerCollective("parts of expert outputs", "etp", scatter, gather, split), elements))
+        there.append(step(LayerCollective("gathered expert inputs", "etp", gather, scatter, split), split))
+        back.insert(0, step(LayerCollective("parts of expert outputs", "etp", scatter, gather, split), elements))
     if there and own > 1:
-        there.append((Pointwise("sort by expert", split, split, moves=True), split))
-        back.insert(0, (Pointwise("sort by rank", split, split, moves=True), split))
-    copy = (Tensor("in the order of ranks", split),) if own > 1 else ()
-    first, second = (
-        [
-            Operator(
-                kernel=kernel,
-                makes=(Tensor(f"after {kernel.name}", size),),
-                forward_scratch=copy if isinstance(kernel, LayerCollective) else (),
-                backward_scratch=copy if isinstance(kernel, LayerCollective) else (),
-            )
-            for kernel, size in way
-        ]
-        for way in (there, back)
-    )
-    return first, second
+        there.append(step(Pointwise("sort by expert", split, split, moves=True), split))
+        back.insert(0, step(Pointwise("sort by rank", split, split, moves=True), split))
+    return there, back

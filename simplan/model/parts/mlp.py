@@ -10,13 +10,7 @@ __all__ = ["activated", "column_linears", "gated", "gated_mlp", "gelu_mlp", "rel
 
 
 def gelu_mlp(source: str, share: RankShare, *, bias: bool) -> LayerPart:
-    """MLP of up, GELU and down.
-
-    Args:
-        source: Name of the tensor it is applied to.
-        share: Sizes.
-        bias: Both matrices have one.
-    """
+    """MLP of up, GELU and down, applied to the tensor ``source``."""
     n, i = share.tokens, share.intermediate
     mlp = joined(
         column_linears({"up": i}, source, share, bias=bias),
@@ -27,12 +21,7 @@ def gelu_mlp(source: str, share: RankShare, *, bias: bool) -> LayerPart:
 
 
 def relu_mlp(source: str, share: RankShare) -> LayerPart:
-    """MLP of up, ReLU and down; no biases. ReLU's backward needs only its output, which the last matrix saves anyway.
-
-    Args:
-        source: Name of the tensor it is applied to.
-        share: Sizes.
-    """
+    """MLP of up, ReLU and down; no biases. Backward of ReLU needs its output, which the last matrix saves anyway."""
     n, i = share.tokens, share.intermediate
     mlp = joined(
         column_linears({"up": i}, source, share),
@@ -43,13 +32,7 @@ def relu_mlp(source: str, share: RankShare) -> LayerPart:
 
 
 def gated_mlp(source: str, share: RankShare, *, activation: str = "silu") -> LayerPart:
-    """MLP of gate and up, SiLU (or another function) of gate times up, and down; no biases.
-
-    Args:
-        source: Name of the tensor it is applied to.
-        share: Sizes.
-        activation: Name of the function.
-    """
+    """MLP of gate and up, SiLU (or another function) of gate times up, and down; no biases."""
     n, i = share.tokens, share.intermediate
     mlp = joined(
         column_linears({"gate": i, "up": i}, source, share),
@@ -59,38 +42,24 @@ def gated_mlp(source: str, share: RankShare, *, activation: str = "silu") -> Lay
     return with_role(mlp, Role.MLP)
 
 
-def activated(name: str, source: str, elements: int, *, saves: str = "", result: Tensor | None = None) -> LayerPart:
-    """A function of every element, whose backward needs its input.
-
-    Args:
-        name: Name of the function.
-        source: Name of the tensor it is applied to.
-        elements: Elements of one sequence.
-        saves: Name of the tensor that backward needs; empty for the input.
-        result: Result tensor; None for ``{name} output``.
-    """
-    made = result or Tensor(f"{name} output", elements)
+def activated(name: str, source: str, elements: int, *, saves: str = "") -> Operator:
+    """A function of every element of ``source``, whose backward needs the tensor ``saves``, or else its input."""
     kernel = Pointwise(name, elements, elements, like="gelu")
-    return LayerPart(operators=(Operator(kernel=kernel, reads=(source,), makes=(made,), saves=(saves or source,)),))
+    made = Tensor(f"{name} output", elements)
+    return Operator(kernel=kernel, reads=(source,), makes=(made,), saves=(saves or source,))
 
 
 def gated(prefix: str, elements: int, activation: str = "silu") -> LayerPart:
-    """The activation of one half times the other, ``{prefix}gate output`` and ``{prefix}up output``; one kernel.
-
-    Args:
-        prefix: Prefix of all names.
-        elements: Elements of each half, of one sequence.
-        activation: Name of the function.
-    """
+    """The activation of ``{prefix}gate output`` times ``{prefix}up output``, each with ``elements``; one kernel."""
     gate, up = f"{prefix}gate output", f"{prefix}up output"
+    made = Tensor(f"{prefix}{activation} output", elements)
     function = Operator(
         kernel=Pointwise(f"{prefix}{activation}_multiply", 3 * elements, 2 * elements, like="silu_multiply"),
         reads=(gate,),
-        makes=(Tensor(f"{prefix}{activation} output", elements),),
+        makes=(made,),
         saves=(gate,),
         gates=True,
     )
-    (made,) = function.makes
     matmul = Operator(
         reads=(made.name, up),
         makes=(Tensor(f"{prefix}gated product", elements),),
@@ -108,32 +77,24 @@ def column_linears(
     Args:
         widths: Columns of each matrix on this rank, by name.
         source: Name of the input with a rank's own tokens.
-        share: Sizes.
-        bias: Every matrix has a bias.
         inner: Columns of the input; 0 for the hidden size.
     """
-    gathered = for_columns(source, share, width=inner)
+    gathers, gathered = for_columns(source, share, width=inner)
     k = inner or share.hidden
     joint = "+".join(widths) if len(widths) > 1 else ""
     linears = (
-        linear(name, gathered.name, (share.tokens, width, k), bias=bias, joint=joint) for name, width in widths.items()
+        linear(name, gathered, (share.tokens, width, k), bias=bias, joint=joint) for name, width in widths.items()
     )
-    matrices = with_role(joined(*linears), Role.COLUMN_PARALLEL)
-    return joined(LayerPart(operators=gathered.before), matrices)
+    return joined(*gathers, with_role(joined(*linears), Role.COLUMN_PARALLEL))
 
 
 def row_linear(name: str, source: str, inner: int, share: RankShare, *, bias: bool = False) -> LayerPart:
     """A matrix split by rows, whose partial results are summed over ranks; its result is ``{name} output``.
 
-    Args:
-        name: Name of the matrix.
-        source: Name of the input.
-        inner: Columns of the input on this rank.
-        share: Sizes.
-        bias: The matrix has a bias, of which every rank adds its share to its part (torch's DTensor).
+    The input has ``inner`` columns on this rank. Every rank adds its share of a bias to its part (torch's DTensor).
     """
     result = f"{name} output"
     parts = f"parts of {result}" if share.shard.tp > 1 else result
     part = linear(name, source, (share.tokens, share.hidden, inner), bias=bias, result=parts)
     part = with_role(part, Role.ROW_PARALLEL)
-    return part if share.shard.tp == 1 else joined(part, LayerPart(operators=tuple(sum_of_rows(parts, result, share))))
+    return part if share.shard.tp == 1 else joined(part, sum_of_rows(parts, result, share))

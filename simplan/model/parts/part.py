@@ -1,4 +1,4 @@
-"""Parts, the building blocks of layers, and functions that compose them.
+"""Parts, the building blocks of layers, and functions that compose them into layers.
 
 A part knows its own parameters, operators and constants. A layer is a sequence of parts, and a family is a builder that
 chooses them. Parts name the tensor that they are applied to, and those that they make.
@@ -6,26 +6,36 @@ chooses them. Parts name the tensor that they are applied to, and those that the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from simplan.model.layer import Gemm, LayerKind, LayerSpec, Operator, ParameterSpec, Pointwise, Role, Tensor
 from simplan.model.share import RankShare
 
+if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
+    from simplan.model.model import ModelSpec
+
 __all__ = [
     "FP32_BYTES",
     "INDEX_BYTES",
+    "LAYER_NORM",
     "MASK_BYTES",
+    "RMS_NORM",
+    "Block",
     "LayerPart",
     "NormKind",
+    "block_key",
+    "block_layer",
     "cast",
-    "concatenation",
     "hidden_input",
     "joined",
     "layer_of",
     "linear",
+    "matmul",
     "norm",
-    "norm_operator",
+    "norm_of",
     "residual",
     "rewired",
     "with_role",
@@ -51,22 +61,27 @@ class LayerPart:
     buffers: tuple[Tensor, ...] = ()
 
 
-def joined(*parts: LayerPart) -> LayerPart:
-    """Several parts as one."""
+Block = tuple[str, list[LayerPart | Operator]]
+"""Key and parts of a block; equal keys mean equal blocks."""
+
+
+def joined(*parts: LayerPart | Operator) -> LayerPart:
+    """Several parts, or operators without parameters, as one."""
+    pieces = [LayerPart(operators=(part,)) if isinstance(part, Operator) else part for part in parts]
     return LayerPart(
-        parameters=tuple(parameter for part in parts for parameter in part.parameters),
-        operators=tuple(operator for part in parts for operator in part.operators),
-        constants=tuple(table for part in parts for table in part.constants),
-        buffers=tuple(table for part in parts for table in part.buffers),
+        parameters=tuple(parameter for piece in pieces for parameter in piece.parameters),
+        operators=tuple(operator for piece in pieces for operator in piece.operators),
+        constants=tuple(table for piece in pieces for table in piece.constants),
+        buffers=tuple(table for piece in pieces for table in piece.buffers),
     )
 
 
 def layer_of(
     key: str,
     kind: LayerKind,
-    parts: Iterable[LayerPart],
+    parts: Iterable[LayerPart | Operator],
     *,
-    inputs: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...] = (),
     output_shapes: tuple[tuple[int, ...], ...],
     outputs: tuple[str, ...] = (),
     passed_outputs: tuple[int, ...] = (),
@@ -74,13 +89,7 @@ def layer_of(
     tied: tuple[str, ...] = (),
     mtp_depth: int = 0,
 ) -> LayerSpec:
-    """A layer composed of parts.
-
-    Args:
-        key, kind, inputs, output_shapes, passed_outputs, product_outputs, tied, mtp_depth: See ``LayerSpec``.
-        parts: Parts in the order in which forward runs them.
-        outputs: See ``LayerSpec``; empty for the last tensor that is made.
-    """
+    """A layer composed of parts in the order of forward; without ``outputs``, the last tensor made is the output."""
     whole = joined(*parts)
     last = tuple(tensor.name for tensor in whole.operators[-1].makes if tensor.bytes_per_element is None)
     made = LayerSpec(
@@ -103,17 +112,34 @@ def layer_of(
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class NormKind:
+def block_layer(key: str, parts: Iterable[LayerPart | Operator], share: RankShare) -> LayerSpec:
+    """A block between hidden states."""
+    shapes = share.hidden_shapes
+    return layer_of(key, LayerKind.BLOCK, parts, inputs=(hidden_input(share),), output_shapes=shapes)
+
+
+def block_key(model: ModelSpec, share: RankShare, *more: str) -> str:
+    """Key of a block, with ``more`` properties that distinguish it: equal keys mean equal layers."""
+    heads = [f"a{model.num_attention_heads}", f"kv{model.num_key_value_heads}", f"d{model.head_dim}"]
+    sizes = [f"h{model.hidden_size}", *heads, f"i{model.intermediate_size}", f"s{model.seq_len}", *more]
+    if share.documents:  # their order changes neither work nor memory
+        counts = sorted(Counter(share.documents).items(), reverse=True)
+        sizes.append("docs" + "+".join(f"{number}x{length}" for length, number in counts))
+    return f"{model.family}-block:{','.join(sizes)}{share.suffix}"
+
+
+class NormKind(NamedTuple):
     """A normalization of every token.
 
     Attributes:
         statistics: Numbers per row that backward needs: mean and deviation (LayerNorm), or the scale alone (RMSNorm).
-        bias: The norm has a bias.
     """
 
     statistics: int
     bias: bool
+
+
+LAYER_NORM, RMS_NORM = NormKind(statistics=2, bias=True), NormKind(statistics=1, bias=False)
 
 
 def hidden_input(share: RankShare, name: str = "input", *, elsewhere: bool = False) -> Tensor:
@@ -122,26 +148,18 @@ def hidden_input(share: RankShare, name: str = "input", *, elsewhere: bool = Fal
 
 
 def rewired(part: LayerPart, old: str, new: str) -> LayerPart:
-    """A part applied to another tensor.
+    """A part that reads the tensor ``new`` in place of the tensor ``old``."""
 
-    Args:
-        part: Part that reads the old tensor.
-        old: Name of the old tensor.
-        new: Name of the new tensor.
-    """
-    operators = tuple(
-        replace(
-            operator,
-            reads=tuple(new if name == old else name for name in operator.reads),
-            saves=tuple(new if name == old else name for name in operator.saves),
-        )
-        for operator in part.operators
-    )
-    return replace(part, operators=operators)
+    def renamed(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(new if name == old else name for name in names)
+
+    operators = (replace(o, reads=renamed(o.reads), saves=renamed(o.saves)) for o in part.operators)
+    return replace(part, operators=tuple(operators))
 
 
-def with_role(part: LayerPart, *roles: Role) -> LayerPart:
+def with_role(part: LayerPart | Operator, *roles: Role) -> LayerPart:
     """A part whose operators have additional roles."""
+    part = joined(part)
     return replace(part, operators=tuple(replace(o, roles=o.roles.union(roles)) for o in part.operators))
 
 
@@ -163,10 +181,7 @@ def linear(
     """A linear layer: a matmul with a weight matrix, and perhaps a bias.
 
     Args:
-        name: Name of the matrix.
-        source: Name of the tensor.
         gemm: Rows of one sequence, columns of the result, columns of the input.
-        bias: The layer has a bias.
         partial: Flags of partial gradients for weight and bias (``ParameterSpec``).
         result: Name of the result; empty for ``{name} output``.
         joint: Fusion group (``Gemm``).
@@ -174,10 +189,15 @@ def linear(
     m, n, k = gemm
     weight = ParameterSpec(f"{name}.weight", (n, k), partial[0])
     parameters = (weight, ParameterSpec(f"{name}.bias", (n,), partial[1])) if bias else (weight,)
+    return matmul(Gemm(name, m, n, k, joint=joint), source, parameters, result)
+
+
+def matmul(kernel: Gemm, source: str, parameters: tuple[ParameterSpec, ...], result: str = "") -> LayerPart:
+    """A matmul of the tensor ``source`` with its first parameter, the weight, to which a bias may follow."""
     operator = Operator(
-        kernel=Gemm(name, m, n, k, joint=joint),
+        kernel=kernel,
         reads=(source,),
-        makes=(Tensor(result or f"{name} output", m * n),),
+        makes=(Tensor(result or f"{kernel.name} output", kernel.m * kernel.n),),
         saves=(source,),
         parameters=tuple(parameter.name for parameter in reversed(parameters)),
     )
@@ -185,76 +205,52 @@ def linear(
 
 
 def norm(name: str, source: str, kind: NormKind, share: RankShare, *, for_matmuls: bool = True) -> LayerPart:
-    """A norm over the hidden size of a rank's own tokens.
+    """A norm of the tensor ``source`` over the hidden size of a rank's own tokens; its result is ``{name} output``.
 
-    Args:
-        name: Name of the norm and its weights.
-        source: Name of the tensor it is applied to.
-        kind: Kind of the norm.
-        share: Sizes.
-        for_matmuls: The result, ``{name} output``, goes into matmuls, in their precision; else it belongs to the
-            residual stream.
+    With ``for_matmuls`` the result has the precision of matmuls; else it belongs to the residual stream.
     """
-    h, own = share.hidden, share.own_tokens * share.hidden
-    parameters = [ParameterSpec(f"{name}.weight", (h,), share.partial)]
-    if kind.bias:
-        parameters.append(ParameterSpec(f"{name}.bias", (h,), share.partial))
-    normed = Tensor(f"{name} result" if for_matmuls else f"{name} output", own, residual=True)
-    operators = [norm_operator(name, source, kind, normed, kind.statistics * share.own_tokens, parameters)]
-    if for_matmuls:
-        operators = [replace(operators[0], roles=frozenset({Role.NORM}))]
-        operators.append(cast(normed.name, Tensor(f"{name} output", own)))
-    return LayerPart(parameters=tuple(parameters), operators=tuple(operators))
+    own, h = share.own_tokens, share.hidden
+    wide = Tensor(f"{name} result" if for_matmuls else f"{name} output", own * h, residual=True)
+    part = norm_of(name, source, kind, wide, (own, h), partial=share.partial)
+    return (
+        joined(with_role(part, Role.NORM), cast(wide.name, Tensor(f"{name} output", own * h))) if for_matmuls else part
+    )
 
 
-def norm_operator(
-    name: str, source: str, kind: NormKind, result: Tensor, num_statistics: int, parameters: Iterable[ParameterSpec]
-) -> Operator:
-    """The operator of a norm, whose backward needs its input and statistics.
+def norm_of(
+    name: str, source: str, kind: NormKind, result: Tensor, size: tuple[int, int], *, partial: bool
+) -> LayerPart:
+    """A norm of rows, whose backward needs its input and statistics.
 
     LayerNorm's backward is one kernel. RMSNorm's is composed of single operations where torch has no kernel for it. At
     worst these store the normalized input, its gradient and a product of both in FP32, in addition to the result.
+
+    Args:
+        size: Rows of one sequence, and width of the weights.
+        partial: Gradients of the weights are partial (``ParameterSpec``).
     """
-    statistics = Tensor(f"{name} statistics", num_statistics, FP32_BYTES)
+    rows, width = size
+    words = ("weight", "bias") if kind.bias else ("weight",)
+    parameters = tuple(ParameterSpec(f"{name}.{word}", (width,), partial) for word in words)
+    composed = kind.statistics == 1
+    statistics = Tensor(f"{name} statistics", kind.statistics * rows, FP32_BYTES)
     wide = Tensor(f"{name} scratch", result.elements, FP32_BYTES)
-    composed = (wide,) * _NORM_SCRATCH + (Tensor(f"{name} scratch", result.elements, FP32_BYTES, widened=True),)
-    return Operator(
-        kernel=Pointwise(
-            name, result.elements, result.elements, like="rms_norm" if kind.statistics == 1 else "layer_norm"
-        ),
+    operator = Operator(
+        kernel=Pointwise(name, result.elements, result.elements, like="rms_norm" if composed else "layer_norm"),
         reads=(source,),
         makes=(result, statistics),
         saves=(source, statistics.name),
         parameters=tuple(parameter.name for parameter in parameters),
-        composed=kind.statistics == 1,
-        backward_scratch=composed if kind.statistics == 1 else (),
+        composed=composed,
+        backward_scratch=(*(wide,) * _NORM_SCRATCH, replace(wide, widened=True)) if composed else (),
     )
+    return LayerPart(parameters=parameters, operators=(operator,))
 
 
-def concatenation(name: str, sources: tuple[str, ...], share: RankShare) -> LayerPart:
-    """Concatenation of several tensors of the hidden size, for a matmul.
-
-    Args:
-        name: Name of the result.
-        sources: Names of the tensors.
-        share: Sizes.
-    """
-    elements = len(sources) * share.own_tokens * share.hidden
-    kernel = Pointwise("concatenate", elements, elements, moves=True)
-    return LayerPart(operators=(Operator(kernel=kernel, reads=sources, makes=(Tensor(name, elements),)),))
-
-
-def residual(name: str, stream: str, branch: str, share: RankShare) -> LayerPart:
-    """Addition of a branch's output to the residual stream.
-
-    Args:
-        name: Name of the sum.
-        stream: Name of the tensor it is added to.
-        branch: Name of the output of the branch.
-        share: Sizes.
-    """
+def residual(name: str, stream: str, branch: str, share: RankShare) -> Operator:
+    """Addition of a branch's output to the residual stream; ``name`` is that of the sum."""
     own = share.own_tokens * share.hidden
-    add = Operator(
+    return Operator(
         kernel=Pointwise(name, 2 * own, own),
         reads=(stream, branch),
         makes=(Tensor(name, own, residual=True),),
@@ -262,4 +258,3 @@ def residual(name: str, stream: str, branch: str, share: RankShare) -> LayerPart
         roles=frozenset({Role.RESIDUAL}),
         forward_scratch=(Tensor(f"{branch}, upcast", own, residual=True, widened=True),),
     )
-    return LayerPart(operators=(add,))

@@ -1,62 +1,72 @@
-"""Shared pieces of pre-norm transformers: the block with a GELU MLP, and the head over a vocabulary."""
+"""Shared pieces of pre-norm transformers: blocks with a GELU MLP, the head over a vocabulary, and whole decoders."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from simplan.model.families.mtp import depth_heads, later_inputs
-from simplan.model.layer import LayerKind, LayerSpec
+from simplan.model.families.mtp import depth_heads, depth_layers, later_inputs
+from simplan.model.layer import LayerSpec
 from simplan.model.parts.attention import AttentionForm, self_attention
-from simplan.model.parts.embedding_and_head import output_distribution
-from simplan.model.parts.keys import block_key, head_key
+from simplan.model.parts.embedding_and_head import embedding_layer, head_layer, output_distribution
 from simplan.model.parts.mlp import gelu_mlp
-from simplan.model.parts.part import NormKind, hidden_input, layer_of, norm, residual
+from simplan.model.parts.part import Block, LayerPart, NormKind, block_key, block_layer, norm, residual
 from simplan.model.share import RankShare
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
 
-__all__ = ["gelu_block", "vocabulary_head"]
+__all__ = ["decoder_layers", "gelu_block"]
 
 
-def gelu_block(model: ModelSpec, share: RankShare, kind: NormKind, form: AttentionForm, *, bias: bool) -> LayerSpec:
-    """Norm, attention, norm, GELU MLP.
+def decoder_layers(
+    model: ModelSpec,
+    share: RankShare,
+    kind: NormKind,
+    blocks: Sequence[Block],
+    positions: Iterable[LayerPart] = (),
+    *more: str,
+) -> tuple[LayerSpec, ...]:
+    """Embedding, blocks, layers for multi-token prediction if any, and head.
 
     Args:
-        model: The model.
-        share: Sizes.
-        kind: Kind of both norms.
-        form: Variant of the attention.
-        bias: The MLP has biases.
+        kind: Kind of the norms after the blocks.
+        positions: Parts of the embedding after the lookup of tokens.
+        more: Properties of these parts, for the embedding's key.
     """
-    return layer_of(
-        block_key(model, share),
-        LayerKind.BLOCK,
-        [
-            norm("norm1", "input", kind, share),
-            self_attention("norm1 output", form, share),
-            residual("residual1", "input", "proj output", share),
-            norm("norm2", "residual1", kind, share),
-            gelu_mlp("norm2 output", share, bias=bias),
-            residual("residual2", "residual1", "down output", share),
-        ],
-        inputs=(hidden_input(share),),
-        output_shapes=share.hidden_shapes,
+    made = {key: block_layer(key, parts, share) for key, parts in dict(blocks).items()}
+    return (
+        embedding_layer(model, share, positions, *more),
+        *(made[key] for key, _ in blocks),
+        *depth_layers(model, share, kind, blocks[-1]),
+        _head(model, share, kind),
     )
 
 
-def vocabulary_head(model: ModelSpec, share: RankShare, kind: NormKind) -> LayerSpec:
+def _head(model: ModelSpec, share: RankShare, kind: NormKind) -> LayerSpec:
     """Norm and output distribution over the vocabulary, perhaps with the embedding's weights, also for later tokens.
 
     The head saves only the last of its inputs: earlier layers make the others and save them.
     """
     before, after = depth_heads(model, share, kind)
-    copies = ("mtp_wte.weight",) if model.mtp_num_layers else ()
-    return layer_of(
-        head_key(model, share, *([f"mtp{model.mtp_num_layers}"] if model.mtp_num_layers else [])),
-        LayerKind.HEAD,
+    depths = model.mtp_num_layers
+    return head_layer(
+        model,
+        share,
         [*before, norm("norm", "input", kind, share), output_distribution("norm output", share), *after],
-        inputs=(*later_inputs(model, share), hidden_input(share)),
-        output_shapes=share.logits_shapes,
-        tied=("lm_head.weight",) if model.tied_embeddings else copies,
+        *[f"mtp{depths}"] * bool(depths),
+        inputs=later_inputs(share, depths),
+        tied=("mtp_wte.weight",) if depths else (),
     )
+
+
+def gelu_block(model: ModelSpec, share: RankShare, kind: NormKind, form: AttentionForm) -> Block:
+    """Norm, attention, norm, GELU MLP; the MLP has biases if the norms have."""
+    return block_key(model, share), [
+        norm("norm1", "input", kind, share),
+        self_attention("norm1 output", form, share),
+        residual("residual1", "input", "proj output", share),
+        norm("norm2", "residual1", kind, share),
+        gelu_mlp("norm2 output", share, bias=kind.bias),
+        residual("residual2", "residual1", "down output", share),
+    ]
