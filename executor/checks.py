@@ -32,7 +32,6 @@ def check_job(job: RunSpec, num_local_ranks: int | None = None) -> None:
     """Checks a job against the abilities of the executor and of this machine.
 
     Args:
-        job: The job.
         num_local_ranks: Ranks of the job on this machine; None for all.
 
     Raises:
@@ -49,8 +48,6 @@ def check_rehearsal(job: RunSpec, rank: int, *, fake: bool) -> None:
     """Checks a job of which one rank is to be run alone.
 
     Args:
-        job: The job.
-        rank: The rank.
         fake: Run it without a device.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from executor.checks import check_job
@@ -41,9 +42,7 @@ def run_job(
     ``complete`` false and ``failure`` the reason.
 
     Args:
-        job: The job.
         out_dir: Folder for the files of the run; created when missing.
-        on_progress: Called after every finished step.
         rank_module: Program of one rank, which takes the job file and the folder.
         on_note: Called with every note; the measurement has the notes too.
 
@@ -52,7 +51,7 @@ def run_job(
         RunError: Ranks failed or hung; all are ended.
     """
     check_job(job)
-    run = _Run(job, out_dir, on_progress, on_note, None)
+    run = _Run(job, out_dir.resolve(), on_progress, on_note, None)
     run.launch(check_resume(job), rank_module)
     assert run.measurement is not None
     return run.measurement
@@ -70,7 +69,6 @@ def run_on_nodes(
     """Runs this node's ranks of a job; the leading node writes the measurement.
 
     Args:
-        nodes: The rendezvous of the nodes.
         job: The job, on the leading node only; the other nodes take it from there.
         out_dir, on_progress, rank_module, on_note: As in ``run_job``.
 
@@ -83,38 +81,35 @@ def run_on_nodes(
             check_job(plan, nodes.ranks_per_node)
         resuming = check_resume(job)
     rendezvous = Rendezvous(nodes, None if job is None else job.model_dump_json())
-    run = _Run(RunSpec.model_validate_json(rendezvous.job), out_dir, on_progress, on_note, rendezvous)
+    run = _Run(RunSpec.model_validate_json(rendezvous.job), out_dir.resolve(), on_progress, on_note, rendezvous)
     run.launch(resuming, rank_module)
 
 
+@dataclass(slots=True)
 class _Run:
     """This node's part of a run.
 
     Attributes:
+        rendezvous: Connection to the other nodes; None for this machine alone.
         measurement: Measurement of all ranks; None on nodes that do not lead.
     """
 
-    def __init__(
-        self,
-        job: RunSpec,
-        out_dir: Path,
-        on_progress: Progress | None,
-        on_note: Note | None,
-        rendezvous: Rendezvous | None,
-    ) -> None:
-        self._job, self._out_dir, self._rendezvous = job, out_dir.resolve(), rendezvous
-        self._on_progress, self._on_note = on_progress, on_note
-        self._notes: list[str] = []
-        self._segments: list[RunSegment] = []
-        self._local_ranks: tuple[int, ...] = ()
-        self._reported_steps = 0
-        self.measurement: Measurement | None = None
+    job: RunSpec
+    out_dir: Path
+    on_progress: Progress | None
+    on_note: Note | None
+    rendezvous: Rendezvous | None
+    notes: list[str] = field(default_factory=list)
+    segments: list[RunSegment] = field(default_factory=list)
+    local_ranks: tuple[int, ...] = ()
+    reported_steps: int = 0
+    measurement: Measurement | None = None
 
     def launch(self, notes: list[str], rank_module: str) -> None:
         """Runs this node's ranks, and collects the measurement of all ranks."""
         for note in notes:
             self._note(note)
-        job, out_dir, rendezvous = self._job, self._out_dir, self._rendezvous
+        job, out_dir, rendezvous = self.job, self.out_dir, self.rendezvous
         out_dir.mkdir(parents=True, exist_ok=True)
         job_file = out_dir / "job.json"
         write_whole(job_file, job.model_dump_json(indent=1))
@@ -145,12 +140,12 @@ class _Run:
             self._gather(failure)
 
     def _note(self, sentence: str) -> None:
-        self._notes.append(sentence)
-        if self._on_note is not None:
-            self._on_note(sentence)
+        self.notes.append(sentence)
+        if self.on_note is not None:
+            self.on_note(sentence)
 
     def _job_on(self, num_ranks: int) -> RunSpec:
-        job = self._job.on_ranks(num_ranks)
+        job = self.job.on_ranks(num_ranks)
         if job is None:
             raise RunError(f"no plan was made for {counted(num_ranks, 'rank')}")
         return job
@@ -160,58 +155,58 @@ class _Run:
         return self._folder_of(job), job.plan.num_devices
 
     def _folder_of(self, job: RunSpec) -> Path:
-        return folder_of(self._out_dir, self._job.plan.num_devices, job.plan.num_devices)
+        return folder_of(self.out_dir, self.job.plan.num_devices, job.plan.num_devices)
 
     def _on_poll(self, beats: Beats) -> None:
         steps = min((0 if beat is None else beat.step for beat in beats.values()), default=0)
-        if self._on_progress is None or not beats or steps == self._reported_steps:
+        if self.on_progress is None or not beats or steps == self.reported_steps:
             return
         # every new step; after a restart, the step from which ranks resume
-        for step in range(min(self._reported_steps, steps - 1) + 1, steps + 1):
+        for step in range(min(self.reported_steps, steps - 1) + 1, steps + 1):
             if step:
-                self._on_progress(step, self._job.num_all_steps)
-        self._reported_steps = steps
+                self.on_progress(step, self.job.num_all_steps)
+        self.reported_steps = steps
 
     def _on_start(self, start: Start, why: RunError | None) -> None:
-        self._local_ranks = start.ranks
-        if self._rendezvous is not None:
-            self._rendezvous.begin(start.ranks)
-        checkpointing, job = self._job.checkpointing, self._job_on(start.num_ranks)
+        self.local_ranks = start.ranks
+        if self.rendezvous is not None:
+            self.rendezvous.begin(start.ranks)
+        checkpointing, job = self.job.checkpointing, self._job_on(start.num_ranks)
         if why is not None:
             assert checkpointing is not None
             self._note(f"{why}; restart {start.restarts} of {checkpointing.max_restarts}")
-        if self._segments and self._segments[-1].job.plan == job.plan:
+        if self.segments and self.segments[-1].job.plan == job.plan:
             return
         header = None if checkpointing is None else newest_checkpoint(Path(checkpointing.folder))[0]
         done = 0 if header is None else header.step
         per_node = len(start.ranks)
         num_nodes = job.plan.num_devices // per_node
         sentence = ""
-        if self._segments or job.plan != self._job.plan:
-            verb = "go on" if self._segments else "begin"
+        if self.segments or job.plan != self.job.plan:
+            verb = "go on" if self.segments else "begin"
             if num_nodes == 1:
-                verb = "goes on" if self._segments else "begins"
+                verb = "goes on" if self.segments else "begins"
             idle = start.num_ranks // per_node - num_nodes
             sentence = f"{counted(num_nodes, 'node')} with {counted(job.plan.num_devices, 'rank')} {verb}"
             sentence += f" after step {done}" if done else ""
             sentence += f"; {counted(idle, 'node')} more without work" if idle else ""
             self._note(sentence)
-        self._segments.append(RunSegment(job, num_nodes, done, sentence))
+        self.segments.append(RunSegment(job, num_nodes, done, sentence))
 
     def _gather(self, failure: str | None) -> None:
-        segments, rendezvous = self._segments or [RunSegment(self._job)], self._rendezvous
+        segments, rendezvous = self.segments or [RunSegment(self.job)], self.rendezvous
         job = segments[-1].job
         folder = self._folder_of(job)
         written = written_here(folder, job.plan.num_devices) if rendezvous is None else {}
         if rendezvous is not None:
-            rendezvous.leave({rank: RankFiles(folder, rank).texts() for rank in self._local_ranks})
+            rendezvous.leave({rank: RankFiles(folder, rank).texts() for rank in self.local_ranks})
             if not rendezvous.nodes.leads:
                 return
             written = rendezvous.collect(job.plan.num_devices, failed=failure is not None)
-        measurement = gather(segments, written, failure, self._notes)
-        for note in measurement.notes[len(self._notes) :]:
+        measurement = gather(segments, written, failure, self.notes)
+        for note in measurement.notes[len(self.notes) :]:
             self._note(note)
-        file = self._out_dir / "measurement.json"
+        file = self.out_dir / "measurement.json"
         try:
             write_whole(file, measurement.model_dump_json(indent=1))
         except OSError as error:

@@ -40,7 +40,7 @@ from simplan.runs.run_spec import RunSpec
 from simplan.units import format_bytes
 
 if TYPE_CHECKING:
-    from executor.train.keeping import Keeper
+    from executor.train.run_state import RunStateSaver
 
 _AFTER_RESTART = 2
 """Warm-up steps after a restart, where step times cannot tell when the steady state begins."""
@@ -72,7 +72,6 @@ def start_rank(device: torch.device, timeout_s: float, num_ranks: int | None = N
     of their group.
 
     Args:
-        device: Device of this rank.
         timeout_s: The launcher's timeout.
         num_ranks: Ranks of torchrun's that have work; None for all.
         on_host: Gradients are on the host, also those of CUDA devices.
@@ -165,7 +164,7 @@ def _gather(job: RunSpec, files: RankFiles, out_dir: Path) -> None:
 
 def _idle(heartbeat: Heartbeat) -> None:
     """Life of a rank that no plan needs: it ends or fails with the other ranks, so that torchrun restarts all."""
-    from executor.train.keeping import PeerStoppedError
+    from executor.train.run_state import PeerStoppedError
 
     heartbeat.beat(RankState.WAITING, "no plan needs this rank")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -187,14 +186,14 @@ def _train(
     def build() -> Trainer:
         return Trainer(job, rank, device, dims, recorder)
 
-    trainer, first, keeper = build(), 0, None
+    trainer, first, saver = build(), 0, None
     forget_peaks(device)
     if job.checkpointing is not None:
-        from executor.train.keeping import Keeper
+        from executor.train.run_state import RunStateSaver
 
-        keeper = Keeper(job, trainer.state(), files, stop, leads=rank == 0)
+        saver = RunStateSaver(job, trainer.state(), files, stop)
         heartbeat.beat(RankState.RUNNING, "reading a checkpoint", 0)
-        first = keeper.restore()  # a run that does not resume has no checkpoints, which the launcher has checked
+        first = saver.restore()  # a run that does not resume has no checkpoints, which the launcher has checked
     _keep_steps_before(first, files.steps)
     watched: AbstractContextManager[None] = nullcontext()
     if job.software.compiled:
@@ -202,8 +201,8 @@ def _train(
 
         watched = watched_compilation(heartbeat)
     with files.steps.open("a") as file, watched:
-        _timed_steps(job, trainer, device, recorder, file, first, keeper)
-        del trainer, keeper
+        _timed_steps(job, trainer, device, recorder, file, first, saver)
+        del trainer, saver
         memory = peak_memory(device)
         if device.type == "cpu" and job.profile_memory:
             heartbeat.beat(RankState.RUNNING, "measuring allocations")
@@ -219,7 +218,7 @@ def _timed_steps(
     recorder: Recorder,
     file: TextIO,
     first: int,
-    keeper: Keeper | None,
+    saver: RunStateSaver | None,
 ) -> None:
     """Takes the steps; writes a line for each to the rank's file, outside of the timed part."""
     reference = Reference(device)
@@ -237,8 +236,8 @@ def _timed_steps(
         is_warmup = step < first + num_warmup_steps
         record = recorder.record(start_s, end_s, list(map(float, losses)), is_warmup=is_warmup, reference_s=reference_s)
         print(record.model_dump_json(), file=file, flush=True)
-        if keeper is not None:
-            keeper.after(step + 1, list(record.losses), recorder, is_last=step + 1 == job.num_all_steps)
+        if saver is not None:
+            saver.after_step(step + 1, list(record.losses), recorder, is_last=step + 1 == job.num_all_steps)
     recorder.waiting("waiting for the other ranks to measure memory", job.num_all_steps)
 
 

@@ -32,8 +32,6 @@ def calibrate(
     """Measures a request on ``num_ranks`` ranks simultaneously, of every node.
 
     Args:
-        request: The request.
-        on_progress: Called with the progress.
         result_file: Gets the measurements so far after every part, so that an interruption loses only one part.
         nodes: The rendezvous of the nodes, all of which get the same result; None for this machine alone.
 

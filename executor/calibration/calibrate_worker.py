@@ -42,7 +42,6 @@ class _Part:
         name: Name for progress and for ``pending``, the same in every calibration.
         field: Field of ``Calibration`` that gets the timings.
         weight: Share of the budget, relative to the other parts.
-        run: Measures.
         dtype: Precision of a part that computes, which is timed with the reference matmul; None for other parts.
     """
 
@@ -127,18 +126,15 @@ def _parts(request: CalibrationRequest, device: torch.device) -> Iterator[_Part]
         yield _Part(f"copies between device and host {on}", "host_copies", 1, time_host_copies)
     if request.overlap and request.grid and n > 1:
         overlap = partial(time_overlap, request.grid[0], small=small)
-        yield _Part(f"computing beside collectives {on}", "overlaps", 1, overlap)
+        yield _Part(f"matmuls overlapped with collectives {on}", "overlaps", 1, overlap)
 
 
 def _keep_going(part: _Part, heartbeat: Heartbeat, first: float, share: float, budget_s: float) -> KeepGoing:
     """Decides about another round of a part, the same on all ranks; reports progress by the heartbeat.
 
     Args:
-        part: The part.
-        heartbeat: Heartbeat of this rank.
         first: Fraction of the budget that is spent.
         share: Fraction of the budget for this part.
-        budget_s: The whole budget.
     """
     allowed_s = budget_s * share
     started_s = time.perf_counter()

@@ -64,9 +64,6 @@ def time_links(
     """Times collectives in groups of every shape, and P2P sends between neighbors, inside nodes and across them.
 
     Args:
-        kinds: Collectives to time.
-        bench: Ranks, device and stopping rule of the measurement.
-        num_nodes: Number of nodes.
         budget_s: Time for the measurement in seconds; sizes that would exceed their part of the budget are skipped.
     """
     watch, per_node = Stopwatch(bench.device), bench.num_ranks
@@ -107,7 +104,6 @@ def warmed_up(links: list[TimedLink], watch: Stopwatch, budget_s: float) -> list
 
     Args:
         links: Links of any number of curves, the same on all ranks.
-        watch: Stopwatch.
         budget_s: Time for all links.
     """
     allowed_s = max(_ALWAYS_S, budget_s / _MIN_ROUNDS / len({link.curve for link in links}))
@@ -153,7 +149,6 @@ def receiving_s(took_s: float, late_s: float) -> float:
     A receiver that was even later than the root, on a busy machine, did not wait: all of its time is the broadcast's.
 
     Args:
-        took_s: Time of the receiver.
         late_s: Delay of the root, as the root measured it.
     """
     return took_s - late_s if took_s > late_s else took_s
@@ -278,8 +273,6 @@ def time_overlap(dtype: TimedDtype, bench: Bench, *, small: bool = False) -> lis
     """Times matmuls of the duration of a few all-reduces: each separately, then both overlapped.
 
     Args:
-        dtype: Precision of the matmuls.
-        bench: Ranks, device and stopping rule of the measurement.
         small: Smaller all-reduces.
     """
     watch, device = Stopwatch(bench.device), bench.device

@@ -129,7 +129,6 @@ def time_kernels(dtype: TimedDtype, bench: Bench, *, small: bool = False) -> lis
 
     Args:
         dtype: Precision; linear layers in FP8 are not timed.
-        bench: Ranks, device and stopping rule of the measurement.
         small: Fewer and smaller sizes.
     """
     watch = Stopwatch(bench.device)

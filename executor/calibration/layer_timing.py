@@ -40,12 +40,7 @@ _SCALE = 3
 
 
 def time_layers(shape: ShapeRequest, bench: Bench) -> list[LayerTiming]:
-    """Times every different layer of one model.
-
-    Args:
-        shape: The model, the rank's shard of its layers, the microbatch size and the precision.
-        bench: Ranks, device and stopping rule of the measurement.
-    """
+    """Times every different layer of one model."""
     first_of_key: dict[str, int] = {}
     for index, layer in enumerate(shape.layers):
         first_of_key.setdefault(layer.key, index)
@@ -234,7 +229,6 @@ class FsdpCopies:
     Args:
         layer: The layer, whose parameters are FP32; it is sharded in place.
         cast: Dtype of the parameters that are gathered; None for FP32.
-        device: Device of the parameters.
 
     Attributes:
         input: Input of the layer, which gets gradients.

@@ -41,7 +41,6 @@ class Bench:
 
     Attributes:
         num_ranks: Ranks per node, which all take part at the same time.
-        device: Device of this rank.
         keep_going: Called before each round.
     """
 

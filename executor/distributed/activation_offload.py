@@ -21,19 +21,8 @@ from executor.profiling.recorder import Recorder
 from executor.train.optimizers import local
 from simplan.program.action import Action
 
-__all__ = ["ActivationOffload", "HostLink", "Moved"]
-
-
-class Moved(NamedTuple):
-    """A copy that was issued.
-
-    Attributes:
-        tensor: Destination of the copy.
-        event: Happens when it is there; None for a copy that is done.
-    """
-
-    tensor: Tensor
-    event: torch.cuda.Event | None
+Copied = torch.cuda.Event | None
+"""End of a copy that was issued; None for a copy that is done."""
 
 
 class HostLink:
@@ -42,9 +31,6 @@ class HostLink:
     Buffers on the host are pinned, from torch's caching host allocator. The allocator reuses a buffer only after the
     copies on all streams that used it have ended (``torch/csrc``, CachingHostAllocator). On a CPU, host and device
     share one memory: a copy is a memcpy into a separate buffer.
-
-    Args:
-        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,41 +43,39 @@ class HostLink:
         """A buffer on the host."""
         return torch.empty_like(like, device="cpu", pin_memory=self.outgoing is not None)
 
-    def send(self, source: Tensor, to: Tensor) -> Moved:
+    def send(self, source: Tensor, to: Tensor) -> Copied:
         """Copies a tensor to the host, after the current stream has computed it.
 
         The caller keeps ``source`` alive until the current stream has waited for the copy.
         """
         return self._copy(source, to, self.outgoing)
 
-    def fetch(self, source: Tensor, to: Tensor) -> Moved:
+    def fetch(self, source: Tensor, to: Tensor) -> Copied:
         """Copies from the host, after the current stream's queued work, which may have used the memory of ``to``."""
         return self._copy(source, to, self.incoming)
 
-    def wait(self, moved: Moved) -> None:
+    def wait(self, copied: Copied) -> None:
         """The current stream waits for a copy."""
-        if moved.event is not None:
-            torch.cuda.current_stream(self.device).wait_event(moved.event)
+        if copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(copied)
 
-    def _copy(self, source: Tensor, to: Tensor, stream: torch.cuda.Stream | None) -> Moved:
+    def _copy(self, source: Tensor, to: Tensor, stream: torch.cuda.Stream | None) -> Copied:
         if stream is None:
             to.copy_(source)
-            return Moved(to, None)
+            return None
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
-        return Moved(to, event)
+        return event
 
 
 class ActivationOffload:
     """Activation offload of one rank.
 
     Args:
-        link: Link to the host.
         recorder: Recorder with the current action; records the copies.
-        rank: Global rank.
         blocks: Indices of the model's layers that are blocks.
         at_once: Forwards that the backward of the same microbatch follows immediately.
     """
@@ -115,7 +99,8 @@ class ActivationOffload:
         for place, (_, layer) in enumerate(layers):
             is_block = place in blocks
             while len(self._leaving) > 1:
-                self._let_go(self._leaving.popleft())
+                if (left := self._leaving.popleft()) is not None:
+                    left.let_go()
             kept = None
             if not is_block or (place == blocks[-1] and self._recorder.current in self._at_once):
                 x = layer(x)
@@ -135,19 +120,15 @@ class ActivationOffload:
         del gradient
         while self._leaving:
             other = self._leaving.popleft()
-            if other is None or other is not kept:
-                self._let_go(other)
-            else:
+            if other is not None and other is kept:
                 other.keep()
+            elif other is not None:
+                other.let_go()
         if kept is not None:
             self._fetch(kept)
             kept.wait()
         if below is not None:
             self._fetch(below)
-
-    def _let_go(self, kept: _Kept | None) -> None:
-        if kept is not None:
-            kept.let_go()
 
     def _fetch(self, kept: _Kept) -> None:
         num_bytes = kept.fetch()
@@ -195,7 +176,6 @@ class _Kept:
 
     Args:
         layer: The block, whose weights and tables stay on the device.
-        link: Link to the host.
         stays: Other tensors that stay on the device.
     """
 
@@ -203,7 +183,7 @@ class _Kept:
         self._layer, self._link, self._others = layer, link, [_storage(tensor) for tensor in stays]
         self._stays: frozenset[tuple[int, torch.dtype]] | None = None
         self._buffers: dict[tuple[int, torch.dtype], _Buffer] = {}
-        self._moved: list[Moved] = []
+        self._copied: list[Copied] = []
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved | _SavedDTensor:
         """Records the tensors that autograd saves."""
@@ -231,7 +211,7 @@ class _Kept:
         for buffer in self._buffers.values():
             assert buffer.on_device is not None
             buffer.host = self._link.host_buffer(buffer.on_device)
-            self._moved.append(self._link.send(buffer.on_device, buffer.host))
+            self._copied.append(self._link.send(buffer.on_device, buffer.host))
             num_bytes += buffer.host.nbytes
         return num_bytes
 
@@ -254,7 +234,7 @@ class _Kept:
         for buffer in self._buffers.values():
             assert buffer.host is not None
             buffer.on_device = torch.empty_like(buffer.host, device=self._link.device)
-            self._moved.append(self._link.fetch(buffer.host, buffer.on_device))
+            self._copied.append(self._link.fetch(buffer.host, buffer.on_device))
             num_bytes += buffer.host.nbytes
             buffer.host = None
         self._buffers.clear()
@@ -262,9 +242,9 @@ class _Kept:
 
     def wait(self) -> None:
         """The current stream waits for all copies that were issued."""
-        for moved in self._moved:
-            self._link.wait(moved)
-        self._moved.clear()
+        for copied in self._copied:
+            self._link.wait(copied)
+        self._copied.clear()
 
 
 def _unpack(saved: Tensor | _Saved | _SavedDTensor) -> Tensor:

@@ -18,8 +18,6 @@ from executor.models.model import Stage
 from simplan.model.layer import LayerKind
 from simplan.model.model import ModelSpec
 
-__all__ = ["BACKEND", "compile_block", "compile_blocks", "watched_compilation"]
-
 BACKEND = "inductor"
 _BEAT_S = 2.0
 _MOST_SHAPES = 256  # kinds of blocks in one process; a calibration has many

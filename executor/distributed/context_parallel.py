@@ -16,8 +16,6 @@ from torch.nn import functional
 from executor.distributed.mesh import ParallelDims, Peers
 from executor.distributed.tensor_parallel import gather_parts
 
-__all__ = ["AttentionCore", "ContextAttention", "causal_attention", "exchange"]
-
 AttentionCore = Callable[..., Tensor]
 _HEADS, _TOKENS = 1, 2  # the dimensions
 
@@ -26,7 +24,6 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     """Attention of (batch, heads, tokens, head_dim) each; keys and values of fewer heads are shared by groups.
 
     Args:
-        q, k, v: Queries, keys and values.
         mask: Added to the scores, (queries, keys); without it each query meets the keys up to its own.
     """
     grouped = q.shape[_HEADS] != k.shape[_HEADS]
@@ -38,9 +35,7 @@ class ContextAttention:
 
     Args:
         core: ``causal_attention``, recomputed in backward or not.
-        parallel: The ranks.
         seq_len: Tokens of all of them.
-        device: Where.
     """
 
     def __init__(self, core: AttentionCore, parallel: ParallelDims, seq_len: int, device: torch.device) -> None:
@@ -83,12 +78,6 @@ def exchange(x: Tensor, peers: Peers, split_dim: int, gather_dim: int) -> Tensor
 
     A redistribution of a DTensor does the same, but with an all-gather on gloo (torch 2.13,
     ``torch/distributed/tensor/_collective_utils.py``, ``shard_dim_alltoall``).
-
-    Args:
-        x: Local tensor.
-        peers: The ranks.
-        split_dim: Dimension along which ``x`` is split over the ranks.
-        gather_dim: Dimension along which the received parts are concatenated.
     """
     assert peers.mesh is not None
     parts = torch.unflatten(x, split_dim, (peers.size, -1)).movedim(split_dim, 0).contiguous()

@@ -16,8 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from executor.distributed.mesh import Peers
 from simplan.units import MIB
 
-__all__ = ["wrap_ddp"]
-
 # Rotary tables are equal on all ranks; torch 2.13 has a new name for not sending them before every forward.
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
@@ -32,10 +30,8 @@ def wrap_ddp(
     """Wraps a stage in DDP, which averages gradients over a group in buckets, overlapped with backward.
 
     Args:
-        module: The stage.
         peers: Ranks that hold the same stage; every bucket is recorded.
         bucket_bytes: Bucket size limit; None for torch's limits (1 MiB for the first bucket, 25 MiB for the others).
-        ignored: Parameters that DDP ignores.
     """
     names = [name for name, parameter in module.named_parameters() if any(parameter is other for other in ignored)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)  # type: ignore[no-untyped-call]

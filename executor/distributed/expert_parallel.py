@@ -14,8 +14,6 @@ from executor.distributed.mesh import ParallelDims
 from executor.distributed.tensor_parallel import gather_parts, scatter_sum
 from executor.models.moe import ExpertMlp, GroupedLinear
 
-__all__ = ["own_experts", "split_experts"]
-
 _EXPERTS, _ROWS = 0, 1  # the dimensions of capacity slots
 _WIDTHS = {"experts_gate": 1, "experts_up": 1, "experts_down": 2}
 """Dimension of each matrix (experts, outputs, inputs) that ranks split which split every expert."""
@@ -26,7 +24,6 @@ def split_experts(layer: nn.Module, dims: ParallelDims) -> None:
 
     Args:
         layer: Layer with all experts, which may be on the meta device.
-        dims: The ranks.
     """
     if dims.shard.ep == dims.shard.etp == 1:
         return
@@ -44,8 +41,6 @@ def own_experts(whole: Tensor, name: str, dims: ParallelDims) -> Tensor:
 
     Args:
         whole: Unsharded matrices, (experts, outputs, inputs).
-        name: Name of the matrices.
-        dims: The ranks.
     """
     own = whole.chunk(dims.ep.size, 0)[dims.ep.rank]
     return dims.own_part(own, _WIDTHS[name]) if dims.shard.etp > 1 else own

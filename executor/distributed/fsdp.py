@@ -25,8 +25,6 @@ from executor.train.optimizers import local
 from simplan.program.action import Action
 from simplan.program.lowering.units import shard_dimension
 
-__all__ = ["StageSharding"]
-
 
 class StageSharding:
     """Shards a stage layer by layer: every layer is an FSDP unit, and the remaining parameters are the root unit.
@@ -37,7 +35,6 @@ class StageSharding:
     Args:
         dims: ``fsdp`` has the ranks over which parameters, gradients and optimizer states are sharded. ``replicate``
             has the ranks with the same shard (hybrid sharding). Every collective is recorded.
-        device_type: Device type of the parameters.
         compute_dtype: Dtype of parameters in all-gathers and compute; gradients are cast back before reduce-scatter.
             None for the dtype of the parameters.
         unshard: Action that unshards the stage in a pipeline; None where the layers' hooks unshard.
@@ -69,7 +66,6 @@ class StageSharding:
         """Shards a layer in place.
 
         Args:
-            layer: Layer with unsharded parameters.
             reshards: Free the unsharded parameters between forward and backward.
             ignored: Parameters that FSDP leaves unsharded and unchanged.
         """
@@ -95,8 +91,6 @@ class _Units:
 
     Args:
         dims, unshard: See ``StageSharding``.
-        policies: Mixed precision and offload policies.
-        device_type: Device type of the parameters.
         experts: True for units of experts. Their gradients already include tokens of other expert-parallel ranks, so
             sums are divided by the number of ranks that average all other gradients.
 

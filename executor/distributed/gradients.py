@@ -14,16 +14,6 @@ from executor.train.optimizers import ShardGroups, local
 from simplan.model.layer import LayerSpec
 from simplan.runs.run_spec import RunSpec
 
-__all__ = [
-    "GradientClipper",
-    "TiedWeights",
-    "average_expert_gradients",
-    "expert_parameters",
-    "experts_of",
-    "partial_parameters",
-    "sum_partial_gradients",
-]
-
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _TIED_NAMES = ("wte.weight", "lm_head.weight")
 
@@ -65,7 +55,6 @@ def average_expert_gradients(parameters: Sequence[nn.Parameter], num_ranks: int,
     """Averages expert gradients over data-parallel ranks; gradients within an expert-parallel group are summed.
 
     Args:
-        parameters: Parameters of experts.
         num_ranks: Number of data- and context-parallel ranks.
         peers: Ranks with the same experts.
     """
@@ -81,8 +70,6 @@ class TiedWeights:
     """Tied embedding that the first and the last stage share: each has a copy, and the gradients are summed.
 
     Args:
-        job: The job.
-        stages: The rank's stages by index.
         ends: Ranks with the embedding and the head; this rank alone if it has both.
     """
 
@@ -120,9 +107,7 @@ class GradientClipper:
 
     Args:
         max_norm: Gradients with a larger norm are scaled to it.
-        parameters: Trained parameters of this rank.
         copies: Parameters among them that another stage counts: the head's copy of a tied embedding.
-        groups: Ranks with other shards of the parameters.
         pipeline: Ranks of the other stages.
     """
 

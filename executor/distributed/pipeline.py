@@ -25,8 +25,6 @@ from executor.train.optimizers import divide_gradients
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.tables.complete import stage_to_rank
 
-__all__ = ["Boundary", "PipelineEngine", "StageModule"]
-
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
@@ -45,7 +43,6 @@ class StageModule:
     """A stage of this rank.
 
     Attributes:
-        index: Stage index.
         module: Layers of the stage, plain, sharded by FSDP or wrapped in DistributedDataParallel.
         inputs, outputs: Tensors that enter and leave the stage.
         complete_gradients: Called in REDUCE_GRAD, after gradients are averaged over data parallelism and microbatches.
@@ -62,14 +59,10 @@ class PipelineEngine:
     """Runs one rank's row of an action table, except OPTIM, which the trainer runs.
 
     Args:
-        stages: The rank's stages.
         table: Action table of the whole pipeline; this rank's row is that of its index in ``peers``.
         peers: The ranks of the pipeline, first stage first.
-        num_microbatches: Number of microbatches per step.
         loss: Returns the loss of a microbatch from the last stage's output and the targets.
-        device: Device of the stages.
-        recorder: Records actions and P2P sends.
-        alone: No other rank exists (see ``executor.dry_run.fake_rank``).
+        alone: No other rank exists (see ``executor.dry_run.rehearse``).
     """
 
     def __init__(

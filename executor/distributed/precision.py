@@ -1,14 +1,22 @@
-"""Dtypes of a job: of weights and of compute."""
+"""Dtypes of a job: of weights and of compute; FP8 linear layers by torchao's ``Float8Linear``.
+
+torchao is an extra (``simplan[float8]``), imported where a job is in FP8. Its linear layer casts its input under the
+autocast of CUDA devices alone, so a hook casts it first, as torch.autocast does for other linear layers.
+"""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from simplan.model.low_precision import DEFAULT_RECIPE, Fp8Recipe
+from executor.models.norms import as_matmul_dtype
+from simplan.model.layer import LayerSpec
+from simplan.model.low_precision import DEFAULT_RECIPE, Fp8Recipe, linears
 from simplan.runs.run_spec import RunSpec
-
-__all__ = ["Autocast", "allow_tf32", "compute_dtype", "fp8_recipe", "weight_dtype"]
 
 
 def weight_dtype(job: RunSpec) -> torch.dtype:
@@ -37,9 +45,6 @@ class Autocast(nn.Module):
     """A module run under ``torch.autocast``: weights are cast for matmuls, once per forward.
 
     Args:
-        module: The module.
-        dtype: Dtype of matmuls.
-        device_type: Device type of the module.
         keeps_copies: Autocast caches the cast weights until the end of forward, including unused ones.
     """
 
@@ -53,3 +58,45 @@ class Autocast(nn.Module):
         with torch.autocast(self._device_type, self._dtype, cache_enabled=self._keeps_copies):
             out: Tensor | tuple[Tensor, ...] = self.module(*inputs)
         return out
+
+
+def with_fp8_linears(module: nn.Module, layer: LayerSpec, recipe: Fp8Recipe = DEFAULT_RECIPE) -> nn.Module:
+    """Replaces the linear layers of a block that run in FP8; their parameters stay.
+
+    Args:
+        layer: Spec of the layer, whose matmuls have the names of the modules.
+        recipe: One of ``TORCHAO_RECIPES``.
+    """
+    names = {gemm.name for gemm in linears(layer)}
+    found = {path: _last(path) for path, _ in module.named_modules() if _last(path) in names}
+    assert set(found.values()) == names, names
+    if not found:
+        return module
+    with _quiet():
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        convert_to_float8_training(module, module_filter_fn=lambda _, path: path in found, config=config)
+    for path in found:
+        module.get_submodule(path).register_forward_pre_hook(_cast_input)
+    return module
+
+
+def _cast_input(_: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    return as_matmul_dtype(*inputs)
+
+
+def _last(path: str) -> str:
+    """Name of a matrix in a LayerSpec: ``mlp.shared.up`` is shared_up."""
+    return path.replace("shared.", "shared_").rpartition(".")[2]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torchao's warnings that this torch cannot load its kernels, none of which training in FP8 calls."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -31,17 +31,6 @@ from simplan.errors import Problem
 from simplan.plan.plan import Recompute
 from simplan.runs.run_spec import RunSpec
 
-__all__ = [
-    "RECOMPUTES",
-    "Around",
-    "BlockRecompute",
-    "hide_hooks",
-    "of_block",
-    "recompute_block",
-    "run_again",
-    "unmodelled_recompute",
-]
-
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "selective_op", "selective_layer", "full")
 """The modes of a plan that the executor has; with ``selective`` the attention core alone sees to it."""
 
@@ -84,9 +73,6 @@ def recompute_block(
     around backward. For a layer that forwards some of its inputs unchanged, the function is ``transform``.
 
     Args:
-        layer: The block.
-        recompute: Recompute mode of the block.
-        around: Context around the recomputation.
         uncounted: See ``_EverySecondProduct``.
     """
     if recompute == "none":
@@ -111,7 +97,6 @@ def run_again(
     """Result of a function, which backward recomputes.
 
     Args:
-        function: Function that runs in forward and in backward.
         inputs: Arguments, saved for backward.
         around: Context around the recomputation; unused under a compiler, where recomputation is part of backward.
         make_policy: Makes the policy of one call, which selects the results to save; None for no saved results.
@@ -205,16 +190,16 @@ def unmodelled_recompute(job: RunSpec) -> Iterator[Problem]:
             fix=f"use {', '.join(RECOMPUTES[:-1])} or {RECOMPUTES[-1]}",
         )
     if mode == "selective_op":
-        for what, fix in _beside_selective_op(job):
-            rule = f"the executor does not keep single products {what}"
+        for what, fix in _without_selective_op(job):
+            rule = f"the executor does not keep single matmuls {what}"
             yield Problem(field="plan.recompute", value=mode, rule=rule, fix=f"use selective or full{fix}")
 
 
-def _beside_selective_op(job: RunSpec) -> Iterator[tuple[str, str]]:
+def _without_selective_op(job: RunSpec) -> Iterator[tuple[str, str]]:
     """Options that selective_op does not support, each with a fix."""
     plan, model = job.plan, job.model
     if plan.offload_activations:
-        yield "beside activations that are moved to the host", ", or offload_activations = false"
+        yield "with activations that are moved to the host", ", or offload_activations = false"
     if job.software.compiled:
         yield "of blocks that are compiled", ", or software.compiled = false"
     if job.training.precision == "fp8":

@@ -28,8 +28,6 @@ from torch.nn import functional
 from executor.distributed.mesh import ParallelDims, Peers
 from executor.models.lora import LoraLinear
 
-__all__ = ["gather_parts", "scatter_sum", "split_layer", "with_local_weights"]
-
 _TOKENS = 1  # the dimension
 _BY_ROWS = ("proj", "down")  # ends of names of matrices that are split by rows, transformers' among them
 _COLUMNS, _ROWS = Shard(0), Shard(1)  # of a weight (outputs, inputs)
@@ -40,7 +38,6 @@ def split_layer(layer: nn.Module, dims: ParallelDims) -> None:
 
     Args:
         layer: Layer with unsharded weights, which may be on the meta device.
-        dims: The ranks.
     """
     modules = dict(layer.named_modules())
     plan = {name: style for name, style in _plan(modules, dims).items() if name in modules}
@@ -141,11 +138,7 @@ class SharedByHeads(ParallelStyle):
 
 
 class _AdaptedParallel(ParallelStyle):
-    """A linear layer with LoRA adapters, one of which is split as the matrix is; adapter gradients stay partial.
-
-    Args:
-        style: Parallel style of the matrix.
-    """
+    """A linear layer with LoRA adapters, one of which is split as the matrix is; adapter gradients stay partial."""
 
     def __init__(self, style: ColwiseParallel | RowwiseParallel) -> None:
         super().__init__()
@@ -176,7 +169,6 @@ def with_local_weights(layer: nn.Module, mesh: DeviceMesh) -> None:
 
     Args:
         layer: Layer, split by ``split_layer``.
-        mesh: The ranks.
     """
     for module in list(layer.modules()):
         placed = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}

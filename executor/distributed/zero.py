@@ -15,8 +15,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # functional optimizers of this package use torch.jit.script
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-__all__ = ["ShardedOptimizer"]
-
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):
     """Optimizer whose states are partitioned over a group; each owner broadcasts its parameters as one bucket.

@@ -1,42 +1,56 @@
-"""Rehearses one rank of a job of any size on the one device here, or on none.
+"""Dry run of one rank of a job of any size, on the one device here or on none.
 
-On a real device the rank's own kernels and allocator run, and no peer exists (``alone``); on fake tensors only its
-memory and what it issues are had (``fake_rank``).
+On a real device the rank's own kernels and allocator run, and no peer exists. FakeTensorMode computes nothing, but
+allocates, saves and frees tensors as in a real run: so the memory of a rank, and what it issues, can be determined on
+any machine, in seconds and without allocating it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import _resolve_process_group
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.checks import check_rehearsal
+from executor.distributed.mesh import ParallelDims, RecordedGroup
 from executor.distributed.precision import allow_tf32
-from executor.dry_run.account import Account, CountingRecorder, counted_steps
-from executor.dry_run.fake_rank import alone_as, fake_rank
-from executor.profiling.ledger import Ledger
+from executor.dry_run.memory_tracker import NUM_STEPS, MemoryTracker
+from executor.models.model import Stage
 from executor.profiling.memory import forget_peaks, peak_memory
-from executor.profiling.recorder import Recorder, StepRecord, make_clock
+from executor.profiling.recorder import Recorder, StepRecord
 from executor.profiling.results import environment
 from executor.train.trainer import Trainer
 from executor.worker import use_device
 from simplan.errors import RunError
-from simplan.plan.plan import RankMapping
-from simplan.program.action import Action
-from simplan.runs.measurement import PeakMemory
+from simplan.runs.measurement import IssuedKind, PeakMemory
 from simplan.runs.rehearsal import ActionTime, Rehearsal
 from simplan.runs.run_spec import RunSpec
-
-__all__ = ["Progress", "fake_account", "rehearse"]
 
 Progress = Callable[[int, int], None]
 """Called with the steps done and the steps in all."""
 
 _CPU = torch.device("cpu")
-_COUNTED_STEPS = 2
 _NO_PEERS: dict[str, str | int | float | None] = {"backend": "fake"}
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+_c10d = torch.ops._c10d_functional
+_FUNCTIONAL_COLLECTIVES: dict[Any, IssuedKind] = {
+    _c10d.all_reduce.default: "all_reduce",
+    _c10d.all_gather_into_tensor.default: "all_gather",
+    _c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    _c10d.all_to_all_single.default: "all_to_all",
+}
 
 
 def rehearse(job: RunSpec, rank: int, *, fake: bool, on_progress: Progress | None = None) -> Rehearsal:
@@ -44,9 +58,7 @@ def rehearse(job: RunSpec, rank: int, *, fake: bool, on_progress: Progress | Non
 
     Args:
         job: The job; its device is used unless ``fake``.
-        rank: Global rank to run.
         fake: Run on fake tensors, without compute or allocations.
-        on_progress: Called after every step.
 
     Raises:
         SpecError, ProgramError: The job cannot be rehearsed here; nothing was started.
@@ -58,54 +70,38 @@ def rehearse(job: RunSpec, rank: int, *, fake: bool, on_progress: Progress | Non
     return _real(job, rank, on_progress or (lambda done, of: None))
 
 
-def fake_account(job: RunSpec, rank: int) -> Account:
-    """Torch's own memory of a rank in a step."""
-    return _fake_steps(job, rank)[0]
-
-
 def _fake(job: RunSpec, rank: int) -> Rehearsal:
-    found, record = _fake_steps(job, rank)
+    tracker = MemoryTracker(job, rank, _CPU)
+    with fake_rank(job, rank, tracker) as trainer:
+        peak = tracker.run_steps(trainer)
+        record = tracker.record(*tracker.end_step(), losses=())
     return Rehearsal(
         job=job,
         rank=rank,
         fake=True,
-        peak_memory=PeakMemory(allocated_bytes=found.total_bytes),
-        peak_by_category=found.by_category,
-        peak_action=found.action,
+        peak_memory=PeakMemory(allocated_bytes=peak.total_bytes),
+        peak_by_category=peak.by_category,
+        peak_action=peak.action,
         collectives=record.collectives,
         environment=environment(1, cuda=False) | _NO_PEERS | {"device": "none: tensors without data"},
     )
 
 
-def _fake_steps(job: RunSpec, rank: int) -> tuple[Account, StepRecord]:
-    ledger, recorders = Ledger(), []
-
-    def make_recorder(row: Sequence[Action]) -> Recorder:
-        recorders.append(CountingRecorder(row, make_clock(_CPU), ledger))
-        return recorders[0]
-
-    with fake_rank(job, rank, make_recorder, ledger) as built:
-        found = counted_steps(job, built, recorders[0], ledger)
-        return found, recorders[0].record(*recorders[0].end_step(), losses=())
-
-
 def _real(job: RunSpec, rank: int, on_progress: Progress) -> Rehearsal:
-    num_steps = _COUNTED_STEPS + job.num_all_steps
+    num_steps = NUM_STEPS + job.num_all_steps
     device = use_device(job.device, job.plan.num_devices)
     allow_tf32(allowed=job.training.precision == "tf32")
-    ledger = Ledger()
-    row = job.parsed_table()[RankMapping.of(job.plan).place(rank).pp]
-    recorder = CountingRecorder(row, make_clock(device), ledger)
+    recorder = MemoryTracker(job, rank, device)
     try:
-        with alone_as(rank, job, recorder) as dims:
+        with as_single_rank(rank, job, recorder) as dims:
             exchanging = {peers.ranks for peers in (dims.tp, dims.cp, dims.ep) if peers.size > 1}
-            with ledger.counting():
+            with recorder.storages.counting():
                 trainer = Trainer(job, rank, device, dims, recorder)
                 forget_peaks(device)
-                found = counted_steps(job, trainer, recorder, ledger)
-            on_progress(_COUNTED_STEPS, num_steps)
+                found = recorder.run_steps(trainer)
+            on_progress(NUM_STEPS, num_steps)
             records = []
-            for step in range(_COUNTED_STEPS, num_steps):
+            for step in range(NUM_STEPS, num_steps):
                 records.append(_timed_step(trainer, recorder, step))
                 on_progress(step + 1, num_steps)
             peak = peak_memory(device)
@@ -141,7 +137,6 @@ def _action_times(
     """Durations of each action, without the time of the fake process group inside of its span.
 
     Args:
-        records: Records of the measured steps.
         exchanging: Groups whose collectives run on the compute stream; None for all groups. On CUDA, data-parallel
             collectives run on separate streams.
     """
@@ -156,3 +151,90 @@ def _action_times(
             inside = [end_s - start_s for start_s, end_s in moved if span.start_s <= start_s and end_s <= span.end_s]
             seconds[span.action].append(max(0.0, span.end_s - span.start_s - sum(inside)))
     return tuple(ActionTime(action=action, seconds=tuple(found)) for action, found in seconds.items())
+
+
+@contextmanager
+def as_single_rank(rank: int, job: RunSpec, recorder: Recorder) -> Iterator[ParallelDims]:
+    """Context in which this process is one rank of the job with a fake process group; yields the rank's mesh axes."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=job.plan.num_devices)
+    try:
+        yield ParallelDims.of(job, rank, recorder, alone=True)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def fake_rank(job: RunSpec, rank: int, recorder: Recorder) -> Iterator[Trainer]:
+    """Context with a rank's trainer on fake tensors; the trainer may only be used inside of the block.
+
+    Args:
+        job: The job, whose device is the CPU.
+        recorder: Recorder of the rank; a ``MemoryTracker`` tracks all tensors of the rank.
+    """
+    counting = recorder.storages.counting() if isinstance(recorder, MemoryTracker) else nullcontext()
+    with (
+        as_single_rank(rank, job, recorder) as dims,
+        _meshes_with_numbers(),
+        FakeTensorMode(),
+        counting,
+        _Listening(recorder),
+    ):
+        yield _FakeTrainer(job, rank, _CPU, dims, recorder)
+
+
+@contextmanager
+def _meshes_with_numbers() -> Iterator[None]:
+    """Lets FSDP join its mesh and a DTensor's mesh, whose ranks are real numbers while all other tensors are fake."""
+    join = DeviceMesh._concatenate
+
+    def join_numbers(meshes: list[DeviceMesh]) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return join(meshes)
+
+    DeviceMesh._concatenate = staticmethod(join_numbers)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        DeviceMesh._concatenate = staticmethod(join)  # type: ignore[method-assign]
+
+
+class _Listening(TorchDispatchMode):
+    """Records DTensor's collectives, which do not reach a process group for fake tensors."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local tensors come next
+        result = func(*args, **(kwargs or {}))
+        if (kind := _FUNCTIONAL_COLLECTIVES.get(func)) is not None:
+            whole = result if kind == "all_gather" else args[0]
+            group = _resolve_process_group(args[-1])
+            assert isinstance(group, RecordedGroup)
+            self._recorder.complete(self._recorder.issue(kind, group.ranks, whole.nbytes))
+        return result
+
+
+class _FakeTrainer(Trainer):
+    def _wrap(self, stage: Stage) -> nn.Module:
+        module = super()._wrap(stage)
+        if isinstance(module, DistributedDataParallel):
+            module.reducer = _KeptBuckets(module.reducer)  # type: ignore[assignment]
+        return module
+
+
+class _KeptBuckets:
+    """DDP's reducer without rebuilt buckets: rebuilding broadcasts their order, which needs real tensors."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False

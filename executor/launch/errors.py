@@ -177,7 +177,6 @@ def out_of_memory_explained(device: torch.device, predicted_bytes: int | None) -
     """Turns errors of the block that mean a lack of memory into a RankOutOfMemoryError.
 
     Args:
-        device: Device of this rank.
         predicted_bytes: Predicted peak memory of this rank; None without a prediction.
 
     Raises:

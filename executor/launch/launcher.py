@@ -75,7 +75,6 @@ class RankLaunch:
 
     Attributes:
         module: Module that is one rank's program; its main calls ``executor.launch.rank.live_as_rank``.
-        args: Command line of the module.
         num_ranks: Ranks on this node.
         out_dir: Folder of the run, which exists; gets torchrun's log folder.
         timeout_s: A rank without a heartbeat for longer hangs.
@@ -101,7 +100,6 @@ class Logs(DefaultLogsSpecs):
     """torchrun's log folders, which the agent requests whenever it starts ranks.
 
     Args:
-        log_dir: Root of the folders.
         on_start: Called with each start and its folders.
     """
 
@@ -170,10 +168,8 @@ def launch_ranks(
     """Runs this node's ranks until all have finished.
 
     Args:
-        launch: The request.
         on_poll: Called a few times per second with the last heartbeats of this node's ranks; an exception of it ends
             the run and is raised here.
-        on_start: Called whenever ranks start.
 
     Raises:
         RanksError: A rank raised, was killed, left early or hung; one sentence says which and why.

@@ -38,7 +38,6 @@ class Rendezvous:
     """Connection of this node to the other nodes.
 
     Args:
-        nodes: The request.
         job: The job as JSON, on the leading node only.
 
     Attributes:

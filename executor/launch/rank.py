@@ -81,7 +81,6 @@ class StopRequest:
     forever. A rank that cannot take a checkpoint ends immediately, other ranks after 15 s at the latest.
 
     Args:
-        heartbeat: Heartbeat of this rank.
         dump: File for Flight Recorder's dump on SIGUSR1.
 
     Attributes:
@@ -135,10 +134,6 @@ def live_as_rank(folder: Path, body: Callable[[Heartbeat, StopRequest, int], Non
 
     An exception is written to torchrun's error file and ends the process immediately with exit code 1: threads of
     torch may be stuck in communication with ranks that are gone.
-
-    Args:
-        folder: Folder of the rank's files.
-        body: The rank's work.
     """
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 

@@ -38,10 +38,8 @@ class Beat(NamedTuple):
     """Heartbeat of a rank.
 
     Attributes:
-        pid: Process id.
         time_s: Time on ``time.monotonic``'s clock, which all processes of a machine share.
         step: Finished steps.
-        state: State.
         doing: Action that the rank runs or waits to start, or a phrase (``building the model``).
     """
 
@@ -118,7 +116,6 @@ def find_stall(beats: Beats, started_s: float, timeout_s: float, *, others: bool
     rank that does not wait, or of every rank that has not finished.
 
     Args:
-        beats: Last heartbeats of this node's ranks.
         started_s: Start of the ranks.
         timeout_s: Longest allowed silence.
         others: Other nodes have ranks too: where all ranks here wait for those, their node acts first.

@@ -10,19 +10,17 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from executor.models.attention_cores import LayerRequest
 from executor.models.norms import RMSNorm
 from simplan.model.parts.attention import Biases
-
-__all__ = ["FusedAttention", "RotaryPositions", "SeparateAttention", "split_heads"]
 
 
 class RotaryPositions(nn.Module):
     """Queries and keys are rotated by their positions.
 
     Args:
-        request: The layer.
         width: Columns of each head that are rotated, the first ones.
     """
 
@@ -53,7 +51,6 @@ class FusedAttention(nn.Module):
     Megatron-LM and GPT-NeoX. Ranks can therefore split the matrix by rows.
 
     Args:
-        request: The layer.
         bias: True when the QKV matrix and the output projection have biases.
         rotated: Columns per head with rotary embeddings; 0 for none.
     """
@@ -82,9 +79,6 @@ class SeparateAttention(nn.Module):
     """Attention with separate Q, K and V projections, optional norms of queries and keys, and optional rotation.
 
     Args:
-        request: The layer.
-        biases: Matrices that have biases.
-        rotary: Apply rotary embeddings to queries and keys.
         norms: RMSNorms of queries and keys: per head, or over all heads of the projection; None for no norms.
     """
 
@@ -122,6 +116,59 @@ class SeparateAttention(nn.Module):
             q, k = self.rotary(q), self.rotary(k)
         out: Tensor = self.proj(self._core(q, k, v).transpose(1, 2).flatten(-2))
         return out
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): keys, values and optionally queries from latent vectors.
+
+    Values are padded to the width of keys.
+
+    With tensor and sequence parallelism, ranks compute latent vectors of local tokens and all-gather those instead of
+    the hidden states, as in ``simplan.model.parts.mla``.
+    """
+
+    def __init__(self, request: LayerRequest) -> None:
+        super().__init__()
+        spec = request.spec
+        h, heads = spec.hidden_size, spec.num_attention_heads
+        self._plain, self._rotated, self._value = spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim
+        width = heads * (self._plain + self._rotated)
+        self._compresses_queries = spec.q_lora_rank is not None
+        if spec.q_lora_rank is None:
+            self.q = nn.Linear(h, width, bias=False)
+        else:
+            self.q_a = nn.Linear(h, spec.q_lora_rank, bias=False)
+            self.q_a_norm = RMSNorm(spec.q_lora_rank)
+            self.q_b = nn.Linear(spec.q_lora_rank, width, bias=False)
+        self.kv_a = nn.Linear(h, spec.kv_lora_rank + self._rotated, bias=False)
+        self.kv_a_norm = RMSNorm(spec.kv_lora_rank)
+        self.shared_key = nn.Identity()
+        self.kv_b = nn.Linear(spec.kv_lora_rank, heads * (self._plain + self._value), bias=False)
+        self.rotary = RotaryPositions(request, self._rotated)
+        self.proj = nn.Linear(heads * self._value, h, bias=False)
+        self._core = request.core
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Hidden states (batch, tokens, hidden_size) to hidden states of the same shape."""
+        queries = self.q_b(self.q_a_norm(self.q_a(x))) if self._compresses_queries else self.q(x)
+        q_plain, q_rotated = self._parts(split_heads(queries, self._plain + self._rotated), self._rotated)
+        latent, k_rotated = self._parts(self.kv_a(x), self._rotated)
+        latent = self.kv_a_norm(latent)
+        k_rotated = self.shared_key(k_rotated)  # of all heads
+        keys_and_values = split_heads(self.kv_b(latent), self._plain + self._value)
+        k_plain, v = self._parts(keys_and_values, self._value)
+        q = torch.cat((q_plain, self.rotary(q_rotated)), -1)
+        shared = self.rotary(split_heads(k_rotated, self._rotated)).expand(-1, k_plain.shape[1], -1, -1)
+        k = torch.cat((k_plain, shared), -1)
+        v = functional.pad(v, (0, q.shape[-1] - self._value))
+        attended = self._core(q, k, v)[..., : self._value]
+        out: Tensor = self.proj(attended.transpose(1, 2).flatten(-2))
+        return out
+
+    @staticmethod
+    def _parts(x: Tensor, last: int) -> tuple[Tensor, Tensor]:
+        """Splits off the last columns: all others, and the last ones."""
+        return x[..., :-last], x[..., -last:]
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Transformer blocks: attention and an MLP, each added to the residual stream, in the order of each family.
 
 Hidden states are (batch, tokens, hidden_size). Under autocast, what several matrices are applied to is cast once
-(``compute_dtype``). A block's parameters are registered in the order in which forward uses them.
+(``as_matmul_dtype``). A block's parameters are registered in the order in which forward uses them.
 """
 
 from __future__ import annotations
@@ -15,22 +15,9 @@ from torch.nn import functional
 
 from executor.models.attention import FusedAttention, SeparateAttention
 from executor.models.attention_cores import LayerRequest
-from executor.models.norms import compute_dtype, make_norm
+from executor.models.norms import as_matmul_dtype, make_norm
 from simplan.model.model import ModelSpec
 from simplan.model.parts.attention import Biases
-
-__all__ = [
-    "Block",
-    "GatedMlp",
-    "GeluMlp",
-    "bert_block",
-    "gemma2_block",
-    "gpt_block",
-    "llama_attention",
-    "llama_block",
-    "mpt_block",
-    "neox_block",
-]
 
 
 class GeluMlp(nn.Module):
@@ -48,12 +35,7 @@ class GeluMlp(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """Gated MLP: down(activation(gate(x)) * up(x)).
-
-    Args:
-        hidden_size, intermediate_size: Widths per token.
-        activation: Activation function of the gate.
-    """
+    """Gated MLP: down(activation(gate(x)) * up(x))."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, activation: Callable[[Tensor], Tensor] = functional.silu
@@ -75,7 +57,6 @@ class Block(nn.Module):
     """Pre-norm block as in GPT-2 and Llama: x + attention(norm(x)), then x + mlp(norm(x)).
 
     Args:
-        spec: The model.
         attention, mlp: Modules applied to normed hidden states.
     """
 
@@ -88,8 +69,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Hidden states to hidden states."""
-        x = x + self.attention(compute_dtype(self.norm1(x)))
-        return torch.add(x, self.mlp(compute_dtype(self.norm2(x))))
+        x = x + self.attention(as_matmul_dtype(self.norm1(x)))
+        return torch.add(x, self.mlp(as_matmul_dtype(self.norm2(x))))
 
 
 class PostNormBlock(nn.Module):
@@ -104,8 +85,8 @@ class PostNormBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Hidden states to hidden states."""
-        x = self.norm1(x + self.attention(compute_dtype(x)))
-        out: Tensor = self.norm2(x + self.mlp(compute_dtype(x)))
+        x = self.norm1(x + self.attention(as_matmul_dtype(x)))
+        out: Tensor = self.norm2(x + self.mlp(as_matmul_dtype(x)))
         return out
 
 
@@ -114,8 +95,8 @@ class ParallelBlock(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         """Hidden states to hidden states."""
-        attended = self.attention(compute_dtype(self.norm1(x)))
-        return torch.add(x, self.mlp(compute_dtype(self.norm2(x))) + attended)
+        attended = self.attention(as_matmul_dtype(self.norm1(x)))
+        return torch.add(x, self.mlp(as_matmul_dtype(self.norm2(x))) + attended)
 
 
 class SandwichBlock(nn.Module):
@@ -132,8 +113,8 @@ class SandwichBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Hidden states to hidden states."""
-        x = x + self.norm2(self.attention(compute_dtype(self.norm1(x))))
-        return torch.add(x, self.norm4(self.mlp(compute_dtype(self.norm3(x)))))
+        x = x + self.norm2(self.attention(as_matmul_dtype(self.norm1(x))))
+        return torch.add(x, self.norm4(self.mlp(as_matmul_dtype(self.norm3(x)))))
 
 
 def gpt_block(request: LayerRequest) -> nn.Module:

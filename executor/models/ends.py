@@ -7,19 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from executor.models.attention_cores import LayerRequest, soft_capped
-from executor.models.norms import compute_dtype, make_norm
-
-__all__ = [
-    "BertEmbedding",
-    "CappedHead",
-    "ClassHead",
-    "Embedding",
-    "Head",
-    "MaskedHead",
-    "PatchEmbedding",
-    "PositionEmbedding",
-    "ScaledEmbedding",
-]
+from executor.models.norms import as_matmul_dtype, make_norm
 
 _LOGITS_CAP = 30.0  # Gemma 2, final_logit_softcapping
 
@@ -111,7 +99,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
-        logits: Tensor = self.lm_head(compute_dtype(self.norm(x)))
+        logits: Tensor = self.lm_head(as_matmul_dtype(self.norm(x)))
         return logits
 
 
@@ -136,7 +124,7 @@ class MaskedHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
         transformed = functional.gelu(self.transform(x)).to(x.dtype)  # autocast computes norms in FP32
-        logits: Tensor = self.lm_head(compute_dtype(self.norm(transformed)))
+        logits: Tensor = self.lm_head(as_matmul_dtype(self.norm(transformed)))
         return logits
 
 
@@ -152,5 +140,5 @@ class ClassHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
         token = self.norm(x)[:, :1].clone()  # a copy, so that the other tokens' memory is freed
-        logits: Tensor = self.head(compute_dtype(token))
+        logits: Tensor = self.head(as_matmul_dtype(token))
         return logits

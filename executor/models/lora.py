@@ -10,8 +10,6 @@ from torch.nn import functional
 
 from simplan.model.layer import LayerSpec
 
-__all__ = ["LoraLinear", "add_adapters", "freeze", "trained_parameters"]
-
 _SCALE = 2.0  # alpha / r with the usual alpha = 2 r; it changes nothing that is predicted
 
 

@@ -8,9 +8,8 @@ tokens, local part of the vocabulary).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from executor.distributed.expert_parallel import own_experts, split_experts
 from executor.distributed.mesh import ParallelDims
+from executor.distributed.precision import with_fp8_linears
 from executor.distributed.recompute import Around, of_block, recompute_block
 from executor.distributed.tensor_parallel import split_layer, with_local_weights
 from executor.models.attention_cores import LayerRequest, StageContext
@@ -36,7 +36,9 @@ from executor.models.ends import (
     ScaledEmbedding,
 )
 from executor.models.lora import add_adapters, freeze
-from executor.train.loss import cross_entropy
+from executor.models.moe import deepseek_block, moe_block
+from executor.models.resnet import ResNetHead, ResNetStem, resnet_block
+from executor.models.t5 import T5Embedding, T5Head, t5_block
 from simplan.model.implementations.layer_implementation import ModelCode
 from simplan.model.layer import LayerKind, LayerSpec, ParameterSpec
 from simplan.model.low_precision import Fp8Recipe
@@ -44,30 +46,22 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan, Recompute
 from simplan.runs.run_spec import RunSpec
 
-__all__ = [
-    "FAMILY_MODULES",
-    "MODULES",
-    "Stage",
-    "build_stage",
-    "cross_entropy",
-    "own_weight",
-    "split_dimensions",
-    "with_specs",
-]
+_Maker = Callable[[LayerRequest], nn.Module]
 
-MODULES: Mapping[str, Mapping[LayerKind, Callable[[LayerRequest], nn.Module]]] = {
-    "gpt": {LayerKind.EMBEDDING: PositionEmbedding, LayerKind.BLOCK: gpt_block, LayerKind.HEAD: Head},
-    "llama": {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: llama_block, LayerKind.HEAD: Head},
-    "neox": {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: neox_block, LayerKind.HEAD: Head},
-    "gemma2": {LayerKind.EMBEDDING: ScaledEmbedding, LayerKind.BLOCK: gemma2_block, LayerKind.HEAD: CappedHead},
-    "mpt": {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: mpt_block, LayerKind.HEAD: Head},
-    "bert": {LayerKind.EMBEDDING: BertEmbedding, LayerKind.BLOCK: bert_block, LayerKind.HEAD: MaskedHead},
-    "vit": {LayerKind.EMBEDDING: PatchEmbedding, LayerKind.BLOCK: gpt_block, LayerKind.HEAD: ClassHead},
+MODULES: dict[str, tuple[_Maker, _Maker, _Maker]] = {
+    "gpt": (PositionEmbedding, gpt_block, Head),
+    "llama": (Embedding, llama_block, Head),
+    "neox": (Embedding, neox_block, Head),
+    "gemma2": (ScaledEmbedding, gemma2_block, CappedHead),
+    "mpt": (Embedding, mpt_block, Head),
+    "bert": (BertEmbedding, bert_block, MaskedHead),
+    "vit": (PatchEmbedding, gpt_block, ClassHead),
+    "resnet": (ResNetStem, resnet_block, ResNetHead),
+    "t5": (T5Embedding, t5_block, T5Head),
+    "moe": (Embedding, moe_block, Head),
+    "deepseek": (Embedding, deepseek_block, Head),
 }
-"""Module builders of a family's layers, by layer kind."""
-
-FAMILY_MODULES = {"resnet": "resnet", "t5": "t5", "moe": "moe", "deepseek": "mla"}
-"""Modules of this package whose ``LAYERS`` build the layers of the other families."""
+"""Builders of embedding, block and head, by family."""
 
 _INIT_STD = 0.02  # GPT-2's
 _SINGLE = ParallelDims()
@@ -121,16 +115,10 @@ def build_stage(
     A tied output head shares the embedding's tensor when both are in the stage; otherwise it has an equal copy.
 
     Args:
-        spec: The model.
-        layer_range: Indices of the stage's layers.
-        dtype: Dtype of weights.
-        device: Device of weights.
         seed: Seed of the weights; None for arbitrary weights.
-        dims: Parallel dimensions that split layers.
         recompute: ``none``, ``selective`` (the attention core), ``selective_op`` (every block except some matmuls),
             ``full`` (every block) or ``selective_layer`` (every second block, from the second on).
         recompute_layers: Number of the stage's first blocks that ``recompute`` applies to; None for all blocks.
-        around_rerun: Context around every recomputation.
         fp8_recipe: Scaling recipe of the blocks' FP8 linear layers; None without FP8.
         frozen_dtype: Dtype of weights that are not trained; None for ``dtype``.
         model_code: Origin of the modules: this package, or transformers.
@@ -163,8 +151,6 @@ def build_stage(
         if spec.tied_embeddings and index == len(spec.layers) - 1 and 0 in layers and hasattr(layer, "lm_head"):
             layer.get_submodule("lm_head").weight = layers[0].get_parameter("wte.weight")
         if fp8_recipe is not None:
-            from executor.distributed.low_precision import with_fp8_linears
-
             layer = with_fp8_linears(layer, spec.layers[index], fp8_recipe)
         recompute_block(layer, modes.get(index, "none"), around_rerun, router)
         layers[index] = layer
@@ -172,16 +158,14 @@ def build_stage(
     return Stage(layers.items())
 
 
-def _maker(spec: ModelSpec, index: int, model_code: ModelCode) -> Callable[[LayerRequest], nn.Module]:
+def _maker(spec: ModelSpec, index: int, model_code: ModelCode) -> _Maker:
     """Function that builds a layer of a model."""
     if model_code == "transformers":
         from executor.models.transformers_models import make_layer  # an extra, and seconds to import
 
         return make_layer
-    layers = MODULES.get(spec.family)
-    if layers is None:
-        layers = import_module(f"executor.models.{FAMILY_MODULES[spec.family]}").LAYERS
-    return layers[spec.layers[index].kind]
+    embedding, block, head = MODULES[spec.family]
+    return {LayerKind.EMBEDDING: embedding, LayerKind.BLOCK: block, LayerKind.HEAD: head}[spec.layers[index].kind]
 
 
 def with_specs(stage: Stage, layers: Sequence[LayerSpec]) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
@@ -212,10 +196,8 @@ def own_weight(whole: Tensor, name: str, own: Tensor, dims: ParallelDims) -> Ten
     """This rank's shard of a weight.
 
     Args:
-        whole: Unsharded weight.
         name: Name of the parameter inside its layer.
         own: Tensor with the shape of the shard; dimensions smaller than in ``whole`` are split.
-        dims: The ranks.
     """
     module = name.split(".")[-2] if "." in name else ""
     if module.startswith("experts_"):

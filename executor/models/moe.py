@@ -14,23 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from executor.models.attention import LatentAttention
 from executor.models.attention_cores import LayerRequest
 from executor.models.blocks import Block, GatedMlp, llama_attention, llama_block
-from executor.models.ends import Embedding, Head
 from simplan.errors import Problem, SpecError
-from simplan.model.layer import LayerKind
 from simplan.model.model import ModelSpec
 from simplan.model.parts.experts import places_of
-
-__all__ = [
-    "LAYERS",
-    "ExpertMlp",
-    "GroupedLinear",
-    "check_places",
-    "expert_matrices",
-    "moe_block",
-    "route",
-]
 
 
 class Routing(NamedTuple):
@@ -54,7 +43,6 @@ def route(chosen: Tensor, num_experts: int, places: int) -> Routing:
 
     Args:
         chosen: Experts of every token, (batch, tokens, top_k) int64.
-        num_experts: Number of experts.
         places: Capacity slots of an expert per sequence.
     """
     batch, tokens, top_k = chosen.shape
@@ -74,12 +62,7 @@ def route(chosen: Tensor, num_experts: int, places: int) -> Routing:
 
 
 class GroupedLinear(nn.Module):
-    """Linear layer with one matrix per expert.
-
-    Args:
-        num_experts: Number of experts.
-        in_features, out_features: Sizes of the matrices.
-    """
+    """Linear layer with one matrix per expert."""
 
     def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -168,12 +151,19 @@ def moe_block(request: LayerRequest) -> nn.Module:
     return Block(request.spec, llama_attention(request), ExpertMlp(request.spec))
 
 
+def deepseek_block(request: LayerRequest) -> nn.Module:
+    """A block of family ``deepseek``: the first ones are dense."""
+    spec, attention = request.spec, LatentAttention(request)
+    dense = request.index - 1 < spec.num_dense_layers
+    mlp = GatedMlp(spec.hidden_size, spec.intermediate_size) if dense else ExpertMlp(spec)
+    return Block(spec, attention, mlp)
+
+
 def check_places(stages: Iterable[nn.Module], spec: ModelSpec, tokens: int) -> None:
     """Checks that no token of the step was dropped; then resets the counts.
 
     Args:
         stages: Stages of this rank, which have run the step.
-        spec: The model.
         tokens: Tokens per sequence that this rank routes.
 
     Raises:
@@ -203,7 +193,3 @@ def check_places(stages: Iterable[nn.Module], spec: ModelSpec, tokens: int) -> N
 def expert_matrices(layer: nn.Module) -> list[nn.Module]:
     """Modules of a layer with its experts."""
     return [module for module in layer.modules() if isinstance(module, GroupedLinear)]
-
-
-LAYERS = {LayerKind.EMBEDDING: Embedding, LayerKind.BLOCK: moe_block, LayerKind.HEAD: Head}
-"""Module builders of the family's layers, by layer kind."""

@@ -10,8 +10,6 @@ from torch.nn import functional
 
 from simplan.model.model import ModelSpec
 
-__all__ = ["RMSNorm", "compute_dtype", "make_norm"]
-
 _EPS = 1e-5
 
 
@@ -22,7 +20,7 @@ def make_norm(spec: ModelSpec) -> nn.Module:
     return nn.LayerNorm(spec.hidden_size, eps=_EPS, bias=spec.family != "mpt")
 
 
-def compute_dtype(x: Tensor) -> Tensor:
+def as_matmul_dtype(x: Tensor) -> Tensor:
     """Tensor in the dtype of matmuls: autocast's dtype under autocast, so that it is cast once and not per matmul."""
     if x.dtype is torch.float32 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))

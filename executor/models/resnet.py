@@ -13,11 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from executor.models.attention_cores import LayerRequest
-from executor.models.norms import compute_dtype
+from executor.models.norms import as_matmul_dtype
 from simplan.model.families.resnet import BlockForm, block_forms
-from simplan.model.layer import LayerKind
-
-__all__ = ["LAYERS", "ResNetHead", "ResNetStem", "resnet_block"]
 
 
 class ResNetStem(nn.Module):
@@ -104,7 +101,7 @@ class ResNetHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits (batch, 1, num_classes)."""
         means = torch.mean(x, dim=(-2, -1)).unsqueeze(1)
-        logits: Tensor = self.fc(compute_dtype(means))
+        logits: Tensor = self.fc(as_matmul_dtype(means))
         return logits
 
 
@@ -112,7 +109,3 @@ def resnet_block(request: LayerRequest) -> ResNetBlock:
     """Basic or bottleneck, by the model."""
     form = block_forms(request.spec)[request.index - 1]
     return BasicBlock(form) if request.spec.layer_type == "basic" else BottleneckBlock(form)
-
-
-LAYERS = {LayerKind.EMBEDDING: ResNetStem, LayerKind.BLOCK: resnet_block, LayerKind.HEAD: ResNetHead}
-"""Module builders of the family's layers, by layer kind."""

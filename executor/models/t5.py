@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from executor.models.attention_cores import LayerRequest
-from executor.models.norms import RMSNorm, compute_dtype
-from simplan.model.layer import LayerKind
-
-__all__ = ["LAYERS", "T5Embedding", "T5Head", "eager_attention", "relative_buckets", "t5_block"]
+from executor.models.norms import RMSNorm, as_matmul_dtype
 
 _LARGEST_DISTANCE = 128  # Hugging Face's relative_attention_max_distance: from there on all are alike
 
@@ -73,7 +70,7 @@ class T5Block(nn.Module):
         self.down = nn.Linear(i, h, bias=False)
 
     def _mlp(self, x: Tensor) -> Tensor:
-        x = compute_dtype(x)
+        x = as_matmul_dtype(x)
         if not self._spec.gated_mlp:
             return self.down(functional.relu(self.up(x)))  # type: ignore[no-any-return]
         gate, up = self.gate(x), self.up(x)
@@ -125,10 +122,10 @@ class T5Encoder(T5Block):
 
     def transform(self, x: Tensor, tables: Tensor) -> Tensor:
         """The block's output; the part that backward may recompute."""
-        normed = compute_dtype(self.norm1(x))
+        normed = as_matmul_dtype(self.norm1(x))
         x = x + self.proj(self._attend(self.q(normed), self.k(normed), self.v(normed), tables[0, 0]))
         x = x + self._mlp(self.norm2(x))
-        return compute_dtype(self.norm3(x)) if self._is_last else x
+        return as_matmul_dtype(self.norm3(x)) if self._is_last else x
 
 
 class T5Decoder(T5Block):
@@ -153,9 +150,9 @@ class T5Decoder(T5Block):
 
     def transform(self, encoder: Tensor, x: Tensor, tables: Tensor) -> Tensor:
         """The block's output; the part that backward may recompute."""
-        normed = compute_dtype(self.norm0(x))
+        normed = as_matmul_dtype(self.norm0(x))
         x = x + self.proj(self._attend(self.q(normed), self.k(normed), self.v(normed), tables[0, 1]))
-        q, encoder = self.cross_q(compute_dtype(self.norm1(x))), compute_dtype(encoder)
+        q, encoder = self.cross_q(as_matmul_dtype(self.norm1(x))), as_matmul_dtype(encoder)
         x = x + self.cross_proj(self._attend(q, self.cross_k(encoder), self.cross_v(encoder)))
         return x + self._mlp(self.norm2(x))
 
@@ -176,7 +173,7 @@ class T5Head(nn.Module):
         x = self.norm(x)
         if self._scale is not None:
             x = x * self._scale
-        logits: Tensor = self.lm_head(compute_dtype(x))
+        logits: Tensor = self.lm_head(as_matmul_dtype(x))
         return logits
 
 
@@ -189,7 +186,6 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None)
     """Attention with unscaled scores; tensors are (batch, heads, tokens, head_dim); softmax in FP32.
 
     Args:
-        q, k, v: Queries, keys and values.
         bias: Added to the scores, (heads, queries, keys).
     """
     scores = q @ k.transpose(-1, -2)
@@ -207,7 +203,6 @@ def relative_buckets(distances: Tensor, num_buckets: int, *, causal: bool) -> Te
 
     Args:
         distances: Position of the key minus position of the query, int64.
-        num_buckets: Number of rows of the table.
         causal: Keys after the query are masked; they get the row of distance 0.
     """
     first = torch.zeros_like(distances)
@@ -220,7 +215,3 @@ def relative_buckets(distances: Tensor, num_buckets: int, *, causal: bool) -> Te
     share = (far.clamp(min=exact) / exact).log() / math.log(_LARGEST_DISTANCE / exact)
     ranged = (exact + (share * (num_buckets - exact)).long()).clamp(max=num_buckets - 1)
     return first + torch.where(far < exact, far, ranged)
-
-
-LAYERS = {LayerKind.EMBEDDING: T5Embedding, LayerKind.BLOCK: t5_block, LayerKind.HEAD: T5Head}
-"""Module builders of the family's layers, by layer kind."""

@@ -30,8 +30,6 @@ from executor.models.attention_cores import ROTARY_BASE, LayerRequest
 from simplan.model.layer import LayerKind
 from simplan.model.model import ModelSpec
 
-__all__ = ["RotaryTables", "TokenEmbedding", "TransformersHead", "make_layer", "whole_model"]
-
 _EPS = 1e-5
 _LLAMAS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -123,7 +121,6 @@ class RotaryTables:
 
     Args:
         rotary: Module of transformers that computes them.
-        seq_len: Number of tokens.
         shared: Tables that the blocks of the stage share.
     """
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 
@@ -17,48 +16,30 @@ from simplan.program.action import Action, ActionKind
 from simplan.program.timeline import SpanKind
 from simplan.runs.measurement import IssuedKind, MeasuredCollective, MeasuredSpan
 
-__all__ = ["Clock", "CudaClock", "HostClock", "Recorder", "Stamp", "StepRecord", "make_clock"]
-
 Stamp = float | torch.cuda.Event
 
 
-class Clock(Protocol):
-    """Takes stamps now and turns them into seconds later."""
+class Clock:
+    """Takes stamps now and turns them into seconds later; on the CPU work is done when its call returns."""
 
     def begin_step(self) -> None:
         """To be called before the first stamp of a step."""
 
     def stamp(self) -> Stamp:
-        """Marks this point in the work of the calling thread (on CUDA: of its current stream)."""
+        """Marks this point in the work of the calling thread."""
+        return time.perf_counter()
 
     def settle(self) -> None:
         """Waits until everything stamped so far has happened."""
 
     def seconds(self, stamp: Stamp) -> float:
         """The time of a settled stamp of this step, on the monotonic clock that all processes of a host share."""
-
-
-class HostClock:
-    """For ranks that compute on the CPU: work is done when its call returns."""
-
-    def begin_step(self) -> None:
-        """Nothing to prepare."""
-
-    def stamp(self) -> Stamp:
-        """The monotonic clock now."""
-        return time.perf_counter()
-
-    def settle(self) -> None:
-        """Nothing is pending."""
-
-    def seconds(self, stamp: Stamp) -> float:
-        """Stamps are seconds already."""
         assert isinstance(stamp, float)
         return stamp
 
 
-class CudaClock:
-    """For ranks that compute on a CUDA device: stamps are events, tied to the host's clock at each step's start."""
+class CudaClock(Clock):
+    """On a CUDA device stamps are events on the current stream, tied to the host's clock at each step's start."""
 
     def __init__(self) -> None:
         self._anchor = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -89,7 +70,7 @@ class CudaClock:
 
 def make_clock(device: torch.device) -> Clock:
     """The clock for ranks on this kind of device."""
-    return CudaClock() if device.type == "cuda" else HostClock()
+    return CudaClock() if device.type == "cuda" else Clock()
 
 
 _RECEIVE_FOR = {
@@ -108,9 +89,7 @@ class StepRecord(Spec):
         start_s: Time when this rank left the barrier before the step.
         end_s: Time when the last action of this rank ended.
         losses: Loss of each microbatch whose loss this rank computes, in order of microbatches.
-        spans: Spans of the actions.
         reruns: Spans of recomputed forwards inside of the actions, one per block or attention core.
-        collectives: Collectives and P2P sends.
         reference_s: Duration of the reference matmul right before the step, in seconds.
     """
 
@@ -139,8 +118,6 @@ class Recorder:
     """Collects one step at a time.
 
     Args:
-        row: The rank's actions in order.
-        clock: Takes the stamps.
         heartbeat: Heartbeat that gets the rank's current action and wait.
     """
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -18,10 +19,19 @@ from executor.checks import runs_on_cuda
 from executor.launch.rank import RankFiles
 from executor.profiling.recorder import StepRecord
 from executor.profiling.steps import find_slow_ranks, slow_rank_sentence, steady_from
-from executor.train.keeping import read_losses
+from executor.train.run_state import read_losses
 from simplan.runs.checkpoint import CheckpointTiming
-from simplan.runs.measurement import EarlierSegment, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
+from simplan.runs.measurement import (
+    EarlierSegment,
+    MeasuredCollective,
+    MeasuredSpan,
+    Measurement,
+    PeakMemory,
+    RankMeasurement,
+)
 from simplan.runs.run_spec import RunSpec
+
+_Timed = TypeVar("_Timed", StepRecord, MeasuredSpan, MeasuredCollective)
 
 Environment = dict[str, str | int | float | None]
 Written = Mapping[int, tuple[str, Mapping[str, str]]]
@@ -33,7 +43,6 @@ class RunSegment:
     """Segment of a run with one plan: the whole run, unless nodes left or came.
 
     Attributes:
-        job: The job with the plan.
         num_nodes: Nodes that had work.
         first_step: Steps that were done before.
         why: Reason for the start of the segment.
@@ -97,7 +106,6 @@ def gather(
     Steps count that every rank finished.
 
     Args:
-        segments: Segments of the run in order.
         written: Texts of the last segment's ranks.
         failure: Reason of an early end; None for a complete run.
         notes: Notes about the run so far, for the user.
@@ -232,14 +240,9 @@ def _from_start(step: tuple[StepRecord, ...]) -> list[StepRecord]:
 def _moved(record: StepRecord, zero_s: float) -> StepRecord:
     """The record with all times relative to ``zero_s``."""
 
-    def spans(moved: Sequence[MeasuredSpan]) -> tuple[MeasuredSpan, ...]:
-        return tuple(
-            span.model_copy(update={"start_s": span.start_s - zero_s, "end_s": span.end_s - zero_s}) for span in moved
-        )
+    def moved(timed: _Timed) -> _Timed:
+        end_s = None if timed.end_s is None else timed.end_s - zero_s
+        return timed.model_copy(update={"start_s": timed.start_s - zero_s, "end_s": end_s})
 
-    collectives = tuple(
-        c.model_copy(update={"start_s": c.start_s - zero_s, "end_s": None if c.end_s is None else c.end_s - zero_s})
-        for c in record.collectives
-    )
-    times = {"start_s": record.start_s - zero_s, "end_s": record.end_s - zero_s, "collectives": collectives}
-    return record.model_copy(update={**times, "spans": spans(record.spans), "reruns": spans(record.reruns)})
+    parts = {name: tuple(map(moved, getattr(record, name))) for name in ("spans", "reruns", "collectives")}
+    return moved(record).model_copy(update=parts)

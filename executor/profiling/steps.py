@@ -32,9 +32,6 @@ def steady_from(times_s: Sequence[float]) -> int:
     MSER (White 1997, "An effective truncation heuristic for bias reduction in simulation output"): first steps are
     removed as long as that reduces the standard error of the mean of the others, up to half of the steps. A slow step
     in the second half is not removed.
-
-    Args:
-        times_s: Times of all steps, in order.
     """
     times = np.asarray(times_s)
     most = max(0, min(len(times) // 2, len(times) - MIN_STEADY_STEPS))
@@ -52,9 +49,7 @@ def find_slow_ranks(job: RunSpec, steps: Sequence[Sequence[StepRecord]], *, cuda
     run, in which another process may have slowed a rank.
 
     Args:
-        job: The job.
         steps: Records of all ranks in every steady step.
-        cuda: Ranks compute on CUDA devices.
     """
     total_s = sum(max(r.end_s for r in step) - min(r.start_s for r in step) for step in steps)
     if len(steps) < MIN_STEADY_STEPS or total_s < _MIN_TIME_S:
@@ -81,7 +76,6 @@ def compute_s(record: StepRecord, *, buckets: bool, cuda: bool) -> float:
     Args:
         record: The step; P2P sends are between its actions.
         buckets: DDP averages the gradients.
-        cuda: The rank computes on a CUDA device.
     """
     collectives = [c for c in record.collectives if c.kind not in _P2P and c.end_s is not None]
     if cuda:
@@ -97,8 +91,8 @@ def slow_rank_sentence(slow: SlowRank) -> str:
         among = f"{len(others)} others"
     same = "which has" if len(others) == 1 else "which have"
     return (
-        f"rank {slow.rank} computes {slow.factor:.1f} times as long as {among}, {same} the same to do: "
-        f"{format_time(slow.compute_s)} of every step beside {format_time(slow.others_compute_s)}"
+        f"rank {slow.rank} needs {slow.factor:.1f} times the compute time of {among}, {same} the same work: "
+        f"{format_time(slow.compute_s)} per step compared with {format_time(slow.others_compute_s)}"
     )
 
 

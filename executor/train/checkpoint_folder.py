@@ -19,8 +19,6 @@ from simplan.files import write_whole
 from simplan.runs.checkpoint import CheckpointHeader, differences
 from simplan.runs.run_spec import RunSpec
 
-__all__ = ["AtomicWriter", "check_resume", "drop_unfinished", "newest_checkpoint", "prune", "step_folder"]
-
 _HEADER = "checkpoint.json"
 _UNFINISHED = ".unfinished-"
 
@@ -100,7 +98,6 @@ class AtomicWriter(FileSystemWriter):
 
     Args:
         folder: Folder of all checkpoints.
-        job: Job of the run.
         step: Number of steps done.
     """
 

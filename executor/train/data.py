@@ -7,12 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Generator, Tensor
 
-from executor.train.documents import has_target
 from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
 from simplan.plan.shard import Shard
-
-__all__ = ["IGNORED", "input_shape", "make_batch", "model_batch"]
 
 IGNORED = -100
 """Target of a token without a loss, the ignore_index of torch's cross-entropy."""
@@ -29,11 +26,7 @@ def make_batch(
 
     Args:
         vocab_size: Number of tokens of the vocabulary, which are sampled uniformly.
-        seq_len: Tokens of one sample.
-        seed: Seed of the run.
-        step: Index of the step in the run.
         first_sample: Index in the global batch of the first requested sample.
-        num_samples: Number of samples.
     """
 
     def draw(generator: Generator) -> tuple[Tensor, Tensor]:
@@ -53,7 +46,6 @@ def model_batch(spec: ModelSpec, *, seed: int, step: int, first_sample: int, num
     (num_samples, channels, height, width) in FP32 and their classes (num_samples, 1) int64.
 
     Args:
-        spec: The model.
         seed, step, first_sample, num_samples: See ``make_batch``.
     """
 
@@ -85,7 +77,7 @@ def model_batch(spec: ModelSpec, *, seed: int, step: int, first_sample: int, num
                 num_samples=num_samples,
             )
             if spec.document_lengths:
-                targets.masked_fill_(~has_target(spec), IGNORED)
+                targets.masked_fill_(~_has_target(spec), IGNORED)
             return tokens, targets
         case "masked_token":
             return _stacked(masked, seed, step, first_sample, num_samples)
@@ -93,6 +85,16 @@ def model_batch(spec: ModelSpec, *, seed: int, step: int, first_sample: int, num
             return _stacked(pair, seed, step, first_sample, num_samples)
         case "class":
             return _stacked(image, seed, step, first_sample, num_samples)
+
+
+def _has_target(spec: ModelSpec) -> Tensor:
+    """Mask of tokens that are followed by a token of the same document, (seq_len) bool; False for padding."""
+    found = torch.zeros(spec.seq_len, dtype=torch.bool)
+    start = 0
+    for length in spec.document_lengths:
+        found[start : start + length - 1] = True
+        start += length
+    return found
 
 
 def input_shape(spec: ModelSpec, shard: Shard) -> tuple[int, ...]:

@@ -4,53 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from executor.models.lora import trained_parameters
 from executor.profiling.recorder import Recorder
 from executor.train.optimizers import divide_gradients
 from simplan.program.action import Action, ActionKind
 
-__all__ = ["LoopEngine"]
 
-
+@dataclass(frozen=True, slots=True)
 class LoopEngine:
-    """Runs the row of a rank without pipeline parallelism, except OPTIM, which the trainer runs.
+    """Runs the row of a rank without pipeline parallelism.
 
-    Args:
+    Attributes:
         module: The model, plain, sharded by FSDP or wrapped in DistributedDataParallel.
-        row: Actions of the rank.
-        num_microbatches: Number of microbatches per step.
+        row: Actions of the rank, except OPTIM, which the trainer runs.
+        trained: Trained parameters of the model.
         loss: Returns the loss of a microbatch from the module's output and the targets.
         complete_gradients: Called in REDUCE_GRAD, before gradients are divided.
         sync_each: Reduce gradients after every microbatch, not only after the last.
-        recorder: Records the actions.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        row: Sequence[Action],
-        num_microbatches: int,
-        *,
-        loss: Callable[[Tensor, Tensor], Tensor],
-        complete_gradients: Callable[[], None],
-        sync_each: bool,
-        recorder: Recorder,
-    ) -> None:
-        self._module = module
-        self._trained = trained_parameters(module)
-        self._loss = loss
-        self._complete_gradients = complete_gradients
-        self._sync_each = sync_each
-        self._row = [action for action in row if action.kind is not ActionKind.OPTIM]
-        self._num_microbatches = num_microbatches
-        self._recorder = recorder
-        backwards = [action for action in self._row if action.kind is ActionKind.BACKWARD]
-        self._last_microbatch = backwards[-1].microbatch
+    module: nn.Module
+    row: Sequence[Action]
+    trained: Sequence[nn.Parameter]
+    num_microbatches: int
+    loss: Callable[[Tensor, Tensor], Tensor]
+    complete_gradients: Callable[[], None]
+    sync_each: bool
+    recorder: Recorder
 
     def run(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """One step up to and including REDUCE_GRAD.
@@ -62,35 +47,36 @@ class LoopEngine:
         Returns:
             Loss of every microbatch in order, detached.
         """
-        inputs, wanted = tokens.chunk(self._num_microbatches), targets.chunk(self._num_microbatches)
+        inputs, wanted = tokens.chunk(self.num_microbatches), targets.chunk(self.num_microbatches)
         graphs: dict[int, Tensor] = {}
         losses: dict[int, Tensor] = {}
-        for action in self._row:
+        for action in self.row:
             microbatch = action.microbatch
-            with self._recorder.span(action):
+            with self.recorder.span(action):
                 if action.kind is ActionKind.REDUCE_GRAD:
-                    self._complete_gradients()
-                    if self._num_microbatches > 1:  # sums become means, as in torch's pipelining runtime
-                        divide_gradients(self._trained, self._num_microbatches)
+                    self.complete_gradients()
+                    if self.num_microbatches > 1:  # sums become means, as in torch's pipelining runtime
+                        divide_gradients(self.trained, self.num_microbatches)
                 elif action.kind is ActionKind.FORWARD:
                     assert microbatch is not None
                     with self._ddp_synchronized(microbatch):
-                        loss = self._loss(self._module(inputs[microbatch]), wanted[microbatch])
+                        loss = self.loss(self.module(inputs[microbatch]), wanted[microbatch])
                     graphs[microbatch], losses[microbatch] = loss, loss.detach()
                     del loss
                 else:
                     assert action.kind is ActionKind.BACKWARD
                     assert microbatch is not None
-                    if isinstance(self._module, FSDPModule):
-                        self._module.set_requires_gradient_sync(self._synchronizes(microbatch))
+                    if isinstance(self.module, FSDPModule):
+                        self.module.set_requires_gradient_sync(self._synchronizes(microbatch))
                     graphs.pop(microbatch).backward()  # type: ignore[no-untyped-call]
         return [loss for _, loss in sorted(losses.items())]
 
     def _synchronizes(self, microbatch: int) -> bool:
-        return self._sync_each or microbatch == self._last_microbatch
+        last = next(action for action in reversed(self.row) if action.kind is ActionKind.BACKWARD)
+        return self.sync_each or microbatch == last.microbatch
 
     def _ddp_synchronized(self, microbatch: int) -> AbstractContextManager[object]:
         """DDP reduces gradients in the backward of a forward run outside of ``no_sync``."""
-        if isinstance(self._module, DistributedDataParallel) and not self._synchronizes(microbatch):
-            return self._module.no_sync()
+        if isinstance(self.module, DistributedDataParallel) and not self._synchronizes(microbatch):
+            return self.module.no_sync()
         return nullcontext()

@@ -13,8 +13,6 @@ from torch.nn import functional
 from executor.distributed.mesh import ParallelDims
 from executor.train.data import IGNORED
 
-__all__ = ["cross_entropy", "split_loss"]
-
 _SINGLE = ParallelDims()
 
 

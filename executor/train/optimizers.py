@@ -17,8 +17,6 @@ from executor.models.model import Stage, split_dimensions, with_specs
 from simplan.runs.run_spec import RunSpec
 from simplan.training.optimizer import UpdateName
 
-__all__ = ["Lamb", "Lars", "ShardGroups", "divide_gradients", "local", "make_optimizer", "zero_gradients"]
-
 _LEARNING_RATE = 1e-3
 _MOMENTUM = 0.9
 

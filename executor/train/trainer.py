@@ -43,18 +43,13 @@ if TYPE_CHECKING:
     from executor.distributed.zero import ShardedOptimizer
     from executor.train.training_state import TrainingState
 
-__all__ = ["Trainer"]
-
 
 class Trainer:
     """Training of one rank.
 
     Args:
         job: The job; already checked.
-        rank: Global rank.
-        device: Device of the rank.
         dims: Process groups of the rank by mesh axis.
-        recorder: Records actions and collectives.
 
     Attributes:
         stages: Stages of the rank by index, ascending.
@@ -97,14 +92,16 @@ class Trainer:
         self.optimizers = self._make_optimizers(parameters)
         self._clipper = self._make_clipper(parameters)
         modules = {index: self._wrap(stage) for index, stage in self.stages.items()}
+        loss = partial(cross_entropy, parallel=dims)
         self._engine: LoopEngine | PipelineEngine
         if dims.pp.size == 1:
             ((index, module),) = modules.items()
             self._engine = LoopEngine(
                 module,
-                row,
+                row[:-1],
+                parameters,
                 self._num_microbatches,
-                loss=self._loss,
+                loss=loss,
                 complete_gradients=self._completion(index),
                 sync_each=plan.grad_sync == "microbatch",
                 recorder=recorder,
@@ -117,7 +114,7 @@ class Trainer:
                 table,
                 dims.pp,
                 num_microbatches=self._num_microbatches,
-                loss=self._loss,
+                loss=loss,
                 device=device,
                 recorder=recorder,
                 alone=dims.alone,
@@ -272,9 +269,6 @@ class Trainer:
             experts = expert_parameters(stage, self._layers)
             module = wrap_ddp(module, self._dims.dp, job.plan.bucket_bytes, experts)
         return module
-
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(logits, targets, self._dims)
 
     def _completion(self, index: int) -> Callable[[], None]:
         """Function that reduces partial and expert gradients of a stage; called before division by microbatches."""

@@ -22,18 +22,14 @@ from torch.distributed.tensor import DTensor, Shard
 from executor.distributed.mesh import ParallelDims
 from executor.models.model import Stage
 
-__all__ = ["TrainingState"]
-
 
 class TrainingState:
     """Parameters, buffers, optimizer states and random number generators of one rank.
 
     Args:
         stages: Stages of the rank, already sharded.
-        optimizers: Optimizers with the rank's states.
         split: By name of a parameter, the dimension along which ranks split it.
         dims: Tensor- and expert-parallel groups of the rank.
-        device: Device of the rank.
     """
 
     def __init__(
@@ -80,10 +76,6 @@ class TrainingState:
         """Reads a checkpoint in place.
 
         Generators keep their state if the checkpoint has none for this rank, as with more ranks than before.
-
-        Args:
-            reader: Reader of the checkpoint.
-            group: All ranks.
         """
         trained = [p for optimizer in self._optimizers for held in optimizer.param_groups for p in held["params"]]
         gradients = [parameter.grad for parameter in trained]

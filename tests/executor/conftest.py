@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from executor.run import run_job
 from simplan import catalog
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
-from simplan.program.action import Action, format_table
+from simplan.program.action import format_table
 from simplan.program.tables.table import plan_table
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
@@ -26,11 +27,9 @@ RANK_PROGRAMS = Path(__file__).parent / "rank_programs"
 NUM_MICROBATCHES = 4
 MICROBATCH_SIZE = 2
 
-MakeModel = Callable[..., ModelSpec]
-MakeJob = Callable[..., RunSpec]
 
-
-def _model(family: str = "gpt", **fields: Any) -> ModelSpec:
+def make_model(family: str = "gpt", **fields: Any) -> ModelSpec:
+    """A model of a few thousand weights."""
     sizes: dict[str, Any] = {
         "family": family,
         "num_hidden_layers": 2,
@@ -44,17 +43,13 @@ def _model(family: str = "gpt", **fields: Any) -> ModelSpec:
     return ModelSpec(**{**sizes, **fields})
 
 
-def _job(schedule: str = "none", *, pp: int = 1, dp: int = 1, model: ModelSpec | None = None, **fields: Any) -> RunSpec:
-    model = _model() if model is None else model
-    plan = ParallelPlan(
-        **{
-            "pp": pp,
-            "dp_replicate": dp,
-            "schedule": schedule,
-            "microbatch_size": MICROBATCH_SIZE,
-            **fields.pop("plan", {}),
-        }
-    )
+def make_job(
+    schedule: str = "none", *, pp: int = 1, dp: int = 1, model: ModelSpec | None = None, **fields: Any
+) -> RunSpec:
+    """A job for the CPU; ``fields`` of the RunSpec, ``plan`` as a dictionary."""
+    model = make_model() if model is None else model
+    shape = {"pp": pp, "dp_replicate": dp, "schedule": schedule, "microbatch_size": MICROBATCH_SIZE}
+    plan = ParallelPlan(**{**shape, **fields.pop("plan", {})})
     num_layers, num_stages = len(model.layers), plan.num_stages
     values: dict[str, Any] = {
         "name": "test",
@@ -98,22 +93,18 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def _hosts_can_be_made() -> None:
     if reason := unavailable():
         pytest.skip(reason)
-
-
-@pytest.fixture(scope="session")
-def make_model() -> MakeModel:
-    """A model of a few thousand weights: family and fields to change."""
-    return _model
-
-
-@pytest.fixture(scope="session")
-def make_job() -> MakeJob:
-    """A job for the CPU: schedule, pp, dp, model and fields to change."""
-    return _job
 
 
 @dataclass(frozen=True)
@@ -124,196 +115,98 @@ class Run:
     measurement: Measurement
     out_dir: Path
 
-    def rows(self) -> tuple[tuple[Action, ...], ...]:
-        """The table."""
-        return self.job.parsed_table()
 
-
-CASES: dict[str, Callable[[], RunSpec]] = {
-    "one-device-gpt-tied": lambda: _job(dtype="fp64"),
-    "ddp2-gpt-tied": lambda: _job(dp=2, plan={"bucket_bytes": 40_000}, dtype="fp64"),
-    "ddp2-every-microbatch-llama": lambda: _job(
-        dp=2, model=_model("llama"), plan={"bucket_bytes": 40_000, "grad_sync": "microbatch"}, dtype="fp64"
-    ),
-    "zero1-2-gpt-tied": lambda: _job(plan={"dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000}, dtype="fp64"),
-    "zero3-2-llama": lambda: _job(model=_model("llama", vocab_size=96), plan={"dp_shard": 2}, dtype="fp64"),
-    "zero3-2-gpt-tied": lambda: _job(plan={"dp_shard": 2}, dtype="fp64"),
-    "zero2-2-every-microbatch-llama": lambda: _job(
-        model=_model("llama"), plan={"dp_shard": 2, "zero_stage": 2, "grad_sync": "microbatch"}, dtype="fp64"
-    ),
-    "naive-pp2-llama": lambda: _job("naive", pp=2, model=_model("llama"), dtype="fp64"),
-    "gpipe-pp2-llama-tied": lambda: _job("gpipe", pp=2, model=_model("llama", tied_embeddings=True), dtype="fp64"),
-    "1f1b-pp2-gpt-tied": lambda: _job("1f1b", pp=2, dtype="fp64"),
-    "gpipe-pp2-ddp2-llama": lambda: _job(
-        "gpipe", pp=2, dp=2, model=_model("llama"), plan={"bucket_bytes": 40_000}, dtype="fp64"
-    ),
-    "1f1b-pp2-ddp2-gpt-tied": lambda: _job("1f1b", pp=2, dp=2, plan={"bucket_bytes": 40_000}, dtype="fp64"),
-    "interleaved-pp2-v2-llama": lambda: _job(
-        "interleaved_1f1b", pp=2, model=_model("llama"), plan={"virtual_stages": 2}, dtype="fp64"
-    ),
-    "interleaved-pp2-v2-gpt-tied": lambda: _job(
-        "interleaved_1f1b", pp=2, model=_model(num_hidden_layers=3), plan={"virtual_stages": 2}, dtype="fp64"
-    ),
-    "1f1b-pp2-zero3-2-llama": lambda: _job("1f1b", pp=2, model=_model("llama"), plan={"dp_shard": 2}, dtype="fp64"),
-    "interleaved-pp2-v2-zero2-2-llama": lambda: _job(
+OWN_SCHEDULE = str(Path(__file__).with_name("custom_schedule.csv"))
+LLAMA: dict[str, Any] = {"family": "llama"}
+LLAMA_4: dict[str, Any] = {**LLAMA, "num_hidden_layers": 4}
+LLAMA_96: dict[str, Any] = {**LLAMA, "vocab_size": 96}
+PP: dict[str, Any] = {"pp": 2}
+DDP: dict[str, Any] = {"dp_replicate": 2, "bucket_bytes": 40_000}
+FSDP: dict[str, Any] = {"dp_shard": 2}
+ZERO1: dict[str, Any] = {"dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000}
+ZERO2: dict[str, Any] = {"dp_shard": 2, "zero_stage": 2}
+HSDP: dict[str, Any] = {"dp_replicate": 2, "dp_shard": 2}
+OFFLOAD: dict[str, Any] = {"offload_activations": True}
+ON_HOST: dict[str, Any] = {"offload_optimizer": True}
+SELECTIVE_OP: dict[str, Any] = {"recompute": "selective_op"}
+INTERLEAVED: dict[str, Any] = {"pp": 2, "virtual_stages": 2}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "one-device-gpt-tied": ("none", {}, {}),
+    "ddp2-gpt-tied": ("none", {}, DDP),
+    "ddp2-every-microbatch-llama": ("none", LLAMA, {**DDP, "grad_sync": "microbatch"}),
+    "zero1-2-gpt-tied": ("none", {}, ZERO1),
+    "zero3-2-llama": ("none", LLAMA_96, FSDP),
+    "zero3-2-gpt-tied": ("none", {}, FSDP),
+    "zero2-2-every-microbatch-llama": ("none", LLAMA, {**ZERO2, "grad_sync": "microbatch"}),
+    "naive-pp2-llama": ("naive", LLAMA, PP),
+    "gpipe-pp2-llama-tied": ("gpipe", {**LLAMA, "tied_embeddings": True}, PP),
+    "1f1b-pp2-gpt-tied": ("1f1b", {}, PP),
+    "gpipe-pp2-ddp2-llama": ("gpipe", LLAMA, {**DDP, **PP}),
+    "1f1b-pp2-ddp2-gpt-tied": ("1f1b", {}, {**DDP, **PP}),
+    "interleaved-pp2-v2-llama": ("interleaved_1f1b", LLAMA, INTERLEAVED),
+    "interleaved-pp2-v2-gpt-tied": ("interleaved_1f1b", {"num_hidden_layers": 3}, INTERLEAVED),
+    "1f1b-pp2-zero3-2-llama": ("1f1b", LLAMA, {**PP, **FSDP}),
+    "interleaved-pp2-v2-zero2-2-llama": (
         "interleaved_1f1b",
-        pp=2,
-        model=_model("llama", num_hidden_layers=3),
-        plan={"virtual_stages": 2, "dp_shard": 2, "zero_stage": 2},
-        dtype="fp64",
+        {**LLAMA, "num_hidden_layers": 3},
+        {**ZERO2, **INTERLEAVED},
     ),
-    "interleaved-pp2-v4-zero3-2-llama": lambda: _job(  # more stages on a rank than torch keeps gathered
+    "interleaved-pp2-v4-zero3-2-llama": (  # more stages on a rank than torch keeps gathered
         "interleaved_1f1b",
-        pp=2,
-        model=_model("llama", num_hidden_layers=6),
-        plan={"virtual_stages": 4, "dp_shard": 2},
-        dtype="fp64",
+        {**LLAMA, "num_hidden_layers": 6},
+        {**PP, **FSDP, "virtual_stages": 4},
     ),
-    "tp2-zero3-2-gpt-tied": lambda: _job(model=_model(vocab_size=96), plan={"tp": 2, "dp_shard": 2}, dtype="fp64"),
-    "tp2-1f1b-pp2-gpt-tied-recompute": lambda: _job(
+    "tp2-zero3-2-gpt-tied": ("none", {"vocab_size": 96}, {**FSDP, "tp": 2}),
+    "tp2-1f1b-pp2-gpt-tied-recompute": ("1f1b", {"vocab_size": 96}, {**PP, "tp": 2, "recompute": "full"}),
+    "cp2-zero3-2-llama": ("none", LLAMA, {**FSDP, "cp": 2, "cp_comm": "all_gather"}),
+    "cp2-ddp2-gpt-tied": ("none", {}, {**DDP, "cp": 2, "cp_comm": "a2a"}),
+    "hsdp-2x2-gpt-tied": ("none", {}, HSDP),
+    "gpipe-pp2-hsdp-2x2-llama": ("gpipe", LLAMA, {**HSDP, **PP}),
+    "tp2-1f1b-pp2-zero3-2-llama": ("1f1b", LLAMA_96, {**PP, **FSDP, "tp": 2}),
+    "1f1b-pp2-zero1-2-gpt-tied": ("1f1b", {}, {**ZERO1, **PP}),
+    "zb-h1-pp2-gpt-tied": ("zb-h1", {}, PP),
+    "zb-h2-pp2-llama": ("zb-h2", LLAMA, PP),
+    "zb-1p-pp2-llama-recompute": ("zb-1p", LLAMA, {**PP, "recompute": "selective"}),
+    "own-table-pp2-gpt-tied": (OWN_SCHEDULE, {}, PP),
+    "zb-2p-pp4-gpt-tied": ("zb-2p", {"num_hidden_layers": 4}, {"pp": 4}),
+    "zb-v-pp2-gpt-tied": ("zb-v", {"num_hidden_layers": 4}, PP),
+    "zb-v-pp4-llama": ("zb-v", {**LLAMA, "num_hidden_layers": 8}, {"pp": 4}),
+    "dualpipe-v-pp2-llama": ("dualpipe-v", LLAMA_4, PP),
+    "zb-h1-pp2-zero2-2-llama": ("zb-h1", LLAMA, {**ZERO2, **PP}),
+    "tp2-zb-h1-pp2-llama": ("zb-h1", LLAMA_96, {**PP, "tp": 2}),
+    "zb-v-pp2-zero3-no-reshard-2-llama": ("zb-v", LLAMA_4, {**PP, **FSDP, "reshard_after_forward": False}),
+    "zb-h1-pp2-cp2-zero2-llama": ("zb-h1", LLAMA, {**PP, "cp": 2, "cp_comm": "a2a", "zero_stage": 2}),
+    "hsdp-zero1-2x2-llama": ("none", LLAMA, {**ZERO1, "dp_replicate": 2}),
+    "1f1b-pp2-llama-recompute-every-second-block": ("1f1b", LLAMA_4, {**PP, "recompute": "selective_layer"}),
+    "1f1b-pp2-llama-recompute-first-block": ("1f1b", LLAMA_4, {**PP, "recompute": "full", "recompute_layers": 1}),
+    "tp2-1f1b-pp2-gpt-tied-recompute-by-products": (
         "1f1b",
-        pp=2,
-        model=_model(vocab_size=96),
-        plan={"tp": 2, "recompute": "full"},
-        dtype="fp64",
+        {"vocab_size": 96},
+        {**PP, "tp": 2, "sequence_parallel": False, **SELECTIVE_OP},
     ),
-    "cp2-zero3-2-llama": lambda: _job(
-        model=_model("llama"), plan={"cp": 2, "cp_comm": "all_gather", "dp_shard": 2}, dtype="fp64"
-    ),
-    "cp2-ddp2-gpt-tied": lambda: _job(dp=2, plan={"cp": 2, "cp_comm": "a2a", "bucket_bytes": 40_000}, dtype="fp64"),
-    "hsdp-2x2-gpt-tied": lambda: _job(plan={"dp_replicate": 2, "dp_shard": 2}, dtype="fp64"),
-    "gpipe-pp2-hsdp-2x2-llama": lambda: _job(
-        "gpipe", pp=2, model=_model("llama"), plan={"dp_replicate": 2, "dp_shard": 2}, dtype="fp64"
-    ),
-    "tp2-1f1b-pp2-zero3-2-llama": lambda: _job(
-        "1f1b", pp=2, model=_model("llama", vocab_size=96), plan={"tp": 2, "dp_shard": 2}, dtype="fp64"
-    ),
-    "1f1b-pp2-zero1-2-gpt-tied": lambda: _job(
-        "1f1b", pp=2, plan={"dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000}, dtype="fp64"
-    ),
-    "zb-h1-pp2-gpt-tied": lambda: _job("zb-h1", pp=2, dtype="fp64"),
-    "zb-h2-pp2-llama": lambda: _job("zb-h2", pp=2, model=_model("llama"), dtype="fp64"),
-    "zb-1p-pp2-llama-recompute": lambda: _job(
-        "zb-1p", pp=2, model=_model("llama"), plan={"recompute": "selective"}, dtype="fp64"
-    ),
-    "own-table-pp2-gpt-tied": lambda: _job(str(Path(__file__).with_name("custom_schedule.csv")), pp=2, dtype="fp64"),
-    "zb-2p-pp4-gpt-tied": lambda: _job("zb-2p", pp=4, model=_model(num_hidden_layers=4), dtype="fp64"),
-    "zb-v-pp2-gpt-tied": lambda: _job("zb-v", pp=2, model=_model(num_hidden_layers=4), dtype="fp64"),
-    "zb-v-pp4-llama": lambda: _job("zb-v", pp=4, model=_model("llama", num_hidden_layers=8), dtype="fp64"),
-    "dualpipe-v-pp2-llama": lambda: _job("dualpipe-v", pp=2, model=_model("llama", num_hidden_layers=4), dtype="fp64"),
-    "zb-h1-pp2-zero2-2-llama": lambda: _job(
-        "zb-h1", pp=2, model=_model("llama"), plan={"dp_shard": 2, "zero_stage": 2}, dtype="fp64"
-    ),
-    "tp2-zb-h1-pp2-llama": lambda: _job(
-        "zb-h1", pp=2, model=_model("llama", vocab_size=96), plan={"tp": 2}, dtype="fp64"
-    ),
-    "zb-v-pp2-zero3-no-reshard-2-llama": lambda: _job(
-        "zb-v",
-        pp=2,
-        model=_model("llama", num_hidden_layers=4),
-        plan={"dp_shard": 2, "reshard_after_forward": False},
-        dtype="fp64",
-    ),
-    "zb-h1-pp2-cp2-zero2-llama": lambda: _job(
-        "zb-h1",
-        pp=2,
-        model=_model("llama"),
-        plan={"cp": 2, "cp_comm": "a2a", "zero_stage": 2},
-        dtype="fp64",
-    ),
-    "hsdp-zero1-2x2-llama": lambda: _job(
-        model=_model("llama"),
-        plan={"dp_replicate": 2, "dp_shard": 2, "zero_stage": 1, "bucket_bytes": 40_000},
-        dtype="fp64",
-    ),
-    "1f1b-pp2-llama-recompute-every-second-block": lambda: _job(
-        "1f1b",
-        pp=2,
-        model=_model("llama", num_hidden_layers=4),
-        plan={"recompute": "selective_layer"},
-        dtype="fp64",
-    ),
-    "1f1b-pp2-llama-recompute-first-block": lambda: _job(
-        "1f1b",
-        pp=2,
-        model=_model("llama", num_hidden_layers=4),
-        plan={"recompute": "full", "recompute_layers": 1},
-        dtype="fp64",
-    ),
-    "tp2-1f1b-pp2-gpt-tied-recompute-by-products": lambda: _job(
-        "1f1b",
-        pp=2,
-        model=_model(vocab_size=96),
-        plan={"tp": 2, "sequence_parallel": False, "recompute": "selective_op"},
-        dtype="fp64",
-    ),
-    "tp2-zero3-2-llama-recompute-by-products": lambda: _job(
-        model=_model("llama", vocab_size=96),
-        plan={"tp": 2, "dp_shard": 2, "recompute": "selective_op"},
-        dtype="fp64",
-    ),
-    "zero3-2-llama-recompute-by-products": lambda: _job(
-        model=_model("llama"), plan={"dp_shard": 2, "recompute": "selective_op"}, dtype="fp64"
-    ),
-    "one-device-offload-gpt-tied": lambda: _job(
-        model=_model(num_hidden_layers=4), plan={"offload_activations": True}, dtype="fp64"
-    ),
-    "ddp2-offload-llama-recompute": lambda: _job(
-        dp=2,
-        model=_model("llama", num_hidden_layers=4),
-        plan={"bucket_bytes": 40_000, "recompute": "full", "offload_activations": True},
-        dtype="fp64",
-    ),
-    "zero1-2-offload-gpt-tied": lambda: _job(
-        plan={
-            "dp_shard": 2,
-            "zero_stage": 1,
-            "bucket_bytes": 40_000,
-            "offload_activations": True,
-        },
-        dtype="fp64",
-    ),
-    "zero3-2-offload-llama": lambda: _job(
-        model=_model("llama", num_hidden_layers=3),
-        plan={"dp_shard": 2, "offload_activations": True},
-        dtype="fp64",
-    ),
-    "1f1b-pp2-offload-gpt-tied": lambda: _job(
-        "1f1b",
-        pp=2,
-        model=_model(num_hidden_layers=6),
-        plan={"offload_activations": True},
-        dtype="fp64",
-    ),
-    "interleaved-pp2-v2-offload-llama-recompute": lambda: _job(
+    "tp2-zero3-2-llama-recompute-by-products": ("none", LLAMA_96, {**FSDP, **SELECTIVE_OP, "tp": 2}),
+    "zero3-2-llama-recompute-by-products": ("none", LLAMA, {**FSDP, **SELECTIVE_OP}),
+    "one-device-offload-gpt-tied": ("none", {"num_hidden_layers": 4}, OFFLOAD),
+    "ddp2-offload-llama-recompute": ("none", LLAMA_4, {**DDP, **OFFLOAD, "recompute": "full"}),
+    "zero1-2-offload-gpt-tied": ("none", {}, {**ZERO1, **OFFLOAD}),
+    "zero3-2-offload-llama": ("none", {**LLAMA, "num_hidden_layers": 3}, {**FSDP, **OFFLOAD}),
+    "1f1b-pp2-offload-gpt-tied": ("1f1b", {"num_hidden_layers": 6}, {**PP, **OFFLOAD}),
+    "interleaved-pp2-v2-offload-llama-recompute": (
         "interleaved_1f1b",
-        pp=2,
-        model=_model("llama", num_hidden_layers=6),
-        plan={"virtual_stages": 2, "recompute": "selective", "offload_activations": True},
-        dtype="fp64",
+        {**LLAMA, "num_hidden_layers": 6},
+        {**INTERLEAVED, **OFFLOAD, "recompute": "selective"},
     ),
-    "zero3-2-optimizer-on-host-gpt-tied": lambda: _job(plan={"dp_shard": 2, "offload_optimizer": True}, dtype="fp64"),
-    "zero2-2-every-microbatch-optimizer-on-host-llama": lambda: _job(
-        model=_model("llama"),
-        plan={"dp_shard": 2, "zero_stage": 2, "grad_sync": "microbatch", "offload_optimizer": True},
-        dtype="fp64",
+    "zero3-2-optimizer-on-host-gpt-tied": ("none", {}, {**FSDP, **ON_HOST}),
+    "zero2-2-every-microbatch-optimizer-on-host-llama": (
+        "none",
+        LLAMA,
+        {**ZERO2, **ON_HOST, "grad_sync": "microbatch"},
     ),
-    "hsdp-2x2-optimizer-on-host-llama": lambda: _job(
-        model=_model("llama"), plan={"dp_replicate": 2, "dp_shard": 2, "offload_optimizer": True}, dtype="fp64"
-    ),
-    "1f1b-pp2-zero3-2-optimizer-on-host-llama": lambda: _job(
-        "1f1b",
-        pp=2,
-        model=_model("llama"),
-        plan={"dp_shard": 2, "offload_optimizer": True},
-        dtype="fp64",
-    ),
-    "tp2-offload-llama": lambda: _job(
-        model=_model("llama", vocab_size=96),
-        plan={"tp": 2, "offload_activations": True},
-        dtype="fp64",
-    ),
+    "hsdp-2x2-optimizer-on-host-llama": ("none", LLAMA, {**HSDP, **ON_HOST}),
+    "1f1b-pp2-zero3-2-optimizer-on-host-llama": ("1f1b", LLAMA, {**PP, **FSDP, **ON_HOST}),
+    "tp2-offload-llama": ("none", LLAMA_96, {**OFFLOAD, "tp": 2}),
 }
+"""Schedule, model and plan."""
 
 
 QUICK = (
@@ -333,16 +226,21 @@ QUICK = (
 """A sample of the strategies for every run of the tests; all others are slow, four ranks most of all."""
 
 
-def _case(name: str) -> Any:
-    return pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+def slow_except(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: all cases, one or a tuple of values each, of which only the quick ones always run."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[] if case in quick else [pytest.mark.slow])
+        for case in cases
+    ]
 
 
-@pytest.fixture(scope="session", params=[_case(name) for name in CASES])
+@pytest.fixture(scope="session", params=slow_except(QUICK, CASES))
 def finished_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One real run per case, shared by all tests that look at it."""
     out_dir = tmp_path_factory.mktemp(request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
-        job = CASES[request.param]()
+        schedule, model, plan = CASES[request.param]
+        job = make_job(schedule, model=make_model(**model), plan=plan, dtype="fp64")
         measurement = run_job(job, out_dir, rank_module="dumping_worker")
     return Run(job, measurement, out_dir)

@@ -23,8 +23,6 @@ import executor.launch.launcher
 from executor.launch.launcher import Agent, Logs, RankLaunch, rank_environment
 from tests.forking import ForkServer
 
-__all__ = ["forked_ranks"]
-
 POLL_S = 0.01
 
 

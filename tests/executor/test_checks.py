@@ -9,50 +9,74 @@ import pytest
 from executor.checks import check_job
 from simplan.errors import NotModelledError, SpecError
 from simplan.training.training import TrainingSpec
+from tests.executor.conftest import make_job, make_model
 
 
-def test_stages_may_be_anywhere(make_job: Any) -> None:
+def test_stages_may_be_anywhere() -> None:
     job = make_job("gpipe", pp=2)
     check_job(job.model_copy(update={"table": job.table[::-1]}))
 
 
+PP = {"pp": 2, "schedule": "1f1b"}
+EXPERTS = {"family": "moe", "num_experts": 4, "top_k": 2, "moe_intermediate_size": 48}
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"cp": 2}, {}, "plan.cp_comm = ring: the executor has no ring attention; use all_gather or a2a"),
+    ({"recompute": "minimal"}, {}, "plan.recompute = minimal: the executor does not recompute like this"),
+    (
+        {"recompute": "selective_op", "offload_activations": True},
+        {},
+        "plan.recompute = selective_op: the executor does not keep single matmuls with activations that are "
+        "moved to the host; use selective or full, or offload_activations = false",
+    ),
+    ({**PP, "grad_sync": "microbatch"}, {}, "plan.grad_sync = microbatch: gradient reduction after"),
+    (
+        {**PP, "dp_shard": 2},
+        {},
+        "model.tied_embeddings = true: sharding of an embedding whose two copies are on different stages is not "
+        "modelled yet; use model.tied_embeddings = false, or plan.zero_stage = 1",
+    ),
+    ({"grad_dtype": "bf16"}, {}, "plan.grad_dtype = bf16: the executor keeps gradients in the precision"),
+    ({}, {"precision": "mxfp8"}, "training.precision = mxfp8: the executor does not run this precision"),
+    ({}, {"precision": "nvfp4"}, "training.precision = nvfp4: the executor does not run this precision"),
+    (
+        {},
+        {"precision": "fp8", "fp8_recipe": "blockwise"},
+        "training.fp8_recipe = blockwise: the executor's linear layers have no such recipe; use tensorwise, "
+        "rowwise or rowwise_with_gw_hp",
+    ),
+    ({"tp": 2}, {"precision": "fp8"}, "plan.tp = 2: the executor does not split matrices whose scale in fp8"),
+    ({}, {"optimizer": "lamb", "fused_optimizer": True}, "training.fused_optimizer = true: is of torch's optimizers"),
+]
+REFUSED_OF_EXPERTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"ep": 2, "dp_replicate": 2}, {"clip_grad_norm": 1.0}, "training.clip_grad_norm = 1: clipping with experts"),
+    ({"tp": 2}, {"optimizer": "lamb"}, "training.optimizer = lamb: with experts that tensor-parallel"),
+]
+
+
 @pytest.mark.parametrize(
-    ("plan", "said"),
-    [
-        ({"cp": 2}, "plan.cp_comm = ring: the executor has no ring attention; use all_gather or a2a"),
-        ({"recompute": "minimal"}, "plan.recompute = minimal: the executor does not recompute like this"),
-        (
-            {"recompute": "selective_op", "offload_activations": True},
-            "plan.recompute = selective_op: the executor does not keep single products beside activations that are "
-            "moved to the host; use selective or full, or offload_activations = false",
-        ),
-        (
-            {"pp": 2, "schedule": "1f1b", "grad_sync": "microbatch"},
-            "plan.grad_sync = microbatch: gradient reduction after",
-        ),
-        (
-            {"pp": 2, "schedule": "1f1b", "dp_shard": 2},
-            "model.tied_embeddings = true: sharding of an embedding whose two copies are on different stages is not "
-            "modelled yet; use model.tied_embeddings = false, or plan.zero_stage = 1",
-        ),
-        ({"grad_dtype": "bf16"}, "plan.grad_dtype = bf16: the executor keeps gradients in the precision"),
-    ],
-)
-def test_plans_that_are_refused(plan: dict[str, Any], said: str, make_job: Any) -> None:
-    job = make_job(plan.get("schedule", "none"), plan=plan)
+    ("model", "plan", "training", "said"),
+    [*(({}, *case) for case in REFUSED), *((EXPERTS, *case) for case in REFUSED_OF_EXPERTS),
+     ({"family": "llama", "mtp_num_layers": 1}, {"dp_replicate": 2}, {},
+      "model.mtp_num_layers = 1: the executor has no layers for multi-token")],
+)  # fmt: skip
+def test_jobs_that_are_refused(
+    model: dict[str, Any], plan: dict[str, Any], training: dict[str, Any], said: str
+) -> None:
+    asked = TrainingSpec(**{"global_batch_size": 16, "precision": "fp32", **training})
+    job = make_job(plan.get("schedule", "none"), model=make_model(**model), plan=plan, training=asked)
     with pytest.raises(NotModelledError) as caught:
         check_job(job)
     assert said in str(caught.value)
 
 
-def test_plans_that_cannot_be_are_rejected(make_job: Any) -> None:
+def test_plans_that_cannot_be_are_rejected() -> None:
     with pytest.raises(SpecError, match=r"plan.virtual_stages = 2"):
         check_job(make_job("interleaved_1f1b", plan={"virtual_stages": 2, "schedule": "interleaved_1f1b"}))
     with pytest.raises(SpecError, match=r"^plan.tp = 2: must divide model.vocab_size = 97"):
         check_job(make_job(plan={"tp": 2}))
 
 
-def test_the_dtype_is_that_of_the_precision(make_job: Any) -> None:
+def test_the_dtype_is_that_of_the_precision() -> None:
     training = TrainingSpec(global_batch_size=8, precision="bf16")
     check_job(make_job(training=training, dtype="bf16"))
     with pytest.raises(SpecError, match=r"^dtype = fp32: must be bf16 for training.precision = bf16, or fp64"):

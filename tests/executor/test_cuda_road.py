@@ -41,25 +41,32 @@ def test_convolutions_round_as_products_do(allowed: bool) -> None:
         torch.backends.cudnn.allow_tf32 = before[1]
 
 
-def test_nothing_waits_between_collectives_and_the_products_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the products would begin when the collectives are done, and nothing be slowed down."""
-    calls: list[str] = []
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Calls of torch.cuda in order; the n-th event of a test happens at second n."""
+    found: list[str] = []
 
     class Event:
         def __init__(self, *, enable_timing: bool) -> None:
             assert enable_timing
-            self._number = len(events)
             events.append(self)
+            self.number = len(events) - 1
 
         def record(self) -> None:
-            calls.append(f"event {self._number}")
+            found.append(f"event {self.number}")
 
         def elapsed_time(self, other: Any) -> float:
-            return 1000.0 * float(other._number - self._number)
+            return 1000.0 * float(other.number - self.number)
 
     events: list[Event] = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: found.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: found.append("sleep"))
+    return found
+
+
+def test_nothing_waits_between_collectives_and_the_products_beside_them(calls: list[str]) -> None:
+    """Else the products would begin when the collectives are done, and nothing be slowed down."""
     watch = Stopwatch(torch.device("cuda"))
     found = watch.beside(lambda: calls.append("begin"), lambda: calls.append("run"), lambda: calls.append("wait"))
     middle = ["event 0", "begin", "run", "event 1", "wait", "event 2"]
@@ -67,28 +74,12 @@ def test_nothing_waits_between_collectives_and_the_products_beside_them(monkeypa
     assert found == (1.0, 2.0)
 
 
-def test_layers_in_a_row_are_timed_without_waiting_for_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_in_a_row_are_timed_without_waiting_for_any(calls: list[str]) -> None:
     """The host runs ahead of a device that is kept busy first, so that launching does not count."""
-    calls: list[str] = []
-
-    class Event:
-        def __init__(self, *, enable_timing: bool) -> None:
-            assert enable_timing
-            self.number = sum(call.startswith("event") for call in calls)
-
-        def record(self) -> None:
-            calls.append(f"event {self.number}")
-
-        def elapsed_time(self, other: Any) -> float:
-            return 500.0 * float(other.number - self.number)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: calls.append("sleep"))
     found = Stopwatch(torch.device("cuda")).each(partial(calls.append, name) for name in ("first", "second"))
     middle = ["event 0", "first", "event 1", "second", "event 2"]
     assert calls == ["synchronize", "sleep", *middle, "synchronize"]
-    assert found == [0.5, 0.5]
+    assert found == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(("is_known", "wanted"), [(True, 700), (False, 900)])

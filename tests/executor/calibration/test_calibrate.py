@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from executor.calibration.calibrate import calibrate
 from executor.calibration.communication_timing import TimedLink, group_shapes, receiving_s, warmed_up
 from executor.calibration.layer_timing import time_layers
 from executor.calibration.timing import Bench, Stopwatch, sample_of, wide
-from executor.distributed import low_precision
-from executor.distributed.low_precision import with_fp8_linears
+from executor.distributed.precision import with_fp8_linears
+from executor.models import model as models
 from simplan.cost.calibration.calibrated import CalibratedCost
 from simplan.cost.calibration.format import CalibrationRequest, Mixed, ShapeRequest
 from simplan.cost.calibration.store import load
@@ -163,14 +161,6 @@ def test_groups_of_one_shape_cover_all_ranks_and_are_alike(
         assert {len({rank // ranks_per_node for rank in group}) for group in groups} == {num_nodes}
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("budget_s", "timed"), [(1.0, [4 * KIB, 64 * KIB]), (1000.0, [4 * KIB, 64 * KIB, 256 * KIB])])
 def test_sizes_that_take_too_long_for_the_time_there_is_are_left_out(budget_s: float, timed: list[int]) -> None:
@@ -218,7 +208,7 @@ def test_linear_layers_in_fp8_are_timed(recipe: Fp8Recipe, mixed: Mixed, monkeyp
         made.append(recipe)
         return with_fp8_linears(module, layer, recipe)
 
-    monkeypatch.setattr(low_precision, "with_fp8_linears", convert)
+    monkeypatch.setattr(models, "with_fp8_linears", convert)
     shape = ShapeRequest(model=MODEL, microbatch_size=2, dtype="fp8", fp8_recipe=recipe, mixed=mixed)
     timings = time_layers(shape, ONE_ROUND)
     assert {*made} == {recipe}

@@ -12,19 +12,18 @@ from typing import Any, NamedTuple
 import torch
 
 from executor.distributed.mesh import ParallelDims, Peers
-from executor.models.model import build_stage, cross_entropy, own_weight
+from executor.models.model import build_stage, own_weight
 from executor.train.data import model_batch
+from executor.train.loss import cross_entropy
 from simplan.model.layer import CollectiveKind, LayerCollective, LayerSpec
 from simplan.model.model import ModelSpec
 from simplan.model.recompute import recomputation
 from simplan.plan.plan import Recompute
 from simplan.plan.shard import Shard
+from tests.executor.rank_programs.exchanging_ranks import NUM_RANKS, NUM_SAMPLES, SEED
 
 PROGRAM = Path(__file__).parents[1] / "rank_programs" / "exchanging_ranks.py"
 ROOT = Path(__file__).resolve().parents[3]
-NUM_RANKS = 2
-NUM_SAMPLES = 3
-SEED = 5
 Issued = tuple[str, tuple[int, ...], int]
 
 

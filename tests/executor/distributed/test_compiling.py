@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from simplan.model.layer import LayerSpec
 from simplan.plan.plan import Recompute
 from simplan.runs.run_spec import RunSpec
 from simplan.validate.structure import predicted_communications
-from tests.executor.conftest import RANK_PROGRAMS, MakeJob, MakeModel, Run
+from tests.executor.conftest import RANK_PROGRAMS, Run, make_job, make_model, slow_except
 from tests.executor.distributed.test_level2 import issued
 from tests.executor.models.family_models import variant
 from tests.executor.models.layer_runs import LayerRun
@@ -43,32 +44,19 @@ PLANS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "interleaved": ("interleaved_1f1b", "llama", {"pp": 2, "virtual_stages": 2}),
     "pipeline-fsdp": ("1f1b", "llama", {"pp": 2, "dp_shard": 2}),
 }
-QUICK = ("fsdp",)
-BLOCKS = [
-    pytest.param(
-        family,
-        recompute,
-        precision,
-        marks=[pytest.mark.slow] * ((family, recompute, precision) != ("llama", "none", "autocast")),
-    )
-    for family in ("gpt", "llama")
-    for recompute in ("none", "selective", "full")
-    for precision in ("fp32", "autocast", "cast")
-]
+BLOCKS = product(("gpt", "llama"), ("none", "selective", "full"), ("fp32", "autocast", "cast"))
 
 
-def compiled_job(make_job: MakeJob, make_model: MakeModel, name: str, **fields: Any) -> RunSpec:
+def compiled_job(name: str, **fields: Any) -> RunSpec:
     schedule, family, plan = PLANS[name]
     model = make_model(family, vocab_size=96)
     return make_job(schedule, model=model, plan=plan, software=COMPILED, **fields)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in PLANS])
-def test_compiled_ranks_equal_one_process(
-    make_job: MakeJob, make_model: MakeModel, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", slow_except(["fsdp"], PLANS))
+def test_compiled_ranks_equal_one_process(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's graphs without their code in C++, which is the same arithmetic; they issue what Level 2 says."""
-    job = compiled_job(make_job, make_model, name, dtype="fp64")
+    job = compiled_job(name, dtype="fp64")
     monkeypatch.setenv("PYTHONPATH", str(RANK_PROGRAMS))
     measurement = run_job(job, tmp_path, rank_module="compiling_worker")
     assert_equal_to_one_process(Run(job, measurement, tmp_path))
@@ -102,7 +90,7 @@ def compiled_run(family: str, recompute: Recompute, precision: str) -> tuple[Lay
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of itself
-@pytest.mark.parametrize(("family", "recompute", "precision"), BLOCKS)
+@pytest.mark.parametrize(("family", "recompute", "precision"), slow_except([("llama", "none", "autocast")], BLOCKS))
 def test_blocks_keep_what_is_predicted(
     family: str, recompute: Recompute, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

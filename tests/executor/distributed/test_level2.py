@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,6 +14,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict, run_spec_of
 from simplan.prediction import Prediction
 from simplan.runs.measurement import Measurement
+from simplan.runs.run_spec import RunSpec
 from simplan.training.training import Precision, TrainingSpec
 from simplan.units import KIB
 from simplan.validate.compare import compare
@@ -25,7 +25,8 @@ from simplan.validate.structure import (
     ran_as_predicted,
     reduces_between_exchanges,
 )
-from tests.executor.conftest import Run
+from tests.executor.conftest import Run, slow_except
+from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
 
 GPT = ModelSpec(family="gpt", num_hidden_layers=4, hidden_size=192, num_attention_heads=4, vocab_size=2000, seq_len=16)
 LLAMA = ModelSpec(
@@ -50,13 +51,6 @@ CASES: dict[str, tuple[ModelSpec, ParallelPlan, int, Precision]] = {
 }
 
 
-QUICK = ("fsdp in bf16",)
-
-
-def case(name: str) -> Any:
-    return pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
-
-
 def run_predicted(
     model: ModelSpec, plan: ParallelPlan, batch: int, precision: Precision, folder: Path
 ) -> tuple[Prediction, Measurement]:
@@ -68,7 +62,7 @@ def run_predicted(
     return prediction, run_job(job, folder)
 
 
-@pytest.mark.parametrize("name", [case(name) for name in CASES])
+@pytest.mark.parametrize("name", slow_except(["fsdp in bf16"], CASES))
 def test_issued_as_predicted(name: str, tmp_path: Path) -> None:
     prediction, measurement = run_predicted(*CASES[name], tmp_path)
     job = measurement.job
@@ -98,6 +92,13 @@ def assert_issued_as_predicted(finished_run: Run) -> None:
             wide.sort(key=kind_and_group)
             found.sort(key=kind_and_group)
         assert found == wide
+
+
+def check_run(job: RunSpec, folder: Path) -> None:
+    """Real ranks have the losses and gradients of one process, and issue what is predicted."""
+    run = run_in_float64(job, folder)
+    assert_equal_to_one_process(run)
+    assert_issued_as_predicted(run)
 
 
 def kind_and_group(message: Issued) -> tuple[str, tuple[int, ...]]:

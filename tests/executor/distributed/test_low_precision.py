@@ -18,10 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from executor import checks
 from executor.checks import check_job
-from executor.distributed.low_precision import with_fp8_linears
-from executor.distributed.precision import Autocast
+from executor.distributed.precision import Autocast, with_fp8_linears
+from executor.dry_run.memory_tracker import StorageTracker
 from executor.models.model import build_stage
-from executor.profiling.ledger import Ledger
 from executor.run import run_job
 from executor.train.data import make_batch
 from executor.train.loss import cross_entropy
@@ -37,6 +36,7 @@ from simplan.program.tables.table import plan_table
 from simplan.runs.run_spec import RunSpec
 from simplan.software.software import StateBytes
 from simplan.training.training import TrainingSpec
+from tests.executor.conftest import make_job
 from tests.executor.dry_run.accounting import account, predicted_peak
 from tests.layers import layer_of_kernels
 
@@ -133,13 +133,6 @@ def test_linear_layers_of_blocks_only(family: str, others: set[str]) -> None:
         assert not is_block or {"proj", "down"} & in_fp8
 
 
-def test_linear_layers_are_found_at_any_depth() -> None:
-    part = nn.Sequential(OrderedDict(up=nn.Linear(64, 48), router=nn.Linear(64, 48)))
-    block = with_fp8_linears(nn.Sequential(OrderedDict(mlp=part)), UP)
-    assert type(block.get_submodule("mlp.up")) is not nn.Linear
-    assert type(block.get_submodule("mlp.router")) is nn.Linear
-
-
 def test_zeros_have_a_scale() -> None:
     block = with_fp8_linears(nn.Sequential(OrderedDict(up=nn.Linear(64, 48, bias=False))), UP)
     y = block(torch.zeros(16, 64, dtype=torch.bfloat16))
@@ -203,15 +196,15 @@ def test_peak_of_one_linear_layer_is_torchs(
     layer = layer_of_kernels((gemm,), parameters, key="up")
     state = StateBytes(parameter=4, gradient=4, activation=2, boundary=2, gathered=weights.itemsize)
     state = state.model_copy(update={"linear": linear_format("fp8", recipe, "wide", eager=True)})
-    ledger, peaks = Ledger(), []
+    storages, peaks = StorageTracker(), []
 
     def noting_peak(run: Callable[[], Any]) -> Any:
-        before = ledger.peak_bytes = ledger.total_bytes
+        before = storages.peak_bytes = storages.total_bytes
         made = run()
-        peaks.append(ledger.peak_bytes - before)
+        peaks.append(storages.peak_bytes - before)
         return made
 
-    with ledger.counting():
+    with storages.counting():
         linear = nn.Linear(k, n, bias=bias, dtype=weights)
         block = with_fp8_linears(nn.Sequential(OrderedDict(up=linear)), layer, recipe)
         x = torch.randn(m, k, dtype=torch.bfloat16, requires_grad=True)
@@ -232,7 +225,6 @@ def tiny(family: str) -> ModelSpec:
 
 
 def job_of(
-    make_job: Any,
     model: ModelSpec,
     plan: dict[str, Any],
     num_microbatches: int,
@@ -306,10 +298,10 @@ def _with_cast_weights(model: nn.Module) -> nn.Module:
     ],
 )
 def test_ranks_have_the_losses_of_one_process(
-    family: str, plan: dict[str, Any], recipe: Fp8Recipe, tmp_path: Path, make_job: Any
+    family: str, plan: dict[str, Any], recipe: Fp8Recipe, tmp_path: Path
 ) -> None:
     """The first step's to rounding in fp32; then rounding in 16 and 8 bits of updates that differ in the last one."""
-    job = job_of(make_job, tiny(family), plan, 4, recipe)
+    job = job_of(tiny(family), plan, 4, recipe)
     measurement = run_job(job, tmp_path)
     wanted = one_process(job, 3, casts_weights="dp_shard" in plan)
     assert measurement.losses[0] == pytest.approx(wanted[0], rel=1e-6)
@@ -331,9 +323,9 @@ def test_ranks_have_the_losses_of_one_process(
         pytest.param("deepseek", {"dp_shard": 2}, "rowwise", marks=pytest.mark.slow),
     ],
 )
-def test_peak_is_torchs(family: str, plan: dict[str, Any], recipe: Fp8Recipe, make_job: Any) -> None:
+def test_peak_is_torchs(family: str, plan: dict[str, Any], recipe: Fp8Recipe) -> None:
     """On fake tensors. The vocabulary is small, so that the peak is in a block, and casts matter."""
-    job = job_of(make_job, larger(family), plan, 2, recipe)
+    job = job_of(larger(family), plan, 2, recipe)
     found, wanted = predicted_peak(job, 0).total_bytes, account(job, 0).total_bytes
     assert found == pytest.approx(wanted, rel=0.01)
 
@@ -350,34 +342,10 @@ def larger(family: str) -> ModelSpec:
     return ModelSpec(family=family, intermediate_size=2048, seq_len=160, **fields)
 
 
-@pytest.mark.parametrize(
-    ("training", "plan", "sentence"),
-    [
-        ({"precision": "mxfp8"}, {}, "training.precision = mxfp8: the executor does not run this precision"),
-        ({"precision": "nvfp4"}, {}, "training.precision = nvfp4: the executor does not run this precision"),
-        (
-            {"precision": "fp8", "fp8_recipe": "blockwise"},
-            {},
-            "training.fp8_recipe = blockwise: the executor's linear layers have no such recipe; use tensorwise, "
-            "rowwise or rowwise_with_gw_hp",
-        ),
-        ({"precision": "fp8"}, {"tp": 2}, "plan.tp = 2: the executor does not split matrices whose scale in fp8"),
-    ],
-)
-def test_what_the_executor_has_not_is_refused_by_name(
-    training: dict[str, Any], plan: dict[str, Any], sentence: str, make_job: Any
-) -> None:
-    asked = TrainingSpec.model_validate({"global_batch_size": 8, **training})
-    job = make_job("none", model=tiny("gpt"), plan=plan, training=asked, dtype="bf16")
-    with pytest.raises(NotModelledError, match=r".*") as caught:
-        check_job(job)
-    assert str(caught.value).startswith(sentence)
-
-
-def test_names_the_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch, make_job: Any) -> None:
+def test_names_the_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where something is in fp8: the same job in fp64 checks other precisions' arithmetic."""
     monkeypatch.setattr(checks, "find_spec", lambda _: None)
-    job = job_of(make_job, tiny("gpt"), {}, 2)
+    job = job_of(tiny("gpt"), {}, 2)
     with pytest.raises(NotModelledError, match=r"pip install 'simplan\[float8\]', or use bf16"):
         check_job(job)
     check_job(job.model_copy(update={"dtype": "fp64"}))

@@ -9,10 +9,8 @@ import pytest
 
 from executor.run import run_job
 from simplan.errors import RunError
-from simplan.validate.structure import (
-    issued_as_predicted,
-)
-from tests.executor.conftest import Run
+from simplan.validate.structure import issued_as_predicted
+from tests.executor.conftest import SELECTIVE_OP, Run, make_job, make_model, slow_except
 from tests.executor.distributed.test_level2 import assert_issued_as_predicted
 from tests.executor.train.test_equality import assert_equal_to_one_process, one_process, run_in_float64
 
@@ -37,6 +35,7 @@ MLA = {
     "v_head_dim": 10,
 }
 WIDE_QUERIES = {key: value for key, value in MLA.items() if key != "q_lora_rank"}
+PIPELINE: dict[str, Any] = {"pp": 2, "schedule": "1f1b"}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "one rank": ("moe", SHARED, {}),
     "one rank, latent attention": ("deepseek", MLA, {}),
@@ -44,39 +43,35 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ddp x ep": ("moe", SHARED, {"dp_replicate": 2, "ep": 2}),
     "ddp x ep, dropping": ("moe", DROPPING, {"dp_replicate": 2, "ep": 2, "bucket_bytes": 40_000}),
     "ddp x ep, recompute": ("moe", MOE, {"dp_replicate": 2, "ep": 2, "recompute": "full"}),
-    "ddp x ep, recompute by products": ("moe", SHARED, {"dp_replicate": 2, "ep": 2, "recompute": "selective_op"}),
-    "fsdp x ep, recompute by products": ("deepseek", MLA, {"dp_shard": 2, "ep": 2, "recompute": "selective_op"}),
-    "fsdp of experts, recompute by products": ("moe", SHARED, {"dp_shard": 4, "ep": 2, "recompute": "selective_op"}),
-    "fsdp of experts x tp, recompute by products": (
-        "deepseek",
-        MLA,
-        {"tp": 2, "dp_shard": 2, "ep": 2, "recompute": "selective_op"},
-    ),
+    "ddp x ep, recompute by products": ("moe", SHARED, {"dp_replicate": 2, "ep": 2, **SELECTIVE_OP}),
+    "fsdp x ep, recompute by products": ("deepseek", MLA, {"dp_shard": 2, "ep": 2, **SELECTIVE_OP}),
+    "fsdp of experts, recompute by products": ("moe", SHARED, {"dp_shard": 4, "ep": 2, **SELECTIVE_OP}),
+    "fsdp of experts x tp, recompute by products": ("deepseek", MLA, {"tp": 2, "dp_shard": 2, "ep": 2, **SELECTIVE_OP}),
     "fsdp of experts x 1f1b, recompute by products": (
         "moe",
         MOE,
-        {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 2, "schedule": "1f1b", "recompute": "selective_op"},
+        {**PIPELINE, **SELECTIVE_OP, "dp_shard": 2, "tp": 2, "ep": 2},
     ),
-    "fsdp, recompute by products": ("moe", SHARED, {"dp_shard": 2, "recompute": "selective_op"}),
+    "fsdp, recompute by products": ("moe", SHARED, {"dp_shard": 2, **SELECTIVE_OP}),
     "fsdp": ("moe", MOE, {"dp_shard": 2}),
     "fsdp over more ranks than experts": ("moe", {**MOE, "num_experts": 3}, {"dp_shard": 4}),
     "fsdp x ep": ("moe", SHARED, {"dp_shard": 2, "ep": 2}),
     "fsdp x ep, latent attention": ("deepseek", MLA, {"dp_shard": 2, "ep": 2}),
-    "1f1b": ("moe", SHARED, {"pp": 2, "schedule": "1f1b"}),
+    "1f1b": ("moe", SHARED, PIPELINE),
     "context parallelism": ("moe", MOE, {"cp": 2, "cp_comm": "all_gather", "zero_stage": 2}),
     "ddp over ep 2 of 4": ("moe", MOE, {"dp_replicate": 4, "ep": 2, "bucket_bytes": 40_000}),
     "zero-1 x ep": ("moe", SHARED, {"dp_shard": 2, "zero_stage": 1, "ep": 2}),
     "hsdp x ep": ("moe", SHARED, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
     "hsdp with experts over all": ("moe", MOE, {"dp_replicate": 2, "dp_shard": 2, "ep": 4}),
-    "1f1b x ddp x ep": ("moe", MOE, {"pp": 2, "dp_replicate": 2, "ep": 2, "schedule": "1f1b"}),
+    "1f1b x ddp x ep": ("moe", MOE, {**PIPELINE, "dp_replicate": 2, "ep": 2}),
     "tp x ep over all": ("moe", SHARED, {"tp": 2, "dp_replicate": 2, "ep": 4}),
     "tp x ep": ("moe", SHARED, {"tp": 2, "ep": 2}),
     "tp x ep, recompute": ("moe", MOE, {"tp": 2, "ep": 2, "recompute": "full"}),
-    "tp x ep, recompute by products": ("moe", SHARED, {"tp": 2, "ep": 2, "recompute": "selective_op"}),
+    "tp x ep, recompute by products": ("moe", SHARED, {"tp": 2, "ep": 2, **SELECTIVE_OP}),
     "tp that splits experts, recompute by products": (
         "moe",
         SHARED,
-        {"tp": 2, "etp": 2, "dp_replicate": 2, "ep": 2, "recompute": "selective_op"},
+        {"tp": 2, "etp": 2, "dp_replicate": 2, "ep": 2, **SELECTIVE_OP},
     ),
     "tp, experts on all": ("moe", SHARED, {"tp": 2, "dp_replicate": 2}),
     "tp that splits experts": ("moe", SHARED, {"tp": 2, "etp": 2, "dp_replicate": 2, "ep": 2}),
@@ -92,26 +87,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "experts among fewer ranks x split experts": ("moe", MOE, {"dp_shard": 4, "tp": 2, "etp": 2, "ep": 2}),
     "experts among fewer ranks x cp": ("moe", MOE, {"dp_shard": 2, "cp": 2, "cp_comm": "all_gather", "ep": 2}),
     "hsdp, experts among fewer ranks": ("moe", SHARED, {"dp_replicate": 2, "dp_shard": 4, "ep": 2}),
-    "1f1b, experts among fewer ranks": ("moe", SHARED, {"pp": 2, "dp_shard": 4, "ep": 2, "schedule": "1f1b"}),
-    "1f1b, experts among fewer ranks x tp": (
-        "moe",
-        MOE,
-        {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 2, "schedule": "1f1b"},
-    ),
+    "1f1b, experts among fewer ranks": ("moe", SHARED, {**PIPELINE, "dp_shard": 4, "ep": 2}),
+    "1f1b, experts among fewer ranks x tp": ("moe", MOE, {**PIPELINE, "dp_shard": 2, "tp": 2, "ep": 2}),
     "latent attention x tp": ("deepseek", MLA, {"tp": 2, "etp": 2}),
     "latent attention x tp x ep, queries from hidden states": ("deepseek", WIDE_QUERIES, {"tp": 2, "ep": 2}),
     "latent attention x tp x ep, recompute": ("deepseek", MLA, {"tp": 2, "ep": 2, "recompute": "full"}),
-    "latent attention x tp x ep, recompute by products": (
-        "deepseek",
-        MLA,
-        {"tp": 2, "ep": 2, "recompute": "selective_op"},
-    ),
+    "latent attention x tp x ep, recompute by products": ("deepseek", MLA, {"tp": 2, "ep": 2, **SELECTIVE_OP}),
     "latent attention x tp x fsdp": ("deepseek", MLA, {"tp": 2, "dp_shard": 2, "ep": 2}),
     "latent attention x tp x zero-1": ("deepseek", MLA, {"tp": 2, "dp_shard": 2, "zero_stage": 1, "ep": 4}),
-    "latent attention x tp x 1f1b": ("deepseek", MLA, {"pp": 2, "tp": 2, "ep": 2, "schedule": "1f1b"}),
+    "latent attention x tp x 1f1b": ("deepseek", MLA, {**PIPELINE, "tp": 2, "ep": 2}),
     "fsdp x tp x ep": ("moe", SHARED, {"dp_shard": 2, "tp": 2, "ep": 4}),
     "zero-1 x tp x ep": ("moe", SHARED, {"dp_shard": 2, "tp": 2, "zero_stage": 1, "ep": 4}),
-    "1f1b x tp x ep": ("moe", MOE, {"pp": 2, "tp": 2, "ep": 2, "schedule": "1f1b"}),
+    "1f1b x tp x ep": ("moe", MOE, {**PIPELINE, "tp": 2, "ep": 2}),
     "interleaved x fsdp x ep": (
         "moe",
         {**MOE, "num_hidden_layers": 4},
@@ -127,10 +114,8 @@ QUICK = (
 )
 
 
-@pytest.fixture(scope="module", params=[pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in CASES])
-def run(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_job: Any, make_model: Any
-) -> Run:
+@pytest.fixture(scope="module", params=slow_except(QUICK, CASES))
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     family, fields, plan = CASES[request.param]
     out_dir = tmp_path_factory.mktemp(request.param.replace(" ", "-").replace(",", ""))
     plan = dict(plan)
@@ -154,17 +139,21 @@ def test_every_rank_issues_what_is_predicted(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_bf16_issues_what_is_predicted(tmp_path: Path, make_job: Any, make_model: Any) -> None:
-    """Under FSDP experts stay in fp32, and what is exchanged for them is as narrow as all activations."""
-    training = make_job().training.model_copy(update={"global_batch_size": 16, "precision": "bf16"})
-    job = make_job(model=make_model("moe", **MOE), plan={"dp_shard": 2, "ep": 2}, training=training, dtype="bf16")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bf16_issues_what_is_predicted(ranks: int, tmp_path: Path) -> None:
+    """What is exchanged for experts is as narrow as all activations.
+
+    Experts of two ranks stay in fp32 beside FSDP; those of four are sharded, and gathered in 16 bits as all else.
+    """
+    training = make_job().training.model_copy(update={"global_batch_size": 8 * ranks, "precision": "bf16"})
+    job = make_job(model=make_model("moe", **MOE), plan={"dp_shard": ranks, "ep": 2}, training=training, dtype="bf16")
     measurement = run_job(job, tmp_path)
     assert issued_as_predicted(measurement)
     losses, _ = one_process(job, 3)
     assert measurement.losses == pytest.approx(losses, rel=2e-3)
 
 
-def test_too_few_places_are_refused_with_the_number(tmp_path: Path, make_job: Any, make_model: Any) -> None:
+def test_too_few_places_are_refused_with_the_number(tmp_path: Path) -> None:
     """With one place for every token that experts get on average, some expert is asked for more."""
     job = make_job(model=make_model("moe", **{**MOE, "capacity_factor": 1.0}))
     with pytest.raises(RunError, match=r"model\.capacity_factor = 1: gives each expert 12 places for a sequence, and "):

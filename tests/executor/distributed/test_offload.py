@@ -10,18 +10,18 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from executor.distributed.activation_offload import ActivationOffload, HostLink
-from executor.dry_run.account import _parameter_groups
+from executor.dry_run.memory_tracker import _parameter_groups
 from executor.models.model import Stage, build_stage
 from executor.train.loss import cross_entropy
 from simplan.program.action import Action, ActionKind
-from tests.executor.conftest import MakeJob, MakeModel
+from tests.executor.conftest import make_job, make_model
 from tests.executor.dry_run.accounting import SilentRecorder, fake_trainer
 
 CPU = torch.device("cpu")
 ROW = [Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0), Action(0, ActionKind.OPTIM)]
 
 
-def stage_of(make_model: Any, family: str, recompute: Any = "none") -> Stage:
+def stage_of(family: str, recompute: Any = "none") -> Stage:
     model = make_model(family, num_hidden_layers=4)
     return build_stage(model, range(len(model.layers)), torch.float32, CPU, 0, recompute=recompute)
 
@@ -36,8 +36,8 @@ def loss_of(stage: Stage) -> Tensor:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_gradients_are_the_same_to_the_bit(make_model: Any, family: str, recompute: str, *, at_once: bool) -> None:
-    here, there = stage_of(make_model, family, recompute), stage_of(make_model, family, recompute)
+def test_gradients_are_the_same_to_the_bit(family: str, recompute: str, *, at_once: bool) -> None:
+    here, there = stage_of(family, recompute), stage_of(family, recompute)
     recorder = SilentRecorder(ROW)
     recorder.begin_step(0)
     recorder.begin(ROW[0])
@@ -55,11 +55,11 @@ def test_gradients_are_the_same_to_the_bit(make_model: Any, family: str, recompu
 
 
 @pytest.mark.parametrize("schedule", ["none", "1f1b"])
-def test_fsdp_is_told_to_keep_its_shards_on_the_host(schedule: str, make_job: MakeJob, make_model: MakeModel) -> None:
+def test_fsdp_is_told_to_keep_its_shards_on_the_host(schedule: str) -> None:
     """Of every parameter; gradients are there from a reduction to the update."""
     plan = {"dp_shard": 2, "offload_optimizer": True}
     job = make_job(schedule, pp=2 if schedule == "1f1b" else 1, model=make_model("llama"), plan=plan)
-    with fake_trainer(job, 0, SilentRecorder) as built:
+    with fake_trainer(job, 0) as built:
         built.step(*built.batch(0))
         held = [
             parameter

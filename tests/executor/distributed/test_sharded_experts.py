@@ -5,21 +5,19 @@ And memory of latent attention over tensor-parallel ranks.
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from executor.run import run_job
 from simplan.model.model import ModelSpec
 from simplan.training.training import TrainingSpec
-from simplan.validate.structure import issued_as_predicted
-from tests.executor.conftest import MakeJob, MakeModel
-from tests.executor.distributed.test_level2 import assert_issued_as_predicted
+from tests.executor.conftest import make_job, make_model, slow_except
+from tests.executor.distributed.test_level2 import check_run
 from tests.executor.distributed.test_moe import MOE
 from tests.executor.dry_run.accounting import peaks
 from tests.executor.train.test_checkpoints import in_two_parts, undisturbed
-from tests.executor.train.test_equality import assert_equal_to_one_process, one_process, run_in_float64
 
 TOTAL = 0.03
 MODEL: dict[str, Any] = {
@@ -63,20 +61,15 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, int]] = {
     "1f1b-last": ({**FEWER, "pp": 2}, 4, 1),
     "whole": ({"dp_shard": 4, "ep": 4}, 1, 0),
 }
-QUICK = {("zero3", "bf16")}
 
 
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    [
-        pytest.param(strategy, precision, marks=[] if (strategy, precision) in QUICK else [pytest.mark.slow])
-        for strategy in STRATEGIES
-        for precision in ("fp32", "bf16")
-    ],
+    slow_except([("zero3", "bf16")], product(STRATEGIES, ("fp32", "bf16"))),
 )
-def test_peak_is_torchs(make_job: MakeJob, strategy: str, precision: Any) -> None:
+def test_peak_is_torchs(strategy: str, precision: Any) -> None:
     """Of fake tensors; ``whole`` are experts that FSDP leaves alone."""
-    predicted, torchs = peaks(make_job, ModelSpec(**MODEL), *STRATEGIES[strategy], precision)
+    predicted, torchs = peaks(ModelSpec(**MODEL), *STRATEGIES[strategy], precision)
     assert predicted == pytest.approx(torchs, rel=TOTAL)
 
 
@@ -92,37 +85,22 @@ def test_peak_is_torchs(make_job: MakeJob, strategy: str, precision: Any) -> Non
         {"tp": 2, "ep": 2, "pp": 2},
     ],
 )
-def test_so_it_is_with_latent_attention_over_tensor_parallel_ranks(
-    make_job: MakeJob, plan: dict[str, Any], precision: Any
-) -> None:
-    predicted, torchs = peaks(make_job, ModelSpec(**{**MODEL, **LATENT}), plan, 2, 0, precision)
+def test_so_it_is_with_latent_attention_over_tensor_parallel_ranks(plan: dict[str, Any], precision: Any) -> None:
+    predicted, torchs = peaks(ModelSpec(**{**MODEL, **LATENT}), plan, 2, 0, precision)
     assert predicted == pytest.approx(torchs, rel=TOTAL)
 
 
 @pytest.mark.slow
-def test_norms_are_of_all_shards(tmp_path: Path, make_job: MakeJob, make_model: MakeModel) -> None:
+def test_norms_are_of_all_shards(tmp_path: Path) -> None:
     """Tensor-parallel ranks hold the same of a router, and different shards of experts."""
     training = TrainingSpec(global_batch_size=16, precision="fp32", clip_grad_norm=0.3)
     plan = {"dp_shard": 2, "tp": 2}
     job = make_job(model=make_model("moe", **MOE), plan=plan, training=training, dtype="fp64")
-    run = run_in_float64(job, tmp_path)
-    assert_equal_to_one_process(run)
-    assert_issued_as_predicted(run)
+    check_run(job, tmp_path)
 
 
 @pytest.mark.slow
-def test_bf16_issues_what_is_predicted(tmp_path: Path, make_job: MakeJob, make_model: MakeModel) -> None:
-    """Experts are gathered in 16 bits, as all else."""
-    training = TrainingSpec(global_batch_size=32, precision="bf16")
-    job = make_job(model=make_model("moe", **MOE), plan=FEWER, training=training, dtype="bf16")
-    measurement = run_job(job, tmp_path)
-    assert issued_as_predicted(measurement)
-    losses, _ = one_process(job, 3)
-    assert measurement.losses == pytest.approx(losses, rel=2e-3)
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_other_shards(tmp_path: Path, make_job: MakeJob, make_model: MakeModel) -> None:
+def test_a_run_goes_on_with_other_shards(tmp_path: Path) -> None:
     """From two ranks for each expert to one, and on the same two to the last bit."""
     training = TrainingSpec(global_batch_size=16, precision="fp32")
     model = make_model("moe", **MOE)

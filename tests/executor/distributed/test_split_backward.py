@@ -6,10 +6,9 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -33,6 +32,7 @@ from simplan.program.memory.split_footprint import split_effects, split_footprin
 from simplan.program.no_gc import gc_paused
 from simplan.program.program import MemoryEffect, Phase
 from tests.executor.models.layer_runs import CPU, SCALARS, SHARDS, STATES, traced
+from tests.executor.rank_programs.exchanging_ranks import Listener
 
 WHOLE = Shard()
 BLOCK, BLOCKS, HEAD, LAST = (1,), (1, 2), (3,), (2, 3)  # indices of a stage's layers
@@ -261,40 +261,19 @@ def test_matrices_of_gathered_tokens_are_split_as_others_are(shard: str) -> None
     assert products == 2 * 7
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.usefixtures("alone")
 def test_ddp_never_reduces_gradients_of_a_split_backward() -> None:
     """W assigns gradients without the hooks of autograd that DDP listens to."""
-    listener: Any = _Listener()
+    listener: Any = Listener()
     world = dist.group.WORLD
     assert world is not None
     module = wrap_ddp(nn.Linear(2, 2), Peers.of(world, (0,), 0, listener), None)
     x = torch.ones(1, 2, requires_grad=True)
     module(x).sum().backward()
-    assert listener.issued == ["all_reduce"]
+    assert [kind for kind, *_ in listener.issued] == ["all_reduce"]
     _, left = stage_backward_input([module(x).sum()], None, [x], module.parameters())
     stage_backward_weight(module.parameters(), left)
-    assert listener.issued == ["all_reduce"]
-
-
-class _Listener:
-    """Takes the place of a recorder."""
-
-    def __init__(self) -> None:
-        self.issued: list[str] = []
-
-    def issue(self, kind: str, ranks: tuple[int, ...], num_bytes: int, action: object = None) -> int:
-        self.issued.append(kind)
-        return 0
-
-    def complete(self, handle: int) -> None: ...
+    assert [kind for kind, *_ in listener.issued] == ["all_reduce"]
 
 
 def test_the_two_functions_take_what_they_are_given() -> None:

@@ -21,7 +21,7 @@ from simplan.program.memory.states import partition_states
 from simplan.training.optimizer import OptimizerName
 from simplan.training.training import TrainingSpec
 from simplan.validate.structure import predicted_communications
-from tests.executor.conftest import MakeJob, MakeModel
+from tests.executor.conftest import make_job, make_model
 from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
 
 ZERO_1 = {"zero_stage": 1}
@@ -51,9 +51,7 @@ def test_predicted_owners_are_those_of_torch(sizes: tuple[int, ...], num_ranks: 
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "sgd_momentum", "lars", "lamb"])
-def test_more_ranks_than_parameters_issue_what_is_predicted(
-    optimizer: OptimizerName, make_job: MakeJob, make_model: MakeModel
-) -> None:
+def test_more_ranks_than_parameters_issue_what_is_predicted(optimizer: OptimizerName) -> None:
     """Ranks without parameters broadcast as well, and take part in no norms of LARS and LAMB."""
     plan = {"tp": 2, "dp_shard": 64, **ZERO_1}
     training = TrainingSpec(global_batch_size=512, precision="fp32", optimizer=optimizer)
@@ -68,9 +66,7 @@ def test_more_ranks_than_parameters_issue_what_is_predicted(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
-def test_more_ranks_than_parameters_equal_one_process(
-    optimizer: OptimizerName, make_job: MakeJob, make_model: MakeModel, tmp_path: Path
-) -> None:
+def test_more_ranks_than_parameters_equal_one_process(optimizer: OptimizerName, tmp_path: Path) -> None:
     model = make_model("llama", lora_rank=4, lora_targets=("q",), num_hidden_layers=1)
     job = make_job(model=model, plan={"dp_shard": 4, **ZERO_1}, dtype="fp64")
     training = TrainingSpec(

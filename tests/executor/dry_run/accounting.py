@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from executor.dry_run.fake_rank import MakeRecorder, fake_rank
-from executor.dry_run.rehearse import fake_account as account
+from executor.dry_run.memory_tracker import MemoryTracker, PeakPoint
+from executor.dry_run.rehearse import fake_rank
 from executor.launch.watchdog import Unwatched
 from executor.profiling.recorder import Recorder, make_clock
 from executor.train.trainer import Trainer
 from simplan.model.model import ModelSpec
-from simplan.plan.plan import ParallelPlan
+from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.action import Action, format_table
 from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.program import Program
@@ -23,10 +23,10 @@ from simplan.program.tables.table import plan_table
 from simplan.runs.run_spec import RunSpec
 from simplan.sim.memory import MemoryPeak, memory_peak
 from simplan.training.training import TrainingSpec
-from tests.executor.conftest import MakeJob
+from tests.executor.conftest import make_job
 from tests.jobs import job_to_lower
 
-__all__ = ["SilentRecorder", "account", "fake_trainer", "job_of", "peaks", "predicted_peak", "predicted_program"]
+CPU = torch.device("cpu")
 
 
 def predicted_program(job: RunSpec, *, gloo: bool = False) -> Program:
@@ -50,9 +50,7 @@ def predicted_peak(job: RunSpec, rank: int, *, gloo: bool = False) -> MemoryPeak
     return memory_peak(predicted_program(job, gloo=gloo), rank)
 
 
-def job_of(
-    make_job: MakeJob, model: ModelSpec, changes: dict[str, Any], num_microbatches: int, precision: Any, **fields: Any
-) -> RunSpec:
+def job_of(model: ModelSpec, changes: dict[str, Any], num_microbatches: int, precision: Any, **fields: Any) -> RunSpec:
     """A job of so many microbatches, of two samples unless the plan has others; fields are those of the training."""
     plan = ParallelPlan(**{"microbatch_size": 2, **changes})
     size = num_microbatches * plan.microbatch_size * plan.dp
@@ -67,7 +65,6 @@ def job_of(
 
 
 def peaks(
-    make_job: MakeJob,
     model: ModelSpec,
     changes: dict[str, Any],
     num_microbatches: int,
@@ -76,15 +73,23 @@ def peaks(
     **fields: Any,
 ) -> tuple[int, int]:
     """Bytes of a stage's first rank, predicted and torch's own; the job is that of ``job_of``."""
-    job = job_of(make_job, model, changes, num_microbatches, precision, **fields)
+    job = job_of(model, changes, num_microbatches, precision, **fields)
     rank = pp_rank * job.plan.num_devices // job.plan.pp
     return predicted_peak(job, rank).total_bytes, account(job, rank).total_bytes
 
 
+def account(job: RunSpec, rank: int) -> PeakPoint:
+    """Torch's own memory of a rank in a step."""
+    tracker = MemoryTracker(job, rank, CPU)
+    with fake_rank(job, rank, tracker) as trainer:
+        return tracker.run_steps(trainer)
+
+
 @contextmanager
-def fake_trainer(job: RunSpec, rank: int, make_recorder: MakeRecorder) -> Iterator[Trainer]:
+def fake_trainer(job: RunSpec, rank: int) -> Iterator[Trainer]:
     """A rank's trainer on fake tensors, alone in this process."""
-    with fake_rank(job, rank, make_recorder) as built:
+    row = job.parsed_table()[RankMapping.of(job.plan).place(rank).pp]
+    with fake_rank(job, rank, SilentRecorder(row)) as built:
         yield built
 
 
@@ -92,4 +97,4 @@ class SilentRecorder(Recorder):
     """Without a heartbeat."""
 
     def __init__(self, row: Sequence[Action]) -> None:
-        super().__init__(row, make_clock(torch.device("cpu")), Unwatched())
+        super().__init__(row, make_clock(CPU), Unwatched())

@@ -11,17 +11,17 @@ import pytest
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from executor.dry_run.fake_rank import fake_rank
-from executor.profiling.ledger import Ledger
+from executor.dry_run.memory_tracker import MemoryTracker
+from executor.dry_run.rehearse import fake_rank
 from executor.run import run_job
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.program.program import MemoryCategory
 from simplan.runs.run_spec import RunSpec
 from simplan.training.training import TrainingSpec
-from tests.executor.conftest import MakeJob, MakeModel
+from tests.executor.conftest import make_job, make_model, slow_except
 from tests.executor.dry_run.accounting import (
-    SilentRecorder,
+    CPU,
     account,
     fake_trainer,
     job_of,
@@ -156,13 +156,13 @@ def cases() -> list[Any]:
         gpt = "gpt-untied" if sharded and "pp" in plan else "gpt"
         found += [(strategy, gpt, "fp32"), (strategy, "llama", "fp32")]
         found.append((strategy, "gpt-untied" if sharded else gpt, "bf16"))
-    return [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in found]
+    return slow_except(QUICK, found)
 
 
-def job_and_rank(make_job: MakeJob, strategy: str, name: str, precision: str) -> tuple[RunSpec, int]:
+def job_and_rank(strategy: str, name: str, precision: str) -> tuple[RunSpec, int]:
     """A job, and the rank to look at."""
     changes, num_microbatches, pp_rank = STRATEGIES[strategy]
-    job = job_of(make_job, MODELS[name], changes, num_microbatches, precision)
+    job = job_of(MODELS[name], changes, num_microbatches, precision)
     return job, pp_rank * job.plan.num_devices // job.plan.pp
 
 
@@ -183,8 +183,8 @@ def predicted_in(job: RunSpec, rank: int, action: str) -> dict[MemoryCategory, i
 
 
 @pytest.mark.parametrize(("strategy", "name", "precision"), cases())
-def test_peak_is_torchs(make_job: MakeJob, strategy: str, name: str, precision: str) -> None:
-    job, rank = job_and_rank(make_job, strategy, name, precision)
+def test_peak_is_torchs(strategy: str, name: str, precision: str) -> None:
+    job, rank = job_and_rank(strategy, name, precision)
     assert job.model.num_parameters > 100e6
     found, wanted = predicted_peak(job, rank), account(job, rank)
     assert found.total_bytes == pytest.approx(wanted.total_bytes, rel=TOTAL)
@@ -206,10 +206,10 @@ def test_peak_is_torchs(make_job: MakeJob, strategy: str, name: str, precision: 
         pytest.param("hsdp", "llama", "fp32", marks=pytest.mark.slow),
     ],
 )
-def test_peak_is_that_of_torchs_mem_tracker(make_job: MakeJob, strategy: str, name: str, precision: str) -> None:
+def test_peak_is_that_of_torchs_mem_tracker(strategy: str, name: str, precision: str) -> None:
     """An account that is not ours; it follows one forward and backward without a pipeline."""
-    job, rank = job_and_rank(make_job, strategy, name, precision)
-    with fake_trainer(job, rank, SilentRecorder) as built:
+    job, rank = job_and_rank(strategy, name, precision)
+    with fake_trainer(job, rank) as built:
         ((_, stage),) = built.stages.items()
         (optimizer,) = built.optimizers
         built.step(*built.batch(0))  # from here on there are optimizer states
@@ -254,13 +254,13 @@ def test_peak_is_that_of_torchs_mem_tracker(make_job: MakeJob, strategy: str, na
     ],
 )
 def test_real_ranks_allocate_what_is_predicted(
-    make_job: MakeJob, tmp_path: Path, name: str, changes: dict[str, Any], num_microbatches: int, precision: str
+    tmp_path: Path, name: str, changes: dict[str, Any], num_microbatches: int, precision: str
 ) -> None:
     """The profiler's trace of two steps on gloo; DDP with microbatches of one sequence is at its peak between them.
 
     The threads of gloo let a tensor go when they come to it, so gradients or weights of one more block may be alive.
     """
-    job = job_of(make_job, MODELS[name], changes, num_microbatches, precision)
+    job = job_of(MODELS[name], changes, num_microbatches, precision)
     job = job.model_copy(update={"num_steps": 1, "profile_memory": True})
     measurement = run_job(job, tmp_path)
     block_bytes = 4 * max(layer.num_parameters for layer in job.model.layers)
@@ -272,13 +272,13 @@ def test_real_ranks_allocate_what_is_predicted(
         assert peak.total_bytes * (1 - TOTAL) <= measured <= peak.total_bytes * (1 + TOTAL) + block_bytes
 
 
-def test_a_sharded_stage_is_never_whole_while_it_is_built(make_job: MakeJob, make_model: MakeModel) -> None:
+def test_a_sharded_stage_is_never_whole_while_it_is_built() -> None:
     """Each layer is sharded before the next is made, so that what fits sharded can be built."""
     spec = make_model("llama", num_hidden_layers=12, tied_embeddings=False)
     job = make_job(model=spec, plan={"dp_shard": 8}, training=TrainingSpec(global_batch_size=8, precision="fp32"))
-    ledger = Ledger()
-    with fake_rank(job, 0, SilentRecorder, ledger):
+    tracker = MemoryTracker(job, 0, CPU)
+    with fake_rank(job, 0, tracker):
         pass
     layer_bytes = max(sum(4 * math.prod(p.shape) for p in layer.parameters) for layer in spec.layers)
     model_bytes = sum(sum(4 * math.prod(p.shape) for p in layer.parameters) for layer in spec.layers)
-    assert model_bytes / 8 < ledger.peak_bytes < 2 * model_bytes / 8 + 3 * layer_bytes < model_bytes
+    assert model_bytes / 8 < tracker.storages.peak_bytes < 2 * model_bytes / 8 + 3 * layer_bytes < model_bytes

@@ -15,7 +15,7 @@ from simplan.model.model import ModelSpec
 from simplan.runs.measurement import MeasuredCollective
 from simplan.runs.run_spec import RunSpec
 from simplan.validate.structure import TIMED_KINDS, predicted_communications
-from tests.executor.conftest import MakeJob
+from tests.executor.conftest import make_job, slow_except
 
 LLAMA = ModelSpec(
     family="llama",
@@ -39,11 +39,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "1f1b x fsdp": {"schedule": "1f1b", "pp": 2, "plan": {"dp_shard": 2}},
     "zb-h1": {"schedule": "zb-h1", "pp": 2},
 }
-QUICK = ("1f1b",)
 TOLERANCE = 0.03
 
 
-def job_of(make_job: MakeJob, name: str, **fields: Any) -> RunSpec:
+def job_of(name: str, **fields: Any) -> RunSpec:
     asked = {**PLANS[name], **fields}
     if asked.get("dtype") == "bf16":
         asked["training"] = {"global_batch_size": 4 * 2 * 4, "precision": "bf16", "optimizer": "adamw"}
@@ -54,12 +53,10 @@ def issued(collectives: tuple[MeasuredCollective, ...]) -> list[tuple[str, str, 
     return [(c.action, c.kind, c.ranks, c.num_bytes) for c in collectives]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in PLANS]
-)
-def test_a_rehearsed_rank_does_what_the_real_one_does(make_job: MakeJob, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", slow_except(["1f1b"], PLANS))
+def test_a_rehearsed_rank_does_what_the_real_one_does(name: str, tmp_path: Path) -> None:
     """The real run's memory is that of the profiler's trace: gloo's threads may let go of a block's tensors later."""
-    job = job_of(make_job, name, num_steps=1, profile_memory=True)
+    job = job_of(name, num_steps=1, profile_memory=True)
     measured = run_job(job, tmp_path)
     block_bytes = 4 * max(layer.num_parameters for layer in job.model.layers)
     for real in (measured.ranks[0], measured.ranks[-1]):
@@ -78,7 +75,7 @@ def test_a_rehearsed_rank_does_what_the_real_one_does(make_job: MakeJob, name: s
             assert issued(fake.collectives) == issued(real.collectives)
 
 
-def test_a_rank_of_a_job_that_no_machine_holds(make_job: MakeJob) -> None:
+def test_a_rank_of_a_job_that_no_machine_holds() -> None:
     """Everything of a rank in the middle of 512, from its groups to the order of what it issues."""
     plan = {"pp": 4, "tp": 2, "dp_shard": 64, "schedule": "1f1b"}
     job = make_job("1f1b", model=LLAMA, plan={**plan, "zero_stage": 2})
@@ -91,8 +88,8 @@ def test_a_rank_of_a_job_that_no_machine_holds(make_job: MakeJob) -> None:
     assert found.peak_memory.allocated_bytes == sum(found.peak_by_category.values())
 
 
-def test_times_are_of_the_own_actions_only(make_job: MakeJob) -> None:
-    job = job_of(make_job, "1f1b", num_steps=3)
+def test_times_are_of_the_own_actions_only() -> None:
+    job = job_of("1f1b", num_steps=3)
     found = rehearse(job, 1, fake=False)
     row = job.parsed_table()[1]
     assert [time.action for time in found.actions] == [str(a) for a in row if a.kind in TIMED_KINDS]
@@ -122,9 +119,7 @@ COMPILED = catalog.software("torch").model_copy(update={"compiled": True})
         ({"plan": {"cp": 2, "cp_comm": "ring"}, "dp": 1}, 0, True, "plan.cp_comm = ring: the executor has no ring"),
     ],
 )
-def test_what_cannot_be_rehearsed_is_refused_by_name(
-    make_job: MakeJob, fields: dict[str, Any], rank: int, fake: bool, said: str
-) -> None:
+def test_what_cannot_be_rehearsed_is_refused_by_name(fields: dict[str, Any], rank: int, fake: bool, said: str) -> None:
     job = make_job(**{"dp": 2, **fields})
     with pytest.raises((SpecError, NotModelledError)) as caught:
         rehearse(job, rank, fake=fake)

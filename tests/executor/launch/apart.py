@@ -12,8 +12,6 @@ from simplan.errors import RunError
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 
-__all__ = ["run_apart"]
-
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import functools, sys

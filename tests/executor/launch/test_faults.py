@@ -20,6 +20,7 @@ from executor.run import run_job
 from simplan.errors import RunError
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
+from tests.executor.conftest import make_job, make_model
 from tests.executor.launch.apart import run_apart
 from tests.interrupts import heed_interrupts
 
@@ -70,7 +71,7 @@ HUNG = "rank 1 made no progress for 20 s (last action 1F1 of step 3); rank 0 was
     ],
 )
 def test_a_failing_rank_ends_the_run(
-    run: Any, fault: str, said: str, tmp_path: Path, make_job: Any, with_fault: Callable[[str], str]
+    run: Any, fault: str, said: str, tmp_path: Path, with_fault: Callable[[str], str]
 ) -> None:
     """Under torchrun and forked: forked ranks of the other tests live and die as torchrun's."""
     told: list[tuple[int, int]] = []
@@ -91,7 +92,7 @@ def test_a_failing_rank_ends_the_run(
     wait_until_gone(tmp_path)
 
 
-def test_a_caller_that_gives_up_leaves_no_ranks(tmp_path: Path, make_job: Any) -> None:
+def test_a_caller_that_gives_up_leaves_no_ranks(tmp_path: Path) -> None:
     pids: list[int] = []
 
     def give_up(step: int, of: int) -> None:
@@ -112,7 +113,7 @@ def command_for(job: RunSpec, folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def endless_run(tmp_path: Path, make_job: Any) -> Iterator[subprocess.Popen[str]]:
+def endless_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """``python -m executor run`` of very many steps, just started."""
     command = command_for(make_job(dp=2, num_steps=10**6), tmp_path)
     pipe = subprocess.PIPE
@@ -158,7 +159,7 @@ def test_ranks_that_start_do_not_outlive_a_killed_launcher(endless_run: subproce
     assert list((tmp_path / "out").glob("*.heartbeat")) == []
 
 
-def test_a_launcher_does_not_outlive_its_parent(tmp_path: Path, make_job: Any) -> None:
+def test_a_launcher_does_not_outlive_its_parent(tmp_path: Path) -> None:
     """It is asked, not killed, so that it keeps what it has measured."""
     parent_program = f"import subprocess; subprocess.run({command_for(make_job(dp=2, num_steps=10**6), tmp_path)!r})"
     with subprocess.Popen([sys.executable, "-c", parent_program], stdout=subprocess.PIPE, text=True) as parent:
@@ -170,7 +171,7 @@ def test_a_launcher_does_not_outlive_its_parent(tmp_path: Path, make_job: Any) -
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_counts_as_hanging_and_is_ended(tmp_path: Path, make_job: Any, make_model: Any) -> None:
+def test_a_stopped_rank_counts_as_hanging_and_is_ended(tmp_path: Path) -> None:
     """A rank that takes no signals but KILL, as one stuck in a driver.
 
     A pipeline without tied weights: a rank inside an all-reduce does not say that it waits.
@@ -191,7 +192,7 @@ def test_a_stopped_rank_counts_as_hanging_and_is_ended(tmp_path: Path, make_job:
     wait_until_gone(tmp_path)
 
 
-def test_a_bad_job_is_refused_before_anything_starts(tmp_path: Path, make_job: Any) -> None:
+def test_a_bad_job_is_refused_before_anything_starts(tmp_path: Path) -> None:
     done = subprocess.run(command_for(make_job(plan={"tp": 2}), tmp_path), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("plan.tp = 2: must divide model.vocab_size = 97; use 1")

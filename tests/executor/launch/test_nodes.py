@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from simplan.model.layer import CollectiveKind
 from simplan.runs.fewer_nodes import Nodes
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
+from tests.executor.conftest import make_job, make_model
 from tests.executor.launch.node_runs import (
     PATIENCE_S,
     PORT,
@@ -41,13 +41,12 @@ from tests.executor.train.test_checkpoints import with_checkpoints
 from tests.hosts import BURST_BYTES, hosts
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.usefixtures("_hosts_can_be_made")]
-MakeJob = Callable[..., RunSpec]
 LOST_AFTER = 13
 NEVER = 1000
 """Steps between checkpoints that no run of these tests makes: there are only those that are taken because hosts go."""
 
 
-def test_ddp_on_two_hosts_goes_on_as_ddp_on_one(make_job: MakeJob, tmp_path: Path) -> None:
+def test_ddp_on_two_hosts_goes_on_as_ddp_on_one(tmp_path: Path) -> None:
     """The first half here, the second on hosts, from the checkpoint: nothing of it is other than on one host."""
     job = make_job(dp=2, dtype="fp64")
     here = run_job(with_checkpoints(job, tmp_path / "kept", num_steps=4), tmp_path / "here")
@@ -65,7 +64,7 @@ def test_ddp_on_two_hosts_goes_on_as_ddp_on_one(make_job: MakeJob, tmp_path: Pat
     assert all(0.0 <= action.start_s < there.step_times_s[0] * 10 for rank in there.ranks for action in rank.actions)
 
 
-def test_a_node_that_was_asked_something_else_is_told(make_job: MakeJob, tmp_path: Path) -> None:
+def test_a_node_that_was_asked_something_else_is_told(tmp_path: Path) -> None:
     with hosts(2) as made:
         started = start_on(made, make_job(dp=2), tmp_path, number=1, join_timeout_s=40.0, asked={"--steps": "2"})
         other = Nodes.model_validate_json((tmp_path / "nodes1.json").read_bytes())
@@ -86,7 +85,7 @@ def test_a_node_that_was_asked_something_else_is_told(make_job: MakeJob, tmp_pat
     [("none", {"dp_replicate": 2}, 2), ("none", {"dp_shard": 4}, 4), ("1f1b", {"pp": 2}, 2), ("1f1b", {"pp": 4}, 4)],
 )
 def test_plans_on_shaped_hosts_are_those_on_one(
-    schedule: str, plan: dict[str, int], number: int, make_job: MakeJob, make_model: Callable[..., Any], tmp_path: Path
+    schedule: str, plan: dict[str, int], number: int, tmp_path: Path
 ) -> None:
     model = make_model("llama", num_hidden_layers=4, vocab_size=96)
     job = make_job(schedule, model=model, plan=plan, dtype="fp64")
@@ -125,7 +124,7 @@ def test_collectives_are_timed_across_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_node_that_does_not_come(make_job: MakeJob, tmp_path: Path) -> None:
+def test_a_node_that_does_not_come(tmp_path: Path) -> None:
     with hosts(2) as made:
         started = start_on(made, make_job(dp=2), tmp_path, number=1, join_timeout_s=2.0)
         ((code, said),) = finished(started, tmp_path)
@@ -158,7 +157,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {"ddp": {"dp": 2}, "1f1b": {"schedule": 
     ],
 )
 def test_all_hosts_go_on_from_the_last_checkpoint(
-    strategy: str, rank: int, number: signal.Signals, said: str, make_job: MakeJob, tmp_path: Path
+    strategy: str, rank: int, number: signal.Signals, said: str, tmp_path: Path
 ) -> None:
     """A rank is hit twice; each time the ranks of all hosts are started again, and nothing shows in the losses."""
     plain = make_job(**STRATEGIES[strategy], timeout_s=60.0, num_steps=149)
@@ -183,7 +182,7 @@ def test_all_hosts_go_on_from_the_last_checkpoint(
 
 
 @pytest.mark.slow
-def test_all_nodes_tell_the_first_cause(make_job: MakeJob, tmp_path: Path) -> None:
+def test_all_nodes_tell_the_first_cause(tmp_path: Path) -> None:
     with hosts(2, cores=cores_of(2)) as made:
         started = start_on(made, make_job(dp=2, num_steps=100_000), tmp_path)
         hit(tmp_path / "1", 1, signal.SIGKILL, 1)
@@ -195,7 +194,7 @@ def test_all_nodes_tell_the_first_cause(make_job: MakeJob, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_cut_network_ends_the_run_on_all_hosts(make_job: MakeJob, tmp_path: Path) -> None:
+def test_a_cut_network_ends_the_run_on_all_hosts(tmp_path: Path) -> None:
     with hosts(2, cores=cores_of(2)) as made:
         started = start_on(made, make_job(dp=2, num_steps=10**6, timeout_s=30.0), tmp_path)
         wait_for_step(started, tmp_path / "0", 5)
@@ -211,7 +210,7 @@ def undisturbed(job: RunSpec, folder: Path) -> Measurement:
 
 
 @pytest.mark.slow
-def test_one_host_after_the_other_is_lost(make_job: MakeJob, tmp_path: Path) -> None:
+def test_one_host_after_the_other_is_lost(tmp_path: Path) -> None:
     """The middle one of three is killed, so that the last one gets other ranks; then that one is killed."""
     job = elastic(make_job(plan={"dp_shard": 3}), tmp_path / "kept", 3, [2, 1])
     whole = undisturbed(job, tmp_path / "whole")
@@ -232,7 +231,7 @@ def test_one_host_after_the_other_is_lost(make_job: MakeJob, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_host_leaves_and_comes_back(make_job: MakeJob, tmp_path: Path) -> None:
+def test_a_host_leaves_and_comes_back(tmp_path: Path) -> None:
     """Three hosts, two, and three again: each time after the very step that was done."""
     job = elastic(make_job(plan={"dp_shard": 3}), tmp_path / "kept", 3, [2, 1], every=NEVER, num_steps=400)
     whole = undisturbed(job, tmp_path / "whole")
@@ -252,7 +251,7 @@ def test_a_host_leaves_and_comes_back(make_job: MakeJob, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_leading_node_is_told_to_leave(make_job: MakeJob, tmp_path: Path) -> None:
+def test_the_leading_node_is_told_to_leave(tmp_path: Path) -> None:
     """The run ends on all nodes, with a checkpoint to resume from."""
     job = elastic(make_job(dp=2), tmp_path / "kept", 2, [1], every=NEVER, num_steps=10**6)
     with hosts(2, cores=cores_of(2)) as made:
@@ -268,7 +267,7 @@ def test_the_leading_node_is_told_to_leave(make_job: MakeJob, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_pipelines_go_on_without_a_host_that_is_not_needed(make_job: MakeJob, tmp_path: Path) -> None:
+def test_pipelines_go_on_without_a_host_that_is_not_needed(tmp_path: Path) -> None:
     """Two pipelines of two stages, a rank on each of four hosts: three make one pipeline, and one host is idle."""
     job = elastic(make_job("1f1b", pp=2, dp=2), tmp_path / "kept", 4, [2])
     whole = undisturbed(job, tmp_path / "whole")
@@ -283,7 +282,7 @@ def test_pipelines_go_on_without_a_host_that_is_not_needed(make_job: MakeJob, tm
 
 
 @pytest.mark.slow
-def test_a_host_that_stands_still_is_given_up_and_let_in_again(make_job: MakeJob, tmp_path: Path) -> None:
+def test_a_host_that_stands_still_is_given_up_and_let_in_again(tmp_path: Path) -> None:
     job = elastic(make_job(dp=2, timeout_s=30.0), tmp_path / "kept", 2, [1], num_steps=2000, max_restarts=5)
     whole = undisturbed(job, tmp_path / "whole")
     with hosts(2, cores=cores_of(2)) as made:
@@ -300,7 +299,7 @@ def test_a_host_that_stands_still_is_given_up_and_let_in_again(make_job: MakeJob
 
 
 @pytest.mark.slow
-def test_a_run_begins_with_the_hosts_that_are_there(make_job: MakeJob, tmp_path: Path) -> None:
+def test_a_run_begins_with_the_hosts_that_are_there(tmp_path: Path) -> None:
     """Two of four, after the last call; two more come, without which four cannot go on."""
     job = elastic(make_job(plan={"dp_shard": 4}), tmp_path / "kept", 4, [2], every=NEVER, num_steps=400)
     whole = undisturbed(job, tmp_path / "whole")

@@ -17,15 +17,14 @@ from executor.launch.watchdog import read_beat
 from executor.run import run_job
 from simplan.errors import RunError
 from simplan.units import MIB
+from tests.executor.conftest import make_job, make_model
 
 CPU = torch.device("cpu")
 GROUP_BYTES = 16 * MIB
 TOO_MUCH_BYTES = 2**60  # more than any machine can map
 
 
-def test_a_rank_out_of_memory_is_told_with_its_action_and_its_prediction(
-    tmp_path: Path, make_job: Any, make_model: Any, with_fault: Any
-) -> None:
+def test_a_rank_out_of_memory_is_told_with_its_action_and_its_prediction(tmp_path: Path, with_fault: Any) -> None:
     """Its address space is limited by the system; the logits of a microbatch are several times what is left of it."""
     model = make_model("llama", vocab_size=40_000)
     job = make_job("gpipe", pp=2, model=model, predicted_memory_bytes=(100 * MIB, 200 * MIB))
@@ -53,9 +52,7 @@ def small_memory() -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_a_rank_that_the_kernel_kills_is_told_from_one_that_somebody_kills(
-    small_memory: Path, tmp_path: Path, make_job: Any, make_model: Any
-) -> None:
+def test_a_rank_that_the_kernel_kills_is_told_from_one_that_somebody_kills(small_memory: Path, tmp_path: Path) -> None:
     """Rank 1 is put among the poor before it begins; its part of the model is larger than what they may have."""
     moved: list[int] = []
 

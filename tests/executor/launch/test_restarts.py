@@ -11,13 +11,13 @@ import pytest
 
 from executor.launch.rank import RankFiles
 from executor.launch.watchdog import read_beat
-from executor.run import run_job
 from simplan.errors import RunError
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
+from tests.executor.conftest import make_job
 from tests.executor.launch.apart import run_apart
 from tests.executor.launch.test_faults import wait_until_gone
-from tests.executor.train.test_checkpoints import with_checkpoints
+from tests.executor.train.test_checkpoints import undisturbed, with_checkpoints
 
 NUM_STEPS = 60
 """Enough that a rank which is hit after some of them has not finished."""
@@ -43,18 +43,14 @@ def with_restarts(job: RunSpec, folder: Path, max_restarts: int) -> RunSpec:
     return with_checkpoints(job, folder, NUM_STEPS, every=5, max_restarts=max_restarts)
 
 
-def undisturbed(job: RunSpec, folder: Path) -> Measurement:
-    return run_job(job.model_copy(update={"num_steps": NUM_STEPS - (job.num_warmup_steps or 0)}), folder)
-
-
 def restarts_of(run: Measurement) -> list[str]:
     """What was told about them; a loaded machine may also be told to have a slow rank."""
     return [note for note in run.notes if "; restart " in note]
 
 
-def test_a_killed_rank_is_restarted(tmp_path: Path, make_job: Any) -> None:
+def test_a_killed_rank_is_restarted(tmp_path: Path) -> None:
     job = make_job(dp=2)
-    whole = undisturbed(job, tmp_path / "whole")
+    whole = undisturbed(job, tmp_path / "whole", NUM_STEPS)
     kept = run_and_hit(with_restarts(job, tmp_path / "kept", 1), signal.SIGKILL, 1, tmp_path / "out", 1)
     assert kept.complete
     assert kept.losses == whole.losses
@@ -80,12 +76,10 @@ FAULTS = [(name, signal.SIGKILL) for name in STRATEGIES] + [(name, signal.SIGSTO
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("strategy", "number"), FAULTS, ids=[f"{name}-{number.name}" for name, number in FAULTS])
-def test_every_strategy_survives_two_faults(
-    strategy: str, number: signal.Signals, tmp_path: Path, make_job: Any
-) -> None:
+def test_every_strategy_survives_two_faults(strategy: str, number: signal.Signals, tmp_path: Path) -> None:
     """A silence of a minute: it also counts while torchrun and ranks import torch, long on a loaded machine."""
     job = make_job(**STRATEGIES[strategy], timeout_s=60.0)
-    whole = undisturbed(job, tmp_path / "whole")
+    whole = undisturbed(job, tmp_path / "whole", NUM_STEPS)
     last = job.plan.num_devices - 1
     kept = run_and_hit(with_restarts(job, tmp_path / "kept", 2), number, 2, tmp_path / "out", last)
     assert kept.complete
@@ -95,7 +89,7 @@ def test_every_strategy_survives_two_faults(
 
 
 @pytest.mark.slow
-def test_when_no_restart_is_left_the_last_fault_ends_the_run(tmp_path: Path, make_job: Any) -> None:
+def test_when_no_restart_is_left_the_last_fault_ends_the_run(tmp_path: Path) -> None:
     job = with_restarts(make_job(dp=2), tmp_path / "kept", 1)
     with pytest.raises(RunError, match=r"^rank 1 was killed by signal 9"):
         run_and_hit(job, signal.SIGKILL, 2, tmp_path / "out", 1)

@@ -6,8 +6,6 @@ from typing import Any
 
 from simplan.model.model import ModelSpec
 
-__all__ = ["PLAIN", "VARIANTS", "variant"]
-
 _SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "intermediate_size": 256}
 _TOKENS: dict[str, Any] = {"vocab_size": 500, "seq_len": 64}
 _LLAMA: dict[str, Any] = {"family": "llama", "num_key_value_heads": 4, **_TOKENS}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from executor.models.model import Stage, build_stage
 from executor.train.data import model_batch
 from executor.train.loss import cross_entropy, split_loss
 from simplan.model.families import FAMILIES
+from simplan.model.implementations.layer_implementation import ModelCode
 from simplan.model.layer import LayerKind, LayerSpec
 from simplan.model.model import ModelSpec
 from simplan.model.recompute import recomputation
@@ -178,25 +179,30 @@ def assert_kept_and_peak(spec: ModelSpec, index: int, recompute: Recompute, prec
         run.assert_peak()
 
 
-def assert_parameters_and_order_of_gradients(spec: ModelSpec) -> None:
-    """Of whole models: names, shapes, what is frozen, tables, and in which order gradients are complete."""
-    stage = build_stage(spec, range(len(spec.layers)), torch.float32, CPU, seed=0)
+def assert_parameters_and_order_of_gradients(
+    spec: ModelSpec, layers: Sequence[LayerSpec] | None = None, model_code: ModelCode = "framework"
+) -> None:
+    """Of whole models: shapes, what is frozen, the order in which gradients are complete; names of our own modules."""
+    layers = layers or spec.layers
+    stage = build_stage(spec, range(len(layers)), torch.float32, CPU, seed=0, model_code=model_code)
+    names = {id(parameter): name for name, parameter in stage.named_parameters()}
     order: list[str] = []
-    for name, parameter in stage.named_parameters():
+    for parameter in stage.parameters():
         if parameter.requires_grad:
-            hook = partial(lambda name, _: order.append(name), name)
+            hook = partial(lambda name, _: order.append(name), names[id(parameter)])
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     inputs, targets = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=BATCH)
     cross_entropy(stage(inputs), targets).backward()  # type: ignore[no-untyped-call]
-    wanted = []
-    for index, layer in reversed(list(enumerate(spec.layers))):
-        module = stage.layers[str(index)]
+    wanted: list[str] = []
+    for layer, module in reversed(list(zip(layers, stage.layers.values(), strict=True))):
         named = list(module.named_parameters())
-        found = [(without_levels(name), tuple(p.shape), not p.requires_grad) for name, p in named]
-        assert found == [(p.name, p.shape, p.frozen) for p in layer.parameters]
-        said = [layer.parameters[i].name for i in layer.gradient_order]
-        wanted += [f"layers.{index}.{name}" for name in said if name not in layer.tied]
-    assert [f"layers.{without_levels(name.removeprefix('layers.'))}" for name in order] == wanted
+        found = [(tuple(p.shape), not p.requires_grad) for _, p in named]
+        assert found == [(p.shape, p.frozen) for p in layer.parameters]
+        if model_code == "framework":
+            assert [without_levels(name) for name, _ in named] == [p.name for p in layer.parameters]
+        own = [named[i][1] for i in layer.gradient_order if layer.parameters[i].name not in layer.tied]
+        wanted += [names[id(parameter)] for parameter in own]
+    assert order == wanted
 
 
 def without_levels(name: str) -> str:

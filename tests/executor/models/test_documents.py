@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from executor.train.data import IGNORED, model_batch
 from simplan.model.layer import Attention
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import Recompute
-from tests.executor.conftest import MakeJob
-from tests.executor.dry_run.accounting import peaks
+from tests.executor.conftest import make_job, slow_except
 from tests.executor.models.layer_runs import assert_kept_and_peak, counted_flops
 from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
 
@@ -107,52 +105,16 @@ _LARGE: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 768, "num_atten
                           "seq_len": 320, "document_lengths": (150, 100, 8, 2)}  # fmt: skip
 
 
-def large(name: str, **fields: Any) -> ModelSpec:
-    """Sizes at which nothing but matrix products and attention matters; 60 of 320 tokens are padding."""
-    return ModelSpec(**{**_LARGE, **LARGE[name], **fields})
-
-
 @pytest.mark.parametrize("name", LARGE)
 def test_flops_are_those_that_torch_counts(name: str) -> None:
     """torch counts the whole squares of all calls, the padding's too, and products of all tokens."""
-    spec = large(name)
+    spec = ModelSpec(**_LARGE, **LARGE[name])  # 60 of 320 tokens are padding
     padding = spec.num_hidden_layers * 4 * 60**2 * 768
     wanted = 2 * (sum(layer.flops(full_attention=True) for layer in spec.layers) + padding)
     assert counted_flops(spec) == pytest.approx(wanted, rel=1e-6)
     cores = [kernel for layer in spec.layers for kernel in layer.kernels if isinstance(kernel, Attention)]
     counted = sum(core.full_flops for core in cores)
     assert counted + padding == spec.num_hidden_layers * 4 * (150**2 + 100**2 + 8**2 + 2**2 + 60**2) * 768
-
-
-# plan, microbatches, pipeline rank
-ACCOUNTS: dict[str, tuple[dict[str, Any], int, int]] = {
-    "one-device": ({}, 1, 0),
-    "ddp": ({"dp_replicate": 4}, 2, 0),
-    "zero3": ({"dp_shard": 4}, 1, 0),
-    "full": ({"recompute": "full", "microbatch_size": 8}, 1, 0),
-    "selective": ({"recompute": "selective", "microbatch_size": 4}, 1, 0),
-    "1f1b-first": ({"pp": 2}, 4, 0),
-    "1f1b-last": ({"pp": 2}, 4, 1),
-    "zb-h1-first": ({"pp": 2, "schedule": "zb-h1"}, 4, 0),
-    "zb-h1-last": ({"pp": 2, "schedule": "zb-h1"}, 4, 1),
-    "tp": ({"tp": 2, "sequence_parallel": False}, 1, 0),
-    "tp-sequence": ({"tp": 2}, 2, 0),
-}
-QUICK_ACCOUNTS = {("llama", "1f1b-last", "fp32"), ("gpt", "one-device", "bf16")}
-
-
-@pytest.mark.parametrize(
-    ("name", "strategy", "precision"),
-    [
-        pytest.param(*case, marks=[] if case in QUICK_ACCOUNTS else [pytest.mark.slow])
-        for place, (name, strategy) in enumerate(product(LARGE, ACCOUNTS))
-        for case in [(name, strategy, ("bf16", "fp32")[place % 2])]
-    ],
-)
-def test_peak_is_torchs(make_job: MakeJob, name: str, strategy: str, precision: Any) -> None:
-    """Of whole models, tensor by tensor (fake ones)."""
-    predicted, torchs = peaks(make_job, large(name, tied_embeddings=False), *ACCOUNTS[strategy], precision)
-    assert predicted == pytest.approx(torchs, rel=0.03)
 
 
 RANKS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -170,8 +132,8 @@ RANKS: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Family, schedule and plan."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "1f1b")) for n in RANKS])
-def test_two_ranks_equal_one_process(name: str, tmp_path: Path, make_job: MakeJob) -> None:
+@pytest.mark.parametrize("name", slow_except(["1f1b"], RANKS))
+def test_two_ranks_equal_one_process(name: str, tmp_path: Path) -> None:
     """Losses and gradients of every step in float64."""
     family, schedule, plan = RANKS[name]
     job = make_job(schedule, model=packed(family), plan=plan, dtype="fp64", num_steps=1)

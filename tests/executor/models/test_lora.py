@@ -12,8 +12,8 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import Recompute
 from simplan.software.software import StateBytes
 from simplan.training.training import TrainingSpec
-from tests.executor.conftest import MakeJob, MakeModel
-from tests.executor.distributed.test_level2 import assert_issued_as_predicted
+from tests.executor.conftest import make_job, make_model, slow_except
+from tests.executor.distributed.test_level2 import check_run
 from tests.executor.models.layer_runs import (
     PEAK,
     SHARDS,
@@ -22,7 +22,6 @@ from tests.executor.models.layer_runs import (
     assert_parameters_and_order_of_gradients,
     counted_flops,
 )
-from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
 
 CPU = torch.device("cpu")
 BATCH = 3
@@ -121,16 +120,12 @@ RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "1f1b-packed")) for n in RANKS])
-def test_ranks_equal_one_process_and_issue_what_is_predicted(
-    name: str, tmp_path: Path, make_job: MakeJob, make_model: MakeModel
-) -> None:
+@pytest.mark.parametrize("name", slow_except(["1f1b-packed"], RANKS))
+def test_ranks_equal_one_process_and_issue_what_is_predicted(name: str, tmp_path: Path) -> None:
     """Losses and gradients of what is trained, in float64; collectives twice as wide as in float32."""
     schedule, fields, plan = RANKS[name]
     heads = {"num_key_value_heads": 4} if fields.get("family") == "mpt" else {}
     model = make_model(**{"lora_rank": 4, **heads, **fields})
     job = make_job(schedule, model=model, plan=plan, dtype="fp64")
     training = TrainingSpec(global_batch_size=job.training.global_batch_size, precision="fp32", task="lora")
-    run = run_in_float64(job.model_copy(update={"training": training}), tmp_path)
-    assert_equal_to_one_process(run)
-    assert_issued_as_predicted(run)
+    check_run(job.model_copy(update={"training": training}), tmp_path)

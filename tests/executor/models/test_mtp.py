@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from executor.checks import check_job
 from executor.models.norms import RMSNorm
-from simplan.errors import NotModelledError
 from simplan.model.model import ModelSpec
 
 H, VOCAB, TOKENS, WIDTH = 32, 48, 24, 64
@@ -110,11 +106,3 @@ def test_such_layers_are_what_torch_makes_of_them(depths: int) -> None:
     ]
     assert added[0] == added[1]
     assert all(added[0])
-
-
-def test_the_executor_refuses_them_by_name(make_job: Any, make_model: Any) -> None:
-    job = make_job(model=make_model("llama", mtp_num_layers=1), plan={"dp_replicate": 2})
-    with pytest.raises(
-        NotModelledError, match=r"model\.mtp_num_layers = 1: the executor has no layers for multi-token"
-    ):
-        check_job(job)

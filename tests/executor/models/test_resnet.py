@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from executor.checks import check_job
 from executor.models.model import build_stage
 from executor.train.data import model_batch
 from executor.train.loss import cross_entropy
 from simplan import catalog
-from simplan.errors import NotModelledError
 from simplan.model.families.resnet import block_forms
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
-from simplan.training.training import Precision, TrainingSpec
+from simplan.training.training import Precision
 from simplan.validate.structure import issued_as_predicted
-from tests.executor.conftest import MakeJob
-from tests.executor.distributed.test_level2 import assert_issued_as_predicted, run_predicted
+from tests.executor.conftest import make_job, slow_except
+from tests.executor.distributed.test_level2 import check_run, run_predicted
 from tests.executor.dry_run.accounting import peaks
 from tests.executor.dry_run.test_memory_accounting import TOTAL
 from tests.executor.models.layer_runs import LayerRun, assert_parameters_and_order_of_gradients, counted_flops
-from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
 
 CPU = torch.device("cpu")
 TYPES = ["basic", "bottleneck"]
@@ -126,27 +124,20 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "1f1b of three": ("1f1b", {"pp": 3}),
     "1f1b of fsdp": ("1f1b", {"pp": 2, "dp_shard": 2}),
 }
-QUICK = {("1f1b", "bottleneck")}
 
 
 @pytest.mark.parametrize(
     ("name", "layer_type"),
-    [
-        pytest.param(name, layer_type, marks=[pytest.mark.slow] * ((name, layer_type) not in QUICK))
-        for name in STRATEGIES
-        for layer_type in TYPES
-    ],
+    slow_except([("1f1b", "bottleneck")], product(STRATEGIES, TYPES)),
 )
-def test_ranks_equal_one_process(name: str, layer_type: str, tmp_path: Path, make_job: MakeJob) -> None:
+def test_ranks_equal_one_process(name: str, layer_type: str, tmp_path: Path) -> None:
     """One process that runs the same microbatches: batch norms take the statistics of each, on its rank.
 
     Running statistics are buffers: no training step reads them, and ranks do not exchange them.
     """
     schedule, plan = STRATEGIES[name]
     job = make_job(schedule, model=model(layer_type), plan=plan, dtype="fp64", num_steps=1)
-    run = run_in_float64(job, tmp_path)
-    assert_equal_to_one_process(run)
-    assert_issued_as_predicted(run)
+    check_run(job, tmp_path)
 
 
 def test_other_microbatches_are_another_computation() -> None:
@@ -183,40 +174,23 @@ MEMORY: dict[str, tuple[dict[str, Any], int, int]] = {
     "1f1b, second of four": ({"pp": 4, "microbatch_size": 8}, 6, 1),
     "1f1b of fsdp": ({"pp": 2, "dp_shard": 2, "microbatch_size": 8}, 4, 0),
 }
-QUICK_MEMORY = {("1f1b, second of four", "basic", "fp32")}
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of logits, which nothing changes in place
 @pytest.mark.parametrize(
     ("name", "layer_type", "precision"),
-    [
-        pytest.param(name, layer_type, kind, marks=[pytest.mark.slow] * ((name, layer_type, kind) not in QUICK_MEMORY))
-        for name in MEMORY
-        for layer_type in TYPES
-        for kind in ("fp32", "bf16")
-        if kind == "fp32" or "dp_shard" not in MEMORY[name][0]
-    ],
+    slow_except(
+        [("1f1b, second of four", "basic", "fp32")],
+        [
+            (name, layer_type, kind)
+            for name, layer_type, kind in product(MEMORY, TYPES, ("fp32", "bf16"))
+            if kind == "fp32" or "dp_shard" not in MEMORY[name][0]
+        ],
+    ),
 )
-def test_peak_of_a_rank_is_torchs(name: str, layer_type: str, precision: Precision, make_job: MakeJob) -> None:
+def test_peak_of_a_rank_is_torchs(name: str, layer_type: str, precision: Precision) -> None:
     """Images of all microbatches are held through the step, on the ranks of the first stage."""
     changes, num_microbatches, pp_rank = MEMORY[name]
     model = ModelSpec(family="resnet", depths=(2, 2, 3, 2), layer_type=layer_type, image_size=128)
-    predicted, torchs = peaks(make_job, model, {"microbatch_size": 1, **changes}, num_microbatches, pp_rank, precision)
+    predicted, torchs = peaks(model, {"microbatch_size": 1, **changes}, num_microbatches, pp_rank, precision)
     assert predicted == pytest.approx(torchs, rel=TOTAL if ParallelPlan(**changes).shards_parameters else 0.01)
-
-
-@pytest.mark.parametrize(
-    ("plan", "precision", "sentence"),
-    [
-        ({"recompute": "full"}, "fp32", "plan.recompute = full: recomputation of batch norms"),
-        ({"recompute": "selective"}, "fp32", "plan.recompute = selective: recomputation of batch norms"),
-        ({"dp_shard": 2}, "bf16", "training.precision = bf16: a batch norm whose weights FSDP casts"),
-    ],
-)
-def test_the_executor_refuses_what_is_not_modelled(
-    plan: dict[str, Any], precision: Precision, sentence: str, make_job: MakeJob
-) -> None:
-    training = TrainingSpec(global_batch_size=16, precision=precision)
-    job = make_job(model=model(), plan=plan, training=training, dtype=precision)
-    with pytest.raises(NotModelledError, match=sentence):
-        check_job(job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan, Recompute
 from simplan.training.training import Precision
 from simplan.validate.structure import issued_as_predicted
-from tests.executor.conftest import MakeJob
-from tests.executor.distributed.test_level2 import assert_issued_as_predicted, run_predicted
+from tests.executor.conftest import make_job, slow_except
+from tests.executor.distributed.test_level2 import check_run, run_predicted
 from tests.executor.dry_run.accounting import peaks
 from tests.executor.models.layer_runs import (
     STATES,
@@ -28,7 +29,6 @@ from tests.executor.models.layer_runs import (
     assert_parameters_and_order_of_gradients,
     counted_flops,
 )
-from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
 
 CPU = torch.device("cpu")
 assert_close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
@@ -206,25 +206,18 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "1f1b of selective": ("1f1b", {"pp": 2, "recompute": "selective"}),
     "ddp of full": ("none", {"dp_replicate": 2, "recompute": "full"}),
 }
-QUICK = {("1f1b", False)}
 
 
 @pytest.mark.parametrize(
     ("name", "gated"),
-    [
-        pytest.param(name, gated, marks=[pytest.mark.slow] * ((name, gated) not in QUICK))
-        for name in STRATEGIES
-        for gated in VERSIONS
-    ],
+    slow_except([("1f1b", False)], product(STRATEGIES, VERSIONS)),
 )
-def test_ranks_equal_one_process(name: str, gated: bool, tmp_path: Path, make_job: MakeJob) -> None:
+def test_ranks_equal_one_process(name: str, gated: bool, tmp_path: Path) -> None:
     schedule, plan = STRATEGIES[name]
     if schedule == "zb-v":
         plan = {**plan, "virtual_stages": 2}
     job = make_job(schedule, model=tiny(gated=gated), plan=plan, dtype="fp64", num_steps=1)
-    run = run_in_float64(job, tmp_path)
-    assert_equal_to_one_process(run)
-    assert_issued_as_predicted(run)
+    check_run(job, tmp_path)
 
 
 @pytest.mark.slow
@@ -252,23 +245,23 @@ MEMORY: dict[str, tuple[dict[str, Any], int, int]] = {
     "1f1b, last of four": ({"pp": 4}, 6, 3),
     "zb-h1, last of two": ({"pp": 2, "schedule": "zb-h1"}, 4, 1),
 }
-QUICK_MEMORY = {("1f1b, second of four", False, "fp32")}
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of what only passes, which nothing changes in place
 @pytest.mark.parametrize(
     ("name", "gated", "precision"),
-    [
-        pytest.param(name, gated, kind, marks=[pytest.mark.slow] * ((name, gated, kind) not in QUICK_MEMORY))
-        for name in MEMORY
-        for gated in VERSIONS
-        for kind in ("fp32", "bf16")
-        if gated or kind == "fp32" or name != "zero3"  # fake tensors add up the two gradients of a tied weight twice
-    ],
+    slow_except(
+        [("1f1b, second of four", False, "fp32")],
+        [
+            (name, gated, kind)
+            for name, gated, kind in product(MEMORY, VERSIONS, ("fp32", "bf16"))
+            if gated or kind == "fp32" or name != "zero3"  # fake tensors add up a tied weight's two gradients twice
+        ],
+    ),
 )
-def test_peak_of_a_rank_is_torchs(name: str, gated: bool, precision: Precision, make_job: MakeJob) -> None:
+def test_peak_of_a_rank_is_torchs(name: str, gated: bool, precision: Precision) -> None:
     """What pass through the encoder, and the encoder's output, are in the receive buffers and nowhere twice."""
     fields: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
     spec = model(gated=gated, num_decoder_layers=6, vocab_size=8192, seq_len=256, decoder_seq_len=160, **fields)
-    predicted, torchs = peaks(make_job, spec, *MEMORY[name], precision)
+    predicted, torchs = peaks(spec, *MEMORY[name], precision)
     assert predicted == pytest.approx(torchs, rel=0.01)

@@ -14,7 +14,6 @@ from executor import checks
 from executor.models.model import Stage, build_stage
 from executor.run import run_job
 from executor.train.data import model_batch
-from executor.train.loss import cross_entropy
 from simplan import catalog
 from simplan.errors import NotModelledError
 from simplan.job import Job
@@ -27,7 +26,14 @@ from simplan.runs.run_spec import RunSpec
 from simplan.training.training import TrainingSpec
 from simplan.validate.compare import compare
 from tests.executor.models import layer_runs
-from tests.executor.models.layer_runs import BATCH, SHARDS, LayerRun, traced, without_levels
+from tests.executor.models.layer_runs import (
+    BATCH,
+    SHARDS,
+    LayerRun,
+    assert_parameters_and_order_of_gradients,
+    traced,
+    without_levels,
+)
 
 pytest.importorskip("transformers")
 
@@ -137,21 +143,7 @@ def test_kept_bytes_and_peak_are_those_of_the_layer(
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_and_order_of_gradients_are_those_of_the_layers(name: str) -> None:
     """Shapes in the order of registration, and which gradient follows which, on which DDP's buckets depend."""
-    spec, layers = MODELS[name], layers_of(name)
-    stage = build_stage(spec, range(len(layers)), torch.float32, CPU, 0, model_code="transformers")
-    order: list[int] = []
-    for parameter in stage.parameters():
-        hook = partial(lambda number, _: order.append(number), id(parameter))
-        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    inputs, targets = model_batch(spec, seed=0, step=0, first_sample=0, num_samples=BATCH)
-    cross_entropy(stage(inputs), targets).backward()  # type: ignore[no-untyped-call]
-    wanted: list[int] = []
-    for layer, module in reversed(list(zip(layers, stage.layers.values(), strict=True))):
-        parameters = list(module.parameters())
-        assert [tuple(p.shape) for p in parameters] == [p.shape for p in layer.parameters]
-        here = [parameters[i] for i in layer.gradient_order if layer.parameters[i].name not in layer.tied]
-        wanted += map(id, here)
-    assert order == wanted
+    assert_parameters_and_order_of_gradients(MODELS[name], layers_of(name), "transformers")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "cast"])

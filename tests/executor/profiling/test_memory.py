@@ -25,19 +25,6 @@ def test_peak_of_known_allocations() -> None:
     assert peak_allocated_bytes(run) == 4 * (2000 + 500 + 1500)
 
 
-def test_peak_lies_in_backward() -> None:
-    """A weight (m x n) and its gradient, an input (b x m), an output and its gradient (b x n), all at once."""
-    b, m, n = 10, 100, 100
-
-    def run() -> None:
-        weight = torch.empty(m, n, requires_grad=True)
-        out = torch.empty(b, m) @ weight
-        out.backward(torch.empty(b, n))  # type: ignore[no-untyped-call]
-
-    gc.collect()
-    assert peak_allocated_bytes(run) == 4 * (2 * m * n + b * m + 2 * b * n)
-
-
 def test_what_other_threads_release_is_not_counted_for_ever() -> None:
     """The trace misses such releases; they show when the memory is given out again."""
     num_bytes = 2**26

@@ -26,6 +26,7 @@ from executor.run import run_job
 from simplan.program.timeline import SpanKind
 from simplan.runs.measurement import MeasuredCollective, MeasuredSpan, SlowRank
 from simplan.runs.run_spec import RunSpec
+from tests.executor.conftest import make_job, make_model
 
 SLOWER_S = 0.9
 """As in rank_programs/faulty_worker.py."""
@@ -42,9 +43,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     [pytest.param(fields, marks=[] if name == "ddp" else pytest.mark.slow) for name, fields in STRATEGIES.items()],
     ids=STRATEGIES,
 )
-def test_a_slow_rank_is_told(
-    strategy: dict[str, Any], tmp_path: Path, make_job: Any, make_model: Any, with_fault: Any
-) -> None:
+def test_a_slow_rank_is_told(strategy: dict[str, Any], tmp_path: Path, with_fault: Any) -> None:
     """What the other rank waits for it is not counted as computing."""
     job = make_job(model=make_model(vocab_size=96), num_steps=5, **strategy)
     notes: list[str] = []
@@ -54,7 +53,9 @@ def test_a_slow_rank_is_told(
     assert slow.compute_s > SLOWER_S > slow.others_compute_s
     assert slow.factor == slow.compute_s / slow.others_compute_s
     assert list(run.notes) == notes == [slow_rank_sentence(slow)]
-    assert notes[0].startswith(f"rank 1 computes {slow.factor:.1f} times as long as rank 0, which has the same to do: ")
+    assert notes[0].startswith(
+        f"rank 1 needs {slow.factor:.1f} times the compute time of rank 0, which has the same work: "
+    )
 
 
 def record(duration_s: float, waits: tuple[tuple[float, float], ...] = ()) -> StepRecord:
@@ -85,9 +86,7 @@ def found(job: RunSpec, times_s: Any) -> tuple[SlowRank, ...]:
     spread=st.floats(0.0, 1.0),
     hiccup=st.floats(0.0, 0.15),
 )
-def test_equal_ranks_that_scatter_are_not_slow(
-    make_job: Any, seed: int, num_steps: int, spread: float, hiccup: float
-) -> None:
+def test_equal_ranks_that_scatter_are_not_slow(seed: int, num_steps: int, spread: float, hiccup: float) -> None:
     """Step times as of a loaded machine: log-normal, and now and then much longer."""
     random = np.random.default_rng(seed)
     steps = np.exp(spread * random.normal(size=(num_steps, 1)))  # what disturbs both alike
@@ -97,7 +96,7 @@ def test_equal_ranks_that_scatter_are_not_slow(
 
 
 @given(factor=st.floats(1.0, 5.0), seed=st.integers(0, 2**32 - 1))
-def test_a_rank_is_slow_from_a_factor_on(make_job: Any, factor: float, seed: int) -> None:
+def test_a_rank_is_slow_from_a_factor_on(factor: float, seed: int) -> None:
     times_s = np.exp(0.01 * np.random.default_rng(seed).normal(size=(20, 4)))
     times_s[:, 2] *= factor
     slow = found(make_job(dp=4), times_s)
@@ -111,7 +110,7 @@ def test_a_rank_is_slow_from_a_factor_on(make_job: Any, factor: float, seed: int
         assert slow == ()
 
 
-def test_stages_are_not_compared(make_job: Any) -> None:
+def test_stages_are_not_compared() -> None:
     """The second stage may have more to do than the first."""
     times_s = np.tile([1.0, 1.0, 3.0, 3.0], (10, 1))
     assert found(make_job("1f1b", pp=2, dp=2), times_s) == ()
@@ -120,7 +119,7 @@ def test_stages_are_not_compared(make_job: Any) -> None:
     assert (slow.rank, slow.factor, slow.compared_with) == (3, 2.0, (2,))
 
 
-def test_a_short_run_says_nothing(make_job: Any) -> None:
+def test_a_short_run_says_nothing() -> None:
     times_s = np.tile([1.0, 3.0], (10, 1))
     assert found(make_job(dp=2), times_s)
     assert found(make_job(dp=2), times_s[:4]) == ()
@@ -130,11 +129,10 @@ def test_a_short_run_says_nothing(make_job: Any) -> None:
 def test_what_is_said() -> None:
     slow = SlowRank(rank=3, factor=2.14, compared_with=(0, 1), compute_s=0.0412, others_compute_s=0.0193)
     assert slow_rank_sentence(slow) == (
-        "rank 3 computes 2.1 times as long as rank 0 and rank 1, which have the same to do: "
-        "41.2 ms of every step beside 19.3 ms"
+        "rank 3 needs 2.1 times the compute time of rank 0 and rank 1, which have the same work: "
+        "41.2 ms per step compared with 19.3 ms"
     )
-    assert "than 5 others" not in slow_rank_sentence(slow.model_copy(update={"compared_with": (0, 1, 2, 4, 5)}))
-    assert "as 5 others, which have" in slow_rank_sentence(slow.model_copy(update={"compared_with": (0, 1, 2, 4, 5)}))
+    assert "of 5 others, which have" in slow_rank_sentence(slow.model_copy(update={"compared_with": (0, 1, 2, 4, 5)}))
 
 
 def write_steps(job: RunSpec, times_s: list[float], folder: Path) -> None:
@@ -172,7 +170,7 @@ def test_no_less_than_half_and_five_steps_count(times: list[float]) -> None:
     assert len(times) - found >= min(len(times), MIN_STEADY_STEPS)
 
 
-def test_a_run_without_a_number_of_warmup_steps_finds_them(make_job: Any, tmp_path: Path) -> None:
+def test_a_run_without_a_number_of_warmup_steps_finds_them(tmp_path: Path) -> None:
     job = make_job(num_steps=6, num_warmup_steps=None)
     assert job.num_all_steps == 6 + MIN_STEADY_STEPS
     write_steps(job, [9.0, 5.0, *noisy(0, 9)], tmp_path)

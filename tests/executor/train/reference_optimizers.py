@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from simplan.training.training import TrainingSpec
 
-__all__ = ["reference_optimizer"]
-
 RATE = 1e-3
 
 

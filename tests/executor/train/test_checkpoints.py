@@ -18,7 +18,7 @@ from simplan.runs.checkpoint import CheckpointHeader, Checkpointing
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from simplan.training.training import TrainingSpec
-from tests.executor.conftest import RANK_PROGRAMS
+from tests.executor.conftest import RANK_PROGRAMS, make_job, make_model
 
 NUM_STEPS = 6
 """All of them: one warm-up step and the steady ones."""
@@ -35,11 +35,11 @@ def in_two_parts(job: RunSpec, other: RunSpec, folder: Path) -> tuple[Measuremen
     return first, run_job(with_checkpoints(other, folder / "kept", resume=True), folder / "second")
 
 
-def undisturbed(job: RunSpec, folder: Path) -> Measurement:
-    return run_job(job.model_copy(update={"num_steps": NUM_STEPS - (job.num_warmup_steps or 0)}), folder)
+def undisturbed(job: RunSpec, folder: Path, num_steps: int = NUM_STEPS) -> Measurement:
+    return run_job(job.model_copy(update={"num_steps": num_steps - (job.num_warmup_steps or 0)}), folder)
 
 
-def test_a_resumed_run_computes_the_same(make_job: Any, tmp_path: Path) -> None:
+def test_a_resumed_run_computes_the_same(tmp_path: Path) -> None:
     job = make_job(dp=2, num_steps=NUM_STEPS - 1)
     whole = undisturbed(job, tmp_path / "whole")
     first, second = in_two_parts(job, job, tmp_path)
@@ -76,7 +76,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def job_of(make_job: Any, make_model: Any, case: dict[str, Any], **fields: Any) -> RunSpec:
+def job_of(case: dict[str, Any], **fields: Any) -> RunSpec:
     tied = case.get("schedule") != "interleaved_1f1b"
     sizes = {key: value for key, value in case.items() if key in LLAMA}
     case = {key: value for key, value in case.items() if key not in LLAMA}
@@ -87,10 +87,8 @@ def job_of(make_job: Any, make_model: Any, case: dict[str, Any], **fields: Any) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_every_strategy_goes_on_to_the_last_bit(
-    case: dict[str, Any], make_job: Any, make_model: Any, tmp_path: Path
-) -> None:
-    job = job_of(make_job, make_model, case)
+def test_every_strategy_goes_on_to_the_last_bit(case: dict[str, Any], tmp_path: Path) -> None:
+    job = job_of(case)
     whole = undisturbed(job, tmp_path / "whole")
     _, second = in_two_parts(job, job, tmp_path)
     assert second.losses == whole.losses[4:]
@@ -114,15 +112,13 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_other_ranks_go_on(
-    change: tuple[dict[str, Any], dict[str, Any]], make_job: Any, make_model: Any, tmp_path: Path
-) -> None:
+def test_other_ranks_go_on(change: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:
     """The same samples, summed in another order."""
     training = TrainingSpec(global_batch_size=16, precision="fp32")
 
     def job(case: dict[str, Any]) -> RunSpec:
         """Four microbatches on every data-parallel rank."""
-        made = job_of(make_job, make_model, case, dtype="fp64", training=training)
+        made = job_of(case, dtype="fp64", training=training)
         plan = made.plan.model_copy(update={"microbatch_size": 4 // made.plan.dp})
         return made.model_copy(update={"plan": plan})
 
@@ -132,7 +128,7 @@ def test_other_ranks_go_on(
     assert second.losses == pytest.approx(whole.losses[4:], rel=1e-9)
 
 
-def test_a_run_that_may_not_go_on_is_refused(make_job: Any, tmp_path: Path) -> None:
+def test_a_run_that_may_not_go_on_is_refused(tmp_path: Path) -> None:
     """What is compared is the header, so that one without files will do."""
     job = with_checkpoints(make_job(dp=2), tmp_path / "kept")
     folder = tmp_path / "kept" / "step-00000002"
@@ -164,7 +160,7 @@ def test_a_run_that_may_not_go_on_is_refused(make_job: Any, tmp_path: Path) -> N
     assert "the newest checkpoint has done all 2 steps of the run already" in refused(**resume(num_steps=1))
 
 
-def test_half_a_checkpoint_is_passed_over(make_job: Any, tmp_path: Path) -> None:
+def test_half_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     first = run_job(with_checkpoints(make_job(), kept, 4), tmp_path / "first")
     assert [timing.step for timing in first.checkpoints] == [2, 4]
@@ -181,9 +177,7 @@ def test_half_a_checkpoint_is_passed_over(make_job: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_folder_that_ranks_do_not_share_is_refused(
-    make_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_ranks_do_not_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 has a file system of its own at that place, as another host would."""
     trial = ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
     if os.geteuid() != 0 or subprocess.run(trial, check=False, capture_output=True).returncode:
@@ -211,9 +205,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_is_told_and_training_goes_on(
-    make_job: Any, make_model: Any, full_disk: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_told_and_training_goes_on(full_disk: Path, tmp_path: Path) -> None:
     job = make_job(dp=2, model=make_model(vocab_size=6000))
     run = run_job(with_checkpoints(job, full_disk / "kept"), tmp_path / "out")
     assert run.complete

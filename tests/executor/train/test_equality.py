@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from executor.train.loss import cross_entropy
 from simplan.plan.plan import RankMapping
 from simplan.runs.run_spec import RunSpec
 from simplan.training.training import TrainingSpec
-from tests.executor.conftest import RANK_PROGRAMS, Run
+from tests.executor.conftest import RANK_PROGRAMS, Run, make_job, make_model, slow_except
 from tests.executor.train.reference_optimizers import reference_optimizer
 
 RELATIVE = 1e-9
@@ -96,8 +95,8 @@ MIXED = {
 """Plan, family, and bytes an element of some messages."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "fsdp")) for n in MIXED])
-def test_bf16_is_close_to_one_process(name: str, tmp_path: Path, make_job: Any, make_model: Any) -> None:
+@pytest.mark.parametrize("name", slow_except(["fsdp"], MIXED))
+def test_bf16_is_close_to_one_process(name: str, tmp_path: Path) -> None:
     """Gradients that are averaged, and what FSDP or a stage hands on, have the widths of mixed precision."""
     plan, family, widths = MIXED[name]
     model = make_model(family, vocab_size=96)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from executor.run import run_job
-from simplan.errors import NotModelledError
 from simplan.program.program import MemoryCategory
 from simplan.training.optimizer import OPTIMIZERS
 from simplan.training.training import TrainingSpec
-from tests.executor.conftest import MakeJob, MakeModel
-from tests.executor.distributed.test_level2 import assert_issued_as_predicted
+from tests.executor.conftest import make_job, make_model, slow_except
+from tests.executor.distributed.test_level2 import check_run
 from tests.executor.dry_run.accounting import account, predicted_peak
-from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
 
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "one": ("none", {}),
@@ -54,7 +52,7 @@ QUICK = {
 }
 
 
-def job_of(plan: str, training: dict[str, Any], make_job: MakeJob, make_model: MakeModel) -> Any:
+def job_of(plan: str, training: dict[str, Any]) -> Any:
     schedule, fields = PLANS[plan]
     fields = dict(fields)
     sharded_ends = "pp" in fields and "dp_shard" in fields and "zero_stage" not in fields
@@ -74,30 +72,20 @@ def job_of(plan: str, training: dict[str, Any], make_job: MakeJob, make_model: M
 
 @pytest.mark.parametrize(
     ("plan", "update"),
-    [
-        pytest.param(plan, update, marks=[] if (plan, update) in QUICK else [pytest.mark.slow])
-        for plan in PLANS
-        for update in UPDATES
-    ],
+    slow_except(QUICK, product(PLANS, UPDATES)),
 )
-def test_run_equals_one_process_and_issues_what_is_predicted(
-    plan: str, update: str, tmp_path: Path, make_job: MakeJob, make_model: MakeModel
-) -> None:
+def test_run_equals_one_process_and_issues_what_is_predicted(plan: str, update: str, tmp_path: Path) -> None:
     """Later losses follow from updates, gradients are as clipping leaves them."""
-    run = run_in_float64(job_of(plan, UPDATES[update], make_job, make_model), tmp_path)
-    assert_equal_to_one_process(run)
-    assert_issued_as_predicted(run)
+    check_run(job_of(plan, UPDATES[update]), tmp_path)
 
 
 @pytest.mark.parametrize(
     ("plan", "optimizer"), [("zero-1", "adamw"), *(pytest.param("one", o, marks=pytest.mark.slow) for o in OPTIMIZERS)]
 )
-def test_workspace_of_foreach_step_is_as_predicted(
-    plan: str, optimizer: str, make_job: MakeJob, make_model: MakeModel
-) -> None:
+def test_workspace_of_foreach_step_is_as_predicted(plan: str, optimizer: str) -> None:
     """In a dry run, with so few tokens that Adam's step is the peak."""
     fused = False if optimizer in ("adam", "adamw", "sgd", "sgd_momentum") else None
-    job = job_of(plan, {"optimizer": optimizer, "fused_optimizer": fused}, make_job, make_model)
+    job = job_of(plan, {"optimizer": optimizer, "fused_optimizer": fused})
     model = make_model("llama", vocab_size=96, hidden_size=256, num_hidden_layers=2, seq_len=4)
     job = job.model_copy(update={"dtype": "fp32", "model": model})
     found, predicted = account(job, 0), predicted_peak(job, 0)
@@ -113,36 +101,11 @@ def test_workspace_of_foreach_step_is_as_predicted(
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("plan", [pytest.param("one", marks=pytest.mark.slow), "1f1b x fsdp"])
-def test_optimizer_states_are_as_large_as_predicted(
-    plan: str, optimizer: str, make_job: MakeJob, make_model: MakeModel
-) -> None:
+def test_optimizer_states_are_as_large_as_predicted(plan: str, optimizer: str) -> None:
     """In a dry run; the step allocates nothing else."""
-    job = job_of(plan, {"optimizer": optimizer, "clip_grad_norm": CLIP}, make_job, make_model)
+    job = job_of(plan, {"optimizer": optimizer, "clip_grad_norm": CLIP})
     job = job.model_copy(update={"dtype": "fp32"})
     found, predicted = account(job, 0), predicted_peak(job, 0)
     states = predicted.by_category.get(MemoryCategory.OPTIMIZER, 0)
     assert found.by_category.get(MemoryCategory.OPTIMIZER, 0) == pytest.approx(states, abs=400)  # counts of steps
     assert found.total_bytes == pytest.approx(predicted.total_bytes, rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("training", "plan", "said"),
-    [
-        ({"clip_grad_norm": 1.0}, {"ep": 2, "dp_replicate": 2}, "training.clip_grad_norm = 1: clipping with experts"),
-        ({"optimizer": "lamb"}, {"ep": 1, "tp": 2}, "training.optimizer = lamb: with experts that tensor-parallel"),
-        (
-            {"optimizer": "lamb", "fused_optimizer": True},
-            {},
-            "training.fused_optimizer = true: is of torch's optimizers",
-        ),
-    ],
-)
-def test_unmodeled_optimizer_settings_are_refused(
-    training: dict[str, Any], plan: dict[str, Any], said: str, tmp_path: Path, make_job: MakeJob, make_model: MakeModel
-) -> None:
-    experts = {"num_experts": 4, "top_k": 2, "moe_intermediate_size": 48}
-    model = make_model("moe", **experts) if "ep" in plan else make_model()
-    batch = 8 * plan.get("dp_replicate", 1)
-    job = make_job(model=model, plan=plan, training=TrainingSpec(global_batch_size=batch, precision="fp32", **training))
-    with pytest.raises(NotModelledError, match=said):
-        run_job(job, tmp_path)
