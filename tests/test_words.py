@@ -22,9 +22,6 @@ PRIVATE_WORDS = re.compile(
 )
 
 ALLOWED = {
-    ("app/components/plans.py", "too much"),
-    ("app/components/verdict.py", "to spare"),
-    ("app/components/verdict.py", "too much"),
     ("executor/calibration/calibrate_worker.py", "beside"),
     ("executor/distributed/recompute.py", "beside"),
     ("executor/profiling/steps.py", "as long as"),
@@ -54,14 +51,6 @@ ALLOWED = {
     ("simplan/predict/overlap_slowdown.py", "beside"),
     ("simplan/program/lowering/lower.py", "exchanges"),
     ("simplan/program/lowering/offload.py", "let go"),
-    ("simplan/report/accuracy.py", "beside"),
-    ("simplan/report/drawings/accuracy_svg.py", "beside"),
-    ("simplan/report/drawings/drawing_svg.py", "at once"),
-    ("simplan/report/drawings/drawing_text.py", "at once"),
-    ("simplan/report/search.py", "to spare"),
-    ("simplan/report/search.py", "too much"),
-    ("simplan/report/text.py", "to spare"),
-    ("simplan/report/text.py", "too much"),
     ("simplan/scenario/expectation.py", "at once"),
     ("simplan/search/api.py", "run again"),
     ("simplan/search/enumeration.py", "at once"),
