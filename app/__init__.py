@@ -7,9 +7,9 @@ Every page is a file in ``app/views`` (a folder ``pages`` means something else t
 
 
     def show() -> None:
-        scenario = answers.scenario(state.document())      # raises SpecError: run_page shows the error
-        numbers = answers.quick_numbers(state.document())   # cached; step time and memory in milliseconds, or None
-        result = answers.plan(state.document())             # computed in another process, awaited, cached
+        scenario = result_cache.scenario(state.document())  # raises SpecError: run_page shows the error
+        headline = result_cache.headline(state.document())  # cached; in milliseconds, or None
+        result = result_cache.plan(state.document())        # computed in another process, awaited, cached
         show_figure(memory_figure(...), "memory by rank", alt="...")
 
 
@@ -20,13 +20,14 @@ Modules:
 
 - ``app/state.py``: state of a session. There is one *document*, the scenario as plain data (the content of its YAML
   file), and *view values*, small settings of pages, e.g. a price. Both last for the session and are part of the page's
-  address; ``app/link.py`` is the codec. ``app/fields.py`` binds widgets to both. A link contains nothing else: opening
-  a link shows pages and starts nothing.
-- ``app/answers.py``: scenario -> prediction, cached by the scenario's text for all sessions.
-- ``app/figures``: figures as pure functions of data, without Streamlit; ``app/palette.py`` has the colors. Figures
-  define no colors of text and background: ``show_figure`` leaves them to the light or dark theme.
-- ``app/components``: parts that pages share: figures with downloads, error messages, downloadable files.
-- ``app/words.py``: definitions of terms, from simplan itself; every number shows its definition as help.
+  address. ``app/fields.py`` binds widgets to both. A link contains nothing else: opening a link shows pages and starts
+  nothing.
+- ``app/result_cache.py``: scenario -> prediction, cached by the scenario's text for all sessions.
+- ``app/results``: data of pages, computed in worker processes, which ``app/jobs`` runs and ``app/work.py`` awaits.
+- ``app/figures``: figures as pure functions of data, without Streamlit; ``style.py`` has the colors. Figures define no
+  colors of text and background: ``show_figure`` leaves them to the light or dark theme.
+- ``app/components``: parts that pages share: metrics, tables, figures with downloads, the scenario form.
+- ``app/definitions.py``: definitions of terms, from simplan itself; every number shows its definition as help.
 
 ``app`` imports ``simplan`` and never ``executor``, and ``simplan`` never imports ``app``: the command line starts it as
 a process.

@@ -9,10 +9,8 @@ import argparse
 import gc
 import os
 
-from app.jobs.server import WORKERS, answering
+from app.jobs.job import WORKERS, page_jobs
 from app.server import serve
-
-__all__ = ["main"]
 
 
 def main() -> None:
@@ -30,34 +28,27 @@ def main() -> None:
 
 def _warm_up() -> None:
     """Imports the modules of the first page and of its figures, and predicts the default scenario."""
-    answering().warm()
+    page_jobs().warm()
+    import pandas as pd
     import plotly.tools  # noqa: F401
+    import pyarrow as pa  # type: ignore[import-untyped]
 
     import app.components.plans
     import app.components.published  # noqa: F401
-    from app.results.plan import plan_result
-    from app.results.quick import quick
+    from app.results.plan import plan_result, quick_headline
     from app.state import START, document_text
     from app.work import done
     from simplan.scenario import parse_scenario
 
     pipeline = START | {"plan": {"tp": 8, "pp": 2, "dp_shard": 4}}
     for document in (START, pipeline):
-        quick(parse_scenario(document_text(document)))
+        quick_headline(parse_scenario(document_text(document)))
     done(plan_result, document_text(START), 0)
-    _load_tables()
-    gc.collect()
-    gc.freeze()  # Streamlit collects garbage after every run of a page: exclude permanent objects
-
-
-def _load_tables() -> None:
-    """Loads the modules that convert tables for browsers."""
-    import pandas as pd
-    import pyarrow as pa  # type: ignore[import-untyped]
-
-    frame = pd.DataFrame({"step": [1.0]})
+    frame = pd.DataFrame({"step": [1.0]})  # load the modules that convert tables for browsers
     pa.Table.from_pandas(frame)
     frame.style.format("{:.2f}").to_html()
+    gc.collect()
+    gc.freeze()  # Streamlit collects garbage after every run of a page: exclude permanent objects
 
 
 if __name__ == "__main__":

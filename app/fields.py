@@ -1,4 +1,7 @@
-"""Widgets bound to the scenario and to view values: they show the stored value, and a change updates it."""
+"""Widgets bound to keys of the scenario or to view values: they show the stored value, and a change updates it.
+
+Further keyword arguments of a function are those of the Streamlit widget, e.g. ``help`` and ``format_func``.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,6 @@ from typing import Any
 import streamlit as st
 
 from app import state
-
-__all__ = ["choice", "get", "kept_number", "number", "put", "remembered_choice", "remembered_number", "switch"]
 
 Path = tuple[str, ...]
 _Changed = Callable[[], None]
@@ -60,18 +61,19 @@ def choice(
         default: Meaning of a missing key.
         slider: Show a slider instead of a list.
         then: Called after a change; None for no call.
-        more: Further arguments of the Streamlit widget, e.g. ``help`` and ``format_func``.
     """
-    value = get(path, default)
-    kept = [*options] if _is_among(value, options) else [*options, *([value] if _is_plain(value) else [])]
-    if not _is_among(value, kept):
-        value = default if _is_among(default, kept) else kept[0]
-    key = _key(path)
-    st.session_state[key] = value
-    if slider and len(kept) > 1:
-        ordered = sorted(kept) if all(isinstance(option, int) for option in kept) else kept
-        return st.select_slider(label, ordered, key=key, on_change=_store, args=(path, key, then), **more)
-    return st.selectbox(label, kept, key=key, on_change=_store, args=(path, key, then), **more)
+    value, options = get(path, default), [*options]
+    if not _is_among(value, options):
+        if isinstance(value, str | int | float) and value != "":
+            options.append(value)
+        else:
+            value = default if _is_among(default, options) else options[0]
+    key = _bind(path, value)
+    more |= {"key": key, "on_change": _store, "args": (path, key, then)}
+    if slider and len(options) > 1:
+        ordered = sorted(options) if all(isinstance(option, int) for option in options) else options
+        return st.select_slider(label, ordered, **more)
+    return st.selectbox(label, options, **more)
 
 
 def number(
@@ -83,29 +85,23 @@ def number(
     most: int = 10**9,
     then: _Changed | None = None,
     **more: Any,
-) -> int | None:
-    """A whole number of the scenario; empty where it says none and there is no default."""
+) -> None:
+    """Widget for a whole number of the scenario; empty without a value and a default."""
     value = get(path, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        value = default
-    key = _key(path)
-    st.session_state[key] = value
-    found: int | None = st.number_input(
-        label, least, most, step=1, key=key, on_change=_store, args=(path, key, then), **more
-    )
-    return found
+    usable = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+    key = _bind(path, value if usable else default)
+    st.number_input(label, least, most, step=1, key=key, on_change=_store, args=(path, key, then), **more)
 
 
-def switch(label: str, path: Path, default: bool, **more: Any) -> bool:
-    """Yes or no."""
+def switch(label: str, path: Path, default: bool) -> None:
+    """Widget for true or false of a scenario key."""
     value = get(path, default)
-    key = _key(path)
-    st.session_state[key] = value if isinstance(value, bool) else default
-    return st.toggle(label, key=key, on_change=_store, args=(path, key, None), **more)
+    key = _bind(path, value if isinstance(value, bool) else default)
+    st.toggle(label, key=key, on_change=_store, args=(path, key, None))
 
 
 def remembered_choice(label: str, name: str, options: Sequence[Any], default: Any, **more: Any) -> Any:
-    """One of several values that a page remembers."""
+    """Widget for one of several view values."""
     value = state.view(name, default)
     key = f"view:{name}"
     st.session_state[key] = value if _is_among(value, options) else default
@@ -122,15 +118,18 @@ def kept_number(name: str, default: float, *, least: float = 0.0, most: float = 
 def remembered_number(
     label: str, name: str, default: float, *, least: float = 0.0, most: float = 1e15, **more: Any
 ) -> float:
-    """A number that a page remembers."""
+    """Widget for a view value that is a number."""
     key = f"view:{name}"
     st.session_state[key] = kept_number(name, default, least=least, most=most)
-    found: float = st.number_input(label, least, most, key=key, on_change=_remember, args=(name, key, default), **more)
-    return found
+    value: float = st.number_input(label, least, most, key=key, on_change=_remember, args=(name, key, default), **more)
+    return value
 
 
-def _key(path: Path) -> str:
-    return "document:" + ".".join(path)
+def _bind(path: Path, value: Any) -> str:
+    """Sets the widget of a scenario key to a value; returns the key of the widget."""
+    key = "document:" + ".".join(path)
+    st.session_state[key] = value
+    return key
 
 
 def _store(path: Path, key: str, then: _Changed | None) -> None:
@@ -142,10 +141,6 @@ def _store(path: Path, key: str, then: _Changed | None) -> None:
 def _remember(name: str, key: str, default: Any) -> None:
     value = st.session_state[key]
     state.set_view(name, None if value == default else value)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, str | int | float) and value != ""
 
 
 def _is_among(value: Any, options: Sequence[Any]) -> bool:

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import streamlit as st
 
 from app import state
-from app.components.problems import show_bug, show_problems
-from app.components.progress import Following
-from simplan.errors import SimplanError
+from simplan.errors import NotModelledError, SimplanError, SpecError
 
-__all__ = ["run_page"]
-
-_LOG = logging.getLogger("simplan.app")
+Following = Callable[[], None]
+"""Function that a page calls after it is drawn, e.g. to wait for results."""
 
 
 def run_page(show: Callable[[], Following | None]) -> None:
     """Shows one page, and writes its state into the address.
 
     Streamlit's exceptions that stop or rerun a page pass through.
-
-    Args:
-        show: Draws the page. May return a function that is called after everything is drawn, e.g. to wait for results.
     """
     then = None
     try:
@@ -31,9 +25,32 @@ def run_page(show: Callable[[], Following | None]) -> None:
     except SimplanError as error:
         show_problems(error)
     except Exception as error:
-        _LOG.exception("a page failed")
-        show_bug(error)
+        logging.getLogger("simplan.app").exception("a page failed")
+        st.error(
+            f"This is a bug of simplan ({escaped(type(error).__name__)}: {escaped(str(error)[:300])}). The server's "
+            "log has the traceback; please report it with the address of this page."
+        )
     if not state.write_link():
         st.caption("This scenario is too long for a link; download it as YAML to share it.")
     if then is not None:
         then()
+
+
+def show_problems(error: SimplanError) -> None:
+    """Shows problems and fixes, one line each; unmodeled options look different from mistakes."""
+    sentences = [problem.sentence() for problem in error.problems] if isinstance(error, SpecError) else [str(error)]
+    text = escaped(sentences[0]) if len(sentences) == 1 else bullets(sentences)
+    if isinstance(error, NotModelledError):
+        st.info(f"**Not modeled yet.** {text}" if len(sentences) == 1 else f"**Not modeled yet**\n\n{text}")
+    else:
+        st.warning(text)
+
+
+def bullets(texts: Iterable[str]) -> str:
+    """Markdown list of texts."""
+    return "\n".join(f"- {escaped(text)}" for text in texts)
+
+
+def escaped(text: str) -> str:
+    """Text as Markdown that shows it as it is."""
+    return "".join(f"\\{character}" if character in r"\`*_{}[]()<>#+-!|~$:" else character for character in text)

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-__all__ = ["FirstPage", "serve", "settings"]
-
 _FOLDER = Path(__file__).resolve().parent
 _MAX_UPLOAD_MIB = 64
 _LAST_WORDS_S = 2
@@ -34,14 +32,7 @@ _LATER = ("Progress", "PlotlyChart", "Metric", "DataFrame")
 
 
 def serve(host: str, port: int, *, browser: bool, then: Callable[[], None]) -> None:
-    """Serves until it is interrupted.
-
-    Args:
-        host: Address to serve on.
-        port: Port.
-        browser: Open a browser.
-        then: Function that runs in a thread once the server is up.
-    """
+    """Serves until an interrupt; ``then`` runs in a thread once the server is up."""
     import streamlit as st
     import uvicorn
     from starlette.middleware import Middleware
@@ -74,12 +65,7 @@ def serve(host: str, port: int, *, browser: bool, then: Callable[[], None]) -> N
 
 
 def settings(host: str, port: int) -> dict[str, str | int | bool]:
-    """Streamlit's settings by name.
-
-    Args:
-        host: Address it is served on.
-        port: Port.
-    """
+    """Settings of Streamlit by name."""
     return {
         "server.address": host,
         "server.port": port,

@@ -1,19 +1,82 @@
 """State of a session: the scenario and view values, mirrored in the address of the page.
 
 Streamlit discards widgets of pages that are not shown. Values are therefore stored here, and widgets are bound to them.
+An address is ``?model.preset=llama3-8b&plan.dp_shard=8&v.price=2.5``: keys are those of the scenario file, as
+``section.key``, view values have the section ``v``, and values are plain text or JSON. Every address decodes to a
+document, which simplan then checks.
 """
 
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import streamlit as st
 import yaml
 
-from app.link import MAX_CHARS, ShareLink, decode, encode, num_chars
+MAX_CHARS = 6_000
+"""Maximum length of an address; browsers and proxies cut longer ones."""
 
-__all__ = ["START", "document", "document_text", "open_link", "set_document", "set_view", "view", "write_link"]
+_VIEW_SECTION = "v"
+_MAX_KEYS = 300
+
+
+def encode(document: Mapping[str, Any], view: Mapping[str, Any]) -> dict[str, str]:
+    """Query of an address for a scenario as plain data and view values by name."""
+    query: dict[str, str] = {}
+    for section, value in document.items():
+        # an empty section is one value; so is one with keys that are not words
+        if isinstance(value, dict) and value and all(isinstance(key, str) and key for key in value):
+            query |= {f"{section}.{key}": _text(inner) for key, inner in value.items()}
+        else:
+            query[section] = _text(value)
+    return query | {f"{_VIEW_SECTION}.{key}": _text(value) for key, value in view.items()}
+
+
+def decode(query: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Scenario and view values of a query; both are empty for a query that is too long."""
+    document: dict[str, Any] = {}
+    view: dict[str, Any] = {}
+    if len(query) > _MAX_KEYS or num_chars(query) > 4 * MAX_CHARS:
+        return document, view
+    for key, text in query.items():
+        section, dot, rest = key.partition(".")
+        value = _value(text)
+        if not dot:
+            document[section] = value
+        elif section == _VIEW_SECTION:
+            view[rest] = value
+        else:
+            keys = document.setdefault(section, {})
+            if isinstance(keys, dict):
+                keys[rest] = value
+    return document, view
+
+
+def num_chars(query: Mapping[str, str]) -> int:
+    """Length of a query."""
+    return sum(len(key) + len(text) + 2 for key, text in query.items())
+
+
+def _text(value: Any) -> str:
+    """Plain text as it is, unless it would be read as something else."""
+    if isinstance(value, str) and _value(value) == value:
+        return value
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(name)
+
 
 START: dict[str, Any] = {
     "model": {"preset": "llama3-70b", "seq_len": 8192},
@@ -47,8 +110,7 @@ def document_text(data: dict[str, Any]) -> str:
 
 def _name(data: dict[str, Any]) -> str:
     """E.g. ``llama3-70b-64-dgx-h100``."""
-    sections = [section if isinstance(section := data.get(key), dict) else {} for key in ("model", "cluster")]
-    model, cluster = sections
+    model, cluster = (section if isinstance(section := data.get(key), dict) else {} for key in ("model", "cluster"))
     parts = (model.get("preset", model.get("name")), cluster.get("num_devices"), cluster.get("preset"))
     return "-".join(str(part)[:60] for part in parts if part) or "scenario"
 
@@ -69,15 +131,14 @@ def open_link() -> None:
     query = dict(st.query_params)
     if not query or query == st.session_state.get(_WRITTEN):
         return
-    link = decode(query)
-    if link.document:
-        set_document(link.document)
-    st.session_state[_VIEW] = link.view
+    linked, st.session_state[_VIEW] = decode(query)
+    if linked:
+        set_document(linked)
 
 
 def write_link() -> bool:
     """Writes the state into the address; False, with an empty query, when the state is too long."""
-    query = encode(ShareLink(document(), st.session_state.get(_VIEW, {})))
+    query = encode(document(), st.session_state.get(_VIEW, {}))
     fits = num_chars(query) <= MAX_CHARS
     query = query if fits else {}
     if dict(st.query_params) != query:

@@ -1,4 +1,7 @@
-"""Files that are dropped on a page: small, read as data by simplan's own readers, and never stored."""
+"""Uploaded files: small, read as data by simplan's readers, and never stored.
+
+All functions raise a SpecError for a file that is too large, no UTF-8 text, or of another kind.
+"""
 
 from __future__ import annotations
 
@@ -18,61 +21,32 @@ from simplan.validate.compare import Comparison, compare
 from simplan.validate.logged import LoggedComparison, LoggedRun, compare_logged
 from simplan.validate.reading import parse_measured
 
-__all__ = [
-    "MAX_BYTES",
-    "compared",
-    "compared_logged",
-    "config_fields",
-    "measured_of",
-    "measurement_of",
-    "prediction_of",
-    "published_of",
-    "scenario_data",
-    "text_of",
-]
-
 MAX_BYTES = 32 * 2**20
 _MAX_CONFIG_BYTES = 2 * 2**20
-_MOST_CHARS = 80
+_MAX_CHARS = 80
 
 
-def text_of(name: str, content: bytes, most: int = MAX_BYTES) -> str:
-    """A file's text.
-
-    Raises:
-        SpecError: It is too large, or no UTF-8 text.
-    """
-    if len(content) > most:
-        raise SpecError(Problem(field="", rule=f"is larger than {most // 2**20} MiB"), file=name)
+def text_of(name: str, content: bytes, max_bytes: int = MAX_BYTES) -> str:
+    """Text of a file."""
+    if len(content) > max_bytes:
+        raise SpecError(Problem(field="", rule=f"is larger than {max_bytes // 2**20} MiB"), file=name)
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise SpecError(
-            Problem(field="", rule="is not UTF-8 text", fix="drop a file that simplan wrote"), file=name
-        ) from None
+        problem = Problem(field="", rule="is not UTF-8 text", fix="drop a file that simplan wrote")
+        raise SpecError(problem, file=name) from None
 
 
 def config_fields(name: str, content: bytes, seq_len: int) -> dict[str, Any]:
-    """A Hugging Face ``config.json`` as the section ``model`` of a scenario, for sequences of ``seq_len`` tokens.
-
-    Raises:
-        SpecError: It is no JSON object, or no model that simplan knows.
-    """
+    """A Hugging Face ``config.json`` as the section ``model`` of a scenario, for sequences of ``seq_len`` tokens."""
     config = parse_json(text_of(name, content, _MAX_CONFIG_BYTES), name)
     title = config.get("_name_or_path")
-    return model_fields_from_config(
-        config,
-        name=title[:_MOST_CHARS] if isinstance(title, str) and title else "own model",
-        seq_len=seq_len,
-    )
+    title = title[:_MAX_CHARS] if isinstance(title, str) and title else "own model"
+    return model_fields_from_config(config, name=title, seq_len=seq_len)
 
 
 def scenario_data(name: str, content: bytes) -> dict[str, Any]:
-    """A scenario as plain data, not checked.
-
-    Raises:
-        SpecError: The content is not a YAML mapping.
-    """
+    """A scenario as plain data, not checked."""
     data = parse_yaml(text_of(name, content, MAX_YAML_BYTES), name).data
     if not isinstance(data, dict):
         rule, fix = "must be a mapping (key: value)", "write model: {...} and so on"
@@ -81,43 +55,26 @@ def scenario_data(name: str, content: bytes) -> dict[str, Any]:
 
 
 def published_of(name: str, content: bytes) -> ReadFile:
-    """A file of published runs.
-
-    Raises:
-        SpecError: It is not one.
-    """
+    """A file of published runs."""
     read = parse_published(text_of(name, content, MAX_YAML_BYTES), name)
     if not read.runs:
-        raise SpecError(
-            Problem(field="runs", rule="is missing", fix=f"see {documentation('reference/published-runs')}"), file=name
-        )
+        problem = Problem(field="runs", rule="is missing", fix=f"see {documentation('reference/published-runs')}")
+        raise SpecError(problem, file=name)
     return read
 
 
 def prediction_of(name: str, content: bytes) -> dict[str, Any]:
-    """The document of a prediction.
-
-    Raises:
-        SpecError: It is not one.
-    """
+    """The document of a prediction."""
     return parse_json(text_of(name, content), name, schema_version=PREDICTION_SCHEMA_VERSION, kind="prediction")
 
 
 def measured_of(name: str, content: bytes) -> Measurement | LoggedRun:
-    """A measurement, or the values of a log.
-
-    Raises:
-        SpecError: It is neither.
-    """
+    """A measurement, or the values of a log."""
     return parse_measured(text_of(name, content), name)
 
 
 def measurement_of(name: str, content: bytes) -> Measurement:
-    """A measurement.
-
-    Raises:
-        SpecError: It is not one.
-    """
+    """A measurement."""
     found = measured_of(name, content)
     if isinstance(found, LoggedRun):
         raise SpecError(Problem(field="job", rule="is missing", fix="drop a file that `simplan run` wrote"), file=name)
@@ -125,21 +82,13 @@ def measurement_of(name: str, content: bytes) -> Measurement:
 
 
 def compared(prediction: dict[str, Any], measurement: Measurement) -> Comparison:
-    """Comparison of a prediction and a measurement; an error names fields that the prediction lacks.
-
-    Raises:
-        SpecError: The jobs differ, or the prediction is incomplete.
-    """
+    """Comparison of a prediction and a measurement; an error names fields that the prediction lacks."""
     with _whole_prediction():
         return compare(prediction, measurement)
 
 
 def compared_logged(prediction: dict[str, Any], logged: LoggedRun) -> LoggedComparison:
-    """Comparison of a prediction and the values of a log.
-
-    Raises:
-        SpecError: The log contradicts itself or the prediction, or the prediction is incomplete.
-    """
+    """Comparison of a prediction and the values of a log."""
     with _whole_prediction():
         return compare_logged(prediction, logged)
 
@@ -150,12 +99,11 @@ def _whole_prediction() -> Iterator[None]:
     try:
         yield
     except KeyError as error:
-        fix = "write the file with `simplan predict -o FILE`"
-        raise SpecError(Problem(field=str(error.args[0]), rule="is missing in the prediction", fix=fix)) from None
+        field, rule = str(error.args[0]), "is missing in the prediction"
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         if isinstance(error, SpecError):
             raise
-        rule = f"is not as simplan writes it ({type(error).__name__})"
-        raise SpecError(
-            Problem(field="prediction", rule=rule, fix="write it again with `simplan predict -o FILE`")
-        ) from None
+        field, rule = "prediction", f"is not as simplan writes it ({type(error).__name__})"
+    else:
+        return
+    raise SpecError(Problem(field=field, rule=rule, fix="write the file with `simplan predict -o FILE`"))

@@ -9,12 +9,9 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import streamlit as st
 
-from app.jobs.job import BackgroundJob
-from app.jobs.messages import Question
-from app.jobs.server import answering
+from app.jobs.job import BackgroundJob, page_jobs
+from app.jobs.messages import TaskRequest
 from simplan.errors import SpecError
-
-__all__ = ["awaited", "done", "give_way", "handed_over"]
 
 _SILENT_S = 0.4  # shorter waits are not worth a word
 _LOOK_S = 0.05
@@ -64,7 +61,7 @@ def handed_over(task: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> 
     try:
         return done(task, *args, **kwargs)
     finally:
-        answering().forget(_key(task, args, kwargs))
+        page_jobs().forget(_key(task, args, kwargs))
 
 
 def give_way() -> None:
@@ -87,11 +84,11 @@ def _key(task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 def _asked(task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[BackgroundJob]:
     """Context with a job that the caller waits for."""
     key = _key(task, args, kwargs)
-    question = Question(task, args, kwargs)
+    request = TaskRequest(task, args, kwargs)
     while True:
-        job = answering().find(key)
+        job = page_jobs().find(key)
         if job is None or not isinstance(job.error, SpecError):  # a rejected request is rejected again
-            job = answering().start(key, question)
+            job = page_jobs().start(key, request)
         if job.join():
             break
     try:

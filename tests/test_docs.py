@@ -322,7 +322,7 @@ def test_prose_of_the_accuracy_page_is_what_the_commands_print() -> None:
     ):
         assert sentence in text
     times = held_out["overall"]["step_time"]
-    head = f"step times are {percent(times['mape'])} off on average, {percent(times['median_ape'])} in the median"
+    head = f"mean absolute error of step times {percent(times['mape'])}, median {percent(times['median_ape'])}"
     assert head in (DOCS / "explanation" / "accuracy.svg").read_text(), "the picture is of today"
 
 

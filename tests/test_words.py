@@ -22,9 +22,6 @@ PRIVATE_WORDS = re.compile(
 )
 
 ALLOWED = {
-    ("app/components/plans.py", "too much"),
-    ("app/components/verdict.py", "to spare"),
-    ("app/components/verdict.py", "too much"),
     ("simplan/accuracy/published_job.py", "as many as"),
     ("simplan/accuracy/published_job.py", "products of"),
     ("simplan/accuracy/recipe.py", "beside"),
@@ -46,14 +43,6 @@ ALLOWED = {
     ("simplan/predict/overlap_slowdown.py", "beside"),
     ("simplan/program/lowering/lower.py", "exchanges"),
     ("simplan/program/lowering/offload.py", "let go"),
-    ("simplan/report/accuracy.py", "beside"),
-    ("simplan/report/drawings/accuracy_svg.py", "beside"),
-    ("simplan/report/drawings/drawing_svg.py", "at once"),
-    ("simplan/report/drawings/drawing_text.py", "at once"),
-    ("simplan/report/search.py", "to spare"),
-    ("simplan/report/search.py", "too much"),
-    ("simplan/report/text.py", "to spare"),
-    ("simplan/report/text.py", "too much"),
     ("simplan/scenario/expectation.py", "at once"),
     ("simplan/search/api.py", "run again"),
     ("simplan/search/enumeration.py", "at once"),

@@ -1,4 +1,4 @@
-"""Plans of a search: scatter plot, ranking, one plan in detail, and the reasons for excluding the others."""
+"""Plans of a search: scatter plot, ranking, one plan in detail, and the excluded plans."""
 
 from __future__ import annotations
 
@@ -8,35 +8,33 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app import basket, state
-from app.components.downloads import csv_text, download, show_figure
-from app.components.problems import escaped
+from app import pinned_plans, state
+from app.components.elements import csv_text, download, show_figure, show_table
+from app.definitions import meaning
 from app.fields import remembered_choice
 from app.figures.plans import (
     AXES,
     COLOURS,
-    RESOURCES,
     plan_rows,
     plans_figure,
     shares_figure,
     space_figure,
-    space_rows,
+    space_table,
 )
-from app.words import meaning
+from app.page import bullets, escaped
 from simplan.io import json_text
-from simplan.report.search import alike_words, besides, search_plan_words
+from simplan.report.search import RESOURCES, alike_words, besides, largest_first, miss_words, search_plan_words
+from simplan.report.table import format_table_markdown
 from simplan.scenario import SearchScenario
-from simplan.search import NearestMiss, RankedPlan, SearchResult
+from simplan.search import RankedPlan, SearchResult
 from simplan.units import format_bytes, format_number, format_number_evenly, format_percent, format_time
-
-__all__ = ["show_plans", "show_plans_so_far"]
 
 _HEAD_START_S = 0.1
 
 _FORMS = {
     "num_devices": "{:,.0f}",
     "step_time_s": format_number_evenly,
-    "to_the_best": "{:+.1%}",
+    "vs_best": "{:+.1%}",
     "device_gib": "{:,.2f}",
     "headroom_gib": "{:,.2f}",
     "tokens_per_s_per_device": "{:,.0f}",
@@ -52,12 +50,7 @@ _FORMS = {
 
 
 def show_plans(asked: SearchScenario, result: SearchResult) -> None:
-    """All plans of a finished search.
-
-    Args:
-        asked: Scenario of the search.
-        result: Result of the search.
-    """
+    """Shows all plans of a finished search."""
     if result.ranked:
         rows = plan_rows(result)
         left, right = st.columns([3, 2], gap="medium")
@@ -87,39 +80,45 @@ def show_plans_so_far(result: SearchResult) -> None:
     time.sleep(_HEAD_START_S)
     with left:
         _show_figure(rows, "step_time_s", "device_gib", "schedule", key="plans so far")
-    lines = ["| # | plan | step | to the best | device GiB | per s and device |", "|---:|:---|---:|---:|---:|---:|"]
-    for row in rows[: len(result.ranked)]:
-        cells = (row["rank"], escaped(row["plan"]), format_time(row["step_time_s"]), f"{row['to_the_best']:+.1%}")
-        more = (f"{row['device_gib']:,.2f}", f"{row['tokens_per_s_per_device']:,.0f}")
-        lines.append(f"| {' | '.join(str(cell) for cell in (*cells, *more))} |")
-    st.markdown("\n".join(lines))
+    cells = [
+        (
+            f"{row['rank']}. {escaped(row['plan'])}",
+            format_time(row["step_time_s"]),
+            f"{row['vs_best']:+.1%}",
+            f"{row['device_gib']:,.2f}",
+            f"{row['tokens_per_s_per_device']:,.0f}",
+        )
+        for row in rows[: len(result.ranked)]
+    ]
+    headers = ["plan", "step time", "vs best", "device GiB", f"{result.unit}/s per device"]
+    st.markdown(format_table_markdown(headers, cells))
 
 
 def _show_points(rows: list[dict[str, Any]]) -> None:
     one, two, three = st.columns(3)
     with one:
-        x = remembered_choice("Across", "x", list(AXES), "step_time_s", format_func=_label)
+        x = remembered_choice("X axis", "x", list(AXES), "step_time_s", format_func=_label)
     with two:
-        y = remembered_choice("Up", "y", list(AXES), "device_gib", format_func=_label)
+        y = remembered_choice("Y axis", "y", list(AXES), "device_gib", format_func=_label)
     with three:
-        colour = remembered_choice("Colour", "colour", list(COLOURS), "schedule", format_func=COLOURS.get)
+        colour = remembered_choice("Color", "colour", list(COLOURS), "schedule", format_func=COLOURS.get)
     _show_figure(rows, x, y, colour, key="plans")
-
-
-def _show_figure(rows: list[dict[str, Any]], x: str, y: str, colour: str, *, key: str) -> None:
-    figure = plans_figure(rows, x, y, colour, basket.pinned())
-    show_figure(figure, "plans", alt=f"Plans of the search by {_label(x)} and {_label(y)}", key=key)
 
 
 def _label(axis: str) -> str:
     return AXES[axis].label
 
 
+def _show_figure(rows: list[dict[str, Any]], x: str, y: str, colour: str, *, key: str) -> None:
+    figure = plans_figure(rows, x, y, colour, pinned_plans.pinned())
+    show_figure(figure, "plans", alt=f"Plans of the search by {_label(x)} and {_label(y)}", key=key)
+
+
 def _show_one(asked: SearchScenario, result: SearchResult) -> None:
     """One selected plan, and its actions."""
     names = [f"{rank}. {search_plan_words(plan.plan)}" for rank, plan in enumerate(result.ranked, 1)]
     number = remembered_choice(
-        "Plan", "plan", range(len(names)), 0, format_func=names.__getitem__, help="One in detail"
+        "Plan", "plan", range(len(names)), 0, format_func=names.__getitem__, help="Plan shown in detail"
     )
     plan = result.ranked[number]
     _show_detail(plan, result)
@@ -130,9 +129,8 @@ def _show_detail(plan: RankedPlan, result: SearchResult) -> None:
     one, two, three = st.columns(3)
     one.metric("Step time", format_time(plan.step_time_s), help=meaning("step_time_s"))
     two.metric("Device memory", format_bytes(plan.device_bytes), help=meaning("device"))
-    unit = "images" if result.unit == "images" else "tokens"
     rate = format_number(plan.tokens_per_s_per_device)
-    three.metric(f"{unit.capitalize()}/s per device", rate, help=f"{unit} of a step / step time / devices")
+    three.metric(f"{result.unit.capitalize()}/s per device", rate, help="Throughput of the step / devices")
     st.markdown("\n".join(f"- {line}" for line in _why(plan, result)))
 
 
@@ -145,52 +143,47 @@ def _why(plan: RankedPlan, result: SearchResult) -> list[str]:
         lines.append(escaped(f"And {alike_words(plan.alike)}."))
     why = plan.explanation
     if why is None:
-        return [*lines, "What limits it is being worked out."]
+        return [*lines, "Bottleneck pending."]
     low_s, high_s = why.step_time_interval_s
-    lines.insert(0, f"In 9 of 10 cases a step takes {format_time(low_s)} to {format_time(high_s)}.")
-    parts = sorted(((share, name) for name, share in why.shares.items() if share >= 0.0005), reverse=True)
-    words = ", ".join(f"{name.replace('_', ' ')} {format_percent(share)}" for share, name in parts)
-    lines.append(f"**Limited by** {words} of the step of rank {why.busiest_rank}, which waits least.")
+    lines.insert(0, f"90 % interval of the step time: {format_time(low_s)} to {format_time(high_s)}.")
+    words = ", ".join(f"{name} {format_percent(share)}" for name, share in largest_first(why.shares))
+    lines.append(f"**Bottleneck**: {words} of the step of rank {why.busiest_rank}, the rank that waits least.")
     if why.saved:
-        saved = sorted(((share, name) for name, share in why.saved.items()), reverse=True)
-        helps = ", ".join(f"{RESOURCES[name]} {format_percent(share, 2)}" for share, name in saved)
-        lines.append(f"**10 % more would save**: {helps} of the step.")
+        saved = ", ".join(f"{name} {format_percent(share, 2)}" for name, share in largest_first(why.saved, RESOURCES))
+        lines.append(f"**Sensitivity**: step time saved by 10 % more {saved}.")
     if why.mfu is not None:
         lines.append(f"MFU {format_percent(why.mfu)}.")
     best = result.ranked[0]
     if plan is not best:
-        slower = plan.step_time_s / best.step_time_s - 1
         memory = plan.device_bytes - best.device_bytes
-        more = "more" if memory >= 0 else "less"
         lines.append(
-            f"Against the best: {slower:+.1%} step time, {format_bytes(abs(memory))} {more} memory of the worst device."
+            f"Compared with the best plan: {plan.step_time_s / best.step_time_s - 1:+.1%} step time, "
+            f"{format_bytes(abs(memory))} {'more' if memory >= 0 else 'less'} device memory."
         )
     return lines
 
 
 def _show_actions(asked: SearchScenario, plan: RankedPlan) -> None:
-    document = basket.with_plan(state.document(), plan.plan)
-    is_pinned = basket.key_of(plan.plan) in basket.pinned()
+    document = pinned_plans.with_plan(state.document(), plan.plan)
+    key = search_plan_words(plan.plan)
     with st.container(horizontal=True):
-        if is_pinned:
+        if key in pinned_plans.pinned():
             if st.button("Unpin", icon=":material/keep_off:", key="unpin plan"):
-                basket.unpin(basket.key_of(plan.plan))
+                pinned_plans.unpin(key)
                 st.rerun()
-        elif st.button("Pin", icon=":material/keep:", key="pin plan", help="Into the basket, which links bring along"):
-            basket.pin(plan.plan)
+        elif st.button("Pin", icon=":material/keep:", key="pin plan", help="Keep the plan in the link of the page"):
+            pinned_plans.pin(plan.plan)
             st.rerun()
         if st.button("Open as the plan", icon=":material/open_in_new:", key="open plan"):
             state.set_document(document)
             st.switch_page("views/plan.py")
         text = state.document_text(document)
-        download(
-            "Scenario", f"{asked.name} plan", "yaml", text, about="`simplan predict` gives the same numbers for it"
-        )
+        download("Scenario", f"{asked.name} plan", "yaml", text, about="Input of `simplan predict`")
 
 
 def _show_ranked(rows: list[dict[str, Any]]) -> None:
     frame = pd.DataFrame(rows)
-    shown = ["rank", "plan", "step_time_s", "to_the_best", "device_gib", "headroom_gib", "tokens_per_s_per_device"]
+    shown = ["rank", "plan", "step_time_s", "vs_best", "device_gib", "headroom_gib", "tokens_per_s_per_device"]
     shown += ["mfu", "limit", "limit_share", "help", "help_share"]
     if frame["alike"].notna().any():
         shown += ["alike", "alike_differ_in"]
@@ -204,27 +197,25 @@ def _show_ranked(rows: list[dict[str, Any]]) -> None:
     st.dataframe(
         frame.style.format({name: form for name, form in _FORMS.items() if name in shown}, na_rep=""),
         hide_index=True,
-        placeholder="",  # not computed yet, or never for plans only on the Pareto front
+        placeholder="",  # pending, or not computed for plans only on the Pareto front
         height=min(36 * (len(frame) + 1), 420),
         column_config={
-            "rank": column.TextColumn("#", width=50, help="front: nothing is better in both objectives"),
+            "rank": column.TextColumn("#", width=50, help="front: not ranked, but on the Pareto front"),
             "plan": column.TextColumn("plan", width="large"),
             "num_devices": column.NumberColumn("devices"),
-            "step_time_s": column.NumberColumn("step, s", help=meaning("step_time_s")),
-            "to_the_best": column.NumberColumn("to the best", help="Step time over that of the best plan, less one"),
+            "step_time_s": column.NumberColumn("step time, s", help=meaning("step_time_s")),
+            "vs_best": column.NumberColumn("vs best", help="Step time / step time of the best plan - 1"),
             "device_gib": column.NumberColumn("device GiB", help=meaning("device")),
-            "headroom_gib": column.NumberColumn("headroom GiB", help="Below the memory that plans may use of a device"),
-            "tokens_per_s_per_device": column.NumberColumn(
-                "per s and device", help="Tokens, or images for models of them"
-            ),
+            "headroom_gib": column.NumberColumn("headroom GiB", help="Below the memory limit of plans"),
+            "tokens_per_s_per_device": column.NumberColumn("1/s per device", help="Tokens or images"),
             "cost_dollars": column.NumberColumn("dollars"),
             "mfu": column.NumberColumn("MFU", help=meaning("mfu")),
-            "limit": column.TextColumn("limited by", help="The largest part of the step of the rank that waits least"),
-            "limit_share": column.NumberColumn("of its step", help="How large that part is"),
-            "help": column.TextColumn("helps most", help="Of which 10 % more would shorten the step most"),
-            "help_share": column.NumberColumn("10 % more saves", help="Of the step, with 10 % more of that"),
-            "alike": column.NumberColumn("alike", help="Plans with as many ranks on every axis that are as fast"),
-            "alike_differ_in": column.TextColumn("which", help="What these have and the plan, the simplest, has not"),
+            "limit": column.TextColumn("bottleneck", help="Largest part of the step of the rank that waits least"),
+            "limit_share": column.NumberColumn("bottleneck share", help="Fraction of the step"),
+            "help": column.TextColumn("top sensitivity", help="Resource of which 10 % more saves most step time"),
+            "help_share": column.NumberColumn("saving", help="Fraction of the step saved by 10 % more"),
+            "alike": column.NumberColumn("equivalent", help="Plans with the same degrees and step time within 0.1 %"),
+            "alike_differ_in": column.TextColumn("differ in", help="Options of the equivalent plans"),
         },
     )
 
@@ -234,26 +225,18 @@ def _show_others(result: SearchResult) -> None:
     left, right = st.columns(2, gap="medium")
     with left:
         if explained:
-            st.subheader("Where the steps go", help="Of the rank that waits least: the others wait for it")
-            show_figure(shares_figure(explained), "steps of the ranked plans", alt="Parts of the step of each plan")
+            st.subheader("Step breakdown", help="Step of the rank that waits least")
+            show_figure(shares_figure(explained), "steps of the ranked plans", alt="Step breakdown of each plan")
         if result.nearest_misses:
-            st.subheader("Nearest misses", help="Plans that break no rule but a limit")
-            st.markdown("\n".join(f"- {escaped(_miss(miss))}" for miss in result.nearest_misses))
+            st.subheader("Near misses", help="Valid plans that exceed a constraint by the least")
+            st.markdown(bullets(map(miss_words, result.nearest_misses)))
         if result.changes:
-            st.subheader("What would make a plan", help="Each was tried")
-            words = (f"{change.words}: {search_plan_words(change.plan)}" for change in result.changes)
-            st.markdown("\n".join(f"- {escaped(text)}" for text in words))
+            st.subheader("Feasible changes", help="Changes that make a plan feasible; each was tried")
+            st.markdown(bullets(f"{change.words}: {search_plan_words(change.plan)}" for change in result.changes))
     with right:
-        st.subheader(f"Where the {result.space.total:,} plans went")
+        st.subheader(f"Outcomes of {result.space.total:,} plans")
         if result.space.some_blocks:
             st.caption(escaped(besides(result.space)))
         show_figure(space_figure(result.space), "rejected plans", alt="Plans by the rule that rejected them")
-        with st.expander("The rules in words"):
-            st.dataframe(pd.DataFrame(space_rows(result.space)), hide_index=True)
-
-
-def _miss(miss: NearestMiss) -> str:
-    words = search_plan_words(miss.plan)
-    if miss.lacking_s is not None and miss.step_time_s is not None:
-        return f"{format_time(miss.lacking_s)} too long, at {format_time(miss.step_time_s)}: {words}"
-    return f"{format_bytes(miss.lacking_bytes or 0)} too much, {format_bytes(miss.device_bytes)} in all: {words}"
+        with st.expander("Reasons"):
+            show_table(space_table(result.space))

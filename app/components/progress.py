@@ -14,10 +14,8 @@ from typing import NamedTuple
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-from app.components.problems import escaped
+from app.page import escaped
 from app.work import give_way
-
-__all__ = ["Following", "ProgressBar", "follow", "show_progress", "stage"]
 
 _LOOK_S = 0.1
 
@@ -26,12 +24,7 @@ Following = Callable[[], None]
 
 
 class ProgressBar(NamedTuple):
-    """Progress of a task.
-
-    Attributes:
-        share: Completed fraction, 0 to 1.
-        words: Description of the current task.
-    """
+    """Completed fraction of a task, 0 to 1, and description of the current work."""
 
     share: float
     words: str

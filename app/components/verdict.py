@@ -1,24 +1,22 @@
-"""The verdict: fits or does not fit, in one line, and a row of key numbers."""
+"""Memory verdict in one line, and a row of key numbers."""
 
 from __future__ import annotations
 
 import streamlit as st
 
+from app.definitions import meaning
 from app.fields import kept_number, remembered_number
-from app.results.headline import Headline, training_of
-from app.words import meaning
+from app.results.plan import Headline, training_of
+from simplan.job import Job
 from simplan.report.text import short_of_reserve
-from simplan.scenario import Scenario
 from simplan.units import format_bytes, format_count, format_number, format_percent, format_time
 
-__all__ = ["kept_budget", "show_budget", "show_numbers", "show_verdict"]
-
-_LEAST, _MOST = 0.001, 1e9
-_PRICE, _MOST_PRICE = "price", 1e6
+_LIMITS = {"least": 0.001, "most": 1e9}
+_PRICE, _MAX_PRICE = "price", 1e6
 
 
 def show_verdict(headline: Headline, host_words: str = "") -> None:
-    """Fits or not, the peak-memory rank and the headroom, in color and words.
+    """Shows fit, peak-memory rank and headroom.
 
     Args:
         headline: Key numbers of the prediction.
@@ -30,29 +28,25 @@ def show_verdict(headline: Headline, host_words: str = "") -> None:
     if host_words:
         st.error(f"**Does not fit**: {host_words}", icon=":material/cancel:")
     elif headline.fits is None or capacity is None:
-        st.warning(f"{needs}; what a device has is not known", icon=":material/help:")
+        st.warning(f"{needs}; the memory of a device is unknown", icon=":material/help:")
     else:
-        spare = capacity - headline.device_bytes
-        share = format_percent(abs(spare) / capacity)
-        of = f"{needs} of {format_bytes(capacity)}"
+        headroom = capacity - headline.device_bytes
+        share = format_percent(abs(headroom) / capacity)
+        of = f"{needs} of {format_bytes(capacity)}, {format_bytes(abs(headroom))} ({share})"
         if headline.fits and headline.short_bytes:
-            words = f"{rank} takes all of {format_bytes(capacity)}, and {short_of_reserve(headline.short_bytes)}"
+            words = f"{rank} uses all of {format_bytes(capacity)}, and {short_of_reserve(headline.short_bytes)}"
             st.warning(f"**Fits tightly**: {words}", icon=":material/warning:")
         elif headline.fits:
-            st.success(f"**Fits**: {of}, {format_bytes(spare)} ({share}) to spare", icon=":material/check_circle:")
+            st.success(f"**Fits**: {of} headroom", icon=":material/check_circle:")
         else:
-            st.error(f"**Does not fit**: {of}, {format_bytes(-spare)} ({share}) too much", icon=":material/cancel:")
+            st.error(f"**Does not fit**: {of} over", icon=":material/cancel:")
 
 
 def kept_budget(*, images: bool) -> tuple[float, float | None]:
-    """Training budget and price of a device, as remembered for the session.
-
-    Returns:
-        Number of tokens (or images), and price per device and hour; None without a price.
-    """
+    """Number of tokens (or images) of the training budget, and price per device and hour; None without a price."""
     _, name, scale, start = _budget(images=images)
-    budget = kept_number(name, start, least=_LEAST, most=_MOST)
-    return budget * scale, kept_number(_PRICE, 0.0, most=_MOST_PRICE) or None
+    budget = kept_number(name, start, **_LIMITS)
+    return budget * scale, kept_number(_PRICE, 0.0, most=_MAX_PRICE) or None
 
 
 def show_budget(*, images: bool) -> None:
@@ -62,10 +56,9 @@ def show_budget(*, images: bool) -> None:
         st.markdown("###### Budget")
         left, right = st.columns(2)
         with left:
-            remembered_number(label, name, start, least=_LEAST, most=_MOST, help="How much is trained on in all")
+            remembered_number(label, name, start, **_LIMITS, help="Training budget")
         with right:
-            about = "Yours, per device and hour; 0 for no cost"
-            remembered_number("CostEstimate", _PRICE, 0.0, most=_MOST_PRICE, help=about)
+            remembered_number("CostEstimate", _PRICE, 0.0, most=_MAX_PRICE, help="Per device and hour; 0 for no cost")
 
 
 def _budget(*, images: bool) -> tuple[str, str, float, float]:
@@ -73,19 +66,22 @@ def _budget(*, images: bool) -> tuple[str, str, float, float]:
     return ("Images (million)", "images", 1e6, 300.0) if images else ("Tokens (billion)", "tokens", 1e9, 1000.0)
 
 
-def show_numbers(asked: Scenario, headline: Headline, budget: float, price: float | None) -> None:
-    """Step time with its interval, throughput, utilization, and a whole training."""
-    devices = asked.job.cluster.num_devices
-    whole = training_of(headline, devices, budget, price)
-    images = asked.job.model.sample == "image"
+def show_numbers(job: Job, headline: Headline, budget: float, price: float | None) -> None:
+    """Step time with its interval, throughput, MFU, and time and cost of the training budget."""
+    devices = job.cluster.num_devices
+    training = training_of(headline, devices, budget, price)
+    images = job.model.sample == "image"
     rate = headline.samples_per_s if images else headline.tokens_per_s
     each = "images" if images else "tokens"
+    interval = "interval pending"
+    if headline.step_time_interval_s is not None:
+        interval = " to ".join(map(format_time, headline.step_time_interval_s))
     cells = [
         (
             "Step time",
             format_time(headline.step_time_s),
-            _interval(headline),
-            f"{meaning('step_time_s')}. Below it the interval, which {meaning('interval')}",
+            interval,
+            f"{meaning('step_time_s')}. Below it the 90 % interval, which {meaning('interval')}",
         ),
         (
             f"{each.capitalize()} per second",
@@ -96,29 +92,22 @@ def show_numbers(asked: Scenario, headline: Headline, budget: float, price: floa
         (
             "MFU",
             "unknown" if headline.mfu is None else format_percent(headline.mfu),
-            asked.job.training.precision + " dense peak",
+            job.training.precision + " dense peak",
             f"{meaning('mfu')}: model FLOPs of a step / (step time x devices x dense peak)",
         ),
         (
             f"{format_count(budget)} {each}",
-            f"{whole.days:,.1f} days" if whole.days < 1000 else f"{whole.days / 365.25:,.1f} years",
-            f"{format_count(whole.device_hours)} device hours",
-            f"{each} / {each} per second, without failures and checkpoints: those are not modelled here",
+            f"{training.days:,.1f} days" if training.days < 1000 else f"{training.days / 365.25:,.1f} years",
+            f"{format_count(training.device_hours)} device hours",
+            f"{each} / {each} per second, without failures and checkpoints",
         ),
         (
             "Cost",
-            "no price" if whole.cost is None else format_count(whole.cost),
-            "set yours in the sidebar" if price is None else f"at {price:g} per device and hour",
-            "device hours x your price",
+            "no price" if training.cost is None else format_count(training.cost),
+            "set a price in the sidebar" if price is None else f"at {price:g} per device and hour",
+            "device hours x price",
         ),
     ]
     with st.container(horizontal=True, gap="medium"):
         for label, value, below, about in cells:
             st.metric(label, value, below, delta_color="off", delta_arrow="off", help=about)
-
-
-def _interval(headline: Headline) -> str:
-    if headline.step_time_interval_s is None:
-        return "interval: being computed"
-    low_s, high_s = headline.step_time_interval_s
-    return f"{format_time(low_s)} to {format_time(high_s)}"

@@ -1,20 +1,105 @@
-"""A schedule that plays: a box for each action, step by step, with buttons and a slider that need no server."""
+"""Animated schedule on a tiny pipeline with equal stages and zero-cost communication: for learning, not for planning.
+
+Its buttons and its slider run in the browser.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from app.figures.gantt import shade
-from app.figures.style import Figure, bar, figure, scatter
-from app.palette import ACTIONS, MUTED
-from app.results.lesson import Lesson, LessonBox
-from simplan.program.action import ActionKind
-from simplan.report.drawings.drawing_labels import WORDS
+from app.figures.style import ACTIONS, MUTED, Figure, bar, figure, scatter
+from simplan.plan.schedules import SCHEDULE_FACTS
+from simplan.program.action import Action, ActionKind
+from simplan.program.schedules import SCHEDULES, PipelineShape
+from simplan.program.schedules.bubble import action_ends_s
+from simplan.report.drawings.drawing import WORDS
 from simplan.report.drawings.drawing_svg import ink_on
+from simplan.report.drawings.svg import shade
 
-__all__ = ["lesson_figure"]
+CLOSED_FORMS: Mapping[str, str] = {
+    "naive": "(p-1)/p",
+    "gpipe": "(p-1)/(m+p-1)",
+    "1f1b": "(p-1)/(m+p-1)",
+    "interleaved_1f1b": "(p-1)/(v m+p-1)",
+}
+"""Bubble fraction in closed form, for equal stages and zero-cost communication; m a multiple of p if interleaved."""
+
+
+@dataclass(frozen=True, slots=True)
+class LessonBox:
+    """One action of one rank, in units of the time of a forward."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A schedule, step by step.
+
+    Attributes:
+        name: Name of the schedule.
+        num_ranks: Number of pipeline ranks, p.
+        num_microbatches: Number of microbatches, m.
+        virtual_stages: Number of stages per rank, v.
+        boxes: Actions by rank, then by time.
+    """
+
+    name: str
+    num_ranks: int
+    num_microbatches: int
+    virtual_stages: int
+    boxes: tuple[LessonBox, ...]
+
+    @cached_property
+    def length(self) -> float:
+        """Time from the first start to the last end."""
+        return max(box.end for box in self.boxes)
+
+    @cached_property
+    def bubble_fraction(self) -> float:
+        """Fraction of ``length`` in which ranks idle, mean over ranks."""
+        return 1 - sum(box.end - box.start for box in self.boxes) / (self.num_ranks * self.length)
+
+    @cached_property
+    def most_in_flight(self) -> tuple[int, ...]:
+        """Maximum number of microbatches in flight per rank, counted per stage."""
+        starts = {box.start for box in self.boxes}
+        return tuple(max(self.in_flight(rank, time) for time in starts) for rank in range(self.num_ranks))
+
+    def in_flight(self, rank: int, time: float) -> int:
+        """Microbatches in flight on a rank at a time: from the start of F to the end of B, or of W."""
+        boxes = [box for box in self.boxes if box.rank == rank]
+        begun = sum(box.start <= time for box in boxes if box.action.kind is ActionKind.FORWARD)
+        ends = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+        return begun - sum(box.end <= time for box in boxes if box.action.kind in ends)
+
+
+def lesson(name: str, num_ranks: int, num_microbatches: int, virtual_stages: int = 2) -> Lesson:
+    """Computes the timeline of a schedule.
+
+    Args:
+        name: Key of ``SCHEDULE_FACTS``.
+        num_ranks, num_microbatches: Size of the pipeline and number of microbatches.
+        virtual_stages: Stages per rank, for schedules without a fixed number.
+    """
+    stages = SCHEDULE_FACTS[name].virtual_stages or virtual_stages
+    shape = PipelineShape(num_ranks, num_microbatches, stages)
+    table, times = SCHEDULES[name](shape), shape.stage_times
+    ends = action_ends_s(table, times)
+    boxes = tuple(
+        LessonBox(rank, action, ends[action] - times.duration_s(action), ends[action])
+        for rank, row in enumerate(table)
+        for action in row
+    )
+    return Lesson(name, num_ranks, num_microbatches, stages, boxes)
+
 
 _ROW_PX, _AROUND_PX = 42, 215
 _MOST_FRAMES = 120
@@ -22,15 +107,11 @@ _FRAME_MS = 320
 
 
 def lesson_figure(one: Lesson) -> Figure:
-    """The whole step; playing it draws it from its beginning.
-
-    Args:
-        one: The schedule.
-    """
+    """The full step; playing the figure draws the step from its start."""
     groups = _groups(one)
     instants = _instants(one.length)
     whole = figure(
-        [*_bars(one, groups), _now(one)],
+        [*_bars(one, groups), _time_line(one)],
         height=_AROUND_PX + _ROW_PX * one.num_ranks,
         barmode="overlay",
         bargap=0,
@@ -58,15 +139,16 @@ _Group = tuple[ActionKind, int, list[LessonBox]]
 
 
 def _groups(one: Lesson) -> list[_Group]:
-    """Boxes of one kind and one of the rank's stages, of which each has a shade."""
+    """Boxes by kind and by index of the stage on its rank, which determine the color."""
     stages = [sorted({box.action.stage for box in one.boxes if box.rank == rank}) for rank in range(one.num_ranks)]
-    found: dict[tuple[ActionKind, int], list[LessonBox]] = {}
+    groups: dict[tuple[ActionKind, int], list[LessonBox]] = {}
     for box in one.boxes:
-        found.setdefault((box.action.kind, stages[box.rank].index(box.action.stage)), []).append(box)
-    order = list(ActionKind)
+        groups.setdefault((box.action.kind, stages[box.rank].index(box.action.stage)), []).append(box)
     return [
-        (kind, place, boxes)
-        for (kind, place), boxes in sorted(found.items(), key=lambda i: (order.index(i[0][0]), i[0][1]))
+        (kind, place, groups[kind, place])
+        for kind in ActionKind
+        for place in range(one.virtual_stages)
+        if (kind, place) in groups
     ]
 
 
@@ -116,8 +198,7 @@ def _text(box: LessonBox, *, several: bool) -> str:
     return f"{box.action.stage if several else ''}{box.action.kind}{box.action.microbatch}"
 
 
-def _now(one: Lesson) -> dict[str, Any]:
-    """A line at the time."""
+def _time_line(one: Lesson) -> dict[str, Any]:
     return scatter(
         x=[one.length, one.length],
         y=[-0.5, one.num_ranks - 0.5],
@@ -130,20 +211,9 @@ def _now(one: Lesson) -> dict[str, Any]:
 
 def _notes(one: Lesson, time: float) -> dict[str, list[dict[str, object]]]:
     """Number of microbatches in flight, as an annotation next to each rank."""
-    notes = [
-        {
-            "x": 1.005,
-            "xref": "paper",
-            "xanchor": "left",
-            "y": rank,
-            "yref": "y",
-            "text": f"holds {one.in_flight(rank, time)}, most {one.most_in_flight[rank]}",
-            "showarrow": False,
-            "font": {"size": 11},
-        }
-        for rank in range(one.num_ranks)
-    ]
-    return {"annotations": notes}
+    place = {"x": 1.005, "xref": "paper", "xanchor": "left", "yref": "y", "showarrow": False, "font": {"size": 11}}
+    texts = (f"{one.in_flight(rank, time)} in flight, max {most}" for rank, most in enumerate(one.most_in_flight))
+    return {"annotations": [place | {"y": rank, "text": text} for rank, text in enumerate(texts)]}
 
 
 def _instants(length: float) -> list[float]:
@@ -167,7 +237,7 @@ def _buttons() -> dict[str, object]:
         "pad": {"t": 50},
         "buttons": [
             {"label": "Play", "method": "animate", "args": [None, again]},
-            {"label": "Go on", "method": "animate", "args": [None, play]},
+            {"label": "Continue", "method": "animate", "args": [None, play]},
             {"label": "Stop", "method": "animate", "args": [[None], stop]},
         ],
     }

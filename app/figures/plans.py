@@ -1,4 +1,4 @@
-"""The plans of a search: as rows of a table, as points over any two of their numbers, and where the others went."""
+"""Plans of a search: table rows, scatter plot, step breakdown and outcomes of the space; difference of two plans."""
 
 from __future__ import annotations
 
@@ -8,24 +8,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from app.figures.style import Figure, bar, empty, figure, scatter
-from app.palette import MUTED, PLANS, SPLIT
+from app.figures.style import CATEGORIES, MUTED, PLANS, SPLIT, Figure, bar, empty, figure, scatter
+from simplan.explain import DifferenceRow
 from simplan.plan.plan import ParallelPlan
-from simplan.report.search import alike_words, search_plan_words
+from simplan.report.search import RESOURCES, alike_words, search_plan_words, space_rows
 from simplan.search import RankedPlan, SearchResult, SpaceCount
 from simplan.units import GIB, format_number
-
-__all__ = [
-    "AXES",
-    "COLOURS",
-    "RESOURCES",
-    "Axis",
-    "plan_rows",
-    "plans_figure",
-    "shares_figure",
-    "space_figure",
-    "space_rows",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +44,7 @@ AXES: Mapping[str, Axis] = MappingProxyType(
         "cp": Axis("context-parallel ranks", ",d"),
         "ep": Axis("expert-parallel ranks", ",d"),
         "pp": Axis("pipeline ranks", ",d"),
-        "virtual_stages": Axis("stages a rank", ",d"),
+        "virtual_stages": Axis("stages per rank", ",d"),
         "dp_replicate": Axis("replicas", ",d"),
         "dp_shard": Axis("shards", ",d"),
         "microbatch_size": Axis("microbatch size", ",d"),
@@ -71,21 +59,10 @@ COLOURS: Mapping[str, str] = MappingProxyType(
         "zero_stage": "ZeRO stage",
         "tp": "tensor-parallel ranks",
         "pp": "pipeline ranks",
-        "limit": "what limits it",
+        "limit": "bottleneck",
     }
 )
 """Fields for the color of points, by key of a row."""
-
-RESOURCES: Mapping[str, str] = MappingProxyType(
-    {
-        "flop_per_s": "FLOP/s",
-        "memory_bandwidth": "memory bandwidth",
-        "intra_link": "bandwidth within nodes",
-        "inter_link": "bandwidth between nodes",
-        "memory": "device memory",
-    }
-)
-"""Names of resources that can limit a plan."""
 
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon")
 
@@ -93,14 +70,12 @@ _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", 
 def plan_rows(result: SearchResult) -> list[dict[str, Any]]:
     """One row per plan of a search result: ranked plans first, then the others of the Pareto front.
 
-    All rows have the same columns: the plan fields that at least one plan sets.
+    All rows have the same columns. Plan fields that no plan sets are left out.
     """
     ranked = [(rank, plan) for rank, plan in enumerate(result.ranked, 1)]
     others = [(None, plan) for plan in result.pareto if plan not in result.ranked]
-    front = {id(plan) for plan in result.pareto} | {
-        id(plan) for plan in result.ranked if any(plan.plan == other.plan for other in result.pareto)
-    }
-    rows = [_row(rank, plan, result, id(plan) in front) for rank, plan in [*ranked, *others]]
+    front = [plan.plan for plan in result.pareto]
+    rows = [_row(rank, plan, result, plan.plan in front) for rank, plan in [*ranked, *others]]
     unset = [key for key in ParallelPlan.model_fields if all(row[key] is None for row in rows)]
     return [{key: value for key, value in row.items() if key not in unset} for row in rows]
 
@@ -111,7 +86,7 @@ def _row(rank: int | None, plan: RankedPlan, result: SearchResult, on_front: boo
         "rank": rank,
         "plan": search_plan_words(plan.plan),
         "step_time_s": plan.step_time_s,
-        "to_the_best": plan.step_time_s / best.step_time_s - 1,
+        "vs_best": plan.step_time_s / best.step_time_s - 1,
         "device_gib": plan.device_bytes / GIB,
         "headroom_gib": None if plan.headroom_bytes is None else plan.headroom_bytes / GIB,
         "tokens_per_s_per_device": plan.tokens_per_s_per_device,
@@ -140,47 +115,31 @@ def plans_figure(rows: Sequence[Mapping[str, Any]], x: str, y: str, colour: str,
     """
     shown = [row for row in rows if row.get(x) is not None and row.get(y) is not None]
     if not shown:
-        return empty("No plan of this search has both numbers yet.")
+        return empty("No plan has both numbers yet.")
+
+    def trace(rows: Sequence[Mapping[str, Any]], **look: Any) -> dict[str, Any]:
+        return scatter(x=[row[x] for row in rows], y=[row[y] for row in rows], **look)
+
     traces = []
-    line = _front(shown, x, y)
-    if len(line) > 1:
-        front = scatter(
-            x=[row[x] for row in line],
-            y=[row[y] for row in line],
-            mode="lines",
-            line={"color": MUTED, "dash": "dot", "width": 1.5, "shape": "hv"},
-            name="front: nothing here is better in both",
-            hoverinfo="skip",
-        )
-        traces.append(front)
+    front = _front(shown, x, y)
+    if len(front) > 1:
+        line = {"color": MUTED, "dash": "dot", "width": 1.5, "shape": "hv"}
+        traces.append(trace(front, mode="lines", line=line, name="Pareto front", hoverinfo="skip"))
     for number, value in enumerate(dict.fromkeys(_colour(row, colour) for row in shown)):
         points = [row for row in shown if _colour(row, colour) == value]
-        trace = scatter(
-            x=[row[x] for row in points],
-            y=[row[y] for row in points],
-            mode="markers",
-            name=f"{COLOURS[colour]}: {value}",
-            marker={
-                "color": PLANS[number % len(PLANS)],
-                "symbol": _SYMBOLS[number % len(_SYMBOLS)],
-                "size": [13 if row["rank"] == 1 else 9 for row in points],
-                "line": {"width": 1, "color": "rgba(255,255,255,0.6)"},
-            },
-            customdata=[[_hover(row)] for row in points],
-            hovertemplate="%{customdata[0]}<extra></extra>",
-        )
-        traces.append(trace)
+        marker = {
+            "color": PLANS[number % len(PLANS)],
+            "symbol": _SYMBOLS[number % len(_SYMBOLS)],
+            "size": [13 if row["rank"] == 1 else 9 for row in points],
+            "line": {"width": 1, "color": "rgba(255,255,255,0.6)"},
+        }
+        name, hovers = f"{COLOURS[colour]}: {value}", [[_hover(row)] for row in points]
+        hover = {"customdata": hovers, "hovertemplate": "%{customdata[0]}<extra></extra>"}
+        traces.append(trace(points, mode="markers", name=name, marker=marker, **hover))
     ringed = [row for row in shown if row["plan"] in set(pinned)]
     if ringed:
-        rings = scatter(
-            x=[row[x] for row in ringed],
-            y=[row[y] for row in ringed],
-            mode="markers",
-            name="pinned",
-            marker={"symbol": "circle-open", "size": 18, "color": MUTED, "line": {"width": 2}},
-            hoverinfo="skip",
-        )
-        traces.append(rings)
+        ring = {"symbol": "circle-open", "size": 18, "color": MUTED, "line": {"width": 2}}
+        traces.append(trace(ringed, mode="markers", name="pinned", marker=ring, hoverinfo="skip"))
     return figure(traces, height=430, xaxis=_drawn_axis(x), yaxis=_drawn_axis(y))
 
 
@@ -203,11 +162,11 @@ def _front(rows: Sequence[Mapping[str, Any]], x: str, y: str) -> list[Mapping[st
 
 def _colour(row: Mapping[str, Any], colour: str) -> str:
     value = row.get(colour)
-    return "not known yet" if value is None else str(value)
+    return "pending" if value is None else str(value)
 
 
 def _hover(row: Mapping[str, Any]) -> str:
-    """Everything that is known of a plan."""
+    """Known numbers and options of a plan."""
     title = f"<b>{row['rank']}. {row['plan']}</b>" if row["rank"] else f"<b>{row['plan']}</b>"
     lines = [title.replace(", ", ",<br>", 2)]
     for name, axis in AXES.items():
@@ -217,7 +176,7 @@ def _hover(row: Mapping[str, Any]) -> str:
     others = [key for key in ("schedule", "zero_stage", "recompute", "sequence_parallel") if row.get(key) is not None]
     lines += [f"{key}: {row[key]}" for key in others]
     if row["limit"]:
-        lines.append(f"limited by {row['limit']}, {row['limit_share']:.0%} of its step")
+        lines.append(f"bottleneck: {row['limit']}, {row['limit_share']:.0%} of the step")
     if row["help"]:
         lines.append(f"10 % more {row['help']} saves {row['help_share']:.1%}")
     return "<br>".join(lines)
@@ -239,7 +198,7 @@ def shares_figure(plans: Sequence[tuple[str, RankedPlan]]) -> Figure:
     """
     explained = [(name, plan, plan.explanation) for name, plan in plans if plan.explanation is not None]
     if not explained:
-        return empty("The search has not explained a plan yet.")
+        return empty("No plan is explained yet.")
     bars = []
     for part, colour in SPLIT.items():
         key = part.replace(" ", "_")
@@ -262,25 +221,21 @@ def shares_figure(plans: Sequence[tuple[str, RankedPlan]]) -> Figure:
         height=90 + 26 * len(explained),
         barmode="stack",
         bargap=0.25,
-        xaxis={"title": "seconds of one step"},
-        yaxis={"autorange": "reversed", "type": "category", "showgrid": False},
+        xaxis={"title": "step time, s"},
+        yaxis=CATEGORIES,
     )
 
 
-def space_rows(space: SpaceCount) -> list[dict[str, Any]]:
-    """Plans of the space by outcome: number, name and meaning."""
-    rows = [{"plans": number, "rule": name, "why": space.why[name]} for name, number in space.rejected.items()]
-    bounded = "cannot be among the best: at least so slow by a lower bound"
-    rows.append({"plans": space.bounded, "rule": "bounded", "why": bounded})
-    rows.append({"plans": space.timed, "rule": "timed", "why": "within all limits"})
-    return rows
+def space_table(space: SpaceCount) -> list[dict[str, Any]]:
+    """Plans of the space by outcome, as table rows."""
+    return [{"plans": number, "rule": name, "why": why} for number, name, why in space_rows(space)]
 
 
 def space_figure(space: SpaceCount) -> Figure:
     """Search space by rejecting rule as bars, on a logarithmic scale, so that one plan is visible next to a million."""
-    rows = [row for row in space_rows(space) if row["plans"]]
+    rows = [row for row in space_table(space) if row["plans"]]
     if not rows:
-        return empty("No plan was looked at yet.")
+        return empty("No plan was evaluated yet.")
     rejected = [row["rule"] in space.rejected for row in rows]
     bars = bar(
         orientation="h",
@@ -299,5 +254,78 @@ def space_figure(space: SpaceCount) -> Figure:
         height=70 + 24 * len(rows),
         bargap=0.25,
         xaxis={"type": "log", "title": "plans", "dtick": 1, "range": [-0.2, math.log10(most) + 0.9]},
-        yaxis={"autorange": "reversed", "type": "category", "showgrid": False},
+        yaxis=CATEGORIES,
     )
+
+
+def difference_rows(rows: Sequence[DifferenceRow]) -> list[dict[str, Any]]:
+    """A row for each term, in seconds or GiB; the difference is the second less the first."""
+    return [
+        {
+            "group": row.group.replace("_", " "),
+            "term": row.name,
+            "first": _shown(row.first, row.unit),
+            "second": _shown(row.second, row.unit),
+            "difference": _shown(row.difference, row.unit),
+            "first formula": row.first_formula,
+            "second formula": row.second_formula,
+        }
+        for row in rows
+    ]
+
+
+def difference_figure(rows: Sequence[DifferenceRow], names: tuple[str, str]) -> Figure:
+    """Groups of terms with one bar per plan, sorted by difference, largest on top.
+
+    Args:
+        rows: Terms of the step time or of memory.
+        names: Short names of the two plans.
+    """
+    groups = _groups(rows)
+    ordered = sorted(groups, key=lambda group: -abs(groups[group][1] - groups[group][0]))
+    unit = "GiB" if any(row.unit == "bytes" for row in rows) else "s"
+    bars = [
+        bar(
+            name=name,
+            orientation="h",
+            y=[f"{group.replace('_', ' ')} " for group in ordered],
+            x=[groups[group][index] for group in ordered],
+            marker={
+                "color": PLANS[index],
+                "line": {"width": 0},
+                "pattern": {"shape": "/" if index else "", "solidity": 0.15},
+            },
+            customdata=[[groups[group][1] - groups[group][0]] for group in ordered],
+            hovertemplate=f"{name}: %{{x:,.4~g}} {unit}<br>difference: %{{customdata[0]:+,.4~g}} {unit}"
+            "<extra>%{y}</extra>",
+        )
+        for index, name in enumerate(names)
+    ]
+    return figure(
+        bars,
+        height=90 + 40 * len(ordered),
+        barmode="group",
+        bargap=0.3,
+        bargroupgap=0.05,
+        xaxis={"title": "GiB at the peak" if unit == "GiB" else "step time, s"},
+        yaxis=CATEGORIES,
+    )
+
+
+def difference_words(rows: Sequence[DifferenceRow]) -> list[str]:
+    """The groups that make the difference, the largest first: ``wait: +0.12 s``."""
+    unit = "GiB" if any(row.unit == "bytes" for row in rows) else "s"
+    found = sorted(((pair[1] - pair[0], group) for group, pair in _groups(rows).items()), key=lambda one: -abs(one[0]))
+    return [f"{group.replace('_', ' ')} {value:+,.3g} {unit}" for value, group in found[:3] if value]
+
+
+def _groups(rows: Sequence[DifferenceRow]) -> dict[str, tuple[float, float]]:
+    groups: dict[str, tuple[float, float]] = {}
+    for row in rows:
+        first, second = groups.get(row.group, (0.0, 0.0))
+        groups[row.group] = (first + _shown(row.first, row.unit), second + _shown(row.second, row.unit))
+    return groups
+
+
+def _shown(value: float, unit: str) -> float:
+    return value / GIB if unit == "bytes" else value

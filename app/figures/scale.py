@@ -5,24 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from app.figures.style import Figure, across, bar, empty, figure, scatter
-from app.palette import MUTED, PLANS
+from app.figures.style import CATEGORIES, MUTED, PLANS, Figure, across, bar, empty, figure, scatter
 from app.results.scale import DelayedRank, ScalePoint
 from simplan.predict.sensitivity import MarginalValue
+from simplan.report.search import RESOURCES
 from simplan.report.table import format_ranks
 from simplan.units import GIB, format_number
 
-__all__ = ["scale_figures", "scale_rows", "slow_figure", "worth_figure"]
-
-_HOUR_S = 3600.0
-_RESOURCES = {
-    "compute": "FLOP/s",
-    "memory_bandwidth": "memory bandwidth",
-    "intra_link": "bandwidth within nodes",
-    "inter_link": "bandwidth between nodes",
-}
-
-_WIDEST = 0.12  # of the axis: a single bar is no wall
+_RESOURCES = {**RESOURCES, "compute": RESOURCES["flop_per_s"]}
+_MAX_BAR_WIDTH = 0.12  # fraction of the axis, for a few bars
 
 
 def scale_rows(
@@ -51,7 +42,7 @@ def scale_rows(
             "fits": point.fits,
         }
         if budget is not None and price is not None:
-            row["cost"] = budget / rate / _HOUR_S * point.num_devices * price
+            row["cost"] = budget / rate / 3600 * point.num_devices * price
         rows.append(row)
     return rows
 
@@ -62,14 +53,13 @@ def scale_figures(
     """Figures by name: step time with interval, throughput, memory, and cost if known, over one axis.
 
     Args:
-        rows: Rows from ``scale_rows``.
-        label: Name of the axis.
+        rows, label: Rows from ``scale_rows``, and name of the axis.
         now: Value of the scenario on the axis.
         capacity_bytes: Memory of a device in bytes; None when unknown.
         unit: Unit of throughput, ``tokens`` or images.
     """
     if not rows:
-        return {"nothing": empty("Nothing on this axis has an answer.")}
+        return {"nothing": empty("No point of this axis can be predicted.")}
     step_time = [_interval(rows), _curve(rows, "step_time_s", "step time, s", label, now)]
     found = {"step time": _panel(step_time, rows, label, "step time, s")}
     rate = f"{unit} per second, all devices"
@@ -78,15 +68,14 @@ def scale_figures(
     if ideal:
         line = {"color": MUTED, "dash": "dot", "width": 1.5}
         x = [row["value"] for row in rows]
-        throughput.append(scatter(x=x, y=ideal, mode="lines", name="in proportion", line=line, hoverinfo="skip"))
+        throughput.append(scatter(x=x, y=ideal, mode="lines", name="linear scaling", line=line, hoverinfo="skip"))
     found["throughput"] = _panel(throughput, rows, label, rate)
-    words = "device memory of the worst rank, GiB"
+    words = "peak device memory, GiB"
     capacity = [] if capacity_bytes is None else [across(capacity_bytes / GIB, {"color": MUTED, "dash": "dash"})]
     found["memory"] = _panel([_curve(rows, "device_gib", words, label, now)], rows, label, words, shapes=capacity)
     if "cost" in rows[0]:
-        found["cost"] = _panel(
-            [_curve(rows, "cost", "cost of the budget", label, now)], rows, label, "cost of the budget"
-        )
+        title = "cost of the budget"
+        found["cost"] = _panel([_curve(rows, "cost", title, label, now)], rows, label, title)
     return found
 
 
@@ -103,7 +92,7 @@ def _panel(
 
 
 def _interval(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Where the step time is in 9 of 10 cases."""
+    """90 % interval of the step time."""
     x = [row["value"] for row in rows]
     return scatter(
         x=[*x, *reversed(x)],
@@ -113,7 +102,7 @@ def _interval(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         mode="lines",  # points of its outline are no predictions
         line={"width": 0},
         hoverinfo="skip",
-        name="9 of 10 cases",
+        name="90 % interval",
     )
 
 
@@ -147,7 +136,7 @@ def worth_figure(values: Sequence[MarginalValue]) -> Figure:
     """Step time saved by one percent more of each resource, as bars."""
     shown = [value for value in values if value.relative_change < 0]
     if not shown:
-        return empty("One percent more of anything changes nothing.")
+        return empty("No resource changes the step time.")
     bars = bar(
         orientation="h",
         x=[-100 * value.relative_change for value in shown],
@@ -163,8 +152,8 @@ def worth_figure(values: Sequence[MarginalValue]) -> Figure:
         [bars],
         height=80 + 34 * len(shown),
         bargap=0.3,
-        xaxis={"title": "% of the step that 1 % more saves", "range": [0, 1.25 * most]},
-        yaxis={"autorange": "reversed", "type": "category", "showgrid": False},
+        xaxis={"title": "step time saved by 1 % more, %", "range": [0, 1.25 * most]},
+        yaxis=CATEGORIES,
     )
 
 
@@ -180,8 +169,8 @@ def slow_figure(found: Sequence[DelayedRank], slower: float) -> Figure:
     return figure(
         [bars],
         height=260,
-        bargap=max(0.3, 1 - _WIDEST * len(found)),
+        bargap=max(0.3, 1 - _MAX_BAR_WIDTH * len(found)),
         shapes=[across(100 * slower, {"color": MUTED, "dash": "dash"})],
-        xaxis={"title": "the slow rank, and those that do the same", "type": "category"},
-        yaxis={"title": "% longer step", "rangemode": "tozero"},
+        xaxis={"title": "slow rank, with identical ranks", "type": "category"},
+        yaxis={"title": "step time increase, %", "rangemode": "tozero"},
     )

@@ -6,12 +6,57 @@ tests validate the figures with the same objects instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-from app.palette import GRID, MUTED, PLANS
+from simplan.program.action import ActionKind
+from simplan.program.program import MemoryCategory
 
-__all__ = ["Figure", "across", "bar", "empty", "figure", "numbered", "scatter"]
+MEMORY: Mapping[MemoryCategory, str] = {
+    MemoryCategory.PARAMETERS: "#4ea5b7",  # four colors as in the Ultra-Scale Playbook
+    MemoryCategory.GRADIENTS: "#e889ab",
+    MemoryCategory.OPTIMIZER: "#cec0fa",
+    MemoryCategory.ACTIVATIONS: "#e38a42",
+    MemoryCategory.GATHERED: "#2f6f86",
+    MemoryCategory.BUFFERS: "#7a1f4b",
+    MemoryCategory.LOGITS: "#f2c14e",
+    MemoryCategory.WORKSPACE: "#565f6a",
+    MemoryCategory.CONTEXT: "#d9dde2",
+}
+"""Memory categories on a device, in the order of the stack."""
+
+ACTIONS: Mapping[ActionKind, str] = {
+    ActionKind.FORWARD: "#3b7dd8",
+    ActionKind.BACKWARD: "#e5892b",
+    ActionKind.BACKWARD_INPUT: "#1abc9c",
+    ActionKind.BACKWARD_WEIGHT: "#3a7d2c",
+    ActionKind.UNSHARD: "#a79bc9",
+    ActionKind.REDUCE_GRAD: "#a79bc9",
+    ActionKind.OPTIM: "#6b7078",
+}
+COMMUNICATION = "#8c7aa9"
+
+SPLIT: Mapping[str, str] = {
+    "compute": "#3b7dd8",
+    "recompute": "#9cc2f0",
+    "exposed communication": COMMUNICATION,
+    "wait": "#d5d9df",
+    "host": "#c8a24a",
+    "optimizer": "#565d66",
+}
+"""Parts of a rank's step."""
+
+PLANS = ("#3b7dd8", "#e5892b", "#3fc9b8", "#c2548a", "#a79bc9", "#4a525c")
+"""One after the other, for things of one kind: plans, sources, schedules."""
+
+CAPACITY = {"color": "#d1495b", "width": 1.5, "dash": "dash"}
+"""Line at the memory of a device."""
+
+CATEGORIES = {"autorange": "reversed", "type": "category", "showgrid": False}
+"""Y axis of horizontal bars, the first on top."""
+
+MUTED, GRID = "#8a8f98", "rgba(128,136,148,0.25)"
+
 
 Figure: TypeAlias = dict[str, Any]
 """``data``, ``layout`` and, for animations, ``frames``, as in https://plotly.com/javascript/reference."""
@@ -80,6 +125,11 @@ def across(y: float, line: dict[str, Any], *, yaxis: str = "y") -> dict[str, Any
     """
     ends = {"x0": 0, "x1": 1, "y0": y, "y1": y}
     return {"type": "line", "xref": "x domain", "yref": yaxis, "line": line, **ends}
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """Unit of a time axis, and the unit in seconds."""
+    return ("s", 1.0) if seconds >= 1.0 else ("ms", 1e-3)
 
 
 def numbered(name: str, number: int) -> str:

@@ -1,115 +1,98 @@
-"""Predicted against measured: runs as points around the diagonal, errors by source, both steps on one axis."""
+"""Predictions compared with measurements: published runs, errors by source, errors by term, both steps on one axis."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from app.figures.style import Figure, across, bar, empty, figure, scatter
-from app.palette import ACTIONS, COMMUNICATION, MUTED, PLANS
-from simplan.accuracy.outcome import RunOutcome
+from app.figures.style import (
+    ACTIONS,
+    CATEGORIES,
+    COMMUNICATION,
+    MUTED,
+    PLANS,
+    Figure,
+    across,
+    bar,
+    empty,
+    figure,
+    scatter,
+)
 from simplan.program.action import Action, ActionKind
 from simplan.program.timeline import Span, Timeline
+from simplan.report.drawings.accuracy_plot import AccuracyPlot, time_ticks
 from simplan.units import format_number
 from simplan.validate.rows import ComparisonRow
 
-__all__ = ["errors_figure", "runs_figure", "steps_figure", "terms_figure"]
-
 _MOST_BARS = 4_000
-_FEW_DECADES = 300
+_NOTHING = "No step time was both measured and predicted."
 
 
-def runs_figure(outcomes: Sequence[RunOutcome]) -> Figure:
-    """Step times of published runs: on the diagonal they agree; a trace for each source."""
-    known = [outcome for outcome in outcomes if outcome.error is not None]
-    if not known:
-        return empty("No step time was both measured and predicted.")
-    both = [seconds for one in known for seconds in _pair(one)]
-    ends = [min(both) / 1.3, max(both) * 1.3]
+def runs_figure(plot: AccuracyPlot | None) -> Figure:
+    """Predicted over measured step times of published runs, with one trace per source and the diagonal."""
+    if plot is None:
+        return empty(_NOTHING)
+    both = [seconds for point in plot.points for seconds in (point.measured_s, point.predicted_s)]
+    ends = (min(both) / 1.3, max(both) * 1.3)
     line = {"color": MUTED, "dash": "dot", "width": 1.5}
     traces = [scatter(x=ends, y=ends, mode="lines", line=line, name="equal", hoverinfo="skip")]
-    for number, file in enumerate(dict.fromkeys(outcome.file for outcome in known)):
-        points = [outcome for outcome in known if outcome.file == file]
+    for number, panel in enumerate(plot.panels):
         trace = scatter(
-            x=[_pair(one)[0] for one in points],
-            y=[_pair(one)[1] for one in points],
+            x=[point.measured_s for point in panel.points],
+            y=[point.predicted_s for point in panel.points],
             mode="markers",
-            name=_short(file),
+            name=panel.name,
             marker={
                 "color": PLANS[number % len(PLANS)],
                 "size": 7,
                 "opacity": 0.75,
-                "symbol": ["circle" if one.in_interval else "x" for one in points],
+                "symbol": ["circle" if point.in_interval else "x" for point in panel.points],
             },
-            customdata=[[one.run.id, f"{one.error:+.1%}", "yes" if one.in_interval else "no"] for one in points],
+            customdata=[
+                [point.id, f"{point.ratio - 1:+.1%}", "yes" if point.in_interval else "no"] for point in panel.points
+            ],
             hovertemplate="%{customdata[0]}<br>measured %{x:,.4~g} s, predicted %{y:,.4~g} s: %{customdata[1]}"
-            "<br>within its interval: %{customdata[2]}<extra></extra>",
+            "<br>in the interval: %{customdata[2]}<extra></extra>",
         )
         traces.append(trace)
-    values = _ticks(*ends)
+    values = time_ticks(*ends)
     ticks = {"tickvals": values, "ticktext": [format_number(value) for value in values]}
     x, y = ({"type": "log", "title": f"{word} step, s", **ticks} for word in ("measured", "predicted"))
     return figure(traces, height=430, xaxis=x, yaxis=y)
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Ticks of a logarithmic axis: 1, 2 and 5 times powers of ten, or powers of ten alone if there would be many.
-
-    >>> _ticks(24, 1100)
-    [50.0, 100.0, 200.0, 500.0, 1000.0]
-    >>> _ticks(0.05, 50)
-    [0.1, 1.0, 10.0]
-    """
-    digits = (1, 2, 5) if high / low < _FEW_DECADES else (1,)
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    return [value for power in powers for digit in digits if low <= (value := float(f"{digit}e{power}")) <= high]
-
-
-def _pair(outcome: RunOutcome) -> tuple[float, float]:
-    assert outcome.predicted is not None
-    assert outcome.run.measured.step_time_s is not None
-    return outcome.run.measured.step_time_s, outcome.predicted.step_time_s
-
-
-def _short(file: str) -> str:
-    return file.rpartition("/")[2].removesuffix(".yaml")
-
-
-def errors_figure(outcomes: Sequence[RunOutcome]) -> Figure:
+def errors_figure(plot: AccuracyPlot | None) -> Figure:
     """Errors of the runs by source: box plots with one point per run."""
-    boxes = []
-    for number, file in enumerate(dict.fromkeys(outcome.file for outcome in outcomes)):
-        errors = [(one.run.id, one.error) for one in outcomes if one.file == file and one.error is not None]
-        if errors:
-            box = {
-                "type": "box",
-                "y": [100 * error for _, error in errors],
-                "name": _short(file),
-                "text": [name for name, _ in errors],
-                "boxpoints": "all",
-                "jitter": 0.4,
-                "pointpos": 0,
-                "marker": {"color": PLANS[number % len(PLANS)], "size": 4, "opacity": 0.6},
-                "hovertemplate": "%{text}: %{y:+.1f} %<extra></extra>",
-            }
-            boxes.append(box)
-    if not boxes:
-        return empty("No step time was both measured and predicted.")
+    if plot is None:
+        return empty(_NOTHING)
+    boxes = [
+        {
+            "type": "box",
+            "y": [100 * (point.ratio - 1) for point in panel.points],
+            "name": panel.name,
+            "text": [point.id for point in panel.points],
+            "boxpoints": "all",
+            "jitter": 0.4,
+            "pointpos": 0,
+            "marker": {"color": PLANS[number % len(PLANS)], "size": 4, "opacity": 0.6},
+            "hovertemplate": "%{text}: %{y:+.1f} %<extra></extra>",
+        }
+        for number, panel in enumerate(plot.panels)
+    ]
     exact = across(0, {"color": MUTED, "dash": "dot"})
-    up = {"title": "predicted over measured, %", "ticksuffix": " %"}
-    return figure(boxes, height=430, showlegend=False, shapes=[exact], yaxis=up)
+    axis = {"title": "error, %", "ticksuffix": " %"}
+    return figure(boxes, height=430, showlegend=False, shapes=[exact], yaxis=axis)
 
 
 def terms_figure(rows: Sequence[ComparisonRow]) -> Figure:
-    """Signed errors as bars, the spread of the repeats as whiskers around zero: within them nothing can be read off."""
+    """Signed errors as bars, over the spread of the repeats around zero."""
     shown = [row for row in rows if row.signed_error is not None]
     if not shown:
-        return empty("Nothing was measured that was predicted.")
+        return empty("No term was both measured and predicted.")
     spreads = [100 * (row.spread or 0.0) for row in shown]
     names = [f"{row.name} " for row in shown]
     repeats = bar(
         orientation="h",
-        name="repeats spread so far",
+        name="spread of the repeats",
         x=[2 * spread for spread in spreads],
         base=[-spread for spread in spreads],
         y=names,
@@ -119,7 +102,7 @@ def terms_figure(rows: Sequence[ComparisonRow]) -> Figure:
     )
     errors = bar(
         orientation="h",
-        name="predicted over measured",
+        name="error",
         x=[100 * (row.signed_error or 0.0) for row in shown],
         y=names,
         width=0.4,
@@ -134,12 +117,12 @@ def terms_figure(rows: Sequence[ComparisonRow]) -> Figure:
         height=90 + 26 * len(shown),
         barmode="overlay",
         xaxis={"title": "%"},
-        yaxis={"autorange": "reversed", "type": "category", "showgrid": False},
+        yaxis=CATEGORIES,
     )
 
 
 def steps_figure(predicted: Timeline, measured: Timeline) -> Figure:
-    """One step of both on one axis: under each rank's prediction its measurement."""
+    """Predicted and measured step on one axis, two rows per rank."""
     ranks = sorted({span.rank for span in (*predicted.spans, *measured.spans)})
     boxes: dict[str, list[tuple[str, Span]]] = {}
     for words, timeline in (("predicted", predicted), ("measured", measured)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import signal
@@ -12,13 +13,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Hashable
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from app.jobs.messages import Done, Failed, Question, Update
+from app.jobs.messages import Done, Failed, TaskRequest, Update
 from simplan.errors import RunError, SimplanError
 
-__all__ = ["BackgroundJob", "Jobs", "State", "python"]
+WORKERS = "SIMPLAN_WORKERS"
+"""Environment variable with the number of worker processes for pages; without it, pages compute themselves."""
 
 _ROOT = Path(__file__).resolve().parents[2]
 _GRACE_S = 10.0
@@ -27,7 +30,7 @@ _MOST_KEPT = 64
 
 
 class State(StrEnum):
-    """Where a job is."""
+    """State of a job."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -62,8 +65,8 @@ class BackgroundJob:
         started_s, seconds: Start and duration in seconds, by the monotonic clock.
     """
 
-    def __init__(self, question: Question) -> None:
-        self.question = question
+    def __init__(self, request: TaskRequest) -> None:
+        self.request = request
         self.state = State.WAITING
         self.update: Update | None = None
         self.value: Any = None
@@ -127,16 +130,13 @@ class BackgroundJob:
         answered = False
         try:
             assert child.stdin is not None
-            child.stdin.write(pickle.dumps(self.question))
+            child.stdin.write(pickle.dumps(self.request))
             child.stdin.flush()
             self._listen(child)
             answered = True
         except (EOFError, OSError, pickle.UnpicklingError):
             if not self.stopped:
-                self.error = RunError(
-                    "the process that works this out ended, most likely for want of memory; ask again, or something "
-                    "smaller"
-                )
+                self.error = RunError("the worker process ended, most likely out of memory; try a smaller job")
         with self._lock:
             self.seconds = time.monotonic() - self.started_s
             self._set_ended()
@@ -144,7 +144,7 @@ class BackgroundJob:
 
     def run_here(self) -> None:
         """Runs the job in this thread."""
-        self._take(self.question.answer(self._take))
+        self._take(self.request.run(self._take))
         with self._lock:
             self._set_ended()
 
@@ -176,13 +176,13 @@ class Jobs:
     """Jobs of a server: equal requests run once, a limited number runs concurrently, and idle workers are ready.
 
     Args:
-        at_once: Maximum number of concurrent jobs; 0 runs jobs in the calling thread.
+        max_running: Maximum number of concurrent jobs; 0 runs jobs in the calling thread.
         keep: Reuse workers; otherwise each worker runs one job.
     """
 
-    def __init__(self, at_once: int, *, keep: bool = False) -> None:
-        self._at_once, self._keep = at_once, keep
-        self._slots = threading.Semaphore(at_once)
+    def __init__(self, max_running: int, *, keep: bool = False) -> None:
+        self._max_running, self._keep = max_running, keep
+        self._slots = threading.Semaphore(max_running)
         self._jobs: OrderedDict[Hashable, BackgroundJob] = OrderedDict()
         self._lock = threading.Lock()
         self._idle: list[subprocess.Popen[bytes]] = []
@@ -191,7 +191,7 @@ class Jobs:
         """Starts an idle worker, or all workers if they are reused."""
         with self._lock:
             self._idle = [child for child in self._idle if child.poll() is None]
-            while len(self._idle) < (self._at_once if self._keep else 1):
+            while len(self._idle) < (self._max_running if self._keep else 1):
                 self._idle.append(_worker())
 
     def find(self, key: Hashable) -> BackgroundJob | None:
@@ -216,23 +216,18 @@ class Jobs:
         with self._lock:
             return sum(job.state is State.WAITING for job in self._jobs.values())
 
-    def start(self, key: Hashable, question: Question) -> BackgroundJob:
-        """Job of a request: the running or finished one, else a new one.
-
-        Args:
-            key: Cache key, equal for equal requests.
-            question: Task and arguments.
-        """
+    def start(self, key: Hashable, request: TaskRequest) -> BackgroundJob:
+        """Job of a request: the running or finished job with the key, else a new one."""
         with self._lock:
             job = self._jobs.get(key)
             if job is not None and (job.state is not State.ENDED or not (job.stopped or job.error)):
                 self._jobs.move_to_end(key)
                 return job
-            job = self._jobs[key] = BackgroundJob(question)
+            job = self._jobs[key] = BackgroundJob(request)
             self._jobs.move_to_end(key)
             for old in [old for old, other in self._jobs.items() if other.state is State.ENDED][:-_MOST_KEPT]:
                 del self._jobs[old]
-        if self._at_once:
+        if self._max_running:
             threading.Thread(target=self._run, args=(job,), daemon=True).start()
         else:
             try:
@@ -263,3 +258,19 @@ class Jobs:
                     self._idle.append(child)
             else:
                 _end(child)
+
+
+@cache
+def searches() -> Jobs:
+    """Searches and predictions of published runs, for all sessions; the jobs end with the server."""
+    found = Jobs(max(1, os.cpu_count() or 1))
+    atexit.register(found.close)
+    return found
+
+
+@cache
+def page_jobs() -> Jobs:
+    """Other jobs that pages wait for, for all sessions; the workers end with the server."""
+    found = Jobs(int(os.environ.get(WORKERS, "0")), keep=True)
+    atexit.register(found.close)
+    return found

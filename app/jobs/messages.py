@@ -8,27 +8,25 @@ from typing import Any, NamedTuple
 
 from simplan.errors import SimplanError, SpecError
 
-__all__ = ["Done", "Failed", "Question", "Tell", "Update"]
-
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class TaskRequest:
     """Request to a worker: a function with arguments.
 
     Attributes:
         task: A function of a module, without Streamlit.
         args, kwargs: Plain data.
-        tells: True when the task reports progress: it gets an additional argument ``tell``, a ``Tell``.
+        reports_progress: True when the task reports progress: it gets an additional argument ``report``, a ``Report``.
     """
 
     task: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    tells: bool = False
+    reports_progress: bool = False
 
-    def answer(self, tell: Tell) -> Done | Failed:
+    def run(self, report: Report) -> Done | Failed:
         """Runs the task; errors of simplan become a ``Failed``, bugs are raised."""
-        more = {"tell": tell} if self.tells else {}
+        more = {"report": report} if self.reports_progress else {}
         try:
             return Done(self.task(*self.args, **self.kwargs, **more))
         except SpecError as error:
@@ -52,7 +50,7 @@ class Update(NamedTuple):
     value: Any = None
 
 
-Tell = Callable[[Update], object]
+Report = Callable[[Update], object]
 
 
 class Done(NamedTuple):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import signal
 import subprocess
 import threading
 import time
+from functools import cache
 from pathlib import Path
 
 from app.jobs.job import python
 from simplan.cli.dashboard import RUN_FLAG
 from simplan.errors import Problem, SpecError
 from simplan.io import write_text
-
-__all__ = ["Run", "Runs", "may_run"]
 
 _WORKSPACE = Path("simplan-out") / "workbench"
 _MOST_SAID = 4_000
@@ -116,3 +116,11 @@ class Runs:
         """Stops the current run, if any."""
         if self.last is not None and self.last.is_going:
             self.last.close()
+
+
+@cache
+def runs() -> Runs:
+    """The server's runs; a run in progress ends with the server."""
+    found = Runs()
+    atexit.register(found.close)
+    return found

@@ -6,13 +6,11 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from app.jobs.messages import Tell, Update
+from app.jobs.messages import Report, Update
 from simplan.accuracy.evaluate import predict_runs
 from simplan.accuracy.reading import ReadFile
 from simplan.scenario import parse_search
 from simplan.search import SearchProgress, SearchResult, search
-
-__all__ = ["SEARCHING", "predict_published", "search_plans", "warm_up"]
 
 SEARCHING = "searching"
 """``SearchProgress.doing`` until all plans are evaluated; then the search explains the best plans."""
@@ -33,7 +31,7 @@ def warm_up() -> None:
     search_plans(_SMALL, lambda _: None)
 
 
-def search_plans(text: str, tell: Tell) -> SearchResult:
+def search_plans(text: str, report: Report) -> SearchResult:
     """The best plans of a scenario with a search; reports intermediate results."""
     asked = parse_search(text)
     told_s, had = 0.0, False
@@ -43,7 +41,7 @@ def search_plans(text: str, tell: Tell) -> SearchResult:
         found = progress.best_step_time_s is not None
         if time.monotonic() - told_s >= _PAUSE_S or (found and not had) or progress.doing != SEARCHING:
             told_s, had = time.monotonic(), found
-            tell(Update(progress.done, progress.total, progress.doing, _known(progress) if found else None))
+            report(Update(progress.done, progress.total, progress.doing, _known(progress) if found else None))
 
     return search(asked.job, asked.space, name=asked.name, on_progress=on_progress)
 
@@ -53,10 +51,10 @@ def _known(progress: SearchProgress) -> SearchResult:
     return replace(progress.so_far(), interrupted=progress.doing == SEARCHING)
 
 
-def predict_published(files: list[ReadFile], tell: Tell) -> Any:
+def predict_published(files: list[ReadFile], report: Report) -> Any:
     """Outcomes of published runs."""
 
     def on_progress(done: int, of: int) -> None:
-        tell(Update(done, of, "predicting"))
+        report(Update(done, of, "predicting"))
 
     return predict_runs(files, on_progress=on_progress)

@@ -14,11 +14,9 @@ import sys
 import time
 import traceback
 
-from app.jobs.messages import Done, Failed, Question, Update
+from app.jobs.messages import Done, Failed, TaskRequest, Update
 from app.jobs.tasks import warm_up
 from simplan.errors import RunError
-
-__all__ = ["main"]
 
 _GIVES_WAY = 5
 _PROMPT_S, _GIVES_WAY_FURTHER = 1.5, 15  # the first plans have priority; then pages do
@@ -40,12 +38,12 @@ def main() -> None:
         try:
             warm_up()
             while True:
-                question: Question = pickle.load(sys.stdin.buffer)
+                request: TaskRequest = pickle.load(sys.stdin.buffer)
                 asked_s = time.monotonic()
-                if not question.tells:
+                if not request.reports_progress:
                     os.setpriority(os.PRIO_PROCESS, 0, _GIVES_WAY)
                 try:
-                    answer = question.answer(send)
+                    answer = request.run(send)
                 except (BrokenPipeError, KeyboardInterrupt):
                     raise
                 except Exception as error:

@@ -1,4 +1,7 @@
-"""One plan: its prediction, and where the step of a rank goes, exposed communication by tier."""
+"""Data of one plan: key numbers, full prediction, and step breakdown with exposed communication by network tier.
+
+Functions that take the text of a scenario run in worker processes.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +17,123 @@ from simplan.plan.plan import RankMapping
 from simplan.predict import Simulated, predict_step
 from simplan.prediction import Prediction
 from simplan.program.program import Stream
-from simplan.program.timeline import Span, Split, Timeline
-from simplan.scenario import parse_scenario
-
-__all__ = [
-    "PlanResult",
-    "StepPart",
-    "plan_result",
-    "predicted",
-    "predicted_step",
-    "prediction_text",
-    "step_parts",
-    "tier_of",
-]
+from simplan.program.timeline import Span, Timeline
+from simplan.report.text import split_parts
+from simplan.scenario import Scenario, parse_scenario
 
 WITHIN, BETWEEN, HOST = "within nodes", "between nodes", "to and from the host"
 
 
 @dataclass(frozen=True, slots=True)
-class StepPart:
-    """A share of a rank's step.
+class Headline:
+    """Key numbers of a prediction.
 
     Attributes:
-        name: For people.
-        group: One of the six shares that exclude each other.
-        seconds: They sum to the step.
+        step_time_s: Time of one optimizer step.
+        step_time_interval_s: 90 % interval of the step time; None until the full prediction is computed.
+        fits: True when the peak memory is within the capacity; None when the capacity is unknown.
+        worst_rank: Peak-memory rank; None until the full prediction is computed.
+        device_bytes: Peak device memory of that rank, in bytes.
+        capacity_bytes: Memory of a device in bytes; None when unknown.
+        samples_per_s: Sequences or images per second, all devices together.
+        tokens_per_s: Tokens per second, all devices together; 0 for images.
+        mfu: Model FLOPs utilization, causal attention counted half; None when the peak FLOP/s is unknown.
+        short_bytes: Additional bytes that the rank's allocator would reserve on a larger device.
+    """
+
+    step_time_s: float
+    step_time_interval_s: tuple[float, float] | None
+    fits: bool | None
+    worst_rank: int | None
+    device_bytes: int
+    capacity_bytes: int | None
+    samples_per_s: float
+    tokens_per_s: float
+    mfu: float | None
+    short_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A full training at a constant step time, without failures and checkpoints.
+
+    Attributes:
+        days: Wall time in days.
+        device_hours: Device hours of all devices.
+        cost: Cost at a price per device and hour; None without a price.
+    """
+
+    days: float
+    device_hours: float
+    cost: float | None
+
+
+def quick_headline(scenario: Scenario) -> Headline | None:
+    """Headline from step time and memory as a search computes them, in milliseconds; None if ranks share cores."""
+    from simplan.search.evaluate import evaluate  # imports numba
+
+    job = scenario.job
+    if job.cluster.cores_per_node is not None:
+        return None
+    device_bytes, step_time_s = evaluate(job)
+    assert step_time_s is not None, "there is no limit"
+    samples_per_s = job.training.global_batch_size / step_time_s
+    capacity = job.cluster.device.memory_bytes
+    peak = job.cluster.device.peak_flop_per_s.get(job.training.precision)
+    flop_per_s = samples_per_s * job.model.flops_per_sequence(full_attention=False)
+    return Headline(
+        step_time_s=step_time_s,
+        step_time_interval_s=None,
+        fits=None if capacity is None else device_bytes <= capacity,
+        worst_rank=None,
+        device_bytes=device_bytes,
+        capacity_bytes=capacity,
+        samples_per_s=samples_per_s,
+        tokens_per_s=samples_per_s * job.model.seq_len,
+        mfu=None if peak is None else flop_per_s / (peak * job.cluster.num_devices),
+    )
+
+
+def headline_of_prediction(prediction: Prediction) -> Headline:
+    """Headline from a full prediction."""
+    devices = prediction.job.cluster.num_devices
+    worst = prediction.worst_memory
+    return Headline(
+        step_time_s=prediction.step_time_s,
+        step_time_interval_s=prediction.step_time_interval_s,
+        fits=prediction.fits,
+        worst_rank=worst.rank,
+        device_bytes=worst.device_bytes,
+        capacity_bytes=prediction.capacity_bytes,
+        samples_per_s=prediction.samples_per_s_per_device * devices,
+        tokens_per_s=prediction.tokens_per_s_per_device * devices,
+        mfu=prediction.mfu,
+        short_bytes=worst.short_bytes,
+    )
+
+
+def training_of(headline: Headline, num_devices: int, budget: float, price: float | None) -> Training:
+    """Days, device hours and cost to train on a budget.
+
+    Args:
+        headline: Headline with the throughput.
+        num_devices: Number of devices that are paid for.
+        budget: Number of tokens, or of images for models without tokens.
+        price: Price per device and hour, in any currency; None for no cost.
+    """
+    hours = budget / (headline.tokens_per_s or headline.samples_per_s) / 3600
+    device_hours = hours * num_devices
+    return Training(hours / 24, device_hours, None if price is None else price * device_hours)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """Part of a rank's step; the parts sum to the step time.
+
+    Attributes:
+        name: Label, with the network tier for exposed communication.
+        group: Key of the six exclusive parts of ``Split``, in words.
+        seconds: Time of the part.
     """
 
     name: str
@@ -66,15 +161,13 @@ def plan_result(text: str, calibrated_at: int) -> PlanResult:
 
     Args:
         text: The scenario's YAML.
-        calibrated_at: When this machine's calibration was written, for caches.
-
-    Raises:
-        SpecError: As ``predict``.
+        calibrated_at: Modification time of this machine's calibration, a cache key.
     """
     prediction = predicted(text, calibrated_at)
     steps = {rank: step_parts(prediction, rank, spans) for rank, spans in sorted(prediction.timeline.by_rank().items())}
-    by_rank = {memory.rank: split for memory, split in zip(prediction.memory, prediction.splits, strict=True)}
-    busiest = max(steps, key=lambda rank: (_busy_s(by_rank[rank]), -rank))
+    splits = {memory.rank: split for memory, split in zip(prediction.memory, prediction.splits, strict=True)}
+    busy_s = {rank: splits[rank].compute_s + splits[rank].recompute_s + splits[rank].optimizer_s for rank in steps}
+    busiest = max(steps, key=lambda rank: (busy_s[rank], -rank))
     bare = Timeline((), prediction.timeline.num_ranks, prediction.timeline.step_time_s)
     return PlanResult(replace(prediction, timeline=bare), steps, busiest)
 
@@ -92,19 +185,18 @@ def predicted(text: str, calibrated_at: int) -> Prediction:
 @lru_cache(maxsize=4)
 def predicted_step(text: str, calibrated_at: int) -> tuple[Prediction, Simulated]:
     """Prediction together with the simulated step."""
-    asked = parse_scenario(text)
-    on_cores = asked.job.cluster.cores_per_node is not None
-    calibration = load(default_path()) if on_cores else None
-    return predict_step(asked.job, name=asked.name, calibration=calibration)
+    scenario = parse_scenario(text)
+    on_cores = scenario.job.cluster.cores_per_node is not None
+    return predict_step(scenario.job, name=scenario.name, calibration=load(default_path()) if on_cores else None)
 
 
 def step_parts(prediction: Prediction, rank: int, spans: Sequence[Span]) -> tuple[StepPart, ...]:
-    """Parts of a rank's step that sum to the step time, without parts that take no time.
+    """Parts of a rank's step that take time.
 
     Args:
-        prediction: The prediction.
-        rank: The rank.
-        spans: Its spans.
+        prediction: Prediction of the step.
+        rank: Global rank.
+        spans: Spans of the rank.
     """
     split = prediction.splits[[memory.rank for memory in prediction.memory].index(rank)]
     mapping = RankMapping.of(prediction.job.plan)
@@ -115,17 +207,12 @@ def step_parts(prediction: Prediction, rank: int, spans: Sequence[Span]) -> tupl
         if s.stream != Stream.COMPUTE and s.end_s > s.start_s
     ]
     exposed = exposed_s(computing, moving)
-    parts = [
-        StepPart("compute", "compute", split.compute_s),
-        StepPart("recompute", "recompute", split.recompute_s),
-        *(
-            StepPart(f"exposed {tier}", "exposed communication", exposed.get(tier, 0.0))
-            for tier in (WITHIN, BETWEEN, HOST)
-        ),
-        StepPart("wait", "wait", split.wait_s),
-        StepPart("host", "host", split.host_s),
-        StepPart("optimizer", "optimizer", split.optimizer_s),
-    ]
+    parts = []
+    for name, seconds in split_parts(split).items():
+        if name == "exposed communication":
+            parts += [StepPart(f"exposed {tier}", name, exposed.get(tier, 0.0)) for tier in (WITHIN, BETWEEN, HOST)]
+        else:
+            parts.append(StepPart(name, name, seconds))
     return tuple(part for part in parts if part.seconds > 1e-9 * prediction.step_time_s)
 
 
@@ -156,7 +243,3 @@ def _group(span: Span, mapping: RankMapping) -> tuple[int, ...]:
         case Stream.TIED:
             return (mapping.pp_group(rank)[0], mapping.pp_group(rank)[-1])
     return mapping.dp_group(rank)
-
-
-def _busy_s(split: Split) -> float:
-    return split.compute_s + split.recompute_s + split.optimizer_s

@@ -19,8 +19,6 @@ from simplan.prediction import Prediction
 from simplan.scenario import Scenario, parse_scenario
 from simplan.sim.compiled import compile_program
 
-__all__ = ["AXES", "DelayedRank", "ScaleAxis", "ScalePoint", "place_on", "slow_ranks", "sweep", "worth"]
-
 
 @dataclass(frozen=True, slots=True)
 class ScaleAxis:
@@ -39,19 +37,19 @@ class ScaleAxis:
     resource: Resource | None = None
 
 
-_WIDE = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+_FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 _RATES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
 AXES: Mapping[str, ScaleAxis] = MappingProxyType(
     {
-        "devices": ScaleAxis("devices", _WIDE, ("cluster", "num_devices")),
-        "batch": ScaleAxis("global batch size, sequences", _WIDE, ("training", "global_batch_size")),
-        "sequence": ScaleAxis("sequence length, tokens", _WIDE, ("model", "seq_len")),
-        "microbatch": ScaleAxis("microbatch size, sequences", _WIDE, ("plan", "microbatch_size")),
-        "inter_link": ScaleAxis("bandwidth between nodes, times what it is", _RATES, resource=Resource.INTER_LINK),
-        "intra_link": ScaleAxis("bandwidth within nodes, times what it is", _RATES, resource=Resource.INTRA_LINK),
-        "compute": ScaleAxis("FLOP/s of the device, times what it is", _RATES, resource=Resource.COMPUTE),
+        "devices": ScaleAxis("devices", _FACTORS, ("cluster", "num_devices")),
+        "batch": ScaleAxis("global batch size, sequences", _FACTORS, ("training", "global_batch_size")),
+        "sequence": ScaleAxis("sequence length, tokens", _FACTORS, ("model", "seq_len")),
+        "microbatch": ScaleAxis("microbatch size, sequences", _FACTORS, ("plan", "microbatch_size")),
+        "inter_link": ScaleAxis("bandwidth between nodes, relative", _RATES, resource=Resource.INTER_LINK),
+        "intra_link": ScaleAxis("bandwidth within nodes, relative", _RATES, resource=Resource.INTRA_LINK),
+        "compute": ScaleAxis("FLOP/s of the device, relative", _RATES, resource=Resource.COMPUTE),
         "memory_bandwidth": ScaleAxis(
-            "memory bandwidth of the device, times what it is", _RATES, resource=Resource.MEMORY_BANDWIDTH
+            "memory bandwidth of the device, relative", _RATES, resource=Resource.MEMORY_BANDWIDTH
         ),
     }
 )
@@ -83,18 +81,16 @@ class ScalePoint:
     fits: bool | None = None
 
 
-def place_on(asked: Scenario, axis: str) -> float:
+def place_on(scenario: Scenario, axis: str) -> float:
     """Value of the scenario on an axis; 1 on axes of rates, which are relative."""
-    match axis:
-        case "devices":
-            return asked.job.cluster.num_devices
-        case "batch":
-            return asked.job.training.global_batch_size
-        case "sequence":
-            return asked.job.model.seq_len
-        case "microbatch":
-            return asked.job.plan.microbatch_size
-    return 1.0
+    job = scenario.job
+    values = {
+        "devices": job.cluster.num_devices,
+        "batch": job.training.global_batch_size,
+        "sequence": job.model.seq_len,
+        "microbatch": job.plan.microbatch_size,
+    }
+    return values.get(axis, 1.0)
 
 
 def sweep(text: str, axis: str, batch_follows: bool) -> tuple[ScalePoint, ...]:
@@ -104,40 +100,36 @@ def sweep(text: str, axis: str, batch_follows: bool) -> tuple[ScalePoint, ...]:
         text: The scenario's YAML.
         axis: Key of ``AXES``.
         batch_follows: Scale the global batch with the devices (weak scaling) instead of keeping it.
-
-    Raises:
-        SpecError: The scenario is wrong, or its ranks share cores.
     """
-    asked = _own_devices(text)
-    what = AXES[axis]
-    if what.resource is not None:
-        return tuple(_with_rate(asked, what.resource, factor) for factor in what.factors)
-    assert what.path is not None
+    scenario = _own_devices(text)
+    resource, path, factors = AXES[axis].resource, AXES[axis].path, AXES[axis].factors
+    if resource is not None:
+        return tuple(_with_rate(scenario, resource, factor) for factor in factors)
+    assert path is not None
+    section, key = path
     data = parse_yaml(text, "scenario").data
-    now = place_on(asked, axis)
 
-    def change(value: int) -> dict[str, Any]:
+    def parsed(value: int) -> Scenario:
         if axis == "devices":
-            return _on_devices(data, asked, value, batch_follows=batch_follows)
-        assert what.path is not None
-        section, key = what.path
-        return {**data, section: {**(data.get(section) or {}), key: value}}
+            changed = _on_devices(data, scenario, value, batch_follows=batch_follows)
+        else:
+            changed = {**data, section: {**(data.get(section) or {}), key: value}}
+        return parse_scenario(document_text(changed))
 
-    sizes = {int(now * factor) for factor in what.factors if now * factor >= 1}
-    return tuple(_point(float(size), partial(_parsed, change, size)) for size in sorted(sizes))
-
-
-def _parsed(change: Callable[[int], dict[str, Any]], value: int) -> Scenario:
-    return parse_scenario(document_text(change(value)))
+    now = place_on(scenario, axis)
+    sizes = {int(now * factor) for factor in factors if now * factor >= 1}
+    return tuple(_point(float(size), partial(parsed, size)) for size in sorted(sizes))
 
 
 def _own_devices(text: str) -> Scenario:
-    asked = parse_scenario(text)
-    if asked.job.cluster.cores_per_node is not None:
-        rule = "shares its cores among ranks; what more of something would do there is not modelled"
-        problem = Problem(field="cluster.preset", value=asked.job.cluster.id, rule=rule, fix="choose another cluster")
+    scenario = parse_scenario(text)
+    if scenario.job.cluster.cores_per_node is not None:
+        rule = "shares its cores among ranks; sensitivity of shared cores is not modeled"
+        problem = Problem(
+            field="cluster.preset", value=scenario.job.cluster.id, rule=rule, fix="choose another cluster"
+        )
         raise NotModelledError(problem)
-    return asked
+    return scenario
 
 
 def _step_on_own_devices(text: str) -> tuple[Prediction, Simulated]:
@@ -145,9 +137,9 @@ def _step_on_own_devices(text: str) -> tuple[Prediction, Simulated]:
     return predicted_step(text, 0)  # predictions for such devices use no calibration
 
 
-def _on_devices(data: dict[str, Any], asked: Scenario, devices: int, *, batch_follows: bool) -> dict[str, Any]:
+def _on_devices(data: dict[str, Any], scenario: Scenario, devices: int, *, batch_follows: bool) -> dict[str, Any]:
     """Plan on another number of devices: scales ``dp_shard`` if the plan shards, else ``dp_replicate``."""
-    plan, before = asked.job.plan, asked.job.cluster.num_devices
+    plan, before = scenario.job.plan, scenario.job.cluster.num_devices
     axis = "dp_shard" if plan.dp_shard > 1 else "dp_replicate"
     scaled = getattr(plan, axis) * devices / before
     if scaled != int(scaled):
@@ -159,45 +151,40 @@ def _on_devices(data: dict[str, Any], asked: Scenario, devices: int, *, batch_fo
         section.pop("dp_shard")
     found = {**data, "cluster": {**cluster, "num_devices": devices}, "plan": section}
     if batch_follows:
-        batch = asked.job.training.global_batch_size * devices // before
+        batch = scenario.job.training.global_batch_size * devices // before
         found["training"] = {**data["training"], "global_batch_size": max(1, batch)}
     return found
 
 
-def _with_rate(asked: Scenario, resource: Resource, factor: float) -> ScalePoint:
-    cluster = improved(asked.job.cluster, resource, factor)
+def _with_rate(scenario: Scenario, resource: Resource, factor: float) -> ScalePoint:
+    cluster = improved(scenario.job.cluster, resource, factor)
     if cluster is None:
         return ScalePoint(factor, "the cluster has no such link, or its rate is unknown")
-    return _point(factor, lambda: replace(asked, job=replace(asked.job, cluster=cluster)))
+    return _point(factor, lambda: replace(scenario, job=replace(scenario.job, cluster=cluster)))
 
 
-def _point(value: float, scenario: Callable[[], Scenario]) -> ScalePoint:
+def _point(value: float, parsed: Callable[[], Scenario]) -> ScalePoint:
     try:
-        asked = scenario()
-        found = summarize_step(asked.job)
+        job = parsed().job
+        step = summarize_step(job)
     except SpecError as error:
         return ScalePoint(value, "; ".join(problem.sentence() for problem in error.problems))
-    samples_per_s = asked.job.training.global_batch_size / found.step_time_s
-    tokens = 0 if asked.job.model.sample == "image" else asked.job.model.seq_len
+    samples_per_s = job.training.global_batch_size / step.step_time_s
+    tokens = 0 if job.model.sample == "image" else job.model.seq_len
     return ScalePoint(
         value,
-        "",
-        asked.job.cluster.num_devices,
-        found.step_time_s,
-        found.step_time_interval_s,
-        samples_per_s,
-        samples_per_s * tokens,
-        found.device_bytes,
-        found.fits,
+        num_devices=job.cluster.num_devices,
+        step_time_s=step.step_time_s,
+        step_time_interval_s=step.step_time_interval_s,
+        samples_per_s=samples_per_s,
+        tokens_per_s=samples_per_s * tokens,
+        device_bytes=step.device_bytes,
+        fits=step.fits,
     )
 
 
 def worth(text: str) -> tuple[MarginalValue, ...]:
-    """Change of the step time with one percent more of each hardware rate.
-
-    Raises:
-        SpecError: The scenario is wrong, or its ranks share cores.
-    """
+    """Change of the step time with one percent more of each hardware rate."""
     return marginal_values(*_step_on_own_devices(text))
 
 
@@ -223,9 +210,6 @@ def slow_ranks(text: str, slower: float) -> tuple[DelayedRank, ...]:
     Args:
         text: The scenario's YAML.
         slower: Relative increase of compute time, e.g. 0.1 for 10 %.
-
-    Raises:
-        SpecError: The scenario is wrong, or its ranks share cores.
     """
     _, simulated = _step_on_own_devices(text)
     program = simulated.program
@@ -238,10 +222,10 @@ def slow_ranks(text: str, slower: float) -> tuple[DelayedRank, ...]:
         for rank in program.ranks
     ]
     after_s = compile_program(program).step_times_s(durations_s)
-    alike: dict[int, list[int]] = {}
-    for rank, stands_in in enumerate(program.stands_for):
-        alike.setdefault(stands_in, []).append(rank)
+    folded: dict[int, list[int]] = {}
+    for rank, simulated_rank in enumerate(program.stands_for):
+        folded.setdefault(simulated_rank, []).append(rank)
     return tuple(
-        DelayedRank(tuple(alike.get(rank, [rank])), seconds / before_s - 1)
+        DelayedRank(tuple(folded.get(rank, [rank])), seconds / before_s - 1)
         for rank, seconds in zip(program.ranks, after_s, strict=True)
     )

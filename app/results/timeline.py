@@ -16,16 +16,14 @@ from simplan.predict import Simulated
 from simplan.program.action import ActionKind
 from simplan.program.program import MemoryCategory, Op, Stream, Work
 from simplan.program.timeline import SpanKind
-from simplan.report.trace import trace_document
+from simplan.report.trace import predicted_trace
 from simplan.sim.memory import memory_trace
 from simplan.units import format_time
 
-__all__ = ["MOST_BOXES", "Lane", "MemoryCurve", "TimelineBox", "TimelineResult", "timeline_result", "trace_text"]
-
-MOST_BOXES = 5_000
+MAX_BOXES = 5_000
 """Maximum number of boxes in a window; a window ends before it has more."""
 
-_MOST_SAMPLES = 900
+_MAX_SAMPLES = 900
 _SAME = 1e-9  # fraction of the step below which two times count as equal
 
 
@@ -125,6 +123,11 @@ class TimelineResult:
     capacity_bytes: int | None
     peak_bytes: int
 
+    @property
+    def peak_memory(self) -> MemoryCurve:
+        """Memory of the peak-memory rank; the lowest of several."""
+        return max(self.memory, key=lambda curve: (max(curve.total_bytes), -curve.rank))
+
 
 def timeline_result(
     text: str, calibrated_at: int, *, layers: bool = False, start: float = 0.0, end: float = 1.0
@@ -135,35 +138,29 @@ def timeline_result(
         text: The scenario's YAML.
         calibrated_at: Modification time of this machine's calibration, a cache key.
         layers: One box per layer instead of one per action.
-        start, end: Window as fractions of the step; it ends earlier at ``MOST_BOXES`` boxes.
-
-    Raises:
-        SpecError: As ``predict``.
+        start, end: Window as fractions of the step; it ends earlier at ``MAX_BOXES`` boxes.
     """
     prediction, simulated = predicted_step(text, calibrated_at)
     mapping = RankMapping.of(prediction.job.plan)
-    ranks = [
-        rank for rank in range(0, mapping.world_size, mapping.ranks_per_stage) if rank in simulated.program.by_rank
-    ]
+    firsts = range(0, mapping.world_size, mapping.ranks_per_stage)
+    ranks = [rank for rank in firsts if rank in simulated.program.by_rank]
     boxes = {rank: (_compute_boxes(simulated, rank, layers=layers), _communications(simulated, rank)) for rank in ranks}
     step_s = prediction.step_time_s
     every = sorted(box.start_s for pair in boxes.values() for part in pair for box in part)
     start_s, end_s = start * step_s, end * step_s
     inside = [time_s for time_s in every if start_s <= time_s <= end_s]
-    if len(inside) > MOST_BOXES:
-        end_s = inside[MOST_BOXES]
-    lanes = []
-    for rank, (compute, communications) in boxes.items():
-        busy_s = sum(box.end_s - box.start_s for box in compute)
-        lanes.append(
-            Lane(
-                rank,
-                tuple(sorted({box.stage for box in compute})),
-                tuple(_inside(_explained(simulated, rank, compute, communications, step_s), start_s, end_s)),
-                tuple(_inside(communications, start_s, end_s)),
-                max(0.0, 1.0 - busy_s / step_s),
-            )
+    if len(inside) > MAX_BOXES:
+        end_s = inside[MAX_BOXES]
+    lanes = tuple(
+        Lane(
+            rank,
+            tuple(sorted({box.stage for box in compute})),
+            tuple(_inside(_with_waits(compute, communications, step_s), start_s, end_s)),
+            tuple(_inside(communications, start_s, end_s)),
+            max(0.0, 1.0 - sum(box.end_s - box.start_s for box in compute) / step_s),
         )
+        for rank, (compute, communications) in boxes.items()
+    )
     curves = tuple(_memory(simulated, rank) for rank in ranks)
     return TimelineResult(
         name=prediction.name,
@@ -171,7 +168,7 @@ def timeline_result(
         bubble_fraction=prediction.bubble_fraction,
         window_s=(start_s, end_s),
         num_boxes=len(every),
-        lanes=tuple(lanes),
+        lanes=lanes,
         ranks_per_lane=mapping.ranks_per_stage,
         memory=curves,
         capacity_bytes=prediction.capacity_bytes,
@@ -180,11 +177,8 @@ def timeline_result(
 
 
 def trace_text(text: str, calibrated_at: int) -> str:
-    """The whole step as a trace for Perfetto, as ``simplan trace`` writes it."""
-    prediction, simulated = predicted_step(text, calibrated_at)
-    program, times = simulated.program, simulated.times
-    memory = {rank: list(memory_trace(program, rank, times)) for rank in program.ranks}
-    return json_text(trace_document(prediction.timeline, prediction.name, memory, program.stands_for))
+    """Output file of ``simplan trace``."""
+    return json_text(predicted_trace(*predicted_step(text, calibrated_at)))
 
 
 def _compute_boxes(simulated: Simulated, rank: int, *, layers: bool) -> list[TimelineBox]:
@@ -196,18 +190,12 @@ def _compute_boxes(simulated: Simulated, rank: int, *, layers: bool) -> list[Tim
         if ops[index].stream is Stream.COMPUTE and times.end_s[index] > times.start_s[index]
     ]
     running.sort(key=lambda index: times.start_s[index])
-    groups: Iterable[list[int]] = (
-        ([index] for index in running)
-        if layers
-        else (list(group) for _, group in groupby(running, key=lambda index: ops[index].action))
-    )
-    found = []
-    for group in groups:
+    boxes = []
+    for _, grouped in groupby(running, key=(lambda index: index) if layers else (lambda index: ops[index].action)):
+        group = list(grouped)
         first = ops[group[0]]
-        recompute_s = sum(
-            float(times.end_s[index] - times.start_s[index]) for index in group if ops[index].kind is SpanKind.RECOMPUTE
-        )
-        found.append(
+        recomputing = [index for index in group if ops[index].kind is SpanKind.RECOMPUTE]
+        boxes.append(
             TimelineBox(
                 kind=first.action.kind,
                 label=first.name if layers else str(first.action),
@@ -215,11 +203,11 @@ def _compute_boxes(simulated: Simulated, rank: int, *, layers: bool) -> list[Tim
                 microbatch=first.action.microbatch,
                 start_s=float(times.start_s[group[0]]),
                 end_s=float(max(times.end_s[index] for index in group)),
-                recompute_s=recompute_s,
+                recompute_s=sum(float(times.end_s[index] - times.start_s[index]) for index in recomputing),
                 formula=_formula(simulated, (ops[index] for index in group)),
             )
         )
-    return found
+    return boxes
 
 
 def _communications(simulated: Simulated, rank: int) -> list[TimelineBox]:
@@ -248,26 +236,17 @@ def _communications(simulated: Simulated, rank: int) -> list[TimelineBox]:
 def _formula(simulated: Simulated, ops: Iterable[Op]) -> str:
     """The two largest cost terms of operations, with their cost estimates."""
     counts: Counter[Work] = Counter(work for op in ops for work in op.work)
-    terms = []
-    for work, count in counts.items():
-        term = simulated.program_costs.by_work[work]
-        terms.append(
-            (
-                count * term.cost_estimate.seconds,
-                f"{count} x {term.name} {format_time(term.cost_estimate.seconds)}: {term.cost_estimate.formula}",
-            )
-        )
-    terms.sort(key=lambda term: -term[0])
-    more = f"<br>and {len(terms) - 2} more" if len(terms) > 2 else ""
-    return "<br>".join(words for _, words in terms[:2]) + more
+    terms = [(count, simulated.program_costs.by_work[work]) for work, count in counts.items()]
+    terms.sort(key=lambda pair: -pair[0] * pair[1].cost_estimate.seconds)
+    lines = [
+        f"{count} x {term.name} {format_time(term.cost_estimate.seconds)}: {term.cost_estimate.formula}"
+        for count, term in terms[:2]
+    ]
+    return "<br>".join(lines + [f"and {len(terms) - 2} more"] * (len(terms) > 2))
 
 
-def _explained(
-    simulated: Simulated,
-    rank: int,
-    compute: Sequence[TimelineBox],
-    communications: Sequence[TimelineBox],
-    step_s: float,
+def _with_waits(
+    compute: Sequence[TimelineBox], communications: Sequence[TimelineBox], step_s: float
 ) -> Iterator[TimelineBox]:
     """Boxes with ``waited_for``: the operation that ended when the box began, preferably communication of the rank."""
     ends = np.array(
@@ -295,7 +274,7 @@ def _memory(simulated: Simulated, rank: int) -> MemoryCurve:
     counted = [c for c in MemoryCategory if simulated.program.one_memory or c is not MemoryCategory.HOST]
     samples = list(memory_trace(simulated.program, rank, simulated.times))
     totals = [sum(sample.by_category.get(category, 0) for category in counted) for sample in samples]
-    size = max(1, -(-len(samples) // _MOST_SAMPLES))
+    size = max(1, -(-len(samples) // _MAX_SAMPLES))
     kept = [
         max(range(first, min(first + size, len(samples))), key=totals.__getitem__)
         for first in range(0, len(samples), size)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app import answers, state
-from app.components.downloads import csv_text, download, show_figure
-from app.components.problems import escaped
-from app.components.question import show_question
+from app import result_cache, state
+from app.components.elements import csv_text, download, show_figure
+from app.components.scenario_form import show_scenario_form
 from app.components.verdict import kept_budget, show_budget
 from app.fields import remembered_choice
 from app.figures.scale import scale_figures, scale_rows, slow_figure, worth_figure
-from app.page import run_page
+from app.page import bullets, run_page
 from app.results.scale import AXES, ScalePoint, place_on, slow_ranks, sweep, worth
 from app.work import awaited
 from simplan.scenario import Scenario
@@ -27,72 +26,71 @@ _NAMES = {
     "compute": "FLOP/s of the device",
     "memory_bandwidth": "memory bandwidth of the device",
 }
-_BATCH = {"same": "the same global batch (strong scaling)", "follows": "a batch in proportion (weak scaling)"}
+_BATCH = {"same": "constant (strong scaling)", "follows": "proportional (weak scaling)"}
 _SLOWER = {5: "5 % slower", 10: "10 % slower", 25: "25 % slower", 50: "50 % slower", 100: "half as fast"}
 
 
 def show() -> None:
-    """Curves over an axis, then value of more resources, then cost of a slow rank."""
-    show_question()
+    """Curves over an axis, sensitivity to resources, and cost of a slow rank."""
+    show_scenario_form()
     document = state.document()
-    asked = answers.scenario(document)
-    images = asked.job.model.sample == "image"
+    scenario = result_cache.scenario(document)
+    images = scenario.job.model.sample == "image"
     show_budget(images=images)
     budget, price = kept_budget(images=images)
-    text = answers.text(document)
+    text = state.document_text(document)
     left, right = st.columns(2)
     with left:
-        axis = remembered_choice("What changes", "axis", list(AXES), "devices", format_func=_NAMES.get)
+        axis = remembered_choice("Axis", "axis", list(AXES), "devices", format_func=_NAMES.get)
     batch = "same"
     if axis == "devices":
         with right:
-            batch = remembered_choice("More devices train", "batch", list(_BATCH), "same", format_func=_BATCH.get)
+            batch = remembered_choice("Global batch size", "batch", list(_BATCH), "same", format_func=_BATCH.get)
     points = awaited("predicting every point", sweep, text, axis, batch == "follows")
-    _show_curves(asked, axis, points, budget, price)
+    _show_curves(scenario, axis, points, budget, price)
     one, two = st.columns(2, gap="medium")
     with one:
-        st.subheader("What more would be worth", help="Along the critical path: the step again with 1 % more of each")
-        show_figure(worth_figure(awaited("pricing better hardware", worth, text)), "worth", alt="What 1 % more saves")
+        st.subheader("Sensitivity", help="Step time with 1 % more of each resource")
+        show_figure(
+            worth_figure(awaited("estimating sensitivities", worth, text)), "sensitivity", alt="Saving by resource"
+        )
     with two:
         _show_slow(text)
 
 
 def _show_curves(
-    asked: Scenario, axis: str, points: tuple[ScalePoint, ...], budget: float, price: float | None
+    scenario: Scenario, axis: str, points: tuple[ScalePoint, ...], budget: float, price: float | None
 ) -> None:
-    unit = "images" if asked.job.model.sample == "image" else "tokens"
+    unit = "images" if scenario.job.model.sample == "image" else "tokens"
     rows = scale_rows(points, budget, price)
-    now = place_on(asked, axis)
-    figures = scale_figures(rows, AXES[axis].label, now, asked.job.cluster.device.memory_bytes, unit=unit)
+    now = place_on(scenario, axis)
+    figures = scale_figures(rows, AXES[axis].label, now, scenario.job.cluster.device.memory_bytes, unit=unit)
     for column, (name, figure) in zip(st.columns(len(figures)), figures.items(), strict=True):
         with column:
             alt = f"{name.capitalize()} over {_NAMES[axis]}"
-            show_figure(figure, f"{asked.name} {name} over {_NAMES[axis]}", alt=alt)
-    words = ["The plan stays as it is; every point is a new prediction. A cross does not fit."]
+            show_figure(figure, f"{scenario.name} {name} over {_NAMES[axis]}", alt=alt)
+    words = ["Every point is a prediction of the same plan. Plans marked by a cross do not fit."]
     if axis == "devices":
-        words.append("More devices are more data parallelism.")
+        words.append("The data-parallel degree follows the number of devices.")
     if price is None:
-        words.append("Give a price in the sidebar to see the cost.")
+        words.append("Set a price in the sidebar to see the cost.")
     st.caption(" ".join(words))
-    refused = [point for point in points if point.refused]
-    if refused:
-        with st.expander(f"{counted(len(refused), 'value')} without an answer"):
-            st.markdown(
-                "\n".join(f"- {escaped(f'{format_number(point.value)}: {point.refused}')}" for point in refused)
-            )
+    failed = [point for point in points if point.refused]
+    if failed:
+        with st.expander(f"{counted(len(failed), 'value')} without a prediction"):
+            st.markdown(bullets(f"{format_number(point.value)}: {point.refused}" for point in failed))
     if rows:
-        download("Curve", f"{asked.name} over {_NAMES[axis]}", "csv", csv_text(rows))
+        download("Curve", f"{scenario.name} over {_NAMES[axis]}", "csv", csv_text(rows))
 
 
 def _show_slow(text: str) -> None:
-    st.subheader("What a slow rank costs", help="Others wait for it: how much of its delay reaches the step")
-    percent = remembered_choice("A rank is", "slower", list(_SLOWER), 10, format_func=_SLOWER.get)
-    found = awaited("slowing one rank after the other", slow_ranks, text, percent / 100)
-    show_figure(slow_figure(found, percent / 100), "slow ranks", alt="How much longer a step takes by slow rank")
+    st.subheader("Slow rank", help="Increase of the step time if one rank computes more slowly")
+    percent = remembered_choice("Slowdown", "slower", list(_SLOWER), 10, format_func=_SLOWER.get)
+    found = awaited("simulating slow ranks", slow_ranks, text, percent / 100)
+    show_figure(slow_figure(found, percent / 100), "slow ranks", alt="Step time increase by slow rank")
     st.caption(
-        "One of each set of identical ranks is shown: they synchronize at every collective. A slower link is the "
-        "bandwidth axis above, for all links of a kind together; a single slow link among equal ones, jitter and ranks "
-        "that come and go are not modelled."
+        "One rank of each set of identical ranks is shown: they synchronize at every collective. Not modeled: a single "
+        "slow link, jitter, and ranks that join or leave."
     )
 
 

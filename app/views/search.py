@@ -8,30 +8,21 @@ from typing import Any
 
 import streamlit as st
 
-from app import basket, state
+from app import pinned_plans, state
 from app.components.comparison import show_comparison
 from app.components.plans import show_plans, show_plans_so_far
-from app.components.problems import escaped
 from app.components.progress import Following, ProgressBar, follow, show_progress, stage
-from app.components.question import show_question
+from app.components.scenario_form import show_scenario_form
 from app.fields import remembered_choice, remembered_number
-from app.jobs.job import BackgroundJob, State
-from app.jobs.messages import Question
-from app.jobs.server import searches
+from app.jobs.job import BackgroundJob, State, searches
+from app.jobs.messages import TaskRequest
 from app.jobs.tasks import SEARCHING, search_plans
-from app.page import run_page
-from simplan.report.search import search_verdict
+from app.page import escaped, run_page
+from simplan.report.search import GOALS, search_verdict
 from simplan.scenario import SearchScenario, parse_search
 from simplan.search import SearchResult
 from simplan.search.space import OBJECTIVES
 
-_WORDS = {
-    "step_time": "step time",
-    "tokens_per_s_per_device": "throughput per device",
-    "num_devices": "number of devices",
-    "memory": "device memory",
-    "cost": "cost of a token budget",
-}
 _STAGES = ("start", "going", "found")
 _TOP = 10
 _DRAW_S, _EXPLAINED_S = 2.5, 1.0
@@ -41,13 +32,14 @@ _LONG_MIN = 3
 
 def show() -> Following | None:
     """Search form in the sidebar; progress and plans next to it."""
-    show_question(plan=False)
+    show_scenario_form(plan=False)
     with st.sidebar:
-        section = _ask()
+        section = _search_section()
     text = state.document_text(_document(section))
     asked = parse_search(text, "scenario")
     key = ("search", text)
-    _warm()
+    if not searches().busy():
+        searches().warm()  # a worker is ready when the button is pressed
     job = searches().find(key)
     then: Following | None = None
     if job is None or (job.state is State.ENDED and job.stopped and job.value is None):
@@ -60,72 +52,64 @@ def show() -> Following | None:
         with stage("going", _STAGES):
             then = _show_running(job)
     st.divider()
-    show_comparison(asked, job.value if job is not None else None)
+    show_comparison(job.value if job is not None else None)
     return then
 
 
-def _ask() -> dict[str, Any]:
+def _search_section() -> dict[str, Any]:
     """The section ``search`` of the scenario."""
     st.markdown("###### Search")
-    first = remembered_choice("Best by", "by", OBJECTIVES, "step_time", format_func=_WORDS.get)
+    first = remembered_choice("Objective", "by", OBJECTIVES, "step_time", format_func=GOALS.get)
     others = [goal for goal in OBJECTIVES if goal != first]
     default = "memory" if first != "memory" else "step_time"
     second = remembered_choice(
-        "against", f"against-{first}", others, default, format_func=_WORDS.get, help="The front is of these two"
+        "Second objective", f"against-{first}", others, default, format_func=GOALS.get, help="For the Pareto front"
     )
     section: dict[str, Any] = {"objectives": [first, second], "top": _TOP}
     share = remembered_number(
-        "Share of the device memory, %",
+        "Memory limit, %",
         "share",
         100.0,
         least=1.0,
         most=100.0,
-        help="Plans may need so much of it by the prediction",
+        help="Maximum fraction of the device memory that a plan may use",
     )
     if share < 100:
         section["max_memory_fraction"] = share / 100
-    deadline_s = remembered_number("Longest step, s (0 for any)", "deadline", 0.0)
+    deadline_s = remembered_number("Deadline, s", "deadline", 0.0, help="Maximum step time; 0 for none")
     if deadline_s:
         section["max_step_time_s"] = deadline_s
     if "cost" in (first, second):
         section["dollars_per_device_hour"] = remembered_number(
-            "Dollars per device and hour", "dollars", 2.5, least=0.01, help="Your price; simplan has none of its own"
+            "Price, dollars", "dollars", 2.5, least=0.01, help="Per device and hour"
         )
-        billions = remembered_number("Billions of tokens", "billions", 1000.0, least=0.001)
+        billions = remembered_number("Tokens (billion)", "billions", 1000.0, least=0.001)
         section["token_budget"] = billions * 1e9
     return section
 
 
 def _document(section: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in state.document().items() if key not in ("plan", "search", "expect")}
-    return {**kept, "search": section}
-
-
-def _warm() -> None:
-    """A worker is ready before the button is pressed."""
-    if not searches().busy():
-        searches().warm()
+    document = {key: value for key, value in state.document().items() if key not in ("plan", "search", "expect")}
+    return document | {"search": section}
 
 
 def _show_start(asked: SearchScenario, key: Any, text: str) -> None:
     st.info(
         f"**{escaped(asked.name)}**: every split of {asked.job.cluster.num_devices:,} devices into tensor, context, "
-        "pipeline and data parallelism, every ZeRO stage, schedule, microbatch size and recomputation. What a rule "
-        "forbids or memory cannot hold is counted under its reason; the best is exactly the best of what "
-        "`simplan predict` says."
+        "pipeline and data parallelism, every ZeRO stage, schedule, microbatch size and recomputation. Invalid plans "
+        "and plans that exceed memory are counted by reason. The best plan is the best one by `simplan predict`."
     )
-    st.button(
-        "Search",
-        type="primary",
-        icon=":material/search:",
-        key="search start",
-        on_click=_start,
-        args=(key, text),
-    )
+    icon = ":material/search:"
+    st.button("Search", type="primary", icon=icon, key="search start", on_click=_start, args=(key, text))
 
 
 def _start(key: Any, text: str) -> None:
-    searches().start(key, Question(search_plans, (text,), tells=True))
+    searches().start(key, TaskRequest(search_plans, (text,), reports_progress=True))
+
+
+def _restart_button(label: str, key: Any, text: str) -> None:
+    icon = ":material/refresh:"
+    st.button(label, icon=icon, key="search again", on_click=_start, args=(key, text), width="stretch")
 
 
 def _show_running(job: BackgroundJob) -> Following:
@@ -133,7 +117,7 @@ def _show_running(job: BackgroundJob) -> Following:
     known = job.value
     had_plans = isinstance(known, SearchResult)
     place = show_progress(_progress(job), job.stop)
-    if isinstance(known, SearchResult):
+    if had_plans:
         show_plans_so_far(known)
     drawn_s = time.monotonic()
 
@@ -163,61 +147,55 @@ def _progress(job: BackgroundJob) -> ProgressBar:
     if job.state is State.WAITING:
         return ProgressBar(0.0, f"waiting for other searches on this server to end ({searches().waiting()} wait)")
     if job.state is State.STOPPING:
-        return ProgressBar(1.0, "stopping with the best so far")
+        return ProgressBar(1.0, "stopping")
     if update is None:
         return ProgressBar(0.0, "starting")
     if update.doing != SEARCHING:
-        return ProgressBar(1.0, f"{update.total:,} plans looked at; {update.doing}")
+        return ProgressBar(1.0, f"{update.total:,} plans evaluated; {update.doing}")
     share = update.done / max(1, update.total)
-    return ProgressBar(share, f"{update.done:,} of {update.total:,} plans looked at{_left(job, share)}")
+    return ProgressBar(share, f"{update.done:,} of {update.total:,} plans evaluated{_left(job, share)}")
 
 
 def _left(job: BackgroundJob, share: float) -> str:
-    """The time left, once it is worth a word."""
+    """Estimated time left; empty in the first seconds."""
     passed_s = time.monotonic() - job.started_s
     if passed_s < _SAID_AFTER_S or not share:
         return ""
     minutes = passed_s * (1 - share) / share / 60
     if minutes < 1:
         return ", less than a minute left"
-    slowly = "; plans of this software or model are priced one by one" if minutes > _LONG_MIN else ""
+    slowly = "; plans of this framework or model are evaluated individually" if minutes > _LONG_MIN else ""
     return f", about {minutes:,.0f} min left{slowly}"
 
 
 def _show_found(asked: SearchScenario, job: BackgroundJob, key: Any, text: str) -> Following | None:
     """Result of a search; redrawn when more plans of the final ranking are explained."""
     job.watch()
-    is_whole = job.state is State.ENDED
-    if is_whole and job.error is not None:
-        st.button("Search again", icon=":material/refresh:", key="search again", on_click=_start, args=(key, text))
+    is_ended = job.state is State.ENDED
+    if is_ended and job.error is not None:
+        _restart_button("Search again", key, text)
         raise job.error
     result = job.value
     assert isinstance(result, SearchResult), "a search that ends well has a result"
-    can_go_on = is_whole and result.interrupted
-    line, again = st.columns([5, 1], vertical_alignment="center") if can_go_on else (st.container(), st)
+    can_continue = is_ended and result.interrupted
+    line, again = st.columns([5, 1], vertical_alignment="center") if can_continue else (st.container(), st.empty())
     with line:
-        after = f" (in {job.seconds:,.1f} s)" if is_whole else ""
+        after = f" (in {job.seconds:,.1f} s)" if is_ended else ""
         verdict = search_verdict(result)
-        said = f"**{escaped(verdict[:1].upper() + verdict[1:])}**{after}"
-        (st.success if result.best is not None else st.error)(said)
-    if can_go_on:
-        again.button(
-            "Search on",
-            icon=":material/refresh:",
-            key="search again",
-            on_click=_start,
-            args=(key, text),
-            width="stretch",
-        )
+        text_shown = f"**{escaped(verdict[:1].upper() + verdict[1:])}**{after}"
+        (st.success if result.best is not None else st.error)(text_shown)
+    if can_continue:
+        with again:
+            _restart_button("Continue search", key, text)
     known = _num_explained(result)
 
     def progress() -> ProgressBar:
         words = job.update.doing if job.update is not None else ""
-        return ProgressBar(known / max(1, len(result.ranked)), f"{words}; all else is final")
+        return ProgressBar(known / max(1, len(result.ranked)), f"{words}; the ranking is final")
 
-    place = st.empty() if is_whole else show_progress(progress())
+    place = st.empty() if is_ended else show_progress(progress())
     show_plans(asked, result)
-    for name in basket.pinned():
+    for name in pinned_plans.pinned():
         st.caption(f":material/keep: pinned: {escaped(name)}")
     drawn_s = time.monotonic()
 
@@ -229,7 +207,7 @@ def _show_found(asked: SearchScenario, job: BackgroundJob, key: Any, text: str) 
             return None
         return progress()
 
-    return None if is_whole else partial(follow, place, look)
+    return None if is_ended else partial(follow, place, look)
 
 
 if __name__ == "__main__":

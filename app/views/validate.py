@@ -6,23 +6,21 @@ from functools import partial
 
 import streamlit as st
 
-from app import answers, state, uploads
+from app import result_cache, state, uploads
 from app.components.measured import show_comparison_of, show_uploaded
-from app.components.problems import escaped
 from app.components.progress import Following, ProgressBar, follow, show_progress, stage
 from app.components.published import show_published
-from app.components.question import show_question
+from app.components.scenario_form import show_scenario_form
 from app.fields import remembered_choice
-from app.jobs.run import Run, may_run
-from app.jobs.server import runs
-from app.page import run_page
+from app.jobs.run import Run, may_run, runs
+from app.page import escaped, run_page
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.errors import SpecError
 
 _PARTS = {
-    "published": "runs that others published",
-    "measured": "a measurement of your own",
-    "run": "a run on this machine",
+    "published": "published runs",
+    "measured": "uploaded measurement",
+    "run": "run on this machine",
 }
 _STAGES = ("start", "going")
 _STEPS = (5, 10, 15, 30, 50)
@@ -30,14 +28,14 @@ _STEPS = (5, 10, 15, 30, 50)
 
 def show() -> Following | None:
     """Comparison of predictions with one of three kinds of measurements."""
-    part = remembered_choice("Hold predictions against", "held", list(_PARTS), "published", format_func=_PARTS.get)
+    part = remembered_choice("Measurements", "held", list(_PARTS), "published", format_func=_PARTS.get)
     with stage(part, tuple(_PARTS)):
         if part == "published":
             return show_published()
         if part == "measured":
             show_uploaded()
             return None
-        show_question()
+        show_scenario_form()
         return _show_run()
 
 
@@ -54,26 +52,26 @@ def _show_run() -> Following | None:
 
 
 def _show_start() -> None:
-    asked = answers.scenario(state.document())
+    asked = result_cache.scenario(state.document())
     if asked.job.cluster.id != THIS_MACHINE:
         st.info(
-            f"The scenario is for **{escaped(asked.job.cluster.id)}**. Choose the nodes *this-machine* in the sidebar, "
-            "and a model that is small enough for it, to run the plan here."
+            f"The scenario is for **{escaped(asked.job.cluster.id)}**. To run the plan here, choose *this-machine* as "
+            "nodes in the sidebar, and a small model."
         )
     elif not may_run():
         st.info(
-            "Others than this machine reach this server, so pages start nothing on it. "
-            "`simplan dashboard --allow-run` lets them; `simplan run` on the command line does the same as this page."
+            "Other machines reach this server, so pages may not start runs. Allow them with "
+            "`simplan dashboard --allow-run`, or use `simplan run` on the command line."
         )
     else:
         ranks = asked.job.cluster.num_devices
         st.caption(
-            f"Starts {ranks} process{'es' if ranks > 1 else ''} with torch.distributed, calibrates first what is not "
-            "calibrated, and lines measured and predicted up. Only this button starts a run; no link does."
+            f"Calibrates this machine if needed, runs {ranks} process{'es' if ranks > 1 else ''} with "
+            "torch.distributed, and compares the measurement with the prediction. Links never start a run."
         )
-        steps = remembered_choice("Steps to measure", "steps", _STEPS, 10)
-        if st.button("Run it here", type="primary", icon=":material/play_arrow:", key="start run"):
-            runs().start(answers.text(state.document()), asked.name, steps)
+        steps = remembered_choice("Measured steps", "steps", _STEPS, 10)
+        if st.button("Run here", type="primary", icon=":material/play_arrow:", key="start run"):
+            runs().start(state.document_text(state.document()), asked.name, steps)
             st.rerun()
 
 
@@ -88,26 +86,23 @@ def _watch(run: Run) -> Following:
 
 
 def _show_last(run: Run) -> None:
-    st.subheader("The last run")
+    st.subheader("Last run")
     if run.stopped:
-        st.caption(f"It was stopped after {run.steps_done} steps; what was measured is in {escaped(str(run.folder))}.")
+        st.caption(f"Stopped after {run.steps_done} steps; files are in {escaped(str(run.folder))}.")
         return
     if run.failed:
-        last = (run.said.splitlines() or ["it ended without a word"])[-1]
+        last = (run.said.splitlines() or ["the run ended without output"])[-1]
         st.warning(escaped(last.removeprefix("error: ")))
         return
-    files = [run.folder / f"{name}.json" for name in ("prediction", "measurement")]
+    names = ("prediction.json", "measurement.json")
     try:
-        prediction, measurement = (file.read_bytes() for file in files)
+        prediction, measurement = ((run.folder / name).read_bytes() for name in names)
     except OSError:
-        st.caption(f"Its files in {escaped(str(run.folder))} are gone.")
+        st.caption(f"Files in {escaped(str(run.folder))} are missing.")
         return
-    st.caption(f"Its files are in {escaped(str(run.folder))}.")
+    st.caption(f"Files are in {escaped(str(run.folder))}.")
     try:
-        show_comparison_of(
-            uploads.prediction_of("prediction.json", prediction),
-            uploads.measurement_of("measurement.json", measurement),
-        )
+        show_comparison_of(uploads.prediction_of(names[0], prediction), uploads.measurement_of(names[1], measurement))
     except SpecError as error:
         st.warning(escaped(str(error)))
 

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from simplan.accuracy.outcome import RunOutcome, measured_memory_gib
 from simplan.accuracy.result import Accuracy, Figures
-from simplan.report.table import format_table_text
+from simplan.accuracy.statistics import ErrorFigures
+from simplan.report.comparison import format_error
+from simplan.report.table import format_table_markdown, format_table_text
 from simplan.units import counted, format_percent, format_time
 
 __all__ = ["accuracy_head", "accuracy_markdown", "accuracy_text", "run_rows"]
 
 _NUM_WORST = 10
-_MOST_IDS = 8
-_ALL = "all"
+_MAX_IDS = 8
 
 Table = tuple[list[str], list[list[str]]]
 
 
 def accuracy_text(result: Accuracy, *, every_run: bool = False) -> str:
-    """Full accuracy report as text.
-
-    Args:
-        result: Accuracy result to print.
-        every_run: List every run instead of the worst ones.
-    """
+    """Full accuracy report as text, with every run or with the largest errors."""
     shown = [outcome for outcome in result.outcomes if outcome.predicted is not None]
     parts = [accuracy_head(result)]
     for title, table in _tables(result):
@@ -34,18 +30,18 @@ def accuracy_text(result: Accuracy, *, every_run: bool = False) -> str:
     if every_run and shown:
         parts.append("Every run\n" + format_table_text(*_run_table(shown), words_last=True))
     elif worst:
-        parts.append("Furthest off\n" + format_table_text(*_run_table(worst), words_last=True))
+        parts.append("Largest errors\n" + format_table_text(*_run_table(worst), words_last=True))
     if len(shown) < len(result.outcomes):
         parts.append("Skipped\n" + "\n".join(_skipped(result.outcomes)))
-    stand_ins = list(_stand_ins(shown))
-    if stand_ins:
-        parts.append("Predicted as other software\n" + "\n".join(stand_ins))
+    fallbacks = list(_fallbacks(shown))
+    if fallbacks:
+        parts.append("Predicted with a fallback profile\n" + "\n".join(fallbacks))
     return "\n\n".join(parts)
 
 
 def accuracy_markdown(result: Accuracy) -> str:
     """The tables by file as Markdown."""
-    return "\n\n".join(f"{title}:\n\n{_markdown(table)}" for title, table in _tables(result))
+    return "\n\n".join(f"{title}:\n\n{format_table_markdown(*table)}" for title, table in _tables(result))
 
 
 def accuracy_head(result: Accuracy) -> str:
@@ -57,38 +53,81 @@ def accuracy_head(result: Accuracy) -> str:
     if found.errors.mape is None or found.errors.median_ape is None:
         return head
     head += (
-        f": step times are {format_percent(found.errors.mape)} off on average, "
-        f"{format_percent(found.errors.median_ape)} in the median"
+        f": mean absolute error of step times {format_percent(found.errors.mape)}, "
+        f"median {format_percent(found.errors.median_ape)}"
     )
     if found.interval_coverage is None or found.median_interval_half_width is None:
         return head
     return (
-        f"{head};\n90 % intervals hold {format_percent(found.interval_coverage)} of the measured times "
-        f"(+/- {format_percent(found.median_interval_half_width)} in the median)"
+        f"{head};\n90 % intervals contain {format_percent(found.interval_coverage)} of the measured times "
+        f"(median half width {format_percent(found.median_interval_half_width)})"
     )
 
 
 def _tables(result: Accuracy) -> Iterator[tuple[str, Table]]:
-    """Titles and tables."""
+    """Titles and tables, without those that would be empty."""
     overall = result.overall
     if overall.step_time.errors.num:
         title = (
-            "Step time: errors in percent, beside those of a constant utilization of the devices, fitted to each file\n"
-            "(bias: mean with signs; within: measured times in their 90 % intervals; +/-: half the width of these,\n"
-            "beside the prediction, in the median)"
+            "Step time: errors in percent, and errors of a constant-MFU baseline that is fitted to each file\n"
+            "(bias: mean signed error; coverage: measured times inside the 90 % interval; +/-: median half width of\n"
+            "the interval, relative to the prediction)"
         )
-        yield title, _step_time_table(result)
+        headers = ["file", "runs", "skipped", "mean", "median", "p90", "max", "bias", "coverage", "+/-"]
+        rows = [[name, *_step_time_cells(figures)] for name, figures in _figures(result)]
+        yield title, ([*headers, "constant MFU: mean", "median", "p90"], rows)
     if overall.peak_memory["all"].num or overall.oom.right is not None:
-        yield (
-            "Peak memory: errors in percent, and verdicts on what fits (right: percent of them)",
-            _memory_table(result),
-        )
+        title = "Peak memory: errors in percent, and verdicts fits or does not fit (right: percent of the verdicts)"
+        headers = ["file", "peaks", "mean", "median", "p90", "max", "bias"]
+        rows = [
+            [name, *_memory_cells(figures)]
+            for name, figures in _figures(result)
+            if figures.peak_memory["all"].num or figures.oom.right is not None
+        ]
+        yield title, ([*headers, "right", "fit", "oom", "missed", "false alarms"], rows)
     if overall.choosing.num_groups:
         title = (
-            "Choosing among plans for the same training: percent by which the plan predicted to be best is slower\n"
-            "than the best (regret), and the order of pairs more than 3 % apart"
+            "Plan choice for the same training: percent by which the plan predicted to be best is slower than the\n"
+            "best plan (regret), and the order of pairs more than 3 % apart"
         )
-        yield title, _choosing_table(result)
+        headers = ["file", "groups", "runs", "median regret", "mean", "max", "pairs", "Kendall's tau"]
+        rows = [[name, *_choice_cells(figures)] for name, figures in _figures(result) if figures.choosing.num_groups]
+        yield title, (headers, rows)
+
+
+def _step_time_cells(figures: Figures) -> list[str]:
+    found, baseline = figures.step_time, figures.constant_mfu
+    return [
+        str(found.errors.num),
+        str(figures.num_skipped),
+        *_error_cells(found.errors),
+        _percent(found.interval_coverage, digits=0),
+        _percent(found.median_interval_half_width),
+        *map(_percent, (baseline.mape, baseline.median_ape, baseline.p90_ape)),
+    ]
+
+
+def _memory_cells(figures: Figures) -> list[str]:
+    errors, oom = figures.peak_memory["all"], figures.oom
+    counts = map(str, (oom.fit, oom.oom, oom.missed, oom.false_alarms))
+    return [str(errors.num), *_error_cells(errors), _percent(oom.right, digits=0), *counts]
+
+
+def _choice_cells(figures: Figures) -> list[str]:
+    found = figures.choosing
+    return [
+        str(found.num_groups),
+        str(found.num_runs),
+        *map(_percent, (found.median_regret, found.mean_regret, found.max_regret)),
+        str(found.num_pairs),
+        "" if found.kendall_tau is None else f"{found.kendall_tau:.2f}",
+    ]
+
+
+def _error_cells(errors: ErrorFigures) -> list[str]:
+    """Mean, median, 90th percentile and maximum of absolute errors, and mean signed error."""
+    absolute = (errors.mape, errors.median_ape, errors.p90_ape, errors.max_ape)
+    return [*map(_percent, absolute), _percent(errors.bias, signed=True)]
 
 
 def run_rows(result: Accuracy) -> list[dict[str, str | int | float | bool | None]]:
@@ -113,111 +152,34 @@ def run_rows(result: Accuracy) -> list[dict[str, str | int | float | bool | None
     return rows
 
 
-def _step_time_table(result: Accuracy) -> Table:
-    headers = ["file", "runs", "skipped", "mean", "median", "p90", "max", "bias", "within", "+/-"]
-    headers += ["constant: mean", "median", "p90"]
-    rows = []
-    for name, figures in _figures(result):
-        found, floor = figures.step_time, figures.constant_mfu
-        errors = found.errors
-        rows.append(
-            [
-                name,
-                str(errors.num),
-                str(figures.num_skipped),
-                *_percents(errors.mape, errors.median_ape, errors.p90_ape, errors.max_ape),
-                _percent(errors.bias, signed=True),
-                _percent(found.interval_coverage, digits=0),
-                _percent(found.median_interval_half_width),
-                *_percents(floor.mape, floor.median_ape, floor.p90_ape),
-            ]
-        )
-    return headers, rows
-
-
-def _memory_table(result: Accuracy) -> Table:
-    headers = ["file", "peaks", "mean", "median", "p90", "max", "bias"]
-    headers += ["right", "fit", "oom", "missed", "false alarms"]
-    rows = []
-    for name, figures in _figures(result):
-        errors, oom = figures.peak_memory["all"], figures.oom
-        if errors.num or oom.right is not None:
-            rows.append(
-                [
-                    name,
-                    str(errors.num),
-                    *_percents(errors.mape, errors.median_ape, errors.p90_ape, errors.max_ape),
-                    _percent(errors.bias, signed=True),
-                    _percent(oom.right, digits=0),
-                    *(str(number) for number in (oom.fit, oom.oom, oom.missed, oom.false_alarms)),
-                ]
-            )
-    return headers, rows
-
-
-def _choosing_table(result: Accuracy) -> Table:
-    headers = ["file", "groups", "runs", "median regret", "mean", "max", "pairs", "Kendall's tau"]
-    rows = []
-    for name, figures in _figures(result):
-        found = figures.choosing
-        if found.num_groups:
-            rows.append(
-                [
-                    name,
-                    str(found.num_groups),
-                    str(found.num_runs),
-                    *_percents(found.median_regret, found.mean_regret, found.max_regret),
-                    str(found.num_pairs),
-                    "" if found.kendall_tau is None else f"{found.kendall_tau:.2f}",
-                ]
-            )
-    return headers, rows
-
-
 def _run_table(outcomes: Sequence[RunOutcome]) -> Table:
     has_memory = any(outcome.predicted is not None and outcome.predicted.memory_gib for outcome in outcomes)
     headers = ["run", "predicted", "measured", "error", *(["peak GiB", "measured", "error"] if has_memory else [])]
     rows = []
     for outcome in outcomes:
-        memory = _memory_cells(outcome) if has_memory else []
-        rows.append([outcome.run.id, *_time_cells(outcome), *memory, _what(outcome)])
-    return [*headers, "what was run"], rows
+        assert outcome.predicted is not None
+        measured, kind = outcome.run.measured, outcome.memory_kind
+        step_time = "" if measured.step_time_s is None else format_time(measured.step_time_s)
+        cells = [
+            outcome.run.id,
+            format_time(outcome.predicted.step_time_s),
+            "out of memory" if measured.oom else step_time,
+            format_error(outcome.error, ""),
+        ]
+        if has_memory:
+            pair = outcome.predicted.memory_gib.get(kind), measured_memory_gib(outcome.run).get(kind)
+            cells += ["" if gib is None else f"{gib:.1f}" for gib in pair]
+            cells.append(format_error(outcome.memory_errors.get(kind), ""))
+        rows.append([*cells, _configuration(outcome)])
+    return [*headers, "configuration"], rows
 
 
-def _time_cells(outcome: RunOutcome) -> list[str]:
-    assert outcome.predicted is not None
-    measured = outcome.run.measured
-    shown = "" if measured.step_time_s is None else format_time(measured.step_time_s)
-    predicted = format_time(outcome.predicted.step_time_s)
-    return [predicted, "out of memory" if measured.oom else shown, _signed(outcome.error)]
-
-
-def _memory_cells(outcome: RunOutcome) -> list[str]:
-    assert outcome.predicted is not None
-    kind = outcome.memory_kind
-    pair = outcome.predicted.memory_gib.get(kind), measured_memory_gib(outcome.run).get(kind)
-    return [*("" if gib is None else f"{gib:.1f}" for gib in pair), _signed(outcome.memory_errors.get(kind))]
-
-
-def _signed(error: float | None) -> str:
-    return "" if error is None else f"{100 * error:+.1f} %"
-
-
-def _what(outcome: RunOutcome) -> str:
-    """The run in a few words."""
+def _configuration(outcome: RunOutcome) -> str:
+    """Model, devices, plan and precision of a run."""
     run, plan = outcome.run, outcome.run.plan
-    degrees = [
-        f"{name} {value}"
-        for name, value in (
-            ("dp", plan.dp_replicate * plan.dp_shard),
-            ("tp", plan.tp),
-            ("pp", plan.pp),
-            ("v", plan.virtual_stages),
-            ("cp", plan.cp),
-            ("ep", plan.ep),
-        )
-        if value > 1
-    ]
+    sizes = {"dp": plan.dp_replicate * plan.dp_shard, "tp": plan.tp, "pp": plan.pp, "v": plan.virtual_stages}
+    sizes |= {"cp": plan.cp, "ep": plan.ep}
+    degrees = [f"{name} {value}" for name, value in sizes.items() if value > 1]
     batch = f"{plan.num_microbatches} x {plan.microbatch_size}"
     recompute = "" if plan.recompute == "none" else f", recompute {plan.recompute}"
     schedule = "" if plan.schedule in ("none", "1f1b", "interleaved_1f1b") else f" {plan.schedule}"
@@ -231,34 +193,26 @@ def _skipped(outcomes: Iterable[RunOutcome]) -> Iterator[str]:
         if outcome.predicted is None:
             by_reason[outcome.reason or ""].append(outcome.run.id)
     for reason, ids in sorted(by_reason.items(), key=lambda item: -len(item[1])):
-        more = f" and {len(ids) - _MOST_IDS} more" if len(ids) > _MOST_IDS else ""
-        yield f"  {', '.join(ids[:_MOST_IDS])}{more}: {reason}"
+        more = f" and {len(ids) - _MAX_IDS} more" if len(ids) > _MAX_IDS else ""
+        yield f"  {', '.join(ids[:_MAX_IDS])}{more}: {reason}"
 
 
-def _stand_ins(outcomes: Iterable[RunOutcome]) -> Iterator[str]:
+def _fallbacks(outcomes: Iterable[RunOutcome]) -> Iterator[str]:
     """Frameworks of published runs that were predicted with a fallback profile, with the number of runs."""
-    counts: dict[str, int] = defaultdict(int)
-    for outcome in outcomes:
-        if outcome.predicted is not None:
-            for note in outcome.predicted.notes:
-                if note.startswith("software ") and "not in the catalogue" in note:
-                    counts[note.removeprefix("software ")] += 1
-    for note, number in sorted(counts.items(), key=lambda item: -item[1]):
-        yield f"  {counted(number, 'run')}: {note}"
+    notes = [note for outcome in outcomes if outcome.predicted is not None for note in outcome.predicted.notes]
+    counts = Counter(note for note in notes if note.startswith("software ") and "not in the catalogue" in note)
+    for note, number in counts.most_common():
+        yield f"  {counted(number, 'run')}: {note.removeprefix('software ')}"
 
 
 def _figures(result: Accuracy) -> Iterator[tuple[str, Figures]]:
-    """By file, then by framework in the catalog or not where there are both, then of all if there are several files."""
+    """Figures by file, then by frameworks in the catalog or not if there are both, then of all if several files."""
     names = result.names
     for file, figures in result.by_file.items():
         yield names[file], figures
     yield from result.by_framework.items()
     if len(names) > 1:
-        yield _ALL, result.overall
-
-
-def _percents(*values: float | None) -> list[str]:
-    return [_percent(value) for value in values]
+        yield "all", result.overall
 
 
 def _percent(value: float | None, *, digits: int = 1, signed: bool = False) -> str:
@@ -266,13 +220,3 @@ def _percent(value: float | None, *, digits: int = 1, signed: bool = False) -> s
     if value is None:
         return ""
     return f"{100 * value:+.{digits}f}" if signed else f"{100 * value:.{digits}f}"
-
-
-def _markdown(table: Table) -> str:
-    headers, rows = table
-    aligned = ["---", *["---:"] * (len(headers) - 1)]
-
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cells) + " |"
-
-    return "\n".join([line(headers), line(aligned), *(line(row) for row in rows)])

@@ -35,6 +35,9 @@ class CheckStatus(StrEnum):
     ERROR = "error"
 
 
+_WORST_FIRST = (CheckStatus.ERROR, CheckStatus.FAILED, CheckStatus.SKIPPED)
+
+
 @dataclass(frozen=True, slots=True)
 class CheckedCase:
     """One expectation of one scenario, or the scenario itself when it could not be predicted.
@@ -56,12 +59,7 @@ class CheckedCase:
 
 @dataclass(frozen=True, slots=True)
 class CheckedFile:
-    """One scenario file.
-
-    Attributes:
-        file: As the user named it.
-        cases: In the order of the file.
-    """
+    """One scenario file, as named by the user, and its cases in the order of the file."""
 
     file: str
     cases: tuple[CheckedCase, ...]
@@ -77,9 +75,9 @@ def checks_text(files: Iterable[CheckedFile]) -> str:
     files = tuple(files)
     lines: list[str] = []
     for file in files:
-        passed = count([file], CheckStatus.PASSED)
-        worst = _worst(file)
-        lines.append(f"{worst.upper() if worst is not CheckStatus.PASSED else 'ok':8} {file.file}  {passed} passed")
+        statuses = {case.status for case in file.cases}
+        worst = next((status.upper() for status in _WORST_FIRST if status in statuses), "ok")
+        lines.append(f"{worst:8} {file.file}  {count([file], CheckStatus.PASSED)} passed")
         for case in file.cases:
             if case.status is not CheckStatus.PASSED:
                 place = f"line {case.line}: " if case.line is not None else ""
@@ -110,14 +108,6 @@ def markdown_summary(files: Iterable[CheckedFile]) -> str:
                 yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
     return "\n".join(["| scenario | expectation | result | what |", "| --- | --- | --- | --- |", *rows(), ""])
-
-
-def _worst(file: CheckedFile) -> CheckStatus:
-    statuses = {case.status for case in file.cases}
-    for status in (CheckStatus.ERROR, CheckStatus.FAILED, CheckStatus.SKIPPED):
-        if status in statuses:
-            return status
-    return CheckStatus.PASSED
 
 
 _LEVELS = {CheckStatus.FAILED: "error", CheckStatus.ERROR: "error", CheckStatus.SKIPPED: "notice"}

@@ -12,18 +12,19 @@ from simplan.validate.rows import ComparisonRow
 
 __all__ = ["comparison_rows", "comparison_text", "format_error", "format_spread", "signed_time"]
 
-_MOST_RANKS = 8
+_MAX_RANKS = 8
 
 
 def comparison_text(comparison: Comparison) -> str:
     """Table of the comparison, followed by notes."""
     interval = "lies in" if comparison.interval_holds else "lies outside of"
     actions = "exactly those predicted" if comparison.structure_equal else "NOT those predicted"
+    speed = f"a matmul took {comparison.slowdown or 0:.2f} times as long in the run as when it was calibrated"
     notes = [
         f"the measured step time {interval} the predicted interval",
-        f"actions, collectives and messages, and their order, are {actions}",
-        f"unexplained on the measured critical path: {format_time(comparison.unexplained_s)} without a seen cause",
-        *_speed(comparison),
+        f"actions, collectives and P2P sends, and their order, are {actions}",
+        f"unexplained on the measured critical path: {format_time(comparison.unexplained_s)} without a known cause",
+        *([] if comparison.slowdown is None else [speed]),
         "error = (predicted - measured) / measured; spread = half of p10 to p90 (of steps; for parts, of microbatches)",
         *comparison.notes,
     ]
@@ -41,35 +42,29 @@ def comparison_rows(rows: Sequence[ComparisonRow]) -> str:
             _value(row.measured, row.unit),
             format_error(row.signed_error),
             format_spread(row.spread),
-            _reading(row),
+            "within the spread" if row.within_spread else "",
         ]
         for row in rows
     ]
     return format_table_text(headers, cells, indent=0)
 
 
-def format_error(signed_error: float | None) -> str:
-    """A signed error in percent.
+def format_error(signed_error: float | None, unknown: str = "?") -> str:
+    """A signed error in percent, or the text for an unknown one.
 
     >>> format_error(-0.0421), format_error(None)
     ('-4.2 %', '?')
     """
-    return "?" if signed_error is None else f"{100 * signed_error:+.1f} %"
+    return unknown if signed_error is None else f"{100 * signed_error:+.1f} %"
 
 
 def format_spread(spread: float | None) -> str:
-    """A relative spread; empty where nothing was repeated.
+    """A relative spread; empty if unknown.
 
     >>> format_spread(0.031)
     '+/- 3.1 %'
     """
     return "" if spread is None else f"+/- {100 * spread:.1f} %"
-
-
-def _speed(comparison: Comparison) -> Iterator[str]:
-    """Speed of the machine during the run, relative to its speed during calibration."""
-    if comparison.slowdown is not None:
-        yield f"a matrix product took {comparison.slowdown:.2f} times as long in the run as when it was calibrated"
 
 
 def _terms(comparison: Comparison) -> Iterator[str]:
@@ -95,15 +90,16 @@ def _splits(comparison: Comparison) -> Iterator[str]:
     """Step breakdown of every rank, predicted over measured, without shares that are zero on all ranks."""
     if not comparison.splits:
         return
+    splits = comparison.splits
     shares = [
-        s for s in ActivityShare if any(split.predicted_s[s] or split.measured_s[s] for split in comparison.splits)
+        share for share in ActivityShare if any(one.predicted_s[share] or one.measured_s[share] for one in splits)
     ]
     rows = []
-    for split in comparison.splits[:_MOST_RANKS]:
+    for split in splits[:_MAX_RANKS]:
         rows.append([f"{split.rank}", "predicted", *(format_time(split.predicted_s[share]) for share in shares)])
         rows.append(["", "measured", *(format_time(split.measured_s[share]) for share in shares)])
     headers = ["rank", "", *(share.replace("_", " ") for share in shares)]
-    hidden = len(comparison.splits) - _MOST_RANKS
+    hidden = len(splits) - _MAX_RANKS
     more = f"\nand {hidden} more ranks (--json has all)" if hidden > 0 else ""
     yield format_table_text(headers, rows, indent=0, left=2) + more
 
@@ -123,7 +119,3 @@ def _value(value: float, unit: str) -> str:
     if unit == "GiB":
         return format_bytes(value * GIB)
     return f"{value:.4g} {unit}".rstrip()
-
-
-def _reading(row: ComparisonRow) -> str:
-    return "within the spread" if row.within_spread else ""

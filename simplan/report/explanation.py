@@ -1,9 +1,10 @@
-"""An explanation in words, and the difference of two."""
+"""Explanation of a prediction as text, and the difference of two explanations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
+from textwrap import wrap
 
 from simplan.explain import Difference, DifferenceRow, ExplainedTerm, Explanation
 from simplan.report.table import format_table_text
@@ -15,17 +16,19 @@ _WRAP = 118
 
 
 def explanation_text(explanation: Explanation) -> str:
-    """Every part with its share of the whole and its formula."""
+    """Every term of step time and memory with its fraction and its formula."""
     when = f"during {explanation.memory_action}" if explanation.memory_action else "between steps"
     return "\n\n".join(
         [
-            f"{explanation.name}: {format_time(explanation.step_time_s)} a step on rank {explanation.rank}, which "
-            "computes longest; the parts sum to it",
+            f"{explanation.name}: {format_time(explanation.step_time_s)} a step on rank {explanation.rank}, the "
+            "rank with the longest compute time; the parts sum to the step time",
             "\n".join(_parts(explanation.time, explanation.step_time_s)),
-            f"Memory of rank {explanation.memory_rank}, which needs most: {format_bytes(explanation.device_bytes)} "
-            f"{when}; the parts sum to it",
+            f"Memory of rank {explanation.memory_rank}, the peak-memory rank: {format_bytes(explanation.device_bytes)} "
+            f"{when}; the parts sum to the peak",
             "\n".join(_parts(explanation.memory, explanation.device_bytes)),
-            "\n".join(["Figures", *(f"  {_value(p)} {p.name} = {p.formula}" for p in explanation.figures)]),
+            "\n".join(
+                ["Figures", *(f"  {_number(p.value, p.unit)} {p.name} = {p.formula}" for p in explanation.figures)]
+            ),
         ]
     )
 
@@ -40,25 +43,23 @@ def _parts(parts: Iterable[ExplainedTerm], whole: float) -> Iterator[str]:
         for part in members:
             named = part.name != part.group
             if named:
-                yield f"  {_number(part.value, unit):>10}          - {part.name}{_how_sure(part)}"
-            yield from _wrapped(part.formula, indent=" " * (24 if named else 22))
+                yield f"  {_number(part.value, unit):>10}          - {part.name}{_source(part)}"
+            margin = " " * (24 if named else 22)
+            text = " ".join(part.formula.split())
+            yield from wrap(
+                text,
+                _WRAP,
+                initial_indent=margin,
+                subsequent_indent=margin,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
 
 
-def _how_sure(part: ExplainedTerm) -> str:
+def _source(part: ExplainedTerm) -> str:
     if part.provenance is None or part.relative_std is None:
         return ""
     return f"  [{part.provenance}, +/- {format_percent(part.relative_std)}]"
-
-
-def _wrapped(text: str, indent: str) -> Iterator[str]:
-    line = indent
-    for word in text.split():
-        if len(line) + len(word) > _WRAP and line.strip():
-            yield line.rstrip()
-            line = indent
-        line += word + " "
-    if line.strip():
-        yield line.rstrip()
 
 
 def difference_text(difference: Difference) -> str:
@@ -95,16 +96,11 @@ def _table(rows: Iterable[DifferenceRow]) -> str:
     return format_table_text(["", "first", "second", "difference"], cells)
 
 
-def _value(part: ExplainedTerm) -> str:
-    return _number(part.value, part.unit)
-
-
 def _number(value: float, unit: str) -> str:
-    if unit == "s":
-        return format_time(value) if value >= 0 else f"-{format_time(-value)}"
-    if unit == "bytes":
-        return format_bytes(value) if value >= 0 else f"-{format_bytes(-value)}"
-    return f"{value:,.4g}"
+    if unit not in ("s", "bytes"):
+        return f"{value:,.4g}"
+    sign = "-" if value < 0 else ""
+    return sign + (format_time(abs(value)) if unit == "s" else format_bytes(abs(value)))
 
 
 def _signed(value: float, unit: str) -> str:

@@ -22,7 +22,7 @@ def logged_text(comparison: LoggedComparison) -> str:
     where = "lies in" if comparison.interval_holds else "lies outside of"
     notes = [
         "error = (predicted - measured) / measured; spread = half of p10 to p90 of the steps",
-        "std: one standard deviation of the prices; those of computing err together, those of communication too",
+        "std: one standard deviation of the cost estimates; correlated for all compute, and for all communication",
         "hidden: communication that overlaps compute; part of it is exposed if it is slower than predicted",
         "alone: slowdown of this part alone that would explain the whole difference",
         *comparison.notes,
@@ -30,7 +30,7 @@ def logged_text(comparison: LoggedComparison) -> str:
     return "\n\n".join(
         (
             comparison_rows(comparison.rows),
-            f"the measured step time {where} the predicted interval of 9 in 10 cases, {low} to {high}\n"
+            f"the measured step time {where} the predicted 90 % interval, {low} to {high}\n"
             f"{candidate_causes(comparison)}",
             _parts(comparison.parts),
             "\n".join(f"- {note}" for note in notes),
@@ -39,7 +39,7 @@ def logged_text(comparison: LoggedComparison) -> str:
 
 
 def candidate_causes(comparison: LoggedComparison) -> str:
-    """One sentence: the parts that are least sure, and by how much."""
+    """Most uncertain parts, with their uncertainty, in one sentence."""
     most_s = sum(part.std_s for part in comparison.parts)
     named: list[str] = []
     told_s = 0.0
@@ -50,12 +50,12 @@ def candidate_causes(comparison: LoggedComparison) -> str:
         told_s += part.std_s
     difference = f"the difference of {signed_time(comparison.difference_s)}"
     if comparison.rows[0].within_spread:
-        return f"{difference} is within the spread of the steps: nothing can be read off it"
+        return f"{difference} is within the spread of the steps: it is not significant"
     return f"{difference} could come from: {', '.join(named)}"
 
 
 def _parts(parts: tuple[UncertainTerm, ...]) -> str:
-    headers = ["least sure first", "predicted", "hidden", "std", "", "alone"]
+    headers = ["most uncertain first", "predicted", "hidden", "std", "", "alone"]
     return format_table_text(headers, [list(_cells(part)) for part in parts], indent=0)
 
 

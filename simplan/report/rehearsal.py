@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simplan.predict.rehearsal import Rehearsed
+from simplan.report.comparison import format_error, format_spread
 from simplan.report.table import format_table_text
+from simplan.report.text import split_parts
 from simplan.units import format_bytes, format_percent, format_time
 from simplan.validate.rehearsal import MemoryRow, RehearsalComparison
 
 __all__ = ["rehearsal_text"]
 
-_NOTEWORTHY = 0.005  # of the peak: errors of smaller parts say nothing
+_MIN_SHARE = 0.005  # of the peak: errors of smaller parts are not shown
 
 
 def rehearsal_text(comparison: RehearsalComparison) -> str:
@@ -28,12 +30,12 @@ def _memory(comparison: RehearsalComparison) -> str:
     most_bytes = max(row.measured_bytes for row in comparison.peaks)
 
     def cells(row: MemoryRow) -> list[str]:
-        counts = max(row.predicted_bytes, row.measured_bytes) > _NOTEWORTHY * most_bytes
+        counts = max(row.predicted_bytes, row.measured_bytes) > _MIN_SHARE * most_bytes
         return [
             row.name.replace("_", " "),
             format_bytes(row.predicted_bytes),
             format_bytes(row.measured_bytes),
-            _error(row.signed_error) if counts else "",
+            format_error(row.signed_error, "") if counts else "",
         ]
 
     predicted, measured = (
@@ -53,36 +55,24 @@ def _actions(rehearsed: Rehearsed) -> str:
             f"{time.kind.value} of stage {time.stage}",
             format_time(time.predicted_s),
             format_time(time.measured_s),
-            _error((time.predicted_s - time.measured_s) / time.measured_s if time.measured_s > 0 else None),
-            f"+/- {100 * time.relative_std:.1f} %",
+            format_error((time.predicted_s - time.measured_s) / time.measured_s if time.measured_s > 0 else None, ""),
+            format_spread(time.relative_std),
         ]
         for time in rehearsed.kinds
         if time.predicted_s > 0 or time.measured_s > 0
     ]
-    return "Computing, by action\n" + format_table_text(["", "predicted", "measured", "error", "std"], rows)
+    return "Compute, by action\n" + format_table_text(["", "predicted", "measured", "error", "std"], rows)
 
 
 def _step(comparison: RehearsalComparison, rehearsed: Rehearsed) -> Iterator[str]:
     low_s, high_s = rehearsed.step_time_interval_s
-    split = rehearsed.split
     yield "Step of the whole job"
     yield (
         f"  rehearsed  {format_time(rehearsed.step_time_s)}  "
-        f"({format_time(low_s)} to {format_time(high_s)} in 9 of 10 cases): "
-        f"{format_percent(rehearsed.measured_share)} of its computing measured, communication modelled"
+        f"(90 % interval {format_time(low_s)} to {format_time(high_s)}): "
+        f"{format_percent(rehearsed.measured_share)} of its compute measured, communication modeled"
     )
     yield f"  predicted  {format_time(comparison.predicted_step_time_s)}"
-    parts = {
-        "compute": split.compute_s,
-        "recompute": split.recompute_s,
-        "exposed communication": split.exposed_communication_s,
-        "wait": split.wait_s,
-        "host": split.host_s,
-        "optimizer": split.optimizer_s,
-    }
+    parts = split_parts(rehearsed.split)
     shown = ", ".join(f"{name} {format_time(part_s)}" for name, part_s in parts.items() if part_s > 0)
     yield f"  of rank {comparison.rank}: {shown}"
-
-
-def _error(signed_error: float | None) -> str:
-    return "" if signed_error is None else f"{100 * signed_error:+.1f} %"

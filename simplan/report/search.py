@@ -7,15 +7,26 @@ from types import MappingProxyType
 
 from simplan.plan.plan import ParallelPlan
 from simplan.report.table import format_table_text
-from simplan.report.text import plan_words
+from simplan.report.text import plan_words, suggestions
 from simplan.search.incumbents import NOISE
-from simplan.search.result import EquivalentPlans, NearestMiss, RankedPlan, SearchExplanation, SearchResult, SpaceCount
+from simplan.search.result import EquivalentPlans, NearestMiss, RankedPlan, SearchResult, SpaceCount
 from simplan.search.space import Objective
 from simplan.units import counted, format_bytes, format_percent, format_time
 
-__all__ = ["alike_words", "besides", "search_plan_words", "search_text", "search_verdict"]
+__all__ = [
+    "GOALS",
+    "RESOURCES",
+    "alike_words",
+    "besides",
+    "largest_first",
+    "miss_words",
+    "search_plan_words",
+    "search_text",
+    "search_verdict",
+    "space_rows",
+]
 
-_GOALS: Mapping[Objective, str] = MappingProxyType(
+GOALS: Mapping[Objective, str] = MappingProxyType(
     {
         "step_time": "step time",
         "tokens_per_s_per_device": "throughput per device",
@@ -24,7 +35,9 @@ _GOALS: Mapping[Objective, str] = MappingProxyType(
         "cost": "cost of the token budget",
     }
 )
-_RESOURCES: Mapping[str, str] = MappingProxyType(
+"""Objectives in words."""
+
+RESOURCES: Mapping[str, str] = MappingProxyType(
     {
         "flop_per_s": "FLOP/s",
         "memory_bandwidth": "memory bandwidth",
@@ -33,6 +46,8 @@ _RESOURCES: Mapping[str, str] = MappingProxyType(
         "memory": "device memory",
     }
 )
+"""Resources that can limit a plan, in words."""
+
 _MOST_POINTS = 20
 _MOST_VALUES = 6
 
@@ -43,17 +58,17 @@ def search_verdict(result: SearchResult) -> str:
     best = result.best
     if best is None:
         if result.interrupted:
-            return f"stopped; none of the first {counted_plans(total)} is known to be within the limits"
-        return f"none of {counted_plans(total)} is within the limits"
-    of = f"best of {counted_plans(total)} by {_GOALS[result.objectives[0]]}"
+            return f"stopped; none of the first {counted_plans(total)} is known to be feasible"
+        return f"none of {counted_plans(total)} is feasible"
+    of = f"best of {counted_plans(total)} by {GOALS[result.objectives[0]]}"
     if result.interrupted:
         of = f"stopped; {of.replace('best of', 'best of the first')} so far"
     return f"{of}: {format_time(best.step_time_s)} a step on {counted(best.num_devices, 'device')}"
 
 
 def besides(space: SpaceCount) -> str:
-    """Plans that were timed and are not of the space."""
-    return f"besides, {counted_plans(space.some_blocks)} with as few blocks recomputed as fit"
+    """Number of timed plans outside of the space."""
+    return f"and {counted_plans(space.some_blocks)} that recompute the fewest blocks that fit"
 
 
 def counted_plans(number: int) -> str:
@@ -62,12 +77,12 @@ def counted_plans(number: int) -> str:
 
 
 def search_plan_words(plan: ParallelPlan) -> str:
-    """The plan with its microbatches."""
-    return f"{plan_words(plan)}, microbatches of {plan.microbatch_size}"
+    """The plan with its microbatch size."""
+    return f"{plan_words(plan)}, microbatch size {plan.microbatch_size}"
 
 
 def alike_words(alike: EquivalentPlans) -> str:
-    """``7 more are as fast: virtual_stages 8, 10, zero_stage 0``; empty for none."""
+    """``7 more within 0.1 %: virtual_stages 8 10, zero_stage 0``; empty for none."""
     if not alike.num_plans:
         return ""
     differ = ", ".join(f"{key} {_values(values)}" for key, values in alike.differ_in.items())
@@ -80,12 +95,7 @@ def _values(values: Sequence[object]) -> str:
 
 
 def search_text(result: SearchResult, next_steps: Iterable[str] = ()) -> str:
-    """Full search report as text.
-
-    Args:
-        result: Search result to print.
-        next_steps: Commands to suggest at the end.
-    """
+    """Full search report as text; ``next_steps`` are commands to suggest at the end."""
     parts = [f"{result.name}: {search_verdict(result)}"]
     if result.best is not None:
         parts[0] += "\n" + "\n".join(_best(result.best, result.unit))
@@ -93,64 +103,61 @@ def search_text(result: SearchResult, next_steps: Iterable[str] = ()) -> str:
         parts.append(_ranked_table(result))
     if len(result.objectives) == 2 and result.pareto:
         parts.append(_front_table(result))
-    parts.append(_space_table(result))
+    parts.append(_space_table(result.space))
     if result.nearest_misses:
-        parts.append("Nearest misses\n" + _misses(result.nearest_misses))
+        parts.append("Near misses\n" + "\n".join(f"  - {miss_words(miss)}" for miss in result.nearest_misses))
     if result.changes:
         lines = (f"  - {change.words}: {search_plan_words(change.plan)}" for change in result.changes)
-        parts.append("What would make a plan, each tried\n" + "\n".join(lines))
-    suggestions = "\n".join(f"  {text}" for text in next_steps)
-    if suggestions:
-        parts.append("Next\n" + suggestions)
-    return "\n\n".join(parts)
+        parts.append("Changes that make a plan feasible, each tried\n" + "\n".join(lines))
+    return "\n\n".join([*parts, *suggestions(next_steps)])
 
 
 def _best(best: RankedPlan, unit: str) -> Iterator[str]:
     yield f"  plan         {search_plan_words(best.plan)}"
     if best.alike.num_plans:
-        yield f"  alike        {alike_words(best.alike)}"
+        yield f"  equivalent   {alike_words(best.alike)}"
     why = best.explanation
     if why is not None:
         low_s, high_s = why.step_time_interval_s
         yield (
             f"  step time    {format_time(best.step_time_s)}  "
-            f"({format_time(low_s)} to {format_time(high_s)} in 9 of 10 cases)"
+            f"(90 % interval {format_time(low_s)} to {format_time(high_s)})"
         )
     mfu = "" if why is None or why.mfu is None else f", MFU {format_percent(why.mfu)}"
     yield f"  throughput   {best.tokens_per_s_per_device:,.0f} {unit}/s per device{mfu}"
     if best.cost_dollars is not None:
         yield f"  cost         {best.cost_dollars:,.0f} dollars for the token budget"
     rank = "the worst device" if why is None else f"rank {why.worst_rank}"
-    spare = ""
+    headroom = ""
     if best.headroom_bytes is not None:
         usable = best.device_bytes + best.headroom_bytes
         share = format_percent(best.headroom_bytes / usable)
-        spare = f" of {format_bytes(usable)}, {format_bytes(best.headroom_bytes)} ({share}) to spare"
-    yield f"  memory       {rank} needs {format_bytes(best.device_bytes)}{spare}"
-    if why is not None:
-        yield f"  limited by   {_shares(why)}"
-        yield from (f"  {title:11}  {words}" for title, words in zip(("would help", ""), _helps(why), strict=False))
-
-
-def _shares(why: SearchExplanation) -> str:
-    """The shares of the busiest rank's step, largest first."""
-    shares = sorted(((share, name) for name, share in why.shares.items() if share >= 0.0005), reverse=True)
-    words = [f"{_share_name(name)} {format_percent(share)}" for share, name in shares]
-    return f"{words[0]} of the step of rank {why.busiest_rank}" + "".join(f", {word}" for word in words[1:])
-
-
-def _share_name(name: str) -> str:
-    return name.replace("_", " ")
-
-
-def _helps(why: SearchExplanation) -> list[str]:
-    """Step time that 10 % more of each resource saves, as a fraction, largest first."""
+        headroom = f" of {format_bytes(usable)}, {format_bytes(best.headroom_bytes)} ({share}) headroom"
+    yield f"  memory       {rank} needs {format_bytes(best.device_bytes)}{headroom}"
+    if why is None:
+        return
+    first, *others = (f"{name} {format_percent(share)}" for name, share in largest_first(why.shares))
+    yield f"  bottleneck   {', '.join((f'{first} of the step of rank {why.busiest_rank}', *others))}"
     if not why.saved:
-        return ["nothing that was tried: prices come from this machine's calibration"]
-    saved = sorted(((share, name) for name, share in why.saved.items()), reverse=True)
-    (most, name), *others = saved
-    words = ", ".join(f"{_RESOURCES[name]} {format_percent(share, 2)}" for share, name in others)
-    return [f"10 % more {_RESOURCES[name]} makes a step {format_percent(most, 2)} shorter", *([words] if words else [])]
+        yield "  sensitivity  unknown: costs come from this machine's calibration"
+        return
+    (name, most), *rest = largest_first(why.saved, RESOURCES)
+    yield f"  sensitivity  10 % more {name} makes a step {format_percent(most, 2)} shorter"
+    if rest:
+        yield f"  {'':11}  {', '.join(f'{name} {format_percent(share, 2)}' for name, share in rest)}"
+
+
+def largest_first(shares: Mapping[str, float], names: Mapping[str, str] | None = None) -> list[tuple[str, float]]:
+    """Names in words and fractions of the step, largest first.
+
+    Args:
+        shares: Fraction of the step by key.
+        names: Words by key; None for the keys, without shares below 0.05 %.
+    """
+    if names is None:
+        shares = {key: share for key, share in shares.items() if share >= 0.0005}
+    ordered = sorted(shares.items(), key=lambda item: (item[1], item[0]), reverse=True)
+    return [(key.replace("_", " ") if names is None else names[key], share) for key, share in ordered]
 
 
 def _ranked_table(result: SearchResult) -> str:
@@ -162,22 +169,22 @@ def _ranked_table(result: SearchResult) -> str:
             str(rank),
             *_numbers(plan, result),
             "" if rank == 1 else f"{100 * (plan.step_time_s / best.step_time_s - 1):+.1f} %",
-            "" if why is None else f"{_share_name(why.limit)} {100 * why.shares[why.limit]:.0f} %",
-            "" if why is None or why.help is None else _RESOURCES[why.help],
+            "" if why is None else f"{why.limit.replace('_', ' ')} {100 * why.shares[why.limit]:.0f} %",
+            "" if why is None or why.help is None else RESOURCES[why.help],
             search_plan_words(plan.plan) + (f" (and {alike_words(plan.alike)})" if plan.alike.num_plans else ""),
         ]
 
-    headers = ["", *_headers(result), "to the best", "limited by", "helps most", "plan"]
+    headers = ["", *_headers(result), "vs best", "bottleneck", "top sensitivity", "plan"]
     rows = [row(rank, plan) for rank, plan in enumerate(result.ranked, 1)]
     return "Ranked\n" + format_table_text(headers, rows, words_last=True)
 
 
 def _front_table(result: SearchResult) -> str:
-    names = " and ".join(_GOALS[objective] for objective in result.objectives)
+    names = " and ".join(GOALS[objective] for objective in result.objectives)
     rows = [[*_numbers(plan, result), search_plan_words(plan.plan)] for plan in result.pareto]
     shown = rows if len(rows) <= _MOST_POINTS else [*rows[: _MOST_POINTS - 1], rows[-1]]
     more = f"\n  and {len(rows) - len(shown)} between the last two (--json has all)" if len(rows) > len(shown) else ""
-    title = f"Pareto front of {names}: nothing is better in both than one of these {len(rows)}\n"
+    title = f"Pareto front of {names}: {counted_plans(len(rows))}\n"
     return title + format_table_text([*_headers(result), "plan"], shown, left=0, words_last=True) + more
 
 
@@ -198,23 +205,30 @@ def _numbers(plan: RankedPlan, result: SearchResult) -> list[str]:
     return [cells[header] for header in _headers(result)]
 
 
-def _space_table(result: SearchResult) -> str:
-    space = result.space
-    rows = [[f"{number:,}", f"rejected: {name}", space.why[name]] for name, number in space.rejected.items()]
-    rows.append([f"{space.bounded:,}", "bounded", "cannot be among the best: at least so slow by a lower bound"])
-    rows.append([f"{space.timed:,}", "timed", "within all limits"])
-    width = max(len(row[0]) for row in rows)
-    padded = [[number.rjust(width), *words] for number, *words in rows]
-    text = f"Where the {counted_plans(space.total)} went\n" + format_table_text(["plans", "", "why"], padded, left=3)
+def space_rows(space: SpaceCount) -> list[tuple[int, str, str]]:
+    """Plans of the space by outcome: number of plans, rejecting rule or outcome, and reason."""
+    return [
+        *((number, name, space.why[name]) for name, number in space.rejected.items()),
+        (space.bounded, "bounded", "pruned: the lower bound of the step time is above the best plans"),
+        (space.timed, "timed", "feasible"),
+    ]
+
+
+def _space_table(space: SpaceCount) -> str:
+    rows = space_rows(space)
+    width = max(len(f"{number:,}") for number, *_ in rows)
+    cells = [
+        (f"{number:{width},}", f"rejected: {name}" if name in space.rejected else name, why)
+        for number, name, why in rows
+    ]
+    text = f"Outcomes of the {counted_plans(space.total)}\n" + format_table_text(["plans", "", "why"], cells, left=3)
     return text + (f"\n  {besides(space)}" if space.some_blocks else "")
 
 
-def _misses(misses: Sequence[NearestMiss]) -> str:
-    lines = []
-    for miss in misses:
-        if miss.lacking_s is not None and miss.step_time_s is not None:
-            lack = f"{format_time(miss.lacking_s)} too long, at {format_time(miss.step_time_s)}"
-        else:
-            lack = f"{format_bytes(miss.lacking_bytes or 0)} too much, {format_bytes(miss.device_bytes)} in all"
-        lines.append(f"  - {lack}: {search_plan_words(miss.plan)}")
-    return "\n".join(lines)
+def miss_words(miss: NearestMiss) -> str:
+    """Memory or time by which a plan misses a constraint, and the plan."""
+    if miss.lacking_s is not None and miss.step_time_s is not None:
+        lack = f"{format_time(miss.lacking_s)} over the deadline, step time {format_time(miss.step_time_s)}"
+    else:
+        lack = f"{format_bytes(miss.lacking_bytes or 0)} over, needs {format_bytes(miss.device_bytes)}"
+    return f"{lack}: {search_plan_words(miss.plan)}"

@@ -18,7 +18,7 @@ _DEFAULTS = {
     "ep": ("every divisor of the experts that divides the ranks of a stage", "mixtures of experts"),
     "pp": ("every divisor of the devices up to the number of layers", ""),
     "schedule": (", ".join(DEFAULT_SCHEDULES), "where pp > 1"),
-    "virtual_stages": ("every number that leaves each stage a layer", "where pp > 1; what the schedule takes"),
+    "virtual_stages": ("every number that leaves each stage a layer", "where pp > 1; those of the schedule"),
     "dp_replicate": ("every factorization of the rest into", "dp_replicate x dp_shard x tp x cp x pp = devices"),
     "dp_shard": ("dp_replicate x dp_shard", ""),
     "zero_stage": ("0, 1, 2, 3", "where there are several shards; 0 only where dp_shard = 1"),
@@ -34,11 +34,11 @@ _DEFAULTS = {
         "where pp = 1 and a step has several microbatches",
     ),
     "objective": ("step_time", ", ".join(OBJECTIVES)),
-    "objectives": ("", "two of them: the Pareto front; ranked by the first"),
+    "objectives": ("", "two objectives: Pareto front, ranked by the first"),
     "top": ("5", "plans to rank"),
     "max_memory_fraction": (
         "1",
-        "share of the device memory that a plan may need; 1 is what predict calls fitting, not tightly",
+        "maximum fraction of the device memory of a plan; at 1 a plan fits, but not tightly",
     ),
     "max_step_time_s": ("", "deadline of a step"),
     "dollars_per_device_hour": ("", "your price, for the objective cost"),
@@ -46,7 +46,7 @@ _DEFAULTS = {
     "num_devices": ("the cluster's; with the objective num_devices its halves too", "numbers of devices to compare"),
     "recompute_layers": (
         "least",
-        "plans that need full recomputation, also with as few blocks of every stage as fit; or all: only with all",
+        "plans that need full recomputation, also with the fewest blocks per stage that fit; or all: only with all",
     ),
     "tp_across_nodes": ("false", "tensor-parallel groups may span nodes"),
 }

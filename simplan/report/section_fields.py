@@ -17,12 +17,12 @@ __all__ = ["cluster_fields", "model_fields", "training_fields"]
 
 _TRAINING = {
     "global_batch_size": "sequences (or images) of an optimizer step, over all devices",
-    "precision": "of the matmuls of linear layers; all but fp32 and tf32 are mixed precision",
-    "fp8_recipe": "of fp8: what has a scale of its own; else a tensor",
-    "optimizer": "what it keeps for each parameter, and how a step is made of gradients",
-    "fused_optimizer": "one kernel for all of a step; false for torch's foreach; else where there is such a kernel",
-    "clip_grad_norm": "the norm to which gradients of the whole model are scaled where theirs is larger",
-    "task": "lora trains adapters of model.lora_rank only; sft computes what pretrain does",
+    "precision": "precision of the matmuls of linear layers; all except fp32 and tf32 are mixed precision",
+    "fp8_recipe": "for fp8: scaling granularity; default: per tensor",
+    "optimizer": "optimizer, with its states per parameter",
+    "fused_optimizer": "one kernel for the update; false for torch's foreach; default: where such a kernel exists",
+    "clip_grad_norm": "maximum norm of the gradients of the model",
+    "task": "lora trains adapters of model.lora_rank only; sft computes the same as pretrain",
 }
 _CLUSTER = {
     "preset": ("a name of `simplan show clusters`; the other keys override its fields", "name"),
@@ -33,21 +33,21 @@ _CLUSTER = {
         "name, or mapping",
     ),
     "devices_per_node": ("without a preset: devices of a node", "1 and more"),
-    "intra_link": ("what joins devices of a node: a name of `simplan show links`, or a mapping", "name, or mapping"),
+    "intra_link": ("link between devices of a node: a name of `simplan show links`, or a mapping", "name, or mapping"),
     "inter_link_gbit_per_device": (
         "network of a node divided by its devices, Gbit/s: InfiniBand or RoCE",
         "more than 0",
     ),
-    "inter_link": ("instead of it: the name of a link, e.g. efa-400gbit, or a mapping", "name, or mapping"),
-    "host_memory_bytes": ("memory of a node, for what is offloaded", "1 and more"),
+    "inter_link": ("link of the network, e.g. efa-400gbit, instead of the rate", "name, or mapping"),
+    "host_memory_bytes": ("host memory of a node, for offloading", "1 and more"),
     "host_memory_bandwidth_bytes_per_s": (
-        "its bandwidth, of all sockets together, for updates on the CPU; else 409.6e9",
+        "host memory bandwidth of all sockets, for updates on the CPU; default: 409.6e9",
         "more than 0",
     ),
 }
 _OF_NO_FILE = ("name", "family", "packs", "sources")
 _PROPER = ("Hugging Face",)
-_WRITTEN_OTHERWISE = {"document_lengths": "list of 1 and more; or a mapping that says how they are drawn"}
+_WRITTEN_OTHERWISE = {"document_lengths": "list of 1 and more; or a mapping with their distribution"}
 
 
 def training_fields() -> list[dict[str, str]]:
@@ -75,7 +75,7 @@ def model_fields() -> list[dict[str, str]]:
     rows = [
         _row("preset", "a name of `simplan show models`; the other keys override its fields", "name"),
         _row("hf_config", "path of a config.json of Hugging Face; the other keys override its fields", "path"),
-        _row("family", "what its layers are, without a preset and hf_config", families),
+        _row("family", "family of the layers, without preset and hf_config", families),
     ]
     about = _attributes(ModelSpec)
     for name, field in ModelSpec.model_fields.items():

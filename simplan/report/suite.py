@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 
 from simplan.report.comparison import format_error
+from simplan.report.table import format_table_markdown
 from simplan.units import format_bytes, format_percent, format_time
-from simplan.validate.suite import MEASURES, Suite, SuiteCase, errors_of
+from simplan.validate.suite import MEASURES, Errors, Suite, SuiteCase, errors_of
 
 __all__ = ["suite_markdown", "suite_summary"]
 
@@ -14,7 +15,7 @@ _NAMES = {"step_time": "step time", "memory": "peak allocated memory"}
 
 
 def suite_markdown(suite: Suite) -> str:
-    """The whole report."""
+    """Full report."""
     environment = suite.environment
     about = [str(environment[key]) for key in ("device", "system") if environment.get(key)]
     about += [f"{key} {environment[key]}" for key in ("torch", "cuda", "nccl") if environment.get(key)]
@@ -29,12 +30,12 @@ def suite_markdown(suite: Suite) -> str:
     if rehearsals := [case for case in suite.of_kind("rehearsal") if case.failure is None]:
         parts += [
             "## Rehearsals",
-            "One rank of a larger job. Its step time is that of the whole job, with the rank's measured computing and "
-            "modelled communication.",
+            "One rank of a larger job. The step time is that of the job, from the measured compute of the rank and "
+            "modeled communication.",
             _cases(rehearsals),
         ]
     failed = [f"- `{case.name}`: {case.failure}" for case in suite.cases if case.failure is not None]
-    failed += [f"- `{name}`: no time was left; the same command goes on with it" for name in suite.not_reached]
+    failed += [f"- `{name}`: no time was left; the same command continues" for name in suite.not_reached]
     if failed:
         parts += ["## Not measured", "\n".join(failed)]
     return "\n\n".join(parts) + "\n"
@@ -42,30 +43,41 @@ def suite_markdown(suite: Suite) -> str:
 
 def suite_summary(suite: Suite) -> str:
     """Mean and worst error per measure, one line each, and the number of missing cases."""
-    lines = []
-    for kind, what in (("run", "runs"), ("rehearsal", "rehearsals")):
-        for measure in MEASURES:
-            found = errors_of(suite.of_kind(kind), measure)
-            if found is not None:
-                mean = f"{_NAMES[measure]} of {found.num} {what}: {format_percent(found.mean_absolute)} off on average"
-                lines.append(f"{mean}, worst {format_error(found.worst)} ({found.worst_case})")
+    lines = [
+        f"{name} of {errors.num} {kind}s: mean absolute error {format_percent(errors.mean_absolute)}, "
+        f"worst {format_error(errors.worst)} ({errors.worst_case})"
+        for name, kind, errors in _errors(suite)
+    ]
     failed = sum(case.failure is not None for case in suite.cases)
     if failed:
         lines.append(f"{failed} failed")
     if suite.not_reached:
-        lines.append(f"{len(suite.not_reached)} not reached in time; the same command goes on")
+        lines.append(f"{len(suite.not_reached)} not reached in time; the same command continues")
     return "\n".join(lines or ["nothing was measured"])
 
 
-def _overall(suite: Suite) -> str:
-    rows = []
-    for kind, what in (("run", "runs"), ("rehearsal", "rehearsals")):
+def _errors(suite: Suite) -> Iterator[tuple[str, str, Errors]]:
+    """Name of the measure, kind of the cases, and errors, where there are any."""
+    for kind in ("run", "rehearsal"):
         for measure in MEASURES:
-            found = errors_of(suite.of_kind(kind), measure)
-            if found is not None:
-                numbers = [format_percent(found.mean_absolute), format_error(found.bias), format_error(found.worst)]
-                rows.append([f"{_NAMES[measure]}, {what}", str(found.num), *numbers, f"`{found.worst_case}`"])
-    return _table(["", "cases", "mean absolute error", "bias", "worst", "of"], rows)
+            errors = errors_of(suite.of_kind(kind), measure)
+            if errors is not None:
+                yield _NAMES[measure], kind, errors
+
+
+def _overall(suite: Suite) -> str:
+    rows = [
+        [
+            f"{name}, {kind}s",
+            str(errors.num),
+            format_percent(errors.mean_absolute),
+            format_error(errors.bias),
+            format_error(errors.worst),
+            f"`{errors.worst_case}`",
+        ]
+        for name, kind, errors in _errors(suite)
+    ]
+    return format_table_markdown(["", "cases", "mean absolute error", "bias", "worst", "of"], rows)
 
 
 def _cases(cases: Iterable[SuiteCase]) -> str:
@@ -84,7 +96,7 @@ def _cases(cases: Iterable[SuiteCase]) -> str:
         ]
         for case in cases
     ]
-    return _table(headers, rows)
+    return format_table_markdown(headers, rows)
 
 
 def _time(seconds: float | None) -> str:
@@ -93,8 +105,3 @@ def _time(seconds: float | None) -> str:
 
 def _bytes(num_bytes: int | None) -> str:
     return "" if num_bytes is None else format_bytes(num_bytes)
-
-
-def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [headers, ["---", *["---:"] * (len(headers) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["format_ranks", "format_table_text"]
+__all__ = ["format_ranks", "format_table_markdown", "format_table_text"]
 
 
 def format_table_text(
@@ -37,6 +37,12 @@ def format_table_text(
         ).rstrip()
         for line in lines
     )
+
+
+def format_table_markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table: the first column is left-aligned, the others are right-aligned."""
+    lines = [headers, ["---", *["---:"] * (len(headers) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

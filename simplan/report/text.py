@@ -1,8 +1,9 @@
-"""A prediction in words: the verdict first, then time, memory, and how much to believe."""
+"""Prediction as text: verdict, time, memory, cost terms with their uncertainty, and assumptions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import groupby, pairwise
 from pathlib import Path
 
@@ -21,7 +22,15 @@ from simplan.units import (
     format_time,
 )
 
-__all__ = ["microbatch_words", "plan_words", "prediction_text", "short_of_reserve", "verdict"]
+__all__ = [
+    "microbatch_words",
+    "plan_words",
+    "prediction_text",
+    "short_of_reserve",
+    "split_parts",
+    "suggestions",
+    "verdict",
+]
 
 _MAX_TERMS = 8
 _MAX_GROUPS = 16
@@ -37,36 +46,32 @@ def verdict(prediction: Prediction) -> str:
         return f"{needs}; the catalogue does not know the memory of {prediction.job.cluster.device.id}"
     if prediction.host_fits is False:
         return f"does not fit: {_host_memory(prediction)}"
-    spare = capacity - worst.device_bytes
-    share = format_percent(abs(spare) / capacity)
+    headroom = capacity - worst.device_bytes
+    share = format_percent(abs(headroom) / capacity)
+    of = f"{needs} of {format_bytes(capacity)}, {format_bytes(abs(headroom))} ({share})"
     if prediction.fits and worst.short_bytes:
         tensors = format_bytes(worst.device_bytes - worst.reserved_bytes + worst.allocated_bytes)
         takes = f"tensors and context of rank {worst.rank} take {tensors} of {format_bytes(capacity)}"
         return f"fits tightly: {takes}; {short_of_reserve(worst.short_bytes)}"
     if prediction.fits:
-        return f"fits: {needs} of {format_bytes(capacity)}, {format_bytes(spare)} ({share}) to spare"
-    return f"does not fit: {needs} of {format_bytes(capacity)}, {format_bytes(-spare)} ({share}) too much"
+        return f"fits: {of} headroom"
+    return f"does not fit: {of} over"
 
 
 def short_of_reserve(short_bytes: int) -> str:
     """Consequence of an allocator that finds ``short_bytes`` less memory than it would reserve."""
     return (
-        f"the allocator would reserve {format_bytes(short_bytes)} more than there is, so it frees blocks and asks "
-        "again, and steps may be slower than predicted"
+        f"the allocator would reserve {format_bytes(short_bytes)} more than there is, so it frees blocks and "
+        "retries, and steps may be slower than predicted"
     )
 
 
 def prediction_text(prediction: Prediction, next_steps: Iterable[str] = ()) -> str:
-    """Full report of a prediction as text.
-
-    Args:
-        prediction: Prediction to print.
-        next_steps: Commands to suggest at the end.
-    """
+    """Full report of a prediction as text; ``next_steps`` are commands to suggest at the end."""
     parts = [
         f"{prediction.name}: {verdict(prediction)}",
         "\n".join(_headline(prediction)),
-        "\n".join(_asked(prediction)),
+        "\n".join(_inputs_of_job(prediction)),
         _split_table(prediction),
         _worst_memory_table(prediction),
         _rank_memory_table(prediction),
@@ -74,17 +79,20 @@ def prediction_text(prediction: Prediction, next_steps: Iterable[str] = ()) -> s
     ]
     if prediction.assumptions:
         parts.append("Assumptions\n" + "\n".join(f"  - {text}" for text in prediction.assumptions))
-    suggestions = "\n".join(f"  {text}" for text in next_steps)
-    if suggestions:
-        parts.append("Next\n" + suggestions)
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *suggestions(next_steps)])
+
+
+def suggestions(next_steps: Iterable[str]) -> list[str]:
+    """Paragraph of a report with commands to run next, if there are any."""
+    lines = [f"  {text}" for text in next_steps]
+    return ["\n".join(["Next", *lines])] if lines else []
 
 
 def _headline(prediction: Prediction) -> Iterator[str]:
     low_s, high_s = prediction.step_time_interval_s
     yield (
         f"  step time    {format_time(prediction.step_time_s)}  "
-        f"({format_time(low_s)} to {format_time(high_s)} in 9 of 10 cases)"
+        f"(90 % interval {format_time(low_s)} to {format_time(high_s)})"
     )
     yield f"  throughput   {_throughput(prediction)} per device"
     yield f"  MFU          {_mfu(prediction)}"
@@ -103,7 +111,7 @@ def _host_memory(prediction: Prediction) -> str:
         return offloaded
     if prediction.host_fits:
         return f"{offloaded} of {format_bytes(capacity)}"
-    return f"{offloaded}: does not fit, it has {format_bytes(capacity)} ({format_bytes(used - capacity)} too much)"
+    return f"{offloaded}: does not fit, it has {format_bytes(capacity)} ({format_bytes(used - capacity)} over)"
 
 
 def _throughput(prediction: Prediction) -> str:
@@ -123,13 +131,13 @@ def _mfu(prediction: Prediction) -> str:
     flops = job.model.flops_per_sequence() * job.training.global_batch_size
     full = prediction.mfu_full_attention
     causal = full is not None and full != prediction.mfu
-    beside = f"; {format_percent(full)} with full attention counted (PaLM)" if causal and full is not None else ""
+    palm = f"; {format_percent(full)} with full attention counted (PaLM)" if causal and full is not None else ""
     counted_once = "causal attention, no recompute" if causal else "no recompute"
     counted_once += ", no padding" if job.model.document_share < 1 else ""
     return (
         f"{format_percent(prediction.mfu)} = {format_number(flops / 1e12)} TFLOP ({counted_once}) / "
         f"({format_time(prediction.step_time_s)} x {counted(job.cluster.num_devices, 'device')} x "
-        f"{format_flop_per_s(peak)} dense {precision} peak){beside}"
+        f"{format_flop_per_s(peak)} dense {precision} peak){palm}"
     )
 
 
@@ -140,30 +148,19 @@ def _inputs(model: ModelSpec) -> str:
     return f"sequences of {model.seq_len} tokens" + (f" with {counted(number, 'document')}" if number else "")
 
 
-def _later_tokens(model: ModelSpec) -> str:
-    """Layers that predict them, if there are any."""
-    return f" and {model.mtp_num_layers} for multi-token prediction" if model.mtp_num_layers else ""
-
-
-def _trained(model: ModelSpec) -> str:
-    """Number of trained parameters; empty when all are trained."""
-    if model.num_trained_parameters == model.num_parameters:
-        return ""
-    return f" ({format_count(model.num_trained_parameters)} trained, LoRA of rank {model.lora_rank})"
-
-
-def _asked(prediction: Prediction) -> Iterator[str]:
+def _inputs_of_job(prediction: Prediction) -> Iterator[str]:
     job = prediction.job
     model, cluster, plan, training = job.model, job.cluster, job.plan, job.training
     named = "" if cluster.id == "inline" else f"{cluster.id}: "
+    trained = ""
+    if model.num_trained_parameters != model.num_parameters:
+        trained = f" ({format_count(model.num_trained_parameters)} trained, LoRA of rank {model.lora_rank})"
+    mtp = f" and {model.mtp_num_layers} for multi-token prediction" if model.mtp_num_layers else ""
     yield (
-        f"  model        {model.name}, {format_count(model.num_parameters)} parameters{_trained(model)}, "
-        f"{model.num_blocks} layers{_later_tokens(model)}, {_inputs(model)}"
+        f"  model        {model.name}, {format_count(model.num_parameters)} parameters{trained}, "
+        f"{model.num_blocks} layers{mtp}, {_inputs(model)}"
     )
-    yield (
-        f"  cluster      {named}{cluster.num_devices} x {cluster.device.id}, "
-        f"{cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}"
-    )
+    yield (f"  cluster      {named}{cluster.num_devices} x {cluster.device.id}, {counted(cluster.num_nodes, 'node')}")
     yield (
         f"  training     {counted(training.global_batch_size, model.sample)} per step, {training.precision}, "
         f"{training.update.replace('_foreach', ' (foreach)')}, software {job.software.title}"
@@ -178,7 +175,7 @@ def _asked(prediction: Prediction) -> Iterator[str]:
 
 
 def _in_runs(numbers: Sequence[int]) -> str:
-    """Numbers one by one, or, where they are many, equal ones that follow each other together.
+    """Numbers in order; many numbers are shortened to runs of equal ones.
 
     >>> _in_runs([3, 2, 2, 3]), _in_runs([3, *[2] * 30, 3])
     ('3, 2, 2, 3', '3, 30 x 2, 3')
@@ -235,27 +232,27 @@ def plan_words(plan: ParallelPlan) -> str:
     return ", ".join(parts) or "one device"
 
 
+def split_parts(split: Split) -> dict[str, float]:
+    """Exclusive parts of a rank's step in seconds, by name.
+
+    >>> list(split_parts(Split(1.0, 0.5, 0.2, 0.0, 0.0, 0.1)))
+    ['compute', 'recompute', 'exposed communication', 'wait', 'host', 'optimizer']
+    """
+    return {name.removesuffix("_s").replace("_", " "): seconds for name, seconds in asdict(split).items()}
+
+
 def _split_table(prediction: Prediction) -> str:
-    total_s = prediction.step_time_s
-
-    def cells(split: Split) -> list[str]:
-        parts_s = (
-            split.compute_s,
-            split.recompute_s,
-            split.exposed_communication_s,
-            split.wait_s,
-            split.host_s,
-            split.optimizer_s,
-        )
-        return [f"{format_time(part_s)} {100 * part_s / total_s:3.0f} %" for part_s in parts_s]
-
+    splits = [split_parts(split) for split in prediction.splits]
+    names = [name for name in splits[0] if any(split[name] > 0 for split in splits)]
     rows = _grouped(
-        (memory.rank, cells(split)) for memory, split in zip(prediction.memory, prediction.splits, strict=True)
+        (
+            memory.rank,
+            [f"{format_time(split[name])} {100 * split[name] / prediction.step_time_s:3.0f} %" for name in names],
+        )
+        for memory, split in zip(prediction.memory, splits, strict=True)
     )
-    headers = ["rank", "compute", "recompute", "exposed comm", "wait", "host", "optimizer"]
-    kept = [0, *(i for i in range(1, len(headers)) if any(not row[i].startswith("0 s ") for row in rows))]
-    shown = [[row[i] for i in kept] for row in rows[:_MAX_GROUPS]]
-    return "Where each rank's step goes\n" + format_table_text([headers[i] for i in kept], shown) + _more(rows)
+    headers = ["rank", *(name.replace("communication", "comm") for name in names)]
+    return "Step breakdown per rank\n" + _rank_table(headers, rows)
 
 
 def _worst_memory_table(prediction: Prediction) -> str:
@@ -267,7 +264,9 @@ def _worst_memory_table(prediction: Prediction) -> str:
         if num_bytes
     ]
     when = f"during {worst.peak_action}" if worst.peak_action else "between steps"
-    return f"Memory of rank {worst.rank} at its peak, {when}\n" + format_table_text(["holds", "bytes", "share"], rows)
+    return f"Memory of rank {worst.rank} at its peak, {when}\n" + format_table_text(
+        ["category", "bytes", "share"], rows
+    )
 
 
 def _rank_memory_table(prediction: Prediction) -> str:
@@ -284,7 +283,7 @@ def _rank_memory_table(prediction: Prediction) -> str:
         for memory in prediction.memory
     )
     headers = ["rank", "allocated", "reserved", "device", "microbatches in flight"]
-    return "Peak memory per rank\n" + format_table_text(headers, rows[:_MAX_GROUPS]) + _more(rows)
+    return "Peak memory per rank\n" + _rank_table(headers, rows)
 
 
 def _terms_table(prediction: Prediction) -> str:
@@ -296,7 +295,7 @@ def _terms_table(prediction: Prediction) -> str:
     more = len(terms) - len(rows)
     note = f"\n  and {more} smaller ones (--json has all, with formulas)" if more > 0 else ""
     headers = ["cost", "source", "each", "per rank", "std"]
-    return "What it is made of, largest first\n" + format_table_text(headers, rows, left=2) + note
+    return "Cost terms, largest first\n" + format_table_text(headers, rows, left=2) + note
 
 
 def _grouped(rows: Iterable[tuple[int, list[str]]]) -> list[list[str]]:
@@ -307,6 +306,7 @@ def _grouped(rows: Iterable[tuple[int, list[str]]]) -> list[list[str]]:
     return [[format_ranks(ranks), *cells] for cells, ranks in groups.items()]
 
 
-def _more(rows: list[list[str]]) -> str:
+def _rank_table(headers: list[str], rows: list[list[str]]) -> str:
     hidden = len(rows) - _MAX_GROUPS
-    return f"\n  and {hidden} more groups of ranks (--json has all)" if hidden > 0 else ""
+    more = f"\n  and {hidden} more groups of ranks (--json has all)" if hidden > 0 else ""
+    return format_table_text(headers, rows[:_MAX_GROUPS]) + more

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from simplan.errors import ProgramError
 from simplan.io import write_json
@@ -42,9 +41,8 @@ _KIND_COLOURS = {SpanKind.COMMUNICATION: "generic_work", SpanKind.OPTIMIZER: "ol
 Event = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """A span, or an action with the spans inside it; times in whole nanoseconds."""
+class _Slice(NamedTuple):
+    """A span, or an action with the spans inside of it; times in whole nanoseconds."""
 
     start_ns: int
     end_ns: int
@@ -112,15 +110,14 @@ def _slices(stream: str, spans: list[Span]) -> Iterator[_Slice]:
 
 
 def _lanes(slices: Iterable[_Slice]) -> list[list[_Slice]]:
-    """Slices that overlap must not share a track: each goes to the first track that is free again."""
+    """Tracks without overlaps: each slice is on the first track that is free."""
     lanes: list[list[_Slice]] = []
     for item in slices:
-        for lane in lanes:
-            if lane[-1].end_ns <= item.start_ns:
-                lane.append(item)
-                break
-        else:
+        free = next((lane for lane in lanes if lane[-1].end_ns <= item.start_ns), None)
+        if free is None:
             lanes.append([item])
+        else:
+            free.append(item)
     return lanes
 
 
@@ -151,15 +148,9 @@ def _complete(name: str, span: Span, start_ns: int, end_ns: int, pid: int, tid: 
         "dur": _us(end_ns - start_ns),
         "args": args,
     }
-    colour = _colour(span)
-    return event | {"cname": colour} if colour else event
-
-
-def _colour(span: Span) -> str | None:
-    if span.kind in _KIND_COLOURS:
-        return _KIND_COLOURS[span.kind]
     action = _action(span)
-    return None if action is None else _ACTION_COLOURS.get(action.kind)
+    colour = _KIND_COLOURS.get(span.kind) or (None if action is None else _ACTION_COLOURS.get(action.kind))
+    return event | {"cname": colour} if colour else event
 
 
 def _flow_events(places: Mapping[Span, tuple[int, int]]) -> Iterator[Event]:
@@ -217,30 +208,17 @@ def _us(nanoseconds: int) -> float:
 
 
 def predicted_trace(prediction: Prediction, simulated: Simulated) -> dict[str, Any]:
-    """The trace of the predicted step, with memory over time.
-
-    Args:
-        prediction: Prediction of the step.
-        simulated: Simulated step; its clock is that of the prediction's timeline.
-    """
+    """Trace of the predicted step, with memory over time."""
     program, times = simulated.program, simulated.times
     memory = {rank: list(memory_trace(program, rank, times)) for rank in program.ranks}
     return trace_document(prediction.timeline, prediction.name, memory, program.stands_for)
 
 
 def write_predicted_trace(file: Path, prediction: Prediction, simulated: Simulated) -> None:
-    """Writes the trace of the predicted step.
-
-    Raises:
-        SpecError: The file cannot be written.
-    """
+    """Writes the trace of the predicted step; raises a SpecError if the file cannot be written."""
     write_json(file, predicted_trace(prediction, simulated))
 
 
 def write_measured_trace(file: Path, measurement: Measurement) -> None:
-    """Writes the measured step that is nearest to the median.
-
-    Raises:
-        SpecError: The file cannot be written.
-    """
+    """Writes the measured step that is nearest to the median; raises a SpecError if the file cannot be written."""
     write_json(file, trace_document(measured_timeline(measurement), measurement.job.name))

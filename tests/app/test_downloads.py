@@ -8,7 +8,7 @@ import io
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.components.downloads import csv_text
+from app.components.elements import csv_text
 
 # the writer quotes no lone carriage return, which nothing that simplan shows has
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=12)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from app.jobs.job import BackgroundJob, Jobs, State
-from app.jobs.messages import Failed, Question
+from app.jobs.messages import Failed, TaskRequest
 from app.jobs.tasks import search_plans
 from simplan.errors import SpecError
 from simplan.scenario import parse_search
@@ -32,13 +32,13 @@ search: {objectives: [step_time, memory], top: 3}
 
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[Jobs]:
-    found = Jobs(at_once=1)
+    found = Jobs(max_running=1)
     yield found
     found.close()
 
 
-def searching(text: str) -> Question:
-    return Question(search_plans, (text,), tells=True)
+def searching(text: str) -> TaskRequest:
+    return TaskRequest(search_plans, (text,), reports_progress=True)
 
 
 def until(job: BackgroundJob, holds: Callable[[BackgroundJob], bool]) -> None:
@@ -81,7 +81,7 @@ def test_a_search_shows_plans_and_can_be_stopped_and_started_again(jobs: Jobs) -
 
 
 def test_what_is_wrong_is_told_as_problems() -> None:
-    told = searching(WRONG).answer(lambda _: None)
+    told = searching(WRONG).run(lambda _: None)
     assert isinstance(told, Failed)
     assert "dgx-h100" in str(told.error())
 

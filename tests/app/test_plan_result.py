@@ -7,10 +7,8 @@ from dataclasses import asdict
 
 import pytest
 
-from app.figures.waterfall import waterfall_figure
-from app.results.headline import headline_of_prediction, headline_of_quick, training_of
-from app.results.plan import BETWEEN, WITHIN, plan_result
-from app.results.quick import quick
+from app.figures.plan import waterfall_figure
+from app.results.plan import BETWEEN, WITHIN, headline_of_prediction, plan_result, quick_headline, training_of
 from simplan.scenario import parse_scenario
 from tests.app.figures.drawn import checked
 from tests.app.questions import text_of
@@ -53,10 +51,9 @@ def test_tiers_are_those_of_the_nodes() -> None:
 def test_quick_and_whole_predictions_say_the_same(name: str) -> None:
     reduced_often = text_of("fsdp").replace("plan: {", "plan: {grad_sync: microbatch, ")
     text = reduced_often if name == "reduced often" else text_of(name)
-    asked = parse_scenario(text)
-    numbers = quick(asked)
-    assert numbers is not None
-    early = asdict(headline_of_quick(asked, numbers))
+    headline = quick_headline(parse_scenario(text))
+    assert headline is not None
+    early = asdict(headline)
     final = asdict(headline_of_prediction(plan_result(text, 0).prediction))
     for later in ("step_time_interval_s", "worst_rank"):
         assert early.pop(later) is None

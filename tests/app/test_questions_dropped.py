@@ -69,15 +69,15 @@ def test_any_bytes_are_data_or_refused(content: bytes) -> None:
 def test_own_yaml_is_applied_and_what_is_wrong_is_said() -> None:
     page = opened()
     text = document_text({**SMALL, "name": "mine", "training": {"global_batch_size": 32}})
-    page.text_area(key="question text").set_value(text)
-    page.button(key="question apply").click().run()
+    page.text_area(key="form text").set_value(text)
+    page.button(key="form apply").click().run()
     assert_no_bug(page)
     assert page.query_params["training.global_batch_size"] in ("32", ["32"])
-    page.text_area(key="question text").set_value("model: [")
-    page.button(key="question apply").click().run()
+    page.text_area(key="form text").set_value("model: [")
+    page.button(key="form apply").click().run()
     assert_no_bug(page)
     assert "not YAML" in page.warning[0].value
-    page.text_area(key="question text").set_value("!!python/object/apply:os.system ['true']")
-    page.button(key="question apply").click().run()
+    page.text_area(key="form text").set_value("!!python/object/apply:os.system ['true']")
+    page.button(key="form apply").click().run()
     assert_no_bug(page)
     assert page.warning

@@ -16,9 +16,11 @@ from app import uploads
 from app.figures.validation import errors_figure, runs_figure, steps_figure, terms_figure
 from app.jobs.run import Runs, may_run
 from simplan.accuracy.evaluate import predict_runs
+from simplan.accuracy.result import Accuracy
 from simplan.cli.dashboard import RUN_FLAG
 from simplan.errors import SpecError
 from simplan.predict import predict
+from simplan.report.drawings.accuracy_plot import accuracy_plot
 from simplan.scenario import load_scenario
 from simplan.validate.measured import measured_timeline, predicted_timeline
 from tests.accuracy.runs import run_data
@@ -105,9 +107,10 @@ def test_published_runs_are_points() -> None:
     text = yaml.safe_dump({"meta": {}, "runs": runs})
     outcomes = predict_runs([uploads.published_of("made-up.yaml", text.encode())])
     known = sum(outcome.error is not None for outcome in outcomes)
+    plot = accuracy_plot(Accuracy(tuple(outcomes)))
     assert known == 2
-    assert sum(len(trace.x) for trace in checked(runs_figure(outcomes)).data if trace.mode == "markers") == known
-    assert sum(len(trace.y) for trace in checked(errors_figure(outcomes)).data) == known
+    assert sum(len(trace.x) for trace in checked(runs_figure(plot)).data if trace.mode == "markers") == known
+    assert sum(len(trace.y) for trace in checked(errors_figure(plot)).data) == known
 
 
 @pytest.mark.parametrize("flag", [None, "0", "", "yes"])

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from app import answers, work
-from app.jobs.job import BackgroundJob
-from app.jobs.messages import Done, Question, Tell
-from app.jobs.server import WORKERS, answering
+from app import result_cache, work
+from app.jobs.job import WORKERS, BackgroundJob, page_jobs
+from app.jobs.messages import Done, Report, TaskRequest
 from simplan.errors import NotModelledError, Problem, RunError, SpecError
 from tests.app.views.pages import SMALL
 
@@ -34,10 +33,10 @@ def fail() -> None:
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     CALLS.clear()
-    answering.cache_clear()
+    page_jobs.cache_clear()
     yield
-    answering().close()
-    answering.cache_clear()
+    page_jobs().close()
+    page_jobs.cache_clear()
 
 
 def test_what_was_asked_is_not_asked_again() -> None:
@@ -56,13 +55,13 @@ def test_what_is_handed_over_is_not_kept() -> None:
 def test_large_files_are_made_where_pages_do_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def answer(self: Question, tell: Tell) -> Done:
+    def answer(self: TaskRequest, report: Report) -> Done:
         asked.append(self.task.__qualname__)
         return Done("made elsewhere")
 
-    monkeypatch.setattr(Question, "answer", answer)
+    monkeypatch.setattr(TaskRequest, "run", answer)
     document = dict(SMALL)
-    assert [answers.prediction_text(document), answers.trace_text(document)] == 2 * ["made elsewhere"]
+    assert [result_cache.prediction_text(document), result_cache.trace_text(document)] == 2 * ["made elsewhere"]
     assert asked == ["prediction_text", "trace_text"]
 
 
@@ -97,7 +96,7 @@ def test_processes_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_nobody_waits_for_is_not_begun() -> None:
-    job = BackgroundJob(Question(double, (3,)))
+    job = BackgroundJob(TaskRequest(double, (3,)))
     assert job.join()
     assert job.join()
     job.leave()

@@ -46,11 +46,11 @@ def _show(tab: Any, url: str, name: str) -> None:
             start.click()
         tab.get_by_text(re.compile(r"a step on .* \(in .* s\)")).wait_for()  # all is explained
     if name == "validate":
-        start = tab.get_by_role("button", name="Predict them")
-        start.or_(tab.get_by_text("the worst first")).first.wait_for()
+        start = tab.get_by_role("button", name="Predict runs")
+        start.or_(tab.get_by_text("Runs by error")).first.wait_for()
         if start.count():
             start.click()
-        tab.get_by_text("the worst first").first.wait_for()
+        tab.get_by_text("Runs by error").first.wait_for()
     settled(tab)
     tab.wait_for_timeout(_DRAWN_MS)
 

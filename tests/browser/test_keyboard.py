@@ -92,7 +92,7 @@ def test_a_plan_is_changed_searched_and_opened_by_keys(page: Any, served: str) -
     best = re.search(r"step time: (.*s) a step", verdict.inner_text())
     tab_to(page, "Open as the plan")
     page.keyboard.press("Enter")
-    page.get_by_role("heading", name="Take it away").wait_for()
+    page.get_by_role("heading", name="Downloads").wait_for()
     settled(page)
     assert best is not None
     assert step_time(page) == best[1]

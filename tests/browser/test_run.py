@@ -30,9 +30,9 @@ def test_a_run_is_watched_and_stopped(page: Any, tmp_path: Path) -> None:
     with serving(tmp_path) as (url, _):
         opened(page, f"{url}/validate?{HERE}")
         main = page.locator("[data-testid=stMainBlockContainer]")
-        main.get_by_role("button", name="Run it here").click()
+        main.get_by_role("button", name="Run here").click()
         main.get_by_text(re.compile(r"calibrating|step \d")).first.wait_for()
         main.get_by_role("button", name="Stop").click()
-        main.get_by_text("It was stopped after").wait_for()
-        main.get_by_role("button", name="Run it here").wait_for()
+        main.get_by_text("Stopped after").wait_for()
+        main.get_by_role("button", name="Run here").wait_for()
         assert page.locator("[data-testid=stException]").count() == 0

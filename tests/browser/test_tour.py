@@ -21,7 +21,7 @@ MOST_SEEN = """
 () => {
   window.most = {}
   const look = () => {
-    for (const words of ["Why one plan beats another", "Compare", "Search"]) {
+    for (const words of ["Plan comparison", "Compare", "Search"]) {
       const shown = [...document.querySelectorAll("h3, [data-testid=stMainBlockContainer] button")]
         .filter(one => one.textContent.trim().endsWith(words))
       window.most[words] = Math.max(window.most[words] || 0, shown.length)
@@ -46,11 +46,11 @@ def test_the_tour_ends_with_a_plan_that_predict_confirms(page: Any, served: str,
     page.get_by_role("button", name="Compare").click()
     page.get_by_text(re.compile(r"All \d+ terms with their formulas")).wait_for()
     page.get_by_text(re.compile(r"The second takes .* longer a step \(\+")).wait_for()
-    assert page.evaluate("() => window.most") == {"Why one plan beats another": 1, "Compare": 1, "Search": 1}
+    assert page.evaluate("() => window.most") == {"Plan comparison": 1, "Compare": 1, "Search": 1}
     best = re.search(r"step time: (.* s) a step", verdict.inner_text())
     page.get_by_role("button", name="Open as the plan").click()
     page.wait_for_url(lambda url: "/search" not in url)
-    page.get_by_role("heading", name="Take it away").wait_for()
+    page.get_by_role("heading", name="Downloads").wait_for()
     settled(page)
     step = page.locator("[data-testid=stMetric]").filter(has_text="Step time").locator("[data-testid=stMetricValue]")
     assert best is not None
@@ -77,9 +77,9 @@ def test_a_plan_is_opened_while_others_are_explained_and_answers_are_slow(page: 
     with slow_link(served) as link:
         opened(page, f"{link.address}/search?{scenario}")
         page.get_by_role("button", name="Search", exact=True).click()
-        page.get_by_text("all else is final").wait_for()
+        page.get_by_text("the ranking is final").wait_for()
         link.delay_s = 0.8
         page.get_by_role("button", name="Open as the plan").click()
-        page.get_by_role("heading", name="Take it away").wait_for()
+        page.get_by_role("heading", name="Downloads").wait_for()
         page.wait_for_timeout(4_000)
-        assert page.get_by_role("heading", name="Take it away").is_visible()
+        assert page.get_by_role("heading", name="Downloads").is_visible()

@@ -93,7 +93,7 @@ def test_a_broken_upload_gives_a_sentence(page: Any, served: str, tmp_path: Path
 def test_a_link_starts_no_run(page: Any, served: str) -> None:
     here = SMALL.replace("dgx-h100", "this-machine")
     opened(page, f"{served}/validate?{here}&v.held=run&v.run=true")
-    page.get_by_role("button", name="Run it here").wait_for()
+    page.get_by_role("button", name="Run here").wait_for()
     assert page.get_by_role("button", name="Stop").count() == 0
 
 

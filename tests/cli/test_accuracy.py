@@ -87,9 +87,9 @@ def test_frameworks_of_the_catalog_and_others_are_rows(simplan: Simplan, tmp_pat
 def test_the_text_names_files_errors_and_what_was_skipped(simplan: Simplan, runs: Path) -> None:
     result = simplan("accuracy", runs / "some.yaml", "--jobs", "1")
     assert result.returncode == 0, "whatever the errors are"
-    assert result.stdout.startswith("2 published runs predicted, 2 skipped: step times are ")
-    assert "\n90 % intervals hold 0.0 % of the measured times (+/- " in result.stdout
-    for words in ("Step time: errors in percent", "Peak memory", "Furthest off", "\nSkipped\n", "unheard-of: device"):
+    assert result.stdout.startswith("2 published runs predicted, 2 skipped: mean absolute error of step times ")
+    assert "\n90 % intervals contain 0.0 % of the measured times (median half width " in result.stdout
+    for words in ("Step time: errors in percent", "Peak memory", "Largest errors", "\nSkipped\n", "unheard-of: device"):
         assert words in result.stdout
     assert all(len(line) <= 120 for line in result.stdout.splitlines() if "h1000" not in line and "lora" not in line)
 
@@ -109,7 +109,7 @@ def test_tables_come_as_markdown(simplan: Simplan, runs: Path) -> None:
     result = simplan("accuracy", runs, "--markdown", "--jobs", "1")
     headers, rule, row, *_ = [line for line in result.stdout.splitlines() if line.startswith("|")]
     assert row.startswith("| some | 1 | 2 |")
-    assert "| within | +/- |" in headers
+    assert "| coverage | +/- |" in headers
     assert headers.count("|") == rule.count("|") == row.count("|")
 
 

@@ -30,7 +30,7 @@ def test_predict_prints_the_verdict_first(simplan: Simplan, scenario: Path) -> N
     result = simplan("predict", scenario)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("small: fits: rank ")
-    for word in ("step time", "MFU", "dense bf16 peak", "Where each rank's step goes", "Peak memory per rank", "Next"):
+    for word in ("step time", "MFU", "dense bf16 peak", "Step breakdown per rank", "Peak memory per rank", "Next"):
         assert word in result.stdout
     assert "\033" not in result.stdout, "no colour off a terminal"
 

@@ -92,8 +92,8 @@ def test_hollow_is_outside_of_the_interval_and_a_triangle_beyond_the_panel() -> 
     assert found["far"].tag == f"{SVG}path"
     assert found["far"].findtext(f"{SVG}title") == "far: predicted 50.000 s, measured 1.000 s (+4900.0 %)"
     words = "".join(ElementTree.fromstring(accuracy_svg(plot)).itertext())
-    assert "further off" in words
-    assert "further off" not in "".join(ElementTree.fromstring(accuracy_svg(plot_of(*near))).itertext())
+    assert "beyond the panel" in words
+    assert "beyond the panel" not in "".join(ElementTree.fromstring(accuracy_svg(plot_of(*near))).itertext())
 
 
 def test_everything_but_the_marks_changes_for_dark_pages_and_nothing_hangs_over() -> None:

@@ -19,8 +19,7 @@ from simplan.program.action import Action, ActionKind
 from simplan.program.schedules import SCHEDULES, PipelineShape, StageTimes
 from simplan.program.schedules.bubble import action_ends_s
 from simplan.program.timeline import Span, SpanKind, Timeline
-from simplan.report.drawings.drawing import Box, DrawnRank, PipelineDrawing, draw_pipeline, draw_timeline
-from simplan.report.drawings.drawing_labels import ticks
+from simplan.report.drawings.drawing import Box, DrawnRank, PipelineDrawing, draw_pipeline, draw_timeline, ticks
 from simplan.report.drawings.drawing_svg import drawing_svg, fill_of, ink_on
 from simplan.report.drawings.drawing_text import drawing_text
 from simplan.training.training import TrainingSpec
@@ -181,16 +180,16 @@ def test_labels_shrink_with_their_boxes() -> None:
     text = drawing_text(PipelineDrawing("x", 40.0, 1, (row,)), 40 + 26)
     # a label with its stage needs a column behind it, one without does not
     assert text.splitlines()[3] == "rank 0 │0F0─F0─F1B0I1╌╌╌╌╌╌╌0W1▒▒▒▒▒▒▒          │ 0.0 %        2+1"
-    assert "3 of 6 boxes have no room for their whole label" in " ".join(text.split())
+    assert "3 of 6 boxes are too narrow for their full label" in " ".join(text.split())
 
 
 def test_the_advised_width_is_enough() -> None:
     drawing = draw_timeline("x", timeline_of("interleaved_1f1b", 4, 8, StageTimes.equal(8), 2), range(4))
     text = " ".join(drawing_text(drawing, 60).split())
     width = int(text.split("--width ")[1].split()[0])
-    assert "no room" in text
-    assert "no room" not in drawing_text(drawing, width)
-    assert "no room" in drawing_text(drawing, width - 10)
+    assert "too narrow" in text
+    assert "too narrow" not in drawing_text(drawing, width)
+    assert "too narrow" in drawing_text(drawing, width - 10)
 
 
 def test_too_many_boxes_are_said_and_the_rest_is_drawn() -> None:

@@ -37,13 +37,13 @@ def with_need(prediction: Prediction, device_bytes: int) -> Prediction:
 def test_the_verdict_tells_the_headroom(prediction: Prediction) -> None:
     assert (
         verdict(with_need(prediction, 60 * GIB))
-        == "fits: rank 0 needs 60.00 GiB of 80.00 GiB, 20.00 GiB (25.0 %) to spare"
+        == "fits: rank 0 needs 60.00 GiB of 80.00 GiB, 20.00 GiB (25.0 %) headroom"
     )
 
 
 def test_the_verdict_tells_what_is_missing(prediction: Prediction) -> None:
     text = verdict(with_need(prediction, 100 * GIB))
-    assert text == "does not fit: rank 0 needs 100.00 GiB of 80.00 GiB, 20.00 GiB (25.0 %) too much"
+    assert text == "does not fit: rank 0 needs 100.00 GiB of 80.00 GiB, 20.00 GiB (25.0 %) over"
 
 
 def test_an_unknown_capacity_is_no_verdict(prediction: Prediction) -> None:
@@ -152,8 +152,8 @@ def test_ranks_that_read_the_same_share_a_line(prediction: Prediction) -> None:
 
 def test_columns_that_are_zero_everywhere_are_left_out(prediction: Prediction) -> None:
     text = prediction_text(prediction)
-    assert "recompute " not in text.split("Where each rank")[1].splitlines()[1]
-    assert "wait" in text.split("Where each rank")[1].splitlines()[1]
+    assert "recompute " not in text.split("Step breakdown")[1].splitlines()[1]
+    assert "wait" in text.split("Step breakdown")[1].splitlines()[1]
 
 
 def test_assumptions_and_next_steps_are_listed(prediction: Prediction) -> None:

@@ -191,4 +191,4 @@ def test_a_machine_that_became_slower_is_told_apart_from_a_wrong_prediction(pred
     assert row.predicted == pytest.approx(1.5 * prediction.step_time_s - 0.5 * moving_s)
     assert row.signed_error is not None
     assert abs(row.signed_error) < 0.02 < 0.3 < abs(found.rows[0].signed_error or 0.0)
-    assert "a matrix product took 1.50 times as long in the run" in comparison_text(found)
+    assert "a matmul took 1.50 times as long in the run" in comparison_text(found)

@@ -46,7 +46,7 @@ def test_the_report_says_what_was_measured_and_what_was_not() -> None:
     assert "| `a` | 1.000 s | 1.100 s | +10.0 % | 1.0 % | 40.0 % | 2.00 GiB | 2.00 GiB | +0.0 % |" in text
     assert "- `c`: rank 0 needs more memory than this device has" in text
     assert "- `e`: no time was left" in text
-    assert suite_summary(suite).splitlines()[-2:] == ["1 failed", "1 not reached in time; the same command goes on"]
+    assert suite_summary(suite).splitlines()[-2:] == ["1 failed", "1 not reached in time; the same command continues"]
     written = suite.to_json()
     assert written["overall"]["run"]["step_time"]["worst_case"] == "b"
     assert written["overall"]["rehearsal"]["memory"] is None

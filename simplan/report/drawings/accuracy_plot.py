@@ -1,4 +1,4 @@
-"""Predicted over measured step times as a picture, a panel for each file: as plain data that the SVG is made from."""
+"""Plot of predicted over measured step times as plain data, one panel per file."""
 
 from __future__ import annotations
 
@@ -41,13 +41,7 @@ class PlotPoint:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Panel of the plot: one file of published runs.
-
-    Attributes:
-        name: File name.
-        figures: Errors of the runs.
-        points: Runs of the file.
-    """
+    """Panel of the plot: name, errors and runs of one file."""
 
     name: str
     figures: StepTimeFigures
@@ -56,12 +50,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class AccuracyPlot:
-    """Predicted over measured step times of several files.
-
-    Attributes:
-        heading: Summary of all runs.
-        panels: At least one.
-    """
+    """Predicted over measured step times: a summary of all runs, and at least one panel."""
 
     heading: str
     panels: tuple[Panel, ...]
@@ -73,14 +62,14 @@ class AccuracyPlot:
 
     @cached_property
     def largest_ratio(self) -> float:
-        """The panels go up to it, and down to its inverse; runs beyond are marked at the edge."""
+        """Upper limit of the panels; the lower limit is the inverse. Runs beyond are marked at the edge."""
         far = [max(point.ratio, 1 / point.ratio) for point in self.points]
         enough = (limit for limit in ERRORS if sum(ratio <= limit for ratio in far) >= _SHOWN * len(far))
         return next(enough, max(ERRORS))
 
     @cached_property
     def times_s(self) -> tuple[float, float]:
-        """Where the axis of measured times begins and ends."""
+        """Start and end of the axis of measured times."""
         first_s = min(point.measured_s for point in self.points)
         last_s = max(point.measured_s for point in self.points)
         more = max(1.25, math.sqrt(_LEAST_RANGE * first_s / last_s))
@@ -88,16 +77,14 @@ class AccuracyPlot:
 
 
 def accuracy_plot(result: Accuracy) -> AccuracyPlot | None:
-    """The picture of some outcomes; None where no step time was both measured and predicted."""
+    """Plot of published runs; None if no step time was both measured and predicted."""
     panels = []
     figures = result.by_file
     for file, name in result.names.items():
         points = tuple(
-            PlotPoint(
-                outcome.run.id, outcome.run.measured.step_time_s, outcome.predicted.step_time_s, outcome.in_interval
-            )
-            for outcome in result.of_file(file)
-            if outcome.predicted is not None and outcome.run.measured.step_time_s is not None
+            PlotPoint(one.run.id, one.run.measured.step_time_s, one.predicted.step_time_s, one.in_interval)
+            for one in result.of_file(file)
+            if one.predicted is not None and one.run.measured.step_time_s is not None
         )
         if points:
             panels.append(Panel(name, figures[file].step_time, points))

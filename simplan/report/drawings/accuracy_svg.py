@@ -6,8 +6,8 @@ import math
 from xml.etree import ElementTree
 
 from simplan.report.drawings.accuracy_plot import ERRORS, AccuracyPlot, Panel, PlotPoint, time_ticks
-from simplan.report.drawings.drawing_labels import clean
-from simplan.report.drawings.svg import DARK, PAPER, SOFT, Element, line, picture, rect, text, written
+from simplan.report.drawings.drawing import clean
+from simplan.report.drawings.svg import PAPER, SOFT, Element, line, picture, rect, text, written
 from simplan.units import counted, format_percent, format_time
 
 __all__ = ["COLOURS", "NIGHT", "accuracy_svg"]
@@ -23,6 +23,7 @@ NIGHT = {"paper": "#0d1117", "ink": "#e6edf3", "soft": "#9da7b3", "grid": "#3036
 
 _GRID, _BAND, _BAND_OPACITY = "#d3d8de", "#000000", "0.1"
 _WITHIN = 0.1  # the band around no error
+_TITLE = "Predicted and measured step times"
 _WIDTH, _LEFT, _RIGHT, _GAP = 960, 72, 14, 16
 _TOP, _CAPTION, _HEIGHT, _DISTANCE = 72, 40, 140, 192
 _COLUMNS = 3
@@ -32,14 +33,14 @@ _OPACITY = "0.85"  # of dots, which may cover each other
 
 
 def accuracy_svg(plot: AccuracyPlot) -> str:
-    """The picture as an SVG document, 960 px wide, with its own background."""
+    """The plot as an SVG document, 960 px wide, with a background."""
     columns = min(_COLUMNS, len(plot.panels))
     bottom = _TOP + _DISTANCE * math.ceil(len(plot.panels) / columns)
     height = bottom + 64
-    root = picture("Predicted step times beside measured ones", _WIDTH, height)
+    root = picture(_TITLE, _WIDTH, height)
     root.append(_style())
     root.append(rect(0, 0, _WIDTH, height, PAPER, css="paper"))
-    root.append(_ink(_LEFT, 24, "Predicted step times beside measured ones", size=16, bold=True))
+    root.append(text(_LEFT, 24, _TITLE, size=16, bold=True, css="ink"))
     for number, words in enumerate(plot.heading.splitlines()):
         root.append(_soft(_LEFT, 43 + 16 * number, words))
     side = Element("g", {"transform": f"rotate(-90) translate({-(_TOP + bottom) / 2:g} 16)"})
@@ -98,7 +99,8 @@ class _Frame:
     def group(self, panel: Panel, colour: str) -> Element:
         """Name, figures and runs of a file."""
         group = Element("g", {"class": "panel"})
-        group.append(_ink(self.left, self.top - 22, _clipped(panel.name, self.width), size=13, bold=True))
+        name = _clipped(panel.name, self.width)
+        group.append(text(self.left, self.top - 22, name, size=13, bold=True, css="ink"))
         group.append(_soft(self.left, self.top - 7, _caption(panel)))
         group.extend(self._mark(point, colour) for point in panel.points)
         return group
@@ -131,10 +133,10 @@ def _triangle(x: float, edge: float, up: bool) -> str:
 def _caption(panel: Panel) -> str:
     found = panel.figures
     assert found.errors.mape is not None, "a panel has runs"
-    words = f"{counted(found.errors.num, 'run')}, {format_percent(found.errors.mape)} off"
+    words = f"{counted(found.errors.num, 'run')}, mean error {format_percent(found.errors.mape)}"
     if found.interval_coverage is None:
         return words
-    return f"{words}, {format_percent(found.interval_coverage, 0)} in their intervals"
+    return f"{words}, {format_percent(found.interval_coverage, 0)} in the interval"
 
 
 def _legend(plot: AccuracyPlot, top: float) -> list[Element]:
@@ -147,11 +149,11 @@ def _legend(plot: AccuracyPlot, top: float) -> list[Element]:
     if True in kinds:
         entries.append((Element("circle", dot | filled), "measured inside of the 90 % interval"))
     if False in kinds:
-        entries.append((Element("circle", dot | hollow), "outside of it"))
+        entries.append((Element("circle", dot | hollow), "outside of the interval"))
     if any(not 1 / limit <= point.ratio <= limit for point in points):
         shape = {"d": _triangle(6, -8, up=True)}
-        entries.append((Element("path", shape | filled), "further off than the panel goes"))
-    entries.append((_band(0, -10, 12, 12), f"at most {100 * _WITHIN:.0f} % off"))
+        entries.append((Element("path", shape | filled), "error beyond the panel"))
+    entries.append((_band(0, -10, 12, 12), f"error at most {100 * _WITHIN:.0f} %"))
     parts, left = [], float(_LEFT)
     for mark, words in entries:
         group = Element("g", {"transform": f"translate({left:g} {top:g})"})
@@ -176,15 +178,11 @@ def _style() -> Element:
     return style
 
 
-def _ink(x: float, y: float, words: str, *, size: int, bold: bool) -> Element:
-    return text(x, y, words, size=size, colour=DARK, bold=bold, css="ink")
-
-
 def _soft(x: float, y: float, words: str, *, anchor: str = "start") -> Element:
     return text(x, y, words, size=12, colour=SOFT, anchor=anchor, css="soft")
 
 
 def _clipped(name: str, width: float) -> str:
-    """The end of a name that is too long for its panel."""
+    """The name, or its end if it is too long for the panel."""
     name, most = clean(name), int(width / _LETTER_PX)
     return name if len(name) <= most else "…" + name[1 - most :]

@@ -1,4 +1,4 @@
-"""A predicted and a measured step on one time axis, as plain data that the picture is made from."""
+"""Drawing of a predicted and a measured step on one time axis, as plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from simplan.report.drawings.drawing import Box, draw_timeline
 from simplan.runs.measurement import Measurement
-from simplan.validate.activity import Activity, ActivityShare, Piece, pieces_of, predicted_activity
+from simplan.validate.activity import ActivityShare, Piece, pieces_of, predicted_activity
 from simplan.validate.measured import measured_timeline, predicted_timeline
 from simplan.validate.measured_activity import measured_activity
 
@@ -58,12 +58,7 @@ class ComparisonDrawing:
 
 
 def draw_comparison(prediction: Mapping[str, Any], measurement: Measurement) -> ComparisonDrawing:
-    """Drawing of a prediction's JSON document and the recorded step of a measurement of the same job.
-
-    Args:
-        prediction: A prediction's JSON document.
-        measurement: A run with a recorded step.
-    """
+    """Drawing of a prediction's JSON document and of the recorded step of a measurement of the same job."""
     predicted, measured = predicted_timeline(prediction), measured_timeline(measurement)
     activities = predicted_activity(predicted), measured_activity(measurement)
     both = sorted(activities[0].keys() & activities[1])
@@ -73,10 +68,7 @@ def draw_comparison(prediction: Mapping[str, Any], measurement: Measurement) -> 
     for index, rank in enumerate(shown):
         for source, drawing, activity in zip(("predicted", "measured"), drawings, activities, strict=True):
             end_s = drawing.step_time_s
-            boxes, stripes = drawing.rows[index].boxes, _stripes(activity[rank], end_s)
+            boxes = drawing.rows[index].boxes
+            stripes = tuple(piece for piece in pieces_of(activity[rank], end_s) if piece.share in _STRIPES)
             rows.append(ComparedRow(rank, source, boxes, stripes, end_s))  # type: ignore[arg-type]
     return ComparisonDrawing(measurement.job.name, tuple(rows), len(both) - len(shown))
-
-
-def _stripes(activity: Activity, step_time_s: float) -> tuple[Piece, ...]:
-    return tuple(piece for piece in pieces_of(activity, step_time_s) if piece.share in _STRIPES)

@@ -7,9 +7,8 @@ from xml.etree import ElementTree
 
 from simplan.program.action import ActionKind
 from simplan.report.drawings.comparison_drawing import ComparedRow, ComparisonDrawing
-from simplan.report.drawings.drawing import Box
-from simplan.report.drawings.drawing_labels import WORDS, clean, ticks
-from simplan.report.drawings.drawing_svg import COLOURS, fill_of, ink_on
+from simplan.report.drawings.drawing import WORDS, Box, clean
+from simplan.report.drawings.drawing_svg import COLOURS, LANE, fill_of, ink_on, time_axis
 from simplan.report.drawings.svg import DARK, PAPER, SOFT, Element, line, picture, rect, text, written
 from simplan.units import format_time
 from simplan.validate.activity import ActivityShare, Piece
@@ -17,15 +16,14 @@ from simplan.validate.activity import ActivityShare, Piece
 __all__ = ["comparison_html", "comparison_svg"]
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 1200, 132, 84, 76
-_LANE_HEIGHT, _PAIR_DISTANCE, _TICK_DISTANCE = 26, 66, 100
+_LANE_HEIGHT, _PAIR_DISTANCE = 26, 66
 _STRIPE_HEIGHT = 8
-_LANE, _GRID = "#eef0f3", "#c9ced6"
 _STRIPES = {ActivityShare.EXPOSED_COMMUNICATION: "#8e44ad", ActivityShare.UNEXPLAINED: "#c0392b"}
 _LABEL_PX, _LEGEND_PX = 7.0, 6.6
 
 
 def comparison_svg(drawing: ComparisonDrawing) -> str:
-    """The picture as an SVG document, 1200 px wide, with its own background."""
+    """The drawing as an SVG document, 1200 px wide, with a background."""
     num_pairs = len(drawing.rows) // 2
     bottom = _TOP + _PAIR_DISTANCE * num_pairs
     heading = f"{clean(drawing.name)}: one step, predicted and measured"
@@ -35,10 +33,7 @@ def comparison_svg(drawing: ComparisonDrawing) -> str:
     root.append(text(_LEFT, 46, _subheading(drawing), size=12, colour=SOFT))
     for number, row in enumerate(drawing.rows):
         root.extend(_lane(row, _top(number), drawing))
-    for tick in ticks(drawing.axis_s, (_WIDTH - _LEFT - _RIGHT) // _TICK_DISTANCE):
-        x = _x(tick.time_s, drawing)
-        root.append(line(x, _TOP - 6, x, bottom, _GRID))
-        root.append(text(x, bottom + 14, tick.label, size=12, colour=SOFT, anchor="middle"))
+    root.extend(time_axis(drawing.axis_s, _LEFT, _WIDTH - _LEFT - _RIGHT, _TOP - 6, bottom))
     for number, row in enumerate(drawing.rows):
         root.extend(_box(box, row, drawing, _top(number)) for box in row.boxes)
         root.extend(_stripe(piece, drawing, _top(number)) for piece in row.stripes)
@@ -74,7 +69,7 @@ def _lane(row: ComparedRow, top: float, drawing: ComparisonDrawing) -> list[Elem
     words = f"rank {row.rank} {row.source}" if row.source == "predicted" else row.source
     end = _x(row.step_time_s, drawing)
     return [
-        rect(_LEFT, top, end - _LEFT, _LANE_HEIGHT, _LANE),
+        rect(_LEFT, top, end - _LEFT, _LANE_HEIGHT, LANE),
         text(_LEFT - 8, middle, words, size=12, anchor="end", colour=DARK if row.source == "predicted" else SOFT),
         text(_WIDTH - _RIGHT + 8, middle, format_time(row.step_time_s), size=12, colour=SOFT),
     ]
@@ -107,9 +102,8 @@ def _stripe(piece: Piece, drawing: ComparisonDrawing, top: float) -> Element:
 def _legend(drawing: ComparisonDrawing, top: float) -> list[Element]:
     kinds = {box.action.kind for row in drawing.rows for box in row.boxes}
     entries = [(COLOURS[kind], WORDS[kind]) for kind in ActionKind if kind in kinds]
-    words = {ActivityShare.EXPOSED_COMMUNICATION: "exposed communication", ActivityShare.UNEXPLAINED: "unexplained"}
-    entries += [(_STRIPES[share], words[share]) for share in _STRIPES]
-    entries.append((_LANE, "waiting"))
+    entries += [(colour, share.replace("_", " ")) for share, colour in _STRIPES.items()]
+    entries.append((LANE, "waiting"))
     parts, left = [], float(_LEFT)
     for fill, entry in entries:
         parts.append(rect(left, top, 12, 12, fill))

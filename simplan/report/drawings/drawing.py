@@ -1,4 +1,4 @@
-"""Drawing of one pipeline step as plain data, from which the text and the SVG are made.
+"""Drawing of one pipeline step as plain data, and the labels that its text and its SVG share.
 
 A row is a pipeline rank, a box is an action. Of the ranks that share a pipeline coordinate, the first is drawn: folding
 keeps the first rank.
@@ -6,19 +6,47 @@ keeps the first rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from simplan.plan.plan import RankMapping
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
 from simplan.program.program import Stream
 from simplan.program.timeline import COMPUTING, Span, SpanKind, Timeline
+from simplan.units import counted, format_percent, format_time
 
-__all__ = ["Box", "DrawnRank", "PipelineDrawing", "draw_pipeline", "draw_timeline"]
+__all__ = [
+    "WORDS",
+    "Box",
+    "DrawnRank",
+    "PipelineDrawing",
+    "Tick",
+    "clean",
+    "draw_pipeline",
+    "draw_timeline",
+    "heading",
+    "labels",
+    "notes",
+    "row_figures",
+    "subheading",
+    "ticks",
+]
+
+WORDS = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.BACKWARD_INPUT: "backward of inputs",
+    ActionKind.BACKWARD_WEIGHT: "backward of weights",
+    ActionKind.UNSHARD: "unpacking gathered parameters",
+    ActionKind.REDUCE_GRAD: "scaling and packing gradients",
+    ActionKind.OPTIM: "optimizer step",
+}
+"""Kinds of actions on the compute stream, in words."""
 
 _SCHEMA_VERSION = 1
 _DRAWN = COMPUTING | {SpanKind.OPTIMIZER, SpanKind.HOST}
@@ -29,10 +57,9 @@ class Box:
     """Time span from the first to the last compute operation of one action.
 
     Attributes:
-        action: Action: kind, stage and microbatch.
-        start_s: Start in seconds from the start of the step.
-        end_s: End in seconds from the start of the step.
-        recompute_s: Seconds of the span that recompute forward.
+        action: Kind, stage and microbatch.
+        start_s, end_s: Seconds from the start of the step.
+        recompute_s: Seconds of recomputation.
     """
 
     action: Action
@@ -42,12 +69,12 @@ class Box:
 
     @property
     def duration_s(self) -> float:
-        """From start to end."""
+        """Seconds from start to end."""
         return self.end_s - self.start_s
 
     @property
     def recomputed_share(self) -> float:
-        """Recomputation as a share of the box."""
+        """Fraction of the box that is recomputation."""
         return self.recompute_s / self.duration_s
 
 
@@ -58,8 +85,8 @@ class DrawnRank:
     Attributes:
         rank: Global rank that is drawn.
         boxes: In the order of time; they do not overlap.
-        idle_fraction: Share of the time from the first to the last computation of any drawn rank (without the
-            optimizer step) in which its compute stream idles; the mean over rows is the bubble fraction.
+        idle_fraction: Fraction of idle time on the compute stream, from the first to the last computation of any drawn
+            rank, without the optimizer step. The mean over rows is the bubble fraction.
         activations_in_flight: Maximum number of microbatches in flight, by stage; empty when unknown.
     """
 
@@ -170,11 +197,11 @@ def draw_timeline(
     ranks_per_row: int = 1,
     activations_in_flight: Mapping[int, Mapping[int, int]] | None = None,
 ) -> PipelineDrawing:
-    """Draw some ranks of a timeline.
+    """Drawing of some ranks of a timeline.
 
     Args:
         name: Name to show.
-        timeline: Predicted or made by hand; every action on its compute streams is one of a table.
+        timeline: Timeline whose compute spans belong to actions.
         ranks: Ranks to draw, one per row.
         ranks_per_row: Ranks per pipeline coordinate; every drawn rank represents all of them.
         activations_in_flight: Rank -> stage -> maximum number of microbatches in flight; None when unknown.
@@ -213,3 +240,74 @@ def _boxes(spans: list[Span]) -> tuple[Box, ...]:
         recompute_s = sum(span.end_s - span.start_s for span in inside if span.kind is SpanKind.RECOMPUTE)
         boxes.append(Box(Action.parse(action), inside[0].start_s, inside[-1].end_s, recompute_s))
     return tuple(boxes)
+
+
+class Tick(NamedTuple):
+    """Tick of the time axis: position and label."""
+
+    time_s: float
+    label: str
+
+
+def clean(name: str) -> str:
+    """A name without line breaks and other characters that neither a line of text nor XML can hold."""
+    return "".join(character if character.isprintable() else "?" for character in name)
+
+
+def heading(drawing: PipelineDrawing) -> str:
+    """Name and step time."""
+    return f"{clean(drawing.name)}: one step in {format_time(drawing.step_time_s)}, as predicted"
+
+
+def subheading(drawing: PipelineDrawing) -> str:
+    """Number of pipeline ranks and microbatches of a drawing."""
+    one_of = f", the first of {drawing.ranks_per_row} ranks per stage" if drawing.ranks_per_row > 1 else ""
+    plural = "" if drawing.num_microbatches == 1 else "es"
+    return f"{counted(len(drawing.rows), 'pipeline rank')}{one_of}; {drawing.num_microbatches} microbatch{plural}"
+
+
+def row_figures(row: DrawnRank) -> tuple[str, str]:
+    """Idle share and activations in flight (stage by stage, empty when unknown) of a rank."""
+    in_flight = "+".join(str(number) for _, number in sorted(row.activations_in_flight.items()))
+    return format_percent(row.idle_fraction), in_flight
+
+
+def notes(drawing: PipelineDrawing) -> list[str]:
+    """Notes of the legend on labels and on the figures of a row."""
+    found = ["3F0: stage 3, forward of microbatch 0"] if drawing.several_stages else []
+    found.append("idle: share of the time from the first to the last computation, without the optimizer step")
+    if any(row.activations_in_flight for row in drawing.rows):
+        where = "each stage of a rank" if drawing.several_stages else "a rank"
+        found.append(f"in flight: maximum number of microbatches with saved activations on {where}")
+    return found
+
+
+def labels(box: Box, several_stages: bool) -> tuple[str, ...]:
+    """Labels of a box, longest first, in torch's notation; the stage is shown only if ranks have several stages.
+
+    >>> labels(Box(Action.parse("3F12"), 0.0, 1.0), several_stages=True)
+    ('3F12', 'F12')
+    """
+    action = box.action
+    short = str(action.kind) if action.microbatch is None else f"{action.kind}{action.microbatch}"
+    return (str(action), short) if several_stages and action.microbatch is not None else (short,)
+
+
+def ticks(step_time_s: float, most: int) -> tuple[Tick, ...]:
+    """Round times from 0 to the end of the step, in s from a second on, else in ms; the last one names the unit.
+
+    Args:
+        step_time_s: Length of the axis.
+        most: Largest number of ticks after the one at 0; at least 1.
+
+    >>> [tick.label for tick in ticks(0.26, 6)]
+    ['0', '50', '100', '150', '200', '250 ms']
+    """
+    unit, unit_s = ("s", 1.0) if step_time_s >= 1.0 else ("ms", 1e-3)
+    length = step_time_s / unit_s
+    power = 10.0 ** math.floor(math.log10(length / most))
+    distance = next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power * most >= length)
+    values = [number * distance for number in range(int(length / distance) + 1)]
+    texts = [f"{value:.6g}" for value in values]
+    texts[-1] += f" {unit}"
+    return tuple(Tick(value * unit_s, text) for value, text in zip(values, texts, strict=True))

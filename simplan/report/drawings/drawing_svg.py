@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from xml.etree import ElementTree
 
 from simplan.program.action import ActionKind
-from simplan.report.drawings.drawing import Box, DrawnRank, PipelineDrawing
-from simplan.report.drawings.drawing_labels import IDLE_WORDS, WORDS, heading, labels, row_figures, subheading, ticks
-from simplan.report.drawings.svg import DARK, PAPER, SOFT, Element, line, picture, rect, text, written
+from simplan.report.drawings.drawing import (
+    WORDS,
+    Box,
+    DrawnRank,
+    PipelineDrawing,
+    heading,
+    labels,
+    notes,
+    row_figures,
+    subheading,
+    ticks,
+)
+from simplan.report.drawings.svg import DARK, PAPER, SOFT, Element, line, picture, rect, shade, text, written
 from simplan.units import format_time
 
-__all__ = ["COLOURS", "drawing_svg", "fill_of", "ink_on"]
+__all__ = ["COLOURS", "GRID", "LANE", "drawing_svg", "fill_of", "ink_on", "time_axis"]
 
 COLOURS = {
     ActionKind.FORWARD: "#1d5fa8",
@@ -23,8 +34,7 @@ COLOURS = {
 }
 """Fill of a rank's first stage; they differ in lightness too."""
 
-_LANE, _GRID = "#eef0f3", "#c9ced6"
-_LIGHTEST = 0.5  # of the way to white for a rank's last stage
+LANE, GRID = "#eef0f3", "#c9ced6"
 _WIDTH, _LEFT, _RIGHT, _TOP = 1200, 76, 128, 84
 _ROW_HEIGHT, _ROW_DISTANCE = 28, 34
 _TICK_DISTANCE = 100
@@ -33,7 +43,7 @@ _OUTLINED_PX = 4.0  # narrower boxes have no outline, which would hide them
 
 
 def drawing_svg(drawing: PipelineDrawing) -> str:
-    """The picture as an SVG document, 1200 px wide, with its own background."""
+    """The drawing as an SVG document, 1200 px wide, with a background."""
     bottom = _TOP + _ROW_DISTANCE * len(drawing.rows)
     legend = _legend(drawing, bottom + 34)
     height = max(float(part.get("y", 0)) for part in legend) + 24
@@ -47,7 +57,7 @@ def drawing_svg(drawing: PipelineDrawing) -> str:
         root.append(text(_WIDTH - 10, _TOP - 10, "in flight", size=12, colour=SOFT, anchor="end"))
     for number, row in enumerate(drawing.rows):
         root.extend(_lane(row, _TOP + number * _ROW_DISTANCE))
-    root.extend(_axis(drawing, bottom))
+    root.extend(time_axis(drawing.step_time_s, _LEFT, _WIDTH - _LEFT - _RIGHT, _TOP - 4, bottom))
     for number, row in enumerate(drawing.rows):
         root.extend(_box(box, row, drawing, _TOP + number * _ROW_DISTANCE) for box in row.boxes)
     root.extend(legend)
@@ -55,16 +65,8 @@ def drawing_svg(drawing: PipelineDrawing) -> str:
 
 
 def fill_of(kind: ActionKind, place: int, num_stages: int) -> str:
-    """Color of a box: the hue of the action kind, lighter for later stages of the rank.
-
-    Args:
-        kind: Action kind.
-        place: Index of the stage among the stages of the rank, from 0.
-        num_stages: Number of stages of the rank.
-    """
-    share = _LIGHTEST * place / max(1, num_stages - 1)
-    channels = (int(COLOURS[kind][start : start + 2], 16) for start in (1, 3, 5))
-    return "#" + "".join(f"{round(channel + (255 - channel) * share):02x}" for channel in channels)
+    """Color of a box: the hue of the action kind, lighter for later stages of the rank (``place`` counts from 0)."""
+    return shade(COLOURS[kind], place, num_stages)
 
 
 def ink_on(fill: str) -> str:
@@ -81,20 +83,24 @@ def _lane(row: DrawnRank, top: float) -> list[Element]:
     idle, in_flight = row_figures(row)
     middle = top + _ROW_HEIGHT / 2 + 4
     return [
-        rect(_LEFT, top, _WIDTH - _LEFT - _RIGHT, _ROW_HEIGHT, _LANE),
+        rect(_LEFT, top, _WIDTH - _LEFT - _RIGHT, _ROW_HEIGHT, LANE),
         text(_LEFT - 8, middle, f"rank {row.rank}", size=12, anchor="end"),
         text(_WIDTH - _RIGHT + 64, middle, idle, size=12, anchor="end"),
         text(_WIDTH - 10, middle, in_flight, size=12, anchor="end"),
     ]
 
 
-def _axis(drawing: PipelineDrawing, bottom: float) -> list[Element]:
-    parts = []
-    for tick in ticks(drawing.step_time_s, (_WIDTH - _LEFT - _RIGHT) // _TICK_DISTANCE):
-        x = _x(tick.time_s, drawing)
-        parts.append(line(x, _TOP - 4, x, bottom, _GRID))
-        parts.append(text(x, bottom + 14, tick.label, size=12, colour=SOFT, anchor="middle"))
-    return parts
+def time_axis(length_s: float, left: float, width: float, top: float, bottom: float) -> Iterator[Element]:
+    """Grid lines and labels of the time axis.
+
+    Args:
+        length_s: Time at the right end of the axis.
+        left, width, top, bottom: Area of the drawing in px.
+    """
+    for tick in ticks(length_s, int(width // _TICK_DISTANCE)):
+        x = left + tick.time_s / length_s * width
+        yield line(x, top, x, bottom, GRID)
+        yield text(x, bottom + 14, tick.label, size=12, colour=SOFT, anchor="middle")
 
 
 def _box(box: Box, row: DrawnRank, drawing: PipelineDrawing, top: float) -> Element:
@@ -142,24 +148,19 @@ def _legend(drawing: PipelineDrawing, top: float) -> list[Element]:
     entries = [(COLOURS[kind], False, f"{kind}: {WORDS[kind]}") for kind in drawing.kinds]
     if drawing.recomputes:
         entries.append((COLOURS[ActionKind.BACKWARD], True, "recomputing (its share of the box)"))
-    entries.append((_LANE, False, "idle"))
+    entries.append((LANE, False, "idle"))
     parts, left = [], float(_LEFT)
     for fill, hatched, words in entries:
         width = 18 + _LEGEND_PX * len(words) + 18
         if left + width > _WIDTH and left > _LEFT:
             left, top = float(_LEFT), top + 20
-        parts.append(rect(left, top, 12, 12, fill, stroke=_GRID if fill == _LANE else None))
+        parts.append(rect(left, top, 12, 12, fill, stroke=GRID if fill == LANE else None))
         if hatched:
             parts.append(rect(left, top, 12, 12, "url(#recompute)"))
         parts.append(text(left + 18, top + 10, words, size=12))
         left += width
-    notes = [IDLE_WORDS]
-    if drawing.several_stages:
-        notes.append("lighter: a later stage of the same rank; 3F0: stage 3, forward of microbatch 0")
-    if any(row.activations_in_flight for row in drawing.rows):
-        holder = "each stage of a rank" if drawing.several_stages else "a rank"
-        notes.append(f"in flight: most microbatches whose activations {holder} holds at once")
-    for number, note in enumerate(notes, start=1):
+    shades = ["lighter: a later stage of the same rank"] if drawing.several_stages else []
+    for number, note in enumerate([*shades, *notes(drawing)], start=1):
         parts.append(text(_LEFT, top + 14 + 18 * number, note, size=12, colour=SOFT))
     return parts
 

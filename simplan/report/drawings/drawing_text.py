@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from textwrap import wrap
 
 from simplan.program.action import ActionKind
-from simplan.report.drawings.drawing import Box, DrawnRank, PipelineDrawing
-from simplan.report.drawings.drawing_labels import (
-    IDLE_WORDS,
+from simplan.report.drawings.drawing import (
     WORDS,
-    Tick,
+    Box,
+    DrawnRank,
+    PipelineDrawing,
     heading,
     labels,
+    notes,
     row_figures,
     subheading,
     ticks,
@@ -53,30 +54,25 @@ def drawing_text(drawing: PipelineDrawing, width: int, paint: Paint = lambda tex
     names = [f"rank {row.rank}" for row in drawing.rows]
     left = max(map(len, names))
     figures = _figure_columns(drawing)
-    columns = _columns(width, left, figures)
+    columns = max(10, width - left - 3 - max(map(len, figures)))  # without names, two bars and figures
     lines = [f"{heading(drawing)}; {subheading(drawing)}", ""]
     lines.append(" " * (left + columns + 3) + figures[0])
     for name, row, shown in zip(names, drawing.rows, figures[1:], strict=True):
         boxes = _row(row, drawing, columns, paint)
         lines.append(f"{name:{left}} │{boxes}│{shown}")
-    lines.append(" " * (left + 2) + _axis(ticks(drawing.step_time_s, max(1, columns // _TICK_WIDTH)), drawing, columns))
+    lines.append(" " * (left + 2) + _axis(drawing, columns))
     lines += ["", *_wrapped(_legend(drawing), width)]
     lines += _wrapped(_too_narrow(drawing, columns, width - columns), width)
     return "\n".join(line.rstrip() for line in lines)
 
 
 def _figure_columns(drawing: PipelineDrawing) -> list[str]:
-    """Columns to the right of the boxes: a header and one line per row, all of one width."""
+    """Text to the right of the boxes: a header, and one line per row."""
     cells = [("idle", "in flight"), *(row_figures(row) for row in drawing.rows)]
     if not any(in_flight for _, in_flight in cells[1:]):
         cells = [(idle, "") for idle, _ in cells]
     idle_width, in_flight_width = (max(len(cell[column]) for cell in cells) for column in (0, 1))
     return [f" {idle:>{idle_width}}  {in_flight:>{in_flight_width}}".rstrip() for idle, in_flight in cells]
-
-
-def _columns(width: int, left: int, figures: list[str]) -> int:
-    """Columns for the time axis: the width minus names, two bars and figures, at least 10."""
-    return max(10, width - left - 3 - max(map(len, figures)))
 
 
 def _cells(box: Box, drawing: PipelineDrawing, columns: int) -> range:
@@ -96,15 +92,11 @@ def _row(row: DrawnRank, drawing: PipelineDrawing, columns: int, paint: Paint) -
 
 
 def _box(box: Box, width: int, drawing: PipelineDrawing) -> str:
-    label = _label(box, width, drawing) or str(box.action.kind)[0]
+    fitting = (text for text in labels(box, drawing.several_stages) if _room(text) <= width)
+    label = next(fitting, str(box.action.kind)[0])
     fill = _FILLS[box.action.kind] * width
     recomputing = _RECOMPUTE * round(box.recomputed_share * width)
     return (label + recomputing + fill[len(recomputing) :])[:width]
-
-
-def _label(box: Box, width: int, drawing: PipelineDrawing) -> str:
-    """The longest label that fits; empty when none does."""
-    return next((text for text in labels(box, drawing.several_stages) if _room(text) <= width), "")
 
 
 def _room(label: str) -> int:
@@ -112,9 +104,9 @@ def _room(label: str) -> int:
     return len(label) + (1 if label[0].isdigit() else 0)
 
 
-def _axis(marks: Iterable[Tick], drawing: PipelineDrawing, columns: int) -> str:
+def _axis(drawing: PipelineDrawing, columns: int) -> str:
     line = ""
-    for mark in marks:
+    for mark in ticks(drawing.step_time_s, max(1, columns // _TICK_WIDTH)):
         line = f"{line:{round(mark.time_s / drawing.step_time_s * columns)}}|{mark.label}"
     return line
 
@@ -124,12 +116,7 @@ def _legend(drawing: PipelineDrawing) -> Iterator[str]:
         yield f"{str(kind)[0]}{_FILLS[kind] * 2} {WORDS[kind]}"
     if drawing.recomputes:
         yield f"{_RECOMPUTE}{_RECOMPUTE} recomputing (its share of the box)"
-    if drawing.several_stages:
-        yield "3F0: stage 3, forward of microbatch 0"
-    yield IDLE_WORDS
-    if any(row.activations_in_flight for row in drawing.rows):
-        holder = "each stage of a rank" if drawing.several_stages else "a rank"
-        yield f"in flight: most microbatches whose activations {holder} holds at once"
+    yield from notes(drawing)
 
 
 def _too_narrow(drawing: PipelineDrawing, columns: int, beside: int) -> Iterator[str]:
@@ -147,7 +134,7 @@ def _too_narrow(drawing: PipelineDrawing, columns: int, beside: int) -> Iterator
     advice = f"--width {enough} or -o FILE.svg" if enough <= _WIDEST_ADVICE else "-o FILE.svg"
     parts = [
         f"{missing} of {len(widths)} boxes are narrower than a column and not drawn" if missing else "",
-        f"{short} of {len(widths)} boxes have no room for their whole label" if short else "",
+        f"{short} of {len(widths)} boxes are too narrow for their full label" if short else "",
     ]
     yield f"{', '.join(part for part in parts if part)}: {advice} shows more"
 

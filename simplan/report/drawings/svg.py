@@ -1,14 +1,32 @@
-"""Parts of pictures as SVG elements."""
+"""SVG elements and colors of drawings."""
 
 from __future__ import annotations
 
 from xml.etree import ElementTree
 
-__all__ = ["DARK", "PAPER", "SOFT", "Element", "line", "picture", "rect", "text", "written"]
+__all__ = ["DARK", "PAPER", "SOFT", "Element", "line", "picture", "rect", "shade", "text", "written"]
 
 PAPER, DARK, SOFT = "#ffffff", "#000000", "#4a515c"
 
 Element = ElementTree.Element
+
+_LIGHTEST = 0.5  # of the way to white, for the last shade
+
+
+def shade(colour: str, place: int, number: int) -> str:
+    """Color, lighter for later stages of a rank.
+
+    Args:
+        colour: Color of the first stage, ``#rrggbb``.
+        place: Index of the stage, from 0.
+        number: Number of stages.
+
+    >>> shade("#000000", 1, 2), shade("#3b7dd8", 0, 1)
+    ('#808080', '#3b7dd8')
+    """
+    share = _LIGHTEST * place / max(1, number - 1)
+    channels = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+    return "#" + "".join(f"{round(channel + (255 - channel) * share):02x}" for channel in channels)
 
 
 def picture(title: str, width: float, height: float) -> Element:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.figures.difference import difference_figure, difference_rows, difference_words
+from app.figures.plans import difference_figure, difference_rows, difference_words
 from simplan.explain import Difference, difference, explain
 from simplan.scenario import load_scenario
 from simplan.units import GIB

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from app.figures.memory import memory_bars, memory_figure, memory_rows
-from app.palette import MEMORY
+from app.figures.plan import memory_bars, memory_figure, memory_rows
+from app.figures.style import MEMORY
 from simplan.units import GIB
 from tests.app.figures.drawn import checked
 from tests.app.questions import predicted

@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from app.palette import ACTIONS, MEMORY, PLANS, SPLIT
+from app.figures.style import ACTIONS, MEMORY, PLANS, SPLIT
 from simplan.program.program import MemoryCategory
 
 SEEN = {

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from app.components.downloads import csv_text
-from app.figures.plans import AXES, COLOURS, plan_rows, plans_figure, shares_figure, space_figure, space_rows
+from app.components.elements import csv_text
+from app.figures.plans import AXES, COLOURS, plan_rows, plans_figure, shares_figure, space_figure, space_table
 from simplan.search import SearchResult, SearchSpace, search
 from simplan.units import GIB
 from tests.app.figures.drawn import checked
@@ -66,7 +66,7 @@ def test_any_two_axes_can_be_drawn_and_hover_tells_everything(result: SearchResu
     figure = checked(plans_figure(rows, "step_time_s", "device_gib", colour, pinned=[rows[0]["plan"]]))
     hover = [text for t in figure.data if t.customdata is not None for [text] in t.customdata]
     best = next(text for text in hover if text.startswith("<b>1."))
-    for words in ("step time:", "device memory", "MFU:", "pipeline ranks:", "limited by", "saves", "recompute:"):
+    for words in ("step time:", "device memory", "MFU:", "pipeline ranks:", "bottleneck:", "saves", "recompute:"):
         assert words in best
     assert sum(t.name == "pinned" for t in figure.data) == 1
 
@@ -78,6 +78,6 @@ def test_shares_are_as_long_as_the_step(result: SearchResult) -> None:
 
 
 def test_every_plan_of_the_space_went_somewhere(result: SearchResult) -> None:
-    assert sum(row["plans"] for row in space_rows(result.space)) == result.space.total
+    assert sum(row["plans"] for row in space_table(result.space)) == result.space.total
     [bars] = checked(space_figure(result.space)).data
     assert sum(bars.x) == result.space.total

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.figures.gantt import gantt_figure
-from app.palette import ACTIONS, COMMUNICATION
+from app.figures.style import ACTIONS, COMMUNICATION
 from app.results import timeline
 from app.results.timeline import timeline_result, trace_text
 from simplan.program.action import ActionKind
@@ -63,7 +63,7 @@ def test_a_window_holds_what_runs_in_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert half.num_boxes == whole.num_boxes
     assert sum(len(lane.compute) for lane in half.lanes) < sum(len(lane.compute) for lane in whole.lanes)
     assert all(box.end_s >= 0.5 * whole.step_time_s for lane in half.lanes for box in lane.compute)
-    monkeypatch.setattr(timeline, "MOST_BOXES", 40)
+    monkeypatch.setattr(timeline, "MAX_BOXES", 40)
     few = timeline_result(text_of("zb-h1"), 0)
     assert few.window_s[1] < whole.step_time_s
     assert sum(len(lane.compute) + len(lane.communications) for lane in few.lanes) <= 40 + 2 * len(few.lanes) + 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from streamlit.testing.v1 import AppTest
 
-from app.link import ShareLink, encode
+from app.state import encode
 from tests.app.figures.drawn import checked
 
 MAIN = Path(__file__).resolve().parents[3] / "app" / "main.py"
@@ -30,7 +30,7 @@ def opened(page: str = "", document: Mapping[str, object] = SMALL, view: Mapping
         test.run()
         test.switch_page(f"views/{page}.py")
     test.query_params.clear()
-    for key, value in encode(ShareLink(dict(document), dict(view or {}))).items():
+    for key, value in encode(document, view or {}).items():
         test.query_params[key] = value
     return test.run()
 

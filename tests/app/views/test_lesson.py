@@ -6,8 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from app.figures.lesson import lesson_figure
-from app.results.lesson import lesson
+from app.figures.lesson import lesson, lesson_figure
 from simplan.plan.schedules import SCHEDULE_FACTS
 from tests.app.figures.drawn import checked
 

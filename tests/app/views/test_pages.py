@@ -10,7 +10,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.link import decode
+from app.state import decode
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict import predict
 from simplan.scenario import parse_scenario
@@ -107,9 +107,9 @@ def test_a_change_of_the_form_changes_answer_and_link() -> None:
     page.number_input(key="document:training.global_batch_size").set_value(64).run()
     assert_no_bug(page)
     assert page.metric[0].value != before
-    link = decode(query_of(page))
-    assert link.document["training"]["global_batch_size"] == 64
-    again = opened(document=link.document, view=link.view)
+    document, view = decode(query_of(page))
+    assert document["training"]["global_batch_size"] == 64
+    again = opened(document=document, view=view)
     assert [metric.value for metric in again.metric] == [metric.value for metric in page.metric]
 
 
@@ -119,7 +119,7 @@ def test_what_axes_leave_is_data_parallel() -> None:
     page.select_slider(key="document:plan.tp").set_value(2).run()
     page.selectbox(key="document:plan.zero_stage").set_value(3).run()
     assert_no_bug(page)
-    plan = decode(query_of(page)).document["plan"]
+    plan = decode(query_of(page))[0]["plan"]
     assert (plan["tp"], plan["dp_shard"], plan["zero_stage"]) == (2, 2, 3)
     assert "schedule" not in plan
     assert page.success

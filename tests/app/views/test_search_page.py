@@ -13,11 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from streamlit.testing.v1 import AppTest
 
-from app import basket
+from app import pinned_plans
 from app.figures.plans import AXES, COLOURS
-from app.jobs.job import BackgroundJob, Jobs, State
-from app.jobs.messages import Question, Update
-from app.jobs.server import searches
+from app.jobs.job import BackgroundJob, Jobs, State, searches
+from app.jobs.messages import TaskRequest, Update
 from app.jobs.tasks import search_plans
 from simplan.plan.plan import ParallelPlan
 from simplan.scenario import parse_scenario
@@ -86,7 +85,7 @@ def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest
     assert [sum(plan.explanation is not None for plan in update.value.ranked) for update in later] == [0, 1, 2]
     assert all(not update.value.interrupted and update.value.space == whole.space for update in later)
     assert [plan.plan for plan in later[0].value.ranked] == [plan.plan for plan in whole.ranked]
-    job = BackgroundJob(Question(search_plans, (text,)))
+    job = BackgroundJob(TaskRequest(search_plans, (text,)))
     job.state, job.update, job.value = State.RUNNING, later[1], later[1].value
     monkeypatch.setattr(Jobs, "find", lambda *_: job)
     monkeypatch.setattr("app.components.progress.follow", lambda *_: None)
@@ -96,23 +95,23 @@ def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest
     assert button(page, "Open as the plan")
     best = told[-1].value.ranked[0]
     shown = [str(markdown.value) for markdown in page.markdown]
-    [why] = [text for text in shown if "**Limited by**" in text]
+    [why] = [text for text in shown if "**Bottleneck**" in text]
     low_s, high_s = best.explanation.step_time_interval_s
-    assert f"In 9 of 10 cases a step takes {format_time(low_s)} to {format_time(high_s)}." in why
-    assert f"of the step of rank {best.explanation.busiest_rank}, which waits least." in why
-    assert not any("Nearest misses" in str(header.value) for header in page.subheader)
+    assert f"90 % interval of the step time: {format_time(low_s)} to {format_time(high_s)}." in why
+    assert f"of the step of rank {best.explanation.busiest_rank}, the rank that waits least." in why
+    assert not any("Near misses" in str(header.value) for header in page.subheader)
     missed = NearestMiss(plan=PLANS[0], num_devices=4, device_bytes=3 * 2**30, lacking_bytes=2**30)
     job.value = replace(later[1].value, nearest_misses=(missed,))
     page = opened()
-    assert any("Nearest misses" in str(header.value) for header in page.subheader)
-    assert any("1.00 GiB too much, 3.00 GiB in all" in str(markdown.value) for markdown in page.markdown)
+    assert any("Near misses" in str(header.value) for header in page.subheader)
+    assert any("1.00 GiB over, needs 3.00 GiB" in str(markdown.value) for markdown in page.markdown)
     job.value = replace(later[1].value, interrupted=True)  # the update comes a moment before its value
     assert not opened().success
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_is_taken_away_is_the_plan(plan: ParallelPlan) -> None:
-    document = basket.with_plan({**TINY, "cluster": {"preset": "dgx-h100", "num_nodes": 1}}, plan)
+    document = pinned_plans.with_plan({**TINY, "cluster": {"preset": "dgx-h100", "num_nodes": 1}}, plan)
     assert parse_scenario(yaml.safe_dump(document)).job.plan == plan
 
 

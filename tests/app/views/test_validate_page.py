@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from streamlit.testing.v1 import AppTest
 
 from app.components import published
-from app.jobs.job import BackgroundJob, Jobs
-from app.jobs.messages import Question
-from app.jobs.server import runs, searches
+from app.jobs.job import BackgroundJob, Jobs, searches
+from app.jobs.messages import TaskRequest
+from app.jobs.run import runs
 from app.jobs.tasks import predict_published
 from simplan.cli.dashboard import RUN_FLAG
 from tests.app.test_uploads import made
@@ -39,7 +39,7 @@ def test_a_link_starts_no_run(flag: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert_no_bug(page)
     assert runs().last is None
     assert not searches().busy()
-    assert ("Run it here" in [button.label for button in page.button]) is (flag == "1")
+    assert ("Run here" in [button.label for button in page.button]) is (flag == "1")
 
 
 VIEWS = st.fixed_dictionaries(
@@ -47,7 +47,7 @@ VIEWS = st.fixed_dictionaries(
     optional={
         "held": st.sampled_from(["published", "measured", "run", "nonsense", 7, None]),
         "source": st.sampled_from(
-            ["zero_bubble", "all sources", "heldout/papers", "a file of your own", "../secret", 3, None]
+            ["zero_bubble", "all sources", "heldout/papers", "uploaded file", "../secret", 3, None]
         ),
         "steps": st.sampled_from([5, 10, 7, "x", -1]),
         "start run": st.booleans(),
@@ -75,21 +75,21 @@ def test_published_runs_of_the_repository_are_offered() -> None:
     page = opened("validate")
     [source] = [box for box in page.selectbox if box.label == "Source"]
     assert "zero_bubble" in source.options
-    assert "papers (no fit has seen it)" in source.options
-    assert "bridge_experts (looked at)" in source.options
-    assert "Predict them" in [button.label for button in page.button]
+    assert "papers (held out)" in source.options
+    assert "bridge_experts (validation)" in source.options
+    assert "Predict runs" in [button.label for button in page.button]
 
 
-@pytest.mark.parametrize(("source", "words"), [("zero_bubble", "in-sample"), ("heldout/papers", "was fitted on these")])
+@pytest.mark.parametrize(("source", "words"), [("zero_bubble", "In-sample"), ("heldout/papers", "was fitted on these")])
 def test_a_source_is_said_to_be_fitted_or_held_out(source: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read = published._read(source)
     assert read.runs
-    job = BackgroundJob(Question(predict_published, ([replace(read, runs=read.runs[:1])],), tells=True))
+    job = BackgroundJob(TaskRequest(predict_published, ([replace(read, runs=read.runs[:1])],), reports_progress=True))
     job.run_here()
     monkeypatch.setattr(Jobs, "find", lambda *_: job)
     page = opened("validate", view={"source": source})
     assert_no_bug(page)
-    [caption] = [caption.value for caption in page.caption if caption.value.startswith("A cross")]
+    [caption] = [caption.value for caption in page.caption if caption.value.startswith("Crosses")]
     assert words in caption
 
 

@@ -1,4 +1,4 @@
-"""Definitions of terms from simplan, as help next to numbers."""
+"""Definitions of terms: formulas for the page Learn, and help texts next to numbers."""
 
 from __future__ import annotations
 
@@ -6,51 +6,49 @@ from functools import cache
 
 from simplan.cli.terminal.definitions import definitions
 
-__all__ = ["FORMULAS", "meaning"]
-
 FORMULAS = (
     (
         "MFU",
         r"\frac{\text{model FLOPs of a step}}{\text{step time} \times \text{devices} \times \text{dense peak}}",
-        "Model FLOPs utilization: causal attention counted half, nothing that is computed again. "
-        "Shown with it is the count with full attention, which most papers use (PaLM).",
+        "Model FLOPs utilization: causal attention counted half, without recomputation. "
+        "Most papers count full attention (PaLM); predictions show both.",
     ),
     (
         "HFU",
-        r"\text{MFU} \times \left(1 + \frac{\text{FLOPs computed again}}{\text{model FLOPs}}\right)",
+        r"\text{MFU} \times \left(1 + \frac{\text{recomputed FLOPs}}{\text{model FLOPs}}\right)",
         "Hardware FLOPs utilization.",
     ),
     (
         "Bubble fraction, GPipe and 1F1B",
         r"\frac{p-1}{m+p-1}",
-        "For equal stages and free messages: p ranks, m microbatches.",
+        "For equal stages and zero-cost communication: p ranks, m microbatches.",
     ),
     (
         "Bubble fraction, interleaved 1F1B",
         r"\frac{p-1}{v\,m+p-1}",
-        "With v stages a rank, m a multiple of p. Predictions take real stages and messages instead.",
+        "v stages per rank, m a multiple of p. Predictions use the actual stages and communication.",
     ),
     (
         "Split of a step",
         r"\text{step} = \text{compute} + \text{recompute} + \text{exposed communication} + \text{wait} + \text{host}"
         r" + \text{optimizer}",
-        "Of each rank; the six exclude each other.",
+        "Per rank; the six parts are exclusive.",
     ),
     (
         "Overlap",
         r"\frac{\text{compute time while communicating}}{\text{communication time}}",
-        "What of communication is hidden.",
+        "Fraction of communication that compute hides.",
     ),
     (
         "Device memory",
         r"\text{device} = \underbrace{\text{allocated} + \text{rounding and fragmentation}}_{\text{reserved}}"
         r" + \text{context}",
-        "Of each rank at its own worst instant.",
+        "Per rank, at the peak of the rank.",
     ),
     (
         "Signed error",
         r"\frac{\text{predicted} - \text{measured}}{\text{measured}}",
-        "To be compared with the spread of the repeats.",
+        "Compare with the spread of the repeats.",
     ),
 )
 """Name, formula (LaTeX) and description of each metric."""
@@ -62,7 +60,7 @@ def _definitions() -> dict[str, str]:
 
 
 def meaning(name: str) -> str:
-    """The definition of a metric or of a word in reports, as ``simplan show metrics`` has it.
+    """Definition of a metric or of a term in reports, as ``simplan show metrics`` prints it.
 
     >>> meaning("allocated")
     'memory held by tensors'

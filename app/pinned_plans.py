@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from app import state
@@ -11,9 +12,7 @@ from simplan.problems import parse_model
 from simplan.report.search import search_plan_words
 from simplan.scenario import plan_section
 
-__all__ = ["MOST_PINNED", "key_of", "pin", "pinned", "unpin", "with_plan"]
-
-MOST_PINNED = 6
+MAX_PINNED = 6
 """Maximum number of pinned plans, limited by the length of a link."""
 
 _NAME = "pins"
@@ -21,31 +20,24 @@ _NAME = "pins"
 
 def pinned() -> dict[str, ParallelPlan]:
     """Pinned plans by their text; invalid plans of a link are skipped."""
-    given = state.view(_NAME, [])
-    found: dict[str, ParallelPlan] = {}
-    for data in given if isinstance(given, list) else []:
-        try:
+    stored = state.view(_NAME, [])
+    plans: dict[str, ParallelPlan] = {}
+    for data in stored if isinstance(stored, list) else []:
+        with suppress(SpecError):
             plan = parse_model(ParallelPlan, data)
-        except SpecError:
-            continue
-        found[key_of(plan)] = plan
-    return dict(list(found.items())[:MOST_PINNED])
+            plans[search_plan_words(plan)] = plan
+    return dict(list(plans.items())[:MAX_PINNED])
 
 
 def pin(plan: ParallelPlan) -> None:
-    """Pins a plan; removes the oldest pinned plan if there are ``MOST_PINNED``."""
-    plans = [other for key, other in pinned().items() if key != key_of(plan)]
-    _keep([*plans, plan][-MOST_PINNED:])
+    """Pins a plan; removes the oldest pinned plan if there are ``MAX_PINNED``."""
+    plans = [other for other in pinned().values() if other != plan]
+    _store([*plans, plan][-MAX_PINNED:])
 
 
 def unpin(key: str) -> None:
-    """Unpins a plan."""
-    _keep([plan for other, plan in pinned().items() if other != key])
-
-
-def key_of(plan: ParallelPlan) -> str:
-    """Text of a plan, its key."""
-    return search_plan_words(plan)
+    """Unpins the plan with a text."""
+    _store([plan for other, plan in pinned().items() if other != key])
 
 
 def with_plan(document: dict[str, Any], plan: ParallelPlan) -> dict[str, Any]:
@@ -58,5 +50,5 @@ def with_plan(document: dict[str, Any], plan: ParallelPlan) -> dict[str, Any]:
     }
 
 
-def _keep(plans: list[ParallelPlan]) -> None:
+def _store(plans: list[ParallelPlan]) -> None:
     state.set_view(_NAME, [plan_section(plan) for plan in plans] or None)

@@ -1,4 +1,4 @@
-"""Things to take away: scenarios, tables, documents, figures."""
+"""Elements that pages share: metrics, tables, figures, and buttons that save files."""
 
 from __future__ import annotations
 
@@ -8,20 +8,31 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pandas as pd
 import streamlit as st
 from plotly.basedatatypes import BaseFigure
 
 from app.figures.style import Figure
 
-__all__ = ["csv_text", "download", "file_name", "show_figure"]
+_TYPES = {"csv": "text/csv", "json": "application/json", "yaml": "text/yaml"}
 
-_TYPES = {
-    "csv": "text/csv",
-    "json": "application/json",
-    "yaml": "text/yaml",
-    "svg": "image/svg+xml",
-    "txt": "text/plain",
-}
+
+def show_metrics(cells: Sequence[tuple[str, str, str]]) -> None:
+    """A row of metrics: label, value and help."""
+    for column, (label, value, about) in zip(st.columns(len(cells)), cells, strict=True):
+        column.metric(label, value, help=about)
+
+
+def show_table(rows: Sequence[Mapping[str, Any]], *, digits: int | None = None, **more: Any) -> None:
+    """A table of rows of one shape.
+
+    Args:
+        rows: Cells by column name.
+        digits: Decimals of numbers; None for all.
+        more: Further arguments of ``st.dataframe``.
+    """
+    frame = pd.DataFrame(rows)
+    st.dataframe(frame if digits is None else frame.round(digits), hide_index=True, placeholder="", **more)
 
 
 def download(label: str, name: str, kind: str, content: str | bytes | Callable[[], str], *, about: str = "") -> None:
@@ -30,7 +41,7 @@ def download(label: str, name: str, kind: str, content: str | bytes | Callable[[
     Args:
         label: Label of the button.
         name: Name to show; the file name is derived from it.
-        kind: File name extension: ``csv``, ``json``, ``yaml``, ``svg`` or ``txt``.
+        kind: File name extension: ``csv``, ``json`` or ``yaml``.
         content: Content of the file; a function is called when the button is pressed.
         about: Tooltip; empty for none.
     """
@@ -49,7 +60,7 @@ def show_figure(figure: Figure, name: str, *, alt: str, key: str | None = None, 
     """A figure of full width, whose camera buttons save SVG and PNG files (``head.html``).
 
     Args:
-        figure: Figure without colors of text and background, which the theme defines.
+        figure: Figure in Plotly's format.
         name: Title of the figure, also its file name.
         alt: Alternative text for screen readers.
         key: Widget key, needed if a page shows two equal figures; None otherwise.

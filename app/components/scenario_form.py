@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, get_args
 
 import streamlit as st
 
 from app import state
-from app.components.problems import show_problems
 from app.fields import choice, get, number, put, switch
+from app.page import show_problems
 from app.uploads import config_fields, scenario_data
 from simplan import catalog
 from simplan.cluster.machine import THIS_MACHINE
@@ -17,8 +18,6 @@ from simplan.plan.plan import Recompute
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.training.training import Precision, TrainingSpec
 from simplan.wording import divisors
-
-__all__ = ["show_question"]
 
 _OPTIMIZERS = get_args(TrainingSpec.model_fields["optimizer"].annotation)
 _SHARDING = {
@@ -30,12 +29,8 @@ _SHARDING = {
 _OWN = "own"
 
 
-def show_question(*, plan: bool = True) -> None:
-    """The form, bound to the scenario of the session.
-
-    Args:
-        plan: Include the plan.
-    """
+def show_scenario_form(*, plan: bool = True) -> None:
+    """The form, bound to the scenario of the session; with or without the plan."""
     with st.sidebar:
         _model()
         _cluster()
@@ -50,7 +45,7 @@ def _model() -> None:
     inline = "preset" not in _section("model")
     name = get(("model", "name"), "own model") if inline else None
     options = [*([_OWN] if inline else []), *catalog.names("models")]
-    key = "question model"
+    key = "form model"
     st.session_state[key] = _OWN if inline else get(("model", "preset"))
     if st.session_state[key] not in options:
         st.session_state[key] = options[0]
@@ -62,21 +57,16 @@ def _model() -> None:
         args=(key,),
         format_func=lambda option: str(name) if option == _OWN else option,
         label_visibility="collapsed",
-        help="From the catalogue; or drop a Hugging Face config.json below",
+        help="Catalog name; or upload a Hugging Face config.json below",
     )
     number("Sequence length", ("model", "seq_len"), _preset_length(), most=10**8, help="Tokens of one sequence")
     with st.popover("Hugging Face config.json", width="stretch"):
-        st.caption("Read as data; its shapes become the scenario's model. Nothing is stored.")
-        file = st.file_uploader("config.json", type=["json"], key="question config", label_visibility="collapsed")
-        length = st.number_input(
-            "Tokens of a sequence",
-            1,
-            10**8,
-            4096,
-            help="Those you train on: a config has the longest that the model takes, often many times as many",
-        )
-        if file is not None and st.button("Use it", key="question use config"):
-            _take_config(file.name, file.getvalue(), length)
+        st.caption("Read as data and not stored; its shapes become the model of the scenario.")
+        file = st.file_uploader("config.json", type=["json"], key="form config", label_visibility="collapsed")
+        about = "Sequence length of the training; a config has the maximum of the model"
+        length = st.number_input("Training tokens", 1, 10**8, 4096, help=about)
+        if file is not None and st.button("Use", key="form use config"):
+            _take(lambda: state.document() | {"model": config_fields(file.name, file.getvalue(), length)})
 
 
 def _take_preset(key: str) -> None:
@@ -88,23 +78,11 @@ def _take_preset(key: str) -> None:
 
 
 def _preset_length() -> int | None:
-    """The sequence length that a preset has by itself."""
+    """Default sequence length of the preset; None without one."""
     preset = get(("model", "preset"))
     if not isinstance(preset, str) or preset not in catalog.names("models"):
         return None
     return catalog.model(preset).seq_len or None
-
-
-def _take_config(name: str, content: bytes, seq_len: int) -> None:
-    try:
-        fields = config_fields(name, content, seq_len)
-    except SpecError as error:
-        show_problems(error)
-        return
-    document = state.document()
-    document["model"] = fields
-    state.set_document(document)
-    st.rerun()
 
 
 def _cluster() -> None:
@@ -114,15 +92,15 @@ def _cluster() -> None:
         if "preset" in _section("cluster"):
             choice("Nodes", ("cluster", "preset"), catalog.names("clusters"), "dgx-h100", then=_fit)
         else:
-            st.text_input("Nodes", "as in the YAML", disabled=True)
+            st.text_input("Nodes", "see YAML", disabled=True)
     with right:
         number("Devices", ("cluster", "num_devices"), _devices(), most=10**6, then=_after_devices)
     if get(("cluster", "preset")) == THIS_MACHINE:
-        st.caption("Processes on the cores here; priced from what `simplan calibrate` measured.")
+        st.caption("Processes on local cores, with costs measured by `simplan calibrate`.")
 
 
 def _devices() -> int | None:
-    """Devices of the cluster as it is written."""
+    """Number of devices; None if the scenario has none."""
     section = _section("cluster")
     if isinstance(section.get("num_devices"), int):
         return int(section["num_devices"])
@@ -144,62 +122,51 @@ def _training() -> None:
         number("Global batch", ("training", "global_batch_size"), None, most=10**7, help="Sequences per optimizer step")
         choice("Optimizer", ("training", "optimizer"), _OPTIMIZERS, "adamw")
     with right:
-        choice(
-            "Precision", ("training", "precision"), get_args(Precision), "bf16", help="Of the linear layers' matmuls"
-        )
-        choice("Software", ("software",), catalog.names("software"), "torch", help="Its kernels, fusions and overlaps")
+        choice("Precision", ("training", "precision"), get_args(Precision), "bf16", help="Matmuls of linear layers")
+        choice("Framework", ("software",), catalog.names("software"), "torch", help="Kernels, fusions and overlap")
 
 
 def _plan() -> None:
     st.markdown("###### Plan")
-    sizes = _sizes()
     left, right = st.columns(2)
     with left:
-        choice("Tensor parallel", ("plan", "tp"), sizes, 1, slider=True, then=_fit, help="tp: ranks that split layers")
-        choice(
-            "Context parallel", ("plan", "cp"), sizes, 1, slider=True, then=_fit, help="cp: ranks that split sequences"
-        )
+        _degree("Tensor parallel", "tp", "ranks that split layers")
+        _degree("Context parallel", "cp", "ranks that split sequences")
     with right:
-        choice(
-            "Pipeline", ("plan", "pp"), sizes, 1, slider=True, then=_fit, help="pp: ranks that have different layers"
-        )
-        number(
-            "Microbatch", ("plan", "microbatch_size"), 1, most=10**6, help="Sequences at a time, per data-parallel rank"
-        )
-    choice("Sharding", ("plan", "zero_stage"), tuple(_SHARDING), _zero_stage(), then=_fit, format_func=_sharding_words)
+        _degree("Pipeline", "pp", "ranks with different layers")
+        number("Microbatch", ("plan", "microbatch_size"), 1, most=10**6, help="Sequences per data-parallel rank")
+    choice(
+        "Sharding",
+        ("plan", "zero_stage"),
+        tuple(_SHARDING),
+        _zero_stage(),
+        then=_fit,
+        format_func=lambda stage: _SHARDING.get(stage, str(stage)),
+    )
     dp_replicate, dp_shard = get(("plan", "dp_replicate"), 1), get(("plan", "dp_shard"), 1)
-    st.caption(f"Data parallel, from the rest: dp_replicate {dp_replicate}, dp_shard {dp_shard}")
+    st.caption(f"Data parallel, from the other degrees: dp_replicate {dp_replicate}, dp_shard {dp_shard}")
     if _is_above_one(get(("plan", "pp"))):
-        schedules = tuple(SCHEDULE_FACTS)
-        choice(
-            "Schedule", ("plan", "schedule"), schedules, "1f1b", then=_after_schedule, help="Order of a pipeline's work"
-        )
-        facts = SCHEDULE_FACTS.get(str(get(("plan", "schedule"), "1f1b")))
-        if facts is not None and facts.virtual_stages is None:
+        choice("Schedule", ("plan", "schedule"), tuple(SCHEDULE_FACTS), "1f1b", then=_after_schedule)
+        if _has_free_stages(get(("plan", "schedule"), "1f1b")):
             number("Stages per rank", ("plan", "virtual_stages"), 2, least=2, most=1000)
-    choice("Recompute", ("plan", "recompute"), get_args(Recompute), "none", help="What the forward pass does not keep")
-    with st.expander("More of the plan"):
-        number("Replicas of the shards", ("plan", "dp_replicate"), 1, most=10**6, then=_fit, help="dp_replicate (HSDP)")
-        number("Expert parallel", ("plan", "ep"), 1, most=10**6, help="ep: ranks that have different experts")
+    choice("Recompute", ("plan", "recompute"), get_args(Recompute), "none", help="Modules recomputed in backward")
+    with st.expander("More options"):
+        number("Shard replicas", ("plan", "dp_replicate"), 1, most=10**6, then=_fit, help="dp_replicate (HSDP)")
+        number("Expert parallel", ("plan", "ep"), 1, most=10**6, help="ep: ranks with different experts")
         number("Expert tensor parallel", ("plan", "etp"), 1, most=10**6, help="etp: ranks that split every expert")
         switch("Sequence parallelism", ("plan", "sequence_parallel"), _is_above_one(get(("plan", "tp"))))
         switch("Reshard after forward", ("plan", "reshard_after_forward"), default=True)
-        syncs = ("step", "microbatch")
-        choice(
-            "Reduce gradients after each", ("plan", "grad_sync"), syncs, "step", help="Whole ones take room until then"
-        )
-        switch("Parameters and optimizer on the host", ("plan", "offload_optimizer"), default=False)
-        switch("Activations on the host", ("plan", "offload_activations"), default=False)
+        about = "Unsharded gradients use memory until they are reduced"
+        choice("Gradient reduction", ("plan", "grad_sync"), ("step", "microbatch"), "step", help=about)
+        switch("Offload optimizer", ("plan", "offload_optimizer"), default=False)
+        switch("Offload activations", ("plan", "offload_activations"), default=False)
 
 
-def _sizes() -> tuple[int, ...]:
-    """Sizes of an axis that divide the devices."""
+def _degree(label: str, name: str, about: str) -> None:
+    """Slider of a degree of parallelism, over the divisors of the number of devices."""
     devices = _devices()
-    return tuple(divisors(devices)) if devices is not None and 0 < devices <= 10**6 else (1,)
-
-
-def _sharding_words(stage: Any) -> str:
-    return _SHARDING.get(stage, str(stage))
+    sizes = tuple(divisors(devices)) if devices is not None and 0 < devices <= 10**6 else (1,)
+    choice(label, ("plan", name), sizes, 1, slider=True, then=_fit, help=f"{name}: {about}")
 
 
 def _zero_stage() -> int:
@@ -228,21 +195,25 @@ def _fit() -> None:
         put(("plan", "schedule"), None)
         put(("plan", "virtual_stages"), None)
     else:
-        put(("plan", "grad_sync"), None)  # torch's pipelines reduce once a step
+        put(("plan", "grad_sync"), None)  # torch's pipelines reduce once per step
     if axes[0] == 1:
         put(("plan", "sequence_parallel"), None)
 
 
 def _after_schedule() -> None:
-    facts = SCHEDULE_FACTS.get(str(get(("plan", "schedule"))))
-    several = facts is not None and facts.virtual_stages is None
-    put(("plan", "virtual_stages"), 2 if several else None)
+    put(("plan", "virtual_stages"), 2 if _has_free_stages(get(("plan", "schedule"))) else None)
+
+
+def _has_free_stages(schedule: Any) -> bool:
+    """True for schedules whose number of stages per rank is an option."""
+    facts = SCHEDULE_FACTS.get(str(schedule))
+    return facts is not None and facts.virtual_stages is None
 
 
 def _section(name: str) -> dict[str, Any]:
     """A section of the scenario; empty if the section is missing or no mapping."""
-    found = get((name,))
-    return found if isinstance(found, dict) else {}
+    section = get((name,))
+    return section if isinstance(section, dict) else {}
 
 
 def _is_count(value: Any) -> bool:
@@ -255,24 +226,24 @@ def _is_above_one(value: Any) -> bool:
 
 def _as_text() -> None:
     with st.expander("Scenario as YAML"):
-        st.caption("All that a scenario file can say; what the form does not show is kept.")
-        file = st.file_uploader("A scenario file", type=["yaml", "yml"], key="question file")
-        if file is not None and st.button("Open it", key="question open"):
-            _take_text(file.getvalue(), file.name)
+        st.caption("Full scenario, including keys that the form does not show.")
+        file = st.file_uploader("Scenario file", type=["yaml", "yml"], key="form file")
+        if file is not None and st.button("Open", key="form open"):
+            _take(lambda: scenario_data(file.name, file.getvalue()))
         text = state.document_text(state.document())
-        if st.session_state.get("question shown") != text:
-            st.session_state["question shown"] = st.session_state["question text"] = text
-        st.text_area("YAML", key="question text", height=260, label_visibility="collapsed")
-        if st.button("Apply", key="question apply", width="stretch"):
-            _take_text(st.session_state["question text"].encode(), "scenario")
+        if st.session_state.get("form shown") != text:
+            st.session_state["form shown"] = st.session_state["form text"] = text
+        st.text_area("YAML", key="form text", height=260, label_visibility="collapsed")
+        if st.button("Apply", key="form apply", width="stretch"):
+            _take(lambda: scenario_data("scenario", st.session_state["form text"].encode()))
 
 
-def _take_text(content: bytes, name: str) -> None:
+def _take(read: Callable[[], dict[str, Any]]) -> None:
     """Stores a scenario unchecked; pages report its problems when they predict it."""
     try:
-        data = scenario_data(name, content)
+        document = read()
     except SpecError as error:
         show_problems(error)
         return
-    state.set_document(data)
+    state.set_document(document)
     st.rerun()
