@@ -41,13 +41,10 @@ ALLOWED = {
     ("simplan/predict/assumptions.py", "meanwhile"),
     ("simplan/predict/build.py", "nobody"),
     ("simplan/predict/overlap_slowdown.py", "beside"),
-    ("simplan/program/lowering/lower.py", "exchanges"),
-    ("simplan/program/lowering/offload.py", "let go"),
     ("simplan/scenario/expectation.py", "at once"),
     ("simplan/search/api.py", "run again"),
     ("simplan/search/enumeration.py", "at once"),
     ("simplan/search/jobs.py", "run again"),
-    ("simplan/sim/compiled.py", "beside"),
     ("simplan/validate/attribution.py", "beside"),
     ("simplan/validate/rehearsal.py", "beside"),
 }

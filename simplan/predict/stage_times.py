@@ -38,7 +38,7 @@ def stage_times(
     groups = {"tp": stages.mapping.tp_group(0), "cp": stages.mapping.cp_group(0)}
 
     def seconds(stage: int, phase: Phase) -> float:
-        script = scripts.merged(stage, range(len(stages.layers[stage])), phase)
+        script = scripts.merged(stage, phase)
         return pass_time_s(
             script,
             groups,

@@ -48,6 +48,17 @@ class ActionKind(StrEnum):
 
 _COMPUTE = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT})
 _PER_STAGE = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD, ActionKind.OPTIM})
+_RECEIVE = {
+    ActionKind.FORWARD: ActionKind.RECV_F,
+    ActionKind.BACKWARD: ActionKind.RECV_B,
+    ActionKind.BACKWARD_INPUT: ActionKind.RECV_B,
+}
+_OTHER_END = {
+    ActionKind.SEND_F: (ActionKind.RECV_F, 1),
+    ActionKind.RECV_F: (ActionKind.SEND_F, -1),
+    ActionKind.SEND_B: (ActionKind.RECV_B, -1),
+    ActionKind.RECV_B: (ActionKind.SEND_B, 1),
+}
 _WORDS = {
     ActionKind.FORWARD: "forward",
     ActionKind.BACKWARD: "backward",
@@ -69,8 +80,6 @@ class Action(NamedTuple):
     """One entry of an action table.
 
     Attributes:
-        stage: Stage index.
-        kind: Kind of the action.
         microbatch: Microbatch index; None for UNSHARD, RESHARD, REDUCE_GRAD and OPTIM.
     """
 
@@ -91,6 +100,18 @@ class Action(NamedTuple):
         if self.microbatch is None:
             return f"{what} of stage {self.stage}"
         return f"{what} of microbatch {self.microbatch}, stage {self.stage}"
+
+    @property
+    def receive(self) -> Action | None:
+        """RECV of the input of a compute action, where it comes from another rank; None for kinds without one."""
+        kind = _RECEIVE.get(self.kind)
+        return Action(self.stage, kind, self.microbatch) if kind else None
+
+    @property
+    def other_end(self) -> Action | None:
+        """RECV of a SEND on the neighboring stage, or SEND of a RECV; None for other actions."""
+        kind, step = _OTHER_END.get(self.kind, (None, 0))
+        return Action(self.stage + step, kind, self.microbatch) if kind else None
 
     @classmethod
     def parse(cls, text: str) -> Action:

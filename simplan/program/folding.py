@@ -45,8 +45,6 @@ def fold(mapping: RankMapping, node_of: Callable[[int], int], owns: Callable[[in
     """Folds all equivalent columns.
 
     Args:
-        mapping: Coordinates and groups of ranks.
-        node_of: Node of a rank.
         owns: Per rank, a key for the optimizer states that it updates; columns fold only if their keys are equal.
     """
     width = mapping.ranks_per_stage

@@ -12,18 +12,18 @@ one row for tests and display; engines, cost estimates and memory tracking read 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simplan.model.layer import CollectiveKind, ExpertDraw, LayerSpec
 from simplan.program.action import Action, ActionKind, Table
-from simplan.program.timeline import SpanKind
+from simplan.program.timeline import LazySequence, SpanKind
 
 __all__ = [
     "ACTION_KINDS",
@@ -117,7 +117,6 @@ class Communication(NamedTuple):
     """One communication: a collective or a P2P transfer.
 
     Attributes:
-        kind: Kind of collective or P2P transfer.
         num_bytes: Size in bytes; ``CollectiveKind`` defines it per kind.
         ranks: Global ranks of the group. A broadcast lists its root first; a send lists source and destination.
         draw: Distribution of tokens over experts, as in ``LayerCollective``; None for other communication.
@@ -133,7 +132,6 @@ class HostCopy(NamedTuple):
     """A copy between a device and its host memory; the link carries both directions simultaneously.
 
     Attributes:
-        num_bytes: Size in bytes.
         to_host: True for a copy from device to host, False for one from host to device.
     """
 
@@ -145,7 +143,6 @@ class HostCalls(NamedTuple):
     """Tensors that the host handles individually while the device waits.
 
     Attributes:
-        num_calls: Number of tensors.
         copies: True if each tensor is copied from or to one common buffer, False if only a view of it is created.
     """
 
@@ -201,7 +198,6 @@ class MemoryEffect(NamedTuple):
     """Change of one memory category by an operation.
 
     Attributes:
-        category: The category.
         during_bytes: Change while the operation runs, in bytes, relative to before.
         after_bytes: Change once the operation has ended, in bytes, relative to before; negative if it frees memory.
     """
@@ -210,14 +206,17 @@ class MemoryEffect(NamedTuple):
     during_bytes: int
     after_bytes: int
 
+    @classmethod
+    def freeing(cls, category: MemoryCategory, num_bytes: int) -> MemoryEffect:
+        """Returns an effect that frees memory before anything else happens."""
+        return cls(category, -num_bytes, -num_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Op:
     """One operation of one rank.
 
     Attributes:
-        rank: Global rank.
-        stream: Stream of the rank on which the operation runs.
         name: Display name, e.g. ``0F1``, ``block 3``, ``bucket 0``.
         action: The action that the operation is part of.
         kind: Category of the operation's time.
@@ -228,7 +227,6 @@ class Op:
             predecessor on the stream.
         meeting: Key shared with the operations of other ranks that start together with this one; None for no such
             ranks.
-        memory: Changes of memory.
     """
 
     rank: int
@@ -261,16 +259,12 @@ class Op:
 STREAMS = tuple(Stream)
 SPAN_KINDS = tuple(SpanKind)
 ACTION_KINDS = tuple(ActionKind)
-_STREAM_CODE = {stream: code for code, stream in enumerate(STREAMS)}
-_SPAN_CODE = {kind: code for code, kind in enumerate(SPAN_KINDS)}
-_ACTION_CODE = {kind: code for code, kind in enumerate(ACTION_KINDS)}
 
 
 class OpColumns(NamedTuple):
     """Operations as columns, each of shape ``(num_ops,)`` unless noted.
 
     Attributes:
-        rank: Global rank.
         stream: Index into ``STREAMS``.
         kind: Index into ``SPAN_KINDS``.
         name: Index into ``Program.names``.
@@ -315,7 +309,6 @@ class Program:
         rebuild_bytes: Per rank, bytes of additional buffers when DDP rebuilds its buckets before the second step: the
             old and the new buckets are resident together.
         one_memory: True if host and device share one memory (a CPU), so that offloaded bytes count as well.
-        layer_names: Per stage, the names of its layers.
         all_written_out: True if, at Level 2, every rank and every layer has separate operations.
     """
 
@@ -333,56 +326,6 @@ class Program:
     layer_names: Mapping[int, Sequence[str]] = field(default_factory=dict)
     all_written_out: bool = False
 
-    @classmethod
-    def from_ops(
-        cls,
-        level: int,
-        table: Table,
-        ops: Sequence[Op],
-        ranks: tuple[int, ...],
-        stands_for: tuple[int, ...],
-        persistent_bytes: dict[int, dict[MemoryCategory, int]],
-        rebuild_bytes: dict[int, int],
-        *,
-        one_memory: bool = False,
-    ) -> Program:
-        """Returns a Program of explicit operations, as used in tests; for the arguments see the class attributes."""
-        names: dict[str, int] = {}
-        works: dict[int, int] = {}
-        effects: dict[tuple[MemoryEffect, ...], int] = {(): 0}
-        meetings: dict[Hashable, int] = {}
-        kept = [op.work for op in ops]
-        columns = OpColumns(
-            np.array([op.rank for op in ops], np.int32),
-            np.array([_STREAM_CODE[op.stream] for op in ops], np.int8),
-            np.array([_SPAN_CODE[op.kind] for op in ops], np.int8),
-            np.array([names.setdefault(op.name.replace("{", "{{"), len(names)) for op in ops], np.int32),
-            np.array([op.action.stage for op in ops], np.int32),
-            np.array([_ACTION_CODE[op.action.kind] for op in ops], np.int8),
-            np.array([-1 if op.action.microbatch is None else op.action.microbatch for op in ops], np.int32),
-            np.array([works.setdefault(id(work), len(works)) for work in kept], np.int32),
-            np.array([effects.setdefault(op.memory, len(effects)) for op in ops], np.int32),
-            np.array(
-                [-1 if op.meeting is None else meetings.setdefault(op.meeting, len(meetings)) for op in ops], np.int64
-            ),
-            np.cumsum([0, *(len(op.waits) for op in ops)]),
-            np.array([wait for op in ops for wait in op.waits], np.int32),
-        )
-        by_id = {id(work): work for work in kept}
-        return cls(
-            level,
-            table,
-            columns,
-            tuple(names),
-            tuple(by_id[each] for each in works),
-            tuple(effects),
-            ranks,
-            stands_for,
-            persistent_bytes,
-            rebuild_bytes,
-            one_memory,
-        )
-
     def __len__(self) -> int:
         """Number of operations."""
         return len(self.columns.rank)
@@ -390,7 +333,7 @@ class Program:
     @property
     def ops(self) -> Sequence[Op]:
         """The operations as objects, created on access."""
-        return _Ops(self)
+        return LazySequence(range(len(self)), self.op)
 
     def op(self, index: int) -> Op:
         """Returns one operation as an object."""
@@ -472,27 +415,3 @@ def _grouped(values: NDArray[np.int64]) -> dict[int, tuple[int, ...]]:
     parts = np.split(order, begins[1:])
     found = sorted((part.tolist() for part in parts if len(part)), key=lambda part: part[0])
     return {int(values[part[0]]): tuple(part) for part in found}
-
-
-class _Ops(Sequence[Op]):
-    """The operations of a Program as a sequence of objects."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-
-    def __len__(self) -> int:
-        return len(self._program)
-
-    @overload
-    def __getitem__(self, index: int) -> Op: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Op, ...]: ...
-    def __getitem__(self, index: int | slice) -> Op | tuple[Op, ...]:
-        if isinstance(index, slice):
-            return tuple(self._program.op(each) for each in range(*index.indices(len(self))))
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        return self._program.op(index % len(self))
-
-    def __iter__(self) -> Iterator[Op]:
-        return map(self._program.op, range(len(self)))

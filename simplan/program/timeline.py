@@ -3,14 +3,60 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import eq
+from typing import TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["COMPUTING", "Span", "SpanKind", "Split", "Timeline", "covered_s", "split_of_rank", "split_of_times"]
+__all__ = [
+    "COMPUTING",
+    "LazySequence",
+    "Span",
+    "SpanKind",
+    "Split",
+    "Timeline",
+    "covered_s",
+    "split_of_rank",
+    "split_of_times",
+]
+
+_T = TypeVar("_T")
+
+
+class LazySequence(Sequence[_T]):
+    """A sequence whose items are created on access.
+
+    Args:
+        keys: One number per item.
+        create: Returns the item of a number.
+    """
+
+    def __init__(self, keys: Sequence[int] | NDArray[np.int64], create: Callable[[int], _T]) -> None:
+        self._keys, self._create = keys, create
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @overload
+    def __getitem__(self, index: int) -> _T: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[_T, ...]: ...
+    def __getitem__(self, index: int | slice) -> _T | tuple[_T, ...]:
+        if isinstance(index, slice):
+            return tuple(map(self._create, map(int, self._keys[index])))
+        return self._create(int(self._keys[index]))
+
+    def __iter__(self) -> Iterator[_T]:
+        return map(self._create, map(int, self._keys))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]  # equal to a tuple of the same items, which hashes otherwise
 
 
 class SpanKind(StrEnum):
@@ -34,7 +80,6 @@ class Span:
     """One interval of activity on a stream.
 
     Attributes:
-        rank: Global rank.
         stream: ``compute`` or the name of a communication stream.
         name: Name of the operation, e.g. ``0F1``, ``all_reduce bucket 2``.
         action: The action that the span belongs to, in text form.
@@ -58,11 +103,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All spans of one step.
+    """All spans of one step, in no particular order.
 
     Attributes:
-        spans: Spans, in no particular order.
-        num_ranks: Number of ranks.
         step_time_s: Seconds from the start of the step to the end of the last rank.
     """
 
@@ -120,7 +163,6 @@ def split_of_rank(spans: Iterable[Span], step_time_s: float) -> Split:
 
     Args:
         spans: Spans of one rank; those on ``compute`` do not overlap.
-        step_time_s: Step time in seconds.
     """
     listed = list(spans)
     kinds = np.array([_KINDS.index(span.kind) for span in listed], np.int64)
@@ -145,7 +187,6 @@ def split_of_times(
         kinds: ``(spans,)`` Indices into ``tuple(SpanKind)``.
         on_compute: ``(spans,)`` True for spans on the compute stream, which do not overlap.
         start_s, end_s: ``(spans,)`` Start and end in seconds.
-        step_time_s: Step time in seconds.
     """
     busy = on_compute & (kinds != _KINDS.index(SpanKind.COMMUNICATION))
     by_kind_s = np.bincount(kinds[busy], (end_s - start_s)[busy], len(_KINDS))

@@ -56,7 +56,6 @@ class CheckpointHeader(Spec):
         step: Steps completed, which is also the position in the data: step n has the same samples in every run.
         model, training, plan: Model, training and plan of the run that wrote the checkpoint.
         seed: Seed of the run's weights and data.
-        dtype: Precision of the job.
         file_bytes: File name -> size in bytes, for all files except the header.
     """
 

@@ -17,7 +17,6 @@ class FewerNodes(Spec):
     """Plan of a job on fewer nodes; model, training and data are unchanged.
 
     Attributes:
-        num_nodes: Number of remaining nodes.
         plan, boundaries, table, predicted_memory_bytes: See ``RunSpec``.
     """
 
@@ -33,10 +32,6 @@ def on_fewer_devices(plan: ParallelPlan, num_devices: int) -> ParallelPlan:
 
     Shard groups keep their size if it divides the remaining data-parallel ranks; otherwise states are sharded over all
     of these ranks.
-
-    Args:
-        plan: Plan for all devices.
-        num_devices: Number of remaining devices.
 
     Raises:
         SpecError: The remaining devices are no whole number of model replicas.

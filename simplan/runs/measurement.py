@@ -92,7 +92,6 @@ class RankMeasurement(Spec):
     """Measurement of one rank.
 
     Attributes:
-        rank: Global rank.
         peak_memory: Peak over the whole run.
         actions: Actions of the representative step (the step with the median step time), in issue order.
         collectives: Communication of the same step, in issue order.
@@ -113,7 +112,6 @@ class SlowRank(Spec):
     """A rank whose compute takes longer than on its peers with equal work.
 
     Attributes:
-        rank: Global rank.
         factor: Compute time over that of its peers.
         compared_with: Ranks of its peers.
         compute_s: Seconds of compute per step, without waits, median over the steady steps.
@@ -131,13 +129,11 @@ class EarlierSegment(Spec):
     """A part of a run on another set of nodes, before nodes left or joined.
 
     Attributes:
-        num_nodes: Number of nodes.
         plan: Plan on the ranks of these nodes.
         first_step: Steps completed when the part began.
         end_step: Steps completed in the checkpoint from which the next part began; later steps of this part are
             repeated there.
         losses: Mean loss of every step between the two.
-        ended: Reason why the part ended.
     """
 
     num_nodes: Count
@@ -154,7 +150,6 @@ class Measurement(Spec):
     Step times, losses and ranks belong to one plan, the plan of ``job``. ``earlier`` has the other parts.
 
     Attributes:
-        job: The job.
         complete: False if the run ended early; ``failure`` has the reason, and earlier steps are kept.
         step_times_s: Steady steps, in seconds: last rank's end minus first rank's start.
         warmup_step_times_s: Warm-up steps before them, in seconds; not counted.

@@ -36,8 +36,6 @@ class Rehearsal(Spec):
     """Record of a rehearsal: one rank of a job, run alone.
 
     Attributes:
-        job: The job.
-        rank: Global rank.
         fake: True for tensors without data: memory and collectives are recorded, but no times.
         peak_memory: Peak over the steps, as reported by the device if it reports memory.
         peak_by_category: Bytes by category at the rank's peak, from tracking every tensor.

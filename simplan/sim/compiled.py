@@ -20,8 +20,10 @@ from simplan.sim.engine import CoreUse, Times
 
 __all__ = ["CompiledProgram", "Durations", "compile_program"]
 
-_AT_ONCE = 8  # vectors: a node's ends fill one cache line
-Durations = Sequence[float] | npt.NDArray[np.float64]
+_VECTORS = 8  # evaluated together: a node's ends fill one cache line
+_Floats = npt.NDArray[np.float64]
+_Indices = npt.NDArray[np.int32]
+Durations = Sequence[float] | _Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,10 +37,10 @@ class CompiledProgram:
         before: ``(num_edges,)`` Predecessors of all nodes, on the streams and through waits.
     """
 
-    node: npt.NDArray[np.int32]
-    leader: npt.NDArray[np.int32]
-    first: npt.NDArray[np.int32]
-    before: npt.NDArray[np.int32]
+    node: _Indices
+    leader: _Indices
+    first: _Indices
+    before: _Indices
 
     def times(self, durations_s: Durations) -> Times:
         """Returns start and end of every operation, as ``simplan.sim.engine.simulate`` does.
@@ -46,10 +48,9 @@ class CompiledProgram:
         Args:
             durations_s: ``(num_ops,)`` Seconds of every operation alone.
         """
-        start_s, end_s = self.spans(durations_s)
-        return Times(start_s, end_s)
+        return Times(*self.spans(durations_s))
 
-    def spans(self, durations_s: Durations) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    def spans(self, durations_s: Durations) -> tuple[_Floats, _Floats]:
         """Returns start and end of every operation, in seconds, in the shape of the durations.
 
         Args:
@@ -67,7 +68,7 @@ class CompiledProgram:
             starts_s[k], ends_s[k] = start_s[self.node], end_s[self.node]
         return starts_s.reshape(given_s.shape), ends_s.reshape(given_s.shape)
 
-    def tails_s(self, durations_s: Durations) -> npt.NDArray[np.float64]:
+    def tails_s(self, durations_s: Durations) -> _Floats:
         """Returns the seconds from the start of every operation to the end of the step, on the longest path.
 
         Args:
@@ -79,7 +80,7 @@ class CompiledProgram:
         node_tails(self.first, self.before, self.leader, np.ascontiguousarray(durations_s, np.float64), tail_s)
         return np.asarray(tail_s[self.node])
 
-    def step_times_s(self, durations_s: Sequence[Durations] | npt.NDArray[np.float64]) -> list[float]:
+    def step_times_s(self, durations_s: Sequence[Durations] | _Floats) -> list[float]:
         """Returns the end of the last operation for each vector of durations, in seconds.
 
         Args:
@@ -88,13 +89,12 @@ class CompiledProgram:
         from simplan.sim.longest_path import latest_ends
 
         vectors_s = np.ascontiguousarray(durations_s, np.float64)
-        assert vectors_s.ndim == 2, vectors_s.shape
-        assert vectors_s.shape[1] == len(self.node), vectors_s.shape
+        assert vectors_s.shape == (len(vectors_s), len(self.node)), vectors_s.shape
         latest_s = np.empty(len(vectors_s))
-        for begin in range(0, len(vectors_s), _AT_ONCE):
-            part_s = vectors_s[begin : begin + _AT_ONCE]
+        for begin in range(0, len(vectors_s), _VECTORS):
+            part_s = vectors_s[begin : begin + _VECTORS]
             end_s = np.empty((len(self.leader), len(part_s)))
-            latest_ends(self.first, self.before, self.leader, part_s, end_s, latest_s[begin : begin + _AT_ONCE])
+            latest_ends(self.first, self.before, self.leader, part_s, end_s, latest_s[begin : begin + _VECTORS])
         return latest_s.tolist()
 
 
@@ -112,14 +112,23 @@ def compile_program(program: Program, sharing: CoreUse | None = None) -> Compile
         raise NotModelledError(
             Problem(
                 field="cluster",
-                rule=f"ranks share {sharing.cores_per_node} cores, so what runs beside an operation changes how long "
-                "it takes; the compiled engine takes static Programs only",
+                rule=f"ranks share {sharing.cores_per_node} cores, so operations that run simultaneously slow "
+                "each other down; the compiled engine takes static Programs only",
                 fix="simulate it with the SimPy engine",
             )
         )
-    leader, node = np.unique(_leaders(program), return_inverse=True)
-    source, target = _edges(program)
-    return _in_topological_order(leader.astype(np.int32), node.astype(np.int32), node[source], node[target])
+    from simplan.sim.longest_path import topological_order
+
+    operation, node = np.unique(_leaders(program), return_inverse=True)
+    source, target = (node[operations] for operations in _edges(program))
+    num_nodes = len(operation)
+    first, after = _adjacent(source, target, num_nodes)
+    order = topological_order(first, after, np.bincount(target, minlength=num_nodes).astype(np.int32))
+    assert len(order) == num_nodes, "deadlock in a checked Program"
+    number = np.empty(num_nodes, np.int32)
+    number[order] = np.arange(num_nodes, dtype=np.int32)
+    first, before = _adjacent(number[target], number[source], num_nodes)
+    return CompiledProgram(number[node], operation[order].astype(np.int32), first, before)
 
 
 def _leaders(program: Program) -> npt.NDArray[np.int64]:
@@ -145,28 +154,9 @@ def _edges(program: Program) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int6
     )
 
 
-def _in_topological_order(
-    leader: npt.NDArray[np.int32],
-    node: npt.NDArray[np.int32],
-    source: npt.NDArray[np.int64],
-    target: npt.NDArray[np.int64],
-) -> CompiledProgram:
-    """Numbers nodes so that every edge points to a higher number."""
-    from simplan.sim.longest_path import topological_order
-
-    num_nodes = len(leader)
-    first, after = _adjacent(source, target, num_nodes)
-    order = topological_order(first, after, np.bincount(target, minlength=num_nodes).astype(np.int32))
-    assert len(order) == num_nodes, "deadlock in a checked Program"
-    number = np.empty(num_nodes, np.int32)
-    number[order] = np.arange(num_nodes, dtype=np.int32)
-    first, before = _adjacent(number[target], number[source], num_nodes)
-    return CompiledProgram(number[node], leader[order], first, before)
-
-
 def _adjacent(
     ours: npt.NDArray[np.integer], others: npt.NDArray[np.integer], num_nodes: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+) -> tuple[_Indices, _Indices]:
     """Returns the neighbors of every node in compressed sparse rows: offsets and neighbors."""
     first = np.zeros(num_nodes + 1, np.int32)
     np.cumsum(np.bincount(ours, minlength=num_nodes), out=first[1:])

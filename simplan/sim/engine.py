@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Hashable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
-from operator import eq
-from typing import overload
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,7 @@ from simpy.events import NORMAL
 from simplan.model.layer import CollectiveKind
 from simplan.program.no_gc import gc_paused
 from simplan.program.program import Program
-from simplan.program.timeline import Span, Timeline
+from simplan.program.timeline import LazySequence, Span, Timeline
 
 __all__ = ["CoreUse", "SharedCores", "Times", "simulate", "timeline"]
 
@@ -28,7 +27,6 @@ class CoreUse:
     """Cores that the ranks of each node share (processor sharing), for devices that are CPUs.
 
     Attributes:
-        cores_per_node: Cores of a node.
         node: Per operation, the node whose cores it uses.
         demand: Per operation, the cores it keeps busy when it runs alone; 0 for none.
         turns: Per operation, a resource that it holds exclusively while it runs, such as the connection of two ranks;
@@ -64,7 +62,6 @@ def simulate(
     operations of a meeting start once this holds for all members, and they end together.
 
     Args:
-        program: Program to run.
         durations_s: Seconds of every operation alone, in the order of ``program.ops``; equal for the members of a
             meeting.
         sharing: Cores that operations share, which may lengthen durations; None for no sharing.
@@ -191,46 +188,20 @@ class _Run:
 
 def timeline(program: Program, times: Times) -> Timeline:
     """Returns the spans of a simulated step, created on access; operations that took no time are omitted."""
-    return Timeline(_Spans(program, times), len(program.ranks), times.step_time_s)
+    spans = LazySequence(np.flatnonzero(times.end_s > times.start_s), partial(_span, program, times))
+    return Timeline(spans, len(program.ranks), times.step_time_s)
 
 
-class _Spans(Sequence[Span]):
-    """Spans of a simulated step."""
-
-    def __init__(self, program: Program, times: Times) -> None:
-        self._program, self._times = program, times
-        self._indices = np.flatnonzero(times.end_s > times.start_s)
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
-    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
-        if isinstance(index, slice):
-            return tuple(self._span(each) for each in self._indices[index].tolist())
-        return self._span(int(self._indices[index]))
-
-    def __iter__(self) -> Iterator[Span]:
-        return map(self._span, self._indices.tolist())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
-
-    __hash__ = None  # type: ignore[assignment]  # equal to a tuple of the same spans, which hashes otherwise
-
-    def _span(self, index: int) -> Span:
-        op = self._program.op(index)
-        num_bytes, peer = 0, None
-        communication = op.communication
-        if communication is not None:
-            num_bytes = sum(each.num_bytes for each in op.communications)
-            if communication.kind is CollectiveKind.SEND:
-                peer = next(rank for rank in communication.ranks if rank != op.rank)
-        start_s, end_s = float(self._times.start_s[index]), float(self._times.end_s[index])
-        return Span(op.rank, op.stream, op.name, str(op.action), op.kind, start_s, end_s, num_bytes, peer)
+def _span(program: Program, times: Times, index: int) -> Span:
+    op = program.op(index)
+    num_bytes, peer = 0, None
+    communication = op.communication
+    if communication is not None:
+        num_bytes = sum(each.num_bytes for each in op.communications)
+        if communication.kind is CollectiveKind.SEND:
+            peer = next(rank for rank in communication.ranks if rank != op.rank)
+    start_s, end_s = float(times.start_s[index]), float(times.end_s[index])
+    return Span(op.rank, op.stream, op.name, str(op.action), op.kind, start_s, end_s, num_bytes, peer)
 
 
 _DONE_S = 1e-15
@@ -241,10 +212,6 @@ class SharedCores:
 
     While running work demands at most ``num_cores`` cores, all of it runs at full speed. Beyond that, all work slows
     down equally, by cores / demand.
-
-    Args:
-        env: The simulation environment.
-        num_cores: Number of cores to share.
     """
 
     def __init__(self, env: Environment, num_cores: int) -> None:

@@ -59,7 +59,6 @@ def engine_of(program: Program, sharing: CoreUse | None) -> Engine:
     Once the compiled engine is loaded, it runs small Programs as well.
 
     Args:
-        program: Program to run.
         sharing: Cores that operations share; None for no sharing.
     """
     loaded = "simplan.sim.longest_path" in sys.modules

@@ -36,7 +36,6 @@ class MemoryPeak:
     """Memory of one rank at its peak point.
 
     Attributes:
-        rank: Global rank.
         by_category: Bytes by category at the peak point.
         action: Action at the peak point, text form; empty between steps.
         activations_in_flight: Stage -> maximum number of microbatches in flight during the step.

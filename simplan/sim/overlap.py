@@ -31,8 +31,6 @@ class _OfRank(NamedTuple):
     """Compute and communication of one rank, as indices into ``Program.ops``.
 
     Attributes:
-        moving: Communication operations.
-        computing: Compute operations.
         group: ``(computing,)`` Group of each compute operation.
         member: Members of groups: compute operations, and collectives that they wait for.
         member_group: ``(member,)`` Group of each member.
@@ -55,7 +53,6 @@ class ComputeCommOverlap:
     the end.
 
     Attributes:
-        num_ops: Number of operations of the Program.
         of_rank: Entries for the ranks with both compute and communication.
     """
 

@@ -22,6 +22,7 @@ from simplan.program.program import (
     Work,
 )
 from simplan.program.timeline import SpanKind
+from tests.program.programs import program_of
 
 MODEL = ModelSpec(family="gpt", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256, seq_len=16)
 EMBEDDING, BLOCK, *_ = MODEL.layers
@@ -62,9 +63,7 @@ def op(kind: SpanKind, *work: Work) -> Op:
 
 
 def program(*ops: Op) -> Program:
-    return Program.from_ops(
-        level=2, table=(), ops=ops, ranks=(0,), stands_for=(0,), persistent_bytes={}, rebuild_bytes={}
-    )
+    return program_of(ops)
 
 
 FORWARD = LayerWork(BLOCK, Phase.FORWARD, 1, BLOCK.num_parameters)

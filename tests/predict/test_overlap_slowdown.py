@@ -23,11 +23,12 @@ from simplan.predict.build import cost_model
 from simplan.predict.overlap_slowdown import apply_overlap_slowdown
 from simplan.prediction import Prediction
 from simplan.program.action import Action
-from simplan.program.program import Communication, HostCopy, HostWait, LayerWork, Op, Phase, Program, Stream, Work
+from simplan.program.program import Communication, HostCopy, HostWait, LayerWork, Op, Phase, Stream, Work
 from simplan.program.timeline import SpanKind
 from simplan.sim.engine import Times, simulate
 from simplan.training.training import TrainingSpec
 from tests.cost.test_grid import CALIBRATION
+from tests.program.programs import program_of
 
 BLOCK = ModelSpec(
     family="gpt", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256, seq_len=16
@@ -72,7 +73,7 @@ def moving(seconds: int, *waits: int) -> Op:
 
 def step(*ops: Op) -> tuple[Times, Times]:
     """With nothing taken, and with half of the device."""
-    program = Program.from_ops(2, (), ops, (0,), (0,), {}, {})
+    program = program_of(ops)
     alone = estimate_program(program, Tariff())
     program_costs = apply_overlap_slowdown(program, alone, partial(simulate, program))
     assert program_costs.deviations_s == pytest.approx([0.1 * seconds for seconds in program_costs.durations_s])

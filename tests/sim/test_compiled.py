@@ -22,6 +22,7 @@ from simplan.sim.compiled import compile_program
 from simplan.sim.engine import CoreUse, simulate
 from simplan.sim.engine_choice import engine_of
 from tests.laws import check_engines
+from tests.program.programs import program_of
 from tests.sim.test_engine import durations, program
 
 STREAMS = (Stream.COMPUTE, Stream.DATA, Stream.SEND_F, Stream.RECV_F)
@@ -66,7 +67,7 @@ def programs(draw: st.DrawFn) -> Program:
     ranks = tuple(range(num_ranks))
     resting = {rank: {MemoryCategory.PARAMETERS: draw(st.integers(0, 5))} for rank in ranks}
     rebuild = {rank: draw(st.integers(0, 9)) for rank in ranks}
-    return Program.from_ops(1, (), tuple(draw(_with_memory(ops))), ranks, ranks, resting, rebuild)
+    return program_of(draw(_with_memory(ops)), num_ranks, 1, resting, rebuild)
 
 
 @st.composite
@@ -127,7 +128,7 @@ def test_a_deadlock_is_found() -> None:
         for rank, meetings in ((0, "ab"), (1, "ba"))
         for meeting in meetings
     ]
-    found = Program.from_ops(1, (), tuple(ops), (0, 1), (0, 1), {0: {}, 1: {}}, {0: 0, 1: 0})
+    found = program_of(ops, 2, 1)
     with pytest.raises(AssertionError, match="deadlock"):
         compile_program(found)
     with pytest.raises(AssertionError, match="deadlock"):

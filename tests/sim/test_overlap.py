@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simplan.program.action import Action
-from simplan.program.program import Op, Program, Stream
+from simplan.program.program import Op, Stream
 from simplan.program.timeline import SpanKind
 from simplan.sim.overlap import ComputeCommOverlap
+from tests.program.programs import program_of
 
 Place = tuple[int, Stream, SpanKind, float, float]
 
@@ -28,7 +29,7 @@ def seconds(*places: Place) -> list[float]:
 
 def seconds_of(ops: Sequence[Op], places: Sequence[Place]) -> list[float]:
     """By operation."""
-    program = Program.from_ops(2, (), tuple(ops), (0, 1), (0, 1), {}, {})
+    program = program_of(ops, 2)
     start_s, end_s = (np.array([place[index] for place in places]) for index in (3, 4))
     return list(ComputeCommOverlap.of(program).seconds(start_s, end_s))
 

@@ -103,10 +103,12 @@ class FsdpHooks(Hooks):
         In a pipeline, unsharded gradients accumulate layer by layer in the first backward of a stage. They do so in
         every backward if gradients are computed in another dtype than the one of accumulation.
         """
-        if not self._in_pipeline or self.stages.state.gathered != self.stages.state.gradient:
-            return not self._in_pipeline or action.kind is not ActionKind.FORWARD
+        if not self._in_pipeline:
+            return True
+        changes_dtype = self.stages.state.gathered != self.stages.state.gradient
         units = range(len(self.units[action.stage]))
-        return action.kind is not ActionKind.FORWARD and any((action.stage, i) not in self._accumulated for i in units)
+        accumulates = changes_dtype or any((action.stage, index) not in self._accumulated for index in units)
+        return action.kind is not ActionKind.FORWARD and accumulates
 
     def before_forward(self, action: Action, part: range) -> None:
         """All-gathers the units that begin with these layers."""
@@ -130,16 +132,14 @@ class FsdpHooks(Hooks):
         """Reshards the units that end with these layers."""
         if self._in_pipeline:
             return
-        stage = action.stage
-        layers = self.stages.layers[stage]
-        effects: list[MemoryEffect] = []
+        stage, effects = action.stage, list[MemoryEffect]()
         for index in self._ending(action, part):
             unit = self.units[stage][index]
             if self._reshards and not unit.stays:
                 self._gathered.discard((stage, index))
-                effects.append(_free(_GATHERED, unit.padded * self.stages.state.gathered))
-        if part.stop == len(layers) and self._forward_buffer_bytes:
-            effects.append(_free(_BUFFERS, self._forward_buffer_bytes))
+                effects.append(MemoryEffect.freeing(_GATHERED, unit.padded * self.stages.state.gathered))
+        if part.stop == len(self.stages.layers[stage]) and self._forward_buffer_bytes:
+            effects.append(MemoryEffect.freeing(_BUFFERS, self._forward_buffer_bytes))
             self._forward_buffer_bytes = 0
         if effects:
             self.writer.compute(action, "reshard", memory=effects)
@@ -170,38 +170,30 @@ class FsdpHooks(Hooks):
         del unit
         return range(index - 1, max(-1, index - 2), -1)
 
-    def after_backward(self, action: Action, part: range, ended: int) -> None:
-        """Reduces complete unsharded gradients if this backward synchronizes; otherwise accumulates them."""
-        del ended
-        stage = action.stage
-        if self._in_pipeline:
-            self._hold_gradients(action, self._beginning(action, part))
-            return
-        index = self._unit_of[stage][part[0]]
-        if self.units[stage][index].layers[0] not in part:  # a tied weight has more gradients to come
-            return
-        for each in reversed(self._beginning(action, part)):
-            if self._synchronizes(action) and self.units[stage][each].trained:
-                self.reduce_unit(action, each, made_now=True)
-            else:
-                self._hold_gradients(action, [each])
-                self._reshard(action, [each])
+    def after_backward(self, action: Action, part: range, phase: Phase) -> None:
+        """Reduces complete unsharded gradients if this backward synchronizes; otherwise accumulates them.
 
-    def after_input_gradients(self, action: Action, part: range) -> None:
-        """Adds the previous microbatch's gradients, upcast, to the accumulated ones, when the hooks find them."""
-        self._widen(action, [index for index in self._beginning(action, part) if (action.stage, index) in self._narrow])
-
-    def after_weight_gradients(self, action: Action, part: range) -> None:
-        """Records new weight gradients in the dtype of the weights; the hooks do not see them."""
-        stage = action.stage
-        if self.stages.state.gathered == self.stages.state.gradient:
-            self._hold_gradients(action, self._beginning(action, part))
-            return
-        new = [index for index in self._beginning(action, part) if (stage, index) not in self._narrow]
-        self._narrow |= {(stage, index) for index in new}
-        held = sum(self.units[stage][index].trained for index in new) * self.stages.state.gathered
-        if held:
-            self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, held, held)])
+        The hooks of a split backward do not see new weight gradients, which stay in the dtype of the weights. The next
+        input-gradient pass finds them, and adds them, upcast, to the accumulated ones.
+        """
+        stage, state, beginning = action.stage, self.stages.state, self._beginning(action, part)
+        if phase is Phase.BACKWARD_INPUT:
+            self._widen(action, [index for index in beginning if (stage, index) in self._narrow])
+        elif phase is Phase.BACKWARD_WEIGHT and state.gathered != state.gradient:
+            new = [index for index in beginning if (stage, index) not in self._narrow]
+            self._narrow |= {(stage, index) for index in new}
+            held = self._trained(stage, new) * state.gathered
+            if held:
+                self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, held, held)])
+        elif phase is Phase.BACKWARD_WEIGHT or self._in_pipeline:
+            self._hold_gradients(action, beginning)
+        elif self.units[stage][self._unit_of[stage][part[0]]].layers[0] in part:  # else a tied weight has more to come
+            for index in reversed(beginning):
+                if self._synchronizes and self.units[stage][index].trained:
+                    self.reduce_unit(action, index, made_now=True)
+                else:
+                    self._hold_gradients(action, [index])
+                    self._reshard(action, [index])
 
     def end_of_backward(self, action: Action) -> None:
         """Waits for the last reduction, and for prefetched units that backward did not use."""
@@ -210,8 +202,8 @@ class FsdpHooks(Hooks):
         for stage, index in [key for key in self.gathering if key[0] == action.stage]:
             self.writer.block_on(self.gathering.pop((stage, index)))
             freed = self.units[stage][index].padded * self.stages.state.gathered
-            self.writer.compute(action, "drop", memory=[_free(_BUFFERS, freed)])
-        if self._synchronizes(action):
+            self.writer.compute(action, "drop", memory=[MemoryEffect.freeing(_BUFFERS, freed)])
+        if self._synchronizes:
             self._finish(action)
 
     def unshard(self, action: Action) -> None:
@@ -244,9 +236,9 @@ class FsdpHooks(Hooks):
             if (action.stage, index) in self.gathering:
                 self.copy_out(action, index, in_forward=False)
 
-    def _synchronizes(self, action: Action) -> bool:
-        each = self.stages.software.reduces_every(self.stages.plan)
-        return each or self.is_last_backward
+    @property
+    def _synchronizes(self) -> bool:
+        return self.is_last_backward or self.stages.software.reduces_every(self.stages.plan)
 
     def gather(self, action: Action, index: int, waits: Sequence[int | None], *, in_background: bool = False) -> None:
         """Issues the all-gather of a unit, and before it the copy from the host if parameters are offloaded."""
@@ -301,13 +293,15 @@ class FsdpHooks(Hooks):
 
     def _beginning(self, action: Action, part: range) -> list[int]:
         """Returns the units whose first layer is in ``part``."""
-        first = self._first[action.stage]
-        return [index for layer in part for index in first.get(layer, ())]
+        return [index for layer in part for index in self._first[action.stage].get(layer, ())]
 
     def _ending(self, action: Action, part: range) -> list[int]:
         """Returns the units whose last layer is in ``part``."""
-        last = self._last[action.stage]
-        return [index for layer in part for index in last.get(layer, ())]
+        return [index for layer in part for index in self._last[action.stage].get(layer, ())]
+
+    def _trained(self, stage: int, indices: Iterable[int]) -> int:
+        """Returns the trained elements of some units."""
+        return sum(self.units[stage][index].trained for index in indices)
 
     def _group(self, unit: Unit) -> tuple[int, ...]:
         """Returns the ranks over which a unit is sharded."""
@@ -318,16 +312,16 @@ class FsdpHooks(Hooks):
         if not indices:
             return
         self._narrow -= {(action.stage, index) for index in indices}
-        freed = sum(self.units[action.stage][index].trained for index in indices) * self.stages.state.gathered
+        freed = self._trained(action.stage, indices) * self.stages.state.gathered
         self._hold_gradients(action, indices)
-        self.writer.compute(action, "widen gradients", memory=[_free(_GRADIENTS, freed)])
+        self.writer.compute(action, "widen gradients", memory=[MemoryEffect.freeing(_GRADIENTS, freed)])
 
     def _hold_gradients(self, action: Action, indices: list[int]) -> None:
         """Holds unsharded gradients of units until they are reduced; later gradients are added to them."""
         state = self.stages.state
         new = [index for index in indices if (action.stage, index) not in self._accumulated]
         self._accumulated |= {(action.stage, index) for index in new}
-        held = sum(self.units[action.stage][index].trained for index in new) * state.gradient
+        held = self._trained(action.stage, new) * state.gradient
         # gradients are computed in the precision of the weights and upcast unit by unit
         narrow = max(self.units[action.stage][index].trained for index in indices) * state.gathered if indices else 0
         during = held + (narrow if state.gathered != state.gradient else 0)
@@ -415,7 +409,7 @@ class FsdpHooks(Hooks):
         self._gathered -= {(action.stage, index) for index in gathered}
         num_bytes = sum(self.units[action.stage][index].padded for index in gathered) * self.stages.state.gathered
         if num_bytes:
-            self.writer.compute(action, name, memory=[_free(_GATHERED, num_bytes)])
+            self.writer.compute(action, name, memory=[MemoryEffect.freeing(_GATHERED, num_bytes)])
 
     def _copied_by_gloo(self, num_bytes: int) -> int:
         """Returns the bytes gloo copies: input of a reduction, output of an all-gather (ProcessGroupGloo.cpp)."""
@@ -427,7 +421,9 @@ class FsdpHooks(Hooks):
         self._reduce_buffer_bytes = self._reduced_bytes = 0
         self.writer.block_on(self.last_reduction)  # torch waits for all-reduces of replicas here only
         self._last_scatter = self.last_reduction = self._last_copy = None
-        self.writer.compute(action, "wait for gradients", memory=[_free(_BUFFERS, freed)] if freed else [])
+        self.writer.compute(
+            action, "wait for gradients", memory=[MemoryEffect.freeing(_BUFFERS, freed)] if freed else []
+        )
 
     def _copy(self, action: Action, index: int, phase: Phase) -> tuple[LayerWork, ...]:
         return () if self.stages.software.runtime == "xla" else self._work(action, index, phase)
@@ -438,16 +434,10 @@ class FsdpHooks(Hooks):
 
     def name(self, action: Action, index: int, what: str) -> str:
         """Returns the name of an operation on a unit."""
-        layers = self.units[action.stage][index].layers
+        unit = self.units[action.stage][index]
         if self.level == 1:
             return what
-        of = " experts" if self.units[action.stage][index].experts else ""
-        return f"{what} {{{layers[0]}}}{of}"
-
-
-def _free(category: MemoryCategory, num_bytes: int) -> MemoryEffect:
-    """Returns an effect that frees memory before anything else happens."""
-    return MemoryEffect(category, -num_bytes, -num_bytes)
+        return f"{what} {{{unit.layers[0]}}}{' experts' if unit.experts else ''}"
 
 
 class FsdpListHooks(FsdpHooks):

@@ -23,11 +23,6 @@ _ENDLESS = 2**62
 class Hooks:
     """Base hooks, without data parallelism: calls made around layers and actions, all without effect.
 
-    Args:
-        stages: Facts about the stages.
-        writer: Receives the operations.
-        level: Level of the Program, 1 or 2.
-
     Attributes:
         is_first_forward: True if the action being lowered is the first forward of its stage.
         is_last_backward: True if the action being lowered completes the gradients of its stage.
@@ -63,14 +58,8 @@ class Hooks:
         del action, part
         return ()
 
-    def after_backward(self, action: Action, part: range, ended: int) -> None:
-        """Runs after the backward of some layers; ``ended`` is the index of its last operation."""
-
-    def after_input_gradients(self, action: Action, part: range) -> None:
-        """Runs after the input-gradient part of a split backward."""
-
-    def after_weight_gradients(self, action: Action, part: range) -> None:
-        """Runs after the weight-gradient part of a split backward."""
+    def after_backward(self, action: Action, part: range, phase: Phase) -> None:
+        """Runs after the backward of some layers, full or split."""
 
     def end_of_backward(self, action: Action) -> None:
         """Runs at the end of a backward action."""
@@ -98,8 +87,7 @@ class DdpHooks(Hooks):
         super().__init__(stages, writer, level)
         software, plan = stages.software, stages.plan
         shares = plan.shards_optimizer_only and software.optimizer_shards == "elements"
-        self._group = stages.mapping.dp_group(writer.rank)
-        self._kind = CollectiveKind.ALL_REDUCE
+        self._group, self._kind = stages.mapping.dp_group(writer.rank), CollectiveKind.ALL_REDUCE
         self._replicas: tuple[int, ...] = ()
         if shares:
             self._group, self._kind = stages.mapping.shard_group(writer.rank), CollectiveKind.REDUCE_SCATTER
@@ -115,11 +103,11 @@ class DdpHooks(Hooks):
         self._reducing: list[int] = []  # pending reductions of the last stage
         self._gathers = shares and software.overlap_param_gather
         self._gathering: dict[int, int] = {}  # by layer of the stage, the all-gather that it waits for
-        self._ended: dict[int, int] = {}
+        self._ended: dict[int, int | None] = {}
 
     def expands(self, action: Action) -> bool:
         """Returns True where buckets are reduced, or all-gathered, between layers."""
-        return self._reduces(action) or (self._gathers and self.is_first_forward)
+        return self._reduces or (self._gathers and self.is_first_forward)
 
     def before_forward(self, action: Action, part: range) -> None:
         """All-gathers the parameters updated by the previous step, the first layer's first."""
@@ -151,22 +139,16 @@ class DdpHooks(Hooks):
 
     def scaling(self, action: Action, part: range) -> tuple[LayerWork, ...]:
         """Returns the division of gradients by the number of data-parallel ranks, before the reduction."""
-        return self.stages.work(action.stage, part, Phase.SCALE, of="rest") if self._reduces(action) else ()
+        return self.stages.work(action.stage, part, Phase.SCALE, of="rest") if self._reduces else ()
 
-    def after_backward(self, action: Action, part: range, ended: int) -> None:
+    def after_backward(self, action: Action, part: range, phase: Phase) -> None:
         """Records when gradients that this backward reduces are complete."""
-        if self._reduces(action):
-            self._ended.update(dict.fromkeys(part, ended))
-
-    def after_weight_gradients(self, action: Action, part: range) -> None:
-        """Records, for a split backward, when gradients are complete."""
-        last = self.writer.last_compute
-        assert last is not None
-        self.after_backward(action, part, last)
+        if phase is not Phase.BACKWARD_INPUT and self._reduces:
+            self._ended.update(dict.fromkeys(part, self.writer.last_compute))
 
     def end_of_backward(self, action: Action) -> None:
         """Reduces the stage's gradients, each bucket once its gradients are complete, and usually waits for them."""
-        if not self._reduces(action) or (self._waits_late and not self._overlaps):
+        if not self._reduces or (self._waits_late and not self._overlaps):
             return
         reduced = self._reductions(action)
         if self._waits_late:
@@ -201,16 +183,15 @@ class DdpHooks(Hooks):
         self.writer.block_on(*reduced)
         self.writer.compute(action, "wait for gradients")
 
-    def _reduces(self, action: Action) -> bool:
-        each = self.stages.plan.grad_sync == "microbatch"
-        return each or self.is_last_backward
+    @property
+    def _reduces(self) -> bool:
+        return self.is_last_backward or self.stages.plan.grad_sync == "microbatch"
 
 
 class Bucket(NamedTuple):
     """A bucket of gradients that are reduced together.
 
     Attributes:
-        num_bytes: Size in bytes.
         ready_layer: Position, in the given list of layers, of the layer whose backward completes the bucket.
     """
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import count
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from simplan.program.lowering.hooks import DdpHooks, Hooks
 from simplan.program.lowering.offload import OffloadedActivations
 from simplan.program.lowering.optimizer_step import complete_gradients, step_optimizer
 from simplan.program.lowering.rows import ActionVariant, row_of_actions
-from simplan.program.lowering.script import Scripts, Segment, in_order
+from simplan.program.lowering.script import IssuedCollective, Scripts, Segment, in_order
 from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.stamping import OpIndex, ProgramBuilder, restore_state, take_state
 from simplan.program.lowering.walk import ActionTemplate, Walker
@@ -48,13 +49,6 @@ _BACKWARD_PHASE = {
     _K.BACKWARD_WEIGHT: Phase.BACKWARD_WEIGHT,
 }
 _AXIS_STREAM = {"tp": Stream.TENSOR, "cp": Stream.CONTEXT, "ep": Stream.EXPERT, "etp": Stream.EXPERT}
-_MESSAGE_STREAM = {
-    _K.SEND_F: Stream.SEND_F,
-    _K.RECV_F: Stream.RECV_F,
-    _K.SEND_B: Stream.SEND_B,
-    _K.RECV_B: Stream.RECV_B,
-}
-_ALIKE = frozenset((*_BACKWARD_PHASE, _K.FORWARD, *_MESSAGE_STREAM, _K.REDUCE_GRAD))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +72,7 @@ class Lowering:
 
 
 @gc_paused()
-def lower(
-    job: Job,
-    assignment: StageAssignment,
-    table: Table,
-    how: Lowering,
-) -> Program:
+def lower(job: Job, assignment: StageAssignment, table: Table, how: Lowering) -> Program:
     """Lowers one step to a Program.
 
     F, B, I and W compute the layers of their stage. At Level 2 each layer is one operation, split at its tensor-,
@@ -97,9 +86,7 @@ def lower(
 
     Args:
         job: Training job; its cluster is ignored.
-        assignment: Layers of each stage.
         table: A complete action table that ``check_table`` accepts.
-        how: Options.
     """
     return Lowerer(job, assignment, table, how).program(table)
 
@@ -119,14 +106,15 @@ class Lowerer:
         self._folding = how.folding or unfolded(self._stages.mapping)
         self._builder = ProgramBuilder()
         scripts = Scripts(self._stages)
-        self._ranks: dict[int, _AlikeRank] = {}
+        # by rank, the lowering of a leader with the same work, and own stage -> corresponding stage of the leader
+        self._ranks: dict[int, tuple[_RankLowering, dict[int, int]]] = {}
         leaders: dict[Hashable, tuple[_RankLowering, list[int]]] = {}
         for rank in self._folding.ranks:
             key, own = _rank_key(self._stages, rank), self._stages.stages_of(self._stages.mapping.place(rank).pp)
             if key not in leaders:
                 leaders[key] = _RankLowering(self._stages, scripts, rank, self._builder, how, self._folding), own
             leader, stages = leaders[key]
-            self._ranks[rank] = _AlikeRank(leader, dict(zip(own, stages, strict=True)))
+            self._ranks[rank] = leader, dict(zip(own, stages, strict=True))
 
     def program(self, table: Table) -> Program:
         """Lowers an action table to a Program."""
@@ -140,29 +128,17 @@ class Lowerer:
             how.level,
             table,
             builder.columns(),
-            builder.names,
-            builder.works,
-            builder.effects,
+            tuple(builder.names),
+            tuple(builder.works),
+            tuple(builder.effects),
             folding.ranks,
             folding.stands_for,
-            {rank: alike.leader.persistent_bytes() for rank, alike in self._ranks.items()},
-            {rank: alike.leader.bucket_bytes() if rebuilds else 0 for rank, alike in self._ranks.items()},
+            {rank: leader.persistent_bytes() for rank, (leader, _) in self._ranks.items()},
+            {rank: leader.bucket_bytes() if rebuilds else 0 for rank, (leader, _) in self._ranks.items()},
             one_memory=how.host_waits,
             layer_names=stages.layer_names,
             all_written_out=how.level == 2 and how.expand_all and len(folding.ranks) == len(folding.stands_for),
         )
-
-
-class _AlikeRank(NamedTuple):
-    """A rank with the same work as a leader rank, on other stages and with other peers.
-
-    Attributes:
-        leader: Lowers the actions of both ranks.
-        leading: Stage of this rank -> corresponding stage of the leader.
-    """
-
-    leader: _RankLowering
-    leading: dict[int, int]
 
 
 def _stage_key(stages: Stages, stage: int) -> Hashable:
@@ -201,24 +177,21 @@ class _RankLowering:
         how: Lowering,
         folding: Folding,
     ) -> None:
-        self.stages, self.rank, self.how = stages, rank, how
-        self.scripts = scripts
-        self.place = stages.mapping.place(rank)
-        self.pp_rank = self.place.pp
+        self.stages, self.scripts, self.rank, self.how = stages, scripts, rank, how
+        self.pp_rank = stages.mapping.place(rank).pp
         self.synchronous = stages.plan.schedule in stages.software.blocking_p2p_schedules
         ordered = not how.host_waits and not self.synchronous  # unordered transfers are in one batch and may overtake
         ahead = stages.plan.schedule in stages.software.prefetch_receive_schedules and not how.host_waits
         self.builder = builder
         self.walker = Walker()
-        self.numbers: dict[Hashable, int] = {}  # by key of a template
+        self.numbers: dict[Hashable, int] = defaultdict(count().__next__)  # by key of a template
         self.writer = RankWriter(
             rank, builder, folding, ordered_communications=ordered, prefetch_receive_schedules=ahead
         )
         self.hooks = _hooks(stages, self.writer, how)
         self.offload = OffloadedActivations(stages, self.writer, host_waits=how.host_waits)
         self.states = RankStates(stages, rank)
-        mapping = stages.mapping
-        self.groups = mapping.exchanging_groups(rank)
+        self.groups = stages.mapping.exchanging_groups(rank)
         self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
         self.merged_exchanges: dict[tuple[int, range, str, Phase, bool], tuple[Work, ...]] = {}
         self.is_paired = self.receives = False
@@ -243,61 +216,51 @@ class _RankLowering:
         )
         self.offload.start(row)
         leaders = [each.at_stage(leading) for each in variants]
-        numbers = [self._number(self._template_key(each)) for each in leaders]
+        numbers = [self.numbers[self._template_key(each)] for each in leaders]
         kinds = np.array(numbers, np.int64)[variant]
         if self.offload.expands:  # offloads are identified by their microbatch
-            kinds = np.array([self._number(pair) for pair in zip(kinds.tolist(), microbatch.tolist(), strict=True)])
+            kinds = np.array([self.numbers[pair] for pair in zip(kinds.tolist(), microbatch.tolist(), strict=True)])
 
         def lowered(place: int, shape: int, num_inputs: int, sent_bytes: int) -> ActionTemplate:
             of = leaders[variant[place]]
             action = of.action._replace(microbatch=actions[place].microbatch)
-            return self._lowered(action, shape, num_inputs, sent_bytes, of)
+            return self._lowered(of._replace(action=action), shape, num_inputs, sent_bytes)
 
         walked = self.walker.run(kinds, needs, (self.first_shape, self.builder.num_ops), lowered)
         self.builder.stamp(walked, stage, microbatch)
 
-    def _number(self, key: Hashable) -> int:
-        return self.numbers.setdefault(key, len(self.numbers))
-
     def _template_key(self, variant: ActionVariant) -> Hashable:
         """Returns the key of an action's template; the state of the rank is the other part of it."""
         kind, stage = variant.action.kind, variant.action.stage
-        between = kind in _ALIKE and not variant.is_first
-        return kind, self.alike[stage] if between else -1 - stage, *variant[1:]
+        alone = variant.is_first or kind in (_K.UNSHARD, _K.RESHARD, _K.OPTIM)
+        return kind, -1 - stage if alone else self.alike[stage], *variant[1:]
 
     def _alike_stages(self) -> dict[int, int]:
         """Returns stage of the rank -> first stage whose passes have the same operations.
 
         Stages are distinct if hooks or activation offload depend on the stage.
         """
+        stages, apart = self.stages, self.hooks.knows_stages or self.offload.expands
+        keys = {stage: stage if apart else _stage_key(stages, stage) for stage in stages.stages_of(self.pp_rank)}
         first: dict[Hashable, int] = {}
-        found = {}
-        for stage in self.stages.stages_of(self.pp_rank):
-            apart = self.hooks.knows_stages or self.offload.expands
-            found[stage] = first.setdefault(stage if apart else _stage_key(self.stages, stage), stage)
-        return found
+        return {stage: first.setdefault(key, stage) for stage, key in keys.items()}
 
-    def _lowered(
-        self, action: Action, shape: int, num_inputs: int, sent_bytes: int, variant: ActionVariant
-    ) -> ActionTemplate:
+    def _lowered(self, variant: ActionVariant, shape: int, num_inputs: int, sent_bytes: int) -> ActionTemplate:
         """Lowers an action in the state of a shape.
 
         Args:
-            action: The action.
             shape: Number of the state of the rank.
             num_inputs: Number of operations that the action needs, in addition to those in the state.
             sent_bytes: Bytes held by pending sends.
-            variant: Variant of the action.
         """
         self.is_paired, self.receives = variant.is_paired, variant.receives
         self.hooks.is_first_forward, self.hooks.is_last_backward = variant.is_first, variant.is_last
         builder = self.builder
-        structure = builder.structure(shape)
-        num_indices = restore_state(self.stateful, structure)
-        self.writer.stage = action.stage
+        num_indices = restore_state(self.stateful, builder.structures[shape])
+        self.writer.stage = variant.action.stage
         symbols: list[int] = [OpIndex(-1 - num_indices - k) for k in range(num_inputs)]
         self.received, self.new_received, self.sent, self.sent_bytes = symbols, [], [], sent_bytes
-        self._write(action)
+        self._write(variant.action)
         rows = self.writer.take_rows()
         structure, indices = take_state(self.stateful)
         return ActionTemplate(
@@ -327,7 +290,7 @@ class _RankLowering:
                 self.hooks.reshard(action)
             case _K.REDUCE_GRAD:
                 self.hooks.reduce(action)
-                complete_gradients(action, self.stages, self.states, self.writer)
+                complete_gradients(action, self.states, self.writer)
             case _K.OPTIM:
                 self._optimizer(action)
 
@@ -335,11 +298,10 @@ class _RankLowering:
         """Returns the persistent memory of the rank between steps by category, in bytes."""
         stages, software = self.stages, self.stages.software
         mine = stages.stages_of(self.pp_rank)
-        boundaries = [b for stage in mine for b in (stage - 1, stage) if 0 <= b < stages.num_stages - 1]
-        crossed = [b for b in boundaries if stages.placement[b] != stages.placement[b + 1]]
+        crossed = [boundary for stage in mine for boundary in (stage - 1, stage) if stages.crosses(boundary)]
         received_bytes = sum(stages.boundary_bytes[b] for b in crossed) * stages.num_microbatches
-        trained = self.states.gradient_elements
-        frozen = self.states.held_elements - trained
+        trained = self.states.elements.trained
+        frozen = self.states.elements.weights - trained
         state = stages.state
         parameter_bytes = trained * state.parameter + frozen * state.frozen
         optimizer_bytes = self.states.trained_elements * state.optimizer_bytes(stages.training.optimizer)
@@ -359,7 +321,7 @@ class _RankLowering:
         """Returns the bytes of gradients in DDP's buckets; 0 without DDP."""
         if not isinstance(self.hooks, DdpHooks):
             return 0
-        return (self.states.gradient_elements - self.states.expert_elements) * self.stages.state.gradient
+        return (self.states.elements.trained - self.states.elements.experts) * self.stages.state.gradient
 
     def _forward(self, action: Action) -> None:
         self._receive(Action(action.stage, _K.RECV_F, action.microbatch))
@@ -384,47 +346,34 @@ class _RankLowering:
         for part in in_order(self._parts(action), phase):
             self.hooks.before_backward(action, part)
             self.offload.before_backward(action, part)
-            ended = self._layers(action, part, phase)
-            match phase:
-                case Phase.BACKWARD_INPUT:
-                    self.hooks.after_input_gradients(action, part)
-                case Phase.BACKWARD_WEIGHT:
-                    self.hooks.after_weight_gradients(action, part)
-                case _:
-                    self.hooks.after_backward(action, part, ended)
+            self._layers(action, part, phase)
+            self.hooks.after_backward(action, part, phase)
         if phase is not Phase.BACKWARD_INPUT:
             self.hooks.end_of_backward(action)
 
-    def _layers(self, action: Action, part: range, phase: Phase) -> int:
-        """Writes a pass through some layers; returns the index of their last compute."""
-        stages, writer = self.stages, self.writer
-        whole = not self._expands(action)
-        if whole:
-            script = self.scripts.merged(action.stage, part, phase)
-        else:
-            script = self.scripts.layer(action.stage, part[0], phase)
+    def _layers(self, action: Action, part: range, phase: Phase) -> None:
+        """Writes a pass through some layers."""
+        stages, writer, paired = self.stages, self.writer, self.is_paired
+        merged = not self._expands(action)
+        scripts = self.scripts
+        script = scripts.merged(action.stage, phase) if merged else scripts.layer(action.stage, part[0], phase)
         name = "{action}" if len(part) == len(stages.layers[action.stage]) else f"{{{part[0]}}}"
         scaling = self.hooks.scaling(action, part) if phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT) else ()
-        last, paired = (
-            next(i for i in range(len(script) - 1, -1, -1) if script[i].collective is None),
-            self.is_paired,
-        )
+        last = max(number for number, segment in enumerate(script) if segment.collective is None)
         before = (writer.last_compute, *writer.blocking)  # waits of the last segment
-        ended = -1
         for number, segment in enumerate(script):
             if segment.collective is None:
                 before = (writer.last_compute, *writer.blocking)
                 work = segment.work + scaling if number == last and scaling else segment.work
                 kind = SpanKind.RECOMPUTE if segment.recompute else SpanKind.COMPUTE
                 label = f"{name} recompute" if segment.recompute else name
-                ended = writer.compute(action, label, work, segment.memory, kind)
-            elif not whole and not (paired and segment.collective.axis == "ep"):
-                self._exchange(action, name, segment, before)
-        for axis, stream in _AXIS_STREAM.items() if whole else [("ep", Stream.EXPERT)] if paired else ():
+                writer.compute(action, label, work, segment.memory, kind)
+            elif not merged and not (paired and segment.collective.axis == "ep"):
+                self._exchange(action, name, segment.collective, before)
+        for axis, stream in _AXIS_STREAM.items() if merged else [("ep", Stream.EXPERT)] if paired else ():
             collectives = self._exchanges(action.stage, part, axis, script, phase, paired=paired)
             if collectives:
-                writer.exposed(action, stream, f"{name} exchanges", collectives)
-        return ended
+                writer.exposed(action, stream, f"{name} collectives", collectives)
 
     def _exchanges(
         self, stage: int, part: range, axis: str, script: Sequence[Segment], phase: Phase, *, paired: bool
@@ -441,10 +390,12 @@ class _RankLowering:
             for segment in script:
                 if segment.collective is None or segment.collective.axis != axis:
                     continue
-                communication, last = self._exchanged(segment), collectives[-1] if collectives else None
-                hidden = (
-                    paired if axis == "ep" else axis == "tp" and segment.collective.beside and not self.how.host_waits
+                communication, last = (
+                    segment.collective.among(self.groups[axis]),
+                    collectives[-1] if collectives else None,
                 )
+                overlaps_gemms = axis == "tp" and segment.collective.beside and not self.how.host_waits
+                hidden = paired if axis == "ep" else overlaps_gemms
                 if not hidden:
                     collectives.append(communication)
                 elif segment.beside is not None:
@@ -457,25 +408,15 @@ class _RankLowering:
             found = self.merged_exchanges[key] = tuple(collectives)
         return found
 
-    def _exchange(self, action: Action, name: str, segment: Segment, before: Sequence[int | None]) -> None:
+    def _exchange(
+        self, action: Action, name: str, layer_collective: IssuedCollective, before: Sequence[int | None]
+    ) -> None:
         """Writes a collective that the next compute waits for; an overlapped one waits only for earlier operations."""
-        assert segment.collective is not None
-        layer_collective = segment.collective
         begins = before if layer_collective.beside and not self.how.host_waits else (self.writer.last_compute,)
+        communication = layer_collective.among(self.groups[layer_collective.axis])
         waits = [*begins, *self.writer.blocking]
-        self.writer.block_on(
-            self.writer.collective(
-                action,
-                _AXIS_STREAM[layer_collective.axis],
-                f"{layer_collective.kind} {name}",
-                self._exchanged(segment),
-                waits,
-            )
-        )
-
-    def _exchanged(self, segment: Segment) -> Communication:
-        assert segment.collective is not None
-        return segment.collective.among(self.groups[segment.collective.axis])
+        stream, name = _AXIS_STREAM[layer_collective.axis], f"{layer_collective.kind} {name}"
+        self.writer.block_on(self.writer.collective(action, stream, name, communication, waits))
 
     def _receive(self, action: Action) -> None:
         """Makes the next compute wait for its receives; synchronous frameworks issue the receive only here."""
@@ -485,22 +426,21 @@ class _RankLowering:
         self.writer.block_on(*self.received)
 
     def _communication(self, action: Action) -> None:
-        stages, kind = self.stages, action.kind
-        sends = kind in (_K.SEND_F, _K.SEND_B)
-        forward = kind in (_K.SEND_F, _K.RECV_F)
-        other_stage = action.stage + (1 if forward == sends else -1)
-        other = self.rank + (stages.placement[other_stage] - self.pp_rank) * stages.mapping.ranks_per_stage
+        stages, other_end = self.stages, action.other_end
+        assert other_end is not None
+        sends = action.kind in (_K.SEND_F, _K.SEND_B)
+        other = self.rank + (stages.placement[other_end.stage] - self.pp_rank) * stages.mapping.ranks_per_stage
         ends = (self.rank, other) if sends else (other, self.rank)
-        for number, tensor in enumerate(stages.crossings[min(action.stage, other_stage)]):
+        for number, tensor in enumerate(stages.crossings[min(action.stage, other_end.stage)]):
             # a send keeps its tensor alive until its wait; a tensor that only passes through is in a receive buffer
-            sent = 0 if kind is _K.SEND_F and tensor.passes else tensor.num_bytes
+            sent = 0 if action.kind is _K.SEND_F and tensor.passes else tensor.num_bytes
             held = sent if stages.software.runtime == "torch" else 0
             effects = (MemoryEffect(MemoryCategory.BUFFERS, sent, held),) if sends else ()
             num_bytes, gathered = tensor.num_bytes, None
             if stages.scatter_gather_p2p:
                 gathered = Communication(CollectiveKind.ALL_GATHER, num_bytes, self.groups["tp"])
                 num_bytes = -(-num_bytes // stages.plan.tp)
-            stream = _MESSAGE_STREAM[kind]
+            stream = Stream(action.kind.lower())
             index = self.writer.send(action, stream, num_bytes, ends, effects, number=number, gathered=gathered)
             if sends:
                 self.sent.append(index)
@@ -514,10 +454,10 @@ class _RankLowering:
         """Writes the optimizer step after all sends have completed, and frees their memory."""
         self.writer.block_on(*self.received)  # for OPTIM: all sends
         held = self.sent_bytes
-        release = (MemoryEffect(MemoryCategory.BUFFERS, -held, -held),) if held else ()
+        release = (MemoryEffect.freeing(MemoryCategory.BUFFERS, held),) if held else ()
         if self.stages.software.trainer:
             self.writer.compute(action, "host", (HostWait("step"),), kind=SpanKind.HOST)
-        step_optimizer(action, self.stages, self.states, self.writer, release)
+        step_optimizer(action, self.states, self.writer, release)
 
     def _parts(self, action: Action) -> Sequence[range]:
         """Returns the layers per operation: all of the stage if merged, one each if expanded."""

@@ -27,13 +27,7 @@ _Key = tuple[int, int | None, int]
 
 
 class _Copy(NamedTuple):
-    """A copy of activations to the host.
-
-    Attributes:
-        key: Stage, microbatch and first layer.
-        operation: Index of the copy's operation.
-        num_bytes: Size in bytes.
-    """
+    """A copy of activations to the host."""
 
     key: _Key
     operation: int
@@ -73,8 +67,6 @@ class OffloadedActivations:
     end of the second.
 
     Args:
-        stages: Facts about the stages.
-        writer: Receives the operations.
         host_waits: True if the host blocks on every copy: on a CPU a copy is compute.
     """
 
@@ -129,7 +121,7 @@ class OffloadedActivations:
             copy = self._leaving.popleft()
             if copy is not None and copy.key == key and len(part) == 1:  # at Level 1 all layers are copied together
                 self._writer.block_on(copy.operation)
-                self._writer.compute(action, "keep", memory=[_freed(_HOST, copy.num_bytes)])
+                self._writer.compute(action, "keep", memory=[MemoryEffect.freeing(_HOST, copy.num_bytes)])
                 continue
             self._let_go(action, copy)
         self._fetch(action, part)
@@ -143,7 +135,7 @@ class OffloadedActivations:
             return
         self._on_host[copy.key] = copy.num_bytes
         self._writer.block_on(copy.operation)
-        self._writer.compute(action, "let go", memory=[_freed(_ACTIVATIONS, copy.num_bytes)])
+        self._writer.compute(action, "free", memory=[MemoryEffect.freeing(_ACTIVATIONS, copy.num_bytes)])
 
     def _fetch(self, action: Action, part: range) -> None:
         key = (action.stage, action.microbatch, part.start)
@@ -171,8 +163,3 @@ class OffloadedActivations:
             first = min(position for position, layer in enumerate(layers) if layer.kind is LayerKind.BLOCK)
             blocks = [position for position in blocks if position - first < self._moved]
         return sum(self._stages.facts(action.stage, position).footprint.activations for position in blocks)
-
-
-def _freed(category: MemoryCategory, num_bytes: int) -> MemoryEffect:
-    """Returns an effect that frees memory before anything else happens."""
-    return MemoryEffect(category, -num_bytes, -num_bytes)

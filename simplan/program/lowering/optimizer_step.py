@@ -2,161 +2,132 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from simplan.model.layer import CollectiveKind
 from simplan.program.action import Action
-from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.writer import RankWriter
 from simplan.program.memory.states import RankStates
 from simplan.program.program import Communication, LayerWork, MemoryCategory, MemoryEffect, Phase, Stream
 from simplan.program.timeline import SpanKind
 from simplan.training.optimizer import OPTIMIZERS
 
-__all__ = ["clip_gradients", "complete_gradients", "norms_of_parameters", "step_optimizer"]
+__all__ = ["complete_gradients", "step_optimizer"]
 
 
-def step_optimizer(
-    action: Action,
-    stages: Stages,
-    states: RankStates,
-    writer: RankWriter,
-    release: Sequence[MemoryEffect],
-) -> None:
+def step_optimizer(action: Action, states: RankStates, writer: RankWriter, release: Sequence[MemoryEffect]) -> None:
     """Writes the optimizer step of a rank.
 
     Gradients of an embedding tied across two ranks are all-reduced, gradients are clipped, and parameters are updated.
     Updates of whole parameters owned by single ranks are broadcast; evenly sharded updates are all-gathered.
-
-    Args:
-        action: The OPTIM.
-        stages: Facts about the stages.
-        states: Optimizer states of the rank.
-        writer: Receives the operations.
-        release: Memory freed by the update.
     """
-    mapping = stages.mapping
+    stages, mapping = states.stages, states.stages.mapping
     place = mapping.place(writer.rank)
     if stages.tied_ends and place.pp in stages.tied_ends:
         ends = tuple(mapping.rank(place._replace(pp=end)) for end in stages.tied_ends)
         communication = Communication(CollectiveKind.ALL_REDUCE, stages.tied_bytes, ends)
         waits = [*writer.blocking, writer.last_compute]
         writer.block_on(writer.collective(action, Stream.TIED, "all_reduce tied embedding", communication, waits))
-    clip_gradients(action, stages, states, writer)
-    norms_of_parameters(action, stages, states, writer)
-    effects = (*release, *_temporaries(stages, states))
+    _clip_gradients(action, states, writer)
+    _reduce_parameter_norms(action, states, writer)
+    effects = (*release, *_temporaries(states))
     work = tuple(item for stage in stages.stages_of(place.pp) for item in states.updates(stage))
     updated = writer.compute(action, "{action}", work, effects, SpanKind.OPTIMIZER)
-    group = mapping.shard_group(writer.rank) if stages.plan.shards_optimizer_only else ()
     broadcasts = states.broadcasts()
     if broadcasts:
-        writer.collectives(action, Stream.SHARD, "broadcast parameters", group, broadcasts, [updated])
+        writer.collective(action, Stream.SHARD, "broadcast parameters", broadcasts, [updated])
     for members, num_bytes in states.gathers():
         communication = Communication(CollectiveKind.ALL_GATHER, num_bytes, members)
-        stream = Stream.SHARD if members == group else Stream.EXPERT_DATA
+        stream = Stream.SHARD if members == mapping.shard_group(writer.rank) else Stream.EXPERT_DATA
         writer.collective(action, stream, "all_gather parameters", communication, [updated])
 
 
-def _temporaries(stages: Stages, states: RankStates) -> tuple[MemoryEffect, ...]:
+def _temporaries(states: RankStates) -> tuple[MemoryEffect, ...]:
     """Returns the memory of casts and of the optimizer's kernels; offloaded gradients are freed after the update."""
-    copied = states.trained_elements * stages.state.widened_bytes + states.temporary_bytes
-    if stages.state.narrowed_bytes and stages.plan.dp * stages.plan.cp > 1:
-        copied += states.gradient_elements * stages.state.narrowed_bytes
-    if stages.plan.offload_optimizer:
-        return (MemoryEffect(MemoryCategory.HOST, copied, -states.gradient_elements * stages.state.gradient),)
+    plan, state = states.stages.plan, states.stages.state
+    copied = states.trained_elements * state.widened_bytes + states.temporary_bytes
+    if state.narrowed_bytes and plan.dp * plan.cp > 1:
+        copied += states.elements.trained * state.narrowed_bytes
+    if plan.offload_optimizer:
+        return (MemoryEffect(MemoryCategory.HOST, copied, -states.elements.trained * state.gradient),)
     return (MemoryEffect(MemoryCategory.WORKSPACE, copied, 0),) if copied else ()
 
 
 _NORM_BYTES = 4  # in fp32, as gradients and states are
 
 
-def clip_gradients(action: Action, stages: Stages, states: RankStates, writer: RankWriter) -> None:
+def _clip_gradients(action: Action, states: RankStates, writer: RankWriter) -> None:
     """Computes the global gradient norm of the model, then scales all gradients.
 
     One rank counts gradients that several ranks hold. As in torchtitan, each axis of the mesh all-reduces one number,
     the pipeline axis last.
-
-    Args:
-        action: The OPTIM.
-        stages: Facts about the stages.
-        states: Optimizer states of the rank.
-        writer: Receives the operations.
     """
-    if stages.training.clip_grad_norm is None:
+    mapping = states.stages.mapping
+    if states.stages.training.clip_grad_norm is None:
         return
-    mine = stages.stages_of(stages.mapping.place(writer.rank).pp)
-    ended = writer.compute(
-        action, "gradient norm", tuple(work for stage in mine for work in states.work(stage, Phase.NORM))
+    mine = states.stages.stages_of(mapping.place(writer.rank).pp)
+    norm, scale = (
+        tuple(work for stage in mine for work in states.work(stage, phase)) for phase in (Phase.NORM, Phase.SCALE)
     )
-    pipeline = (Stream.PIPELINE, stages.mapping.pp_group(writer.rank))
-    for stream, group in (*_groups_with_parts(stages, writer.rank), pipeline):
-        if len(group) > 1:
-            ended = _summed(action, stream, group, _NORM_BYTES, ended, writer)
-    writer.block_on(ended)
-    writer.compute(action, "clip gradients", tuple(work for stage in mine for work in states.work(stage, Phase.SCALE)))
+    writer.compute(action, "gradient norm", norm)
+    groups = (*_groups_with_parts(states, writer.rank), (Stream.PIPELINE, mapping.pp_group(writer.rank)))
+    _reduce_norms(action, groups, _NORM_BYTES, writer)
+    writer.compute(action, "clip gradients", scale)
 
 
-def norms_of_parameters(action: Action, stages: Stages, states: RankStates, writer: RankWriter) -> None:
+def _reduce_parameter_norms(action: Action, states: RankStates, writer: RankWriter) -> None:
     """All-reduces norms that the optimizer needs, for all parameters that the rank updates, once per group.
 
-    Memory passes for the norms are part of the update. For arguments see ``clip_gradients``.
+    Memory passes for the norms are part of the update.
     """
-    num_norms = OPTIMIZERS[stages.training.optimizer].num_norms
+    num_norms = OPTIMIZERS[states.stages.training.optimizer].num_norms
     num_bytes = num_norms * states.num_updated_tensors * _NORM_BYTES if num_norms else 0
-    if not num_bytes:
-        return
+    if num_bytes:
+        _reduce_norms(action, _groups_with_parts(states, writer.rank), num_bytes, writer)
+
+
+def _groups_with_parts(states: RankStates, rank: int) -> Iterator[tuple[Stream, tuple[int, ...]]]:
+    """Yields the groups whose ranks hold different parts of the same tensors, with their streams."""
+    if states.stages.plan.shards_parameters:
+        yield Stream.SHARD, states.stages.mapping.shard_group(rank)
+    yield Stream.TENSOR, states.stages.mapping.tp_group(rank)
+
+
+def _reduce_norms(
+    action: Action, groups: Iterable[tuple[Stream, tuple[int, ...]]], num_bytes: int, writer: RankWriter
+) -> None:
+    """All-reduces norms over each group in turn; the next compute waits for the last all-reduce."""
     ended = writer.last_compute
-    for stream, group in _groups_with_parts(stages, writer.rank):
+    for stream, group in groups:
         if len(group) > 1:
-            ended = _summed(action, stream, group, num_bytes, ended, writer)
+            communication = Communication(CollectiveKind.ALL_REDUCE, num_bytes, group)
+            ended = writer.collective(action, stream, "all_reduce norms", communication, (*writer.blocking, ended))
     writer.block_on(ended)
 
 
-def _groups_with_parts(stages: Stages, rank: int) -> Iterator[tuple[Stream, tuple[int, ...]]]:
-    """Yields the groups whose ranks hold different parts of the same tensors, with their streams."""
-    if stages.plan.shards_parameters:
-        yield Stream.SHARD, stages.mapping.shard_group(rank)
-    yield Stream.TENSOR, stages.mapping.tp_group(rank)
-
-
-def _summed(
-    action: Action, stream: Stream, group: tuple[int, ...], num_bytes: int, after: int | None, writer: RankWriter
-) -> int:
-    communication = Communication(CollectiveKind.ALL_REDUCE, num_bytes, group)
-    return writer.collective(action, stream, "all_reduce norms", communication, (*writer.blocking, after))
-
-
-def complete_gradients(action: Action, stages: Stages, states: RankStates, writer: RankWriter) -> None:
-    """Completes the gradients of a stage, and divides them by the number of microbatches unless the loss was divided.
-
-    Args:
-        action: The REDUCE_GRAD.
-        stages: Facts about the stages.
-        states: Optimizer states of the rank.
-        writer: Receives the operations.
-    """
-    partial = states.partial_elements(action.stage)
+def complete_gradients(action: Action, states: RankStates, writer: RankWriter) -> None:
+    """Completes the gradients of a stage; divides them by the number of microbatches unless the loss was divided."""
+    stages, partial = states.stages, states.partial_elements(action.stage)
     if partial:
         group = stages.mapping.tp_group(writer.rank)
         communication = Communication(CollectiveKind.ALL_REDUCE, partial * stages.state.gradient, group)
         waits = [writer.last_compute, *writer.blocking]
         writer.block_on(writer.collective(action, Stream.TENSOR, "all_reduce partial gradients", communication, waits))
-    _average_experts(action, stages, states, writer)
+    _average_experts(action, states, writer)
     divides = stages.num_microbatches > 1 and stages.software.runtime != "megatron"
     writer.compute(action, "{action}", states.work(action.stage, Phase.SCALE) if divides else ())
 
 
-def _average_experts(action: Action, stages: Stages, states: RankStates, writer: RankWriter) -> None:
+def _average_experts(action: Action, states: RankStates, writer: RankWriter) -> None:
     """Divides gradients of experts by the number of averaging ranks, and reduces them over ranks with the same experts.
 
     Tokens of other expert-parallel ranks already contribute to these gradients; those of tensor-parallel ranks are
     summed.
     """
-    elements = states.expert_gradients(action.stage)
+    stages, plan, elements = states.stages, states.stages.plan, states.expert_gradients(action.stage)
     if not elements:
         return
     own = zip(stages.layers[action.stage], stages.experts[action.stage], strict=True)
-    plan = stages.plan
     work = tuple(LayerWork(layer, Phase.SCALE, plan.microbatch_size, number) for layer, number in own if number)
     divided = writer.compute(action, "divide experts", work if plan.dp * plan.cp > 1 else ())
     group = stages.mapping.expert_group(writer.rank)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,6 @@ __all__ = ["ActionVariant", "RankRow", "paired_actions", "row_of_actions"]
 _NOTHING = -1
 _K = ActionKind
 _COMPUTING = (_K.FORWARD, _K.BACKWARD)
-_RECV_OF = {_K.FORWARD: _K.RECV_F, _K.BACKWARD: _K.RECV_B, _K.BACKWARD_INPUT: _K.RECV_B}
 
 
 class ActionVariant(NamedTuple):
@@ -48,11 +48,9 @@ class RankRow(NamedTuple):
     """The actions of a row in the order in which they are lowered.
 
     Attributes:
-        actions: The actions.
         stage, microbatch: ``(actions,)`` Stage and microbatch of each action; -1 for no microbatch.
         variant: ``(actions,)`` Index into ``variants``.
         needs: ``(actions,)`` See ``Walker.run``.
-        variants: Distinct variants of actions.
     """
 
     actions: tuple[Action, ...]
@@ -80,7 +78,6 @@ def row_of_actions(row: Sequence[Action], *, synchronous: bool, overlaps_experts
     """Returns the row of a rank in lowering order.
 
     Args:
-        row: Row of a complete action table.
         synchronous: True if the rank waits for every P2P transfer before it continues.
         overlaps_experts: True if forwards are computed together with backwards.
     """
@@ -92,29 +89,21 @@ def _row(kept: _Row, synchronous: bool, overlaps_experts: bool) -> RankRow:
     row = kept.row
     last = set(last_backwards((row,)).values())
     paired = paired_actions(row) if overlaps_experts else frozenset()
-    place = {action: number for number, action in enumerate(row)}
+    place: dict[Action | None, int] = {action: number for number, action in enumerate(row)}
+    first = {action.stage: action for action in reversed(row) if action.kind is _K.FORWARD}
     entries: list[tuple[int, int, int, int]] = []
-    variants: dict[tuple[ActionKind, int, bool, bool, bool, bool], int] = {}
-    begun: set[int] = set()
-    listed: list[ActionVariant] = []
+    variants: dict[Hashable, ActionVariant] = {}
+    numbers: dict[Hashable, int] = defaultdict(count().__next__)
     for action in row:
-        kind, stage, needs = action.kind, action.stage, _NOTHING
-        receives = False
-        if kind in _RECV_OF:
-            needs = place.get(Action(stage, _RECV_OF[kind], action.microbatch), _NOTHING)
-            receives = synchronous and needs >= 0
-        elif kind is _K.OPTIM:
-            needs = ALL_SENT
-        is_first = kind is _K.FORWARD and stage not in begun
-        begun |= {stage} if is_first else set()
-        variant = ActionVariant(action, is_first, action in last, action in paired, receives)
+        stage, kind, microbatch = action
+        needed = ALL_SENT if kind is _K.OPTIM else place.get(action.receive, _NOTHING)
+        receives = synchronous and needed >= 0
+        variant = ActionVariant(action, first.get(stage) == action, action in last, action in paired, receives)
         key = (kind, stage, *variant[1:])
-        if key not in variants:
-            variants[key] = len(listed)
-            listed.append(variant)
-        entries.append((stage, -1 if action.microbatch is None else action.microbatch, variants[key], needs))
-    stage, microbatch, which, needed = np.array(entries, np.int64).reshape(-1, 4).T
-    return RankRow(tuple(row), stage, microbatch, which, needed, listed)
+        variants.setdefault(key, variant)
+        entries.append((stage, -1 if microbatch is None else microbatch, numbers[key], needed))
+    stages, microbatches, which, needs = np.array(entries, np.int64).reshape(-1, 4).T
+    return RankRow(row, stages, microbatches, which, needs, [*variants.values()])
 
 
 def paired_actions(row: Sequence[Action]) -> frozenset[Action]:
@@ -122,9 +111,6 @@ def paired_actions(row: Sequence[Action]) -> frozenset[Action]:
 
     Actions before the first backward and after the last forward have no partner (NVIDIA/Megatron-LM, combined_1f1b in
     megatron/core/pipeline_parallel).
-
-    Args:
-        row: Actions of the rank.
     """
     computing = [action for action in row if action.kind in _COMPUTING]
     found: set[Action] = set()

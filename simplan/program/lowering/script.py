@@ -21,15 +21,16 @@ from simplan.model.layer import (
     LayerSpec,
 )
 from simplan.model.recompute import Recomputation
-from simplan.program.lowering.stage import Stages
-from simplan.program.memory.footprint import LayerFootprint, layers_effects
+from simplan.program.lowering.stage import LayerFacts, Stages
+from simplan.program.memory.footprint import layers_effects
 from simplan.program.memory.split_footprint import SplitFootprint, split_effects
 from simplan.program.program import Communication, LayerWork, MemoryCategory, MemoryEffect, Phase
 
 __all__ = ["IssuedCollective", "Scripts", "Segment", "in_order"]
 
 _T = TypeVar("_T")
-_FROM_THE_FIRST = (Phase.FORWARD, Phase.BACKWARD_WEIGHT)
+_FORWARD = (Phase.FORWARD, Phase.RECOMPUTE)
+_SPLIT = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 _OTHER_PASS = {Phase.FORWARD: Phase.BACKWARD, Phase.BACKWARD: Phase.FORWARD}
 
 
@@ -59,7 +60,6 @@ class Segment(NamedTuple):
     Attributes:
         work: Kernels to run; empty for a collective.
         recompute: True if the work recomputes forward.
-        memory: Changes of memory.
         collective: The collective; None for kernels.
         beside: For a collective, compute that it and the collectives after it overlap with: adjacent GEMMs or, for
             expert dispatch, the layer's other pass for another microbatch. None for collectives without overlap and for
@@ -75,43 +75,47 @@ class Segment(NamedTuple):
 
 def in_order(layers: Sequence[_T], phase: Phase) -> Sequence[_T]:
     """Returns layers in the order of a pass: torch computes gradients of weights in the order of forward."""
-    return layers if phase in _FROM_THE_FIRST else layers[::-1]
+    return layers if phase in (Phase.FORWARD, Phase.BACKWARD_WEIGHT) else layers[::-1]
 
 
 class Scripts:
-    """Segments of the layers of all stages, each computed once.
-
-    Args:
-        stages: Facts about the stages.
-    """
+    """Segments of the layers of all stages, each computed once."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
         self._of_layer: dict[tuple[int, int, Phase], tuple[Segment, ...]] = {}
-        self._merged: dict[tuple[int, range, Phase], tuple[Segment, ...]] = {}
-        # for equal layers: their segments, and those of passes through several of them
+        self._merged: dict[tuple[int, Phase], tuple[Segment, ...]] = {}
+        # for equal layers: their segments, and those of passes through all layers of a stage
         self._of_alike: dict[tuple[str, int, Phase], tuple[Segment, ...]] = {}
         self._merged_alike: dict[Hashable, tuple[Segment, ...]] = {}
 
     def layer(self, stage: int, position: int, phase: Phase) -> tuple[Segment, ...]:
         """Returns a pass through one layer, split at its collectives."""
         key = (stage, position, phase)
-        found = self._of_layer.get(key)
-        if found is None:
-            found = self._of_layer[key] = self._cut(stage, position, phase)
-        return found
+        if key not in self._of_layer:
+            self._of_layer[key] = self._cut(stage, position, phase)
+        return self._of_layer[key]
 
-    def computed(self, stage: int, position: int, phase: Phase) -> list[Segment]:
+    def computed(self, stage: int, position: int, phase: Phase) -> tuple[Segment, ...]:
         """Returns the segments of a pass through one layer, without memory changes."""
         layer, kept = self._stages.layers[stage][position], self._stages.facts(stage, position).kept
         key = layer.key, id(kept), phase  # facts, and their recomputation, are kept alive by the stages
-        found = self._of_alike.get(key)
-        if found is None:
-            found = self._of_alike[key] = tuple(self._computed_of(layer, kept, phase))
-        return list(found)
+        if key not in self._of_alike:
+            self._of_alike[key] = self._with_overlap(layer, self._computed(layer, kept, phase), phase)
+        return self._of_alike[key]
 
-    def _computed_of(self, layer: LayerSpec, kept: Recomputation, phase: Phase) -> list[Segment]:
-        segments = self._computed(layer, kept, phase)
+    def merged(self, stage: int, phase: Phase) -> tuple[Segment, ...]:
+        """Returns a pass through the layers of a stage as merged compute, followed by the collectives."""
+        if (stage, phase) not in self._merged:
+            facts = [self._stages.facts(stage, position) for position in range(len(self._stages.layers[stage]))]
+            alike = tuple([(layer.key, id(of)) for layer, of in zip(self._stages.layers[stage], facts, strict=True)])
+            if (alike, phase) not in self._merged_alike:
+                self._merged_alike[alike, phase] = self._merge(stage, facts, phase)
+            self._merged[stage, phase] = self._merged_alike[alike, phase]
+        return self._merged[stage, phase]
+
+    def _with_overlap(self, layer: LayerSpec, segments: list[Segment], phase: Phase) -> tuple[Segment, ...]:
+        """Returns the segments, the first expert dispatch with the other pass that it overlaps with."""
         other = _OTHER_PASS.get(phase)
         first = next(
             (i for i, s in enumerate(segments) if s.collective is not None and s.collective.axis == "ep"), None
@@ -119,72 +123,55 @@ class Scripts:
         if self._stages.software.expert_overlap and other is not None and first is not None:
             work = LayerWork(layer, other, self._stages.plan.microbatch_size, layer.num_parameters)
             segments[first] = segments[first]._replace(beside=work)
-        return segments
+        return tuple(segments)
 
-    def merged(self, stage: int, part: range, phase: Phase) -> tuple[Segment, ...]:
-        """Returns a pass through some layers as merged compute, followed by the collectives."""
-        key = (stage, part, phase)
-        found = self._merged.get(key)
-        if found is not None:
-            return found
-        order = in_order(part, phase)
-        facts = [self._stages.facts(stage, position) for position in part]
-        alike = tuple([(self._stages.layers[stage][i].key, id(of)) for i, of in zip(part, facts, strict=True)])
-        whole = len(part) == len(self._stages.layers[stage])
-        if whole:
-            found = self._merged_alike.get((alike, phase))
-            if found is not None:
-                self._merged[key] = found
-                return found
+    def _merge(self, stage: int, facts: Sequence[LayerFacts], phase: Phase) -> tuple[Segment, ...]:
+        order = in_order(range(len(facts)), phase)
         segments = [segment for position in order for segment in self.computed(stage, position, phase)]
-        effects = self._effects(stage, order, phase, [self._stages.facts(stage, i).footprint for i in order])
-        merged = []
         again = tuple(work for segment in segments if segment.recompute for work in segment.work)
-        if again:
-            merged.append(Segment(again, recompute=True))
         once = tuple(work for segment in segments if not segment.recompute for work in segment.work)
-        merged.append(Segment(once, memory=effects))
-        merged += [segment for segment in segments if segment.collective is not None]
-        found = self._merged[key] = tuple(merged)
-        if whole:
-            self._merged_alike[alike, phase] = found
-        return found
+        if phase in _SPLIT:
+            effects = split_effects([facts[position].split() for position in order], phase)
+        else:
+            footprints = [facts[position].footprint for position in order]
+            effects = layers_effects(footprints, forward=phase is Phase.FORWARD)
+        return (
+            *([Segment(again, recompute=True)] if again else []),
+            Segment(once, memory=effects),
+            *(segment for segment in segments if segment.collective is not None),
+        )
 
-    def _effects(
-        self, stage: int, positions: Sequence[int], phase: Phase, footprints: Sequence[LayerFootprint]
-    ) -> tuple[MemoryEffect, ...]:
-        if phase in (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT):
-            return self._split_effects(stage, positions, phase)
-        return layers_effects(footprints, forward=phase is Phase.FORWARD)
+    def _effects(self, stage: int, position: int, phase: Phase) -> tuple[MemoryEffect, ...]:
+        """Returns memory changes of a pass through one layer.
 
-    def _split_effects(self, stage: int, positions: Sequence[int], phase: Phase) -> tuple[MemoryEffect, ...]:
-        """Returns memory changes of a split backward; tensors that outlive their layer are freed at the stage's end."""
-        layers = range(len(self._stages.layers[stage]))
-        end = layers[0 if phase is Phase.BACKWARD_INPUT else -1]
-        effects = split_effects([self._stages.facts(stage, position).split() for position in positions], phase)
-        delayed = {
-            position: _goes_at_the_end(self._stages.facts(stage, position).split(), phase) for position in layers
-        }
-        late = [delayed[position] for position in positions] if end not in positions else []
-        early = [delayed[position] for position in layers if position not in positions] if end in positions else []
-        for category, place in ((MemoryCategory.ACTIVATIONS, 0), (MemoryCategory.LOGITS, 1)):
-            change = sum(amounts[place] for amounts in late) - sum(amounts[place] for amounts in early)
-            effects = _changed(effects, category, change)
-        return effects
-
-    def _around_hooks(self, stage: int, position: int) -> LayerFootprint:
-        """Returns the footprint without the loss, if an FSDP hook separates it from its module (``loss_effects``)."""
+        The loss is excluded if an FSDP hook separates it from its module (``Stages.loss_effects``).
+        """
+        if phase in _SPLIT:
+            return self._split_effects(stage, position, phase)
         plan, footprint = self._stages.plan, self._stages.facts(stage, position).footprint
         has_loss = self._stages.layers[stage][position].kind is LayerKind.HEAD
         if has_loss and plan.shards_parameters and plan.pp == 1:
-            return footprint._replace(forward=footprint.forward[1:], backward=footprint.backward[1:])
-        return footprint
+            footprint = footprint._replace(forward=footprint.forward[1:], backward=footprint.backward[1:])
+        return layers_effects([footprint], forward=phase is Phase.FORWARD)
+
+    def _split_effects(self, stage: int, position: int, phase: Phase) -> tuple[MemoryEffect, ...]:
+        """Returns memory changes of a split backward; tensors that outlive their layer are freed at the stage's end."""
+        splits = [self._stages.facts(stage, each).split() for each in range(len(self._stages.layers[stage]))]
+        effects = split_effects([splits[position]], phase)
+        end = 0 if phase is Phase.BACKWARD_INPUT else len(splits) - 1
+        freed = [split for each, split in enumerate(splits) if each != end] if position == end else []
+        delayed = [splits[position]] if position != end else []
+        for place, category in enumerate((MemoryCategory.ACTIVATIONS, MemoryCategory.LOGITS)):
+            change = sum(_freed_at_end(split, phase)[place] for split in delayed)
+            change -= sum(_freed_at_end(split, phase)[place] for split in freed)
+            effects = _changed(effects, category, change)
+        return effects
 
     def _cut(self, stage: int, position: int, phase: Phase) -> tuple[Segment, ...]:
-        segments = self.computed(stage, position, phase)
+        segments = list(self.computed(stage, position, phase))
         computing = [index for index, segment in enumerate(segments) if segment.collective is None]
         first, last = computing[0], computing[-1]
-        effects = self._effects(stage, (position,), phase, [self._around_hooks(stage, position)])
+        effects = self._effects(stage, position, phase)
         if first == last or phase is Phase.FORWARD:
             segments[first] = segments[first]._replace(memory=effects)
         else:  # temporaries of backward count from its beginning; memory is freed at its end
@@ -223,7 +210,6 @@ class Scripts:
         """Returns segments for kernels in the given order; kernels without a collective between them are merged."""
         segments: list[Segment] = []
         run: list[int] = []
-        forward = phase in (Phase.FORWARD, Phase.RECOMPUTE)
 
         def flush() -> None:
             if run:
@@ -254,7 +240,7 @@ class Scripts:
                         flush()  # only the attention core overlaps with a hop, which transfers its input
                     run.append(index)
                     continue
-                kind = kernel.forward if forward else kernel.backward
+                kind = _kind(kernel, phase)
                 if kind is None or (phase is Phase.BACKWARD_INPUT and _of_weights(kernel)):
                     continue
                 flush()
@@ -267,17 +253,14 @@ class Scripts:
         """Returns the GEMMs, split into chunks for the given collectives if the framework does so."""
         if not self._stages.software.cuts_products:
             return products
-        forward = phase in (Phase.FORWARD, Phase.RECOMPUTE)
-        collectives = [kernel for kernel in kernels if isinstance(kernel, LayerCollective)]
-        cuts = sum((kernel.forward if forward else kernel.backward) is not None for kernel in collectives)
+        cuts = sum(_kind(kernel, phase) is not None for kernel in kernels if isinstance(kernel, LayerCollective))
         return products._replace(work=tuple(work._replace(cuts=cuts) for work in products.work))
 
     def _overlaps(self, layer: LayerSpec, phase: Phase) -> Callable[[Kernel], bool]:
         """Returns a predicate: True for GEMMs of a block and for the collectives that overlap with adjacent GEMMs."""
-        way, forward = self._stages.software.tp_overlap, phase in (Phase.FORWARD, Phase.RECOMPUTE)
-        if layer.kind is not LayerKind.BLOCK or way == "none" or (way == "backward" and forward):
-            return lambda kernel: False
-        if not forward and phase is not Phase.BACKWARD:
+        way = self._stages.software.tp_overlap
+        phases = {"none": (), "backward": (Phase.BACKWARD,)}.get(way, (*_FORWARD, Phase.BACKWARD))
+        if layer.kind is not LayerKind.BLOCK or phase not in phases:
             return lambda kernel: False
 
         def overlaps(kernel: Kernel) -> bool:
@@ -287,7 +270,7 @@ class Scripts:
                 return False
             match way:
                 case "gathers":
-                    return (kernel.forward if forward else kernel.backward) is CollectiveKind.ALL_GATHER
+                    return _kind(kernel, phase) is CollectiveKind.ALL_GATHER
                 case "backward":
                     return kernel.forward is None or kernel.forward is CollectiveKind.ALL_GATHER
                 case _:
@@ -315,7 +298,7 @@ class Scripts:
         )
 
 
-def _goes_at_the_end(split: SplitFootprint, phase: Phase) -> tuple[int, int]:
+def _freed_at_end(split: SplitFootprint, phase: Phase) -> tuple[int, int]:
     """Returns bytes of activations and logits of a layer that are freed only when its stage is done."""
     if phase is Phase.BACKWARD_INPUT:
         return split.dropped, split.dropped_logits
@@ -329,6 +312,11 @@ def _changed(effects: tuple[MemoryEffect, ...], category: MemoryCategory, change
     others = tuple(effect for effect in effects if effect.category is not category)
     found = next((effect for effect in effects if effect.category is category), MemoryEffect(category, 0, 0))
     return (*others, found._replace(after_bytes=found.after_bytes + change))
+
+
+def _kind(collective: LayerCollective, phase: Phase) -> CollectiveKind | None:
+    """Returns the collective of a pass; None for none."""
+    return collective.forward if phase in _FORWARD else collective.backward
 
 
 def _of_weights(collective: LayerCollective) -> bool:

@@ -10,9 +10,7 @@ from itertools import groupby
 from typing import Literal, NamedTuple
 
 from simplan.job import Job
-from simplan.model.implementations.layer_implementation import SplitBackward
 from simplan.model.layer import Gemm, LayerKind, LayerSpec, ParameterSpec
-from simplan.model.model import ModelSpec
 from simplan.model.recompute import Recomputation, recomputation, recompute_of
 from simplan.plan.plan import RankMapping, Recompute, StageAssignment
 from simplan.program.action import Table
@@ -22,10 +20,8 @@ from simplan.program.memory.low_precision_footprint import keeping_quantized, pe
 from simplan.program.memory.split_footprint import SplitFootprint, products_footprint, split_footprint
 from simplan.program.program import Communication, LayerWork, MemoryEffect, Phase
 from simplan.program.tables.complete import stage_to_rank
-from simplan.software.software import StateBytes
 
-__all__ = ["Deal", "LayerFacts", "StageOutput", "Stages", "layer_facts"]
-
+__all__ = ["LayerFacts", "Stages"]
 
 Deal = tuple[dict[tuple[int, int], int], ...]
 """Per rank of a shard group: (stage, layer) -> number of elements that the rank owns."""
@@ -51,7 +47,6 @@ class LayerFacts(NamedTuple):
 
     Attributes:
         kept: Tensors saved for backward, and kernels to recompute.
-        footprint: Memory of the layer.
         split: Computes the memory of a split backward.
     """
 
@@ -82,12 +77,7 @@ class Stages:
         tied_bytes: Bytes of the gradient of a tied embedding; 0 for none.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        assignment: StageAssignment,
-        table: Table,
-    ) -> None:
+    def __init__(self, job: Job, assignment: StageAssignment, table: Table) -> None:
         model, training, plan, software = job.model, job.training, job.plan, job.software
         self.plan, self.training, self.software = plan, training, software
         self.state = software.state(training, plan)
@@ -95,8 +85,7 @@ class Stages:
         self.placement = stage_to_rank(table)
         self.num_stages = assignment.num_stages
         self.num_microbatches = training.global_batch_size // (plan.dp * plan.microbatch_size)
-        joined = software.layers.joined_products
-        built = software.layers_of(model, plan)
+        built, joined = software.layers_of(model, plan), software.layers.joined_products
         made = {layer: keeping_quantized(layer, self.state.linear, joined=joined) for layer in {*built}}
         if not software.executable:  # the executor's RMSNorm has no kernel on CPUs
             made = {layer: _with_kernels(quantized) for layer, quantized in made.items()}
@@ -119,7 +108,11 @@ class Stages:
         self.scatter_gather_p2p = software.scatter_gather_p2p and plan.tp > 1 and not plan.sequence_parallel
         self.crossings = [self.leaving(layers) for layers in self.layers]
         self.boundary_bytes = [sum(tensor.num_bytes for tensor in leaving) for leaving in self.crossings]
-        self.batch_bytes = self.num_microbatches * plan.microbatch_size * _image_elements(model) * self.state.parameter
+        num_samples, image_elements = (
+            self.num_microbatches * plan.microbatch_size,
+            model.num_channels * model.image_size**2,
+        )
+        self.batch_bytes = num_samples * image_elements * self.state.parameter
         head = model_layers[-1]
         tied = [p for p in head.parameters if p.name in head.tied and not p.frozen]
         self.tied_bytes = sum(p.num_elements for p in tied) * self.state.gradient
@@ -170,26 +163,22 @@ class Stages:
 
     def placeholder_bytes(self, stages: Iterable[int]) -> int:
         """Returns bytes of placeholder gradients, one per distinct matrix shape of blocks on the given stages."""
-        width = self.state.placeholder
-        layers = {layer for stage in stages for layer in self.layers[stage] if layer.kind is LayerKind.BLOCK and width}
-        return (
-            sum(rows * columns for rows, columns in {shape for layer in layers for shape in _matrices(layer)}) * width
-        )
+        if not self.state.placeholder:
+            return 0
+        blocks = {layer for stage in stages for layer in self.layers[stage] if layer.kind is LayerKind.BLOCK}
+        shapes = {shape for layer in blocks for shape in _matrices(layer)}
+        return sum(rows * columns for rows, columns in shapes) * self.state.placeholder
 
     @property
     def layer_names(self) -> dict[int, tuple[str, ...]]:
-        """Names of the layers per stage."""
+        """Names of the layers per stage: ``embedding``, ``block 3``, ``mtp 1`` or ``head``."""
         return {
-            stage: tuple(self.layer_name(stage, position) for position in range(len(layers)))
+            stage: tuple(
+                f"{layer.title} {layer.mtp_depth or number}" if layer.kind is LayerKind.BLOCK else layer.title
+                for number, layer in enumerate(layers, self._first_block[stage])
+            )
             for stage, layers in enumerate(self.layers)
         }
-
-    def layer_name(self, stage: int, position: int) -> str:
-        """Returns ``embedding``, ``block 3``, ``mtp 1`` or ``head``."""
-        layer = self.layers[stage][position]
-        is_block = layer.kind is LayerKind.BLOCK
-        number = layer.mtp_depth or self._first_block[stage] + position
-        return f"{layer.title} {number}" if is_block else layer.title
 
     def work(
         self, stage: int, part: range | tuple[int, ...], phase: Phase, *, of: Weights = "all"
@@ -197,11 +186,6 @@ class Stages:
         """Returns a phase of some layers of a stage, over owned elements for gathering and trained ones otherwise.
 
         Returns the same object for equal arguments.
-
-        Args:
-            stage, part: The stage and its layers.
-            phase: A phase of parameters or gradients.
-            of: All weights, expert-parallel weights only, or all others.
         """
         key = (stage, part, phase, of)
         found = self._work.get(key)
@@ -223,8 +207,8 @@ class Stages:
         mode = recompute_of(layer, self.plan, position - (self.layers[stage][0].kind is LayerKind.EMBEDDING))
         buffered = self.software.preallocated_receives  # otherwise a receive allocates its tensor, as a layer would
         ends = (
-            buffered and position == 0 and self._crosses(stage - 1),
-            buffered and position == len(self.layers[stage]) - 1 and self._crosses(stage),
+            buffered and position == 0 and self.crosses(stage - 1),
+            buffered and position == len(self.layers[stage]) - 1 and self.crosses(stage),
         )
         key = (layer.key, mode, variant, ends)
         found = self._facts.get(key)
@@ -232,11 +216,32 @@ class Stages:
             shares = self.trained[stage][-1] != self.layers[stage][-1].num_trained
             left = self._left_gradient(layer) if shares else 0
             kept = recomputation(layer, mode, number, self.plan.recompute_modules)
-            b, way = self.plan.microbatch_size, self.software.layers.split_backward
-            found = self._facts[key] = layer_facts(layer, b, self.state, kept, ends, left, way)
+            found = self._facts[key] = self._layer_facts(layer, kept, ends, left)
         return found
 
-    def _crosses(self, boundary: int) -> bool:
+    def _layer_facts(self, layer: LayerSpec, kept: Recomputation, ends: tuple[bool, bool], left: int) -> LayerFacts:
+        """Computes facts about a layer at a position in a stage.
+
+        Args:
+            ends: True if the layer's input, and the gradient of its output, arrive in receive buffers from other ranks.
+            left: See ``LayerFootprint``.
+        """
+        b, state = self.plan.microbatch_size, self.state
+        footprint = layer_footprint(layer, b, state, kept)._replace(left=left)
+        if ends[0]:  # the input is a receive buffer, which is counted there
+            footprint = footprint._replace(activations=footprint.activations - footprint.input_bytes)
+        if self.software.layers.split_backward == "products":
+            split = cache(partial(products_footprint, layer, b, state, footprint))
+        else:
+            split = cache(partial(split_footprint, layer, b, state, footprint, receives=ends[1]))
+        if ends[1]:  # the output's gradient is in a receive buffer
+            points = (
+                point._replace(workspace=point.workspace - footprint.output_bytes) for point in footprint.backward
+            )
+            footprint = footprint._replace(backward=tuple(points))
+        return LayerFacts(kept, footprint, split)
+
+    def crosses(self, boundary: int) -> bool:
         """Returns True if the stages on both sides of a boundary are on different ranks."""
         return 0 <= boundary < self.num_stages - 1 and self.placement[boundary] != self.placement[boundary + 1]
 
@@ -260,38 +265,6 @@ class Stages:
         return tuple(effect._replace(after_bytes=0) for effect in layers_effects([alone], forward=forward))
 
 
-def layer_facts(
-    layer: LayerSpec,
-    b: int,
-    state: StateBytes,
-    kept: Recomputation,
-    ends: tuple[bool, bool],
-    left: int = 0,
-    split_backward: SplitBackward = "all",
-    inside: LayerFootprint | None = None,
-) -> LayerFacts:
-    """Computes facts about a layer at a position in a stage.
-
-    Args:
-        layer: The layer.
-        b: Microbatch size, in sequences.
-        state: Bytes per element of tensors.
-        kept: Saved tensors and recomputation.
-        ends: True if the layer's input, and the gradient of its output, arrive in receive buffers from other ranks.
-        left: See ``LayerFootprint``.
-        split_backward: See ``LayerImplementation``.
-        inside: Footprint of the layer between other layers; None to compute it.
-    """
-    footprint = (inside or layer_footprint(layer, b, state, kept))._replace(left=left)
-    if ends[0]:  # the input is a receive buffer, which is counted there
-        footprint = footprint._replace(activations=footprint.activations - footprint.input_bytes)
-    if split_backward == "products":
-        split = cache(partial(products_footprint, layer, b, state, footprint))
-    else:
-        split = cache(partial(split_footprint, layer, b, state, footprint, receives=ends[1]))
-    return LayerFacts(kept, _receiving(footprint) if ends[1] else footprint, split)
-
-
 def _with_kernels(layer: LayerSpec) -> LayerSpec:
     """Returns the layer with a fused kernel for every backward."""
     operators = (replace(o, composed=False, backward_scratch=()) if o.composed else o for o in layer.operators)
@@ -303,14 +276,3 @@ def _matrices(layer: LayerSpec) -> Iterator[tuple[int, int]]:
     for apart, run in groupby(layer.kernels, key=lambda k: (k.m, k.k) if isinstance(k, Gemm) else None):
         if apart is not None:
             yield sum(kernel.n for kernel in run if isinstance(kernel, Gemm)), apart[1]
-
-
-def _image_elements(model: ModelSpec) -> int:
-    """Returns image elements of one sample; 0 for models of tokens."""
-    return model.num_channels * model.image_size**2
-
-
-def _receiving(footprint: LayerFootprint) -> LayerFootprint:
-    """Returns the footprint without the output's gradient, which is in a receive buffer and counted there."""
-    backward = tuple(point._replace(workspace=point.workspace - footprint.output_bytes) for point in footprint.backward)
-    return footprint._replace(backward=backward)

@@ -13,6 +13,7 @@ While an action is lowered, indices are symbols: a wait of -1 - k means the k-th
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from enum import Enum
 from functools import partial
@@ -76,19 +77,23 @@ class ProgramBuilder:
     """Builder of a Program from templates and the order in which ranks run them.
 
     Attributes:
+        names: Name -> its number; see ``Program``.
+        works: Work by number; see ``Program``.
+        effects: Memory effects -> their number; see ``Program``.
+        structures: Shapes of states by number.
         num_ops: Number of operations so far.
     """
 
     def __init__(self) -> None:
-        self._names: dict[str, int] = {}
-        self._works: list[tuple[Work, ...]] = []
+        self.names: dict[str, int] = defaultdict(count().__next__)
+        self.works: list[tuple[Work, ...]] = []
         self._work_of: dict[int, int] = {}
-        self._memory: dict[tuple[MemoryEffect, ...], int] = {(): 0}
+        self.effects: dict[tuple[MemoryEffect, ...], int] = defaultdict(count(1).__next__, {(): 0})
         self._meetings: dict[RendezvousPoint, int] = {}
         self._met: list[RendezvousPoint] = []
         self._moved: dict[tuple[int, int], int] = {}  # (work, offset of the rank) -> work of the rank
         self._shapes: dict[Hashable, int] = {}
-        self._structures: list[Hashable] = []
+        self.structures: list[Hashable] = []
         self._rows: list[TemplateRow] = []
         self.restart()
 
@@ -96,51 +101,24 @@ class ProgramBuilder:
         """Removes stamped operations, but keeps templates and names."""
         self.num_ops = 0
         self._ranks: list[_RankStart] = []
-        # by row, of stamped templates: first row, operations, stage and microbatch; then operations that each may await
-        self._stamped: list[tuple[Integers, Integers, Integers, Integers]] = []
-        self._inputs: list[Integers] = []
-        self._num_inputs: list[Integers] = []
+        self._stamped: list[tuple[Integers, ...]] = []  # by row, ``RowWalk`` and the stages and microbatches
 
     def start(self, rank: int, above: int, width: int) -> None:
         """Assigns the following stamped operations to a rank.
 
         Args:
-            rank: The rank.
             above: The rank minus the rank of the templates.
             width: Ranks per pipeline stage.
         """
         self._ranks.append(_RankStart(self.num_ops, rank, above, width))
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """See ``Program``."""
-        return tuple(self._names)
-
-    @property
-    def works(self) -> tuple[tuple[Work, ...], ...]:
-        """See ``Program``."""
-        return tuple(self._works)
-
-    @property
-    def effects(self) -> tuple[tuple[MemoryEffect, ...], ...]:
-        """See ``Program``."""
-        return tuple(self._memory)
-
-    def name(self, text: str) -> int:
-        """Returns the number of a name."""
-        return self._names.setdefault(text, len(self._names))
-
     def work(self, work: tuple[Work, ...]) -> int:
         """Returns the number of a tuple of work; each object has one number."""
         found = self._work_of.get(id(work))
         if found is None:  # work is long to hash; it is kept alive from here on, so that its identity stays unique
-            found = self._work_of[id(work)] = len(self._works)
-            self._works.append(work)
+            found = self._work_of[id(work)] = len(self.works)
+            self.works.append(work)
         return found
-
-    def memory(self, effects: tuple[MemoryEffect, ...]) -> int:
-        """Returns the number of a tuple of memory effects."""
-        return self._memory.setdefault(effects, len(self._memory))
 
     def meeting(self, meeting: RendezvousPoint) -> int:
         """Returns the number of a meeting: even for collectives, matched by order of issue, odd for P2P transfers."""
@@ -154,13 +132,9 @@ class ProgramBuilder:
         """Returns the number of a state's shape, the state without its indices."""
         found = self._shapes.get(structure)
         if found is None:
-            found = self._shapes[structure] = len(self._structures)
-            self._structures.append(structure)
+            found = self._shapes[structure] = len(self.structures)
+            self.structures.append(structure)
         return found
-
-    def structure(self, shape: int) -> Hashable:
-        """Returns the shape of a state by its number."""
-        return self._structures[shape]
 
     def template_rows(self, rows: Sequence[TemplateRow]) -> int:
         """Stores the rows of a template; returns the index of the first."""
@@ -174,14 +148,14 @@ class ProgramBuilder:
             walked: Templates of the row, and the operations that they may wait for.
             stage, microbatch: ``(actions,)`` Stage and microbatch of each action; -1 for no microbatch.
         """
-        self._stamped.append((walked.first, walked.num_ops, stage, microbatch))
-        self._inputs.append(walked.inputs)
-        self._num_inputs.append(walked.num_inputs)
+        self._stamped.append((*walked, stage, microbatch))
         self.num_ops += int(walked.num_ops.sum())
 
     def columns(self) -> OpColumns:
         """Returns all stamped operations as columns."""
-        first_row, num_ops, of_stage, microbatch = map(np.concatenate, zip(*self._stamped, strict=True))
+        first_row, num_ops, inputs, num_inputs, of_stage, microbatch = map(
+            np.concatenate, zip(*self._stamped, strict=True)
+        )
         start = np.cumsum(num_ops) - num_ops
         # by operation: index of its stamped template, and its row
         of = np.repeat(np.arange(len(num_ops)), num_ops)
@@ -197,8 +171,7 @@ class ProgramBuilder:
         wait_first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[row])])
         waiting = np.repeat(np.arange(self.num_ops), counts[row])
         relative = waits[np.arange(wait_first[-1]) + (waits_from[row] - wait_first[:-1])[waiting]]
-        inputs = np.concatenate([*self._inputs, np.zeros(1, np.int64)])
-        num_inputs = np.concatenate(self._num_inputs)
+        inputs = np.append(inputs, 0)  # for operations that wait for none
         inputs_from = np.cumsum(num_inputs) - num_inputs
         template = of[waiting]
         symbol = np.where(relative < 0, inputs_from[template] - 1 - relative, 0)
@@ -233,8 +206,8 @@ class ProgramBuilder:
     def _moved_work(self, start: _RankStart, entry: int) -> int:
         found = self._moved.get((entry, start.above))
         if found is None:
-            work = self._works[entry]
-            moved = tuple([_moved(part, start) for part in work])
+            work = self.works[entry]
+            moved = tuple(map(start.moved_work, work))
             same = all(one is other for one, other in zip(work, moved, strict=True))
             found = self._moved[entry, start.above] = entry if same else self.work(moved)
         return found
@@ -260,15 +233,21 @@ class _RankStart(NamedTuple):
             return ranks
         return tuple([rank + self.above for rank in ranks])
 
+    def moved_communication(self, communication: Communication) -> Communication:
+        """Returns the communication of the corresponding ranks of another stage."""
+        return communication._replace(
+            ranks=self.moved(communication.ranks, sends=communication.kind is CollectiveKind.SEND)
+        )
 
-def _moved(part: Work, start: _RankStart) -> Work:
-    if isinstance(part, Communication):
-        return part._replace(ranks=start.moved(part.ranks, sends=part.kind is CollectiveKind.SEND))
-    if isinstance(part, OverlapRemainder):
-        sends = CollectiveKind.SEND
-        communications = [m._replace(ranks=start.moved(m.ranks, sends=m.kind is sends)) for m in part.communications]
-        return part._replace(communications=tuple(communications))
-    return part
+    def moved_work(self, work: Work) -> Work:
+        """Returns the work of the corresponding rank of another stage; only communication differs."""
+        match work:
+            case Communication():
+                return self.moved_communication(work)
+            case OverlapRemainder():
+                return work._replace(communications=tuple(map(self.moved_communication, work.communications)))
+            case _:
+                return work
 
 
 def _replaced(column: NDArray[np.int32], other: Callable[[int], int]) -> NDArray[np.int32]:

@@ -32,7 +32,6 @@ class ActionTemplate(NamedTuple):
 
     Attributes:
         first: Index of its first row among all rows of the builder.
-        num_ops: Number of operations.
         next_shape: Number of the shape of the state after the action.
         next_indices: Indices in that state: relative ones, or symbols of the state before.
         received: Relative indices of receives for the forward or backward that follows.
@@ -54,7 +53,6 @@ class RowWalk(NamedTuple):
 
     Attributes:
         first: ``(actions,)`` Index of the first row of each action's template.
-        num_ops: ``(actions,)`` Number of operations.
         inputs: Operations that actions may wait for, action by action.
         num_inputs: ``(actions,)`` Number of entries of ``inputs`` per action.
     """

@@ -23,18 +23,12 @@ from simplan.program.timeline import SpanKind
 
 __all__ = ["RankWriter"]
 
-_STREAM = {stream: code for code, stream in enumerate(STREAMS)}
-_KIND = {kind: code for code, kind in enumerate(SPAN_KINDS)}
-_ACTION = {kind: code for code, kind in enumerate(ACTION_KINDS)}
-
 
 class RankWriter:
     """Writer of the operations of one action of one rank; indices are relative to the action's first operation.
 
     Args:
-        rank: Global rank.
         builder: Receives names, work and effects.
-        folding: Simulated ranks.
         ordered_communications: True if P2P transfers between two ranks, in either direction, run in order of issue,
             because they share a communicator and its stream (NCCL). prefetch_receive_schedules: See ``SoftwareSpec``.
             If True, only transfers of one direction and sender are ordered, and a receive waits for no compute of the
@@ -54,22 +48,20 @@ class RankWriter:
         builder: ProgramBuilder,
         folding: Folding,
         *,
-        ordered_communications: bool = True,
-        prefetch_receive_schedules: bool = False,
+        ordered_communications: bool,
+        prefetch_receive_schedules: bool,
     ) -> None:
         self.rank, self.stage = rank, 0
-        self._builder = builder
-        self._ordered = ordered_communications
-        self._ahead = prefetch_receive_schedules
+        self._builder, self._folding = builder, folding
+        self._ordered, self._ahead = ordered_communications, prefetch_receive_schedules
         self._last_communication: dict[
             tuple[int, bool, bool], int
         ] = {}  # by peer, direction and whether it is received
         self._rows: list[TemplateRow] = []
         self.last_compute: int | None = None
-        self._folding = folding
         self.blocking: list[int] = []
         self._sending: list[int] = []  # operations that the next compute waits for, but no P2P transfer
-        self._works: dict[Work | tuple[Work, ...], tuple[Work, ...]] = {}
+        self._works: dict[tuple[Work, ...], tuple[Work, ...]] = {}
         self._members: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def take_rows(self) -> list[TemplateRow]:
@@ -95,7 +87,7 @@ class RankWriter:
     ) -> int:
         """Writes an operation on the compute stream; returns its index."""
         waits = (*self.blocking, *self._sending)
-        self.last_compute = self._add(action, Stream.COMPUTE, name, kind, work, waits, None, memory)
+        self.last_compute = self._add(action, Stream.COMPUTE, name, work, waits, None, memory, kind)
         self.blocking.clear()
         self._sending.clear()
         return self.last_compute
@@ -105,38 +97,27 @@ class RankWriter:
         action: Action,
         stream: Stream,
         name: str,
-        communication: Communication,
+        communications: Communication | Sequence[Communication],
         waits: Sequence[int | None],
         memory: Sequence[MemoryEffect] = (),
     ) -> int:
-        """Writes a collective of the rank's group; returns its index. Members match in order of issue per stream."""
-        members = self._members.get(communication.ranks)
-        if members is None:
-            members = self._members[communication.ranks] = self._folding.members(communication.ranks)
-        meeting = RendezvousPoint(stream, members) if len(members) > 1 else None
-        return self._add(
-            action, stream, name, SpanKind.COMMUNICATION, self._one(communication), _known(waits), meeting, memory
-        )
+        """Writes a collective of the rank's group, or consecutive ones as one operation; returns its index.
 
-    def collectives(
-        self,
-        action: Action,
-        stream: Stream,
-        name: str,
-        group: tuple[int, ...],
-        communications: tuple[Work, ...],
-        waits: Sequence[int | None],
-    ) -> int:
-        """Writes consecutive collectives of one group as one operation with one meeting; returns its index."""
-        members = self._folding.members(group)
+        Members match in order of issue per stream.
+        """
+        ranks = (communications if isinstance(communications, Communication) else communications[0]).ranks
+        members = self._members.get(ranks)
+        if members is None:
+            members = self._members[ranks] = self._folding.members(ranks)
         meeting = RendezvousPoint(stream, members) if len(members) > 1 else None
-        return self._add(action, stream, name, SpanKind.COMMUNICATION, communications, _known(waits), meeting, ())
+        work = self._shared(communications) if isinstance(communications, Communication) else tuple(communications)
+        return self._add(action, stream, name, work, waits, meeting, memory)
 
     def exposed(self, action: Action, stream: Stream, name: str, communications: tuple[Work, ...]) -> None:
         """Writes sequential collectives among equal ranks, for which the next compute waits."""
         waits = (*self.blocking, self.last_compute)
         self.blocking.clear()
-        self.block_on(self._add(action, stream, name, SpanKind.COMMUNICATION, communications, _known(waits), None, ()))
+        self.block_on(self._add(action, stream, name, communications, waits))
 
     def send(
         self,
@@ -144,19 +125,15 @@ class RankWriter:
         stream: Stream,
         num_bytes: int,
         ends: tuple[int, int],
-        memory: Sequence[MemoryEffect] = (),
+        memory: Sequence[MemoryEffect],
         *,
-        number: int = 0,
-        gathered: Communication | None = None,
+        number: int,
+        gathered: Communication | None,
     ) -> int:
         """Writes one end of a P2P transfer to or from another stage; returns its index.
 
         Args:
-            action: The SEND or RECV.
-            stream: Stream of the transfer.
-            num_bytes: Size in bytes.
             ends: Sending and receiving rank.
-            memory: Changes of memory.
             number: Number of the transfer among those of the action.
             gathered: All-gather that follows if only a part of a tensor is transferred; None for none.
         """
@@ -171,12 +148,8 @@ class RankWriter:
         waits = [] if received else [*self.blocking, self.last_compute]
         if self._ordered:
             waits.append(self._last_communication.get(way))
-        work = (
-            self._one(communication)
-            if gathered is None
-            else self._works.setdefault((communication, gathered), (communication, gathered))
-        )
-        index = self._add(action, stream, "{action}", SpanKind.COMMUNICATION, work, _known(waits), meeting, memory)
+        work = self._shared(communication) if gathered is None else self._shared(communication, gathered)
+        index = self._add(action, stream, "{action}", work, waits, meeting, memory)
         self._last_communication[way] = index
         return index
 
@@ -192,41 +165,37 @@ class RankWriter:
     ) -> int:
         """Writes a copy between the device and its host; returns its index."""
         stream = Stream.TO_HOST if to_host else Stream.FROM_HOST
-        work = self._one(HostCopy(num_bytes, to_host))
-        return self._add(action, stream, name, SpanKind.COMMUNICATION, work, _known(waits), None, memory)
+        work = self._shared(HostCopy(num_bytes, to_host))
+        return self._add(action, stream, name, work, waits, None, memory)
 
-    def _one(self, communication: Communication | HostCopy) -> tuple[Work, ...]:
+    def _shared(self, *work: Work) -> tuple[Work, ...]:
         """Returns the communication as work; equal ones share one object, by which later passes recognize them."""
-        return self._works.setdefault(communication, (communication,))
+        return self._works.setdefault(work, work)
 
     def _add(
         self,
         action: Action,
         stream: Stream,
         name: str,
-        kind: SpanKind,
         work: tuple[Work, ...],
-        waits: tuple[int, ...],
-        meeting: RendezvousPoint | None,
-        memory: Sequence[MemoryEffect],
+        waits: Sequence[int | None],
+        meeting: RendezvousPoint | None = None,
+        memory: Sequence[MemoryEffect] = (),
+        kind: SpanKind = SpanKind.COMMUNICATION,
     ) -> int:
         builder = self._builder
         self._rows.append(
             TemplateRow(
-                _STREAM[stream],
-                _KIND[kind],
-                builder.name(name),
+                STREAMS.index(stream),
+                SPAN_KINDS.index(kind),
+                builder.names[name],
                 action.stage - self.stage,
-                _ACTION[action.kind],
+                ACTION_KINDS.index(action.kind),
                 action.microbatch is not None,
                 builder.work(work),
-                builder.memory(tuple(memory)) if memory else 0,
+                builder.effects[tuple(memory)],
                 -1 if meeting is None else builder.meeting(meeting),
-                waits,
+                tuple([wait for wait in waits if wait is not None]),
             )
         )
         return OpIndex(len(self._rows) - 1)
-
-
-def _known(waits: Sequence[int | None]) -> tuple[int, ...]:
-    return tuple([wait for wait in waits if wait is not None])

@@ -28,7 +28,6 @@ class LayerFootprint(NamedTuple):
         forward: Peak points of forward, in order; the head's last one is at the loss.
         backward: Peak points of backward, in order, excluding saved bytes; the head's first one is at the loss.
         input_bytes: The layer's input as part of ``activations``.
-        output_bytes: The layer's output.
         left: Gradient of a tied weight that backward leaves for the other layer; negative for the layer that consumes
             it.
     """
@@ -41,16 +40,6 @@ class LayerFootprint(NamedTuple):
     output_bytes: int
     left: int = 0
 
-    @property
-    def forward_workspace(self) -> int:
-        """Peak bytes of forward, in addition to saved bytes."""
-        return max(map(sum, self.forward))
-
-    @property
-    def backward_workspace(self) -> int:
-        """Peak bytes of backward, in addition to saved bytes."""
-        return max(map(sum, self.backward))
-
 
 def layer_footprint(
     layer: LayerSpec, microbatch_size: int, state: StateBytes, recomputation: Recomputation
@@ -58,7 +47,6 @@ def layer_footprint(
     """Computes the memory of one layer for one microbatch.
 
     Args:
-        layer: The layer.
         microbatch_size: Microbatch size b, in sequences.
         state: Bytes per element of tensors.
         recomputation: Tensors saved for backward, and kernels to recompute.

@@ -19,7 +19,7 @@ from simplan.model.recompute import RecomputeGroup
 from simplan.program.memory.low_precision_footprint import backward_scratch
 from simplan.program.memory.tensors import LayerTensors
 
-__all__ = ["InputBackward", "PeakPoint", "backward_points", "forward_points", "input_backward"]
+__all__ = ["PeakPoint", "Storage", "backward_points", "forward_points", "input_backward"]
 
 
 class PeakPoint(NamedTuple):
@@ -40,21 +40,6 @@ Points = Iterator[tuple[int, PeakPoint]]
 """Pairs of operator index and point, in the order of the pass."""
 
 
-class InputBackward(NamedTuple):
-    """Result of the input-gradient half of a split backward.
-
-    Attributes:
-        points: Peak points.
-        gradients, logits_gradients: Bytes of the gradients that remain for the weight half, each tensor once.
-        left: Operator with weights -> bytes of its remaining gradient.
-    """
-
-    points: tuple[PeakPoint, ...]
-    gradients: int
-    logits_gradients: int
-    left: dict[int, int]
-
-
 def forward_points(tensors: LayerTensors) -> Points:
     """Yields points of forward. The input is resident at its start, saved tensors and the output at its end."""
     layer, memory = tensors.layer, _Memory(tensors)
@@ -72,29 +57,23 @@ def backward_points(tensors: LayerTensors) -> Points:
     return _Backward(tensors).run()
 
 
-def input_backward(tensors: LayerTensors, *, receives: bool) -> InputBackward:
-    """Computes the half of backward for gradients of activations, and the tensors it leaves for the weight half.
+def input_backward(tensors: LayerTensors, *, receives: bool) -> tuple[list[PeakPoint], dict[int, Storage]]:
+    """Computes the half of backward for gradients of activations.
 
     Args:
-        tensors: Tensors of the layer.
         receives: True if the gradients of the layer's outputs are in receive buffers and counted there.
+
+    Returns:
+        Peak points, and operator with weights -> gradient that remains for the weight half.
     """
     backward = _Backward(tensors, leaves=True, receives=receives)
-    points = tuple(point for _, point in backward.run())
-    left = {id(storage): storage for storage in backward.left.values()}.values()
-    return InputBackward(
-        points,
-        sum(storage.counted_bytes for storage in left if not storage.logits),
-        sum(storage.counted_bytes for storage in left if storage.logits),
-        {index: storage.num_bytes for index, storage in backward.left.items()},
-    )
+    return [point for _, point in backward.run()], backward.left
 
 
-class _Storage:
+class Storage:
     """Memory of a tensor or a gradient, with the number of its holders, and whether they hold a view of it.
 
     Attributes:
-        num_bytes: Size in bytes.
         counted_bytes: Size in bytes; 0 if it is counted elsewhere.
     """
 
@@ -110,15 +89,15 @@ class _Memory:
 
     def __init__(self, tensors: LayerTensors) -> None:
         self._saved = tensors.saved_bytes, tensors.saved_logits
-        self._held: dict[str, _Storage] = {}
+        self._held: dict[str, Storage] = {}
         self._bytes = [0, 0]
 
     def hold(self, name: str, num_bytes: int, *, logits: bool = False) -> None:
         """Allocates a tensor, unless it exists."""
         if name not in self._held:
-            self.attach(name, _Storage(num_bytes, logits=logits))
+            self.attach(name, Storage(num_bytes, logits=logits))
 
-    def attach(self, name: str, storage: _Storage) -> None:
+    def attach(self, name: str, storage: Storage) -> None:
         """Assigns memory to a name."""
         assert name not in self._held, name
         self._held[name] = storage
@@ -126,7 +105,7 @@ class _Memory:
             self._bytes[storage.logits] += storage.counted_bytes
         storage.holders += 1
 
-    def get(self, name: str) -> _Storage | None:
+    def get(self, name: str) -> Storage | None:
         """Returns the memory of a name; None for none."""
         return self._held.get(name)
 
@@ -161,9 +140,6 @@ def _run(
     """Runs operators forward, and frees tensors without remaining use.
 
     Args:
-        tensors: Tensors of the layer.
-        memory: Memory in use.
-        order: Operators to run.
         stays: Roots of tensors to keep.
         copies: True if copies of weights are created and kept.
         last_use: Saved tensor -> operator after which it is freed.
@@ -191,7 +167,6 @@ class _Backward:
     """One backward of a layer.
 
     Args:
-        tensors: Tensors of the layer.
         leaves: True if gradients of weights are not computed, and their inputs remain.
         receives: See ``input_backward``.
 
@@ -202,7 +177,7 @@ class _Backward:
     def __init__(self, tensors: LayerTensors, *, leaves: bool = False, receives: bool = False) -> None:
         self._tensors, self._layer, self._leaves = tensors, tensors.layer, leaves
         self._state, self._recomputation = tensors.state, tensors.recomputation
-        self.left: dict[int, _Storage] = {}
+        self.left: dict[int, Storage] = {}
         self._brought: set[str] = set()
         self._waiting_gradients = 0  # of weights: a compiled backward returns them all at its end
         self._gathered = {operator.regathers for operator in self._layer.operators}
@@ -233,7 +208,7 @@ class _Backward:
     def _take_gradients(self, *, receives: bool) -> None:
         for name in self._layer.outputs if not self._is_head else ():
             if name in self._layer.needed:
-                given = _Storage(self._tensors.bytes_of(name), logits=self._tensors.is_logits(name))
+                given = Storage(self._tensors.bytes_of(name), logits=self._tensors.is_logits(name))
                 if receives:  # the buffer holds it as well
                     given.counted_bytes, given.holders = 0, 1
                 self._memory.attach(_gradient(self._tensors.gradient_roots[name]), given)
@@ -342,7 +317,7 @@ class _Backward:
         if not self._leaves:
             yield from self._released(index, operator)
 
-    def _gradient_of(self, root: str, operator: Operator, incoming: Sequence[_Storage]) -> _Storage:
+    def _gradient_of(self, root: str, operator: Operator, incoming: Sequence[Storage]) -> Storage:
         """Returns the memory of the gradient of an operator's input."""
         num_bytes = self._tensors.bytes_of(root)
         if operator.passes and incoming and incoming[0].num_bytes == num_bytes:
@@ -350,10 +325,10 @@ class _Backward:
         kernel = operator.kernel  # torch's linear is a matmul of a view of its input; experts and convolutions are not
         of_view = isinstance(kernel, Gemm) and kernel.num_groups == 1 and not kernel.image_elements
         is_view = of_view and operator.reads[0] not in self._gathered
-        return _Storage(num_bytes, logits=self._tensors.is_logits(root), is_view=is_view)
+        return Storage(num_bytes, logits=self._tensors.is_logits(root), is_view=is_view)
 
     def _points(
-        self, operator: Operator, incoming: Sequence[_Storage], outgoing: Sequence[_Storage]
+        self, operator: Operator, incoming: Sequence[Storage], outgoing: Sequence[Storage]
     ) -> Iterator[PeakPoint]:
         """Yields points while an operator's backward runs, including the gradients of its weights."""
         tensors, memory, kernel = self._tensors, self._memory, operator.kernel
@@ -370,14 +345,14 @@ class _Backward:
             for scratch, weight in backward_scratch(self._layer, kernel, tensors.microbatch_size, self._state):
                 yield memory.point(scratch=fresh + scratch, gradients=waiting + weight)
 
-    def _add(self, root: str, gradient: _Storage) -> Iterator[PeakPoint]:
+    def _add(self, root: str, gradient: Storage) -> Iterator[PeakPoint]:
         """Adds a gradient to the existing one; if another operator still reads that, the sum is a new tensor."""
         memory, name = self._memory, _gradient(root)
         earlier = memory.get(name)
         if earlier is None:
             memory.attach(name, gradient)
         elif earlier.holders > 1 or (earlier.is_view and gradient.is_view):
-            total = _Storage(earlier.num_bytes, logits=earlier.logits)
+            total = Storage(earlier.num_bytes, logits=earlier.logits)
             yield memory.point(scratch=(gradient.num_bytes if not gradient.holders else 0) + total.num_bytes)
             memory.free(name)
             memory.attach(name, total)

@@ -137,7 +137,6 @@ def backward_scratch(layer: LayerSpec, gemm: Gemm, b: int, state: StateBytes) ->
     none if no trained parameter precedes it. Yields nothing without a format.
 
     Args:
-        layer, gemm: The layer and its matmul.
         b: Microbatch size, in sequences.
         state: Bytes per element of tensors.
     """

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from simplan.model.layer import Gemm, Kernel, LayerKind, LayerSpec, Lookup, Operator
 from simplan.model.recompute import Recomputation
 from simplan.program.memory.footprint import LayerFootprint, WorstPoint
-from simplan.program.memory.liveness import PeakPoint, input_backward
+from simplan.program.memory.liveness import PeakPoint, Storage, input_backward
 from simplan.program.memory.tensors import LayerTensors
 from simplan.program.program import MemoryEffect, Phase
 from simplan.software.software import StateBytes
@@ -68,7 +68,6 @@ def split_footprint(
     Does not apply to layers of the first stage, whose full backward torch runs in W.
 
     Args:
-        layer: The layer.
         microbatch_size: Microbatch size b, in sequences.
         state: Bytes per element of tensors.
         footprint: Footprint of the same layer with a full backward.
@@ -77,25 +76,25 @@ def split_footprint(
     if not any(operator.trains for operator in layer.operators):
         return SplitFootprint(footprint.activations, footprint.logits, 0, 0, 0, 0, 0, footprint.backward, ())
     tensors = _whole(layer, microbatch_size, state)
-    split = input_backward(tensors, receives=receives)
+    points, remaining = input_backward(tensors, receives=receives)
+    left = {id(storage): storage for storage in remaining.values()}.values()
+    gradients = sum(storage.counted_bytes for storage in left if not storage.logits)
+    logits_gradients = sum(storage.counted_bytes for storage in left if storage.logits)
     ends_stage = receives or layer.kind is LayerKind.HEAD  # otherwise the next layer still references it
     trains = [index for index, operator in enumerate(layer.operators) if operator.trains]
     savers = tensors.last_savers
     dropped = {root: size for root, size in tensors.saved.items() if savers.get(root, -1) > trains[-1] and ends_stage}
     dropped_logits = sum(size for root, size in dropped.items() if layer.tensors[root].logits)
-    weight, released = _weight_points(layer, tensors, split.left)
+    weight, released = _weight_points(layer, tensors, remaining)
     return SplitFootprint(
         activations=footprint.activations,
         logits=footprint.logits,
-        gradients=split.gradients,
-        logits_gradients=split.logits_gradients,
+        gradients=gradients,
+        logits_gradients=logits_gradients,
         dropped=sum(dropped.values()) - dropped_logits,
         dropped_logits=dropped_logits,
         released=released,
-        input=tuple(
-            PeakPoint(point.workspace - split.gradients, point.logits - split.logits_gradients)
-            for point in split.points
-        ),
+        input=tuple(PeakPoint(each.workspace - gradients, each.logits - logits_gradients) for each in points),
         weight=weight,
     )
 
@@ -115,16 +114,16 @@ def weighted_kernels(layer: LayerSpec) -> list[Kernel]:
     return list({id(kernel): kernel for kernel in named}.values())
 
 
-def _weight_points(layer: LayerSpec, tensors: LayerTensors, left: dict[int, int]) -> tuple[tuple[PeakPoint, ...], int]:
+def _weight_points(
+    layer: LayerSpec, tensors: LayerTensors, left: dict[int, Storage]
+) -> tuple[tuple[PeakPoint, ...], int]:
     """Returns one peak point per operator with weights, and the bytes freed at the end.
 
     A weight's gradient lives until the next one is computed. Autocast computes the gradient in BF16 or FP16 and upcasts
     it after the tensors saved for it, including the weight's copy, are freed.
 
     Args:
-        layer: The layer.
-        tensors: Tensors of the layer.
-        left: Operator -> bytes of the gradient that I left for it.
+        left: Operator -> gradient that I left for it.
     """
     place = {p.name: number for number, p in enumerate(layer.parameters)}
     trained = [(i, o) for i, o in enumerate(layer.operators) if o.trains and o.parameters]
@@ -143,7 +142,7 @@ def _weight_points(layer: LayerSpec, tensors: LayerTensors, left: dict[int, int]
                 gradient = kernel.weight_elements * tensors.state.gradient
                 product += max(0, gradient - kept)
         points.append(PeakPoint(_weight_scratch_bytes(tensors, operator) - gone, gradients=last_gradient + product))
-        gone += left.get(index, 0) + kept
+        gone += kept + (left[index].num_bytes if index in left else 0)
         last_gradient = gradient
     return tuple(points), gone
 
@@ -162,8 +161,6 @@ def _last_uses(layer: LayerSpec, tensors: LayerTensors, order: Sequence[int]) ->
     Inputs of the layer, which may be buffers, and logits are excluded.
 
     Args:
-        layer: The layer.
-        tensors: Tensors of the layer.
         order: Operators with weights, in the order of W.
     """
     users: dict[str, set[int]] = {}
@@ -185,7 +182,6 @@ def products_footprint(
     forward saves 34 s b h bytes without attention scores. I leaves 32 s b h of these bytes (Qi et al. 2024).
 
     Args:
-        layer: The layer.
         microbatch_size: Microbatch size b, in sequences.
         state: Bytes per element of tensors.
         footprint: Footprint of the same layer with a full backward.

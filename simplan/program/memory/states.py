@@ -36,7 +36,6 @@ def layer_states(
     """Computes the elements that a rank holds of a layer.
 
     Args:
-        parameters: Parameters that the layer adds to its stage.
         num_shards: Ranks over which each parameter is sharded; 1 for no sharding.
         expert_shards: Ranks over which expert-parallel parameters are sharded; 1 for no sharding.
         shard: Index of the shard; shard 0 has the padded size.
@@ -58,13 +57,13 @@ class RankStates:
     parameters are updated where they are. In other frameworks every rank of the group updates an equal part of flat
     buffers; for expert-parallel parameters, the group is the ranks with the same experts.
 
-    Args:
-        stages: Facts about the stages.
-        rank: Global rank.
+    Attributes:
+        elements: Elements that the rank holds, over all its stages.
+        shares_evenly: True if every rank of a shard group updates an equal part of flat buffers.
     """
 
     def __init__(self, stages: Stages, rank: int) -> None:
-        self._stages, self._rank = stages, rank
+        self.stages, self._rank = stages, rank
         plan, mapping = stages.plan, stages.mapping
         self._group, self._pp_rank = mapping.shard_group(rank), mapping.place(rank).pp
         self._mine = stages.stages_of(self._pp_rank)
@@ -74,11 +73,13 @@ class RankStates:
         self._deals = plan.shards_optimizer_only and not self.shares_evenly
         self._num_same_experts = len(mapping.expert_group(rank))
         self._held = {stage: self._layers(stage) for stage in self._mine}
+        every = [each for layers in self._held.values() for each in layers]
+        self.elements = LayerStates(*map(sum, zip(*every, strict=True)))
         self._updated = {stage: self._updates(stage) for stage in self._mine}
 
     def _layers(self, stage: int, *, exact: bool = False) -> list[LayerStates]:
         """Returns the elements held of each layer, including padding unless ``exact``."""
-        brought = self._stages.brought[stage]
+        brought = self.stages.brought[stage]
         shard = self._shard if exact and self._shards[0] > 1 else 0
         alike = {id(parameters): parameters for parameters in brought}
         found = {key: layer_states(parameters, *self._shards, shard) for key, parameters in alike.items()}
@@ -95,24 +96,6 @@ class RankStates:
             return [mine.get((stage, position), 0) + each.experts for position, each in enumerate(held)]
         return [each.trained for each in held]
 
-    def _total(self, field: str) -> int:
-        return sum(getattr(each, field) for layers in self._held.values() for each in layers)
-
-    @property
-    def held_elements(self) -> int:
-        """Elements of the weights that the rank holds between steps."""
-        return self._total("weights")
-
-    @property
-    def gradient_elements(self) -> int:
-        """Elements of the trained weights, whose gradients the rank holds."""
-        return self._total("trained")
-
-    @property
-    def expert_elements(self) -> int:
-        """Elements of expert-parallel parameters that the rank holds, over all its stages."""
-        return self._total("experts")
-
     @property
     def trained_elements(self) -> int:
         """Elements of parameters whose optimizer states the rank holds."""
@@ -121,14 +104,14 @@ class RankStates:
     @property
     def temporary_bytes(self) -> int:
         """Temporary bytes of the optimizer step, in which expert-parallel parameters are updated separately."""
-        largest = max(self.expert_elements, self.trained_elements - self.expert_elements)
-        return UPDATES[self._stages.training.update].num_temporaries * largest * self._stages.state.moment
+        largest = max(self.elements.experts, self.trained_elements - self.elements.experts)
+        return UPDATES[self.stages.training.update].num_temporaries * largest * self.stages.state.moment
 
     def expert_gradients(self, stage: int) -> list[int]:
         """Returns elements of each gradient of a stage that is averaged over ranks with the same experts, in order."""
         if self._shards[1] > 1:
             return []
-        return [p.num_elements for parameters in self._stages.brought[stage] for p in parameters if p.expert]
+        return [p.num_elements for parameters in self.stages.brought[stage] for p in parameters if p.expert]
 
     def partial_elements(self, stage: int) -> int:
         """Returns elements of gradients of a stage that are all-reduced over tensor-parallel ranks."""
@@ -144,7 +127,7 @@ class RankStates:
         return tuple(work for work in works if work.num_parameters) if self._deals else works
 
     def _works(self, stage: int, phase: Phase, numbers: Sequence[int]) -> tuple[LayerWork, ...]:
-        plan, layers = self._stages.plan, self._stages.layers[stage]
+        plan, layers = self.stages.plan, self.stages.layers[stage]
         return tuple(
             LayerWork(layer, phase, plan.microbatch_size, number, on_host=plan.offload_optimizer)
             for layer, number in zip(layers, numbers, strict=True)
@@ -160,24 +143,24 @@ class RankStates:
         """Yields all-gathers of updated parameters after an evenly sharded update: (group, bytes)."""
         if not self.shares_evenly:
             return
-        experts = self.expert_elements
-        dense = self.gradient_elements - experts
-        same = self._stages.mapping.expert_group(self._rank)
-        ahead = self._stages.software.overlap_param_gather  # then the others are all-gathered when forward needs them
+        experts = self.elements.experts
+        dense = self.elements.trained - experts
+        same = self.stages.mapping.expert_group(self._rank)
+        ahead = self.stages.software.overlap_param_gather  # then the others are all-gathered when forward needs them
         for group, elements in ((self._group, 0 if ahead else dense), (same, experts)):
             if elements and len(group) > 1:
-                yield group, elements * self._stages.state.parameter
+                yield group, elements * self.stages.state.parameter
 
     def broadcasts(self) -> tuple[Communication, ...]:
         """Returns the broadcasts of updated parameters, in order; the same object for all ranks of a group.
 
         An owner without parameters sends one FP32 number, as in torch's ZeroRedundancyOptimizer.
         """
-        found = self._stages.broadcasts.get(self._group)
+        found = self.stages.broadcasts.get(self._group)
         if found is None:
-            width, dealt = self._stages.state.parameter, self._dealt() if self._deals else ()
+            width, dealt = self.stages.state.parameter, self._dealt() if self._deals else ()
             sizes = [width * sum(owned.values()) for owned in dealt]
-            found = self._stages.broadcasts[self._group] = tuple(
+            found = self.stages.broadcasts[self._group] = tuple(
                 Communication(
                     CollectiveKind.BROADCAST, size or 4, (owner, *(rank for rank in self._group if rank != owner))
                 )
@@ -188,10 +171,10 @@ class RankStates:
 
     def _dealt(self) -> Sequence[dict[tuple[int, int], int]]:
         """Returns, per rank of the group, the elements that it owns of (stage, layer); created once for all ranks."""
-        found = self._stages.deals.get(self._pp_rank)
+        found = self.stages.deals.get(self._pp_rank)
         if found is None:
             keys = list(self._trained_tensors())
-            found = self._stages.deals[self._pp_rank] = tuple({} for _ in self._group)
+            found = self.stages.deals[self._pp_rank] = tuple({} for _ in self._group)
             owners = partition_states([size for *_, size in keys], len(self._group))
             for (stage, position, size), owner in zip(keys, owners, strict=True):
                 found[owner][stage, position] = found[owner].get((stage, position), 0) + size
@@ -200,7 +183,7 @@ class RankStates:
     def _trained_tensors(self) -> Iterator[tuple[int, int, int]]:
         """Yields stage, position and elements of every trained parameter, except expert-parallel ones."""
         for stage in self._mine:
-            for position, parameters in enumerate(self._stages.brought[stage]):
+            for position, parameters in enumerate(self.stages.brought[stage]):
                 yield from ((stage, position, p.num_elements) for p in parameters if not (p.expert or p.frozen))
 
 

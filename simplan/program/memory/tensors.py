@@ -23,13 +23,11 @@ class LayerTensors:
     """Tensors of one layer for one microbatch. Tensors that share memory are identified by one of them, their root.
 
     Args:
-        layer: The layer.
         microbatch_size: Microbatch size b, in sequences.
         state: Bytes per element of tensors.
         recomputation: Tensors saved for backward, and kernels to recompute.
 
     Attributes:
-        layer, microbatch_size, state, recomputation: The arguments.
         roots: Tensor -> its root.
         gradient_roots: Tensor -> root of its gradient.
         needed: Roots of the gradients that backward computes.

@@ -10,14 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from simplan.program.schedules.dualpipe_v import dualpipe_v
-from simplan.program.schedules.gpipe import gpipe, naive
-from simplan.program.schedules.interleaved import interleaved_1f1b
-from simplan.program.schedules.one_f_one_b import one_f_one_b
+from simplan.program.schedules.full_backward import gpipe, interleaved_1f1b, naive, one_f_one_b
 from simplan.program.schedules.shape import PipelineShape, Schedule, StageTimes
-from simplan.program.schedules.zb_v import zb_v
-from simplan.program.schedules.zero_bubble import zb_h1, zb_h2
-from simplan.program.schedules.zero_bubble_auto import zb_1p, zb_2p
+from simplan.program.schedules.v_shaped import dualpipe_v, zb_v
+from simplan.program.schedules.zero_bubble_search import zb_1p, zb_2p, zb_h1, zb_h2
 
 __all__ = [
     "SCHEDULES",

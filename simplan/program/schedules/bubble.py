@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from simplan.errors import ProgramError
-from simplan.program.action import Action, ActionKind, Table
+from simplan.program.action import Action, Table
 from simplan.program.schedules.shape import StageTimes
-from simplan.program.tables.complete import input_of, stage_to_rank
+from simplan.program.tables.complete import run_rows
 
 __all__ = ["action_ends_s", "bubble_rate", "longest_span_s"]
 
@@ -18,35 +17,7 @@ def action_ends_s(compute: Table, times: StageTimes) -> dict[Action, float]:
     Raises:
         ProgramError: The actions wait for each other, or a stage is in two rows.
     """
-    placement = stage_to_rank(compute)
-    num_stages = len(placement)
-    ends_s: dict[Action, float] = {}
-    made_s: dict[tuple[int, ActionKind, int | None], float] = {}
-    position = [0] * len(compute)
-    free_s = [0.0] * len(compute)
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(compute):
-            while position[rank] < len(row):
-                action = row[position[rank]]
-                needed = input_of(action, num_stages)
-                if needed is not None:
-                    if needed not in made_s:
-                        break
-                    delay_s = times.send_s if placement[needed[0]] != rank else 0.0
-                    free_s[rank] = max(free_s[rank], made_s[needed] + delay_s)
-                free_s[rank] += times.duration_s(action)
-                ends_s[action] = free_s[rank]
-                if action.kind is not ActionKind.BACKWARD_WEIGHT:
-                    result = ActionKind.FORWARD if action.kind is ActionKind.FORWARD else ActionKind.BACKWARD
-                    made_s[action.stage, result, action.microbatch] = free_s[rank]
-                position[rank] += 1
-                moved = True
-    stuck = [f"rank {r} at {row[position[r]]}" for r, row in enumerate(compute) if position[r] < len(row)]
-    if stuck:
-        raise ProgramError(f"the actions wait for each other or for actions that never come: {', '.join(stuck)}")
-    return ends_s
+    return {ran.action: ran.end for ran in run_rows(compute, times.duration_s, times.send_s)}
 
 
 def longest_span_s(compute: Table, times: StageTimes) -> float:

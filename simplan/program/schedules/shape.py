@@ -1,13 +1,14 @@
-"""Pipeline shapes and stage times, the inputs of a schedule, and the type of schedules."""
+"""Pipeline shapes and stage times, the inputs of a schedule; the type of schedules; numbering of microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from simplan.program.action import Action, ActionKind, Table
 
-__all__ = ["PipelineShape", "Schedule", "StageTimes"]
+__all__ = ["PipelineShape", "Schedule", "StageTimes", "number_microbatches"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,9 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """Dimensions of a pipeline and of a step.
+    """Dimensions of a pipeline and of a step: p ranks with v (virtual) stages each, and m microbatches.
 
     Attributes:
-        num_ranks: Pipeline ranks p.
-        num_microbatches: Microbatches m per step.
-        virtual_stages: Stages per rank, v.
         times: Stage times, for schedules built from them; None for unit times and zero-cost communication.
         kept_for_weight: Fraction of a microbatch's activations that a stage holds from its I to its W (M_W / M_B in Qi
             et al., who assume a half), for schedules built within a memory limit.
@@ -99,3 +97,24 @@ class PipelineShape:
 
 Schedule = Callable[[PipelineShape], Table]
 """Returns the compute actions of every pipeline rank, in the order in which the rank runs them."""
+
+_Step = tuple[ActionKind, int]
+"""Kind of action and stage; the action applies to the next microbatch in turn."""
+
+
+def number_microbatches(steps: Iterable[_Step], num_microbatches: int) -> tuple[Action, ...]:
+    """Returns the steps with microbatches: each kind takes those of a stage in order; a B counts as an I and a W.
+
+    Steps past the last microbatch are dropped. A table without deadlock stays so without them.
+    """
+    done: Counter[_Step] = Counter()
+    row = []
+    for kind, stage in steps:
+        parts = [kind]
+        if kind is ActionKind.BACKWARD:
+            parts = [ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT]
+        microbatch = done[parts[0], stage]
+        done.update((part, stage) for part in parts)
+        if microbatch < num_microbatches:
+            row.append(Action(stage, kind, microbatch))
+    return tuple(row)

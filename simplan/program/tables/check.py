@@ -12,10 +12,7 @@ __all__ = ["check_table"]
 
 _K = ActionKind
 _SENT_BY = {_K.SEND_F: (_K.FORWARD,), _K.SEND_B: (_K.BACKWARD, _K.BACKWARD_INPUT)}
-_RECEIVE_OF = {_K.SEND_F: (_K.RECV_F, 1), _K.SEND_B: (_K.RECV_B, -1)}
-_SEND_OF = {receive: (send, -step) for send, (receive, step) in _RECEIVE_OF.items()}
 _SHARDING = (_K.UNSHARD, _K.RESHARD)
-_RECEIVE_FOR = {_K.FORWARD: _K.RECV_F, _K.BACKWARD: _K.RECV_B, _K.BACKWARD_INPUT: _K.RECV_B}
 
 
 def check_table(table: Table, num_stages: int, num_microbatches: int) -> None:
@@ -54,11 +51,10 @@ def _incomplete(table: Table, num_stages: int, num_microbatches: int, placement:
             expected.add(Action(stage, _K.FORWARD, microbatch))
             for kind in (_K.BACKWARD_INPUT, _K.BACKWARD_WEIGHT) if split else (_K.BACKWARD,):
                 expected.add(Action(stage, kind, microbatch))
-            for send, (receive, step) in _RECEIVE_OF.items():
-                peer = stage + step
-                if 0 <= peer < num_stages and placement.get(peer) != placement.get(stage):
-                    expected.add(Action(stage, send, microbatch))
-                    expected.add(Action(peer, receive, microbatch))
+            for send in (Action(stage, kind, microbatch) for kind in _SENT_BY):
+                receive = send.other_end
+                if receive and 0 <= receive.stage < num_stages and placement.get(receive.stage) != placement.get(stage):
+                    expected |= {send, receive}
     for rank, row in enumerate(table):
         optim = [action for action in row if action.kind is _K.OPTIM]
         if len(optim) != 1:
@@ -102,15 +98,12 @@ def _needs(
         needs.append(tuple(Action(stage, maker, microbatch) for maker in _SENT_BY[kind]))
     if kind is _K.REDUCE_GRAD:
         needs.append((last[stage],))
-    source = input_of(action, num_stages)
-    if source is not None:
-        neighbour, made, _ = source
-        if placement[neighbour] != placement[stage]:
-            needs.append((Action(stage, _RECEIVE_FOR[kind], microbatch),))
-        elif made is _K.FORWARD:
-            needs.append((Action(neighbour, _K.FORWARD, microbatch),))
-        else:
-            needs.append(tuple(Action(neighbour, k, microbatch) for k in (_K.BACKWARD, _K.BACKWARD_INPUT)))
+    source, receive = input_of(action, num_stages), _awaited(action, num_stages, placement)
+    if receive is not None:
+        needs.append((receive,))
+    elif source is not None:
+        makers = (_K.FORWARD,) if source[1] is _K.FORWARD else (_K.BACKWARD, _K.BACKWARD_INPUT)
+        needs.append(tuple(Action(source[0], maker, microbatch) for maker in makers))
     return needs
 
 
@@ -149,9 +142,9 @@ def _stuck(table: Table, num_stages: int, num_microbatches: int, placement: dict
 
     def deliver(rank: int, peer: int) -> None:
         mine, theirs = queues[rank, peer], queues[peer, rank]
-        while mine and theirs and _match(mine[0], theirs[0]):
+        while mine and theirs and mine[0].other_end == theirs[0]:
             for action in (mine.popleft(), theirs.popleft()):
-                if action.kind in _SEND_OF:
+                if action.kind in (_K.RECV_F, _K.RECV_B):
                     received.add(action)
                     if action in waiting:
                         runnable.append(waiting.pop(action))
@@ -161,8 +154,8 @@ def _stuck(table: Table, num_stages: int, num_microbatches: int, placement: dict
         row = table[rank]
         while position[rank] < len(row):
             action = row[position[rank]]
-            peer = _peer(action, placement)
-            if peer is not None:
+            if action.other_end is not None:
+                peer = placement[action.other_end.stage]
                 queues[rank, peer].append(action)
                 deliver(rank, peer)
             receive = _awaited(action, num_stages, placement)
@@ -172,23 +165,10 @@ def _stuck(table: Table, num_stages: int, num_microbatches: int, placement: dict
             position[rank] += 1
     return [
         f"deadlock: rank {rank} waits at {row[position[rank]]}"
-        + "".join(f"; its next message with rank {b} is {q[0]}" for (a, b), q in queues.items() if a == rank and q)
+        + "".join(f"; its next transfer with rank {b} is {q[0]}" for (a, b), q in queues.items() if a == rank and q)
         for rank, row in enumerate(table)
         if position[rank] < len(row)
     ] or [f"deadlock: {queue[0]} is never matched" for queue in queues.values() if queue]
-
-
-def _peer(action: Action, placement: dict[int, int]) -> int | None:
-    step = _RECEIVE_OF.get(action.kind) or _SEND_OF.get(action.kind)
-    return placement[action.stage + step[1]] if step else None
-
-
-def _match(one: Action, other: Action) -> bool:
-    send, receive = (one, other) if one.kind in _RECEIVE_OF else (other, one)
-    if send.kind not in _RECEIVE_OF:
-        return False
-    kind, step = _RECEIVE_OF[send.kind]
-    return receive == Action(send.stage + step, kind, send.microbatch)
 
 
 def _awaited(action: Action, num_stages: int, placement: dict[int, int]) -> Action | None:
@@ -196,4 +176,4 @@ def _awaited(action: Action, num_stages: int, placement: dict[int, int]) -> Acti
     source = input_of(action, num_stages)
     if source is None or placement[source[0]] == placement[action.stage]:
         return None
-    return Action(action.stage, _RECEIVE_FOR[action.kind], action.microbatch)
+    return action.receive

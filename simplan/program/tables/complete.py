@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from heapq import heappop, heappush
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 from simplan.errors import ProgramError
 from simplan.program.action import Action, ActionKind, Table
 
-__all__ = ["Unshard", "complete_table", "input_of", "last_backwards", "stage_to_rank"]
+__all__ = ["RanAction", "Unshard", "complete_table", "input_of", "last_backwards", "run_rows", "stage_to_rank"]
 
 Unshard = Literal["none", "once", "window"]
 """Stages of a rank that FSDP keeps unsharded.
@@ -24,6 +22,9 @@ _F, _B, _I, _W = (
     ActionKind.BACKWARD_INPUT,
     ActionKind.BACKWARD_WEIGHT,
 )
+_Result = tuple[int, ActionKind, int | None]
+"""Stage, F or B, and microbatch; B stands for the input gradient of a full backward or of a BACKWARD_INPUT."""
+
 _UNIT_TIME = {_F: 1, _B: 2, _I: 1, _W: 1}
 _WINDOW = 3  # stages that torch keeps unsharded: one forward, one backward, one ahead
 
@@ -50,17 +51,69 @@ def last_backwards(table: Table) -> dict[int, Action]:
     return {action.stage: action for row in table for action in row if action.kind in (_B, _W)}
 
 
-def input_of(action: Action, num_stages: int) -> tuple[int, ActionKind, int | None] | None:
-    """Returns the input of a compute action from a neighboring stage as ``(stage, F or B, microbatch)``; None for none.
-
-    B stands for the input gradient, computed by a full backward or by a BACKWARD_INPUT.
-    """
+def input_of(action: Action, num_stages: int) -> _Result | None:
+    """Returns the input of a compute action from a neighboring stage; None for none."""
     stage, kind, microbatch = action
     if kind is _F:
         return (stage - 1, _F, microbatch) if stage > 0 else None
     if kind in (_B, _I):
         return (stage + 1, _B, microbatch) if stage + 1 < num_stages else None
     return None
+
+
+class RanAction(NamedTuple):
+    """A compute action with its start and end, in the unit of the durations, and its pipeline rank."""
+
+    start: float
+    end: float
+    rank: int
+    action: Action
+
+
+def run_rows(compute: Table, duration: Callable[[Action], float], send: float = 0.0) -> list[RanAction]:
+    """Runs the rows of a table of compute actions, each action once its input has arrived.
+
+    An input from another rank arrives ``send`` after it was computed. Sends wait for nothing and cost ranks no time.
+
+    Args:
+        compute: The compute actions of every rank.
+        duration: Returns the duration of an action.
+        send: Time of a send between ranks, in the same unit.
+
+    Raises:
+        ProgramError: The actions wait for each other, or a stage is in two rows.
+    """
+    placement = stage_to_rank(compute)
+    num_stages = len(placement)
+    position = [0] * len(compute)
+    free = [0.0] * len(compute)
+    made: dict[_Result, float] = {}
+    waiting: dict[_Result, int] = {}
+    found: list[RanAction] = []
+    runnable = list(range(len(compute)))
+    while runnable:
+        rank = runnable.pop()
+        row = compute[rank]
+        while position[rank] < len(row):
+            action = row[position[rank]]
+            start, needed = free[rank], input_of(action, num_stages)
+            if needed is not None:
+                if needed not in made:
+                    waiting[needed] = rank
+                    break
+                start = max(start, made[needed] + (send if placement[needed[0]] != rank else 0.0))
+            free[rank] = start + duration(action)
+            found.append(RanAction(start, free[rank], rank, action))
+            position[rank] += 1
+            if action.kind is not _W:
+                result = (action.stage, _F if action.kind is _F else _B, action.microbatch)
+                made[result] = free[rank]
+                if result in waiting:
+                    runnable.append(waiting.pop(result))
+    stuck = [f"rank {r} at {row[position[r]]}" for r, row in enumerate(compute) if position[r] < len(row)]
+    if stuck:
+        raise ProgramError(f"the actions wait for each other or for actions that never come: {', '.join(stuck)}")
+    return found
 
 
 def complete_table(compute: Table, *, unshard: Unshard = "none") -> Table:
@@ -85,53 +138,25 @@ def complete_table(compute: Table, *, unshard: Unshard = "none") -> Table:
     placement = stage_to_rank(compute)
     num_stages = len(placement)
     last = last_backwards(compute)
-    sharding = [_sharding(row, unshard) for row in compute]
-    rows = [list(actions[0]) for actions in sharding]
-    position = [0] * len(compute)
-    free_at = [0] * len(compute)
-    made_at: dict[tuple[int, ActionKind, int | None], int] = {}
-    waiting: dict[tuple[int, ActionKind, int | None], list[int]] = defaultdict(list)
-    ready: list[tuple[int, int, int]] = []
+    sharding = [iter(_sharding(row, unshard)) for row in compute]
+    rows = [list(next(actions)) for actions in sharding]
 
-    def offer(rank: int) -> None:
-        """Queues the rank's next action if its input is available, or records the input that it waits for."""
-        if position[rank] == len(compute[rank]):
-            return
-        needed = input_of(compute[rank][position[rank]], num_stages)
-        if needed is not None and needed not in made_at:
-            waiting[needed].append(rank)
-            return
-        stage, kind, _ = compute[rank][position[rank]]
+    def order(ran: RanAction) -> tuple[float, int, int]:
         # of actions that start together, the one nearer to the source of the data first: its receiver can still post
         # the RECV before its own action
-        depth = stage if kind is _F else num_stages - 1 - stage
-        heappush(ready, (max(free_at[rank], made_at[needed] if needed else 0), depth, rank))
+        stage, kind, _ = ran.action
+        return ran.start, stage if kind is _F else num_stages - 1 - stage, ran.rank
 
-    for rank in range(len(compute)):
-        offer(rank)
-    while ready:
-        start, _, rank = heappop(ready)
-        action = compute[rank][position[rank]]
-        position[rank] += 1
-        free_at[rank] = start + _UNIT_TIME[action.kind]
+    for _, _, rank, action in sorted(run_rows(compute, lambda action: _UNIT_TIME[action.kind]), key=order):
         rows[rank].append(action)
-        communication = _communication(action, num_stages, placement)
-        if communication is not None:
-            send, receive, peer = communication
+        send = Action(action.stage, ActionKind.SEND_F if action.kind is _F else ActionKind.SEND_B, action.microbatch)
+        receive = send.other_end if action.kind is not _W else None
+        if receive is not None and placement.get(receive.stage, rank) != rank:
             rows[rank].append(send)
-            rows[peer].append(receive)
+            rows[placement[receive.stage]].append(receive)
         if action == last.get(action.stage):
             rows[rank].append(Action(action.stage, ActionKind.REDUCE_GRAD))
-        rows[rank] += sharding[rank][position[rank]]
-        if action.kind is not _W:
-            made = (action.stage, _F if action.kind is _F else _B, action.microbatch)
-            made_at[made] = free_at[rank]
-            for waiter in waiting.pop(made, ()):
-                offer(waiter)
-        offer(rank)
-    stuck = [f"rank {r} at {row[position[r]]}" for r, row in enumerate(compute) if position[r] < len(row)]
-    if stuck:
-        raise ProgramError(f"the actions wait for each other or for actions that never come: {', '.join(stuck)}")
+        rows[rank] += next(sharding[rank])
     for row in rows:
         if row:
             row.append(Action(min(action.stage for action in row), ActionKind.OPTIM))
@@ -163,18 +188,3 @@ def _coming_stages(row: Sequence[Action]) -> list[tuple[int, ...]]:
     for action in reversed(row):
         coming.append((action.stage, *(stage for stage in coming[-1] if stage != action.stage)))
     return coming[::-1]
-
-
-def _communication(action: Action, num_stages: int, placement: dict[int, int]) -> tuple[Action, Action, int] | None:
-    """Returns ``(SEND, RECV, receiving rank)`` for an action whose result another rank needs; None for any other."""
-    stage, kind, microbatch = action
-    if kind is _F and stage + 1 < num_stages:
-        target, send, receive = stage + 1, ActionKind.SEND_F, ActionKind.RECV_F
-    elif kind in (_B, _I) and stage > 0:
-        target, send, receive = stage - 1, ActionKind.SEND_B, ActionKind.RECV_B
-    else:
-        return None
-    peer = placement[target]
-    if peer == placement[stage]:
-        return None
-    return Action(stage, send, microbatch), Action(target, receive, microbatch), peer

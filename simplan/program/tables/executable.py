@@ -31,8 +31,6 @@ def check_executable(table: Table, plan: ParallelPlan, software: SoftwareSpec) -
     - in a pipeline FSDP computes only on stages that an UNSHARD has all-gathered, and reduces once per step.
 
     Args:
-        table: The complete table.
-        plan: Plan of the table.
         software: The framework profile, whose bucket sizes torch must support.
 
     Raises:
@@ -46,16 +44,11 @@ def check_executable(table: Table, plan: ParallelPlan, software: SoftwareSpec) -
         raise ProgramError("the table has no forward")
     num_microbatches = 1 + max(action.microbatch or 0 for action in forwards)
     check_table(table, plan.num_stages, num_microbatches)
-    wrong = [*_loss_order(table), *_lost_gradients(table, plan), *_several_ddp_stages(table, plan)]
-    wrong += [*_split_under_ddp(table, plan), *_unsynchronized(table, plan), *_sharding(table, plan)]
+    wrong = [*_loss_order(table), *_several_ddp_stages(table, plan), *_lost_by_split(table, plan)]
+    wrong += [*_unsynchronized(table, plan), *_sharding(table, plan)]
     if wrong:
         raise ProgramError("\n".join(wrong))
-    not_modelled = [
-        *_split_without_pipeline(table),
-        *_split_compiled(table, software),
-        *_reduced_every_microbatch(plan),
-        *_buckets(plan, software),
-    ]
+    not_modelled = [*_not_modelled(table, plan, software)]
     if not_modelled:
         raise NotModelledError(not_modelled)
 
@@ -74,16 +67,6 @@ def _loss_order(table: Table) -> Iterator[str]:
             return
 
 
-def _lost_gradients(table: Table, plan: ParallelPlan) -> Iterator[str]:
-    resharded = plan.shards_parameters and plan.zero_stage == 3 and plan.reshard_after_forward
-    split = _first(table, _SPLIT)
-    if resharded and split is not None:
-        yield (
-            f"action {split}: a split backward needs plan.reshard_after_forward = false, "
-            "else torch loses the gradients of resharded parameters"
-        )
-
-
 def _several_ddp_stages(table: Table, plan: ParallelPlan) -> Iterator[str]:
     if not _replicates(plan):
         return
@@ -91,15 +74,23 @@ def _several_ddp_stages(table: Table, plan: ParallelPlan) -> Iterator[str]:
         stages = sorted({action.stage for action in row})
         if len(stages) > 1:
             yield (
-                f"rank {rank} has stages {stages}: torch's DistributedDataParallel takes one stage a rank; "
+                f"rank {rank} has stages {stages}: torch's DistributedDataParallel takes one stage per rank; "
                 "use plan.virtual_stages = 1, or plan.dp_shard with plan.zero_stage = 2 or 3"
             )
             return
 
 
-def _split_under_ddp(table: Table, plan: ParallelPlan) -> Iterator[str]:
+def _lost_by_split(table: Table, plan: ParallelPlan) -> Iterator[str]:
+    """Yields a split backward whose gradients torch loses or does not reduce."""
     split = _first(table, _SPLIT)
-    if _replicates(plan) and split is not None:
+    if split is None:
+        return
+    if plan.shards_parameters and plan.zero_stage == 3 and plan.reshard_after_forward:
+        yield (
+            f"action {split}: a split backward needs plan.reshard_after_forward = false, "
+            "else torch loses the gradients of resharded parameters"
+        )
+    if _replicates(plan):
         yield (
             f"action {split}: torch's DistributedDataParallel does not reduce the gradients of a split backward; "
             "use plan.dp_shard with plan.zero_stage = 2"
@@ -127,41 +118,25 @@ def _sharding(table: Table, plan: ParallelPlan) -> Iterator[str]:
         gathered = {action.stage for row in table for action in row if action.kind is ActionKind.UNSHARD}
         missing = [str(stage) for stage in range(plan.num_stages) if stage not in gathered]
         if missing:
-            yield f"stages {', '.join(missing)} have no UNSHARD: FSDP gathers the stages of a pipeline nowhere else"
+            yield f"stages {', '.join(missing)} have no UNSHARD: FSDP all-gathers the stages of a pipeline nowhere else"
     elif unshard is not None and plan.shards_parameters:
-        yield f"action {unshard}: without a pipeline FSDP gathers layer by layer by itself; remove UNSHARD and RESHARD"
+        yield f"action {unshard}: without a pipeline FSDP all-gathers each layer by itself; remove UNSHARD and RESHARD"
     elif unshard is not None:
         yield f"action {unshard}: the plan does not shard parameters; remove UNSHARD and RESHARD"
 
 
-def _reduced_every_microbatch(plan: ParallelPlan) -> Iterator[Problem]:
-    if plan.pp > 1 and plan.grad_sync == "microbatch" and plan.dp * plan.cp > 1:
-        yield Problem(
-            field="plan.grad_sync",
-            value=plan.grad_sync,
-            rule="torch's pipelines reduce gradients once a step, at REDUCE_GRAD",
-            fix="use step",
-        )
-
-
-def _split_without_pipeline(table: Table) -> Iterator[Problem]:
-    split = _first(table, _SPLIT) if len(table) == 1 else None
-    if split is not None:
-        yield Problem(
-            field="table", value=str(split), rule="a split backward needs a pipeline", fix=f"use {split.stage}B"
-        )
-
-
-def _split_compiled(table: Table, software: SoftwareSpec) -> Iterator[Problem]:
-    split = _first(table, _SPLIT) if software.compiled else None
-    if split is not None:
+def _not_modelled(table: Table, plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
+    split = _first(table, _SPLIT)
+    if split is not None and len(table) == 1:
+        rule = "a split backward needs a pipeline"
+        yield Problem(field="table", value=str(split), rule=rule, fix=f"use {split.stage}B")
+    if split is not None and software.compiled:
         rule = f"the backward of a compiled block is one function, which {split} would run whole"
         yield Problem(field="software.compiled", value="true", rule=rule, fix="use false, or a table without I and W")
-
-
-def _buckets(plan: ParallelPlan, software: SoftwareSpec) -> Iterator[Problem]:
-    """Yields a problem if bucket sizes differ from torch's defaults, the only ones with a smaller first bucket."""
-    torch_default = (2**20, 25 * 2**20)
+    if plan.pp > 1 and plan.grad_sync == "microbatch" and plan.dp * plan.cp > 1:
+        rule = "torch's pipelines reduce gradients once per step, at REDUCE_GRAD"
+        yield Problem(field="plan.grad_sync", value=plan.grad_sync, rule=rule, fix="use step")
+    torch_default = (2**20, 25 * 2**20)  # the only sizes with a smaller first bucket
     uses_software = _replicates(plan) and plan.bucket_bytes is None
     if uses_software and (software.first_bucket_bytes, software.bucket_bytes) != torch_default:
         yield Problem(

@@ -93,7 +93,6 @@ def _most_even(squares: _Floats, num_stages: int) -> list[int]:
 
     Args:
         squares: ``[end, start]``, infinite for a stage that is not allowed.
-        num_stages: Number of stages.
     """
     # a stage starts at one of `places` blocks: each stage before it and after it needs a block
     places = len(squares) - num_stages
@@ -118,7 +117,6 @@ def assign_stage_layers(stage_layers: Sequence[int], num_last: int = 1) -> Stage
         stage_layers: Blocks of every stage.
         num_last: See ``balanced_assignment``.
     """
-    boundaries = [0, *accumulate(stage_layers)]
-    boundaries = [0, *(b + 1 for b in boundaries[1:])]
+    boundaries = [0, *(num_blocks + 1 for num_blocks in accumulate(stage_layers))]
     boundaries[-1] += num_last
     return StageAssignment(tuple(boundaries))

@@ -164,7 +164,7 @@ class LayerRun:
         """Of forward and backward; outputs are gone when backward runs, as those that a layer hands on."""
         footprint, peak = self.footprint(), self.peak(onednn=onednn)
         kept = footprint.activations + footprint.logits - footprint.input_bytes
-        assert kept + max(footprint.forward_workspace, footprint.backward_workspace) == pytest.approx(peak, rel=within)
+        assert kept + max(map(sum, footprint.forward + footprint.backward)) == pytest.approx(peak, rel=within)
 
     def peak(self, *, onednn: bool = False) -> int:
         """Most bytes of a forward and a backward."""

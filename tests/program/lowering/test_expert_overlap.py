@@ -20,6 +20,7 @@ from simplan.program.tables.table import plan_table
 from simplan.sim.engine import simulate
 from simplan.training.training import TrainingSpec
 from tests.program.lowering.test_lower_moe import MODEL
+from tests.program.programs import program_of
 
 PLAN = ParallelPlan(pp=2, dp_replicate=2, ep=2, schedule="1f1b")
 M = 4
@@ -83,7 +84,7 @@ def test_communications_take_multiprocessors_from_what_is_computed_meanwhile(way
     for num_communications in (1, math.ceil(compute_s / send_s) + 1):
         moving_s = num_communications * send_s
         op = replace(found.ops[0], work=(OverlapRemainder((communication,) * num_communications, beside, 0.25),))
-        priced = estimate_program(Program.from_ops(2, (), [op], (0,), (0,), {}, {}), COST)
+        priced = estimate_program(program_of([op]), COST)
         done = min(1.0, 0.75 * moving_s / compute_s)  # of the products, when the communications are through
         ends_s = moving_s + (1 - done) * compute_s
         expected_s = ends_s - compute_s

@@ -119,7 +119,7 @@ def test_tables_of_plans_are_executable(plan: dict[str, Any]) -> None:
         (
             complete_table(table("0F0 0B0"), unshard="once"),
             {"dp_shard": 2},
-            "action 0UNSHARD: without a pipeline FSDP gathers layer by layer",
+            "action 0UNSHARD: without a pipeline FSDP all-gathers each layer",
         ),
         (
             complete_table(table("0F0 0B0", "1F0 1B0")),
