@@ -15,14 +15,15 @@ last. Links without measurements carry the spread of leaving out a kind of link.
 from __future__ import annotations
 
 import argparse
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from fit.cross_validation import FOLDS, errors_text, left_out
 from fit.records import Record, kind_of, load_records
-from fit.robust import Constant, Floats, minimize
+from fit.robust import Constant, Floats, Values, constants_text, minimize, number_text
 from simplan import catalog
 from simplan.cluster.hardware import ClusterSpec, LinkSpec
 from simplan.cost.communication.nccl import nccl_ways
@@ -44,11 +45,7 @@ _BOUNDS: Mapping[str, tuple[float, float, float]] = {  # standard deviation of t
 }
 _STD = {"small": 0.25, "medium": 0.25, "large": 0.07}  # approximate scatter of a curve about a perfect formula
 _ROWS_OF_CURVE = 2.0  # rows that a curve counts as, per size class
-_FOLDS = 5
 _NETWORKS = ("network", "efa")
-_DIGITS = 4
-
-Values = Mapping[str, float]
 
 
 def main() -> None:
@@ -59,15 +56,18 @@ def main() -> None:
     arguments = parser.parse_args()
     records = [record for path in arguments.records for record in load_records(path)]
     values = fit(records)
-    print("\n".join(_constants_text(values, records)))
-    tables = {
-        "textbook": log_errors(records, _textbook(records)),
-        "fitted": log_errors(records, values),
-        "five-fold": _left_out(records, _fold_of(records)),
-        "source left out": _left_out(records, lambda record: record.source),
-        "kind of link left out": _left_out(records, lambda record: record.kinds[-1]),
+    print("\n".join(constants_text(_constants(records), values)))
+    textbook = {constant.name: constant.textbook for constant in _constants(records)}
+    folds = {curve: index % FOLDS for index, curve in enumerate(sorted({record.curve for record in records}))}
+    parts: dict[str, Callable[[Record], object]] = {
+        "five-fold": lambda record: folds[record.curve],
+        "source left out": lambda record: record.source,
+        "kind of link left out": lambda record: record.kinds[-1],
     }
-    print("\n".join(_errors_text(records, tables)))
+    tables = {"textbook": log_errors(records, textbook), "fitted": log_errors(records, values)}
+    for name, part_of in parts.items():
+        tables[name], _ = left_out(records, part_of, lambda seen: textbook | fit(seen), log_errors)
+    print("\n".join(errors_text(_groups(records), tables)))
     text = fitted_text(values, records, tables["source left out"], tables["kind of link left out"])
     if arguments.write:
         FITTED_FILE.write_text(text, encoding="utf-8")
@@ -75,21 +75,21 @@ def main() -> None:
 
 
 def fit(records: Sequence[Record]) -> dict[str, float]:
-    """Fit the constants, by name, e.g. ``nvlink3.latency_s``, ``launch_s``; links without records keep their priors."""
+    """Fit the constants; links without records keep their priors."""
     constants = _constants(records)
+    names = [constant.name for constant in constants]
     curves = Counter((record.curve, record.size_class) for record in records)
     weights = np.array([min(1.0, _ROWS_OF_CURVE / curves[record.curve, record.size_class]) for record in records])
     std = np.array([_STD[record.size_class] for record in records])
     measured = np.log([record.seconds for record in records])
 
     def residuals(values: Floats, rows: Sequence[int]) -> Floats:
-        named = {constant.name: value for constant, value in zip(constants, values.tolist(), strict=True)}
+        named = dict(zip(names, values.tolist(), strict=True))
         chosen = list(rows)
         errors: Floats = (_log_seconds([records[row] for row in chosen], named) - measured[chosen]) / std[chosen]
         return errors
 
-    found = minimize(constants, residuals, weights)
-    return {constant.name: value for constant, value in zip(constants, found.tolist(), strict=True)}
+    return minimize(constants, residuals, weights)
 
 
 def log_errors(records: Sequence[Record], values: Values) -> Floats:
@@ -117,12 +117,8 @@ def _with_values(cluster: ClusterSpec, values: Values) -> ClusterSpec:
         return link.model_copy(update={**own, _LAUNCH: values[_LAUNCH]})
 
     inside, between = cluster.intra_link, cluster.inter_link
-    return cluster.model_copy(
-        update={
-            "intra_link": inside and changed(inside),
-            "inter_link": between and changed(between),
-        }
-    )
+    update = {"intra_link": inside and changed(inside), "inter_link": between and changed(between)}
+    return cluster.model_copy(update=update)
 
 
 def _constants(records: Sequence[Record]) -> list[Constant]:
@@ -147,99 +143,43 @@ def _textbook_link(kind: str) -> LinkSpec:
     return catalog.link(name, textbook=True)
 
 
-def _textbook(records: Sequence[Record]) -> dict[str, float]:
-    return {constant.name: constant.textbook for constant in _constants(records)}
-
-
-def _left_out(records: Sequence[Record], part_of: Callable[[Record], object]) -> Floats:
-    """Held-out log errors: each part is predicted by a fit without it."""
-    errors = np.zeros(len(records))
-    parts = [part_of(record) for record in records]
-    for part in dict.fromkeys(parts):
-        held = [index for index, own in enumerate(parts) if own == part]
-        seen = [record for record, own in zip(records, parts, strict=True) if own != part]
-        values = {**_textbook(records), **fit(seen)}
-        errors[held] = log_errors([records[index] for index in held], values)
-    return errors
-
-
-def _fold_of(records: Sequence[Record]) -> Callable[[Record], int]:
-    """Assign curves to folds in turn."""
-    curves = {curve: index % _FOLDS for index, curve in enumerate(sorted({record.curve for record in records}))}
-    return lambda record: curves[record.curve]
-
-
-def _constants_text(values: Values, records: Sequence[Record]) -> Iterable[str]:
-    yield f"{'constant':28}{'fitted':>12}{'textbook':>12}{'bounds':>24}"
-    for constant in _constants(records):
-        value = values[constant.name]
-        note = "  at bound" if constant.at_bound(value) else ""
-        bounds = f"{constant.low:g} to {constant.high:g}"
-        yield f"{constant.name:28}{value:12.4g}{constant.textbook:12.4g}{bounds:>24}{note}"
-
-
-def _errors_text(records: Sequence[Record], tables: Mapping[str, Floats]) -> Iterable[str]:
-    """Table of mean and median absolute percentage errors by link and size class."""
-    groups: dict[str, list[int]] = {}
+def _groups(records: Sequence[Record]) -> dict[str, list[int]]:
+    """Indices of records by link, tier and size class, by tier and size class, and of all."""
+    groups: dict[str, list[int]] = defaultdict(list)
     for index, record in enumerate(records):
         tier = "between nodes" if record.crosses else "inside a node"
         size = {"small": "1 below 1 MiB", "medium": "2 below 64 MiB", "large": "3 64 MiB and more"}[record.size_class]
         for name in (f"{record.kinds[-1]}, {tier}: {size}", f"~ {tier}: {size}", "~~ all"):
-            groups.setdefault(name, []).append(index)
-    yield ""
-    yield f"{'mean / median absolute error, %':48}{'rows':>5}" + "".join(f"{name:>24}" for name in tables)
-    for name, rows in sorted(groups.items()):
-        cells = [100 * np.abs(np.expm1(errors[rows])) for errors in tables.values()]
-        yield f"{name.lstrip('~ '):48}{len(rows):5}" + "".join(f"{c.mean():16.1f} /{np.median(c):6.1f}" for c in cells)
+            groups[name].append(index)
+    return {name.lstrip("~ "): rows for name, rows in sorted(groups.items())}
 
 
 def fitted_text(values: Values, records: Sequence[Record], by_source: Floats, by_kind: Floats) -> str:
-    """Text of links_fitted.yaml.
-
-    Args:
-        values: Fitted constants by name.
-        records: Records of the fit.
-        by_source: Log errors of leave-one-source-out.
-        by_kind: Log errors of leave-one-kind-of-link-out.
-    """
+    """Text of links_fitted.yaml, with log errors of leave-one-source-out and of leave-one-kind-of-link-out."""
     lines = [
         "# Written by `make fit` (python -m fit.collectives), from links.yaml and scenarios/published.",
-        f"launch_s: {_number(values[_LAUNCH])}",
+        f"launch_s: {number_text(values[_LAUNCH])}",
         "# Standard deviation of the logarithm of predicted over measured time: of kinds of links that nobody measured",
         "# (a kind left out of the fit), and below of those that somebody did (a source left out).",
-        f"relative_std: {_spread(records, by_kind, lambda record: True)}",
+        f"relative_std: {_spread(records, by_kind, range(len(records)))}",
         "links:",
     ]
     for kind in sorted({kind for record in records for kind in record.kinds}):
         lines.append(f"  {kind}:")
         for name, value in values.items():
             if name.startswith(f"{kind}."):
-                lines.append(f"    {name.partition('.')[2]}: {_number(value)}")
-        tier = _between if kind in _NETWORKS else _inside
+                lines.append(f"    {name.partition('.')[2]}: {number_text(value)}")
+        tier = [index for index, record in enumerate(records) if record.crosses == (kind in _NETWORKS)]
         lines.append(f"    relative_std: {_spread(records, by_source, tier)}")
         lines.append(f'    fitted_on: "{_ids([record.id for record in records if kind in record.kinds])}"')
     return "\n".join(lines) + "\n"
 
 
-def _between(record: Record) -> bool:
-    return record.crosses
-
-
-def _inside(record: Record) -> bool:
-    return not record.crosses
-
-
-def _number(value: float) -> str:
-    """Format a number as YAML requires, with a decimal point."""
-    text = f"{value:.{_DIGITS}g}"
-    return text if "e" not in text or "." in text else text.replace("e", ".0e")
-
-
-def _spread(records: Sequence[Record], errors: Floats, wanted: Callable[[Record], bool]) -> str:
-    """Root mean square error by size class, as YAML."""
+def _spread(records: Sequence[Record], errors: Floats, chosen: Sequence[int]) -> str:
+    """Root mean square error of the chosen records by size class, as YAML."""
     cells = []
     for size in _STD:
-        rows = [index for index, record in enumerate(records) if wanted(record) and record.size_class == size]
+        rows = [index for index in chosen if records[index].size_class == size]
         cells.append(f"{size}: {float(np.sqrt(np.mean(errors[rows] ** 2))):.2f}")
     return f"{{{', '.join(cells)}}}"
 

@@ -1,4 +1,4 @@
-"""Held-out errors of a fit, stored so that a test can check predictions against them.
+"""Held-out errors of fits; those of step times are stored so that a test can check predictions against them.
 
 ``cross_validation.yaml`` contains the constants of five folds, each fitted without the fold. For a few runs of every
 file it contains the mean error of predictions with the constants of their folds. The test predicts these runs again,
@@ -9,36 +9,78 @@ the new figures of a change that makes them better.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import yaml
 from joblib import Parallel, delayed
 
-from fit.rows import FitRow, Values, fold_of, question_at
+from fit.robust import Floats, Values
+from fit.rows import FitRow, fold_of, question_at
 from simplan.accuracy.published_job import job_of_published_run
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.schema import PublishedRun
 from simplan.predict.step_summary import summarize_step
 
-__all__ = ["FOLDS", "LEFT_OUT_FILE", "left_out_text", "sample_errors", "sampled_runs"]
+__all__ = ["FOLDS", "LEFT_OUT_FILE", "errors_text", "left_out", "left_out_text", "sample_errors", "sampled_runs"]
 
 LEFT_OUT_FILE = Path(__file__).parent / "cross_validation.yaml"
 FOLDS = 5
 _RUNS_OF_FILE = 4
 _DIGITS = 4
+_Row = TypeVar("_Row")
+
+
+def left_out(
+    rows: Sequence[_Row],
+    part_of: Callable[[_Row], Hashable],
+    fit: Callable[[Sequence[_Row]], dict[str, float]],
+    log_errors: Callable[[Sequence[_Row], Values], Floats],
+) -> tuple[Floats, dict[Hashable, dict[str, float]]]:
+    """Held-out log errors, and constants by part; each part is predicted by a fit without it.
+
+    Args:
+        rows: All rows.
+        part_of: Part of a row.
+        fit: Fit of some rows, with values of all constants.
+        log_errors: Logarithms of predicted over measured times of some rows.
+    """
+
+    def without(part: Hashable) -> tuple[Floats, dict[str, float]]:
+        values = fit([row for row, own in zip(rows, parts, strict=True) if own != part])
+        return log_errors([row for row, own in zip(rows, parts, strict=True) if own == part], values), values
+
+    parts = [part_of(row) for row in rows]
+    names = list(dict.fromkeys(parts))
+    found = Parallel(n_jobs=-1)(delayed(without)(part) for part in names)
+    errors = np.zeros(len(rows))
+    for part, (own, _) in zip(names, found, strict=True):
+        errors[[each == part for each in parts]] = own
+    return errors, {part: values for part, (_, values) in zip(names, found, strict=True)}
+
+
+def errors_text(groups: Mapping[str, Sequence[int]], tables: Mapping[str, Floats]) -> Iterator[str]:
+    """Yield the lines of a table of absolute percentage errors.
+
+    Args:
+        groups: Indices of rows by name.
+        tables: Log errors of all rows, by kind of fit.
+    """
+    yield ""
+    yield f"{'mean / median / 90th percentile, %':44}{'rows':>5}" + "".join(f"{name:>24}" for name in tables)
+    for name, rows in groups.items():
+        cells = []
+        for errors in tables.values():
+            sizes = 100 * np.abs(np.expm1(errors[rows]))
+            cells.append(f"{sizes.mean():10.1f} /{np.median(sizes):5.1f} /{np.quantile(sizes, 0.9):5.1f}")
+        yield f"{name:44}{len(rows):5}" + "".join(cells)
 
 
 def left_out_text(rows: Sequence[FitRow], folds: Sequence[Values]) -> str:
-    """Text of cross_validation.yaml.
-
-    Args:
-        rows: All runs.
-        folds: Constants by fold, fitted without it.
-    """
+    """Text of cross_validation.yaml, from the constants of each fold, fitted without it."""
     own: dict[str, list[str]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: sha256(row.run.id.encode()).hexdigest()):
         if len(own[row.source]) < _RUNS_OF_FILE:
@@ -70,12 +112,7 @@ def sample_errors(runs: Sequence[tuple[str, PublishedRun]], folds: Sequence[Valu
 
 
 def sampled_runs(folder: Path, names: Mapping[str, Sequence[str]]) -> list[tuple[str, PublishedRun]]:
-    """Read runs by their ids.
-
-    Args:
-        folder: Folder of the files.
-        names: Ids of runs by file name.
-    """
+    """Read runs by their ids, which are given by file name."""
     found = []
     for source, ids in names.items():
         [read] = read_published([folder / f"{source}.yaml"])

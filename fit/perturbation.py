@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 from joblib import Parallel, delayed
-from numpy.typing import NDArray
 
-from fit.rows import FitCosts, FitRow, Values, between_nodes, question_at
+from fit.robust import Floats, Values
+from fit.rows import FitCosts, FitRow, between_nodes, question_at
 from simplan.accuracy.published_job import PublishedJob
 from simplan.cost.program_costs import ProgramCosts
 from simplan.predict.simulated import sources_of_error
@@ -26,7 +26,6 @@ class MovedParts(NamedTuple):
     """Sensitivity of the step time of a run to errors of cost estimates.
 
     Attributes:
-        software: Software profile of the prediction.
         computing: Compute time as a fraction of the predicted step time.
         longer, shorter: Change of the log step time when communication and host work are one standard deviation slower,
             or faster. One value per entry of ``BETWEEN`` for communication between nodes; all else has its own
@@ -40,13 +39,7 @@ class MovedParts(NamedTuple):
 
 
 def parts_of(rows: Sequence[FitRow], values: Values, jobs: int = -1) -> list[MovedParts]:
-    """Compute the sensitivities of runs.
-
-    Args:
-        rows: Runs.
-        values: Constants by name.
-        jobs: Processes; -1 for one per core.
-    """
+    """Compute the sensitivities of runs at the given constants, in ``jobs`` processes (-1: one per core)."""
     costs, computing = FitCosts(values), []
     for row in rows:
         computing_s = sum(
@@ -60,13 +53,9 @@ def parts_of(rows: Sequence[FitRow], values: Values, jobs: int = -1) -> list[Mov
 
 def _communications_of(work: Work) -> tuple[Communication, ...]:
     """Communication of work, including overlapped communication of which only the excess over GEMMs remains."""
-    match work:
-        case Communication():
-            return (work,)
-        case OverlapRemainder(communications=communications):
-            return communications
-        case _:
-            return ()
+    if isinstance(work, Communication):
+        return (work,)
+    return work.communications if isinstance(work, OverlapRemainder) else ()
 
 
 def _moves(question: PublishedJob) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -77,7 +66,7 @@ def _moves(question: PublishedJob) -> tuple[tuple[float, ...], tuple[float, ...]
             between_nodes(cluster, communication) for work in works for communication in _communications_of(work)
         )
 
-    def moved(program: Program, program_costs: ProgramCosts) -> list[NDArray[np.float64]]:
+    def moved(program: Program, program_costs: ProgramCosts) -> list[Floats]:
         durations_s = program_costs.durations_s
         own = np.divide(program_costs.deviations_s, durations_s, out=np.zeros_like(durations_s), where=durations_s > 0)
         sources = sources_of_error(program)

@@ -8,15 +8,18 @@ values and s their prior standard deviations, both in logarithms. rho is the sof
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Constant", "Residuals", "minimize"]
+__all__ = ["Constant", "Floats", "Residuals", "Values", "constants_text", "minimize", "number_text"]
 
 Floats = npt.NDArray[np.float64]
+Values = Mapping[str, float]
+"""Constants by name, e.g. ``ampere.matmul_efficiency``, ``torchtitan.traffic``, ``nvlink3.latency_s``,
+``tile_overhead_s``."""
 Residuals = Callable[[Floats, Sequence[int]], Floats]
 """Function from constants and row indices to residuals of these rows, in standard deviations."""
 
@@ -31,7 +34,6 @@ class Constant:
     """A fitted constant.
 
     Attributes:
-        name: Name, e.g. ``nvlink3.latency_s``.
         textbook: Prior value, from datasheets and literature: the start of the fit, which is regularized toward it.
         log_std: Prior standard deviation of the logarithm.
         low, high: Bounds.
@@ -50,21 +52,36 @@ class Constant:
         return bool(np.isclose(value, (self.low, self.high), rtol=1e-6).any())
 
 
+def constants_text(constants: Sequence[Constant], values: Values) -> Iterator[str]:
+    """Yield the lines of a table of fitted constants."""
+    yield f"{'constant':36}{'fitted':>10}{'textbook':>10}{'bounds':>18}{'rows':>6}"
+    for constant in constants:
+        value, bounds = values[constant.name], f"{constant.low:g} to {constant.high:g}"
+        numbers = f"{value:10.4g}{constant.textbook:10.4g}{bounds:>18}{len(constant.rows):6}"
+        yield f"{constant.name:36}{numbers}{'  at bound' if constant.at_bound(value) else ''}"
+
+
+def number_text(value: float) -> str:
+    """Format a number with four digits as YAML requires, with a decimal point."""
+    text = f"{value:.4g}"
+    return text if "e" not in text or "." in text else text.replace("e", ".0e")
+
+
 def minimize(
     constants: Sequence[Constant],
     residuals: Residuals,
     weights: Floats,
     *,
-    start: Mapping[str, float] | None = None,
+    start: Values | None = None,
     most_iterations: int = _MOST_ITERATIONS,
-) -> Floats:
-    """Fit the constants; return their values in order.
+) -> dict[str, float]:
+    """Fit the constants; return their values by name.
 
     Args:
         constants: Constants to fit.
         residuals: Residuals of given rows at given values.
         weights: Weights of all rows.
-        start: Start values by name; missing ones start at the prior.
+        start: Start values; missing ones start at the prior.
         most_iterations: Maximum number of steps.
     """
     textbook = np.log([constant.textbook for constant in constants])
@@ -96,7 +113,7 @@ def minimize(
             damping *= 10
         if before - best < _LEAST_GAIN * best:
             break
-    return np.asarray(np.exp(x))
+    return dict(zip([constant.name for constant in constants], np.exp(x).tolist(), strict=True))
 
 
 def _slopes(constants: Sequence[Constant], residuals: Residuals, x: Floats, r: Floats) -> Floats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 from joblib import Parallel, delayed
 
 from fit.rates import ALL, ARCHITECTURE, KERNELS, SOFTWARE
+from fit.robust import Values
 from simplan.accuracy.published_job import PublishedJob, job_of_published_run
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.recipe import NO_RECIPES, Recipes
@@ -28,16 +29,12 @@ from simplan.software.software import SoftwareSpec
 __all__ = [
     "FitCosts",
     "FitRow",
-    "Values",
     "between_nodes",
     "fold_of",
     "load_rows",
     "part_of",
     "question_at",
 ]
-
-Values = Mapping[str, float]
-"""Constants by name, e.g. ``ampere.matmul_efficiency``, ``torchtitan.traffic``, ``tile_overhead_s``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +43,6 @@ class FitRow:
 
     Attributes:
         source: File name of the run.
-        run: Published run.
         question: Prediction request, at the constants at which the terms were computed.
         terms: Terms that sum to the predicted step time.
     """
@@ -97,7 +93,7 @@ class FitCosts:
             case Communication() as communication:
                 return term.seconds * self._slowdown(job, communication)
             case OverlapRemainder(communications=communications, beside=beside, taken=taken):
-                assert not taken, "no fitted run has exchanges for experts beside another microbatch"
+                assert not taken, "no fitted run overlaps expert dispatch with another microbatch"
                 whole_s = term.seconds + _UNCHANGED._of_layer(job, beside)
                 return max(0.0, whole_s * self._slowdown(job, communications[0]) - self._of_layer(job, beside))
             case OverlapSlowdown():
@@ -110,11 +106,8 @@ class FitCosts:
     def _slowdown(self, job: Job, communication: Communication) -> float:
         """Slowdown of communication at the given constants over that at the constants of the request."""
         rates = job.software.rates
-        field, before = (
-            ("inter_slowdown", rates.inter_slowdown)
-            if between_nodes(job.cluster, communication)
-            else ("intra_slowdown", rates.intra_slowdown)
-        )
+        field = "inter_slowdown" if between_nodes(job.cluster, communication) else "intra_slowdown"
+        before: float = getattr(rates, field)
         return self._values.get(f"{job.software.id}.{field}", before) / before
 
     def _of_layer(self, job: Job, work: LayerWork) -> float:
@@ -122,14 +115,8 @@ class FitCosts:
         state = (training.precision, training.fp8_recipe, training.optimizer, training.task)
         way = (plan.shards_parameters, plan.grad_dtype, software.id, software.compiled)
         device = job.cluster.device
-        key = (
-            device.id,
-            *device.matmul_flop_per_s.items(),
-            job.cluster.num_devices,
-            job.num_microbatches,
-            *state,
-            *way,
-        )
+        numbers = (job.cluster.num_devices, job.num_microbatches)
+        key = (device.id, *device.matmul_flop_per_s.items(), *numbers, *state, *way)
         found = self._seconds.get((*key, work))
         if found is None:
             if key not in self._kernels:
@@ -202,13 +189,7 @@ def between_nodes(cluster: ClusterSpec, communication: Communication) -> bool:
 
 
 def load_rows(paths: Sequence[Path], values: Values, jobs: int = -1) -> list[FitRow]:
-    """Load all runs with a step time that can be predicted.
-
-    Args:
-        paths: Files and folders of published runs.
-        values: Constants at which longest paths are computed.
-        jobs: Processes; -1 for one per core.
-    """
+    """Load all runs with a step time that can be predicted; longest paths are computed at the given constants."""
     timed = [
         (Path(read.file).stem, run, dict(values), read.recipes)
         for read in read_published(paths)
@@ -221,11 +202,7 @@ def load_rows(paths: Sequence[Path], values: Values, jobs: int = -1) -> list[Fit
 
 def _row(source: str, run: PublishedRun, values: Values, own: Recipes = NO_RECIPES) -> FitRow | None:
     try:
-        question = job_of_published_run(run, own)
-    except SimplanError:
-        return None
-    question = question_at(question, values)
-    try:
+        question = question_at(job_of_published_run(run, own), values)
         terms = step_terms(question.job, steps_overlap=question.steps_overlap)
     except SimplanError:
         return None

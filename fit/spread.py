@@ -27,11 +27,11 @@ import numpy as np
 
 from fit.perturbation import BETWEEN, MovedParts
 from fit.robust import Floats
+from simplan.predict.simulated import NINE_IN_TEN
 
 __all__ = ["SpreadEstimate", "fit_spread", "interval_score", "unfitted_std", "within", "within_left_out"]
 
 _INSIDE = 0.9
-_NINE_IN_TEN = 1.645  # as for intervals of predictions
 _FREEDOM, _T_NINE_IN_TEN = 5, 2.015  # Student's t has 90% within 2.015 times its scale
 _TOGETHER = 0.5
 _SCALES = np.exp(np.arange(np.log(0.005), np.log(1.0), 0.05))
@@ -57,7 +57,7 @@ class SpreadEstimate:
         """Lower and upper half widths of 90% intervals, in logarithms."""
         own = [self.computing.get(part.software, self.common) for part in parts]
         down, up = _deviations(parts, np.array(own), self.between_nodes)
-        return _NINE_IN_TEN * down, _NINE_IN_TEN * up
+        return NINE_IN_TEN * down, NINE_IN_TEN * up
 
 
 def fit_spread(parts: Sequence[MovedParts], errors: Floats) -> SpreadEstimate:
@@ -101,7 +101,7 @@ def unfitted_std(parts: Sequence[MovedParts], errors: Floats, sources: Sequence[
     late = errors < 0
     shorter, longer = _communications(parts, spread.between_nodes)
     communications = np.where(late, longer, shorter)
-    off = np.sqrt(np.maximum(0.0, (errors / _NINE_IN_TEN) ** 2 - communications**2))
+    off = np.sqrt(np.maximum(0.0, (errors / NINE_IN_TEN) ** 2 - communications**2))
     shares = np.array([part.computing for part in parts])
     needed = np.where(late, np.expm1(off) / shares, _slower(-np.expm1(-off) / shares))
     weights = np.array([1 / list(sources).count(source) for source in sources])
@@ -163,7 +163,7 @@ def _slower(saved: Floats) -> Floats:
 
 def _log_density(errors: Floats, down: Floats, up: Floats) -> Floats:
     """Log density of Student's t in two halves of unequal scale (Fernandez and Steel 1998)."""
-    to_scale = _NINE_IN_TEN / _T_NINE_IN_TEN
+    to_scale = NINE_IN_TEN / _T_NINE_IN_TEN
     scales = np.where(errors < 0, up, down) * to_scale
     top = gamma((_FREEDOM + 1) / 2) / gamma(_FREEDOM / 2) / np.sqrt(_FREEDOM * pi)
     power = (_FREEDOM + 1) / 2

@@ -18,23 +18,21 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from joblib import Parallel, delayed
 
-from fit.cross_validation import FOLDS, LEFT_OUT_FILE, left_out_text
-from fit.fitted_kernels import fitted_text
+from fit.cross_validation import FOLDS, LEFT_OUT_FILE, errors_text, left_out, left_out_text
 from fit.perturbation import parts_of
 from fit.rates import ALL, ARCHITECTURE, KERNELS, NEVER_APART, SOFTWARE, SUSTAINED, TOGETHER
-from fit.robust import Constant, Floats, minimize
-from fit.rows import FitCosts, FitRow, Values, fold_of, load_rows, part_of
-from fit.spread import fit_spread, unfitted_std, within, within_left_out
+from fit.robust import Constant, Floats, Values, constants_text, minimize, number_text
+from fit.rows import FitCosts, FitRow, fold_of, load_rows, part_of
+from fit.spread import SpreadEstimate, fit_spread, unfitted_std, within, within_left_out
 from simplan import catalog
 
-__all__ = ["FITTED_FILE", "constants_of", "fit", "left_out", "log_errors", "main"]
+__all__ = ["FITTED_FILE", "constants_of", "fit", "fitted_text", "log_errors", "main"]
 
 FITTED_FILE = Path(catalog.__file__).parent / "kernels_fitted.yaml"
 
@@ -63,18 +61,25 @@ def main() -> None:
         if not number:
             textbook = log_errors(rows, values)
         values = fit(rows, values)
-    print("\n".join(_constants_text(values, rows)))
-    tables = {
-        "textbook": textbook,
-        "fitted": log_errors(rows, values),
-    }
-    tables["five-fold"], folds = left_out(rows, lambda row: fold_of(row.question.job, FOLDS), values)
-    tables["single runs"], _ = left_out(rows, lambda row: part_of(row.run, FOLDS), values)
-    tables["source left out"], _ = left_out(rows, lambda row: row.source, values)
+    print("\n".join(constants_text(constants_of(rows), values)))
+    tables = {"textbook": textbook, "fitted": log_errors(rows, values)}
+    priors = {constant.name: constant.textbook for constant in constants_of(rows)}
+
+    def refit(seen: Sequence[FitRow]) -> dict[str, float]:
+        return priors | fit(seen, values, _ITERATIONS_LEFT_OUT)
+
+    tables["five-fold"], folds = left_out(rows, lambda row: fold_of(row.question.job, FOLDS), refit, log_errors)
+    tables["single runs"], _ = left_out(rows, lambda row: part_of(row.run, FOLDS), refit, log_errors)
+    tables["source left out"], _ = left_out(rows, lambda row: row.source, refit, log_errors)
     parts, five = parts_of(rows, values), tables["five-fold"]
     spread = fit_spread(parts, five)
     unseen = unfitted_std(parts, tables["source left out"], [row.source for row in rows], spread)
-    print("\n".join(_errors_text(rows, tables)))
+    sources: dict[str, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        sources[row.source].append(index)
+    print("\n".join(errors_text({**sources, "all": range(len(rows))}, tables)))
+    means = [100 * np.abs(np.expm1(tables["source left out"][indices])).mean() for indices in sources.values()]
+    print(f"a whole source left out, median over the sources: {np.median(means):.1f} %")
     inside, scores = within_left_out(parts, five, [fold_of(row.question.job, FOLDS) for row in rows])
     outside = within(parts, tables["source left out"], replace(spread, computing={}, common=unseen))
     print(
@@ -91,25 +96,18 @@ def main() -> None:
 
 
 def fit(rows: Sequence[FitRow], start: Values, iterations: int = _ITERATIONS) -> dict[str, float]:
-    """Fit the constants; return their values by name.
-
-    Args:
-        rows: Runs to fit.
-        start: Start values by name; missing ones start at the prior.
-        iterations: Maximum number of steps.
-    """
+    """Fit the constants; missing start values are priors."""
     constants = constants_of(rows)
     names = [constant.name for constant in constants]
     measured = np.log([row.measured_s for row in rows])
 
     def residuals(x: Floats, indices: Sequence[int]) -> Floats:
-        costs = FitCosts(dict(zip(names, map(float, x), strict=True)))
+        costs = FitCosts(dict(zip(names, x.tolist(), strict=True)))
         return np.array([(np.log(rows[i].predicted_s(costs)) - measured[i]) / _STD for i in indices])
 
     sizes = Counter(row.source for row in rows)
     weights = np.array([_TRUST[row.run.quality] * sizes[row.source] ** -_DIVIDED for row in rows])
-    found = minimize(constants, residuals, weights, start=start, most_iterations=iterations)
-    return dict(zip(names, map(float, found), strict=True))
+    return minimize(constants, residuals, weights, start=start, most_iterations=iterations)
 
 
 def constants_of(rows: Sequence[FitRow]) -> list[Constant]:
@@ -164,31 +162,6 @@ def log_errors(rows: Sequence[FitRow], values: Values) -> Floats:
     return np.array([np.log(row.predicted_s(costs) / row.measured_s) for row in rows])
 
 
-def left_out(
-    rows: Sequence[FitRow], part_of: Callable[[FitRow], Hashable], start: Values
-) -> tuple[Floats, dict[Hashable, dict[str, float]]]:
-    """Held-out log errors, and constants by part; each part is predicted by a fit without it.
-
-    Args:
-        rows: All runs.
-        part_of: Part of a run.
-        start: Start values of the fits.
-    """
-    parts = [part_of(row) for row in rows]
-    names = list(dict.fromkeys(parts))
-    found = Parallel(n_jobs=-1)(delayed(_without)(rows, [p == part for p in parts], dict(start)) for part in names)
-    errors = np.zeros(len(rows))
-    for part, (own, _) in zip(names, found, strict=True):
-        errors[[p == part for p in parts]] = own
-    return errors, {part: values for part, (_, values) in zip(names, found, strict=True)}
-
-
-def _without(rows: Sequence[FitRow], held: Sequence[bool], start: Values) -> tuple[Floats, dict[str, float]]:
-    seen = [row for row, out in zip(rows, held, strict=True) if not out]
-    values = _textbook(rows) | fit(seen, start, _ITERATIONS_LEFT_OUT)
-    return log_errors([row for row, out in zip(rows, held, strict=True) if out], values), values
-
-
 def _textbook_values() -> dict[str, float]:
     """Prior values of all constants, including those without data, so that fits do not depend on earlier fits."""
     values = {field: getattr(catalog.kernel_rates("other", textbook=True), field) for field in ALL}
@@ -202,38 +175,53 @@ def _textbook_values() -> dict[str, float]:
     return values
 
 
-def _textbook(rows: Sequence[FitRow]) -> dict[str, float]:
-    return {constant.name: constant.textbook for constant in constants_of(rows)}
+def fitted_text(values: Values, rows: Sequence[FitRow], spread: SpreadEstimate, unseen: float) -> str:
+    """Text of kernels_fitted.yaml; ``unseen`` is the standard deviation of compute for profiles without fitted runs."""
+    return "\n".join([*_lines(values, rows, spread, unseen), ""])
 
 
-def _constants_text(values: Values, rows: Sequence[FitRow]) -> list[str]:
-    lines = [f"{'constant':36}{'fitted':>10}{'textbook':>10}{'bounds':>18}{'runs':>6}"]
-    for constant in constants_of(rows):
-        value = values[constant.name]
-        note = "  at bound" if constant.at_bound(value) else ""
-        bounds = f"{constant.low:g} to {constant.high:g}"
-        numbers = f"{value:10.4g}{constant.textbook:10.4g}{bounds:>18}{len(constant.rows):6}"
-        lines.append(f"{constant.name:36}{numbers}{note}")
-    return lines
+def _lines(values: Values, rows: Sequence[FitRow], spread: SpreadEstimate, unseen: float) -> Iterator[str]:
+    yield "# Written by `make fit` (python -m fit.step_times), from kernels.yaml and scenarios/published."
+    yield "all:"
+    for field in ALL:
+        yield f"  {field}: {number_text(values[field])}"
+    yield f"  unfitted_std: {unseen:.2f}"
+    yield f"  inter_node_std: {spread.between_nodes:.2f}"
+    yield "architectures:"
+    for owner, own in _by(rows, lambda row: row.architecture):
+        yield f"  {owner}:"
+        yield from _fields(owner, ARCHITECTURE, values)
+        kernels = [
+            f"{name}: {number_text(values[f'{owner}.{name}'])}" for name in KERNELS if f"{owner}.{name}" in values
+        ]
+        if kernels:
+            yield f"    attention: {{{', '.join(kernels)}}}"
+        yield f'    fitted_on: "{_ids(own)}"'
+    yield "software:"
+    for owner, own in _by(rows, lambda row: row.question.job.software.id):
+        yield f"  {owner}:"
+        yield from _fields(owner, SOFTWARE, values)
+        yield f"    relative_std: {spread.computing[owner]:.3f}"
+        yield f'    fitted_on: "{_ids(own)}"'
 
 
-def _errors_text(rows: Sequence[FitRow], tables: dict[str, Floats]) -> list[str]:
-    """Table of mean, median and 90th percentile of absolute percentage errors by source."""
-    groups: dict[str, list[int]] = defaultdict(list)
-    for index, row in enumerate(rows):
-        groups[row.source].append(index)
-    groups["all"] = list(range(len(rows)))
-    head = f"{'mean / median / 90th percentile, %':36}{'runs':>5}" + "".join(f"{name:>24}" for name in tables)
-    lines = ["", head]
-    for name, indices in groups.items():
-        cells = []
-        for errors in tables.values():
-            sizes = 100 * np.abs(np.expm1(errors[indices]))
-            cells.append(f"{sizes.mean():10.1f} /{np.median(sizes):5.1f} /{np.quantile(sizes, 0.9):5.1f}")
-        lines.append(f"{name:36}{len(indices):5}" + "".join(cells))
-    means = [100 * np.abs(np.expm1(tables["source left out"][i])).mean() for n, i in groups.items() if n != "all"]
-    lines.append(f"a whole source left out, median over the sources: {np.median(means):.1f} %")
-    return lines
+def _fields(owner: str, fields: Iterable[str], values: Values) -> Iterator[str]:
+    for field in fields:
+        if f"{owner}.{field}" in values:
+            yield f"    {field}: {number_text(values[f'{owner}.{field}'])}"
+
+
+def _by(rows: Sequence[FitRow], owner_of: Callable[[FitRow], str]) -> list[tuple[str, list[FitRow]]]:
+    found: dict[str, list[FitRow]] = defaultdict(list)
+    for row in rows:
+        found[owner_of(row)].append(row)
+    return sorted(found.items())
+
+
+def _ids(rows: Sequence[FitRow]) -> str:
+    """Number of runs per file; all runs with a step time are used."""
+    names = ", ".join(f"{source} ({len(own)})" for source, own in _by(rows, lambda row: row.source))
+    return f"{len(rows)} runs of scenarios/published: {names}"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from hashlib import sha256
 
@@ -22,30 +22,22 @@ __all__ = ["OnProgress", "predict_runs", "sentences"]
 OnProgress = Callable[[int, int], None]
 """Callback with the number of finished predictions and their total."""
 
-_PART_OPERATIONS = 40_000
 _FEW = 24  # predictions that take about the time of starting processes
 
 
 def predict_runs(
     files: Iterable[ReadFile], *, jobs: int = 1, on_progress: OnProgress = lambda done, of: None
 ) -> list[RunOutcome]:
-    """Predict every run from its configuration, in the order of the files.
-
-    Args:
-        files: Files of runs.
-        jobs: Processes; -1 for one per core.
-        on_progress: Called after some of the predictions.
-    """
+    """Predict every run from its configuration, in the order of the files, in ``jobs`` processes (-1: one per core)."""
     listed = [(read.file, run, _question(run, read.recipes)) for read in files for run in read.runs or ()]
     asked = {_key(question): question for _, _, question in listed if isinstance(question, PublishedJob)}
     answers = dict(_answers(asked, jobs, on_progress))
     outcomes = []
     for file, run, question in listed:
         answer = answers[_key(question)] if isinstance(question, PublishedJob) else question
-        if isinstance(answer, Predicted) and isinstance(
-            question, PublishedJob
-        ):  # equal requests may have different notes
-            outcomes.append(RunOutcome(file, run, replace(answer, notes=question.notes)))
+        if isinstance(question, PublishedJob) and isinstance(answer, Predicted):
+            answer = replace(answer, notes=question.notes)  # equal requests may have different notes
+            outcomes.append(RunOutcome(file, run, answer))
         else:
             outcomes.append(RunOutcome(file, run, None, str(answer)))
     return outcomes
@@ -96,26 +88,10 @@ def _answers(
 
     # longest first, so that no process is still busy when all others are done
     ordered = sorted(asked.items(), key=lambda item: _work(item[1]), reverse=True)
-    pool = Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)
-    done = 0
-    for found in pool(delayed(_predict_some)(part) for part in _parts(ordered)):
-        yield from found
-        done += len(found)
-        on_progress(done, len(asked))
-
-
-def _parts(ordered: Sequence[tuple[str, PublishedJob]]) -> Iterator[list[tuple[str, PublishedJob]]]:
-    """Batch requests: long ones alone, many short ones together."""
-    part: list[tuple[str, PublishedJob]] = []
-    size = 0
-    for question in ordered:
-        part.append(question)
-        size += _work(question[1])
-        if size >= _PART_OPERATIONS:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
+    pool = Parallel(n_jobs=jobs, return_as="generator_unordered")
+    for number, found in enumerate(pool(delayed(_answer)(*item) for item in ordered), 1):
+        yield found
+        on_progress(number, len(asked))
 
 
 def _work(question: PublishedJob) -> int:
@@ -128,8 +104,8 @@ def _work(question: PublishedJob) -> int:
     return each * microbatches
 
 
-def _predict_some(part: Sequence[tuple[str, PublishedJob]]) -> list[tuple[str, Predicted | str]]:
-    return [(key, _predict(question)) for key, question in part]
+def _answer(key: str, question: PublishedJob) -> tuple[str, Predicted | str]:
+    return key, _predict(question)
 
 
 def _predict(question: PublishedJob) -> Predicted | str:

@@ -25,13 +25,7 @@ _AS_WIDE: Mapping[str, str] = MappingProxyType({"fp16": "bf16", "bf16": "fp16", 
 
 
 def with_stand_ins(profile: SoftwareSpec, plan: RunPlan, notes: list[str]) -> SoftwareSpec:
-    """Add features to a profile that the plan of a run requires.
-
-    Args:
-        profile: Software profile of the run's framework.
-        plan: Plan of the run.
-        notes: List that gets a sentence per added feature.
-    """
+    """Add features to a profile that the plan of a run requires; ``notes`` gets a sentence per added feature."""
     if profile.id == _TORCH:
         profile = _torch(profile)
     changes: dict[str, object] = {}
@@ -40,7 +34,7 @@ def with_stand_ins(profile: SoftwareSpec, plan: RunPlan, notes: list[str]) -> So
         how = "parameters are gathered and gradients reduced as FSDP2 does"
         if plan.zero_stage == 1:
             changes["optimizer_shards"] = "elements"
-            how = "equal numbers of elements are dealt out, as Megatron's distributed optimizer does"
+            how = "equal numbers of elements per rank, as in Megatron's distributed optimizer"
         notes.append(f"plan.zero_stage = {plan.zero_stage} with {profile.id}: {how}")
     if plan.sequence_parallel and plan.tp > 1 and not profile.sequence_parallelism:
         changes["sequence_parallelism"] = True
@@ -56,17 +50,15 @@ def without_refused_overlap(job: Job, notes: list[str]) -> Job:
     """Disable ``expert_overlap`` in a job if the framework does not support it for the plan.
 
     A recipe enables expert overlap per model and device. A run with other stages or recomputation cannot have used it.
-
-    Args:
-        job: Job of the run, with the settings of recipes.
-        notes: List that gets a sentence if the overlap is disabled.
+    ``notes`` gets a sentence if the overlap is disabled.
     """
-    again = job.plan.recompute == "full" or "moe" in (job.plan.recompute_modules or ())
+    recomputes = job.plan.recompute == "full" or "moe" in (job.plan.recompute_modules or ())
     refused = violations(job, (expert_overlap_ranks, expert_overlap_stages, expert_overlap_precision))
-    if not job.software.expert_overlap or not (refused or again):
+    if not job.software.expert_overlap or not (refused or recomputes):
         return job
     why = f"{refused[0].field} = {refused[0].value}" if refused else "recomputation of experts"
-    notes.append(f"no exchanges for experts beside another microbatch: {job.software.id} refuses them with {why}")
+    name = job.software.id
+    notes.append(f"no expert dispatch overlapped with another microbatch: {name} does not support it with {why}")
     return replace(job, software=job.software.model_copy(update={"expert_overlap": False}))
 
 

@@ -16,12 +16,10 @@ class Predicted:
     """Prediction of a published run.
 
     Attributes:
-        step_time_s: Seconds of one optimizer step.
         step_time_interval_s: 90% interval of the step time; None if not predicted.
         memory_gib: Peak of the worst rank by kind of figure; empty if only times were predicted.
         oom: True if the run is predicted not to fit; None if unknown.
         flops: FLOPs of a step, including recomputation, with causal attention counted half.
-        software: Name of the software profile.
         notes: Assumed values, and features of the run that the prediction lacks.
     """
 
@@ -39,8 +37,6 @@ class RunOutcome:
     """A run, with its prediction or the reason for a missing one.
 
     Attributes:
-        file: File of the run.
-        run: Published run.
         predicted: Prediction; None if the run was skipped.
         reason: Reason for skipping; None if predicted.
     """

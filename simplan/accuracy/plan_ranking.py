@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 
@@ -39,10 +38,6 @@ class Choices:
     max_regret: float | None
     num_pairs: int
     kendall_tau: float | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Part of the JSON document."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 def choices(outcomes: Iterable[RunOutcome]) -> Choices:

@@ -27,6 +27,7 @@ from simplan.accuracy.schema import PublishedRun
 from simplan.base import Count, NonNegative, Positive, Spec
 from simplan.errors import Problem, SpecError
 from simplan.io import read_yaml
+from simplan.predict.simulated import NINE_IN_TEN
 from simplan.problems import parse_model
 from simplan.program.schedules import SCHEDULES, PipelineShape, StageTimes
 from simplan.program.schedules.bubble import longest_span_s
@@ -38,16 +39,12 @@ PASS_START_S = 0.7e-3
 SLOWDOWN = 1.04
 """Slowdown of all compute relative to the profile; bounds 1 to 1.1."""
 _RELATIVE_STD = 0.018  # of the leave-one-model-out errors
-_NINE_IN_TEN = 1.645
 
 
 class StageProfile(Spec):
     """Profiled times of one pipeline.
 
     Attributes:
-        id, source: Identifier and source, as for a run.
-        model: Name of the model.
-        pp, num_microbatches: Pipeline ranks and microbatches of the profiled pipeline.
         run_ids: By schedule, the id of the run with the same model, stages and microbatches.
         t_f_ms, t_b_ms, t_w_ms: Milliseconds per stage and microbatch: forward, dgrad, wgrad.
         t_comm_ms: Milliseconds of a P2P send between neighbors.
@@ -108,7 +105,7 @@ def _predicted(run: PublishedRun, recipes: Recipes, profile: StageProfile) -> Pr
         rule = "is not a schedule that profiled times are predicted for"
         raise SpecError(Problem(field="plan.schedule", value=plan.schedule, rule=rule))
     step_time_s = profiled_step_s(profile, plan.schedule, plan.virtual_stages)
-    half_width_s = _NINE_IN_TEN * _RELATIVE_STD * step_time_s
+    half_width_s = NINE_IN_TEN * _RELATIVE_STD * step_time_s
     return Predicted(
         step_time_s=step_time_s,
         step_time_interval_s=(step_time_s - half_width_s, step_time_s + half_width_s),
@@ -130,8 +127,7 @@ def profiled_step_s(
     """Step time of a pipeline, in seconds.
 
     Args:
-        profile: Profiled times.
-        schedule: One of ``SCHEDULES``.
+        profile, schedule: Profiled times, and one of ``SCHEDULES``.
         virtual_stages: Stages per rank, which take equal parts of the rank's time.
         pass_start_s, slowdown: Effects that a profile lacks; 0 and 1 use the profile as is.
     """

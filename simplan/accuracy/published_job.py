@@ -6,33 +6,30 @@ later, by the rules that every plan has to pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from simplan import catalog
-from simplan.accuracy.architecture import switches_of
 from simplan.accuracy.fallback_profiles import with_stand_ins, without_refused_overlap
 from simplan.accuracy.framework_defaults import profile_name, splits_experts, stacks
-from simplan.accuracy.recipe import NO_RECIPES, Recipes, Settings
-from simplan.accuracy.recipes import recipes_of, settings_of, with_settings
+from simplan.accuracy.recipe import NO_RECIPES, Recipes, Settings, recipes_of, settings_of, with_settings
 from simplan.accuracy.schema import PublishedRun, RunCluster, RunModel
-from simplan.accuracy.stage_layers import layers_of_stages
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
-from simplan.plan.schedules import SCHEDULE_FACTS
+from simplan.plan.schedules import SCHEDULE_FACTS, Placement
 from simplan.predict.assumptions import padding_assumption
 from simplan.problems import parse_model
 from simplan.software.software import SoftwareSpec
 from simplan.training.training import TrainingSpec
 from simplan.units import format_flop_per_s
 
-__all__ = ["PublishedJob", "job_of_published_run"]
+__all__ = ["PublishedJob", "job_of_published_run", "layers_of_stages"]
 
 _NETWORK_GBIT: Mapping[str, float] = MappingProxyType({"tpu-v4": 50, "tpu-v5e": 25, "tpu-v5p": 50, "tpu-v6e": 100})
 """Data-center network of a TPU, Gbit/s (jax-ml/scaling-book, tpus.md: egress per chip)."""
@@ -43,6 +40,15 @@ _LORA_RANK = 32  # the default of NeMo and Megatron-Bridge (nemo/collections/llm
 _SYNCHRONIZED = {"zb-2p-optsync": "zb-2p"}
 _SIZES = frozenset({
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "seq_len",
+})  # fmt: skip
+_SIZES_OF_EXPERTS = ("num_experts", "top_k", "moe_intermediate_size")
+_SWITCHES = (
+    "attention_bias", "qkv_bias", "qk_norm", "sliding_window", "sliding_window_pattern", "attention_sinks",
+    "router_bias", "expert_bias", "shared_expert_gate",
+)  # fmt: skip
+_PLAN_FIELDS = frozenset({
+    "dp_replicate", "dp_shard", "zero_stage", "tp", "sequence_parallel", "cp", "ep", "pp", "microbatch_size",
+    "recompute", "grad_dtype",
 })  # fmt: skip
 _UNFITTED = {
     "framework_efficiency": 1.0,
@@ -59,7 +65,6 @@ class PublishedJob:
     """Prediction request for a published run.
 
     Attributes:
-        job: Job of the run.
         steps_overlap: True if pipeline ranks start the next step without waiting for each other: the step time is then
             the time of the busiest rank. False: the step lasts from the first start to the last end.
         notes: Assumed values, and features of the run that the prediction lacks.
@@ -71,11 +76,7 @@ class PublishedJob:
 
 
 def job_of_published_run(run: PublishedRun, own: Recipes = NO_RECIPES) -> PublishedJob:
-    """Convert a published run to a prediction request.
-
-    Args:
-        run: Published run.
-        own: Recipes in the file of the run.
+    """Convert a published run, whose file has recipes of its ``own``, to a prediction request.
 
     Raises:
         SpecError: A feature of the run has no counterpart in simplan.
@@ -98,22 +99,22 @@ def job_of_published_run(run: PublishedRun, own: Recipes = NO_RECIPES) -> Publis
 
 def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
     given = run.software
+    stack = stacks()[given.framework]
     profile = with_stand_ins(catalog.software(profile_name(given, run.plan)), run.plan, notes)
+    changes: dict[str, object] = {}
     if given.grad_overlap is not None:
-        profile = profile.model_copy(update={"grad_overlap": given.grad_overlap})
+        changes["grad_overlap"] = given.grad_overlap
     if given.tp_comm_overlap:
-        profile = profile.model_copy(update={"tp_overlap": "all"})
+        changes["tp_overlap"] = "all"
     if given.compile:
-        profile = profile.model_copy(update={"compiled": True})
-    if not stacks()[given.framework].is_known:
-        rates = profile.rates.model_copy(update=_UNFITTED)
+        changes["compiled"] = True
+    if not stack.is_known:
         # padding of vocabularies is unknown too; nanotron, for example, pads to a multiple of tp
-        profile = profile.model_copy(update={"rates": rates, "vocab_multiple": 1})
-    fused = stacks()[given.framework].fused_attention if given.flash_attention is None else given.flash_attention
+        changes |= {"rates": profile.rates.model_copy(update=_UNFITTED), "vocab_multiple": 1}
+    fused = stack.fused_attention if given.flash_attention is None else given.flash_attention
     if fused is not None:
-        attention = "fused" if fused else "unfused"
-        profile = profile.model_copy(update={"layers": profile.layers.model_copy(update={"attention": attention})})
-    return profile
+        changes["layers"] = profile.layers.model_copy(update={"attention": "fused" if fused else "unfused"})
+    return profile.model_copy(update=changes)
 
 
 def _model(run: PublishedRun, software: SoftwareSpec, settings: Settings, notes: list[str]) -> ModelSpec:
@@ -127,7 +128,7 @@ def _model(run: PublishedRun, software: SoftwareSpec, settings: Settings, notes:
     if "gated_mlp" in takes:
         fields["gated_mlp"] = given.gated_mlp
     if "num_decoder_layers" in takes:
-        notes.append("layers and tokens of the decoder are not known: as many as of the encoder")
+        notes.append("layers and tokens of the decoder are not known: the same numbers as of the encoder")
     if given.tied_embeddings is not None:
         fields["tied_embeddings"] = given.tied_embeddings
     else:
@@ -135,7 +136,7 @@ def _model(run: PublishedRun, software: SoftwareSpec, settings: Settings, notes:
     for part in (given.moe, given.mla):
         if part is not None:
             fields |= {key: value for key, value in part.model_dump().items() if value is not None}
-    switches, like = switches_of(given, name)
+    switches, like = _switches_of(given, name)
     if like is not None:
         fields |= switches
         said = ", ".join(f"{field} = {value}" for field, value in switches.items())
@@ -148,6 +149,28 @@ def _model(run: PublishedRun, software: SoftwareSpec, settings: Settings, notes:
         fields["document_lengths"] = (given.seq_len // documents,) * documents
         notes.append(f"fine-tuning on packed documents: of {given.seq_len // documents} tokens each")
     return parse_model(ModelSpec, fields, prefix=("model",))
+
+
+def _switches_of(model: RunModel, family: str) -> tuple[dict[str, Any], str | None]:
+    """Details that the schema of runs lacks (biases, windows, norms), from a catalog model with exactly the same sizes.
+
+    Returns:
+        Fields of ``ModelSpec`` and the name of the catalog model; empty and None if no model matches, or matching
+        models differ.
+    """
+    sizes = {name: getattr(model, name) for name in (*(_SIZES - {"seq_len"}), "vocab_size")}
+    if model.moe is not None:
+        del sizes["intermediate_size"]
+        sizes |= {name: getattr(model.moe, name) for name in _SIZES_OF_EXPERTS}
+    found = {}
+    for name in catalog.names("models"):
+        fields = catalog.model_fields(name)
+        if fields["family"] == family and all(fields.get(size) == value for size, value in sizes.items()):
+            found[name] = {switch: fields[switch] for switch in _SWITCHES if switch in fields}
+    ways = list(found.values())
+    if not ways or not ways[0] or any(way != ways[0] for way in ways):
+        return {}, None
+    return ways[0], next(iter(found))
 
 
 def _adapters(run: PublishedRun, settings: Settings, notes: list[str]) -> dict[str, Any]:
@@ -200,7 +223,7 @@ def _cluster(run: PublishedRun, notes: list[str]) -> ClusterSpec:
     if given.matmul_flop_per_s is not None:
         device = device.model_copy(update={"matmul_flop_per_s": device.matmul_flop_per_s | given.matmul_flop_per_s})
         rates = ", ".join(f"{dtype} {format_flop_per_s(rate)}" for dtype, rate in given.matmul_flop_per_s.items())
-        notes.append(f"the best products of its machine, as its owners measured them: {rates}")
+        notes.append(f"best GEMM rates of its machine, measured by its owners: {rates}")
     link = device.intra_link or given.intra_link
     gbit = given.inter_link_gbit_per_device
     if gbit is None and given.num_devices > given.devices_per_node:
@@ -277,22 +300,7 @@ def _plan(run: PublishedRun, settings: Settings, notes: list[str]) -> ParallelPl
     virtual_stages = given.virtual_stages
     if facts is not None and facts.virtual_stages is not None:
         virtual_stages = facts.virtual_stages
-    fields: dict[str, Any] = {
-        key: getattr(given, key)
-        for key in (
-            "dp_replicate",
-            "dp_shard",
-            "zero_stage",
-            "tp",
-            "sequence_parallel",
-            "cp",
-            "ep",
-            "pp",
-            "microbatch_size",
-            "recompute",
-            "grad_dtype",
-        )
-    }
+    fields: dict[str, Any] = given.model_dump(include=set(_PLAN_FIELDS))
     if given.grad_dtype is None:
         fields |= settings.given("grad_dtype")
     if settings.offload_layers is not None:
@@ -317,3 +325,28 @@ def _plan(run: PublishedRun, settings: Settings, notes: list[str]) -> ParallelPl
         if given.stage_layers is None or "plan.stage_layers" in run.assumed:
             fields |= settings.given("stage_layers")
     return parse_model(ParallelPlan, fields, prefix=("plan",))
+
+
+def layers_of_stages(by_rank: Sequence[int], virtual_stages: int, placement: Placement = "loop") -> tuple[int, ...]:
+    """Distribute the layers of each rank evenly over its stages.
+
+    A rank with too few layers for equal stages gets fewer in its stage with the embedding or head, which count as
+    layers there: the first or the last stage of the pipeline.
+
+    >>> layers_of_stages([3, 4, 4, 3], 2)
+    (1, 2, 2, 2, 2, 2, 2, 1)
+    >>> layers_of_stages([3, 4], 2, "v")
+    (2, 2, 2, 1)
+    """
+    num_ranks = len(by_rank)
+    stages = [0] * (num_ranks * virtual_stages)
+    for rank, layers in enumerate(by_rank):
+        least, more = divmod(layers, virtual_stages)
+        sizes = [least + (turn < more) for turn in range(virtual_stages)]
+        if rank == 0 and placement == "loop":
+            sizes.reverse()
+        for turn, size in enumerate(sizes):
+            back = placement == "v" and turn % 2
+            place = num_ranks - 1 - rank if back else rank
+            stages[turn * num_ranks + place] = size
+    return tuple(stages)

@@ -28,7 +28,6 @@ class RunFile(Spec):
     Attributes:
         meta: Origin of the runs, as free-form data of their collector.
         recipes: By framework, settings of the runs beyond the published fields.
-        runs: Published runs.
     """
 
     meta: dict[str, Any]
@@ -43,7 +42,6 @@ class ReadFile:
     Attributes:
         file: Path as given, or path within a given folder.
         runs: Published runs; None if the file contains other data.
-        recipes: Recipes in the file.
     """
 
     file: str
@@ -57,7 +55,7 @@ def read_published(paths: Iterable[Path]) -> list[ReadFile]:
     Raises:
         SpecError: A file cannot be read, a run violates the schema or is inconsistent, or two runs have one id.
     """
-    read = [_read(file) for file in _files(paths)]
+    read = [_checked(read_yaml(file), str(file)) for file in _files(paths)]
     seen: dict[str, str] = {}
     for found in read:
         for index, run in enumerate(found.runs or ()):
@@ -83,16 +81,8 @@ def _files(paths: Iterable[Path]) -> list[Path]:
     return list(dict.fromkeys(files))
 
 
-def _read(path: Path) -> ReadFile:
-    return _checked(read_yaml(path), str(path))
-
-
 def parse_published(text: str, name: str) -> ReadFile:
-    """Parse a file of runs from text.
-
-    Args:
-        text: YAML.
-        name: Name for errors and tables.
+    """Parse a file of runs from YAML text; ``name`` is for errors and tables.
 
     Raises:
         SpecError: See ``read_published``.

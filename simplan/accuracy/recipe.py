@@ -1,25 +1,47 @@
-"""Recipes: settings of published runs beyond the fields that their tables print."""
+"""Recipes: settings of published runs beyond the fields that their tables print, and their effect on a profile.
+
+Tables of a framework's own runs name the scripts that produced them. Settings of these scripts for a run count as
+published. Other settings are the framework's defaults, from its software profile. Recipes are stored in
+``catalog/recipes`` next to this module; a file of runs may add more (``recipes:``).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, reduce
+from importlib import resources
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from simplan.accuracy.schema import Framework, PublishedRun, Task
+from simplan.accuracy.schema import Framework, PublishedRun, Task, Zero
 from simplan.base import Count, Spec
+from simplan.document import parse_yaml
 from simplan.model.implementations.expert_dispatch import ExpertDispatch
 from simplan.model.low_precision import QuantizedWeights
 from simplan.plan.plan import RecomputeModule
+from simplan.problems import parse_model
+from simplan.software.software import SoftwareSpec
 from simplan.training.training import Precision
 
-__all__ = ["NO_RECIPES", "Experts", "Recipe", "RecipeFile", "Recipes", "RunConditions", "Settings"]
+__all__ = [
+    "NO_RECIPES",
+    "Experts",
+    "Recipe",
+    "Recipes",
+    "RunConditions",
+    "Settings",
+    "parse_recipes",
+    "recipes_of",
+    "settings_of",
+    "shipped_recipes",
+    "with_settings",
+]
 
 _RELEASE = re.compile(r"(?<![0-9.])(2[0-9]\.[01][0-9])\b")
-_Zero = Annotated[int, Field(ge=0)]
 
 
 def _is_release(text: str) -> str:
@@ -58,7 +80,7 @@ class RunConditions(Spec):
     devices: tuple[str, ...] = ()
     precisions: tuple[Precision, ...] = ()
     num_devices: tuple[Count, ...] = ()
-    zero_stages: tuple[_Zero, ...] = ()
+    zero_stages: tuple[Zero, ...] = ()
     ep: tuple[Count, ...] = ()
     num_stages: tuple[Count, ...] = ()
     experts: tuple[Experts, ...] = ()
@@ -92,14 +114,11 @@ class Settings(Spec):
         weights: Frequency of FP8 weight quantization.
         states: Bytes of optimizer states that differ, by field of ``StateBytes``.
         offload_layers: Number of blocks with activations offloaded to the host.
-        lora_rank: Rank of LoRA adapters.
         lora_targets: Modules with LoRA adapters.
         virtual_stages: Stages per pipeline rank, for tables without such a column.
         recompute_modules: Modules that selective recomputation recomputes.
         recompute_layers: Number of recomputed blocks per stage.
         stage_layers: Layers per stage, without embedding and head.
-        mtp_num_layers: Number of multi-token prediction layers.
-        expert_dispatch: Implementation of expert dispatch.
         expert_overlap: True if expert dispatch overlaps another microbatch.
         fused_experts: True if the activations of experts are fused into their grouped GEMMs.
         fp8_dot_product_attention: True if the attention core runs in FP8.
@@ -107,15 +126,15 @@ class Settings(Spec):
 
     grad_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     weights: QuantizedWeights | None = None
-    states: dict[Literal["master", "moment"], _Zero] = Field(default_factory=dict)
+    states: dict[Literal["master", "moment"], Zero] = Field(default_factory=dict)
     offload_layers: Count | None = None
     lora_rank: Count | None = None
     lora_targets: tuple[str, ...] | None = None
     virtual_stages: Count | None = None
     recompute_modules: tuple[RecomputeModule, ...] | None = None
     recompute_layers: Count | None = None
-    stage_layers: tuple[_Zero, ...] | None = None
-    mtp_num_layers: _Zero | None = None
+    stage_layers: tuple[Zero, ...] | None = None
+    mtp_num_layers: Zero | None = None
     expert_dispatch: ExpertDispatch | None = None
     expert_overlap: bool | None = None
     fused_experts: bool | None = None
@@ -147,17 +166,17 @@ class Settings(Spec):
         if self.virtual_stages is not None:
             yield f"{self.virtual_stages} stages a pipeline rank"
         if self.recompute_modules is not None:
-            yield f"backward runs again {', '.join(self.recompute_modules) or 'nothing'}"
+            yield f"recomputed modules: {', '.join(self.recompute_modules) or 'none'}"
         if self.recompute_layers is not None:
-            yield f"backward runs the first {self.recompute_layers} blocks of each stage again"
+            yield f"the first {self.recompute_layers} blocks of each stage are recomputed"
         if self.stage_layers is not None:
             yield "layers of stages, the last of which has what is left"
         if self.mtp_num_layers is not None:
             yield f"{self.mtp_num_layers or 'no'} layer for multi-token prediction"
         if self.expert_dispatch is not None:
             yield f"tokens brought to experts by {self.expert_dispatch}"
-        yield from _switched("exchanges for experts beside another microbatch", self.expert_overlap)
-        yield from _switched("activations of experts in their products", self.fused_experts)
+        yield from _switched("expert dispatch overlapped with another microbatch", self.expert_overlap)
+        yield from _switched("activations of experts fused into their GEMMs", self.fused_experts)
         yield from _switched("attention in 8 bits", self.fp8_dot_product_attention)
 
 
@@ -166,7 +185,6 @@ class Recipe(Spec):
 
     Attributes:
         where: Alternative conditions on runs, of which one must hold; empty for all runs of the framework.
-        sets: Settings of the recipe.
         source: Source of the settings.
     """
 
@@ -184,15 +202,8 @@ Recipes = Mapping[Framework, tuple[Recipe, ...]]
 NO_RECIPES: Recipes = MappingProxyType({})
 
 
-class RecipeFile(Spec):
-    """A file of recipes.
-
-    Attributes:
-        meta: Free-form data of the author, such as anchors for YAML aliases.
-        recipes: Recipes by framework, in order.
-    """
-
-    meta: dict[str, Any] = Field(default_factory=dict)
+class _RecipeFile(Spec):
+    meta: dict[str, Any] = Field(default_factory=dict)  # of the author, such as anchors for YAML aliases
     recipes: dict[Framework, tuple[Recipe, ...]]
 
 
@@ -212,3 +223,48 @@ def _release(run: PublishedRun) -> str:
     """Release of a run's container; empty, which sorts first, if its version names none."""
     found = _RELEASE.search(run.software.version or "")
     return "" if found is None else found[1]
+
+
+def parse_recipes(text: str, name: str) -> Recipes:
+    """Parse a file of recipes from YAML text; ``name`` is for errors.
+
+    Raises:
+        SpecError: The text is not YAML, or violates the schema.
+    """
+    document = parse_yaml(text, name)
+    return parse_model(_RecipeFile, document.data, document.lines, name).recipes
+
+
+@cache
+def shipped_recipes() -> Recipes:
+    """Recipes of all files in ``catalog/recipes``."""
+    found: dict[Framework, tuple[Recipe, ...]] = defaultdict(tuple)
+    folder = resources.files("simplan.accuracy").joinpath("catalog", "recipes")
+    for file in sorted(folder.iterdir(), key=lambda file: file.name):
+        for framework, recipes in parse_recipes(file.read_text(encoding="utf-8"), file.name).items():
+            found[framework] += recipes
+    return dict(found)
+
+
+def recipes_of(run: PublishedRun, own: Recipes = NO_RECIPES) -> tuple[Recipe, ...]:
+    """Recipes that apply to a run, in order: shipped ones, then those in the file of the run (``own``)."""
+    framework = run.software.framework
+    listed = (*shipped_recipes().get(framework, ()), *own.get(framework, ()))
+    return tuple(recipe for recipe in listed if recipe.is_for(run))
+
+
+def settings_of(recipes: Sequence[Recipe]) -> Settings:
+    """Combined settings of recipes; the last recipe that sets a field wins."""
+    return reduce(Settings.updated, (recipe.sets for recipe in recipes), Settings())
+
+
+def with_settings(software: SoftwareSpec, settings: Settings) -> SoftwareSpec:
+    """Software profile with the settings of recipes."""
+    update = settings.given("expert_dispatch", "expert_overlap", "fused_experts", "fp8_dot_product_attention")
+    if settings.weights is not None and (low := software.low_precision.get("fp8")) is not None:
+        update["low_precision"] = software.low_precision | {"fp8": low.model_copy(update=settings.given("weights"))}
+    for kinds in ("state_bytes", "lora_state_bytes") if settings.states else ():
+        given = getattr(software, kinds)
+        if "bf16" in given:
+            update[kinds] = given | {"bf16": given["bf16"].model_copy(update=dict(settings.states))}
+    return software.model_copy(update=update)

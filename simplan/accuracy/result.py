@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -34,7 +34,6 @@ class Figures:
 
     Attributes:
         num_runs, num_skipped: Number of runs, and of runs without a prediction.
-        step_time: Errors of step times.
         constant_mfu: Errors of the constant-MFU baseline, fitted to the same runs per file, device and
             precision.
         peak_memory: Errors of memory peaks: ``all``, and by kind of figure.
@@ -65,16 +64,9 @@ class Figures:
 
     def to_json(self) -> dict[str, Any]:
         """Part of the JSON document."""
-        by_kind = {kind: figures.to_json() for kind, figures in self.peak_memory.items() if kind != "all"}
-        return {
-            "num_runs": self.num_runs,
-            "num_skipped": self.num_skipped,
-            "step_time": self.step_time.to_json(),
-            "constant_mfu": self.constant_mfu.to_json(),
-            "peak_memory": self.peak_memory["all"].to_json() | {"by_kind": by_kind},
-            "oom": self.oom.to_json(),
-            "choosing": self.choosing.to_json(),
-        }
+        figures = asdict(self)
+        peak_memory = figures["peak_memory"].pop("all") | {"by_kind": figures["peak_memory"]}
+        return figures | {"step_time": self.step_time.to_json(), "peak_memory": peak_memory, "oom": self.oom.to_json()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +74,7 @@ class Accuracy:
     """Outcomes and figures of all runs.
 
     Attributes:
-        outcomes: Outcomes of all runs, in the order of the files.
+        outcomes: In the order of the files.
         without_runs: Files that contain other data.
     """
 

@@ -9,7 +9,8 @@ Every run satisfies three identities:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -99,7 +100,6 @@ class RunCluster(Spec):
 
     Attributes:
         device: Catalog name of the device.
-        num_devices, devices_per_node: Number of devices, in total and per node.
         intra_link, inter_link_gbit_per_device: Link inside a node, and network rate per device in Gbit/s; None if
             unknown.
         matmul_flop_per_s: Best GEMM rate by dtype, as the owners of this machine timed it kernel by kernel; never
@@ -171,8 +171,6 @@ class PublishedRun(Spec):
     Attributes:
         id: Unique over all files.
         source: Repository, path and commit, or paper and table.
-        software, task, model, cluster, plan: Configuration of the run.
-        measured: Measured figures.
         derived_step_time: True if the step time was computed from a published throughput.
         assumed: Dotted names of fields that the source does not print.
         quality: ``inconsistent``: figures contradict each other. ``noisy``: the source warns of large variation.
@@ -195,16 +193,10 @@ class PublishedRun(Spec):
 def identity_problems(run: PublishedRun) -> Iterator[Problem]:
     """Yield inconsistencies of a run, with fields dotted from the run."""
     plan, layers = run.plan, run.model.num_hidden_layers
-    yield from _product(
-        "cluster.num_devices",
-        run.cluster.num_devices,
-        {key: getattr(plan, key) for key in ("dp_replicate", "dp_shard", "tp", "pp", "cp")},
-    )
-    yield from _product(
-        "plan.global_batch_size",
-        plan.global_batch_size,
-        {key: getattr(plan, key) for key in ("num_microbatches", "microbatch_size", "dp_replicate", "dp_shard")},
-    )
+    degrees = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
+    yield from _product("cluster.num_devices", run.cluster.num_devices, plan, degrees)
+    sizes = ("num_microbatches", "microbatch_size", "dp_replicate", "dp_shard")
+    yield from _product("plan.global_batch_size", plan.global_batch_size, plan, sizes)
     if plan.stage_layers is not None:
         if sum(plan.stage_layers) != layers:
             rule = f"adds up to {sum(plan.stage_layers)}, and num_hidden_layers = {layers}"
@@ -224,10 +216,8 @@ def identity_problems(run: PublishedRun) -> Iterator[Problem]:
         yield Problem(field="measured.step_time_s", value=str(run.measured.step_time_s), rule=rule)
 
 
-def _product(field: str, value: int, factors: dict[str, int]) -> Iterator[Problem]:
-    product = 1
-    for factor in factors.values():
-        product *= factor
-    if product != value:
-        names, numbers = " x ".join(factors), " x ".join(str(factor) for factor in factors.values())
-        yield Problem(field=field, value=str(value), rule=f"must be {names} = {numbers} = {product}")
+def _product(field: str, value: int, plan: RunPlan, names: Sequence[str]) -> Iterator[Problem]:
+    factors = [getattr(plan, name) for name in names]
+    if (product := prod(factors)) != value:
+        rule = f"must be {' x '.join(names)} = {' x '.join(map(str, factors))} = {product}"
+        yield Problem(field=field, value=str(value), rule=rule)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ class ErrorFigures:
     """Figures of relative errors (predicted over measured, minus 1), as fractions; None without runs.
 
     Attributes:
-        num: Number of runs.
         mape: Mean absolute error.
         median_ape, p90_ape, max_ape: Median, 90th percentile (linear interpolation) and maximum of absolute errors.
         bias: Mean signed error: positive if predictions are too long, or too large.
@@ -47,17 +46,12 @@ class ErrorFigures:
             bias=float(np.mean(errors)),
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """As a part of the JSON document."""
-        return {name: getattr(self, name) for name in ("num", "mape", "median_ape", "p90_ape", "max_ape", "bias")}
-
 
 @dataclass(frozen=True, slots=True)
 class StepTimeFigures:
     """Errors of step times, and coverage and width of their intervals.
 
     Attributes:
-        errors: Errors of predicted step times.
         interval_coverage: Fraction of measured step times inside their 90% intervals; None without runs.
         median_interval_half_width: Median of half the interval width over the predicted step time; None without runs.
     """
@@ -68,10 +62,9 @@ class StepTimeFigures:
 
     def to_json(self) -> dict[str, Any]:
         """As a part of the JSON document."""
-        return self.errors.to_json() | {
-            "interval_coverage": self.interval_coverage,
-            "median_interval_half_width": self.median_interval_half_width,
-        }
+        figures = asdict(self)
+        errors: dict[str, Any] = figures.pop("errors")
+        return errors | figures
 
 
 def step_time_figures(outcomes: Iterable[RunOutcome]) -> StepTimeFigures:
@@ -129,8 +122,7 @@ class Verdicts:
 
     def to_json(self) -> dict[str, Any]:
         """As a part of the JSON document."""
-        names = ("right", "fit", "oom", "missed", "false_alarms", "unknown")
-        return {name: getattr(self, name) for name in names}
+        return {"right": self.right, **asdict(self)}
 
 
 def verdicts(outcomes: Iterable[RunOutcome]) -> Verdicts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.communication.collectives import communication_cost, communication_s
@@ -26,22 +26,16 @@ class AnalyticCost:
     """A ``CostModel`` with kernel times per device, and latency and bandwidth per link.
 
     Args:
-        cluster: Cluster with the links for communication.
-        kernels: Kernel times of the device.
+        cluster, kernels: Cluster with the links for communication, and kernel times of its device.
         stack: Slowdown of communication in training with a framework; None for no slowdown.
     """
 
-    def __init__(
-        self,
-        cluster: ClusterSpec,
-        kernels: KernelCost,
-        stack: FrameworkRates | None = None,
-    ) -> None:
+    def __init__(self, cluster: ClusterSpec, kernels: KernelCost, stack: FrameworkRates | None = None) -> None:
         self._cluster = cluster
         self._kernels = kernels
         self._stack = stack or FrameworkRates()
         self._route_of = lru_cache(maxsize=1024)(partial(route_of, cluster=cluster))
-        self._computed: dict[LayerWork, CostEstimate] = {}
+        self._compute = cache(kernels.cost_estimate)
         self._moved: dict[tuple[CollectiveKind, int, ExpertDraw | None, Route | None], CostEstimate] = {}
 
     @property
@@ -53,10 +47,7 @@ class AnalyticCost:
 
     def compute(self, work: LayerWork) -> CostEstimate:
         """See ``CostModel``."""
-        found = self._computed.get(work)
-        if found is None:
-            found = self._computed[work] = self._kernels.cost_estimate(work)
-        return found
+        return self._compute(work)
 
     def compute_s(self, work: LayerWork) -> float:
         """Returns the seconds of ``compute`` without a formula."""
@@ -96,5 +87,4 @@ class AnalyticCost:
         kernels = self._cluster.device.kernels
         seconds = kernels.host_step_overhead_s if wait.reason == "step" else kernels.host_batch_overhead_s
         provenance = Provenance.DATASHEET if kernels.fitted_on is None else Provenance.PUBLISHED
-        formula = f"{format_time(seconds)}, whatever the trainer"
-        return CostEstimate(seconds, provenance, _HOST_STD, formula)
+        return CostEstimate(seconds, provenance, _HOST_STD, f"{format_time(seconds)} for all trainers")

@@ -25,8 +25,6 @@ class CostEstimate:
     """Cost estimate: the time of one item of work that runs alone.
 
     Attributes:
-        seconds: Estimated time in seconds.
-        provenance: Source of the estimate.
         relative_std: Relative standard deviation of the estimate.
         formula: The formula with numbers filled in.
     """
@@ -43,20 +41,15 @@ class CostModel(Protocol):
     @property
     def overlap_slowdown(self) -> float:
         """Overlap slowdown: fraction of compute throughput lost while communication overlaps, below 1."""
-        ...
 
     def compute(self, work: LayerWork) -> CostEstimate:
         """Returns the time of one phase of one layer on one device."""
-        ...
 
     def communication(self, communication: Communication) -> CostEstimate:
         """Returns the time of a collective or P2P transfer once all its members are ready."""
-        ...
 
     def host_copy(self, copy: HostCopy) -> CostEstimate:
         """Returns the time of a copy between a device and its host."""
-        ...
 
     def host_wait(self, wait: HostWait) -> CostEstimate:
         """Returns the time of a wait of the device for its host."""
-        ...

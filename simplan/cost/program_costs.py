@@ -12,6 +12,7 @@ from simplan.cost.model import CostEstimate, CostModel, Provenance
 from simplan.model.layer import CollectiveKind
 from simplan.program.program import (
     SPAN_KINDS,
+    Communication,
     HostCalls,
     HostCopy,
     HostWait,
@@ -32,7 +33,6 @@ class CostTerm:
 
     Attributes:
         name: Name, e.g. ``block forward``.
-        kind: Category of its time.
         cost_estimate: Cost estimate of one occurrence.
         count: Occurrences over all ranks of the Program.
     """
@@ -51,7 +51,7 @@ class ProgramCosts:
         durations_s: ``(num_ops,)`` Seconds per operation.
         deviations_s: ``(num_ops,)`` Standard deviation of each duration, in seconds.
         by_work: Estimates by work, in order of first occurrence.
-        overlap_slowdown: Overlap slowdown: fraction of compute throughput lost while communication overlaps.
+        overlap_slowdown: See ``CostModel``.
         beside: Time that the overlap slowdown adds, mean over ranks; None if durations do not include it.
     """
 
@@ -90,30 +90,34 @@ def estimate_program(program: Program, cost: CostModel) -> ProgramCosts:
 
 
 def _term(part: Work, kind: SpanKind, cost: CostModel) -> CostTerm:
-    if isinstance(part, LayerWork):
-        return CostTerm(_name(part), kind, cost.compute(part))
-    if isinstance(part, HostCopy):
-        return CostTerm(f"copy {'to' if part.to_host else 'from'} host", kind, cost.host_copy(part))
-    if isinstance(part, HostCalls):
-        how = "copied" if part.copies else "listed"
-        return CostTerm(f"parts of matrices, {how} by the host", kind, host_calls_cost(part))
-    if isinstance(part, HostWait):
-        name = "host, once a step" if part.reason == "step" else "host, the batch of a forward"
-        return CostTerm(name, kind, cost.host_wait(part))
-    if isinstance(part, OverlapRemainder):
-        names = " and ".join(dict.fromkeys(communication.kind for communication in part.communications))
-        return CostTerm(f"{names} beyond {_name(part.beside)}", kind, _excess(part, cost))
-    alone = part.kind is CollectiveKind.SEND
-    return CostTerm(part.kind if alone else f"{part.kind} over {len(part.ranks)} ranks", kind, cost.communication(part))
+    match part:
+        case LayerWork():
+            name, cost_estimate = _name(part), cost.compute(part)
+        case HostCopy():
+            name, cost_estimate = f"copy {'to' if part.to_host else 'from'} host", cost.host_copy(part)
+        case HostCalls():
+            how = "copied" if part.copies else "listed"
+            name, cost_estimate = f"parts of matrices, {how} by the host", host_calls_cost(part)
+        case HostWait():
+            name = "host, once a step" if part.reason == "step" else "host, the batch of a forward"
+            cost_estimate = cost.host_wait(part)
+        case OverlapRemainder():
+            names = " and ".join(dict.fromkeys(communication.kind for communication in part.communications))
+            name, cost_estimate = f"{names} beyond {_name(part.beside)}", _excess(part, cost)
+        case Communication():
+            is_send = part.kind is CollectiveKind.SEND
+            name = str(part.kind) if is_send else f"{part.kind} over {len(part.ranks)} ranks"
+            cost_estimate = cost.communication(part)
+    return CostTerm(name, kind, cost_estimate)
 
 
 def _excess(part: OverlapRemainder, cost: CostModel) -> CostEstimate:
     communications = [cost.communication(communication) for communication in part.communications]
     beside = cost.compute(part.beside)
     moving_s = sum(cost_estimate.seconds for cost_estimate in communications)
-    formula = f"what is left of {format_time(moving_s)} beside {format_time(beside.seconds)} of products"
+    formula = f"{format_time(moving_s)} of communication beyond {format_time(beside.seconds)} of overlapped GEMMs"
     if part.taken:
-        formula += f", which have {format_percent(part.taken)} less of the device meanwhile"
+        formula += f", which lose {format_percent(part.taken)} of their throughput"
     surest = max(communications, key=lambda cost_estimate: cost_estimate.relative_std)
     # GEMMs with the remaining SMs end after the communication, or before it
     seconds = max(moving_s - beside.seconds, part.taken * moving_s)

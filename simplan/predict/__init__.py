@@ -1,9 +1,8 @@
 """Prediction of one plan."""
 
-from simplan.predict.build import build_program, cost_model, folding_of, sharing_of
+from simplan.predict.build import build_program, cost_model, folding_of, run_spec_of, sharing_of
 from simplan.predict.evaluate import predict, predict_step
 from simplan.predict.memory import rank_memory
-from simplan.predict.run_spec import run_spec_of
 from simplan.predict.sensitivity import MarginalValue, Resource, marginal_values
 from simplan.predict.simulated import Simulated, simulate_program
 

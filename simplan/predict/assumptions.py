@@ -11,21 +11,16 @@ from simplan.job import Job
 from simplan.model.families import FAMILIES
 from simplan.program.timeline import SpanKind
 from simplan.software.software import SoftwareSpec
-from simplan.units import format_bytes, format_percent
+from simplan.units import counted, format_bytes, format_percent
 
 __all__ = ["assumptions", "padding_assumption"]
 
 
-def assumptions(
-    job: Job,
-    program_costs: ProgramCosts,
-    short_bytes: int,
-) -> tuple[str, ...]:
+def assumptions(job: Job, program_costs: ProgramCosts, short_bytes: int) -> tuple[str, ...]:
     """Sentences on the assumptions of a prediction.
 
     Args:
-        job: Predicted job.
-        program_costs: Cost estimates of the step.
+        job, program_costs: Predicted job, and cost estimates of its step.
         short_bytes: Bytes that the allocator would reserve additionally on a larger device; 0 if the plan does not fit.
     """
     return (
@@ -95,7 +90,7 @@ def _of_costs(job: Job, program_costs: ProgramCosts) -> Iterator[str]:
         )
         yield f"not timed, so priced from datasheets: {', '.join(names)}"
     elif provenances & known:
-        yield (_priced_from(cluster, software))
+        yield _priced_from(cluster, software)
         if cluster.device.warning is not None:
             yield f"{cluster.device.id}: {cluster.device.warning}"
     if Provenance.EXTRAPOLATED in provenances:
@@ -120,14 +115,12 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
             "again; what that takes is not modelled"
         )
     if software.not_modelled:
-        things = f"{len(software.not_modelled)} thing{'s' if len(software.not_modelled) > 1 else ''}"
+        things = counted(len(software.not_modelled), "thing")
         yield f"{things} that {software.id} does and simplan does not model: `simplan show software {software.id}`"
     if cluster.cores_per_node is not None:
         yield f"ranks share {cluster.cores_per_node} cores (processor sharing)"
     if program_costs.beside is not None:
-        yield (
-            f"what is computed beside messages has {format_percent(program_costs.overlap_slowdown)} less of its device meanwhile"
-        )
+        yield f"compute that overlaps communication loses {format_percent(program_costs.overlap_slowdown)} of its throughput"
     if any(term.kind is SpanKind.COMMUNICATION for term in program_costs.terms) and cluster.num_nodes > 1:
         yield "links are not shared with other jobs, and flows do not slow each other down"
 

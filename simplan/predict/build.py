@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.analytic import AnalyticCost
@@ -11,6 +12,7 @@ from simplan.cost.calibration.format import Calibration, way_of_mixing
 from simplan.cost.calibration.store import refuse_other_device
 from simplan.cost.communication.host_link import host_memory_rate
 from simplan.cost.compute.kernel_cost import kernel_cost
+from simplan.cost.compute.pass_time import pass_time_s
 from simplan.cost.model import CostModel
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
@@ -18,14 +20,18 @@ from simplan.model.layer import CollectiveKind, LayerCollective
 from simplan.model.low_precision import DEFAULT_RECIPE
 from simplan.plan.plan import RankMapping, StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS
-from simplan.predict.stage_times import stage_times
 from simplan.prediction import Prediction
-from simplan.program.action import Table
+from simplan.program.action import Table, format_table
 from simplan.program.folding import Folding, fold, unfolded
 from simplan.program.lowering.lower import Lowering, lower
-from simplan.program.program import LayerWork, Op, Phase, Program, Stream
+from simplan.program.lowering.script import Scripts
+from simplan.program.lowering.stage import Stages
+from simplan.program.program import Communication, HostWait, LayerWork, Op, Phase, Program, Stream
+from simplan.program.schedules import PipelineShape, StageTimes, one_f_one_b
+from simplan.program.tables.complete import complete_table
 from simplan.program.tables.partition import assign_stage_layers, balanced_assignment
 from simplan.program.tables.table import plan_table
+from simplan.runs.run_spec import RunSpec
 from simplan.sim.engine import CoreUse
 from simplan.software.software import SoftwareSpec, StateBytes
 from simplan.training.optimizer import UpdateName
@@ -37,6 +43,7 @@ __all__ = [
     "cost_model",
     "expands_all",
     "folding_of",
+    "run_spec_of",
     "sharing_of",
     "table_of",
 ]
@@ -50,7 +57,7 @@ def build_program(prediction: Prediction, *, level: int = 2, folded: bool = True
     Args:
         prediction: A prediction.
         level: 1 for the action level, 2 for the kernel level.
-        folded: Include ranks with identical work once.
+        folded: True to include ranks with identical work once.
     """
     job = prediction.job
     folding = folding_of(job) if folded else unfolded(RankMapping.of(job.plan))
@@ -60,26 +67,45 @@ def build_program(prediction: Prediction, *, level: int = 2, folded: bool = True
     return lower(job, prediction.assignment, prediction.table, how)
 
 
+def run_spec_of(prediction: Prediction, **options: Any) -> RunSpec:
+    """Make the ``RunSpec`` of a prediction, with stages and action table fixed.
+
+    Args:
+        prediction: Prediction to run.
+        options: Further fields of ``RunSpec``; ``dtype`` defaults to the training precision (tf32: fp32, fp8: bf16).
+    """
+    job = prediction.job
+    precision = job.training.precision
+    fields: dict[str, Any] = {
+        "name": prediction.name,
+        "model": job.model,
+        "training": job.training,
+        "plan": job.plan,
+        "software": job.software,
+        "boundaries": prediction.assignment.boundaries,
+        "table": tuple(tuple(row) for row in format_table(prediction.table)),
+        "predicted_memory_bytes": tuple(memory.device_bytes for memory in prediction.memory),
+        "dtype": {"tf32": "fp32", "fp8": "bf16"}.get(precision, precision),
+    }
+    return RunSpec(**(fields | options))
+
+
 def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     """Folding of ranks with identical work; ranks that share cores are not folded, since they slow each other down.
 
     Args:
         job: The job.
-        dealt_alike: Fold ranks to which ZeRO-1 assigns unequal parameters. The first rank, which has the largest
-            parameter, then represents them.
+        dealt_alike: True to fold ranks to which ZeRO-1 assigns unequal parameters. The first rank, which has the
+            largest parameter, then represents them.
     """
     plan, cluster = job.plan, job.cluster
     mapping = RankMapping.of(plan)
     if cluster.cores_per_node is not None:
         return unfolded(mapping)
-
     num_shards = plan.dp_shard * plan.cp
-    partial = [
-        p for layer in set(job.software.layers_of(job.model, plan)) for p in layer.parameters if p.partial_gradient
-    ]
-    uneven = plan.shards_parameters and any(parameter.shape[0] % num_shards for parameter in partial)
+    parameters = (p for layer in set(job.software.layers_of(job.model, plan)) for p in layer.parameters)
+    uneven = plan.shards_parameters and any(p.partial_gradient and p.shape[0] % num_shards for p in parameters)
     deals = plan.shards_optimizer_only and job.software.optimizer_shards == "parameters" and not dealt_alike
-
     return _kept_folding(mapping, cluster.devices_per_node, deals or uneven)
 
 
@@ -101,10 +127,6 @@ def _kept_folding(mapping: RankMapping, devices_per_node: int, unequal_shards: b
 def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
     """Make the cost model of a job: calibrated if a calibration is given, else from datasheets.
 
-    Args:
-        job: The job.
-        calibration: Timings of the cluster's device; None if not calibrated.
-
     Raises:
         SpecError: The cluster is this machine and there is no calibration, the calibration is for another device or
             lacks required timings, or a datasheet lacks a value.
@@ -115,7 +137,7 @@ def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
             Problem(
                 field="cluster.preset",
                 value=cluster.id,
-                rule="needs a calibration, because nobody published this machine's speed",
+                rule="needs a calibration, because there is no public data on this machine's speed",
                 fix="run `simplan calibrate SCENARIO` first (`simplan run` does it by itself)",
             )
         )
@@ -138,8 +160,8 @@ def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
 def _datasheet_cost(job: Job) -> AnalyticCost:
     training, plan, software = job.training, job.plan, job.software
     state = software.state(training, plan)
-    in_step = state.linear is not None  # weight casts done once per step are spread over its microbatches
-    num_microbatches = job.num_microbatches if in_step else 1
+    # weight casts done once per step are spread over its microbatches
+    num_microbatches = job.num_microbatches if state.linear is not None else 1
     precision, update = training.precision, training.update
     return _kept_cost(job.cluster, precision, state, update, software, plan.shards_parameters, num_microbatches)
 
@@ -223,18 +245,59 @@ def assign_layers(job: Job, cost: CostModel) -> StageAssignment:
 
 
 def table_of(job: Job, assignment: StageAssignment, cost: CostModel, num_microbatches: int) -> Table:
-    """Make the action table of a step.
-
-    Args:
-        job: The job.
-        assignment: Layers of each stage.
-        cost: Cost model, for schedules that depend on stage times.
-        num_microbatches: Microbatches of the step.
-    """
+    """Make the action table of a step; the cost model is for schedules that depend on stage times."""
     facts = SCHEDULE_FACTS.get(job.plan.schedule)
     timed = facts is not None and facts.needs_times
-    found = stage_times(job, assignment, cost) if timed else ()
+    found = _stage_times(job, assignment, cost) if timed else ()
     return plan_table(job.plan, num_microbatches, *found)
+
+
+def _stage_times(job: Job, assignment: StageAssignment, cost: CostModel) -> tuple[StageTimes, float]:
+    """Stage times of one microbatch, and the activations that survive dgrad; for a job with one stage per rank.
+
+    Times include collectives inside stages. All P2P sends take the time of the longest. The second value is the largest
+    fraction, over stages, of a microbatch's saved activations that are kept from dgrad (I) to wgrad (W); at most 1.
+    """
+    plan = job.plan
+    table = complete_table(one_f_one_b(PipelineShape(plan.pp, 1)))  # any: only its placement matters
+    stages = Stages(job, assignment, table)
+    scripts = Scripts(stages)
+    groups = {"tp": stages.mapping.tp_group(0), "cp": stages.mapping.cp_group(0)}
+
+    def seconds(stage: int, phase: Phase) -> float:
+        script = scripts.merged(stage, phase)
+        return pass_time_s(
+            script,
+            groups,
+            lambda work: cost.compute(work).seconds,
+            lambda communication: cost.communication(communication).seconds,
+        )
+
+    later = range(1, plan.num_stages)  # the first stage has no gradient of an input
+    next_rank = stages.mapping.rank(stages.mapping.place(0)._replace(pp=1))
+    largest = max(stages.boundary_bytes[:-1])
+    batch_s = cost.host_wait(HostWait("batch")).seconds
+    times = StageTimes(
+        forward_s=tuple(
+            seconds(stage, Phase.FORWARD) + (batch_s if stages.software.waits_for_batch else 0.0)
+            for stage in range(plan.num_stages)
+        ),
+        backward_input_s=(0.0, *(seconds(stage, Phase.BACKWARD_INPUT) for stage in later)),
+        backward_weight_s=(seconds(0, Phase.BACKWARD), *(seconds(stage, Phase.BACKWARD_WEIGHT) for stage in later)),
+        send_s=cost.communication(Communication(CollectiveKind.SEND, largest, (0, next_rank))).seconds,
+    )
+    return times, max(_kept_for_weight(stages, stage) for stage in later)
+
+
+def _kept_for_weight(stages: Stages, stage: int) -> float:
+    """Bytes saved from dgrad (I) to wgrad (W) over bytes saved from forward to dgrad, at most 1.
+
+    Gradients that wait for wgrad can push the ratio above 1. The cap keeps a memory limit equivalent to a limit on
+    microbatches.
+    """
+    splits = [stages.facts(stage, position).split() for position in range(len(stages.layers[stage]))]
+    between = sum(split.between_activations + split.between_logits for split in splits)
+    return min(1.0, between / sum(split.activations + split.logits for split in splits))
 
 
 def expands_all(job: Job, folding: Folding, num_microbatches: int) -> bool:

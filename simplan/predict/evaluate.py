@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from simplan.cost.calibration.calibrated import CalibratedCost
@@ -46,14 +47,7 @@ def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None
 def predict_step(
     job: Job, *, name: str = "scenario", calibration: Calibration | None = None
 ) -> tuple[Prediction, Simulated]:
-    """Predict a step, and also return the simulated step; of a truncated step, the longer simulated one.
-
-    Args:
-        job, name, calibration: See ``predict``.
-
-    Raises:
-        SpecError, NotModelledError: See ``predict``.
-    """
+    """Predict a step like ``predict``, and also return the simulated step; of a truncated step, the longer one."""
     check_job(job)
     model, cluster, training, plan = job.model, job.cluster, job.training, job.plan
     folding, extent = folding_of(job), predicted_extent(job)
@@ -98,28 +92,22 @@ def predict_step(
         assumptions=(
             *assumptions(job, simulated.program_costs, max(m.short_bytes for m in memory) if fits else 0),
             *packing_assumptions(job, attention_s(job, step.assignment, step.tables[0], step.cost) / step_time_s),
-            *_truncation_assumptions(extent),
-            *_pace_assumptions(calibration),
+            *_simulation_assumptions(extent, calibration),
         ),
     )
     return prediction, simulated
 
 
-def _pace_assumptions(calibration: Calibration | None) -> tuple[str, ...]:
-    if calibration is None or calibration.pace is None:
-        return ()
-    slower = pace_in_words(calibration.pace)
-    return (f"this machine computes {slower} now than when it was calibrated: timings of computing are scaled by that",)
-
-
-def _truncation_assumptions(extent: Extent) -> tuple[str, ...]:
-    """Sentence on a truncated step; empty if all microbatches are simulated."""
-    if not extent.period:
-        return ()
-    return (
-        f"{extent.simulated} of {extent.whole:,} microbatches are simulated and drawn; the others add as much time and "
-        "memory as those in the middle of these",
-    )
+def _simulation_assumptions(extent: Extent, calibration: Calibration | None) -> Iterator[str]:
+    """Yield sentences on a truncated step, and on a machine whose speed has changed since its calibration."""
+    if extent.period:
+        yield (
+            f"{extent.simulated} of {extent.whole:,} microbatches are simulated and drawn; the others add as much time "
+            "and memory as those in the middle of these"
+        )
+    if calibration is not None and calibration.pace is not None:
+        slower = pace_in_words(calibration.pace)
+        yield f"this machine computes {slower} now than when it was calibrated: timings of computing are scaled by that"
 
 
 def _reference_s(cost: CostModel, job: Job) -> float | None:

@@ -40,12 +40,7 @@ def rank_peaks(program: Program, rank: int) -> RankPeaks:
 
 
 def rank_memory(program: Program, job: Job, calibration: Calibration | None) -> tuple[RankMemory, ...]:
-    """Memory of every rank at its peak point.
-
-    Args:
-        program: Level 2 Program.
-        job, calibration: See ``predict``.
-    """
+    """Memory of every rank of a Level 2 Program at its peak point."""
     context_bytes = _context_bytes(job, calibration)
     found = {}
     for rank in program.ranks:
@@ -57,20 +52,7 @@ def rank_memory(program: Program, job: Job, calibration: Calibration | None) -> 
             activations_in_flight=peak.activations_in_flight,
             host_bytes=host_peak_bytes(program, rank),
         )
-    return tuple(
-        RankMemory(
-            rank,
-            (of := found[other]).by_category,
-            of.allocated_bytes,
-            of.reserved_bytes,
-            of.device_bytes,
-            of.peak_action,
-            of.activations_in_flight,
-            of.host_bytes,
-            of.short_bytes,
-        )
-        for rank, other in enumerate(program.stands_for)
-    )
+    return tuple(replace(found[other], rank=rank) for rank, other in enumerate(program.stands_for))
 
 
 def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = None) -> RankMemory:
@@ -81,10 +63,6 @@ def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = 
     c10/cuda/CUDACachingAllocator.cpp, ``malloc``: ``release_cached_blocks``, then ``alloc_block``). So the reserve
     beyond the tensors is optional, and is capped at the device memory. Fragmentation inside blocks in use is not
     counted; no measurements of it are public.
-
-    Args:
-        peaks: Tensor bytes of the rank.
-        job, calibration: See ``predict``.
     """
     cluster, software = job.cluster, job.software
     allocated, context_bytes = peaks.allocated, _context_bytes(job, calibration)

@@ -32,8 +32,7 @@ def apply_overlap_slowdown(
     """Apply the overlap slowdown to the cost estimates of a Program.
 
     Args:
-        program: Program of the estimates.
-        program_costs: Estimates without overlap slowdown.
+        program, program_costs: Program, and its estimates without overlap slowdown.
         run: Simulator: durations to start and end of every operation.
 
     Returns:
@@ -80,6 +79,6 @@ def _term(program: Program, program_costs: ProgramCosts, beside_s: _Floats) -> C
         program_costs.overlap_slowdown * total_s / num_ranks,
         program_costs.by_work[one].cost_estimate.provenance,
         float((relative * beside_s).sum()) / total_s,
-        f"{format_percent(program_costs.overlap_slowdown)} of {format_time(total_s / num_ranks)} in which messages move beside it",
+        f"{format_percent(program_costs.overlap_slowdown)} of {format_time(total_s / num_ranks)} of overlapped communication",
     )
-    return CostTerm("computing beside messages", SpanKind.COMPUTE, cost_estimate, num_ranks)
+    return CostTerm("overlap slowdown of compute", SpanKind.COMPUTE, cost_estimate, num_ranks)

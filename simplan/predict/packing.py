@@ -21,7 +21,7 @@ def packing_assumptions(job: Job, attention_share: float) -> Iterator[str]:
     """Yield sentences on packed sequences; none if sequences are not packed.
 
     Args:
-        job: Predicted job; its plan determines which ranks wait for each other.
+        job: Predicted job.
         attention_share: Fraction of the step time spent in attention cores, on the rank with the largest.
     """
     model = job.model

@@ -26,7 +26,6 @@ class KindTime:
     """Compute time of one kind of action of one stage, mean over microbatches.
 
     Attributes:
-        kind, stage: Kind and stage of the action.
         predicted_s: Predicted seconds without communication.
         measured_s: Measured seconds on the rehearsed rank: mean over microbatches of medians over steps.
         relative_std: Relative standard deviation over steps of the mean over microbatches.
@@ -38,13 +37,17 @@ class KindTime:
     measured_s: float
     relative_std: float
 
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted seconds; 1 if no time is predicted."""
+        return self.measured_s / self.predicted_s if self.predicted_s > 0 else 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
     """Step of a job, simulated with the measured compute of the rehearsed rank.
 
     Attributes:
-        step_time_s: Step time of the job, in seconds.
         step_time_interval_s: 90% interval, from the spread of measured parts and the uncertainty of modeled parts.
         split: Time split of the rehearsed rank's step.
         kinds: Predicted and measured compute, by kind of action and stage.
@@ -64,11 +67,6 @@ def rehearsal_step(prediction: Prediction, simulated: Simulated, rehearsal: Rehe
 
     Ranks with the same pipeline coordinate do the same work, so they get the measured times too. Layers of an action
     keep their fractions of its time, so that communication overlaps as predicted.
-
-    Args:
-        prediction: Prediction of the job.
-        simulated: Simulated step of the prediction.
-        rehearsal: Rehearsal of one rank, with times.
     """
     assert rehearsal.actions, "a rehearsal without a device has no times"
     kinds = _kinds(prediction, simulated, rehearsal)
@@ -76,13 +74,12 @@ def rehearsal_step(prediction: Prediction, simulated: Simulated, rehearsal: Rehe
     program, engine = simulated.program, simulated.engine
     repriced = apply_overlap_slowdown(program, alone, engine.times)
     times = engine.times(repriced.durations_s)
-    moved = moved_durations_s(program, repriced)
-    spans = timeline(program, times)
-    stands_for = program.stands_for[rehearsal.rank]
+    moved_s = engine.step_times_s(moved_durations_s(program, repriced))
+    spans = timeline(program, times).by_rank()[program.stands_for[rehearsal.rank]]
     return Rehearsed(
         step_time_s=times.step_time_s,
-        step_time_interval_s=interval_s(times.step_time_s, engine.step_times_s(moved)),
-        split=split_of_rank(spans.by_rank()[stands_for], times.step_time_s),
+        step_time_interval_s=interval_s(times.step_time_s, moved_s),
+        split=split_of_rank(spans, times.step_time_s),
         kinds=tuple(kinds.values()),
         measured_share=measured_share,
     )
@@ -132,7 +129,7 @@ def _repriced(
         predicted_s = _computing_s(op, program_costs)
         key = op.action.kind, op.action.stage
         here = mapping.place(op.rank).pp == place and key in kinds
-        ratio = _ratio(kinds[key]) if here else of_kind.get(op.action.kind, 1.0)
+        ratio = kinds[key].ratio if here else of_kind.get(op.action.kind, 1.0)
         computing_s = predicted_s * ratio
         durations_s[index] += computing_s - predicted_s
         deviations_s[index] *= ratio
@@ -142,10 +139,6 @@ def _repriced(
         total_s += computing_s
     repriced = replace(program_costs, durations_s=durations_s, deviations_s=deviations_s)
     return repriced, measured_s / total_s if total_s else 0.0
-
-
-def _ratio(time: KindTime) -> float:
-    return time.measured_s / time.predicted_s if time.predicted_s > 0 else 1.0
 
 
 def _ratios_by_kind(kinds: Mapping[_Key, KindTime]) -> dict[ActionKind, float]:

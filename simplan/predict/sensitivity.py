@@ -32,7 +32,6 @@ class MarginalValue:
     """Effect of 1% more of a resource on the step time.
 
     Attributes:
-        resource: Improved resource.
         relative_change: Relative change of the step time, e.g. -0.006 for 0.6% less. Never above 0 except for rounding.
     """
 
@@ -46,29 +45,19 @@ def marginal_values(prediction: Prediction, simulated: Simulated) -> tuple[Margi
     Plan, stages and order of actions stay fixed. Costs are estimated again on the better hardware, and the longest path
     is recomputed, so work that hides other work shows its true, small value.
 
-    Args:
-        prediction: The prediction.
-        simulated: Simulated step of the prediction.
-
     Raises:
         NotModelledError: Ranks share cores, so the machine has timings and no rates.
     """
-    compiled = compile_program(simulated.program, simulated.sharing)
-    better = {resource: improved(prediction.job.cluster, resource) for resource in Resource}
-    costs = {
-        resource: cost_model(replace(prediction.job, cluster=cluster), None)
-        for resource, cluster in better.items()
-        if cluster is not None
-    }
-    program = simulated.program
-    pricings = [
-        apply_overlap_slowdown(program, estimate_program(program, cost), compiled.times) for cost in costs.values()
-    ]
-    durations_s = [program_costs.durations_s for program_costs in pricings]
-    before_s = simulated.times.step_time_s
+    program, before_s = simulated.program, simulated.times.step_time_s
+    compiled = compile_program(program, simulated.sharing)
+    durations_s = {}
+    for resource in Resource:
+        if (cluster := improved(prediction.job.cluster, resource)) is not None:
+            alone = estimate_program(program, cost_model(replace(prediction.job, cluster=cluster), None))
+            durations_s[resource] = apply_overlap_slowdown(program, alone, compiled.times).durations_s
     values = [
         MarginalValue(resource, (step_time_s - before_s) / before_s)
-        for resource, step_time_s in zip(costs, compiled.step_times_s(durations_s), strict=True)
+        for resource, step_time_s in zip(durations_s, compiled.step_times_s([*durations_s.values()]), strict=True)
     ]
     return tuple(sorted(values, key=lambda value: value.relative_change))
 
@@ -78,7 +67,7 @@ def improved(cluster: ClusterSpec, resource: Resource, factor: float = _BETTER) 
 
     Args:
         cluster: The cluster.
-        resource: Improved resource. Compute means all GEMM rates, datasheet and measured; links mean bandwidth, not
+        resource: Compute means all GEMM rates, datasheet and measured; links mean bandwidth, not
             latency.
         factor: Multiplier of the rate.
     """

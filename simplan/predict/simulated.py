@@ -20,11 +20,11 @@ from simplan.program.timeline import SpanKind
 from simplan.sim.engine import CoreUse, Times
 from simplan.sim.engine_choice import Engine, engine_of
 
-__all__ = ["Simulated", "interval_s", "moved_durations_s", "simulate_program", "sources_of_error"]
+__all__ = ["NINE_IN_TEN", "Simulated", "interval_s", "moved_durations_s", "simulate_program", "sources_of_error"]
 
 _OF_HOST = (HostWait, HostCalls, HostCopy)
 ErrorSource = Literal["computing", "host", "messages"]
-_NINE_IN_TEN = 1.645  # standard deviations of a normal distribution that cover 90%
+NINE_IN_TEN = 1.645  # standard deviations of a normal distribution that cover 90%
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,8 @@ class Simulated:
     """One simulated step.
 
     Attributes:
-        program: Simulated Program.
         alone: Cost estimates without the overlap slowdown.
         program_costs: Cost estimates with the overlap slowdown.
-        times: Start and end of every operation.
         engine: Simulator, to run the Program again with other durations.
         sharing: Shared cores of operations; None if ranks do not share cores.
     """
@@ -89,12 +87,12 @@ def interval_s(step_time_s: float, moved_s: Sequence[float]) -> tuple[float, flo
     shifted step times. Errors are in logarithms.
 
     Args:
-        step_time_s: Step time in seconds.
+        step_time_s: Step time.
         moved_s: Step time with each vector of ``moved_durations_s``, in the same order.
     """
     sources = len(moved_s) // 2
     up, down = (
-        _NINE_IN_TEN * math.hypot(*(math.log(side_s / step_time_s) for side_s in side))
+        NINE_IN_TEN * math.hypot(*(math.log(side_s / step_time_s) for side_s in side))
         for side in (moved_s[:sources], moved_s[sources:])
     )
     return step_time_s * math.exp(-down), step_time_s * math.exp(up)

@@ -76,15 +76,11 @@ class StepTerm(NamedTuple):
 
 @gc_paused()
 def summarize_step(job: Job, *, steps_overlap: bool = False) -> StepSummary:
-    """Predict time and memory of one optimizer step; ranks must not share cores.
+    """Predict time and memory of one optimizer step like ``predict``; ranks must not share cores.
 
     Args:
         job: The job.
-        steps_overlap: True if no rank waits for others at the end of a step: the step time is then the time of the
-            busiest rank. False: the step lasts from the first start to the last end.
-
-    Raises:
-        SpecError: See ``predict``.
+        steps_overlap: See ``TruncatedStep.seconds``.
     """
     step = summarized_step(job, steps_overlap=steps_overlap)
     step_time_s, *moved_s = step.seconds(moved_durations_s, steps_overlap=steps_overlap).tolist()
@@ -107,11 +103,10 @@ def evaluate_step(
     """Device bytes of the worst rank with the full allocator reserve, and the step time in seconds.
 
     Args:
-        job: Job that violates no rule.
-        calibration: Timings of the device; None if not calibrated.
+        job, calibration: See ``TruncatedStep``.
         max_bytes: Memory limit; the time of a plan that needs more is None and is not simulated. None for no limit.
-        whole: Simulate to the extent of ``predict``. False truncates the step, and folds ranks to which ZeRO-1 assigns
-            unequal parameters.
+        whole: True to simulate to the extent of ``predict``. False truncates the step, and folds ranks to which ZeRO-1
+            assigns unequal parameters.
     """
     extent = predicted_extent(job) if whole or job.cluster.cores_per_node is not None else extent_of(job)
     folding = folding_of(job, dealt_alike=not whole)
@@ -128,13 +123,8 @@ def step_terms(job: Job, *, steps_overlap: bool = False) -> tuple[StepTerm, ...]
     """Decompose the step time into terms of its longest path, which is locally linear in costs.
 
     Equal stages make several paths equally long, and a cost may occur on only some of them. So every cost is first
-    shifted by a different amount, below 1e-4 of itself, which makes one path the longest.
-
-    Args:
-        job, steps_overlap: See ``summarize_step``.
-
-    Returns:
-        Terms of the longest path. The sum of ``seconds`` x ``times`` is the step time, within 1e-4.
+    shifted by a different amount, below 1e-4 of itself, which makes one path the longest. The sum of ``seconds`` x
+    ``times`` is the step time, within 1e-4.
     """
     pricings: list[ProgramCosts] = []
 

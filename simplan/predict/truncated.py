@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,7 @@ from simplan.sim.engine import Times
 __all__ = ["Extent", "TruncatedStep", "extent_of", "predicted_extent"]
 
 _Floats = NDArray[np.float64]
+_Growing = TypeVar("_Growing", int, float, _Floats)
 _MAX_PASSES = 30_000
 """Maximum simulated in full by ``predict``: microbatches x pipeline ranks, or x layers if layers have collectives."""
 _FEWEST = 12
@@ -106,7 +107,6 @@ class TruncatedStep:
 
     Attributes:
         job: Job that violates no rule.
-        extent: Simulated extent of the step.
         calibration: Timings of the device; None if not calibrated.
         level: Level of the Program: 1 for actions, 2 for kernels.
         folding: Folding of ranks; None for all ranks.
@@ -156,6 +156,10 @@ class TruncatedStep:
         """Programs with cost estimates and simulated times."""
         return tuple(simulate_program(program, self.cost, self.job.cluster) for program in self.programs)
 
+    def _extrapolated(self, longer: _Growing, shorter: _Growing) -> _Growing:
+        """Value of the full step from values of both simulated steps; it grows by the same amount with every period."""
+        return longer + self.extent.num_periods * (longer - shorter)
+
     def seconds(self, others: _Vectors = lambda *_: [], *, steps_overlap: bool = False) -> _Floats:
         """Step times in seconds, ``(1 + num_others,)``: with estimated durations, then with other durations.
 
@@ -174,26 +178,20 @@ class TruncatedStep:
         )
         if not shorter:
             return longer
-        periods = self.extent.num_periods
-        found = longer + periods * (longer - shorter[0])
+        found = self._extrapolated(longer, shorter[0])
         if self.job.plan.pp > 1:
-            ours, theirs = map(_through_ranks_s, self.simulated, vectors)
-            found = np.maximum(found, (ours + periods * (ours - theirs)).max(axis=0))
+            through_ranks_s = self._extrapolated(*map(_through_ranks_s, self.simulated, vectors))
+            found = np.maximum(found, through_ranks_s.max(axis=0))
         return np.asarray(found)
 
     def peaks(self) -> dict[int, RankPeaks]:
         """Tensor bytes of every simulated rank."""
         program, *shorter = self.programs
-        found = {}
-        for rank in program.ranks:
-            peaks = rank_peaks(program, rank)
-            if shorter:
-                fewer, periods = rank_peaks(shorter[0], rank), self.extent.num_periods
-                peaks = peaks._replace(
-                    passes=peaks.passes + periods * (peaks.passes - fewer.passes),
-                    update=peaks.update + periods * (peaks.update - fewer.update),
-                )
-            found[rank] = peaks
+        found = {rank: rank_peaks(program, rank) for rank in program.ranks}
+        for rank, more in found.items() if shorter else ():
+            less = rank_peaks(shorter[0], rank)
+            passes, update = map(self._extrapolated, more[-2:], less[-2:])
+            found[rank] = more._replace(passes=passes, update=update)
         return found
 
     def memory(self) -> tuple[RankMemory, ...]:
@@ -203,41 +201,31 @@ class TruncatedStep:
         if len(self.programs) == 1:
             return memory
         fewer = rank_memory(self.programs[1], job, self.calibration)
-        peaks, periods = self.peaks(), self.extent.num_periods
-        found = []
-        for more, less in zip(memory, fewer, strict=True):
-            grown = device_memory(peaks[program.stands_for[more.rank]], job, self.calibration)
-            found.append(
-                replace(
-                    grown,
-                    rank=more.rank,
-                    by_category={
-                        category: size + periods * (size - less.by_category[category])
-                        for category, size in more.by_category.items()
-                    },
-                    peak_action=more.peak_action,
-                    activations_in_flight={
-                        stage: number + periods * (number - less.activations_in_flight[stage])
-                        for stage, number in more.activations_in_flight.items()
-                    },
-                    host_bytes=more.host_bytes + periods * (more.host_bytes - less.host_bytes),
-                )
+        peaks, grown = self.peaks(), self._extrapolated
+        return tuple(
+            replace(
+                device_memory(peaks[program.stands_for[more.rank]], job, self.calibration),
+                rank=more.rank,
+                by_category={key: grown(size, less.by_category[key]) for key, size in more.by_category.items()},
+                peak_action=more.peak_action,
+                activations_in_flight={
+                    stage: grown(number, less.activations_in_flight[stage])
+                    for stage, number in more.activations_in_flight.items()
+                },
+                host_bytes=grown(more.host_bytes, less.host_bytes),
             )
-        return tuple(found)
+            for more, less in zip(memory, fewer, strict=True)
+        )
 
     def splits(self, step_time_s: float) -> dict[int, Split]:
-        """Time split of every simulated rank.
-
-        Args:
-            step_time_s: Time of the full step, in seconds.
-        """
+        """Time split of every simulated rank, of a full step that takes ``step_time_s`` seconds."""
         longer, *shorter = (_splits_of_ranks(step.program, step.times) for step in self.simulated)
         if not shorter:
             return longer
         found = {}
         for rank, split in longer.items():
             parts = {
-                name: seconds + self.extent.num_periods * (seconds - getattr(shorter[0][rank], name))
+                name: self._extrapolated(seconds, getattr(shorter[0][rank], name))
                 for name, seconds in asdict(split).items()
                 if name != "wait_s"
             }
@@ -249,11 +237,8 @@ class TruncatedStep:
 
         The optimizer step is excluded, as in the closed forms.
         """
-        (longer_busy_s, longer_s), *shorter = (_busy_and_total_s(step.program, step.times) for step in self.simulated)
-        busy_s, total_s = longer_busy_s, longer_s
-        for fewer_busy_s, fewer_s in shorter:
-            busy_s += self.extent.num_periods * (longer_busy_s - fewer_busy_s)
-            total_s += self.extent.num_periods * (longer_s - fewer_s)
+        longer, *shorter = (_busy_and_total_s(step.program, step.times) for step in self.simulated)
+        busy_s, total_s = map(self._extrapolated, longer, shorter[0]) if shorter else longer
         return 1.0 - busy_s / len(self.programs[0].ranks) / total_s
 
 

@@ -11,10 +11,9 @@ import pytest
 
 from simplan import catalog
 from simplan.accuracy.framework_defaults import profile_name, stacks
-from simplan.accuracy.published_job import job_of_published_run
+from simplan.accuracy.published_job import job_of_published_run, layers_of_stages
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.schema import Framework
-from simplan.accuracy.stage_layers import layers_of_stages
 from simplan.errors import NotModelledError, SpecError
 from simplan.predict.step_summary import summarize_step
 from simplan.rules import check_job

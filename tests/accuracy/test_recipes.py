@@ -12,7 +12,7 @@ from simplan import catalog
 from simplan.accuracy.evaluate import predict_runs
 from simplan.accuracy.published_job import job_of_published_run
 from simplan.accuracy.reading import read_published
-from simplan.accuracy.recipes import parse_recipes, recipes_of, shipped_recipes
+from simplan.accuracy.recipe import parse_recipes, recipes_of, shipped_recipes
 from simplan.accuracy.schema import PublishedRun
 from simplan.errors import SpecError
 from tests.accuracy.runs import run, run_data
@@ -135,7 +135,7 @@ def test_a_file_of_runs_brings_its_own_recipes(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(whole))
     (tmp_path / "plain.yaml").write_text(yaml.safe_dump({"meta": {}, "runs": [run_data("plain")]}))
     outcomes = {outcome.run.id: outcome.predicted for outcome in predict_runs(read_published([tmp_path]))}
-    said = "as its recipe says: gradients reduced in fp32, backward runs the first 2 blocks of each stage again"
+    said = "as its recipe says: gradients reduced in fp32, the first 2 blocks of each stage are recomputed"
     assert {name for name, found in outcomes.items() if found and said in found.notes} == {"own"}
     own, plain = outcomes["own"], outcomes["plain"]
     assert own is not None
@@ -151,7 +151,7 @@ def test_the_rate_of_a_run_s_machine_is_in_place_of_the_catalogue_s() -> None:
     question = job_of_published_run(run(cluster__matmul_flop_per_s={"bf16": 200e12}))
     usual = catalog.device("a100-sxm-80gb").matmul_flop_per_s
     assert question.job.cluster.device.matmul_flop_per_s == usual | {"bf16": 200e12}
-    assert "the best products of its machine, as its owners measured them: bf16 200 TFLOP/s" in question.notes
+    assert "best GEMM rates of its machine, measured by its owners: bf16 200 TFLOP/s" in question.notes
 
 
 @pytest.mark.parametrize(
@@ -171,11 +171,11 @@ def test_a_run_has_no_overlap_that_its_framework_refuses(plan: dict[str, Any], o
         bridge("NeMo container 26.06", cluster__device="gb300", plan__ep=2, **qwen, **changes)
     )
     assert question.job.software.expert_overlap is overlaps
-    said = [note for note in question.notes if note.startswith("no exchanges for experts beside another microbatch")]
-    assert said == ([] if why is None else [f"{BESIDE}: megatron-bridge refuses them with {why}"])
+    said = [note for note in question.notes if note.startswith("no expert dispatch overlapped with another microbatch")]
+    assert said == ([] if why is None else [f"{BESIDE}: megatron-bridge does not support it with {why}"])
 
 
-BESIDE = "no exchanges for experts beside another microbatch"
+BESIDE = "no expert dispatch overlapped with another microbatch"
 BESIDE_ANOTHER: dict[str, Any] = {"plan__ep": 2, "plan__pp": 1, "plan__schedule": "none"}
 EXPERTS: dict[str, Any] = {"num_experts": 128, "top_k": 8, "moe_intermediate_size": 768}
 

@@ -26,11 +26,12 @@ from simplan.model.layer import (
 from simplan.program.program import LayerWork, Phase
 from simplan.software.rates import AttentionEfficiency
 from simplan.software.software import StateBytes
+from tests.cost.rates import PLAIN, changed
 from tests.layers import layer_of_kernels
 
 STATE = StateBytes(parameter=4, gradient=4, activation=2, boundary=4)
-PRODUCTS = MatmulRates(1e14, 1e12, 0.0, None, 0.0, 0.0, 1.0, 8, 0.5, 0.1, (1.0, 1.0))
-ATTENTION = AttentionRates(PRODUCTS, 1e14, AttentionEfficiency(forward=0.6, backward=0.5, sustained=1.0), 0.0, 1.0, 2)
+PRODUCTS = changed(MatmulRates(1e14, 1e12, None, PLAIN), unaligned_efficiency=0.5, misaligned_slice_efficiency=0.1)
+ATTENTION = AttentionRates(PRODUCTS, 1e14, AttentionEfficiency(forward=0.6, backward=0.5, sustained=1.0), STATE)
 
 
 def costs(state: StateBytes = STATE, **fields: Any) -> KernelCost:
@@ -104,7 +105,7 @@ def test_parts_of_a_layer_cost_their_kernels(phase: Phase, kernels: tuple[int, .
 
 def tiled(**fields: Any) -> MatmulRates:
     """100 multiprocessors of 1e12 FLOP/s each."""
-    return replace(PRODUCTS, num_sms=100, **fields)
+    return replace(changed(PRODUCTS, **fields), num_sms=100)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_tiles_are_dealt_out_in_waves(rows: int, columns: int, waves: float) -> 
     product = Matmul(rows, columns, 4096, 1, 0.0)
     slow_small = {"small_tile_efficiency": (0.5, 0.25)}
     assert tiled(**slow_small).seconds(product) == pytest.approx(waves * tile_overhead_s)
-    partly = replace(tiled(**slow_small), tail_wave_fraction=0.5)
+    partly = tiled(**slow_small, tail_wave_fraction=0.5)
     full = rows * columns / (256 * 128) / 100
     assert partly.seconds(product) == pytest.approx(tile_overhead_s * (full + waves) / 2)
 
@@ -133,7 +134,7 @@ def test_a_product_of_few_tiles_is_split_along_its_inner_dimension() -> None:
 
 def test_short_inner_dimensions_reach_half_the_rate_at_the_half_depth() -> None:
     product = Matmul(2560, 1280, 64, 1, 0.0)
-    untiled = replace(PRODUCTS, half_rate_k=64.0)
+    untiled = changed(PRODUCTS, half_rate_k=64.0)
     assert untiled.seconds(product) == pytest.approx(2 * PRODUCTS.seconds(product))
 
 
@@ -163,11 +164,7 @@ DEEPGEMM = {
 def test_short_inner_dimensions_in_8_bits_cost_what_was_measured(shape: tuple[int, int, int, int]) -> None:
     """Relative to the deepest product; one of a depth of 512 is a quarter too fast, all others within an eighth."""
     device = catalog.device("h100-sxm-80gb")
-    rates = device.kernels
-    matmuls = replace(
-        PRODUCTS, flop_per_s=1.4e15, bytes_per_s=1e16, num_sms=device.num_sms, tile_overhead_s=rates.tile_overhead_s,
-        tail_wave_fraction=rates.tail_wave_fraction, small_tile_efficiency=rates.small_tile_efficiency,
-    )  # fmt: skip
+    matmuls = MatmulRates(1.4e15, 1e16, device.num_sms, device.kernels.model_copy(update={"kernel_overhead_s": 0.0}))
 
     def rate(shape: tuple[int, int, int, int]) -> float:
         groups, rows, columns, depth = shape
@@ -188,7 +185,7 @@ def test_sizes_that_sectors_do_not_divide_are_slow_and_slower_in_slices(operands
 def test_a_product_is_bound_by_its_bytes_or_its_launch_where_these_take_longer() -> None:
     small = Matmul(8, 8, 8, 1, 1e6)
     assert PRODUCTS.seconds(small) == pytest.approx(1e-6)
-    assert replace(PRODUCTS, kernel_overhead_s=5e-6).seconds(small) == pytest.approx(PRODUCTS.seconds(small) + 5e-6)
+    assert changed(PRODUCTS, kernel_overhead_s=5e-6).seconds(small) == pytest.approx(PRODUCTS.seconds(small) + 5e-6)
 
 
 def test_unfused_attention_is_its_products_and_passes_over_the_scores() -> None:
@@ -206,10 +203,10 @@ def test_unfused_attention_is_its_products_and_passes_over_the_scores() -> None:
 def test_fused_attention_reaches_half_its_rate_where_a_query_meets_half_as_many_keys() -> None:
     """A causal query meets half of the keys on average."""
     core = Attention(4, 4, 128, 2048)
-    halved = replace(ATTENTION, half_rate_keys=1024.0)
+    halved = replace(ATTENTION, matmuls=changed(PRODUCTS, half_rate_keys=1024.0))
     ratio = halved.seconds(core, 1, backward=False) / ATTENTION.seconds(core, 1, backward=False)
     assert ratio == pytest.approx(2)
-    narrow = replace(ATTENTION, head_dim_64_efficiency=0.8)
+    narrow = replace(ATTENTION, matmuls=changed(PRODUCTS, head_dim_64_efficiency=0.8))
     core = replace(core, head_dim=64)
     ratio = narrow.seconds(core, 1, backward=True) / ATTENTION.seconds(core, 1, backward=True)
     assert ratio == pytest.approx(1 / 0.8)
@@ -228,7 +225,7 @@ def test_gradients_are_added_to_those_that_are_held_in_a_kernel_of_its_own() -> 
 
 def test_every_kernel_takes_something_beyond_its_work() -> None:
     """A product and what is computed point by point; in backward the product's two and one more."""
-    slow = replace(RATES, matmuls=replace(RATES.matmuls, kernel_overhead_s=1e-5))
+    slow = replace(RATES, matmuls=changed(RATES.matmuls, kernel_overhead_s=1e-5))
     layer = layer_of_kernels((*LAYER.kernels, Pointwise("gelu", 8192, 8192)), LAYER.parameters, key="two kernels")
     assert [type(kernel) for kernel in layer.kernels] == [Gemm, Pointwise]
     for phase, number in ((Phase.FORWARD, 2), (Phase.BACKWARD, 3), (Phase.OPTIMIZER, 0)):
@@ -286,5 +283,5 @@ def test_launches_on_several_streams_hide_each_other_in_part(
     num_groups: int, streams: int, overlap: float, times: float
 ) -> None:
     """All of them for one stream, n / s for s that hide each other wholly."""
-    rates = replace(PRODUCTS, kernel_overhead_s=1e-5, stream_overlap=overlap)
+    rates = changed(PRODUCTS, kernel_overhead_s=1e-5, stream_overlap=overlap)
     assert rates.launches_s(num_groups, streams) == pytest.approx(times * 1e-5)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from simplan import catalog
 from simplan.cost.calibration.calibrated import CalibratedCost
 from simplan.cost.calibration.format import Calibration, CommunicationTiming, KernelName, KernelTiming, Sample
-from simplan.cost.compute.grid import KernelGrid
-from simplan.cost.compute.grid_cost import GridCost
+from simplan.cost.compute.grid_cost import GridCost, KernelGrid
 from simplan.cost.model import Provenance
 from simplan.errors import SpecError
 from simplan.job import Job

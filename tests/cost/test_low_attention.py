@@ -21,6 +21,7 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.rules import check_job
 from simplan.training.training import TrainingSpec
+from tests.cost.rates import changed
 
 Precision = Literal["bf16", "fp8", "mxfp8"]
 BRIDGE = catalog.software("megatron-bridge")
@@ -32,9 +33,8 @@ def rates(device: str, precision: Precision, *, free_casts: bool = True) -> Atte
     state = BRIDGE.state(training, ParallelPlan())
     how: dict[str, Any] = {"num_devices": 1, "shards_parameters": False}
     found = kernel_cost(catalog.device(device), precision, state, "adamw", BRIDGE, **how).attention
-    return (
-        replace(found, matmuls=replace(found.matmuls, bytes_per_s=1e30, kernel_overhead_s=0.0)) if free_casts else found
-    )
+    free = replace(changed(found.matmuls, kernel_overhead_s=0.0), bytes_per_s=1e30)
+    return replace(found, matmuls=free) if free_casts else found
 
 
 def deepseek(tokens: int) -> Attention:

@@ -21,6 +21,7 @@ from simplan.program.program import LayerWork, Phase
 from simplan.software.rates import AttentionEfficiency
 from simplan.software.software import StateBytes
 from simplan.training.training import TrainingSpec
+from tests.cost.rates import PLAIN, changed
 from tests.layers import layer_of_kernels
 
 M, N, K = 4096, 8192, 2048
@@ -37,8 +38,8 @@ def rates(precision: Any, recipe: Any = None, kept: Any = "wide") -> KernelCost:
     """16-bit products at 1e14, others at 2e14 FLOP/s; 1e12 bytes a second."""
     state = StateBytes(parameter=4, gradient=4, activation=2, boundary=2, gathered=2)
     state = state.model_copy(update={"linear": linear_format(precision, recipe, kept)})
-    wide, low = (MatmulRates(rate, 1e12, 0.0, None, 0.0, 0.0, 1.0, 8, 1.0, 1.0, (1.0, 1.0)) for rate in (1e14, 2e14))
-    attention = AttentionRates(wide, 1e14, AttentionEfficiency(forward=1.0, backward=1.0, sustained=1.0), 0.0, 1.0, 2)
+    wide, low = (MatmulRates(rate, 1e12, None, PLAIN) for rate in (1e14, 2e14))
+    attention = AttentionRates(wide, 1e14, AttentionEfficiency(forward=1.0, backward=1.0, sustained=1.0), state)
     return KernelCost(wide, attention, state, "adamw", Provenance.PUBLISHED, 0.1, low=low)
 
 
@@ -102,7 +103,7 @@ def test_small_kernels_bring_scales_of_blocks_into_order(precision: str, small: 
     cost = rates(precision, None, "quantized")
     assert cost.low is not None
     slow = replace(
-        cost, low=replace(cost.low, kernel_overhead_s=1e-5), matmuls=replace(cost.matmuls, kernel_overhead_s=1e-5)
+        cost, low=changed(cost.low, kernel_overhead_s=1e-5), matmuls=changed(cost.matmuls, kernel_overhead_s=1e-5)
     )
     forward, backward = (LayerWork(layer(), phase, 1, 0) for phase in (Phase.FORWARD, Phase.BACKWARD))
     assert slow.seconds(forward) - cost.seconds(forward) == pytest.approx((4 + small) * 1e-5)
@@ -117,8 +118,8 @@ def test_each_expert_has_casts_of_its_own_one_after_the_other(precision: Any, re
     cost = rates(precision, recipe, "quantized")
     assert cost.low is not None
     own = cost.state.model_copy(update={"linear": linear_format(precision, recipe, "quantized", experts=True)})
-    alone = replace(cost, state=own, matmuls=replace(cost.matmuls, kernel_overhead_s=1e-5))
-    slow = replace(alone, low=replace(cost.low, kernel_overhead_s=1e-5))
+    alone = replace(cost, state=own, matmuls=changed(cost.matmuls, kernel_overhead_s=1e-5))
+    slow = replace(alone, low=changed(cost.low, kernel_overhead_s=1e-5))
     gemm = Gemm("experts_up", M, N, K, 8, streams=8)
     experts = layer_of_kernels((gemm,), layer().parameters, key="experts")
     forward = LayerWork(experts, Phase.FORWARD, 1, 0)
@@ -133,9 +134,9 @@ def test_operands_with_one_scale_need_no_second_copy_where_products_take_any_ord
     precision: str, recipe: str | None, saved: int
 ) -> None:
     cost, forward = rates(precision, recipe, "quantized"), LayerWork(layer(), Phase.FORWARD, 1, 0)
-    assert cost.seconds(forward) - replace(cost, fp8_any_layout=True).seconds(forward) == pytest.approx(
-        saved * (X + W) / 1e12
-    )
+    assert cost.low is not None
+    fp8_any_layout = replace(cost, low=changed(cost.low, fp8_any_layout=True))
+    assert cost.seconds(forward) - fp8_any_layout.seconds(forward) == pytest.approx(saved * (X + W) / 1e12)
     state = catalog.software("megatron-core").state(TrainingSpec(global_batch_size=8, precision="fp8"), ParallelPlan())
     for device, known in (("h100-sxm-80gb", False), ("b200-sxm", True)):
         own = kernel_cost(
@@ -147,12 +148,13 @@ def test_operands_with_one_scale_need_no_second_copy_where_products_take_any_ord
             num_devices=8,
             shards_parameters=False,
         )
-        assert own.fp8_any_layout == known
+        assert own.matmuls.rates.fp8_any_layout == known
 
 
 def test_products_are_cut_into_parts_for_exchanges_beside_them() -> None:
     whole = LayerWork(layer(), Phase.FORWARD, 1, 0)
-    cost = replace(rates("fp8"), gemm_split_overhead_s=1e-4)
+    cost = rates("fp8")
+    cost = replace(cost, matmuls=changed(cost.matmuls, gemm_split_overhead_s=1e-4))
     assert cost.seconds(whole._replace(cuts=2)) == pytest.approx(cost.seconds(whole) + 2e-4)
     assert "2 x 100.0 us to cut products into parts" in cost.cost_estimate(whole._replace(cuts=2)).formula
 

@@ -17,6 +17,7 @@ from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.model.layer import Attention
 from simplan.plan.plan import ParallelPlan
 from simplan.training.training import TrainingSpec
+from tests.cost.rates import changed
 
 _LAUNCH_S = 3e-6  # of a kernel that is timed over and over
 
@@ -30,7 +31,7 @@ def timed_alone(device: str) -> AttentionRates:
     training = TrainingSpec(global_batch_size=1, precision="bf16")
     state = software.state(training, ParallelPlan())
     cost = kernel_cost(found, "bf16", state, "adamw", software, num_devices=1, shards_parameters=False)
-    return replace(cost.attention, matmuls=replace(cost.attention.matmuls, kernel_overhead_s=_LAUNCH_S))
+    return replace(cost.attention, matmuls=changed(cost.attention.matmuls, kernel_overhead_s=_LAUNCH_S))
 
 
 def llama(tokens: int) -> Attention:

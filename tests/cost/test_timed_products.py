@@ -7,7 +7,6 @@ several streams hide of each other, so that the grouped ones are right on averag
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.cost.compute.matmul import Matmul, MatmulRates
 from simplan.plan.plan import ParallelPlan
 from simplan.training.training import TrainingSpec
+from tests.cost.rates import changed
 
 PEAK = 2.25e15
 BEST = 1.474e15
@@ -32,7 +32,7 @@ def matmuls(**changes: float) -> MatmulRates:
     device = device.model_copy(update={"matmul_flop_per_s": {"bf16": BEST}})
     state = software.state(TrainingSpec(global_batch_size=8), ParallelPlan())
     cost = kernel_cost(device, "bf16", state, "adamw", software, num_devices=1, shards_parameters=False)
-    return replace(cost.matmuls, **changes)  # type: ignore[arg-type]
+    return changed(cost.matmuls, **changes)
 
 
 def logs(rates: MatmulRates, timed: pd.DataFrame) -> np.ndarray:

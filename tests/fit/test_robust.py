@@ -23,7 +23,8 @@ def fitted(seconds: Floats, log_std: float, **bounds: float) -> Floats:
         x, measured = X[list(rows)], seconds[list(rows)]
         return np.asarray(np.log((values[0] + values[1] * x) / measured) / 0.01)
 
-    return minimize(constants(log_std, **bounds), residuals, np.ones(len(X)))
+    found = minimize(constants(log_std, **bounds), residuals, np.ones(len(X)))
+    return np.array([found["a"], found["b"]])
 
 
 def test_exact_measurements_give_their_constants() -> None:
@@ -48,7 +49,7 @@ def test_without_measurements_that_tell_it_stays_at_the_textbook() -> None:
         return np.asarray((np.log(values[:1]) - measured) / 1.0)[list(rows)]
 
     both = [Constant("known", 1.0, 1.0, 0.01, 100.0, [0]), Constant("unknown", 7.0, 1.0, 0.01, 100.0, [])]
-    known, unknown = minimize(both, residuals, np.array([1.0]))
+    known, unknown = minimize(both, residuals, np.array([1.0])).values()
     assert unknown == pytest.approx(7.0)
     # d/dx of c**2 2 (sqrt(1 + (r/c)**2) - 1) + x**2 is zero, with r = x - log 4 and c = 1.5
     x = np.log(known)

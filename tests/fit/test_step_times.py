@@ -11,12 +11,11 @@ import pytest
 import yaml
 
 from fit.cross_validation import LEFT_OUT_FILE, sample_errors, sampled_runs
-from fit.fitted_kernels import fitted_text
 from fit.perturbation import parts_of
 from fit.robust import minimize
 from fit.rows import FitCosts, FitRow, _row, load_rows
 from fit.spread import SpreadEstimate
-from fit.step_times import FITTED_FILE, constants_of, fit, log_errors
+from fit.step_times import FITTED_FILE, constants_of, fit, fitted_text, log_errors
 from simplan import catalog
 from simplan.accuracy.published_job import job_of_published_run
 from simplan.predict.step_summary import step_terms, summarize_step
@@ -166,4 +165,4 @@ def test_a_fit_may_start_anywhere() -> None:
         return np.asarray(np.log(np.full(3, x[0] / 2)) / 0.01)
 
     for start in ({}, {"x": 5.0}):
-        assert minimize([constant], residuals, np.ones(3), start=start)[0] == pytest.approx(2, rel=1e-3)
+        assert minimize([constant], residuals, np.ones(3), start=start)["x"] == pytest.approx(2, rel=1e-3)

@@ -137,9 +137,9 @@ def test_a_measured_slowdown_moves_the_prediction_by_no_more_than_what_overlaps(
     assert plain.step_time_s < apply_overlap_slowdown.step_time_s < 1.25 * plain.step_time_s
     before, after = plain.splits[0], apply_overlap_slowdown.splits[0]
     assert before.compute_s < after.compute_s < 1.25 * before.compute_s
-    said = "what is computed beside messages has 20.0 % less of its device meanwhile"
+    said = "compute that overlaps communication loses 20.0 % of its throughput"
     assert said in apply_overlap_slowdown.assumptions
-    assert not [sentence for sentence in plain.assumptions if "beside messages" in sentence]
+    assert not [sentence for sentence in plain.assumptions if "overlaps communication" in sentence]
 
 
 def test_where_nobody_measured_it_is_as_published_runs_have_it() -> None:

@@ -95,7 +95,7 @@ def test_communication_stays_what_it_was(name: str) -> None:
     prediction, simulated = predicted(PLANS[name])
     found = rehearsal_step(prediction, simulated, rehearsal_of(prediction, simulated, 0, 3.0))
     before = prediction.splits[0]
-    lost_s = sum(term.seconds for term in prediction.terms if term.name == "computing beside messages")
+    lost_s = sum(term.seconds for term in prediction.terms if term.name == "overlap slowdown of compute")
     same_s = 3 * (before.compute_s - lost_s) + lost_s
     more_s = (
         prediction.job.cluster.device.kernels.overlap_slowdown * before.exposed_communication_s

@@ -18,8 +18,7 @@ from simplan.cost.calibration.format import (
     way_of_mixing,
 )
 from simplan.cost.communication.collectives import bus_factor, communication_cost
-from simplan.cost.compute.grid import KernelGrid
-from simplan.cost.compute.grid_cost import GridCost
+from simplan.cost.compute.grid_cost import GridCost, KernelGrid
 from simplan.cost.model import CostEstimate, CostModel, Provenance
 from simplan.errors import Problem, SpecError
 from simplan.model.layer import (
@@ -57,8 +56,7 @@ class CalibratedCost:
 
     Args:
         calibration: The timings.
-        dtype: Precision of the run.
-        optimizer: Optimizer of the run.
+        dtype, optimizer: Precision and optimizer of the run.
         num_ranks: Ranks of the run per machine.
         fp8_recipe: Scaling of linear layers if the precision is FP8.
         mixed: Method of mixed precision; ignored for other precisions.
@@ -89,16 +87,14 @@ class CalibratedCost:
         self._otherwise = otherwise
         self._grid_timings = timed = _grid_timings(calibration, dtype, num_ranks)
         self._grid_ranks = timed[0].num_ranks if timed else num_ranks
-        self._grid = None
+        way, self._grid = way_of_mixing(dtype, sharded=mixed == "cast"), None
         if timed:
-            accumulates = way_of_mixing(dtype, sharded=mixed == "cast") != "cast"
-            self._grid = GridCost(KernelGrid(timed), optimizer=optimizer, accumulates=accumulates, traffic=traffic)
+            self._grid = GridCost(KernelGrid(timed), optimizer=optimizer, accumulates=way != "cast", traffic=traffic)
         self._layers: dict[tuple[str, int], LayerTiming] = {
             (timing.key, timing.microbatch_size): timing
             for timing in calibration.layers
             if (timing.dtype, timing.optimizer, timing.num_ranks) == (dtype, optimizer, num_ranks)
-            and timing.mixed == way_of_mixing(dtype, sharded=mixed == "cast")
-            and timing.fp8_recipe == fp8_recipe
+            and (timing.mixed, timing.fp8_recipe) == (way, fp8_recipe)
         }
 
     def covers(
@@ -111,13 +107,7 @@ class CalibratedCost:
     ) -> bool:
         """Returns True if the calibration timed all of this with the run's ranks per machine.
 
-        Kernels of the grid do not count as layers.
-
-        Args:
-            layer_keys: Keys of the layers.
-            microbatch_size: Microbatch size, in sequences.
-            kinds: Kinds of communication (``simplan.cost.calibration.kinds``).
-            host_copies: True if copies between device and host are needed.
+        Kernels of the grid do not count as layers; for ``kinds`` see ``simplan.cost.calibration.kinds``.
         """
         if host_copies and not self._host_copies():
             return False
@@ -126,14 +116,9 @@ class CalibratedCost:
         return timed.issuperset(kinds) and all((key, microbatch_size) in self._layers for key in layer_keys)
 
     def reference_s(self, layer_keys: Collection[str], microbatch_size: int) -> float | None:
-        """Returns the time of the executor's reference matmul while these layers, or else the grid, were timed.
+        """Returns mean seconds of the executor's reference matmul while these layers, or else the grid, were timed.
 
-        Args:
-            layer_keys: Keys of the layers of the run.
-            microbatch_size: Microbatch size, in sequences.
-
-        Returns:
-            Mean seconds; None if it was not timed.
+        None if it was not timed.
         """
         layers = (self._layers.get((key, microbatch_size)) for key in layer_keys)
         timings = [timing for timing in layers if timing is not None] or self._grid_timings
@@ -185,7 +170,7 @@ class CalibratedCost:
         if provenance is Provenance.EXTRAPOLATED:
             std = max(std, _EXTRAPOLATED_STD)
         times = "" if factor == 1.0 else f" x {factor:.3g}"
-        crowding = self._crowding(timing.num_ranks, max(1, self._calibration.num_cores // timing.num_ranks))
+        crowding = self._crowding(timing.num_ranks)
         if crowding > 1.0:
             times += f" / {crowding:.3g} (ranks per core)"
         return CostEstimate(
@@ -196,18 +181,21 @@ class CalibratedCost:
             f"p10 to p90 {format_time(sample.low_s)} to {format_time(sample.high_s)})",
         )
 
-    def _crowding(self, num_ranks: int, threads: int) -> float:
-        """Returns cores used by all ranks during timing over cores of the machine, at least 1; 1 on GPUs."""
+    def _crowding(self, num_ranks: int, threads: int | None = None) -> float:
+        """Returns cores used by all ranks during timing over cores of the machine, at least 1; 1 on GPUs.
+
+        A rank computes on an equal number of ``threads`` unless another number is given.
+        """
+        cores = self._calibration.num_cores
         if self._calibration.device_kind != "cpu":
             return 1.0
-        return max(1.0, num_ranks * threads / self._calibration.num_cores)
+        return max(1.0, num_ranks * (threads or max(1, cores // num_ranks)) / cores)
 
     def _untimed_compute(self, work: LayerWork) -> CostEstimate:
         """Estimates from the grid, otherwise from the nearest timed microbatch size of the same layer."""
         if self._grid is not None:
             cost_estimate = self._grid.cost_estimate(work)
-            threads = max(1, self._calibration.num_cores // self._grid_ranks)
-            return replace(cost_estimate, seconds=cost_estimate.seconds / self._crowding(self._grid_ranks, threads))
+            return replace(cost_estimate, seconds=cost_estimate.seconds / self._crowding(self._grid_ranks))
         same = [t for (key, _), t in self._layers.items() if key == work.layer.key]
         if same:
             nearest = min(same, key=lambda t: abs(t.microbatch_size - work.microbatch_size))
@@ -215,14 +203,10 @@ class CalibratedCost:
             return self._priced(work, nearest, factor, Provenance.EXTRAPOLATED)
         others = sorted({t.dtype for t in self._calibration.kernels})
         grid = f", and its kernels are in {' and '.join(others)} or of ranks with another number of threads"
-        raise SpecError(
-            Problem(
-                field="calibration",
-                rule=f"has no timing of the layer {work.layer.key} in {self._dtype} on {self._num_ranks} ranks"
-                f"{grid if others else ''}",
-                fix=f"run `simplan calibrate SCENARIO` with this scenario, or `simplan calibrate --dtype {self._dtype} "
-                f"--ranks {self._num_ranks}` for any",
-            )
+        raise _missing(
+            f"the layer {work.layer.key} in {self._dtype} on {self._num_ranks} ranks{grid if others else ''}",
+            f"run `simplan calibrate SCENARIO` with this scenario, or `simplan calibrate --dtype {self._dtype} "
+            f"--ranks {self._num_ranks}` for any",
         )
 
     def communication(self, communication: Communication) -> CostEstimate:
@@ -241,31 +225,18 @@ class CalibratedCost:
         if self._cluster is not None and num_nodes > 1 and not timings:
             return communication_cost(communication, self._cluster)
         if not timings:
-            raise SpecError(
-                Problem(
-                    field="calibration",
-                    rule=f"has no timing of {kind}",
-                    fix=f"run `simplan calibrate --ranks {self._num_ranks}`",
-                )
-            )
+            raise _missing(str(kind), f"run `simplan calibrate --ranks {self._num_ranks}`")
         # the same group in the same world is best, then the nearest in either
         nearest = min(timings, key=lambda t: (abs(t.num_ranks - n), abs(t.world_size - self._num_ranks)))
         group = (nearest.num_ranks, nearest.world_size)
-        curve = sorted(
-            (t for t in timings if (t.num_ranks, t.world_size) == group), key=lambda timing: timing.num_bytes
+        cost_estimate = _interpolated(
+            [t for t in timings if (t.num_ranks, t.world_size) == group],
+            communication.num_bytes,
+            f"{kind} of {format_bytes(communication.num_bytes)} over {n} ranks",
+            is_same=group == (n, self._num_ranks),
         )
-        seconds, inside = _interpolate(curve, communication.num_bytes)
-        exact = group == (n, self._num_ranks) and inside
-        seconds *= bus_factor(kind, n) / bus_factor(kind, nearest.num_ranks)
-        seconds /= self._crowding(nearest.world_size, 1)
-        spread = statistics.median(t.seconds.round_std for t in curve)
-        return CostEstimate(
-            seconds,
-            Provenance.CALIBRATED if exact else Provenance.EXTRAPOLATED,
-            (spread**2 + (0.1 if exact else _EXTRAPOLATED_STD) ** 2) ** 0.5,
-            f"{kind} of {format_bytes(communication.num_bytes)} over {n} ranks, between timed sizes "
-            f"{format_bytes(curve[0].num_bytes)} and {format_bytes(curve[-1].num_bytes)}",
-        )
+        seconds = cost_estimate.seconds * (bus_factor(kind, n) / bus_factor(kind, nearest.num_ranks))
+        return replace(cost_estimate, seconds=seconds / self._crowding(nearest.world_size, 1))
 
     def host_copy(self, copy: HostCopy) -> CostEstimate:
         """See ``CostModel``.
@@ -277,18 +248,12 @@ class CalibratedCost:
         if not curve and self._otherwise is not None:
             return self._otherwise.host_copy(copy)
         if not curve:
-            rule = f"has no timing of copies between device and host on {self._num_ranks} ranks"
-            fix = "run `simplan calibrate SCENARIO` with this scenario"
-            raise SpecError(Problem(field="calibration", rule=rule, fix=fix))
-        seconds, inside = _interpolate(curve, copy.num_bytes)
-        spread = statistics.median(t.seconds.round_std for t in curve)
-        return CostEstimate(
-            seconds / self._crowding(self._num_ranks, 1),
-            Provenance.CALIBRATED if inside else Provenance.EXTRAPOLATED,
-            (spread**2 + (0.1 if inside else _EXTRAPOLATED_STD) ** 2) ** 0.5,
-            f"copy of {format_bytes(copy.num_bytes)}, between timed sizes {format_bytes(curve[0].num_bytes)} and "
-            f"{format_bytes(curve[-1].num_bytes)}",
-        )
+            raise _missing(
+                f"copies between device and host on {self._num_ranks} ranks",
+                "run `simplan calibrate SCENARIO` with this scenario",
+            )
+        cost_estimate = _interpolated(curve, copy.num_bytes, f"copy of {format_bytes(copy.num_bytes)}")
+        return replace(cost_estimate, seconds=cost_estimate.seconds / self._crowding(self._num_ranks, 1))
 
     def host_wait(self, wait: HostWait) -> CostEstimate:
         """See ``CostModel``."""
@@ -297,9 +262,12 @@ class CalibratedCost:
         return CostEstimate(0.0, Provenance.CALIBRATED, 0.0, "a bare loop was timed")
 
     def _host_copies(self) -> list[HostCopyTiming]:
-        """Returns copy timings with the run's ranks per machine, smallest first."""
-        found = (t for t in self._calibration.host_copies if t.world_size == self._num_ranks)
-        return sorted(found, key=lambda timing: timing.num_bytes)
+        """Returns copy timings with the run's ranks per machine."""
+        return [t for t in self._calibration.host_copies if t.world_size == self._num_ranks]
+
+
+def _missing(what: str, fix: str) -> SpecError:
+    return SpecError(Problem(field="calibration", rule=f"has no timing of {what}", fix=fix))
 
 
 def _grid_timings(calibration: Calibration, dtype: str, num_ranks: int) -> list[KernelTiming]:
@@ -332,17 +300,34 @@ def _sample(timing: LayerTiming, phase: Phase) -> Sample | None:
     }[phase]
 
 
-def _interpolate(curve: Sequence[CommunicationTiming | HostCopyTiming], num_bytes: int) -> tuple[float, bool]:
-    """Returns the time between timed sizes, linear in bytes, and True if inside; extrapolates with the last slope."""
+def _interpolated(
+    timings: Sequence[CommunicationTiming | HostCopyTiming], num_bytes: int, what: str, *, is_same: bool = True
+) -> CostEstimate:
+    """Returns the time between timed sizes, linear in bytes; beyond the last size the last slope continues.
+
+    Args:
+        timings: Timings over sizes.
+        num_bytes: Size in bytes.
+        what: Description for the formula.
+        is_same: False if another group of ranks was timed, which makes the result an extrapolation.
+    """
+    curve = sorted(timings, key=lambda timing: timing.num_bytes)
     first, last = curve[0], curve[-1]
     if num_bytes <= first.num_bytes or len(curve) == 1:
-        scale = max(1.0, num_bytes / first.num_bytes)
-        return first.seconds.mean_s * scale, num_bytes <= first.num_bytes
-    upper = next((i for i, t in enumerate(curve) if t.num_bytes >= num_bytes), len(curve) - 1)
-    low, high = curve[upper - 1], curve[upper]
-    slope = (high.seconds.mean_s - low.seconds.mean_s) / (high.num_bytes - low.num_bytes)
-    seconds = low.seconds.mean_s + max(0.0, slope) * (num_bytes - low.num_bytes)
-    return seconds, num_bytes <= last.num_bytes
+        seconds = first.seconds.mean_s * max(1.0, num_bytes / first.num_bytes)
+    else:
+        upper = next((i for i, t in enumerate(curve) if t.num_bytes >= num_bytes), len(curve) - 1)
+        low, high = curve[upper - 1], curve[upper]
+        slope = (high.seconds.mean_s - low.seconds.mean_s) / (high.num_bytes - low.num_bytes)
+        seconds = low.seconds.mean_s + max(0.0, slope) * (num_bytes - low.num_bytes)
+    exact = is_same and num_bytes <= last.num_bytes
+    spread = statistics.median(t.seconds.round_std for t in curve)
+    return CostEstimate(
+        seconds,
+        Provenance.CALIBRATED if exact else Provenance.EXTRAPOLATED,
+        (spread**2 + (0.1 if exact else _EXTRAPOLATED_STD) ** 2) ** 0.5,
+        f"{what}, between timed sizes {format_bytes(first.num_bytes)} and {format_bytes(last.num_bytes)}",
+    )
 
 
 _FLOPS_PER_ELEMENT = 32
@@ -355,10 +340,7 @@ _SCORE_PASSES = 8  # over scores that are tensors: those of the matmuls, of the 
 def weight_share(work: LayerWork) -> float:
     """Returns the weight of the kernels that run over the weight of all kernels of the layer.
 
-    The weight is FLOPs plus elements moved; collectives have no weight.
-
-    Args:
-        work: Forward, recomputation or backward of a layer or of some of its kernels.
+    The weight is FLOPs plus elements moved; collectives have no weight. The work is forward, recomputation or backward.
     """
     if work.kernels is None:
         return 1.0

@@ -69,17 +69,13 @@ memory bandwidth."""
 Slowdown = Annotated[float, Field(ge=1.0)]
 
 _Timing = TypeVar("_Timing", bound=Spec)
-_SLOWDOWNS = ("compute_slowdown", "communication_slowdown")
+_Paced = TypeVar("_Paced", "LayerTiming", "KernelTiming")
+_MEASURED = ("_s", "_slowdown", "seconds")  # ends of the names of measured fields; all others say what was timed
 _CONDITIONS = ("device", "num_cores", "backend", "torch", "driver", "nccl")
 
 
 def way_of_mixing(dtype: str, *, sharded: bool) -> Mixed:
-    """Returns torch's method of mixed precision; without mixed precision ``autocast``.
-
-    Args:
-        dtype: Precision of the run.
-        sharded: True if FSDP shards the parameters.
-    """
+    """Returns torch's method of mixed precision; without mixed precision, or without FSDP's sharding, ``autocast``."""
     return "cast" if sharded and dtype in ("bf16", "fp16", "fp8") else "autocast"
 
 
@@ -127,11 +123,8 @@ class LayerTiming(Spec):
     Attributes:
         key: ``LayerSpec.key``.
         microbatch_size: Microbatch size, in sequences.
-        dtype: Precision of the run.
         fp8_recipe: Scaling of linear layers if the precision is FP8.
-        mixed: Method of mixed precision.
         num_ranks: Ranks that ran the same layer simultaneously.
-        optimizer: Optimizer that was timed.
         forward_s: Forward, saving tensors for backward; includes the loss for the head.
         backward_s: Backward, accumulating into existing gradients.
         backward_input_s: Gradients of activations of a split backward; None for a layer whose input has no gradient.
@@ -167,10 +160,8 @@ class KernelTiming(Spec):
     """Timing of a kernel of the grid, from which layers without a timing are estimated.
 
     Attributes:
-        kernel: Name of the kernel.
         sizes: ``rows, columns, depth`` of a matmul; ``heads of all sequences, seq_len, head_dim`` of attention; output
             elements of any other kernel (parameters for the optimizer and for FSDP's copies).
-        dtype: Precision.
         num_ranks: Ranks that ran the same kernel simultaneously.
         seconds: One run, with weights in no cache.
         backward_s: Its backward; None if that is a separate kernel.
@@ -209,8 +200,7 @@ class OverlapTiming(Spec):
     """Mutual slowdown of compute and a collective that overlap.
 
     Attributes:
-        kind: Kind of the collective.
-        num_ranks: Ranks in its group: all ranks of the machine.
+        num_ranks: Ranks in the collective's group: all ranks of the machine.
         num_bytes: Size of the collective in bytes.
         compute_slowdown: Time of matmuls during the collective over their time alone; at least 1.
         communication_slowdown: Time of the collective during matmuls over its time alone; at least 1.
@@ -240,10 +230,8 @@ class ShapeRequest(Spec):
     """A model whose layers are to be timed at one microbatch size.
 
     Attributes:
-        model: Model whose layers are timed.
         shard: Part of the layers that each rank has; collectives are excluded from the timings.
         microbatch_size: Microbatch size, in sequences.
-        dtype: Precision.
         fp8_recipe: Scaling of linear layers if the precision is FP8.
         mixed: Method of mixed precision; see ``way_of_mixing``.
         optimizer: Optimizer whose step over FP32 weights is timed.
@@ -275,7 +263,6 @@ class CalibrationRequest(Spec):
         shapes: Layers to time.
         num_ranks: Simultaneous processes per node.
         num_nodes: Number of nodes; on several, only communication is timed.
-        device: Compute device.
         budget_s: Seconds for the measurements, start-up excluded.
         communication: Kinds of communication to time as well.
         grid: Precisions in which to time kernels over sizes, for layers of any model.
@@ -306,12 +293,10 @@ class Calibration(Spec):
     Attributes:
         created: ISO date and time, UTC.
         environment: Machine, versions, threads, backend.
-        device_kind: ``cpu`` or ``gpu``.
         num_cores: Cores that the ranks of the machine share.
         memory_bytes: Memory of the machine (CPU) or of one device (GPU).
         context_bytes: Bytes that a rank uses before it allocates a tensor: the program (CPU) or the driver's context
             (GPU), and the communication library.
-        layers, kernels, communication, host_copies, overlaps: The timings.
         pending: Items not measured because the calibration was interrupted; the next one resumes with them.
         reference_s: Seconds of the executor's reference matmul, if nothing else was measured; None otherwise.
         pace: Median factor by which compute timings were multiplied, for a machine whose speed has changed since; None
@@ -346,21 +331,17 @@ class Calibration(Spec):
         """
         factors: list[float] = []
 
-        def factor_of(timing: LayerTiming | KernelTiming) -> float:
+        def paced(timing: _Paced) -> _Paced:
             if timing.num_ranks != num_ranks or timing.reference_s is None:
-                return 1.0
-            factors.append(reference_s / timing.reference_s)
-            return factors[-1] if abs(factors[-1] - 1) > _SAME_PACE else 1.0
-
-        def paced(timing: _Timing, factor: float) -> _Timing:
-            if factor == 1.0:
                 return timing
-            samples = {name: getattr(timing, name) for name in type(timing).model_fields}
-            scaled = {name: value.times(factor) for name, value in samples.items() if isinstance(value, Sample)}
+            factor = reference_s / timing.reference_s
+            factors.append(factor)
+            if abs(factor - 1) <= _SAME_PACE:
+                return timing
+            scaled = {name: value.times(factor) for name, value in timing if isinstance(value, Sample)}
             return timing.model_copy(update={**scaled, "reference_s": reference_s})
 
-        layers = tuple(paced(timing, factor_of(timing)) for timing in self.layers)
-        kernels = tuple(paced(timing, factor_of(timing)) for timing in self.kernels)
+        layers, kernels = tuple(map(paced, self.layers)), tuple(map(paced, self.kernels))
         pace = statistics.median(factors) if factors else 1.0
         return self.model_copy(
             update={"layers": layers, "kernels": kernels, "pace": pace if abs(pace - 1) > _SAME_PACE else None}
@@ -374,24 +355,16 @@ class Calibration(Spec):
         """
         if any(self.environment.get(fact) != newer.environment.get(fact) for fact in _CONDITIONS):
             return newer
-        layer_values = frozenset(name for name in LayerTiming.model_fields if name.endswith("_s"))
-        seconds = frozenset({"seconds"})
-        return newer.model_copy(
-            update={
-                "layers": _merge(self.layers, newer.layers, layer_values),
-                "kernels": _merge(self.kernels, newer.kernels, seconds | {"backward_s", "reference_s"}),
-                "communication": _merge(self.communication, newer.communication, seconds),
-                "host_copies": _merge(self.host_copies, newer.host_copies, seconds),
-                "overlaps": _merge(self.overlaps, newer.overlaps, frozenset(_SLOWDOWNS)),
-            }
-        )
+        names = ("layers", "kernels", "communication", "host_copies", "overlaps")
+        return newer.model_copy(update={name: _merge(getattr(self, name), getattr(newer, name)) for name in names})
 
 
-def _merge(old: tuple[_Timing, ...], new: tuple[_Timing, ...], values: frozenset[str]) -> tuple[_Timing, ...]:
-    """Returns both, without duplicates: timings are equal if all fields except ``values`` are."""
+def _merge(old: tuple[_Timing, ...], new: tuple[_Timing, ...]) -> tuple[_Timing, ...]:
+    """Returns both, without duplicates: timings are equal if all fields that are not measured are."""
 
     def identity(timing: _Timing) -> str:
-        return repr([(name, getattr(timing, name)) for name in type(timing).model_fields if name not in values])
+        names = type(timing).model_fields
+        return repr([(name, getattr(timing, name)) for name in names if not name.endswith(_MEASURED)])
 
     return tuple({identity(timing): timing for timing in (*old, *new)}.values())
 

@@ -12,13 +12,7 @@ __all__ = ["kinds_needed"]
 
 
 def kinds_needed(plan: ParallelPlan, model: ModelSpec, training: TrainingSpec) -> frozenset[CollectiveKind]:
-    """Returns the kinds of all communication of a step.
-
-    Args:
-        plan: The parallel plan.
-        model: Model whose layers define the communication of tensor- and context-parallel ranks.
-        training: Training options; norms over sharded tensors need an all-reduce.
-    """
+    """Returns the kinds of all communication of a step; norms over sharded tensors need an all-reduce."""
     kinds = _of_layers(plan, model) | _of_gradients(plan)
     if model.num_experts and plan.shard.experts_apart and plan.expert_ranks > plan.ep:
         kinds.add(CollectiveKind.ALL_REDUCE)

@@ -27,16 +27,11 @@ from simplan.cost.model import CostEstimate, Provenance
 from simplan.model.layer import CollectiveKind
 from simplan.program.program import Communication
 
-__all__ = ["bus_factor", "communication_cost", "communication_s", "send_s"]
+__all__ = ["bus_factor", "communication_cost", "communication_s"]
 
 
 def bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
-    """Returns the bytes that each rank sends over ``num_bytes`` (nccl-tests' ratio of bus and algorithm bandwidth).
-
-    Args:
-        kind: Kind of collective or P2P transfer.
-        num_ranks: Ranks in the group; 2 for a send.
-    """
+    """Returns the bytes that each rank sends over ``num_bytes`` (nccl-tests' ratio of bus and algorithm bandwidth)."""
     part = (num_ranks - 1) / num_ranks
     match kind:
         case CollectiveKind.ALL_REDUCE:
@@ -47,18 +42,12 @@ def bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
             return 1.0
 
 
-def send_s(num_bytes: float, bytes_per_s: float, latency_s: float) -> float:
-    """Returns the seconds of one P2P transfer: latency plus bytes over bandwidth."""
-    return latency_s + num_bytes / bytes_per_s
-
-
 def communication_cost(communication: Communication, cluster: ClusterSpec, route: Route | None = None) -> CostEstimate:
     """Estimates the time on a cluster with two tiers. A group of one rank costs nothing.
 
     Args:
-        communication: The communication; its ranks are devices of the cluster.
-        cluster: The cluster.
-        route: Route of its ranks; None to compute it.
+        communication, cluster: Communication, whose ranks are devices of the cluster.
+        route: Route of the ranks; None to compute it.
 
     Raises:
         SpecError: The cluster names no link for a tier that the communication crosses.

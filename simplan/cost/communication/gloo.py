@@ -36,13 +36,10 @@ def gloo_way(kind: CollectiveKind, route: Route) -> CommAlgorithm:
     """Returns gloo's algorithm for a kind of communication.
 
     A ring leaves a node once, over the network of all ranks that the group has on the node.
-
-    Args:
-        kind: Kind of collective or P2P transfer.
-        route: Route of the ranks.
     """
     n, tier = route.num_ranks, route.slowest
-    ring_bytes_per_s = tier.group_bytes_per_s if route.between is not None else tier.pair_bytes_per_s
+    pair_bytes_per_s = tier.pair_bytes_per_s
+    ring_bytes_per_s = tier.group_bytes_per_s if route.between is not None else pair_bytes_per_s
     match kind:
         case CollectiveKind.ALL_REDUCE | CollectiveKind.REDUCE_SCATTER:
             steps, move = 2 * (n - 1), TransferTerm(2 * (n - 1) / n, ring_bytes_per_s, f"{2 * (n - 1)}/{{n}} x ", n)
@@ -51,16 +48,13 @@ def gloo_way(kind: CollectiveKind, route: Route) -> CommAlgorithm:
             steps, move = n - 1, TransferTerm(turns * (n - 1) / n, ring_bytes_per_s, f"{text}{n - 1}/{{n}} x ", n)
         case CollectiveKind.ALL_TO_ALL:
             peers = n - route.local if route.between is not None else n - 1
-            steps, move = 1, TransferTerm(2 * peers / n, tier.pair_bytes_per_s, f"2 x {peers}/{{n}} x ", n)
+            steps, move = 1, TransferTerm(2 * peers / n, pair_bytes_per_s, f"2 x {peers}/{{n}} x ", n)
         case CollectiveKind.BROADCAST:
             depth = (n - 1).bit_length()
             times = depth * (depth + 1) // 2
-            steps, move = depth, TransferTerm(times, tier.pair_bytes_per_s, f"{times} x " if times > 1 else "")
-        case CollectiveKind.RING:
-            steps = 1
-            move = (
-                TransferTerm(2.0, tier.pair_bytes_per_s, "2 x ") if n == 2 else TransferTerm(1.0, tier.pair_bytes_per_s)
-            )
-        case CollectiveKind.SEND:
-            steps, move = 1, TransferTerm(1.0, tier.pair_bytes_per_s)
+            steps, move = depth, TransferTerm(times, pair_bytes_per_s, f"{times} x " if times > 1 else "")
+        case CollectiveKind.RING if n == 2:
+            steps, move = 1, TransferTerm(2.0, pair_bytes_per_s, "2 x ")
+        case CollectiveKind.RING | CollectiveKind.SEND:
+            steps, move = 1, TransferTerm(1.0, pair_bytes_per_s)
     return CommAlgorithm("gloo", 0.0, ((steps, tier.latency_s),), (move,))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from simplan.cluster.hardware import ClusterSpec
-from simplan.cost.communication.collectives import send_s
 from simplan.cost.model import CostEstimate, Provenance
 from simplan.program.program import HostCopy
 from simplan.units import format_bytes, format_rate, format_time
@@ -38,14 +37,9 @@ def host_memory_rate(cluster: ClusterSpec) -> float | None:
 
 
 def host_copy_cost(copy: HostCopy, cluster: ClusterSpec) -> CostEstimate:
-    """Estimates the time of a copy on a cluster whose devices each have a separate link to the host.
-
-    Args:
-        copy: The copy.
-        cluster: The cluster; ``simplan.rules.offload`` has checked that it names the link.
-    """
+    """Estimates the time of a copy on a cluster whose devices each have a separate link to the host."""
     link = cluster.host_link
-    assert link is not None
+    assert link is not None, "checked by simplan.rules.offload"
     rate = link.bytes_per_s * HOST_LINK_EFFICIENCY
     formula = f"{format_time(link.latency_s)} + {format_bytes(copy.num_bytes)} / {format_rate(rate)} ({link.id})"
-    return CostEstimate(send_s(copy.num_bytes, rate, link.latency_s), Provenance.DATASHEET, _RELATIVE_STD, formula)
+    return CostEstimate(link.latency_s + copy.num_bytes / rate, Provenance.DATASHEET, _RELATIVE_STD, formula)

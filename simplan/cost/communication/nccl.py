@@ -80,12 +80,7 @@ _NVLS_STEP_INSIDE, _NVLS_STEP_BETWEEN = 7.35, 1.49  # hwLatencies: 25 of 3.4 us;
 
 
 def nccl_ways(communication: Communication, route: Route) -> list[CommAlgorithm]:
-    """Returns NCCL's available algorithms, of which it uses the fastest.
-
-    Args:
-        communication: Communication among two or more ranks.
-        route: Route of the ranks.
-    """
+    """Returns NCCL's available algorithms for communication among two or more ranks; it uses the fastest."""
     match communication.kind:
         case CollectiveKind.SEND | CollectiveKind.RING:
             return [_hop(protocol, route) for protocol in _OF_PAIRS]
@@ -157,11 +152,8 @@ def _switch_can(kind: CollectiveKind, route: Route) -> bool:
 def _nvls(kind: CollectiveKind, route: Route, inside: Tier, switch_share: float) -> CommAlgorithm:
     k, rate = route.local, inside.link.bytes_per_s * switch_share
     steps: tuple[tuple[int, float], ...] = ((1, _NVLS_STEP_INSIDE * inside.latency_s),)
-    moves = [
-        TransferTerm(1 + 1 / k, rate, "(1 + 1/{n}) x ", k)
-        if kind is CollectiveKind.ALL_REDUCE
-        else TransferTerm(1.0, rate)
-    ]
+    is_reduced = kind is CollectiveKind.ALL_REDUCE
+    moves = [TransferTerm(1 + 1 / k, rate, "(1 + 1/{n}) x ", k) if is_reduced else TransferTerm(1.0, rate)]
     if route.between is not None:
         steps = (_tree_steps(route, route.between, _NVLS_STEP_BETWEEN), *steps)
         moves.append(_tree_move(route, route.between, 1.0))
@@ -195,12 +187,11 @@ def _pairwise(protocol: _Protocol, communication: Communication, route: Route) -
     if route.between is not None:
         rate = protocol.between.share * route.between.pair_bytes_per_s
         if once is None:
-            tiers.append(
-                (n - k, route.between, protocol.between, TransferTerm((n - k) / n, rate, f"{n - k}/{{n}} x ", n))
-            )
+            peers, move = n - k, TransferTerm((n - k) / n, rate, f"{n - k}/{{n}} x ", n)
         else:
             part = once.places(nodes) / once.places(n) * (nodes - 1) / nodes
-            tiers.append((nodes - 1, route.between, protocol.between, TransferTerm(part, rate, "{n} x ", part)))
+            peers, move = nodes - 1, TransferTerm(part, rate, "{n} x ", part)
+        tiers.append((peers, route.between, protocol.between, move))
     ways = [
         CommAlgorithm(
             f"pairwise {protocol.name}" if once is None else f"once a node, {protocol.name}",

@@ -16,8 +16,6 @@ class Tier(NamedTuple):
     """A link that a group of ranks uses, and the bandwidth of large transfers on it.
 
     Attributes:
-        link: The link.
-        latency_s: Latency in seconds.
         pair_bytes_per_s: Bytes per second from one rank to one other.
         group_bytes_per_s: Bytes per second. Inside a node, per rank while all ranks of the node send. Between nodes,
             for all ranks of one node together, since every device has a separate share of the node's network.
@@ -62,11 +60,7 @@ class Route(NamedTuple):
 
 
 def route_of(ranks: Sequence[int], cluster: ClusterSpec) -> Route:
-    """Returns the route of a group of ranks.
-
-    Args:
-        ranks: Two or more ranks.
-        cluster: The cluster; ranks fill its nodes in order.
+    """Returns the route of two or more ranks; ranks fill the nodes of the cluster in order.
 
     Raises:
         SpecError: The cluster names no link for a tier that the group crosses.

@@ -31,12 +31,7 @@ __all__ = ["torus_way"]
 
 
 def torus_way(communication: Communication, route: Route) -> CommAlgorithm:
-    """Returns the algorithm over a torus.
-
-    Args:
-        communication: Communication among two or more ranks.
-        route: Route of the ranks; its link inside a slice, if used, is a torus.
-    """
+    """Returns the algorithm over a torus, for communication among two or more ranks."""
     kind = communication.kind
     if kind in (CollectiveKind.SEND, CollectiveKind.RING):
         tier = route.slowest
@@ -70,6 +65,5 @@ def _between(kind: CollectiveKind, route: Route, tier: Tier) -> tuple[tuple[int,
     nodes, k = route.num_nodes, 1 if kind is CollectiveKind.ALL_TO_ALL else route.local
     laps = LAPS.get(kind, 1)
     text = f"{'2 ' if laps == 2 else ''}({{n}}-1)/{{n}} x 1/{k} x "
-    return (laps * (nodes - 1), tier.latency_s), TransferTerm(
-        laps * (nodes - 1) / nodes / k, tier.pair_bytes_per_s, text, nodes
-    )
+    move = TransferTerm(laps * (nodes - 1) / nodes / k, tier.pair_bytes_per_s, text, nodes)
+    return (laps * (nodes - 1), tier.latency_s), move

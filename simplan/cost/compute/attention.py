@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from simplan.cost.compute.matmul import Matmul, MatmulRates
 from simplan.model.layer import Attention
-from simplan.model.low_precision import LinearFormat
 from simplan.software.rates import AttentionEfficiency, LowAttention
+from simplan.software.software import StateBytes
 
 __all__ = ["AttentionRates"]
 
@@ -32,11 +32,7 @@ class AttentionRates:
         flop_per_s: Best published rate of these matmuls, in FLOP/s.
         share: Efficiency, as a fraction of ``flop_per_s``, of a fused kernel with large head_dim and many keys per
             query.
-        half_rate_keys: Attended keys per query at which a fused kernel achieves half of its rate.
-        head_dim_64_efficiency: Fraction of the rate achieved with head_dim 64.
-        width: Bytes per element.
-        softmax_traffic_factor: See ``KernelRates``.
-        form: Format of FP8 attention; None for none.
+        state: Bytes per element of tensors; ``linear`` is the format of FP8 attention.
         low: FP8 rates by head_dim; None for none.
         traffic: Traffic factor of casts; see ``FrameworkRates``.
     """
@@ -44,11 +40,7 @@ class AttentionRates:
     matmuls: MatmulRates
     flop_per_s: float
     share: AttentionEfficiency
-    half_rate_keys: float
-    head_dim_64_efficiency: float
-    width: int
-    softmax_traffic_factor: float = 1.0
-    form: LinearFormat | None = None
+    state: StateBytes
     low: Mapping[int, LowAttention] | None = None
     traffic: float = 1.0
 
@@ -65,16 +57,18 @@ class AttentionRates:
         of 128 it took 6.7 ms for 8,192 tokens and 1.9 ms for 4,096. BF16 took 0.86 ms and 0.44 ms
         (NVIDIA/cudnn-frontend at c3552dea, benchmark/sdpa_benchmark_training/results/gpt_oss/gb300, cuDNN 9.24).
         """
+        form = self.state.linear
         assert self.low is not None
-        assert self.form is not None
+        assert form is not None
         whole = replace(kernel, eight_bits=False, window=0 if backward else kernel.window)
         width = max((known for known in self.low if known <= kernel.head_dim), default=min(self.low))
         times = self.low[width].backward if backward else self.low[width].forward
         fixed_s = len(whole.calls) * self.matmuls.kernel_overhead_s
         casts, elements = self._casts(kernel, backward)
-        passes = 2 if self.form.finds_largest else 1
-        copies = 1 if self.form.has_one_scale else 2
-        num_bytes = b * (elements * passes * self.width + copies * self.form.quantized_bytes(elements // _ROW, _ROW))
+        passes = 2 if form.finds_largest else 1
+        copies = 1 if form.has_one_scale else 2
+        quantized_bytes = copies * form.quantized_bytes(elements // _ROW, _ROW)
+        num_bytes = b * (elements * passes * self.state.activation + quantized_bytes)
         casting_s = (
             num_bytes * self.traffic / self.matmuls.bytes_per_s + casts * passes * self.matmuls.kernel_overhead_s
         )
@@ -93,35 +87,43 @@ class AttentionRates:
         """Returns the seconds of sequential fused kernels; tiles that the mask crosses cost as much as full tiles."""
         width = kernel.head_dim + (kernel.value_head_dim or kernel.head_dim)
         keys = kernel.computed_flops / (2 * kernel.num_heads * kernel.seq_len * width)
-        share = self.share.backward if backward else self.share.forward
-        share *= self.share.sustained * keys / (keys + self.half_rate_keys)
+        own, rates = self.share, self.matmuls.rates
+        half_rate_keys = rates.half_rate_keys if own.half_rate_keys is None else own.half_rate_keys
+        share = own.backward if backward else own.forward
+        share *= own.sustained * keys / (keys + half_rate_keys)
         if kernel.head_dim < _WIDE_HEAD:
-            share *= self.head_dim_64_efficiency ** (_WIDE_HEAD / kernel.head_dim - 1)
+            head_dim_64_efficiency = (
+                rates.head_dim_64_efficiency if own.head_dim_64_efficiency is None else own.head_dim_64_efficiency
+            )
+            share *= head_dim_64_efficiency ** (_WIDE_HEAD / kernel.head_dim - 1)
         rate = self.flop_per_s * share
         times = b / rate * (_BACKWARD_PRODUCTS if backward else 1)
         return sum(flops * times + self.matmuls.kernel_overhead_s for flops in kernel.calls)
 
     def _eager_s(self, kernel: Attention, b: int, backward: bool) -> float:
         """Returns the seconds of two batched matmuls, four in backward, and of kernels over the scores between them."""
-        heads, queries = b * kernel.num_heads, kernel.seq_len
+        heads, queries, width = b * kernel.num_heads, kernel.seq_len, self.state.activation
         keys, scores = kernel.num_keys or queries, b * kernel.num_scores
         dims = (kernel.head_dim, kernel.value_head_dim or kernel.head_dim)
         matmuls = [product for dim in dims for product in self._products(heads, queries, keys, dim, scores)]
         made, summed = matmuls[0::2], matmuls[1::2]
         runs = [made[1], summed[1], summed[0], summed[0]] if backward else [made[0], summed[1]]
         if kernel.fused_softmax:
-            passed = scores * self.width * _SOFTMAX_PASSES[backward]
+            passed = scores * width * _SOFTMAX_PASSES[backward]
         else:
-            passed = scores * (_EAGER_PASSES * self.width + _EAGER_BYTES) * (2 if backward else 1)
+            passed = scores * (_EAGER_PASSES * width + _EAGER_BYTES) * (2 if backward else 1)
         if kernel.soft_cap:
-            passed += scores * _SOFT_CAP_PASSES[backward] * self.width
+            passed += scores * _SOFT_CAP_PASSES[backward] * width
         if kernel.dropout:
-            passed += scores * (_DROPOUT_PASSES * self.width + _MASK_BYTES)
-        passing_s = passed * self.softmax_traffic_factor / self.matmuls.bytes_per_s + self.matmuls.kernel_overhead_s
+            passed += scores * (_DROPOUT_PASSES * width + _MASK_BYTES)
+        passing_s = (
+            passed * self.matmuls.rates.softmax_traffic_factor / self.matmuls.bytes_per_s
+            + self.matmuls.kernel_overhead_s
+        )
         return sum(self.matmuls.seconds(product) for product in runs) + passing_s
 
     def _products(self, heads: int, queries: int, keys: int, dim: int, scores: int) -> tuple[Matmul, Matmul]:
         """Returns the matmul that computes scores and the matmul that sums over them."""
-        num_bytes = self.width * (scores + heads * (queries + keys) * dim)
+        num_bytes = self.state.activation * (scores + heads * (queries + keys) * dim)
         scores_of, sum_over = (queries, keys, dim, heads, num_bytes), (queries, dim, keys, heads, num_bytes)
         return Matmul(*scores_of, operands="slices"), Matmul(*sum_over, operands="slices")

@@ -1,22 +1,31 @@
-"""Cost estimates of layers without a timing: the sum of their kernels, each from the grid of a calibration."""
+"""Cost estimates of layers without a timing: the sum of their kernels, each from the grid of a calibration.
+
+A kernel's time is interpolated between the sizes of the grid, linearly in logarithms, so a power law is met exactly.
+Below the smallest size a kernel takes the time of that size (launch-bound). Beyond the largest size, time grows in
+proportion to the work. The same applies to a corner of the grid without a timing, because that would have taken too
+long.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
 
-from simplan.cost.calibration.format import KernelName
-from simplan.cost.compute.grid import GridTime, KernelGrid
+from simplan.cost.calibration.format import KernelName, KernelTiming
 from simplan.cost.compute.kernels import running_kernels
+from simplan.cost.compute.matmul import ACTIVATION_GRADIENTS, WEIGHT_GRADIENTS, gemm_sizes
 from simplan.cost.model import CostEstimate, Provenance
 from simplan.model.layer import Attention, Gemm, Kernel, LayerCollective, LayerSpec, Lookup, Pointwise
 from simplan.program.program import LayerWork, Phase
 from simplan.training.optimizer import UPDATES, UpdateName
 from simplan.units import counted, format_time
 
-__all__ = ["GridCost"]
+__all__ = ["GridCost", "GridTime", "KernelGrid"]
 
-_ACTIVATION_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_INPUT)
-_WEIGHT_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
 _SYSTEMATIC_STD = 0.12
 """Relative standard deviation between a layer and the sum of its kernels: Python overhead, views, caches."""
 _EXTRAPOLATED_STD = 0.3
@@ -28,14 +37,98 @@ _OF_PARAMETERS: dict[Phase, KernelName] = {
     Phase.SCALE: "scale",
 }
 
+_REACH = 4.0  # factor beyond its sizes within which a grid is trusted: the distance of two sizes
+_OF_ATTENTION = (1, 2, 1)  # time scales with heads, the square of their length, and head_dim
+
+
+class GridTime(NamedTuple):
+    """Time of a kernel from the grid.
+
+    Attributes:
+        inside: True if the size is within the timed range.
+        std: Relative standard deviation of the underlying timings.
+    """
+
+    seconds: float
+    inside: bool
+    std: float = 0.0
+
+
+class KernelGrid:
+    """Kernel timings over sizes, all in one precision and with the same number of ranks."""
+
+    def __init__(self, timings: Iterable[KernelTiming]) -> None:
+        tables: dict[tuple[KernelName, bool], dict[tuple[int, ...], tuple[float, float]]] = defaultdict(dict)
+        for timing in timings:
+            tables[timing.kernel, False][timing.sizes] = timing.seconds.mean_s, timing.seconds.round_std
+            if timing.backward_s is not None:
+                tables[timing.kernel, True][timing.sizes] = timing.backward_s.mean_s, timing.backward_s.round_std
+        self._tables = {
+            key: _Table(times, _OF_ATTENTION if key[0] == "attention" else (1,) * len(next(iter(times))))
+            for key, times in tables.items()
+        }
+
+    def time(self, kernel: KernelName, sizes: Sequence[float], *, backward: bool = False) -> GridTime:
+        """Returns the time of a timed kernel, or of its backward, at any size; for ``sizes`` see ``KernelTiming``."""
+        return self._tables[kernel, backward].at(sizes)
+
+
+class _Table:
+    """Times of one kernel over a lattice of sizes, of which some corners may be missing."""
+
+    def __init__(self, times: Mapping[tuple[int, ...], tuple[float, float]], powers: Sequence[int]) -> None:
+        self._times = {sizes: seconds for sizes, (seconds, _) in times.items()}
+        self._std = math.fsum(std for _, std in times.values()) / len(times)
+        self._powers = powers
+        self._axes = [sorted({sizes[axis] for sizes in times}) for axis in range(len(powers))]
+        self._most = max(self._work(sizes) for sizes in times)
+
+    def _work(self, sizes: Sequence[float]) -> float:
+        return math.prod(size**power for size, power in zip(sizes, self._powers, strict=True))
+
+    def at(self, sizes: Sequence[float]) -> GridTime:
+        """Returns the time interpolated along every axis."""
+        inside = self._work(sizes) <= _REACH * self._most
+        ends: list[tuple[tuple[int, float], ...]] = []  # by axis, the neighbors and their weights
+        beyond = 1.0
+        for size, axis, power in zip(sizes, self._axes, self._powers, strict=True):
+            inside = inside and size <= _REACH * axis[-1]
+            beyond *= max(1.0, size / axis[-1]) ** power
+            ends.append(_neighbours(size, axis))
+        log_s = 0.0
+        for corner in product(*ends):
+            weight = math.prod(weight for _, weight in corner)
+            if weight:
+                log_s += weight * math.log(self._corner(tuple(size for size, _ in corner)))
+        return GridTime(math.exp(log_s) * beyond, inside, self._std)
+
+    def _corner(self, sizes: tuple[int, ...]) -> float:
+        """Returns the time of a lattice corner; a missing corner is scaled by work from the nearest smaller one."""
+        if sizes in self._times:
+            return self._times[sizes]
+        smaller = [known for known in self._times if all(k <= s for k, s in zip(known, sizes, strict=True))]
+        nearest = max(smaller or self._times, key=self._work)
+        return self._times[nearest] * max(1.0, self._work(sizes) / self._work(nearest))
+
+
+def _neighbours(size: float, axis: Sequence[int]) -> tuple[tuple[int, float], ...]:
+    """Returns the sizes next to a size and their weights, linear in the logarithm."""
+    if size <= axis[0] or len(axis) == 1:
+        return ((axis[0], 1.0),)
+    if size >= axis[-1]:
+        return ((axis[-1], 1.0),)
+    upper = bisect_left(axis, size)
+    low, high = axis[upper - 1], axis[upper]
+    share = math.log(size / low) / math.log(high / low)
+    return ((low, 1 - share), (high, share))
+
 
 class GridCost:
     """Cost estimates of any layer from kernel timings.
 
     Args:
         grid: Kernels over sizes, in the precision of the run.
-        optimizer: Optimizer and implementation of its step. An optimizer that was not timed is scaled by the bytes that
-            it moves.
+        optimizer: An optimizer that was not timed is scaled by the bytes that it moves.
         accumulates: True if backward adds to existing gradients, False if it creates new ones (weights that FSDP
             casts).
         traffic: Bytes of memory-bound kernels, as a fraction of the bytes that eager torch reads and writes.
@@ -76,15 +169,15 @@ class GridCost:
             return
         gradients = 0
         for kernel in running_kernels(work):
-            gradients += _gradient_elements(kernel, work.layer) if phase in _WEIGHT_GRADIENTS else 0
+            gradients += _gradient_elements(kernel, work.layer) if phase in WEIGHT_GRADIENTS else 0
             for time in self._kernel(kernel, work):
-                yield _name(kernel), time
+                yield kernel.name, time
         if gradients and self._accumulates:
             yield "gradients added up", self._grid.time("accumulate", (gradients,))
 
     def _kernel(self, kernel: Kernel, work: LayerWork) -> Iterator[GridTime]:
         b, phase = work.microbatch_size, work.phase
-        backward = phase in _ACTIVATION_GRADIENTS
+        backward = phase in ACTIVATION_GRADIENTS
         match kernel:
             case Gemm():
                 yield from self._products(kernel, b, phase)
@@ -97,24 +190,17 @@ class GridCost:
                     time = self._grid.time(name, (b * elements,), backward=backward)
                     yield time._replace(seconds=time.seconds * self._traffic)
             case Lookup(rows=rows, width=columns):
-                yield self._grid.time("lookup", (b * rows * columns,), backward=phase in _WEIGHT_GRADIENTS)
+                yield self._grid.time("lookup", (b * rows * columns,), backward=phase in WEIGHT_GRADIENTS)
             case LayerCollective():
-                raise AssertionError("an exchange is a message")
+                raise AssertionError("a collective is no compute")
 
     def _products(self, kernel: Gemm, b: int, phase: Phase) -> Iterator[GridTime]:
         """Yields times of the forward matmul, or of the two backward matmuls; matmuls of experts run sequentially."""
-        rows, n, k, groups = b * kernel.m / kernel.num_groups, kernel.n, kernel.k, kernel.num_groups
-        found: list[tuple[KernelName, tuple[float, float, float]]] = []
-        if phase in (Phase.FORWARD, Phase.RECOMPUTE):
-            found.append(("linear", (rows, n, k)))
-        if phase in _ACTIVATION_GRADIENTS and kernel.propagates:
-            found.append(("linear_input_gradient", (rows, k, n)))
-        if phase in _WEIGHT_GRADIENTS and kernel.trained:
-            found.append(("linear_weight_gradient", (n, k, rows)))
-        for name, sizes in found:
+        for name, sizes in gemm_sizes(kernel, b, phase).items():
             time = self._grid.time(name, sizes)
             # a convolution costs more than its equivalent matmul
-            yield time._replace(seconds=groups * time.seconds, inside=time.inside and not kernel.image_elements)
+            inside = time.inside and not kernel.image_elements
+            yield time._replace(seconds=kernel.num_groups * time.seconds, inside=inside)
 
     def _attention(self, kernel: Attention, b: int, backward: bool) -> GridTime:
         """Returns the timed case (causal, equal numbers of queries and keys), scaled by the FLOPs of the kernel."""
@@ -142,7 +228,3 @@ def _pointwise(kernel: Pointwise) -> tuple[KernelName, float]:
             return "add", (kernel.reads + kernel.writes) / 3
         case _:
             return kernel.like, kernel.writes
-
-
-def _name(kernel: Kernel) -> str:
-    return "exchange" if isinstance(kernel, LayerCollective) else kernel.name

@@ -10,7 +10,7 @@ from simplan.cost.compute.kernels import KernelCost
 from simplan.cost.compute.matmul import MatmulRates
 from simplan.cost.model import Provenance
 from simplan.errors import Problem, SpecError
-from simplan.software.rates import AttentionEfficiency, AttentionKernel, FrameworkRates, KernelRates
+from simplan.software.rates import AttentionEfficiency, FrameworkRates
 from simplan.software.software import SoftwareSpec, StateBytes
 from simplan.training.optimizer import UpdateName
 from simplan.training.training import Precision
@@ -37,11 +37,7 @@ def kernel_cost(
     """Returns the kernel costs of a device of the catalog.
 
     Args:
-        device: The device.
-        precision: Precision of the training.
-        state: Bytes per element of tensors.
-        optimizer: Optimizer and implementation of its step.
-        software: The framework.
+        device, precision, state, optimizer, software: See ``KernelCost``.
         num_devices: Number of devices that wait for each other.
         shards_parameters: True if FSDP reduces gradients; their accumulation is then part of FSDP's copies.
         num_microbatches: Microbatches per step, over which casts of weights that run once per step are spread.
@@ -54,42 +50,32 @@ def kernel_cost(
     _check(device, precision, wanted)
     rates, stack = device.kernels, software.rates
     (ceiling, provenance), *lower = [_ceiling(device, dtype) for dtype in wanted]
-    matmuls = _product_rates(device, ceiling * rates.matmul_efficiency * stack.framework_efficiency, stack)
-    share = _attention_share(rates, stack.attention_kernel)
+    matmuls = _product_rates(device, ceiling * rates.matmul_efficiency * stack.framework_efficiency)
+    attention_kernel = rates.kernel_of(stack.attention_kernel)
     return KernelCost(
         matmuls=matmuls,
         attention=AttentionRates(
             matmuls,
             ceiling * stack.framework_efficiency,
-            share,
-            rates.half_rate_keys if share.half_rate_keys is None else share.half_rate_keys,
-            rates.head_dim_64_efficiency if share.head_dim_64_efficiency is None else share.head_dim_64_efficiency,
-            state.activation,
-            rates.softmax_traffic_factor,
-            state.linear,
+            _UNKNOWN_SHARE if attention_kernel is None else rates.attention[attention_kernel],
+            state,
             next((rate for name, rate in rates.low_attention.items() if name == precision), None),
             software.traffic,
         ),
         state=state,
         optimizer=optimizer,
         provenance=lower[0][1] if lower else provenance,
-        relative_std=_relative_std(rates, stack),
-        moe_std=rates.moe_std,
+        relative_std=rates.unfitted_std
+        if rates.fitted_on is None or stack.relative_std is None
+        else stack.relative_std,
         slowest=1 + rates.jitter * math.sqrt(2 * math.log(num_devices)),
         traffic=software.traffic,
         accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,
         low=_low_rates(device, state, lower[0][0], stack) if lower else None,
         joined=software.layers.joined_products,
         weight_casts=1.0 if state.linear is None or state.linear.weights == "microbatch" else 1 / num_microbatches,
-        fp8_any_layout=rates.fp8_any_layout,
-        gemm_split_overhead_s=rates.gemm_split_overhead_s,
         host_bytes_per_s=host_bytes_per_s,
     )
-
-
-def _relative_std(rates: KernelRates, stack: FrameworkRates) -> float:
-    """Returns the std of the framework's runs, if known, on a fitted architecture; otherwise ``unfitted_std``."""
-    return rates.unfitted_std if rates.fitted_on is None or stack.relative_std is None else stack.relative_std
 
 
 def _low_rates(device: DeviceSpec, state: StateBytes, ceiling: float, stack: FrameworkRates) -> MatmulRates:
@@ -98,31 +84,13 @@ def _low_rates(device: DeviceSpec, state: StateBytes, ceiling: float, stack: Fra
     rates = device.kernels
     scaled = rates.rowwise_efficiency if state.linear.recipe.startswith("rowwise") else 1.0
     share = rates.fp4_efficiency if state.linear.element_bits == _FP4_BITS else rates.fp8_efficiency
-    return _product_rates(device, ceiling * share * stack.framework_efficiency * scaled, stack)
+    return _product_rates(device, ceiling * share * stack.framework_efficiency * scaled)
 
 
-def _product_rates(device: DeviceSpec, flop_per_s: float, stack: FrameworkRates) -> MatmulRates:
-    assert device.memory_bandwidth_bytes_per_s is not None
-    rates = device.kernels
-    return MatmulRates(
-        flop_per_s,
-        device.memory_bandwidth_bytes_per_s * rates.bandwidth_efficiency,
-        rates.kernel_overhead_s,
-        device.num_sms,
-        rates.tile_overhead_s,
-        rates.half_rate_k,
-        rates.tail_wave_fraction,
-        rates.aligned,
-        rates.unaligned_efficiency,
-        rates.misaligned_slice_efficiency,
-        rates.small_tile_efficiency,
-        rates.stream_overlap,
-    )
-
-
-def _attention_share(rates: KernelRates, newest: AttentionKernel) -> AttentionEfficiency:
-    found = rates.kernel_of(newest)
-    return _UNKNOWN_SHARE if found is None else rates.attention[found]
+def _product_rates(device: DeviceSpec, flop_per_s: float) -> MatmulRates:
+    bandwidth, rates = device.memory_bandwidth_bytes_per_s, device.kernels
+    assert bandwidth is not None
+    return MatmulRates(flop_per_s, bandwidth * rates.bandwidth_efficiency, device.num_sms, rates)
 
 
 def _check(device: DeviceSpec, precision: Precision, wanted: list[Precision]) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from simplan.cost.compute.attention import AttentionRates
 from simplan.cost.compute.low_precision import LinearCost, LinearRates
-from simplan.cost.compute.matmul import Matmul, MatmulRates
+from simplan.cost.compute.matmul import ACTIVATION_GRADIENTS, WEIGHT_GRADIENTS, Matmul, MatmulRates, gemm_sizes
 from simplan.cost.model import CostEstimate, Provenance
 from simplan.model.fused_gemms import fused_gemms
 from simplan.model.layer import Attention, Gemm, Kernel, LayerCollective, Lookup, Pointwise, Role, has_backward
@@ -16,13 +16,11 @@ from simplan.program.memory.split_footprint import weighted_kernels
 from simplan.program.program import LayerWork, Phase
 from simplan.software.software import StateBytes
 from simplan.training.optimizer import UPDATES, UpdateName
-from simplan.units import format_bytes, format_count, format_flop_per_s, format_rate, format_time
+from simplan.units import counted, format_bytes, format_count, format_flop_per_s, format_rate, format_time
 
 __all__ = ["KernelCost", "running_kernels"]
 
 _BACKWARD_POINTWISE = 2
-_ACTIVATION_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_INPUT)
-_WEIGHT_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
 _BACKWARD = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 _SCALE_BYTES = 8
 _NORM_BYTES = 4
@@ -39,17 +37,14 @@ class KernelCost:
         matmuls: Rates of matmuls in the precision of activations.
         attention: Rates of the attention core.
         state: Bytes per element of tensors.
-        optimizer: Optimizer and implementation of its step.
         provenance: Source of the matmul rate.
         relative_std: Relative standard deviation of estimates.
-        moe_std: Relative standard deviation for layers with experts, if larger.
         slowest: Time of the slowest device over the mean of all devices.
         traffic: See ``FrameworkRates``.
         accumulation_bytes: Bytes read and written per gradient element of a matrix to accumulate it.
         low: Rates of linear layers in the low precision of ``state.linear``; None for none.
         joined: True if matrices with the same input are fused; see ``LayerImplementation.joined_products``.
         weight_casts: Fraction of the microbatches in which weights of low-precision linear layers are cast.
-        fp8_any_layout, gemm_split_overhead_s: See ``KernelRates``.
         host_bytes_per_s: See ``host_memory_rate``; None for none.
     """
 
@@ -59,15 +54,12 @@ class KernelCost:
     optimizer: UpdateName
     provenance: Provenance
     relative_std: float
-    moe_std: float = 0.0
     slowest: float = 1.0
     traffic: float = 1.0
     accumulation_bytes: int = 0
     low: MatmulRates | None = None
     joined: bool = False
     weight_casts: float = 1.0
-    fp8_any_layout: bool = False
-    gemm_split_overhead_s: float = 0.0
     host_bytes_per_s: float | None = None
 
     def cost_estimate(self, work: LayerWork) -> CostEstimate:
@@ -86,8 +78,9 @@ class KernelCost:
                 _HOST_STD if of_host else self.relative_std,
                 f"{width} B x {format_count(work.num_parameters)} parameters / {rate}{of_host}",
             )
-        experts = bool(work.layer.kernels_with(Role.EXPERTS))
-        relative_std = max(self.relative_std, self.moe_std) if experts else self.relative_std
+        relative_std = self.relative_std
+        if work.layer.kernels_with(Role.EXPERTS):
+            relative_std = max(relative_std, self.matmuls.rates.moe_std)
         return CostEstimate(self.seconds(work), self.provenance, relative_std, self._formula(work))
 
     def seconds(self, work: LayerWork) -> float:
@@ -100,7 +93,10 @@ class KernelCost:
         low, wide = self._split(running_kernels(work), work)
         linear = self._linear_cost(low, work)
         wide_s = sum(self._kernel_s(kernel, work.microbatch_size, work.phase) for kernel in wide)
-        return self.slowest * (wide_s + linear.products_s + linear.casts_s) + work.cuts * self.gemm_split_overhead_s
+        return (
+            self.slowest * (wide_s + linear.products_s + linear.casts_s)
+            + work.cuts * self.matmuls.rates.gemm_split_overhead_s
+        )
 
     def _host_rate(self, work: LayerWork) -> float | None:
         """Returns bytes per second for work of a CPU that is not the device; None for work of the device."""
@@ -122,8 +118,7 @@ class KernelCost:
         if self.low is None or not kernels:
             return total
         assert self.state.linear is not None
-        form, casts = self.state.linear, (self.traffic, self.weight_casts, self.fp8_any_layout)
-        rates = LinearRates(form, self.state, self.low, self.matmuls, *casts)
+        rates = LinearRates(self.state.linear, self.state, self.low, self.matmuls, self.traffic, self.weight_casts)
         for kernel in kernels:
             total = total.plus(rates.cost(kernel, work.microbatch_size, work.phase))
             total = total.plus(LinearCost(products_s=self._weights_s(kernel, work.phase)))
@@ -131,14 +126,12 @@ class KernelCost:
 
     def _formula(self, work: LayerWork) -> str:
         low, wide = self._split(running_kernels(work), work)
-        linear, num_kernels = self._linear_cost(low, work), len(low) + len(wide)
+        linear = self._linear_cost(low, work)
         flops = sum(_flops(kernel, work.phase) for kernel in wide if isinstance(kernel, Gemm | Attention))
         flops = flops * work.microbatch_size + linear.wide_flops
-        counted = f"{num_kernels} kernel{'s' if num_kernels != 1 else ''}"
-        bytes_per_s = format_rate(self.matmuls.bytes_per_s)
+        found, bytes_per_s = [counted(len(low) + len(wide), "kernel")], format_rate(self.matmuls.bytes_per_s)
         if not flops and not linear.flops:
-            return f"{counted} at {bytes_per_s}"
-        found = [counted]
+            return f"{found[0]} at {bytes_per_s}"
         if linear.flops:
             assert self.state.linear is not None
             assert self.low is not None
@@ -150,7 +143,9 @@ class KernelCost:
             found.append(f"{format_count(flops)} FLOPs at up to {format_flop_per_s(self.matmuls.flop_per_s)}")
         found.append(f"the rest at {bytes_per_s}")
         if work.cuts:
-            found.append(f"{work.cuts} x {format_time(self.gemm_split_overhead_s)} to cut products into parts")
+            found.append(
+                f"{work.cuts} x {format_time(self.matmuls.rates.gemm_split_overhead_s)} to cut products into parts"
+            )
         return ", ".join(found)
 
     def _streamed_bytes(self, phase: Phase) -> int:
@@ -177,22 +172,22 @@ class KernelCost:
                 more_s = len(matmuls) * (launches_s - self.matmuls.kernel_overhead_s)
                 return sum(map(self.matmuls.seconds, matmuls)) + more_s + self._weights_s(kernel, phase)
             case Attention():
-                return self.attention.seconds(kernel, b, backward=phase in _ACTIVATION_GRADIENTS)
+                return self.attention.seconds(kernel, b, backward=phase in ACTIVATION_GRADIENTS)
             case Pointwise(reads=reads, writes=writes, moves=moves, launches=launches):
-                backward = phase in _ACTIVATION_GRADIENTS
+                backward = phase in ACTIVATION_GRADIENTS
                 times = _BACKWARD_POINTWISE if backward and not moves else 1
                 num_bytes = b * (reads + writes) * self.state.activation * self.traffic * times
                 return self._streaming_s(num_bytes, launches[backward])
             case Lookup(rows=rows, width=columns):
                 return self._streaming_s(b * rows * columns * (self.state.activation + self.state.gathered))
             case LayerCollective():
-                raise AssertionError("an exchange is a message")
+                raise AssertionError("a collective is no compute")
 
     def _weights_s(self, kernel: Gemm, phase: Phase) -> float:
         """Returns the seconds of weight copies before matmuls, and of gradient accumulation after them."""
         if phase is Phase.FORWARD and self.state.weight_copy:
             width = int(self.state.parameter) + self.state.weight_copy
-        elif phase in _WEIGHT_GRADIENTS and kernel.trained:
+        elif phase in WEIGHT_GRADIENTS and kernel.trained:
             width = self.accumulation_bytes
         else:
             return 0.0
@@ -203,18 +198,11 @@ class KernelCost:
 
     def _products(self, kernel: Gemm, b: int, phase: Phase) -> list[Matmul]:
         """Returns the forward matmul, or the input-gradient and weight-gradient matmuls of backward."""
-        rows, n, k, groups = b * kernel.m / kernel.num_groups, kernel.n, kernel.k, kernel.num_groups
-        elements = b * (kernel.m * n + kernel.input_elements) + kernel.weight_elements
+        elements = b * (kernel.m * kernel.n + kernel.input_elements) + kernel.weight_elements
         num_bytes = elements * self.state.activation
-        sizes: list[tuple[float, int, float]] = []
-        if phase not in _BACKWARD:
-            sizes.append((rows, n, k))
-        if phase in _ACTIVATION_GRADIENTS and kernel.propagates:
-            sizes.append((rows, k, n))
-        if phase in _WEIGHT_GRADIENTS and kernel.trained:
-            sizes.append((n, k, rows))
         operands: Literal["whole", "padded"] = "padded" if kernel.image_elements else "whole"
-        return [Matmul(*each, groups, num_bytes, operands) for each in sizes]
+        sizes = gemm_sizes(kernel, b, phase).values()
+        return [Matmul(*each, kernel.num_groups, num_bytes, operands) for each in sizes]
 
 
 def running_kernels(work: LayerWork) -> list[Kernel]:

@@ -9,9 +9,10 @@ are slower than those with per-tensor scaling (torchao/float8/README.md at 36027
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add
 from typing import NamedTuple
 
-from simplan.cost.compute.matmul import Matmul, MatmulRates
+from simplan.cost.compute.matmul import Matmul, MatmulRates, gemm_sizes
 from simplan.model.layer import Gemm
 from simplan.model.low_precision import Cast, LinearFormat, casts
 from simplan.program.program import Phase
@@ -22,16 +23,13 @@ __all__ = ["LinearCost", "LinearRates"]
 _WITH_ONE_SCALE = 3
 _POST_SCALE_BYTES = 12  # per element: the product of both scales is written in FP32, then read to scale the element
 _POST_SCALE_KERNELS = 4  # these two, and two that write scales of 1 for the matmul
-_PASSES = {Phase.FORWARD: False, Phase.RECOMPUTE: False, Phase.BACKWARD: True}
 
 
 class LinearCost(NamedTuple):
     """Cost of linear layers in a pass.
 
     Attributes:
-        products_s: Seconds of matmuls.
-        casts_s: Seconds of casts.
-        num_casts: Number of casts.
+        products_s, casts_s: Seconds of matmuls and of casts.
         cast_bytes: Bytes read and written by casts.
         flops: FLOPs of low-precision matmuls.
         wide_flops: FLOPs of BF16 or FP16 matmuls.
@@ -46,14 +44,7 @@ class LinearCost(NamedTuple):
 
     def plus(self, other: LinearCost) -> LinearCost:
         """Returns the sum of both costs."""
-        return LinearCost(
-            self.products_s + other.products_s,
-            self.casts_s + other.casts_s,
-            self.num_casts + other.num_casts,
-            self.cast_bytes + other.cast_bytes,
-            self.flops + other.flops,
-            self.wide_flops + other.wide_flops,
-        )
+        return LinearCost(*map(add, self, other))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +52,11 @@ class LinearRates:
     """Rates that bound low-precision linear layers.
 
     Attributes:
-        form: Format of linear layers.
         state: Bytes per element of all other tensors; weights are cast from ``gathered``.
         low: Rates of low-precision matmuls.
         wide: Rates of BF16 or FP16 matmuls.
         traffic: Traffic factor of casts; see ``FrameworkRates``.
         weight_casts: Fraction of the microbatches in which weights are cast; their time is spread over all.
-        fp8_any_layout: See ``KernelRates.fp8_any_layout``: an operand with per-tensor scaling needs no copy along its
-        columns.
     """
 
     form: LinearFormat
@@ -77,17 +65,10 @@ class LinearRates:
     wide: MatmulRates
     traffic: float
     weight_casts: float = 1.0
-    fp8_any_layout: bool = False
 
     def cost(self, gemm: Gemm, microbatch_size: int, phase: Phase) -> LinearCost:
-        """Returns the cost of one linear layer.
-
-        Args:
-            gemm: Its matmul in forward.
-            microbatch_size: Microbatch size b, in sequences.
-            phase: Forward, recomputation or a full backward.
-        """
-        backward, rows = _PASSES[phase], microbatch_size * gemm.m
+        """Returns the cost of one linear layer in forward, recomputation or a full backward."""
+        backward, rows = phase is Phase.BACKWARD, microbatch_size * gemm.m
         found = LinearCost()
         for cast in casts(self.form, trained=gemm.trained, propagates=gemm.propagates):
             if cast.backward is backward and cast.operand not in gemm.cast_before:
@@ -95,15 +76,12 @@ class LinearRates:
                 cast_s = num_bytes * self.traffic / self.low.bytes_per_s + cast.kernels * self._launches_s(gemm)
                 often = self.weight_casts if cast.operand == "weight" else 1.0
                 found = found.plus(LinearCost(casts_s=often * cast_s, num_casts=1, cast_bytes=num_bytes))
-        m, n, k, groups = rows / gemm.num_groups, gemm.n, gemm.k, gemm.num_groups
-        if not backward:
-            return found.plus(self._product(m, n, k, groups, gemm.streams))
-        if gemm.propagates:
-            found = found.plus(self._product(m, k, n, groups, gemm.streams)).plus(self._post_scale(rows * k))
-        if gemm.trained:
-            found = found.plus(self._product(n, k, m, groups, gemm.streams, wide=self.form.wide_weight_gradient))
-            if not self.form.wide_weight_gradient:
-                found = found.plus(self._post_scale(gemm.weight_elements))
+        for name, sizes in gemm_sizes(gemm, microbatch_size, phase).items():
+            wide = name == "linear_weight_gradient" and self.form.wide_weight_gradient
+            found = found.plus(self._product(*sizes, gemm.num_groups, gemm.streams, wide=wide))
+            if backward and not wide:
+                elements = rows * gemm.k if name == "linear_input_gradient" else gemm.weight_elements
+                found = found.plus(self._post_scale(elements))
         return found
 
     def _post_scale(self, elements: int) -> LinearCost:
@@ -122,7 +100,8 @@ class LinearRates:
         weight = cast.operand == "weight"
         read = self.state.gathered if weight else self.state.activation
         wide = height * width * (cast.reads * read + cast.wide_writes * self.state.activation + cast.between_bytes)
-        writes = min(cast.writes, 1) if self.fp8_any_layout and self.form.has_one_scale else cast.writes
+        one_order = self.low.rates.fp8_any_layout and self.form.has_one_scale  # no copy along columns
+        writes = min(cast.writes, 1) if one_order else cast.writes
         return wide + (writes + 2 * cast.copies) * self.form.quantized_bytes(height, width, weight=weight)
 
     def _launches_s(self, gemm: Gemm) -> float:

@@ -6,7 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-__all__ = ["Matmul", "MatmulRates"]
+from simplan.model.layer import Gemm
+from simplan.program.program import Phase
+from simplan.software.rates import KernelRates
+
+__all__ = ["ACTIVATION_GRADIENTS", "WEIGHT_GRADIENTS", "GemmKernel", "Matmul", "MatmulRates", "gemm_sizes"]
+
+ACTIVATION_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_INPUT)
+WEIGHT_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
+GemmKernel = Literal["linear", "linear_input_gradient", "linear_weight_gradient"]
 
 _TILES = ((256, 128, 0), (128, 256, 0), (128, 128, 1), (128, 64, 2), (64, 128, 2))
 """Rows and columns of tiles for which libraries have kernels, and how many times each was halved: a smaller tile reads
@@ -39,6 +47,19 @@ class Matmul(NamedTuple):
         return 2 * self.groups * self.rows * self.columns * self.depth
 
 
+def gemm_sizes(gemm: Gemm, b: int, phase: Phase) -> dict[GemmKernel, tuple[float, int, float]]:
+    """Returns rows, columns and depth of each matmul of a layer in a phase, for b sequences and one of its groups."""
+    rows, n, k = b * gemm.m / gemm.num_groups, gemm.n, gemm.k
+    if phase in (Phase.FORWARD, Phase.RECOMPUTE):
+        return {"linear": (rows, n, k)}
+    sizes: dict[GemmKernel, tuple[float, int, float]] = {}
+    if phase in ACTIVATION_GRADIENTS and gemm.propagates:
+        sizes["linear_input_gradient"] = (rows, k, n)
+    if phase in WEIGHT_GRADIENTS and gemm.trained:
+        sizes["linear_weight_gradient"] = (n, k, rows)
+    return sizes
+
+
 @dataclass(frozen=True, slots=True)
 class MatmulRates:
     """Achieved rates of matmuls.
@@ -46,24 +67,19 @@ class MatmulRates:
     Attributes:
         flop_per_s: FLOP/s of large matmuls.
         bytes_per_s: Bytes per second of streaming kernels.
-        kernel_overhead_s, stream_overlap: See ``KernelRates``.
         num_sms: Number of SMs; None for devices whose matmuls are not modeled as tiles over SMs.
-        tile_overhead_s, half_rate_k, tail_wave_fraction, aligned, unaligned_efficiency, misaligned_slice_efficiency,
-        small_tile_efficiency: See ``KernelRates``.
+        rates: Further efficiencies of the architecture.
     """
 
     flop_per_s: float
     bytes_per_s: float
-    kernel_overhead_s: float
     num_sms: int | None
-    tile_overhead_s: float
-    half_rate_k: float
-    tail_wave_fraction: float
-    aligned: int
-    unaligned_efficiency: float
-    misaligned_slice_efficiency: float
-    small_tile_efficiency: tuple[float, float]
-    stream_overlap: float = 1.0
+    rates: KernelRates
+
+    @property
+    def kernel_overhead_s(self) -> float:
+        """Fixed overhead per kernel in seconds."""
+        return self.rates.kernel_overhead_s
 
     def launches_s(self, num_groups: int, streams: int) -> float:
         """Returns the fixed kernel overhead of one kernel per group, or of one kernel for all groups (0 streams).
@@ -73,34 +89,31 @@ class MatmulRates:
         if not streams:
             return self.kernel_overhead_s
         in_line = math.ceil(num_groups / streams)
-        return self.kernel_overhead_s * (in_line + (1 - self.stream_overlap) * (num_groups - in_line))
+        return self.kernel_overhead_s * (in_line + (1 - self.rates.stream_overlap) * (num_groups - in_line))
 
     def seconds(self, matmul: Matmul) -> float:
         """Returns the longer of compute time and memory time, plus the fixed kernel overhead."""
-        rate = self.flop_per_s
-        if matmul.operands != "padded" and any(size % self.aligned for size in (matmul.columns, matmul.depth)):
-            rate *= self.misaligned_slice_efficiency if matmul.operands == "slices" else self.unaligned_efficiency
+        rate, rates = self.flop_per_s, self.rates
+        if matmul.operands != "padded" and any(size % rates.aligned for size in (matmul.columns, matmul.depth)):
+            rate *= rates.misaligned_slice_efficiency if matmul.operands == "slices" else rates.unaligned_efficiency
         if self.num_sms is None:
-            compute_s = matmul.flops / rate * (1 + self.half_rate_k / matmul.depth)
+            compute_s = matmul.flops / rate * (1 + rates.half_rate_k / matmul.depth)
         else:
             compute_s = self._tiled_s(matmul, rate / self.num_sms, self.num_sms)
-        return max(compute_s, matmul.num_bytes / self.bytes_per_s) + self.kernel_overhead_s
+        return max(compute_s, matmul.num_bytes / self.bytes_per_s) + rates.kernel_overhead_s
 
     def _tiled_s(self, matmul: Matmul, flop_per_s: float, num_sms: int) -> float:
-        """Returns the time with the fastest tile size; few tiles that fill no wave are split along the inner dimension.
+        """Returns the time with the fastest tile size, at a rate per SM.
 
-        Args:
-            matmul: The matmuls.
-            flop_per_s: FLOP/s of one SM.
-            num_sms: Number of SMs.
+        Few tiles that fill no wave are split along the inner dimension.
         """
-        best_s = math.inf
+        best_s, rates = math.inf, self.rates
         for rows, columns, halved in _TILES:
             tiles = matmul.groups * math.ceil(matmul.rows / rows) * math.ceil(matmul.columns / columns)
             parts = min(max(1, num_sms // tiles), _MOST_PARTS)
             full = tiles * parts / num_sms
-            waves = max(1.0, full + self.tail_wave_fraction * (math.ceil(full) - full))
-            share = self.small_tile_efficiency[halved - 1] if halved else 1.0
+            waves = max(1.0, full + rates.tail_wave_fraction * (math.ceil(full) - full))
+            share = rates.small_tile_efficiency[halved - 1] if halved else 1.0
             multiplying_s = 2 * rows * columns * matmul.depth / parts / (flop_per_s * share)
-            best_s = min(best_s, waves * (multiplying_s + self.tile_overhead_s * rows * columns / _WHOLE_TILE))
+            best_s = min(best_s, waves * (multiplying_s + rates.tile_overhead_s * rows * columns / _WHOLE_TILE))
         return best_s

@@ -20,7 +20,7 @@ def pass_time_s(
     """Returns the seconds of all compute, and of collectives beyond the GEMMs with which they overlap.
 
     Args:
-        segments: Segments of the pass, in order.
+        segments: Segments in order.
         groups: Axis -> ranks of its collectives.
         work_s, communication_s: Cost estimates in seconds.
         free: Axes whose collectives count as zero-cost.

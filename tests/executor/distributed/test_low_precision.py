@@ -36,6 +36,7 @@ from simplan.program.tables.table import plan_table
 from simplan.runs.run_spec import RunSpec
 from simplan.software.software import StateBytes
 from simplan.training.training import TrainingSpec
+from tests.cost.rates import PLAIN, changed
 from tests.executor.conftest import make_job
 from tests.executor.dry_run.accounting import account, predicted_peak
 from tests.layers import layer_of_kernels
@@ -166,7 +167,7 @@ def test_casts_are_priced_as_torchaos_operations(recipe: Fp8Recipe, weights: tor
     block = with_fp8_linears(nn.Sequential(OrderedDict(up=nn.Linear(k, n, bias=False, dtype=weights))), UP, recipe)
     x = torch.randn(m, k, dtype=torch.bfloat16, requires_grad=True)
     state = StateBytes(parameter=4, gradient=4, activation=2, boundary=2, gathered=weights.itemsize)
-    one_s_per_kernel = MatmulRates(1.0, math.inf, 1.0, None, 0.0, 0.0, 1.0, 8, 1.0, 1.0, (1.0, 1.0))
+    one_s_per_kernel = changed(MatmulRates(1.0, math.inf, None, PLAIN), kernel_s=1.0)
     form = linear_format("fp8", recipe, "wide", eager=True)
     rates = LinearRates(form, state, one_s_per_kernel, one_s_per_kernel, 1.0)
     with Traffic() as forward, torch.autocast("cpu", torch.bfloat16):
