@@ -16,7 +16,7 @@ __all__ = ["zb_1p", "zb_2p"]
 def zb_1p(shape: PipelineShape) -> Table:
     """Best order found for the stage times that holds at most p microbatches per rank, the memory of 1F1B.
 
-    A microbatch counts in full from F to I, and by ``kept_for_weight`` from I to W.
+    A microbatch counts in full from F to I, and by the fraction of its activations that its W needs from I to W.
 
     Args:
         shape: The pipeline and its stage times; one stage per rank.
