@@ -19,7 +19,10 @@ from pydantic_core import ErrorDetails
 from simplan.document import Path, Place, find_place
 from simplan.errors import Problem, SpecError, did_you_mean
 
-__all__ = ["Path", "find_place", "in_file_order", "parse_model", "render_value", "validate"]
+__all__ = ["MISSING", "Path", "find_place", "in_file_order", "parse_model", "render_value", "validate"]
+
+MISSING = "is missing"
+"""Rule of a problem about a required key that is not there."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -153,7 +156,7 @@ def _rule(
 ) -> tuple[str, str]:
     """Rule and fix of one pydantic error."""
     if kind == "missing":
-        return "is missing", f"add {key}: ..."
+        return MISSING, f"add {key}: ..."
     if kind == "extra_forbidden":
         names = _field_names(annotation)
         name, colon, given = str(key).partition(":")

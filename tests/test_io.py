@@ -151,7 +151,8 @@ def test_all_problems_of_a_model_at_once() -> None:
         "f:2:3: plan.pp = 0: must be at least 1",
         "f:3:3: plan.tpp: is not a known key; did you mean tp or pp?",
         "f:4:3: plan.zero_stage = true: must be a whole number",
-        'f:5:3: plan.schedule = "gpip": is not a known schedule; did you mean gpipe?',
+        'f:5:3: plan.schedule = "gpip": is not a known schedule; did you mean gpipe? a CSV file and an entry point can '
+        "be given, too: https://simplan.readthedocs.io/how-to/custom-schedule/",
         'f:6:21: plan.stage_layers.1 = "a": must be a whole number',
     }
 

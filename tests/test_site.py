@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,13 @@ def test_generated_pages_have_every_command_option_and_entry() -> None:
     assert all(f"\n## {name}\n" in written["reference/frameworks.md"] for name in catalog.names("software"))
     assert all(f"| `{row['name']}` |" in written["reference/schedules.md"] for row in listing("schedules"))
     assert all(f"| `{row['name']}` |" in written["reference/metrics.md"] for row in listing("metrics"))
+
+
+def test_generated_tables_have_no_markup_of_docstrings() -> None:
+    written = pages()
+    for page in ("scenario", "schedules", "frameworks", "metrics", "catalog"):
+        assert not re.search(r"``\w", written[f"reference/{page}.md"]), page
+    assert "kept" + r"\_for" not in written["reference/schedules.md"]
 
 
 def test_rows_of_generated_tables_have_as_many_cells_as_their_heads() -> None:

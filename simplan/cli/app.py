@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +17,7 @@ from simplan.cli.terminal.options import (
     CheckpointDir,
     CheckpointEvery,
     Endpoint,
+    JsonFile,
     MaxRestarts,
     RendezvousConf,
     Resume,
@@ -29,6 +31,10 @@ from simplan.errors import SimplanError
 
 __all__ = ["app", "main"]
 
+_FILE = partial(typer.Option, metavar="FILE")
+_COUNT = partial(typer.Option, min=1, metavar="N")
+_SECONDS = partial(typer.Option, max=86_400.0, metavar="SECONDS")
+
 app = typer.Typer(
     name="simplan",
     add_completion=False,
@@ -40,8 +46,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True, no_args_is_help=False)
 def root(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Version of simplan.")] = False
 ) -> None:
     """Plan, predict and prove distributed deep-learning training.
 
@@ -58,79 +63,78 @@ def root(
         print_result(context.get_help())
 
 
-@app.command(short_help="Predict one plan: does it fit, how long is a step, and why.")
+@app.command(short_help="Predict one plan: memory, step time and its breakdown.")
 def predict(
     scenario: ScenarioFile,
     json: AsJson = False,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a Perfetto trace too.")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON document too.")
-    ] = None,
+    trace: Annotated[Path | None, _FILE(help="File for a Perfetto trace (default: none).")] = None,
+    output: JsonFile = None,
     calibration: CalibrationFile = None,
 ) -> int:
-    """Predict one plan: does it fit, how long is a step, where does the time go."""
+    """Predict one plan: memory, step time and its breakdown."""
     from simplan.cli.commands import predict_command
 
     return predict_command(scenario, as_json=json, trace=trace, output=output, calibration_file=calibration)
 
 
-@app.command(short_help="Find the best plan of a whole space, and say why not the others.")
+@app.command(short_help="Find the best plan of a search space, and show why others lost.")
 def search(
     scenario: ScenarioFile,
     json: AsJson = False,
-    top: Annotated[int | None, typer.Option(min=1, max=1000, metavar="N", help="Plans to rank (default: 5).")] = None,
+    top: Annotated[int | None, _COUNT(max=1000, help="Number of plans to rank (default: 5).")] = None,
     objective: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="step_time, tokens_per_s_per_device, num_devices, memory or cost; given twice: the Pareto front.",
+            help="Objective: step_time, tokens_per_s_per_device, num_devices, memory or cost; two for a Pareto front "
+            "(default: the scenario's, else step_time).",
         ),
     ] = None,
     fewest_devices: Annotated[
-        bool, typer.Option("--fewest-devices", help="The same as --objective num_devices.")
+        bool, typer.Option("--fewest-devices", help="Short for --objective num_devices.")
     ] = False,
     largest: Annotated[
         str | None,
-        typer.Option(
-            metavar="QUANTITY", help="The largest seq_len, microbatch_size or num_hidden_layers for which a plan fits."
-        ),
+        typer.Option(metavar="QUANTITY", help="Quantity to maximize: seq_len, microbatch_size or num_hidden_layers."),
     ] = None,
     save_plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a scenario with the best plan, for predict and run.")
+        Path | None, _FILE(help="File for a scenario with the best plan, for predict and run.")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=-1, max=4096, metavar="N", help="Processes; -1 for one a core.")] = 1,
+    rank: Annotated[int | None, _COUNT(max=1000, help="Rank of the plan that --save-plan writes (default: 1).")] = None,
+    jobs: Annotated[
+        int, typer.Option(min=-1, max=4096, metavar="N", help="Number of processes; -1 for one per core.")
+    ] = 1,
     calibration: CalibrationFile = None,
 ) -> int:
-    """Find the best plan of a whole space, exactly, and say why not the others.
+    """Find the best plan of a search space, exactly, and show why others lost.
 
-    The scenario has search: instead of plan: (simplan show search-space lists what it may say). Exit code 3: no plan
-    fits; then the report says what would make one.
+    The scenario has search: instead of plan: (simplan show search-space lists its keys). If no plan fits, the exit code
+    is 3, and the report lists changes after which one fits.
     """
     from simplan.cli.search import SearchOptions, search_command
 
     objectives = tuple(objective or ()) or (("num_devices",) if fewest_devices else ())
-    options = SearchOptions(top=top, objectives=objectives, jobs=jobs or 1, save_plan=save_plan, largest=largest)
+    options = SearchOptions(
+        top=top, objectives=objectives, jobs=jobs or 1, save_plan=save_plan, rank=rank, largest=largest
+    )
     return search_command(scenario, as_json=json, options=options, calibration_file=calibration)
 
 
-@app.command(short_help="Run the plan on this machine, and compare with its prediction.")
+@app.command(short_help="Run a plan on this machine, and compare it with its prediction.")
 def run(
     scenario: ScenarioFile,
     json: AsJson = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="DIR", help="Folder for the files (default simplan-out/NAME)."),
+        typer.Option("--output", "-o", metavar="DIR", help="Folder for the files (default: simplan-out/NAME)."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Steady steps to measure.")] = 10,
+    steps: Annotated[int, _COUNT(max=100_000, help="Number of steady steps to measure.")] = 10,
     warmup: Annotated[
         int | None,
-        typer.Option(min=0, max=100_000, metavar="N", show_default="found by their times", help="Steps not counted."),
+        typer.Option(min=0, max=100_000, metavar="N", show_default="detected", help="Number of warm-up steps."),
     ] = None,
     timeout: Annotated[
-        float,
-        typer.Option(
-            min=1.0, max=86_400.0, metavar="SECONDS", help="A rank without progress for so long ends the run."
-        ),
+        float, _SECONDS(min=1.0, help="Time without progress of a rank after which the run ends.")
     ] = 120.0,
     nnodes: Annotated[
         str,
@@ -138,7 +142,7 @@ def run(
             "--nnodes",
             "--nodes",
             metavar="N|MIN:MAX",
-            help="Nodes; the same command runs on each. MIN go on when others go.",
+            help="Node count, or MIN:MAX for an elastic run; the same command runs on each node.",
         ),
     ] = "1",
     rdzv_endpoint: Endpoint = None,
@@ -149,12 +153,12 @@ def run(
     resume: Resume = False,
     calibration: CalibrationFile = None,
 ) -> int:
-    """Run the plan on this machine's devices and show the prediction beside the measurement.
+    """Run a plan on this machine's devices, and compare it with its prediction.
 
-    Calibrates first when this machine has no calibration for the scenario. With --nnodes and --rdzv-endpoint,
-    torchrun's options, every node runs its part of the ranks, and the one at the endpoint shows the result. With
-    --nnodes MIN:MAX, as many begin as are there after a last call; when some are lost or told to leave (SIGTERM), the
-    others go on with fewer data-parallel ranks, and with more when nodes come.
+    Calibrates first if this machine has no calibration for the scenario. With --nnodes and --rdzv-endpoint, torchrun's
+    options, every node runs its ranks, and the node at the endpoint prints the result. With --nnodes MIN:MAX, the run
+    starts on the nodes that have joined by the last call. If nodes are lost or preempted (SIGTERM), the others resume
+    with fewer data-parallel ranks; if nodes join, with more.
     """
     from simplan.cli.commands import run_command
     from simplan.cli.execute import RunOptions, checkpointing
@@ -172,59 +176,59 @@ def run(
     )
 
 
-@app.command(short_help="Run one rank of a job of any size alone on the device here.")
+@app.command(short_help="Run one rank of a job of any size alone on a local device.")
 def rehearse(
     scenario: ScenarioFile,
     rank: Annotated[
-        str, typer.Option(metavar="RANK", help="A rank's number, or worst: the one predicted to need most memory.")
+        str, typer.Option(metavar="RANK", help="Number of the rank, or worst for the peak-memory rank.")
     ] = "worst",
     fake: Annotated[
-        bool, typer.Option("--fake", help="On tensors without data: memory of any rank, without any device.")
+        bool, typer.Option("--fake", help="Tensors without data: memory of any rank, without a device.")
     ] = False,
-    steps: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Steps to measure.")] = 5,
-    warmup: Annotated[
-        int, typer.Option(min=0, max=10_000, metavar="N", help="Steps before them that do not count.")
-    ] = 2,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON document too.")
-    ] = None,
+    steps: Annotated[int, _COUNT(max=10_000, help="Number of steps to measure.")] = 5,
+    warmup: Annotated[int, typer.Option(min=0, max=10_000, metavar="N", help="Number of warm-up steps.")] = 2,
+    output: JsonFile = None,
     json: AsJson = False,
     calibration: CalibrationFile = None,
 ) -> int:
-    """Run one rank of a job of any size alone on the device here, and show its prediction beside it.
+    """Run one rank of a job of any size alone on a local device, and compare it with its prediction.
 
-    The rank's own kernels and allocator run, and no peer exists; the simulator joins what was measured with modelled
-    communication into a step time of the whole job.
+    The rank runs its kernels and its allocator without peers. The simulator combines the measured compute with modeled
+    communication into a step time of the full job.
     """
-    from simplan.cli.rehearse import RehearseOptions, rehearse_command
+    from simplan.cli.execute import RunOptions
+    from simplan.cli.rehearse import rehearse_command
 
-    options = RehearseOptions(rank=rank, fake=fake, num_steps=steps, num_warmup_steps=warmup)
-    return rehearse_command(scenario, as_json=json, output=output, calibration_file=calibration, options=options)
+    return rehearse_command(
+        scenario,
+        rank_asked=rank,
+        fake=fake,
+        steps=RunOptions(steps, warmup),
+        as_json=json,
+        output=output,
+        calibration_file=calibration,
+    )
 
 
 @app.command(short_help="Run a folder of scenarios on one device, and report errors.")
 def suite(
-    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="Folders of scenarios, or single ones.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="Folders of scenarios, or scenario files.")],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="OUT", help="Folder for measurements and the report.")
     ],
     device: Annotated[
-        str, typer.Option(metavar="cuda|cpu", help="cuda, or cpu for scenarios of this-machine.")
+        str, typer.Option(metavar="cuda|cpu", help="Device: cuda, or cpu for scenarios of this-machine.")
     ] = "cuda",
-    budget: Annotated[
-        float, typer.Option(min=10.0, max=86_400.0, metavar="SECONDS", help="Time for all of it.")
-    ] = 520.0,
-    limit: Annotated[
-        float, typer.Option(min=5.0, max=86_400.0, metavar="SECONDS", help="Time for each scenario.")
-    ] = 90.0,
-    steps: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Steady steps to measure of each.")] = 10,
+    budget: Annotated[float, _SECONDS(min=10.0, help="Time budget of the suite.")] = 520.0,
+    limit: Annotated[float, _SECONDS(min=5.0, help="Time limit per scenario.")] = 90.0,
+    steps: Annotated[int, _COUNT(max=10_000, help="Number of steady steps to measure per scenario.")] = 10,
     json: AsJson = False,
     calibration: CalibrationFile = None,
 ) -> int:
-    """Run a folder of scenarios on one device, each in a process of its own, and report predicted against measured.
+    """Run a folder of scenarios on one device, each in a separate process, and report errors of the predictions.
 
-    Calibrates first, unless --calibration names a file. Of scenarios called rehearse-*, the worst rank is rehearsed.
-    What fails is a line of the report. The same command again goes on where the last one ended.
+    Calibrates first, unless --calibration names a file. Of scenarios named rehearse-*, the peak-memory rank is
+    rehearsed. A scenario that fails is a row of the report. The same command resumes an interrupted suite.
     """
     from simplan.cli.suite import SuiteOptions, suite_command
 
@@ -232,22 +236,23 @@ def suite(
     return suite_command(folders, output=output, as_json=json, calibration_file=calibration, options=options)
 
 
-@app.command(short_help="Show where a prediction is off, and which terms carry that.")
+@app.command(short_help="Show the error of a prediction, and the terms that cause it.")
 def compare(
-    prediction: Annotated[Path, typer.Argument(metavar="PREDICTION", help="What predict -o wrote.")],
+    prediction: Annotated[Path, typer.Argument(metavar="PREDICTION", help="File that predict -o wrote.")],
     measurement: Annotated[
         Path,
         typer.Argument(
             metavar="MEASUREMENT",
-            help="The measurement.json of a run, or what its log says: step_times_s: [2.41, 2.39] and so on.",
+            help="measurement.json of a run, or a file with values of its log, e.g. step_times_s: [2.41, 2.39].",
         ),
     ],
     json: AsJson = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Draw both on one time axis too; FILE.html for a page.")
+        Path | None,
+        typer.Option(metavar="FILE.svg", help="File for a drawing of both on one time axis; FILE.html for a page."),
     ] = None,
 ) -> int:
-    """Show where a prediction is off: signed errors beside the spread of repeats, and which terms carry them."""
+    """Show the errors of a prediction, next to the spread of the steps, and the terms that cause them."""
     from simplan.cli.compare import compare_command
 
     return compare_command(prediction, measurement, as_json=json, plot=plot)
@@ -256,43 +261,36 @@ def compare(
 @app.command(short_help="Measure this machine: layers or kernels, and links.")
 def calibrate(
     scenarios: Annotated[
-        list[Path] | None, typer.Argument(metavar="SCENARIO", help="Scenarios whose shapes to time.")
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=4096, metavar="N", help="Ranks that run at the same time (default: as the scenario's plan)."
+        list[Path] | None,
+        typer.Argument(
+            metavar="SCENARIO", help="Scenarios whose layers are timed (default: none, for the kernel grid)."
         ),
     ] = None,
-    budget: Annotated[
-        float, typer.Option(min=1.0, max=86_400.0, metavar="SECONDS", help="Most time to spend on measurements.")
-    ] = 240.0,
+    ranks: Annotated[int | None, _COUNT(max=4096, help="Number of concurrent ranks (default: the scenario's).")] = None,
+    budget: Annotated[float, _SECONDS(min=1.0, help="Time budget of the measurements.")] = 240.0,
     device: Annotated[
         Literal["cpu", "cuda"] | None,
-        typer.Option(metavar="cpu|cuda", help="Of the ranks (default: GPUs where there are any)."),
+        typer.Option(metavar="cpu|cuda", help="Device of the ranks (default: cuda if this machine has a GPU)."),
     ] = None,
     dtype: Annotated[
         list[TimedPrecision] | None,
         typer.Option(
             metavar="|".join(TimedPrecision),
-            help="Precision of the grid, may be given several times (default: fp32 on CPUs, bf16 on GPUs).",
+            help="Precision of the kernel grid, repeatable (default: fp32 on CPUs, bf16 on GPUs).",
         ),
     ] = None,
     nnodes: Annotated[
-        int,
-        typer.Option(
-            "--nnodes", "--nodes", min=1, max=1_000_000, metavar="N", help="Nodes; the same command runs on each."
-        ),
+        int, _COUNT("--nnodes", "--nodes", max=1_000_000, help="Node count; the same command runs on each node.")
     ] = 1,
     rdzv_endpoint: Endpoint = None,
     rdzv_conf: RendezvousConf = None,
     calibration: CalibrationFile = None,
     json: AsJson = False,
 ) -> int:
-    """Measure this machine: the layers of scenarios, or, without any, kernels over a grid of sizes for any model.
+    """Measure this machine: layers of scenarios, or kernels over a grid of sizes, for any model.
 
-    Collectives and messages are timed with both. An interrupted calibration goes on where it stopped. With --nnodes
-    and --rdzv-endpoint, collectives and messages are timed inside of nodes and across them; all keep what is found.
+    Both time collectives and P2P sends. The same command resumes an interrupted calibration. With --nnodes and
+    --rdzv-endpoint, only communication is timed, inside nodes and between nodes, and every node saves the result.
     """
     from simplan.cli.calibrations import CalibrationTarget
     from simplan.cli.commands import calibrate_command
@@ -313,13 +311,10 @@ def calibrate(
 def check(
     paths: ScenarioPaths,
     json: AsJson = False,
-    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
-    github: Annotated[
-        bool, typer.Option("--github", help="Annotate files and write the job summary on GitHub.")
-    ] = False,
+    junit: Annotated[Path | None, _FILE(help="File for JUnit XML (default: none).")] = None,
+    github: Annotated[bool, typer.Option("--github", help="Annotations and a job summary for GitHub Actions.")] = False,
     bless: Annotated[
-        bool,
-        typer.Option("--bless", help="First write today's values into expectations whose why begins with 'blessed'."),
+        bool, typer.Option("--bless", help="Update of expectations whose why begins with 'blessed', before the check.")
     ] = False,
     calibration: CalibrationFile = None,
 ) -> int:
@@ -335,33 +330,31 @@ def check(
 
 
 @app.command(
-    short_help="Predict training runs that others published.",
+    short_help="Predict published training runs, and show the errors.",
     epilog=f"Schema of the files: {documentation('reference/published-runs')}",
 )
 def accuracy(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Files of published runs, or folders of them.")],
     json: AsJson = False,
-    runs: Annotated[bool, typer.Option("--runs", help="List every run, not only those that are furthest off.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
-    csv: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write every run as a row of a CSV file too.")
-    ] = None,
+    runs: Annotated[bool, typer.Option("--runs", help="All runs, not only those with the largest errors.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Tables in Markdown.")] = False,
+    csv: Annotated[Path | None, _FILE(help="File for a CSV table of all runs (default: none).")] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Draw predicted over measured step times, by file.")
-    ] = None,
-    stage_times: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            help="Predict from these profiled stage times instead of the cost model; others are skipped.",
+            metavar="FILE.svg", help="File for a drawing of predicted over measured step times (default: none)."
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=-1, max=4096, metavar="N", help="Processes; -1 for one a core.")] = -1,
+    stage_times: Annotated[
+        Path | None, _FILE(help="Profiled stage times instead of the cost model; runs without them are skipped.")
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=-1, max=4096, metavar="N", help="Number of processes; -1 for one per core.")
+    ] = -1,
 ) -> int:
-    """Predict training runs that others published, and show how far off that is.
+    """Predict published training runs, and show the errors.
 
-    Each file has a schema of its own. What cannot be predicted is skipped by name. The
-    exit code is 0 whatever the errors.
+    Runs that cannot be predicted are skipped with a reason. The exit code is 0 regardless of the errors.
     """
     from simplan.cli.accuracy import accuracy_command
 
@@ -381,12 +374,12 @@ def accuracy(
 def explain(
     scenario: ScenarioFile,
     other: Annotated[
-        Path | None, typer.Argument(metavar="OTHER", help="A second scenario: shows the difference, term by term.")
+        Path | None, typer.Argument(metavar="OTHER", help="Second scenario, for the difference of the two.")
     ] = None,
     json: AsJson = False,
     calibration: CalibrationFile = None,
 ) -> int:
-    """Show every term of the step time and of the memory, with its formula and its numbers."""
+    """Show every term of step time and memory, with its formula and numbers."""
     from simplan.cli.commands import explain_command
 
     return explain_command(scenario, other, as_json=json, calibration_file=calibration)
@@ -395,8 +388,8 @@ def explain(
 @app.command(short_help="Write the predicted step as a trace for Perfetto.")
 def trace(
     scenario: ScenarioFile,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="The trace to write.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the trace, which is one JSON document.")] = False,
+    output: Annotated[Path | None, _FILE("--output", "-o", help="File for the trace.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Trace on stdout, as one JSON document.")] = False,
     calibration: CalibrationFile = None,
 ) -> int:
     """Write the predicted step as a trace for Perfetto or chrome://tracing."""
@@ -405,20 +398,23 @@ def trace(
     return trace_command(scenario, as_json=json, output=output, calibration_file=calibration)
 
 
-@app.command(short_help="Draw the predicted step, a row for each pipeline rank.")
+@app.command(short_help="Draw the predicted step, one row per pipeline rank.")
 def draw(
     scenario: ScenarioFile,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE.svg", help="Write the picture as SVG too.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE.svg", help="SVG file for the drawing (default: none)."),
     ] = None,
     width: Annotated[
         int | None,
-        typer.Option(min=60, max=10_000, metavar="N", help="Columns of a line (default: the terminal's, else 100)."),
+        typer.Option(
+            min=60, max=10_000, metavar="N", help="Columns of the drawing (default: the terminal's, else 100)."
+        ),
     ] = None,
     json: AsJson = False,
     calibration: CalibrationFile = None,
 ) -> int:
-    """Draw the predicted step: what every pipeline rank does when, and where it idles."""
+    """Draw the predicted step: actions and idle time of every pipeline rank."""
     from simplan.cli.commands import draw_command
 
     return draw_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
@@ -427,17 +423,18 @@ def draw(
 @app.command(short_help="Write a Slurm batch script, or a Kubernetes PyTorchJob.")
 def export(
     scenario: ScenarioFile,
-    to: Annotated[str, typer.Option("--to", metavar="TARGET", help="slurm or kubernetes.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it to a file (default: print it).")
-    ] = None,
+    to: Annotated[str, typer.Option("--to", metavar="TARGET", help="Target: slurm or kubernetes.")],
+    output: Annotated[Path | None, _FILE("--output", "-o", help="File for the script (default: stdout).")] = None,
     nnodes: Annotated[
         str | None,
         typer.Option(
-            "--nnodes", "--nodes", metavar="N|MIN:MAX", help="As of run; MAX are the nodes of the scenario (default)."
+            "--nnodes",
+            "--nodes",
+            metavar="N|MIN:MAX",
+            help="Node count, or MIN:MAX for an elastic run (default: the scenario's).",
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Steady steps to measure.")] = 10,
+    steps: Annotated[int, _COUNT(max=100_000, help="Number of steady steps to measure.")] = 10,
     checkpoint_dir: CheckpointDir = None,
     checkpoint_every: CheckpointEvery = None,
     max_restarts: MaxRestarts = 0,
@@ -445,10 +442,10 @@ def export(
     json: AsJson = False,
     calibration: CalibrationFile = None,
 ) -> int:
-    """Write what runs the plan on a cluster: a Slurm batch script, or a Kubernetes PyTorchJob.
+    """Write a Slurm batch script or a Kubernetes PyTorchJob that runs the plan on a cluster.
 
-    Each node runs `torchrun ... -m executor.worker JOB OUT`; the job is in the file. Rank 0 writes
-    OUT/measurement.json, which `simplan compare` shows beside a prediction.
+    Each node runs `torchrun ... -m executor.worker JOB OUT`; the file contains the job. Rank 0 writes
+    OUT/measurement.json, which `simplan compare` compares with a prediction.
     """
     from simplan.cli.execute import checkpointing
     from simplan.cli.export import export_command
@@ -471,16 +468,16 @@ def show(
         str | None,
         typer.Argument(
             metavar="KIND",
-            help="devices, links, clusters, models, software, schedules, metrics; and the keys of a scenario's model, "
-            "cluster, training, plan or search-space.",
+            help="Kind: devices, links, clusters, models, software, schedules, metrics; and the keys of a scenario's "
+            "model, cluster, training, plan or search-space.",
         ),
     ] = None,
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="One entry, with the source of every value.")
+        str | None, typer.Argument(metavar="NAME", help="Name of one entry, for all its values with their sources.")
     ] = None,
     json: AsJson = False,
 ) -> int:
-    """Show the catalogue and the definitions of metrics."""
+    """Show the catalog, scenario keys and definitions of metrics."""
     from simplan.cli.listing import show_command
 
     return show_command(kind, name, as_json=json)
@@ -488,16 +485,19 @@ def show(
 
 @app.command()
 def dashboard(
-    port: Annotated[int, typer.Option(min=1, max=65_535, metavar="N", help="Port to serve on.")] = 8501,
+    port: Annotated[int, _COUNT(max=65_535, help="Port of the server.")] = 8501,
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Address to serve on; others than this machine's let others in.")
+        str, typer.Option(metavar="ADDRESS", help="Address of the server; other machines reach all but localhost.")
     ] = "localhost",
-    no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open a browser.")] = False,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="No browser window.")] = False,
     allow_run: Annotated[
-        bool, typer.Option("--allow-run", help="Let pages start runs here even if others reach them.")
+        bool, typer.Option("--allow-run", help="Permission to start runs for all machines that reach the pages.")
     ] = False,
 ) -> int:
-    """Serve the dashboard: plan, see and compare in a browser. On this machine only, unless --host says otherwise."""
+    """Serve the dashboard to a browser of this machine.
+
+    Pages plan, predict, run and compare. With --host, other machines reach them, too.
+    """
     from simplan.cli.dashboard import dashboard_command
 
     return dashboard_command(host=host, port=port, browser=not no_browser, allow_run=allow_run)
@@ -510,7 +510,7 @@ def demo(
     ),
     json: AsJson = False,
 ) -> int:
-    """Predict a small GPT under DDP, FSDP and three pipelines, run it on two ranks of this machine, and compare."""
+    """Predict and run a small GPT under DDP, FSDP and three pipelines on two ranks of this machine, and compare."""
     from simplan.cli.demo import demo_command
 
     return demo_command(output, as_json=json)

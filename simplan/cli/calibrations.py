@@ -31,10 +31,12 @@ from simplan.model.layer import CollectiveKind
 from simplan.model.low_precision import DEFAULT_RECIPE
 from simplan.runs.fewer_nodes import Nodes
 from simplan.scenario import Scenario, SearchScenario
+from simplan.units import counted
 
 __all__ = [
     "CalibrationTarget",
     "at_the_pace_of_now",
+    "chosen",
     "covers",
     "ensure",
     "is_needed",
@@ -104,6 +106,15 @@ def read(file: Path | None) -> Calibration | None:
             file=str(file),
         )
     return calibration
+
+
+def chosen(scenario: Scenario, file: Path | None) -> Calibration | None:
+    """Calibration for one scenario: the given file; without one, the user's calibration if the scenario needs one.
+
+    Raises:
+        SpecError: The file is missing or is no calibration.
+    """
+    return read(file) if file is not None or is_needed(scenario.job.cluster) else None
 
 
 def covers(calibration: Calibration | None, scenario: Scenario) -> bool:
@@ -192,7 +203,7 @@ def request_across(
     """Calibration request for several nodes: communication inside of a node and between nodes.
 
     Args:
-        num_nodes: Number of nodes.
+        num_nodes: Nodes in all.
         num_ranks: Ranks per node; None for the number of GPUs or cores.
         budget_s, wanted: See ``requests_for``; precisions must be empty, since no kernels are timed.
 
@@ -216,10 +227,7 @@ def request_across(
 def measure(requests: Iterable[CalibrationRequest], file: Path | None, nodes: Nodes | None = None) -> Calibration:
     """Runs the requests, merges their results into a calibration file, and returns the merged calibration.
 
-    Args:
-        requests: Measurements to run.
-        file: The calibration file; None means the one in the cache folder.
-        nodes: Rendezvous of a run on several nodes; None for this machine alone.
+    Without a file, that of the cache folder is used; without nodes, this machine alone.
 
     Raises:
         SpecError: torch is missing, or the file cannot be written or is no calibration.
@@ -233,7 +241,8 @@ def measure(requests: Iterable[CalibrationRequest], file: Path | None, nodes: No
         with tempfile.TemporaryDirectory(prefix="simplan-") as folder:
             result_file = Path(folder) / "calibration.json"
             try:
-                _run(request, result_file, _title(request), nodes)
+                of_each = f" on each of {request.num_nodes} nodes" if request.num_nodes > 1 else ""
+                _run(request, result_file, f"calibrating with {counted(request.num_ranks, 'rank')}{of_each}", nodes)
             finally:  # measurements of an interrupted calibration are saved
                 found = load(result_file)
                 if found is not None:
@@ -317,8 +326,3 @@ def _shape(scenario: Scenario) -> ShapeRequest:
         compiled=scenario.job.software.compiled,
         model_code=scenario.job.software.layers.model_code,
     )
-
-
-def _title(request: CalibrationRequest) -> str:
-    of_each = f" on each of {request.num_nodes} nodes" if request.num_nodes > 1 else ""
-    return f"calibrating with {request.num_ranks} rank{'s' if request.num_ranks > 1 else ''}{of_each}"

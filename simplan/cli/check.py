@@ -127,11 +127,7 @@ _MARK = "blessed"
 
 
 def bless(file: Path, prediction: Mapping[str, Any]) -> list[str]:
-    """Rewrites the blessed values of a scenario file that no longer hold.
-
-    Args:
-        file: A valid scenario file.
-        prediction: ``Prediction.to_json()`` of it.
+    """Rewrites the blessed values of a valid scenario file that do not hold in the JSON of its prediction.
 
     Returns:
         One line per change: file, metric, old and new value.

@@ -7,15 +7,15 @@ from pathlib import Path
 
 from simplan.cli.calibrations import (
     CalibrationTarget,
+    chosen,
     covers,
     ensure,
     is_needed,
     measure,
-    read,
     request_across,
     requests_for,
 )
-from simplan.cli.drawing import print_drawing, refuse_other_suffix, write_drawing
+from simplan.cli.drawing import print_drawing, refuse_other_suffix
 from simplan.cli.execute import RunOptions, default_folder, execute, join, refuse_other_software
 from simplan.cli.nodes import NodeRendezvous, nodes_of, nodes_to_time, refuse_without_nodes
 from simplan.cli.search import scenarios_to_time
@@ -25,9 +25,10 @@ from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.store import default_path
 from simplan.errors import Problem, SpecError
 from simplan.explain import difference, explain
-from simplan.io import as_argument, write_json
+from simplan.io import as_argument, write_json, write_text
 from simplan.report.comparison import comparison_text
 from simplan.report.drawings.drawing import draw_pipeline
+from simplan.report.drawings.drawing_svg import drawing_svg
 from simplan.report.explanation import difference_text, explanation_text
 from simplan.report.text import prediction_text, verdict
 from simplan.report.trace import predicted_trace, write_predicted_trace
@@ -113,7 +114,7 @@ def draw_command(
     scenario = load_scenario(file)
     drawing = draw_pipeline(scenario.predict(_calibration_for(scenario, calibration_file)))
     if output is not None:
-        write_drawing(output, drawing)
+        write_text(output, drawing_svg(drawing))
         say(f"wrote {output}; any browser opens it")
     if as_json:
         print_json(drawing.to_json())
@@ -192,9 +193,7 @@ def calibrate_command(
 
 
 def _calibration_for(scenario: Scenario, file: Path | None) -> Calibration | None:
-    if not is_needed(scenario.job.cluster):
-        return None if file is None else read(file)
-    calibration = read(file)
+    calibration = chosen(scenario, file)
     if calibration is not None and not covers(calibration, scenario):
         this = as_argument(scenario.file or "FILE")
         say(f"note: not every layer here was timed itself; `simplan calibrate {this}` times them")

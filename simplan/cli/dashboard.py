@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 from simplan.children import exit_code, request_full_recompute
 from simplan.cli.terminal.output import say
-from simplan.cli.terminal.processes import ending_signals_raise
+from simplan.cli.terminal.processes import ROOT, child_environment, ending_signals_raise
 from simplan.errors import Problem, RunError, SpecError
 
 __all__ = ["RUN_FLAG", "dashboard_command", "is_local"]
@@ -20,7 +18,6 @@ __all__ = ["RUN_FLAG", "dashboard_command", "is_local"]
 RUN_FLAG = "SIMPLAN_ALLOW_RUN"
 """Environment variable that tells pages whether they may start runs: ``1`` or ``0``."""
 
-_ROOT = Path(__file__).resolve().parent.parent.parent
 _NEEDED = ("streamlit", "plotly", "pandas")
 
 
@@ -32,7 +29,7 @@ def dashboard_command(*, host: str, port: int, browser: bool, allow_run: bool) -
         RunError: The server ended by itself.
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]
-    if missing or not (_ROOT / "app").is_dir():
+    if missing or not (ROOT / "app").is_dir():
         rule = f"the dashboard needs {', '.join(missing) or 'its pages'}, which is not installed here"
         raise SpecError(Problem(field="", rule=rule, fix='install it with: pip install "simplan[app]"'))
     _check_port(host, port)
@@ -40,8 +37,7 @@ def dashboard_command(*, host: str, port: int, browser: bool, allow_run: bool) -
     runs = allow_run or local
     if not local:
         say(f"anyone who reaches {host} can see this dashboard" + (" and start runs on this machine" if runs else ""))
-    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", RUN_FLAG: "1" if runs else "0"}
+    environment = {**child_environment(), RUN_FLAG: "1" if runs else "0"}
     arguments = ["--host", host, "--port", str(port), *(["--browser"] if browser else [])]
     with ending_signals_raise():
         child = subprocess.Popen([sys.executable, "-m", "app", *arguments], env=environment, stdin=subprocess.DEVNULL)

@@ -9,13 +9,11 @@ from pathlib import Path
 
 from simplan.cli.terminal.output import print_result
 from simplan.errors import Problem, SpecError
-from simplan.io import write_text
 from simplan.program.action import ActionKind
 from simplan.report.drawings.drawing import Box, PipelineDrawing
-from simplan.report.drawings.drawing_svg import drawing_svg
 from simplan.report.drawings.drawing_text import MIN_WIDTH, drawing_text
 
-__all__ = ["print_drawing", "refuse_other_suffix", "write_drawing"]
+__all__ = ["print_drawing", "refuse_other_suffix"]
 
 _WIDTH_OFF_TERMINAL = 100
 _RESET = "\033[0m"
@@ -41,11 +39,7 @@ def print_drawing(drawing: PipelineDrawing, width: int | None) -> None:
 
 
 def refuse_other_suffix(file: Path, option: str = "--output") -> None:
-    """Rejects a file name that does not end in ``.svg``.
-
-    Args:
-        file: File to write the drawing to.
-        option: Command-line option that names the file.
+    """Rejects a file name of an option that does not end in ``.svg``.
 
     Raises:
         SpecError: The file's name does not end in ``.svg``.
@@ -53,15 +47,6 @@ def refuse_other_suffix(file: Path, option: str = "--output") -> None:
     if file.suffix.lower() != ".svg":
         fix = f"write {file.with_suffix('.svg')}" if file.name else "name a file"
         raise SpecError(Problem(field=option, value=str(file), rule="must end in .svg", fix=fix))
-
-
-def write_drawing(file: Path, drawing: PipelineDrawing) -> None:
-    """Writes the picture as SVG.
-
-    Raises:
-        SpecError: The file cannot be written.
-    """
-    write_text(file, drawing_svg(drawing))
 
 
 def _coloured(text: str, box: Box) -> str:

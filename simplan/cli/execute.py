@@ -66,12 +66,6 @@ class RunOptions:
 def checkpointing(folder: Path | None, every: int | None, *, restarts: int, resume: bool) -> Checkpointing | None:
     """Checkpointing as the flags say; None without a folder.
 
-    Args:
-        folder: ``--checkpoint-dir``.
-        every: ``--checkpoint-every``.
-        restarts: ``--max-restarts``.
-        resume: ``--resume``.
-
     Raises:
         SpecError: A flag needs a folder.
     """
@@ -203,13 +197,7 @@ def join(nodes: Nodes, folder: Path) -> None:
 def exported_job(
     scenario: Scenario, calibration: Calibration | None, options: RunOptions, min_nodes: int | None
 ) -> RunSpec:
-    """Job file for ranks that are started by another launcher.
-
-    Args:
-        scenario: Scenario on all nodes.
-        calibration: Calibration for the prediction; None for the catalog.
-        options: Options of the run.
-        min_nodes: Smallest number of nodes that may start or continue the run; None for all nodes.
+    """Job file for ranks that another launcher starts, on at least ``min_nodes`` nodes; None for all nodes.
 
     Raises:
         SpecError: The scenario cannot be predicted or run.
@@ -248,13 +236,7 @@ def run_spec_of_scenario(
     options: RunOptions,
     on_fewer: Mapping[int, Prediction] = MappingProxyType({}),
 ) -> RunSpec:
-    """Job for the executor.
-
-    Args:
-        scenario: Scenario to run.
-        prediction: Prediction of the scenario.
-        options: Options of the run.
-        on_fewer: Number of nodes -> prediction, for the smaller numbers of nodes that may continue the run.
+    """Job for the executor; ``on_fewer`` has the predictions for smaller numbers of nodes that may continue the run.
 
     Raises:
         NotModelledError: The executor does not run such devices, precisions or stages.

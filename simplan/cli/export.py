@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import simplan
-from simplan.cli.calibrations import is_needed, read
+from simplan.cli.calibrations import chosen
 from simplan.cli.execute import RunOptions, exported_job, refuse_other_software
 from simplan.cli.nodes import numbers_of_nodes, refuse_other_number
 from simplan.cli.terminal.output import print_json, print_result, say
-from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.interop.launchers import Launch, claim_of, kubernetes_job, slurm_script
 from simplan.io import write_text
@@ -47,9 +46,8 @@ def export_command(
     least = _min_nodes(scenario, nodes, checkpointing)
     if least is not None and checkpointing is not None and target == "kubernetes":
         checkpointing = checkpointing.model_copy(update={"resume": True})  # containers that failed begin again
-    job = exported_job(
-        scenario, _calibration(scenario, calibration_file), RunOptions(num_steps, checkpointing=checkpointing), least
-    )
+    options = RunOptions(num_steps, checkpointing=checkpointing)
+    job = exported_job(scenario, chosen(scenario, calibration_file), options, least)
     launch = Launch(job, cluster.num_nodes, cluster.ranks_per_node, gpus, cluster.cores_per_node, least)
     if target == "slurm":
         text = slurm_script(launch)
@@ -67,10 +65,6 @@ def export_command(
         write_text(output, text)
         say(f"wrote {output}; start it with `{'sbatch' if target == 'slurm' else 'kubectl apply -f'} {output}`")
     return 0
-
-
-def _calibration(scenario: Scenario, file: Path | None) -> Calibration | None:
-    return read(file) if file is not None or is_needed(scenario.job.cluster) else None
 
 
 def _min_nodes(scenario: Scenario, nodes: str | None, checkpointing: Checkpointing | None) -> int | None:

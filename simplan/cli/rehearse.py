@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
-from simplan.cli.calibrations import ensure, is_needed, read
+from simplan.cli.calibrations import chosen, ensure, is_needed
 from simplan.cli.execute import RunOptions, refuse_other_software, run_spec_of_scenario
 from simplan.cli.terminal.output import print_json, print_result
 from simplan.cli.terminal.processes import run_executor
@@ -21,42 +20,29 @@ from simplan.runs.run_spec import RunSpec
 from simplan.scenario import load_scenario
 from simplan.validate.rehearsal import compare_rehearsal
 
-__all__ = ["RehearseOptions", "rehearse_command"]
+__all__ = ["rehearse_command"]
 
 _WORST = "worst"
 
 
-@dataclass(frozen=True, slots=True)
-class RehearseOptions:
-    """Options of a dry run.
-
-    Attributes:
-        rank: A rank's number, or ``worst`` for the rank with the highest predicted peak memory.
-        fake: Run on tensors without data.
-        num_steps: Steps to measure.
-        num_warmup_steps: Steps before the measured ones.
-    """
-
-    rank: str = _WORST
-    fake: bool = False
-    num_steps: int = 5
-    num_warmup_steps: int = 2
-
-
 def rehearse_command(
-    file: Path, *, as_json: bool, output: Path | None, calibration_file: Path | None, options: RehearseOptions
+    file: Path,
+    *,
+    rank_asked: str,
+    fake: bool,
+    steps: RunOptions,
+    as_json: bool,
+    output: Path | None,
+    calibration_file: Path | None,
 ) -> int:
-    """``simplan rehearse``."""
+    """``simplan rehearse``; the rank is a number, or ``worst`` for the rank with the highest predicted peak memory."""
     scenario = load_scenario(file)
     refuse_other_software(scenario)
-    if is_needed(scenario.job.cluster):
-        calibration = ensure([scenario], calibration_file)
-    else:
-        calibration = None if calibration_file is None else read(calibration_file)
+    needed = is_needed(scenario.job.cluster)
+    calibration = ensure([scenario], calibration_file) if needed else chosen(scenario, calibration_file)
     prediction, simulated = scenario.predict_step(calibration)
-    rank = _rank(options.rank, prediction)
-    steps = RunOptions(num_steps=options.num_steps, num_warmup_steps=options.num_warmup_steps)
-    rehearsal = _rehearse(run_spec_of_scenario(scenario, prediction, steps), rank, fake=options.fake)
+    rank = _rank(rank_asked, prediction)
+    rehearsal = _rehearse(run_spec_of_scenario(scenario, prediction, steps), rank, fake=fake)
     comparison = compare_rehearsal(prediction, simulated, rehearsal)
     document = {
         "schema_version": 2,
@@ -69,7 +55,7 @@ def rehearse_command(
     if as_json:
         print_json(document)
         return 0
-    where = "on tensors without data" if options.fake else f"on {rehearsal.environment.get('device')}"
+    where = "on tensors without data" if fake else f"on {rehearsal.environment.get('device')}"
     title = f"{scenario.name}: rank {rank} of {prediction.job.plan.num_devices}, rehearsed {where}"
     print_result(f"{title}\npredicted: {verdict(prediction)}\n\n{rehearsal_text(comparison)}")
     return 0

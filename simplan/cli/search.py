@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import yaml
 
 from simplan.cli.calibrations import read, refuse_unneeded
 from simplan.cli.terminal.output import emphasize, print_json, print_result, say
-from simplan.cli.terminal.progress import ProgressLine as Bar
+from simplan.cli.terminal.progress import ProgressLine
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import NoFeasiblePlanError, Problem, SpecError, did_you_mean
@@ -47,7 +45,8 @@ class SearchOptions:
         top: Number of plans to rank.
         objectives: Names of one or two objectives.
         jobs: Number of processes.
-        save_plan: File for the scenario with the best plan.
+        save_plan: File for the scenario with a ranked plan.
+        rank: Rank of the plan to save; None for the best.
         largest: Quantity to maximize instead of searching for the best plan.
     """
 
@@ -55,6 +54,7 @@ class SearchOptions:
     objectives: tuple[str, ...] = ()
     jobs: int = 1
     save_plan: Path | None = None
+    rank: int | None = None
     largest: str | None = None
 
 
@@ -62,6 +62,7 @@ def search_command(file: Path, *, as_json: bool, options: SearchOptions, calibra
     """``simplan search``."""
     scenario = load_search(file)
     space = _space(scenario, options)
+    _check_rank(options, space)
     refuse_unneeded(scenario, calibration_file)
     calibration = read(calibration_file) if scenario.job.cluster.cores_per_node is not None else None
     if options.largest is not None:
@@ -75,17 +76,15 @@ def search_command(file: Path, *, as_json: bool, options: SearchOptions, calibra
             name=scenario.name,
             calibration=calibration,
             jobs=options.jobs,
-            on_progress=watch.update,
+            on_progress=watch.show,
         )
-    if result.best is not None and options.save_plan is not None:
-        until = " until it was stopped: there may be better ones" if result.interrupted else ""
-        what = f"The best plan that `simplan search {as_argument(scenario.file)}` found{until}"
-        _save(scenario, result.best.plan, options.save_plan, what)
     if as_json:
         print_json(result.to_json())
     else:
         text, line = search_text(result, _next(scenario, result, options)), search_verdict(result)
         print_result(text.replace(line, emphasize(line, result.best is not None), 1))
+    if result.best is not None and options.save_plan is not None:
+        _save_ranked(scenario, result, options.save_plan, options.rank or 1)
     if result.interrupted:
         return _INTERRUPTED
     return NoFeasiblePlanError.exit_code if result.best is None else 0
@@ -125,7 +124,7 @@ def _largest(
             scenario.job,
             space,
             quantity,  # type: ignore[arg-type] # checked above
-            watch.trying,
+            lambda value: watch.update(0, 1, f"trying {value:,}"),
             calibration=calibration,
         )
     if options.save_plan is not None:
@@ -164,6 +163,41 @@ def _space(scenario: SearchScenario, options: SearchOptions) -> SearchSpace:
     given = scenario.space.model_dump(mode="json", exclude_unset=True)
     merged = {key: value for key, value in {**given, **update}.items() if value is not None}
     return parse_model(SearchSpace, merged, prefix=("search",))
+
+
+def _check_rank(options: SearchOptions, space: SearchSpace) -> None:
+    """Reject a rank of which no plan can be saved.
+
+    Raises:
+        SpecError: The rank has no effect, or is more than the search ranks.
+    """
+    rank = options.rank
+    if rank is None:
+        return
+    if options.save_plan is None:
+        rule, fix = "chooses the plan to save, and --save-plan is not given", "give --save-plan FILE too"
+    elif options.largest is not None:
+        rule, fix = "cannot go with --largest, which finds one plan", "leave it out"
+    elif rank > space.top:
+        rule, fix = f"is more than the {space.top} plans to rank", f"give --top {rank} too"
+    else:
+        return
+    raise SpecError(Problem(field="--rank", value=str(rank), rule=rule, fix=fix))
+
+
+def _save_ranked(scenario: SearchScenario, result: SearchResult, file: Path, rank: int) -> None:
+    """Write a scenario with a plan of the ranking, the best being rank 1.
+
+    Raises:
+        SpecError: The search found fewer plans.
+    """
+    if rank > len(result.ranked):
+        rule = f"is more than the {len(result.ranked)} ranked plans: no others fit"
+        raise SpecError(Problem(field="--rank", value=str(rank), rule=rule, fix=f"use 1 to {len(result.ranked)}"))
+    until = " until it was stopped: there may be better ones" if result.interrupted else ""
+    command = f"`simplan search {as_argument(scenario.file)}`"
+    what = f"The best plan that {command} found" if rank == 1 else f"Plan {rank} of the ranking of {command}"
+    _save(scenario, result.ranked[rank - 1].plan, file, what + until)
 
 
 def _save(
@@ -213,26 +247,15 @@ def scenarios_to_time(file: Path) -> list[Scenario]:
     return [Scenario(name=asked.name, job=asked.job.with_plan(plan), file=asked.file) for plan in one_of.values()]
 
 
-class _Watch:
+class _Watch(ProgressLine):
     """Progress on a terminal: candidates done, the best so far and the time left. Nothing elsewhere."""
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._bar: Bar | None = None
+        super().__init__("searching", elsewhere=False)
         self._started_s = time.monotonic()
 
-    def __enter__(self) -> _Watch:
-        if sys.stderr.isatty():
-            self._bar = self._stack.enter_context(Bar("searching"))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def update(self, progress: SearchProgress) -> None:
+    def show(self, progress: SearchProgress) -> None:
         """Shows how far a search is."""
-        if self._bar is None:
-            return
         done, total = progress.done, progress.total
         words = [f"{done:,} of {total:,}"]
         if progress.best_step_time_s is not None:
@@ -241,9 +264,4 @@ class _Watch:
             words.append(progress.doing)
         elif done:
             words.append(f"{(time.monotonic() - self._started_s) * (total - done) / done:,.0f} s left")
-        self._bar.update(done, total, ", ".join(words))
-
-    def trying(self, value: int) -> None:
-        """Shows the value that is tried."""
-        if self._bar is not None:
-            self._bar.update(0, 1, f"trying {value:,}")
+        self.update(done, total, ", ".join(words))

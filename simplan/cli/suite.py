@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import simplan
-from simplan.children import exit_code, request_full_recompute
+from simplan.children import exit_code
 from simplan.cli.calibrations import read
 from simplan.cli.terminal.output import print_json, print_result, say
-from simplan.cli.terminal.processes import run_executor
+from simplan.cli.terminal.processes import child_environment, end_child, run_executor
 from simplan.cli.terminal.progress import ProgressLine
 from simplan.cost.calibration.store import refuse_other_device
 from simplan.errors import Problem, SpecError
@@ -35,7 +33,6 @@ _CALIBRATION_SHARE = 0.25  # of the budget
 _GRID = ("--dtype", "bf16", "--dtype", "fp32")
 _LEAST_S = 10.0  # less time is not worth starting a case
 _GRACE_S = 20.0
-_ROOT = Path(simplan.__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,33 +56,21 @@ class _OutOfTimeError(Exception):
     """A process was ended because its time was over."""
 
 
-@dataclass(slots=True)
-class _Clock:
-    """Remaining time budget."""
-
-    budget_s: float
-    start_s: float = field(default_factory=time.monotonic)
-
-    @property
-    def left_s(self) -> float:
-        return self.budget_s - (time.monotonic() - self.start_s)
-
-
 def suite_command(
     folders: Sequence[Path], *, output: Path, as_json: bool, calibration_file: Path | None, options: SuiteOptions
 ) -> int:
     """``simplan suite``."""
     files = _scenario_files(folders)
-    clock = _Clock(options.budget_s)
+    deadline_s = time.monotonic() + options.budget_s
     environment = _environment()
     _check_device(options.device, environment)
     (output / "cases").mkdir(parents=True, exist_ok=True)
-    calibration = calibration_file or _calibrated(files, output / "calibration.json", clock, options)
+    calibration = calibration_file or _calibrated(files, output / "calibration.json", deadline_s, options)
     cases, not_reached = [], []
     with ProgressLine(f"{len(files)} scenarios") as progress:
         for number, file in enumerate(files):
             progress.update(number, len(files), file.stem)
-            case = _case(file, output / "cases" / file.stem, calibration, clock, options)
+            case = _case(file, output / "cases" / file.stem, calibration, deadline_s, options)
             if case is None:
                 not_reached.append(file.stem)
             else:
@@ -141,7 +126,7 @@ def _check_device(device: str, environment: dict[str, Any]) -> None:
         raise SpecError(Problem(field="--device", value=device, rule="this machine has no CUDA device", fix=fix))
 
 
-def _calibrated(files: Sequence[Path], target: Path, clock: _Clock, options: SuiteOptions) -> Path | None:
+def _calibrated(files: Sequence[Path], target: Path, deadline_s: float, options: SuiteOptions) -> Path | None:
     """The suite's own calibration, made when there is none; None when that failed."""
     if target.exists():
         return target
@@ -153,7 +138,7 @@ def _calibrated(files: Sequence[Path], target: Path, clock: _Clock, options: Sui
     try:
         _simplan(
             ["calibrate", *asked, "--budget", f"{budget_s:g}", "--calibration", str(target), "--json"],
-            limit_s=min(clock.left_s, 2 * budget_s + 60),
+            limit_s=min(deadline_s - time.monotonic(), 2 * budget_s + 60),
         )
     except (SpecError, _OutOfTimeError) as error:
         say(f"note: predictions are from the catalogue alone: {error}")
@@ -167,16 +152,18 @@ def _runs_here(file: Path) -> bool:
         return False  # the run of the case reports the error
 
 
-def _case(file: Path, folder: Path, calibration: Path | None, clock: _Clock, options: SuiteOptions) -> SuiteCase | None:
+def _case(
+    file: Path, folder: Path, calibration: Path | None, deadline_s: float, options: SuiteOptions
+) -> SuiteCase | None:
     """Result of one scenario: from an earlier call, a run or a dry run; None when the time budget does not suffice."""
     kind: Literal["run", "rehearsal"] = "rehearsal" if file.stem.startswith(_REHEARSED) else "run"
     digest = hashlib.sha256(file.read_bytes() + simplan.__version__.encode()).hexdigest()[:16]
     kept = folder.with_suffix(".case.json")
     if kept.exists() and (found := read_model(kept, SuiteCase)).digest == digest:
         return found
-    if clock.left_s < _LEAST_S:
+    if deadline_s - time.monotonic() < _LEAST_S:
         return None
-    limit_s = min(options.limit_s, clock.left_s)
+    limit_s = min(options.limit_s, deadline_s - time.monotonic())
     try:
         command = _command(kind, file, folder, calibration, options)
         document = _simplan(command, limit_s)
@@ -221,20 +208,21 @@ def _simplan(command: Sequence[str], limit_s: float) -> dict[str, Any]:
         SpecError: The command failed; the error quotes its stderr.
         _OutOfTimeError: The command took too long and was ended together with its child processes.
     """
-    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as said:
         child = subprocess.Popen(
             [sys.executable, "-m", "simplan", *command],
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=said,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+            env=child_environment(),
             start_new_session=True,
         )
         try:
             code = exit_code(child, limit_s)
         finally:
-            _end(child)
+            if exit_code(child, 0.0) is None:
+                end_child(child, _GRACE_S)
+                exit_code(child)
         if code is None:
             raise _OutOfTimeError(f"it took more than {limit_s:.0f} s")
         printed.seek(0)
@@ -246,13 +234,3 @@ def _simplan(command: Sequence[str], limit_s: float) -> dict[str, Any]:
         raise SpecError(Problem(field="", rule=why))
     found: dict[str, Any] = json.loads(result)
     return found
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Requests a clean stop, so that no rank keeps running; kills after a grace period."""
-    if exit_code(child, 0.0) is not None:
-        return
-    request_full_recompute(child)
-    if exit_code(child, _GRACE_S) is None:
-        os.killpg(child.pid, signal.SIGKILL)
-        exit_code(child)

@@ -11,6 +11,12 @@ from simplan.explain.part import ExplainedTerm
 
 __all__ = ["Difference", "DifferenceRow", "difference"]
 
+_CATEGORIES = ("compute", "recompute", "exposed communication", "wait", "host", "optimizer")
+"""Groups of terms that sum to the step time."""
+
+_EQUAL = 1e-3
+"""Relative difference below which step times are equal."""
+
 
 @dataclass(frozen=True, slots=True)
 class DifferenceRow:
@@ -46,6 +52,34 @@ class Difference:
     memory: tuple[DifferenceRow, ...]
     figures: tuple[DifferenceRow, ...]
 
+    @property
+    def step_time_s(self) -> float:
+        """Second minus first step time, in seconds."""
+        return self.second.step_time_s - self.first.step_time_s
+
+    @property
+    def categories(self) -> tuple[DifferenceRow, ...]:
+        """Time by category: one row for each of ``_CATEGORIES``."""
+        return tuple(
+            DifferenceRow(
+                group=category,
+                name=category,
+                unit="s",
+                first=sum(row.first for row in self.time if row.group == category),
+                second=sum(row.second for row in self.time if row.group == category),
+                first_formula="",
+                second_formula="",
+            )
+            for category in _CATEGORIES
+        )
+
+    @property
+    def main_category(self) -> DifferenceRow | None:
+        """Category that contributes most to the difference of the steps; None if their times are equal within 0.1%."""
+        if abs(self.step_time_s) <= _EQUAL * self.first.step_time_s:
+            return None
+        return max(self.categories, key=lambda row: row.difference * self.step_time_s)
+
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
 
@@ -57,8 +91,13 @@ class Difference:
             "kind": "difference",
             "first": self.first.to_json(),
             "second": self.second.to_json(),
-            "step_time_s": self.second.step_time_s - self.first.step_time_s,
+            "step_time_s": self.step_time_s,
             "device_bytes": self.second.device_bytes - self.first.device_bytes,
+            "categories": [
+                {"name": row.name, "first": row.first, "second": row.second, "difference": row.difference}
+                for row in self.categories
+            ],
+            "main_category": None if self.main_category is None else self.main_category.name,
             "time": rows(self.time),
             "memory": rows(self.memory),
             "figures": rows(self.figures),
@@ -67,13 +106,8 @@ class Difference:
 
 def difference(first: Explanation, second: Explanation) -> Difference:
     """Match the terms of two explanations by name."""
-    return Difference(
-        first,
-        second,
-        _lined_up(first.time, second.time),
-        _lined_up(first.memory, second.memory),
-        _lined_up(first.figures, second.figures),
-    )
+    parts = ((first.time, second.time), (first.memory, second.memory), (first.figures, second.figures))
+    return Difference(first, second, *(_lined_up(*pair) for pair in parts))
 
 
 def _lined_up(first: Iterable[ExplainedTerm], second: Iterable[ExplainedTerm]) -> tuple[DifferenceRow, ...]:

@@ -49,12 +49,7 @@ class Explanation:
 
 
 def explain(prediction: Prediction, simulated: Simulated) -> Explanation:
-    """Break down a prediction.
-
-    Args:
-        prediction: The prediction.
-        simulated: Simulated step of the prediction.
-    """
+    """Break down a prediction, given its simulated step."""
     rank = max(range(len(prediction.splits)), key=lambda r: (_busy_s(prediction.splits[r]), -r))
     worst = prediction.worst_memory
     return Explanation(

@@ -18,12 +18,7 @@ __all__ = ["memory_parts"]
 
 
 def memory_parts(prediction: Prediction, program: Program) -> Iterator[ExplainedTerm]:
-    """Yield terms that sum to the device memory of the peak-memory rank.
-
-    Args:
-        prediction: The prediction.
-        program: Level 2 Program of the prediction.
-    """
+    """Yield terms that sum to the device memory of the peak-memory rank, given the Level 2 Program."""
     job = prediction.job
     worst = prediction.worst_memory
     rank = program.stands_for[worst.rank]

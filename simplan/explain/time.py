@@ -12,29 +12,20 @@ from simplan.explain.part import ExplainedTerm
 from simplan.predict import Simulated
 from simplan.prediction import Prediction
 from simplan.program.program import Stream, Work
-from simplan.program.timeline import SpanKind
 from simplan.units import counted, format_percent, format_time
 
 __all__ = ["time_parts"]
 
-_GROUPS: Mapping[SpanKind, str] = {kind: str(kind) for kind in SpanKind if kind is not SpanKind.COMMUNICATION}
-
 
 def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
-    """Yield terms that sum to the step time: compute, exposed communication, and idle time.
-
-    Args:
-        prediction: The prediction.
-        simulated: Simulated step of the prediction.
-        rank: Rank whose step is explained.
-    """
+    """Yield terms that sum to the step time of a rank: compute, exposed communication, and idle time."""
     split = prediction.splits[rank]
     written_out = simulated.program.stands_for[rank]
     counts: dict[str, Counter[Work]] = defaultdict(Counter)
     for index in simulated.program.by_rank[written_out]:
         op = simulated.program.ops[index]
         if op.stream is Stream.COMPUTE:
-            counts[_GROUPS[op.kind]].update(op.work)
+            counts[op.kind.value].update(op.work)
     spent_s = {
         "compute": split.compute_s,
         "recompute": split.recompute_s,

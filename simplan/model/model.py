@@ -208,6 +208,13 @@ class ModelSpec(Spec):
         """Names of fields without a default."""
         return [name for name, field in cls.model_fields.items() if field.is_required() and name not in _OF_ALL]
 
+    @classmethod
+    def required_fields(cls, family: str) -> tuple[str, ...]:
+        """Fields that describe a model of a family completely: all others have a default or follow from them."""
+        sizes = [name for name in cls._sizes() if name in FAMILIES[family].fields]
+        derived = FAMILIES[family].defaults(dict.fromkeys(sizes, 1))
+        return tuple(name for name in sizes if name not in derived)
+
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
         """All layers, unsharded, from the one that takes the input to the head with the loss."""

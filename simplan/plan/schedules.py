@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Literal
 
+from simplan.documentation import documentation
 from simplan.errors import did_you_mean
 
 __all__ = [
@@ -85,8 +86,9 @@ def check_schedule_name(name: str) -> str:
     known = [*SCHEDULE_FACTS, *installed_schedules()]
     if name in known:
         return name
-    nearest = did_you_mean(name, known) or f"use one of {', '.join(known)}, or a CSV file with a table of actions"
-    raise ValueError(f"is not a known schedule; {nearest}")
+    nearest = did_you_mean(name, known) or f"known: {', '.join(known)}"
+    custom = f"a CSV file and an entry point can be given, too: {documentation('how-to/custom-schedule')}"
+    raise ValueError(f"is not a known schedule; {nearest}{' ' if nearest.endswith('?') else '; '}{custom}")
 
 
 def is_custom_schedule(name: str) -> bool:

@@ -70,6 +70,13 @@ def _of_plan(job: Job) -> Iterator[str]:
             f"gradients of {microbatches} microbatches add up whole before they are reduced, as grad_sync = step"
             + instead * (not plan.shard.experts_apart)  # with which it is not modelled
         )
+    state = software.state(training, plan)
+    if state.residual > state.activation:
+        name = "FP16" if training.precision == "fp16" else "BF16"
+        yield (
+            f"under autocast the residual stream is saved in FP32 and other activations in {name}; FSDP's mixed "
+            f"precision saves both in {name}, so DDP and ZeRO-1 need more activation memory than FSDP"
+        )
     if training.precision == "fp16":
         yield (
             "fp16: of the loss scaler are not modelled its pass over the gradients of a rank (8 bytes each, read and "

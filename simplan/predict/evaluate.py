@@ -21,6 +21,7 @@ from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
 from simplan.prediction import Prediction, Term
 from simplan.program.no_gc import gc_paused
 from simplan.program.tables.check import check_table
+from simplan.program.tables.custom_schedule import locating
 from simplan.program.tables.executable import check_executable
 from simplan.rules import check_job
 from simplan.sim.engine import timeline
@@ -52,10 +53,11 @@ def predict_step(
     model, cluster, training, plan = job.model, job.cluster, job.training, job.plan
     folding, extent = folding_of(job), predicted_extent(job)
     step = TruncatedStep(job, extent, calibration, 2, folding, expands_all(job, folding, extent.simulated))
-    for table in step.tables:
-        check_table(table, plan.num_stages, 1 + max(action.microbatch or 0 for row in table for action in row))
-    if is_custom_schedule(plan.schedule):
-        check_executable(step.tables[0], plan, job.software)
+    with locating(plan.schedule):
+        for table in step.tables:
+            check_table(table, plan.num_stages, 1 + max(action.microbatch or 0 for row in table for action in row))
+        if is_custom_schedule(plan.schedule):
+            check_executable(step.tables[0], plan, job.software)
     simulated, fine = step.simulated[0], step.programs[0]
     step_time_s, *moved_s = step.seconds(moved_durations_s).tolist()
     memory = step.memory()

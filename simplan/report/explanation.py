@@ -65,14 +65,14 @@ def _source(part: ExplainedTerm) -> str:
 def difference_text(difference: Difference) -> str:
     """Terms of both predictions next to each other, with their contributions to the difference."""
     first, second = difference.first, difference.second
-    faster = second.step_time_s - first.step_time_s
     needs = second.device_bytes - first.device_bytes
     return "\n\n".join(
         [
-            f"{first.name} -> {second.name}: a step {_signed(faster, 's')} "
+            f"{first.name} -> {second.name}: a step {_signed(difference.step_time_s, 's')} "
             f"({format_time(first.step_time_s)} -> {format_time(second.step_time_s)}), "
             f"memory {_signed(needs, 'bytes')} "
-            f"({format_bytes(first.device_bytes)} -> {format_bytes(second.device_bytes)})",
+            f"({format_bytes(first.device_bytes)} -> {format_bytes(second.device_bytes)})\n{_main_reason(difference)}",
+            _table(difference.categories),
             f"Time (rank {first.rank} and rank {second.rank}); the differences sum to that of the step",
             _table(difference.time),
             f"Memory (rank {first.memory_rank} and rank {second.memory_rank}); the differences sum to that of the peak",
@@ -81,6 +81,18 @@ def difference_text(difference: Difference) -> str:
             _table(difference.figures),
         ]
     )
+
+
+def _main_reason(difference: Difference) -> str:
+    """One sentence: the category with most of the difference of the steps, and its largest term."""
+    reason = difference.main_category
+    if reason is None:
+        return "The step times are equal within 0.1 %."
+    terms = [row for row in difference.time if row.group == reason.group]
+    largest = max(terms, key=lambda row: row.difference * difference.step_time_s)
+    term = f" (largest term: {largest.name}, {_signed(largest.difference, 's')})" if len(terms) > 1 else ""
+    than = "longer" if difference.step_time_s > 0 else "shorter"
+    return f"The second step is {than} mainly because of {reason.name}: {_signed(reason.difference, 's')}{term}."
 
 
 def _table(rows: Iterable[DifferenceRow]) -> str:

@@ -47,6 +47,20 @@ _CLUSTER = {
 }
 _OF_NO_FILE = ("name", "family", "packs", "sources")
 _PROPER = ("Hugging Face",)
+_PROBE = {
+    **{name: 1001 + index for index, name in enumerate(ModelSpec.model_fields)},
+    "num_attention_heads": 7,
+    "hidden_size": 7 * 997,
+    "patch_size": 16,
+    "image_size": 16 * 11,
+}
+"""Distinct values of all fields, by which a default is recognized as a formula."""
+_FORMULAS = {
+    **{value: name for name, value in _PROBE.items()},
+    997: "hidden_size / num_attention_heads",
+    4 * 7 * 997: "4 x hidden_size",
+    11 * 11 + 1: "(image_size / patch_size)^2 + 1",
+}
 _WRITTEN_OTHERWISE = {"document_lengths": "list of 1 and more; or a mapping with their distribution"}
 
 
@@ -55,7 +69,7 @@ def training_fields() -> list[dict[str, str]]:
     return [
         {
             "name": name,
-            "default": "" if field.is_required() else word_of(field.default),
+            "default": "required" if field.is_required() else word_of(field.default),
             "what for": _TRAINING[name],
             "values": values_of(field.annotation, field.metadata),
         }
@@ -75,24 +89,53 @@ def model_fields() -> list[dict[str, str]]:
     rows = [
         _row("preset", "a name of `simplan show models`; the other keys override its fields", "name"),
         _row("hf_config", "path of a config.json of Hugging Face; the other keys override its fields", "path"),
-        _row("family", "family of the layers, without preset and hf_config", families),
+        _row("family", "family of the layers; without preset and hf_config, required keys must be given", families),
     ]
     about = _attributes(ModelSpec)
     for name, field in ModelSpec.model_fields.items():
         if name in _OF_NO_FILE:
             continue
         values = _WRITTEN_OTHERWISE.get(name, values_of(field.annotation, field.metadata))
-        rows.append(_row(name, about.get(name, of_hugging_face), values, _families_with(name)))
+        rows.append(_row(name, about.get(name, of_hugging_face), values, _default(name), _families_with(name)))
     return rows
 
 
-def _row(name: str, about: str, values: str, families: str = "") -> dict[str, str]:
-    return {"name": name, "what for": about, "values": values, "families": families}
+def _row(name: str, about: str, values: str, default: str = "", families: str = "") -> dict[str, str]:
+    return {"name": name, "default": default, "what for": about, "values": values, "families": families}
+
+
+def _default(name: str) -> str:
+    """Default of a field in most families, then its defaults in others; ``required`` for none."""
+    families: dict[str, list[str]] = {}
+    for family in _having(name):
+        families.setdefault(_default_of(name, family), []).append(family)
+    (most, _), *others = sorted(families.items(), key=lambda item: -len(item[1]))
+    return "; ".join([most, *(f"{default} for {', '.join(some)}" for default, some in others)])
+
+
+def _default_of(name: str, family: str) -> str:
+    required = ModelSpec.required_fields(family)
+    if name in required:
+        return "required"
+    derived = FAMILIES[family].defaults({key: _PROBE[key] for key in required})
+    value = derived.get(name, ModelSpec.model_fields[name].default)
+    if isinstance(value, int) and value in _FORMULAS:
+        return _FORMULAS[value]
+    return (
+        ", ".join(map(str, value))
+        if isinstance(value, tuple) and value
+        else word_of(None if value == () else value) or "none"
+    )
+
+
+def _having(name: str) -> list[str]:
+    """Families with a field."""
+    return [family for family, its in FAMILIES.items() if name in its.fields]
 
 
 def _families_with(name: str) -> str:
     """Model families with a field, or the families without it if they are fewer."""
-    having = [family for family, its in FAMILIES.items() if name in its.fields]
+    having = _having(name)
     lacking = [family for family in FAMILIES if family not in having]
     return f"all but {', '.join(lacking)}" if len(lacking) < len(having) else ", ".join(having)
 

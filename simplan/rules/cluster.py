@@ -42,7 +42,7 @@ def devices(job: Job) -> Iterator[Problem]:
         others = needed // getattr(plan, key)
         if there % others == 0 and there // others <= most:
             fixes.append(f"{key} = {there // others}")
-    fixes.append(f"num_devices = {needed}")
+    fixes.append(f"num_devices = {needed} without num_nodes")
     factors = [
         f"{key} {getattr(plan, key)}"
         for key in ("dp_replicate", "dp_shard", "tp", "cp", "pp")

@@ -28,6 +28,7 @@ from simplan.errors import SpecError
 from simplan.problems import Path
 from simplan.scenario.collecting import Sections
 from simplan.scenario.devices import read_device
+from simplan.units import counted
 
 __all__ = ["read_cluster"]
 
@@ -66,8 +67,10 @@ def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
         fix = "give preset, or device and devices_per_node"
         if section.device is not None:
             read_device(sections, section.device, None)  # to report its problems as well
-            all_in_one = section.num_nodes in (None, 1) and section.num_devices is not None
-            fix = f"add devices_per_node: {section.num_devices} if they are in one node" if all_in_one else fix
+            nodes, devices = section.num_nodes or 1, section.num_devices
+            if devices is not None and devices % nodes == 0:
+                if_one = "" if nodes > 1 else " if they are in one node"
+                fix = f"add devices_per_node: {devices // nodes}{if_one}"
         sections.refuse(("cluster", key), "is missing", fix=fix)
         return None
     device = entry.device if entry else None
@@ -198,8 +201,12 @@ def _num_devices(sections: Sections, section: _Cluster, per_node: int) -> int | 
     nodes, devices = section.num_nodes, section.num_devices
     if nodes is None or devices is None:
         return devices or per_node * (nodes or 1)
-    if -(-devices // per_node) != nodes:
-        rule = f"needs {-(-devices // per_node)} nodes of {per_node}, and num_nodes = {nodes}"
-        sections.refuse(("cluster", "num_devices"), rule, value=devices, fix="give one of the two")
+    needed = -(-devices // per_node)
+    if needed != nodes:
+        rule = f"needs {counted(needed, 'node')} of devices_per_node = {per_node}, and num_nodes = {nodes}"
+        fix = f"remove num_nodes for {counted(devices, 'device')}, or num_devices for {nodes * per_node}"
+        if devices % nodes == 0:
+            fix += f", or give devices_per_node: {devices // nodes}"
+        sections.refuse(("cluster", "num_devices"), rule, value=devices, fix=fix)
         return None
     return devices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from simplan.document import Document
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
-from simplan.problems import Path, find_place, in_file_order, render_value, validate
+from simplan.problems import MISSING, Path, find_place, in_file_order, render_value, validate
 from simplan.search import SearchSpace
 from simplan.training.training import TrainingSpec
 
@@ -39,11 +39,23 @@ class Sections:
         self._problems: list[Problem] = []
         self._all_unmodelled = True
 
-    def read(self, model: type[_Model], data: Any, path: Path) -> _Model | None:
-        """Data as a spec; None, after recording the problems, when the data is invalid."""
+    def read(
+        self, model: type[_Model], data: Any, path: Path, examples: Mapping[str, str] | None = None
+    ) -> _Model | None:
+        """Data as a spec; None, after recording the problems, when the data is invalid.
+
+        Args:
+            model: The spec.
+            data: The section.
+            path: Keys of the section in the file.
+            examples: For each required key, what to add if it is missing. Other missing keys follow from these, and are
+                no problems of their own. None for no examples.
+        """
         is_section = len(path) <= 1
         elsewhere = where_keys_belong(str(path[0]) if path else "", searches=self._searches) if is_section else {}
         result, problems = validate(model, data, self._lines, prefix=path, elsewhere=elsewhere)
+        if examples is not None:
+            problems = tuple(_with_examples(problems, examples, path)) or problems
         self._keep(_without_consequences(problems, data, path) if isinstance(data, dict) else problems, modelled=True)
         return result
 
@@ -91,6 +103,15 @@ class Sections:
         self._problems.extend(problems)
         if problems and modelled:
             self._all_unmodelled = False
+
+
+def _with_examples(problems: Sequence[Problem], examples: Mapping[str, str], path: Path) -> Iterator[Problem]:
+    for problem in problems:
+        key = problem.field.removeprefix(f"{_dotted(path)}.")
+        if problem.rule != MISSING:
+            yield problem
+        elif key in examples:
+            yield replace(problem, fix=f"add {examples[key]}")
 
 
 def _without_consequences(problems: Sequence[Problem], data: dict[str, Any], path: Path) -> list[Problem]:

@@ -18,6 +18,7 @@ from simplan import catalog
 from simplan.errors import Problem, SpecError
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.io import folder_of, read_json, read_text
+from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
 from simplan.model.packing import DocumentOptions, DocumentSource, Histogram, Lognormal, represent
 from simplan.problems import render_value
@@ -91,7 +92,16 @@ def _complete_model(sections: Sections, fields: dict[str, Any]) -> ModelSpec | N
         if drawn is None:
             return None
         fields = fields | drawn
-    return sections.read(ModelSpec, fields, ("model",))
+    return sections.read(ModelSpec, fields, ("model",), _examples(fields.get("family")))
+
+
+def _examples(family: Any) -> dict[str, str]:
+    """Required keys of a family, each with its value in the first such model of the catalog; of no family, that key."""
+    if not isinstance(family, str) or family not in FAMILIES:
+        return {"family": "preset: gpt2-124m, or family: gpt and its required keys (`simplan show model`)"}
+    name = next(name for name in catalog.names("models") if catalog.model_fields(name)["family"] == family)
+    values = catalog.model(name).model_dump(mode="json")
+    return {key: f"{key}: {values[key]} (as in {name})" for key in ModelSpec.required_fields(family)}
 
 
 def _nearest_divisor(number: int, value: int) -> int:

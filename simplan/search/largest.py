@@ -60,6 +60,7 @@ class Largest:
             "fitting": list(self.fitting),
             "failing": list(self.failing),
             "exact": self.exact,
+            "model_fields": dict(self.model_fields),
         }
 
 

@@ -104,6 +104,20 @@ class RankedPlan:
     explanation: SearchExplanation | None = None
     alike: EquivalentPlans = EquivalentPlans()
 
+    def main_difference(self, best: RankedPlan) -> tuple[str, float] | None:
+        """Category of the step breakdown with most of the time by which the step is longer than the best plan's.
+
+        Returns:
+            Category and seconds more than in the best plan; None if the step is not longer or a plan is not explained.
+        """
+        mine, its = self.explanation, best.explanation
+        if mine is None or its is None or self.step_time_s <= best.step_time_s:
+            return None
+        more_s = {
+            name: share * self.step_time_s - its.shares[name] * best.step_time_s for name, share in mine.shares.items()
+        }
+        return max(more_s.items(), key=lambda item: item[1])
+
     def to_json(self) -> dict[str, Any]:
         """As in the document of ``simplan search --json``."""
         memory = {"device": self.device_bytes / GIB}
@@ -270,15 +284,18 @@ class SearchResult:
 
     def to_json(self) -> dict[str, Any]:
         """JSON document of ``simplan search --json``."""
-        best = self.best
+        ranked = [plan.to_json() for plan in self.ranked]
+        for plan, document in zip(self.ranked, ranked, strict=True):
+            difference = plan.main_difference(self.ranked[0])
+            document["main_difference"] = difference and {"category": difference[0], "seconds": difference[1]}
         return {
             "schema_version": SEARCH_SCHEMA_VERSION,
             "kind": "search",
             "name": self.name,
             "inputs": dict(self.inputs),
             "objectives": list(self.objectives),
-            "best": None if best is None else best.to_json(),
-            "ranked": [plan.to_json() for plan in self.ranked],
+            "best": ranked[0] if ranked else None,
+            "ranked": ranked,
             "pareto": [plan.to_json() for plan in self.pareto],
             "space": {
                 "total": self.space.total,

@@ -206,13 +206,9 @@ def stream_words(stream: str) -> str:
 
 
 def predicted_activity(timeline: Timeline, *, recompute_apart: bool = True) -> dict[int, Activity]:
-    """Activity by rank of a predicted step.
+    """Activity by rank of a predicted step; ``recompute_apart`` False counts recomputation as part of backward.
 
     Members of a collective have spans with equal times; the last to arrive is the rank that computed until then.
-
-    Args:
-        timeline: The predicted step.
-        recompute_apart: Report recomputation as a separate share; False counts it as part of backward.
     """
     activities: dict[int, Activity] = defaultdict(Activity)
     moving: dict[tuple[float, float, int], list[Span]] = defaultdict(list)

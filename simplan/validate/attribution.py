@@ -59,11 +59,8 @@ def attribute(
     """Terms of the critical paths, largest difference first, and the time splits of all ranks.
 
     Unexplained time, and the difference of the recorded step to the median step, are terms of their own. If the
-    measurement does not separate recomputation from backward, both sides count it as backward.
-
-    Args:
-        predicted: The predicted step.
-        measurement: A run of the same job; without recorded actions, no terms are returned.
+    measurement does not separate recomputation from backward, both sides count it as backward. Without recorded actions
+    there are no terms.
     """
     of_measured = measured_activity(measurement)
     recorded_s = max((busy.end_s for activity in of_measured.values() for busy in activity.busy), default=0.0)

@@ -12,7 +12,7 @@ from simplan.errors import Problem, SpecError
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
 from simplan.program.program import Program
-from simplan.program.timeline import Timeline
+from simplan.program.timeline import Span, Timeline
 from simplan.runs.measurement import Measurement
 from simplan.units import GIB, counted
 from simplan.validate.activity import UNEXPLAINED, ActivityShare
@@ -81,25 +81,17 @@ def compare(
     measured = measured_timeline(measurement)
     rows = [compared("step time", prediction["step_time_s"], measurement.step_time_s, "s", measurement.spread)]
     terms, splits = attribute(predicted, measurement)
-    slowdown = _slowdown(prediction, measurement)
-    if slowdown is not None:
-        predicted_s = prediction["step_time_s"] + (slowdown - 1) * _computing_s(terms)
+    calibrated_s, slowdown = prediction.get("reference_s"), None
+    if calibrated_s is not None and measurement.reference_s is not None:
+        slowdown = float(measurement.reference_s / calibrated_s)
+        computing_s = sum(term.predicted_s for term in terms if term.share in _COMPUTING)
+        predicted_s = prediction["step_time_s"] + (slowdown - 1) * computing_s
         rows.append(compared(AT_THIS_SPEED, predicted_s, measurement.step_time_s, "s", measurement.spread))
     rows += _memory_rows(prediction, measurement)
-    predicted_s, measured_s = _action_times(predicted), _action_times(measured)
-    for stage_kind in sorted(
-        predicted_s.keys() & measured_s.keys(), key=lambda key: (TIMED_KINDS.index(key[1]), key[0])
-    ):
-        stage, kind = stage_kind
-        rows.append(
-            compared(
-                f"{kind.value} of stage {stage}",
-                statistics.fmean(predicted_s[stage_kind]),
-                statistics.fmean(measured_s[stage_kind]),
-                "s",
-                relative_spread(measured_s[stage_kind]),
-            )
-        )
+    expected, found = _action_times(predicted), _action_times(measured)
+    for key in sorted(expected.keys() & found.keys(), key=lambda key: (TIMED_KINDS.index(key[1]), key[0])):
+        means_s = statistics.fmean(expected[key]), statistics.fmean(found[key])
+        rows.append(compared(f"{key[1].value} of stage {key[0]}", *means_s, "s", relative_spread(found[key])))
     unexplained_s = sum(term.measured_s for term in terms if term.part == UNEXPLAINED)
     low_s, high_s = prediction["step_time_interval_s"]
     notes = ["parts of the step are those of the representative step, the one with the median step time"]
@@ -123,19 +115,6 @@ def compare(
         splits=splits,
         slowdown=slowdown,
     )
-
-
-def _slowdown(prediction: Mapping[str, Any], measurement: Measurement) -> float | None:
-    """Time of the reference matmul in the run over its time in the calibration; None if not timed in both."""
-    calibrated_s = prediction.get("reference_s")
-    if calibrated_s is None or measurement.reference_s is None:
-        return None
-    return float(measurement.reference_s / calibrated_s)
-
-
-def _computing_s(terms: Iterable[TermDifference]) -> float:
-    """Compute seconds on the predicted critical path."""
-    return sum(term.predicted_s for term in terms if term.share in _COMPUTING)
 
 
 def _same_job(prediction: Mapping[str, Any], measurement: Measurement) -> None:
@@ -199,26 +178,16 @@ def _action_times(timeline: Timeline) -> dict[tuple[int, ActionKind], list[float
     """(stage, kind) -> durations of its actions over ranks and microbatches.
 
     An action lasts from its first compute to the end of all its work, including gradient reduction, as the host sees
-    it.
+    it. The all-reduce of tied embeddings is excluded, since most of it is wait between the first and the last stage.
     """
-    found: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
-    for (_, action), (start_s, end_s) in _hulls(timeline).items():
-        found[action.stage, action.kind].append(end_s - start_s)
-    return found
-
-
-def _hulls(timeline: Timeline) -> dict[tuple[int, Action], tuple[float, float]]:
-    """(rank, action) -> start and end of all its work, for compute actions.
-
-    The all-reduce of tied embeddings is excluded, since most of it is wait between the first and the last stage.
-    """
-    actions: dict[str, Action] = {}
-    hulls: dict[tuple[int, Action], tuple[float, float]] = {}
+    actions = {text: Action.parse(text) for text in {span.action for span in timeline.spans}}
+    work: dict[tuple[int, Action], list[Span]] = defaultdict(list)
     for span in timeline.spans:
-        action = actions.get(span.action)
-        if action is None:
-            action = actions[span.action] = Action.parse(span.action)
+        action = actions[span.action]
         if action.kind in TIMED_KINDS and span.stream != "tied":
-            start_s, end_s = hulls.get((span.rank, action), (span.start_s, span.end_s))
-            hulls[span.rank, action] = (min(start_s, span.start_s), max(end_s, span.end_s))
-    return hulls
+            work[span.rank, action].append(span)
+    found: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
+    for (_, action), spans in work.items():
+        duration_s = max(span.end_s for span in spans) - min(span.start_s for span in spans)
+        found[action.stage, action.kind].append(duration_s)
+    return found

@@ -158,10 +158,6 @@ class LoggedComparison:
 def compare_logged(prediction: Mapping[str, Any], logged: LoggedRun) -> LoggedComparison:
     """Compare a prediction with a log; the caller must know that both are for the same job.
 
-    Args:
-        prediction: A prediction's JSON document.
-        logged: A run of the same job.
-
     Raises:
         SpecError: No field gives the step time, two fields contradict each other, or a peak is impossible for the job.
     """
@@ -208,12 +204,7 @@ def _step_time_s(prediction: Mapping[str, Any], logged: LoggedRun) -> float:
 
 
 def _unsure_parts(prediction: Mapping[str, Any], longer_s: float) -> tuple[UncertainTerm, ...]:
-    """Parts of the critical path with a cost estimate, most uncertain first.
-
-    Args:
-        prediction: The document.
-        longer_s: Measured minus predicted step time, in seconds.
-    """
+    """Parts of the critical path with a cost estimate, most uncertain first; the measured step is longer by seconds."""
     timeline = predicted_timeline(prediction)
     activity = predicted_activity(timeline)
     rows = {rank: pieces_of(busy, timeline.step_time_s) for rank, busy in activity.items()}

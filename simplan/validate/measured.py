@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 from simplan.plan.plan import RankMapping
@@ -23,29 +24,18 @@ def measured_timeline(measurement: Measurement) -> Timeline:
     spans = []
     mapping = RankMapping.of(measurement.job.plan)
     for rank in measurement.ranks:
-        spans += [
-            Span(rank.rank, Stream.COMPUTE, _name(span), span.action, span.kind, span.start_s, span.end_s)
-            for span in computed_spans(rank)
-        ]
+        for span in computed_spans(rank):
+            name = f"{span.action} recompute" if span.kind is SpanKind.RECOMPUTE else span.action
+            spans.append(Span(rank.rank, Stream.COMPUTE, name, span.action, span.kind, span.start_s, span.end_s))
         for communication in rank.collectives:
+            if communication.end_s is None:
+                continue
             stream = stream_of(communication, rank.rank, mapping)
             between_two = communication.kind in ("send", "recv")
             name = communication.action if between_two else communication.kind
+            times = SpanKind.COMMUNICATION, communication.start_s, communication.end_s
             peer = next((r for r in communication.ranks if r != rank.rank), None) if between_two else None
-            if communication.end_s is not None:
-                spans.append(
-                    Span(
-                        rank.rank,
-                        stream,
-                        name,
-                        communication.action,
-                        SpanKind.COMMUNICATION,
-                        communication.start_s,
-                        communication.end_s,
-                        communication.num_bytes,
-                        peer,
-                    )
-                )
+            spans.append(Span(rank.rank, stream, name, communication.action, *times, communication.num_bytes, peer))
     end_s = max((span.end_s for span in spans if span.stream == Stream.COMPUTE), default=0.0)
     return Timeline(tuple(spans), len(measurement.ranks), end_s)
 
@@ -65,10 +55,6 @@ def computed_spans(rank: RankMeasurement) -> Iterator[MeasuredSpan]:
                 yield rerun
                 now_s = rerun.end_s
         yield span.model_copy(update={"start_s": now_s})
-
-
-def _name(span: MeasuredSpan) -> str:
-    return f"{span.action} recompute" if span.kind is SpanKind.RECOMPUTE else span.action
 
 
 def stream_of(communication: MeasuredCollective, rank: int, mapping: RankMapping) -> Stream:
@@ -102,18 +88,9 @@ def stream_of(communication: MeasuredCollective, rank: int, mapping: RankMapping
 
 def predicted_timeline(prediction: Mapping[str, Any]) -> Timeline:
     """Timeline in a prediction's JSON document."""
+    names = [field.name for field in fields(Span)]
     spans = tuple(
-        Span(
-            rank=span["rank"],
-            stream=span["stream"],
-            name=span["name"],
-            action=span["action"],
-            kind=SpanKind(span["kind"]),
-            start_s=span["start_s"],
-            end_s=span["end_s"],
-            num_bytes=span["num_bytes"],
-            peer=span["peer"],
-        )
+        Span(**{name: span[name] for name in names} | {"kind": SpanKind(span["kind"])})
         for span in prediction["timeline"]
     )
     return Timeline(spans, len({span.rank for span in spans}), prediction["step_time_s"])

@@ -8,7 +8,7 @@ from typing import Any
 
 from simplan.predict.rehearsal import Rehearsed, rehearsal_step
 from simplan.predict.simulated import Simulated
-from simplan.prediction import Prediction
+from simplan.prediction import Prediction, RankMemory
 from simplan.program.program import MemoryCategory, Program
 from simplan.runs.rehearsal import Rehearsal
 from simplan.sim.memory import memory_peak
@@ -72,22 +72,17 @@ class RehearsalComparison:
 
 
 def compare_rehearsal(prediction: Prediction, simulated: Simulated, rehearsal: Rehearsal) -> RehearsalComparison:
-    """Compare a prediction with the rehearsal of one of its ranks.
-
-    Args:
-        prediction: Prediction of the rehearsed job.
-        simulated: Simulated step of the prediction.
-        rehearsal: Rehearsal of one rank.
-    """
-    categories, action = (
-        _tensors(simulated.program, rehearsal.rank) if rehearsal.fake else _of_rank(prediction, rehearsal)
-    )
+    """Compare a prediction with the rehearsal of one of its ranks."""
+    memory = next(memory for memory in prediction.memory if memory.rank == rehearsal.rank)
+    categories, action = memory.by_category, memory.peak_action
+    if rehearsal.fake:
+        categories, action = _tensors(simulated.program, rehearsal.rank)
     measured = rehearsal.peak_by_category
     shown = [c for c in MemoryCategory if c is not MemoryCategory.CONTEXT and (categories.get(c) or measured.get(c))]
     return RehearsalComparison(
         rank=rehearsal.rank,
         fake=rehearsal.fake,
-        peaks=tuple(_peaks(prediction, rehearsal, categories)),
+        peaks=tuple(_peaks(memory, rehearsal, categories)),
         categories=tuple(MemoryRow(str(c), categories.get(c, 0), measured.get(c, 0)) for c in shown),
         predicted_action=action,
         measured_action=rehearsal.peak_action,
@@ -107,13 +102,7 @@ def _tensors(program: Program, rank: int) -> tuple[dict[MemoryCategory, int], st
     return peak.by_category, peak.action
 
 
-def _of_rank(prediction: Prediction, rehearsal: Rehearsal) -> tuple[dict[MemoryCategory, int], str]:
-    memory = next(m for m in prediction.memory if m.rank == rehearsal.rank)
-    return memory.by_category, memory.peak_action
-
-
-def _peaks(prediction: Prediction, rehearsal: Rehearsal, categories: dict[MemoryCategory, int]) -> Iterator[MemoryRow]:
-    memory = next(m for m in prediction.memory if m.rank == rehearsal.rank)
+def _peaks(memory: RankMemory, rehearsal: Rehearsal, categories: dict[MemoryCategory, int]) -> Iterator[MemoryRow]:
     tensors = sum(value for category, value in categories.items() if category is not MemoryCategory.CONTEXT)
     for column in _COLUMNS:
         measured = getattr(rehearsal.peak_memory, f"{column}_bytes")

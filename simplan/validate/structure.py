@@ -55,10 +55,6 @@ def issued_as_predicted(measurement: Measurement, program: Program | None = None
     With collectives inside layers, a DDP bucket may fill up between two of them, and FSDP reduces expert gradients
     there. Level 2 places both reductions after the layer. In that case, the order is compared only within each group
     and kind.
-
-    Args:
-        measurement: Measured run.
-        program: See ``predicted_communications``.
     """
     mixed = reduces_between_exchanges(measurement.job.plan)
     predicted = predicted_communications(measurement.job, program)

@@ -123,12 +123,7 @@ def errors_of(cases: Iterable[SuiteCase], measure: Measure) -> Errors | None:
 
 
 def case_of_run(name: str, digest: str, document: Mapping[str, Any]) -> SuiteCase:
-    """Make a case from the output of ``simplan run --json``.
-
-    Args:
-        name, digest: Name and digest of the scenario.
-        document: JSON document.
-    """
+    """Make the case of a scenario, given its name and digest, from the output of ``simplan run --json``."""
     predicted, measured = document["prediction"], document["measurement"]
     rank = max(measured["ranks"], key=lambda rank: rank["peak_memory"]["allocated_bytes"] or 0)
     of_rank = next(other for other in predicted["ranks"] if other["rank"] == rank["rank"])
@@ -147,7 +142,7 @@ def case_of_run(name: str, digest: str, document: Mapping[str, Any]) -> SuiteCas
 
 
 def case_of_rehearsal(name: str, digest: str, document: Mapping[str, Any]) -> SuiteCase:
-    """Make a case from the output of ``simplan rehearse --json``; for arguments see ``case_of_run``."""
+    """Make a case from the output of ``simplan rehearse --json``; see ``case_of_run``."""
     compared = document["comparison"]
     rehearsed = compared["rehearsed"]
     allocated = next((row for row in compared["peaks"] if row["name"] == "allocated"), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +13,11 @@ from subprocess import CompletedProcess
 from xml.etree import ElementTree
 
 import pytest
+import typer.main
 
 import simplan as package
+from simplan.cli.app import app
+from tests.test_words import PRIVATE_WORDS
 
 Simplan = Callable[..., "CompletedProcess[str]"]
 
@@ -90,6 +94,31 @@ def test_help_says_all_in_words_of_users(simplan: Simplan) -> None:
         options = simplan(name, "--help").stdout.partition("Options:")[2]
         assert "range>" not in options, name
         assert "list[" not in options, name
+
+
+REPLACED = re.compile(
+    r"\b(messages?|exchanges?|products?|priced|goes? on|went|whole|told|says?|said|what|whether|how|whatever|catalogue"
+    r"|how far off|furthest off|of its own|here|a core)\b",
+    re.IGNORECASE,
+)
+"""Words of the glossary's list of words to replace."""
+VERBS = {"Check", "Draw", "Find", "List", "Measure", "Predict", "Print", "Run", "Serve", "Show", "Write"}
+
+
+def test_help_follows_the_style_guide() -> None:
+    """Commands begin with an imperative verb; options are noun phrases."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for name, command in commands.items():
+        texts = [command.help or "", command.get_short_help_str(200)]
+        assert all(text.split()[0] in VERBS for text in texts), name
+        for parameter in command.params:
+            text = parameter.help or ""
+            assert text.endswith("."), (name, parameter.name)
+            assert text.split()[0] not in VERBS, (name, parameter.name, text)
+            texts.append(text)
+        for text in texts:
+            assert not REPLACED.search(text), (name, text)
+            assert not PRIVATE_WORDS.search(text), (name, text)
 
 
 def test_show_without_a_kind_names_them(simplan: Simplan) -> None:
@@ -349,7 +378,7 @@ def test_compare_with_what_a_log_says(simplan: Simplan, scenario: Path, tmp_path
     found = json.loads(simplan("compare", predicted, log, "--json").stdout)
     assert found["kind"] == "logged_comparison"
     assert [row["measured"] for row in found["rows"]] == [0.02, 1.5]
-    assert "could come from" in simplan("compare", predicted, log).stdout
+    assert "no term's uncertainty explains the difference of -" in simplan("compare", predicted, log).stdout
     refused = simplan("compare", predicted, log, "--plot", tmp_path / "steps.svg")
     assert refused.returncode == 2
     assert "--plot: draws a timeline, and a log has none" in refused.stderr

@@ -28,7 +28,7 @@ def test_an_executor_that_is_told_to_end_ends_the_command_with_143(
 ) -> None:
     """Whether the signal came to the command line, or to the executor itself."""
     (tmp_path / "executor.py").write_text(LEAVES)
-    monkeypatch.setattr(processes, "_ROOT", tmp_path)
+    monkeypatch.setattr(processes, "ROOT", tmp_path)
     monkeypatch.setenv("PYTHONPATH", "")
     monkeypatch.setattr(processes, "require_executor", lambda: None)
 

@@ -59,6 +59,59 @@ def test_the_report_says_what_is_best_and_why_not_the_others(simplan: Simplan, f
     assert "\033" not in result.stdout
 
 
+def test_ranked_plans_say_why_they_lost(simplan: Simplan, file: Path) -> None:
+    """Text: percent of the best's step; JSON: seconds. Both are the largest difference of the breakdown."""
+    shown = simplan("search", file).stdout.partition("Ranked\n")[2].splitlines()
+    assert "main difference" in shown[0]
+    first, *others = json.loads(simplan("search", file, "--json").stdout)["ranked"]
+    assert first["main_difference"] is None
+    for line, plan in zip(shown[2:], others, strict=False):
+        more_s = {
+            name: share * plan["step_time_s"] - first["shares"][name] * first["step_time_s"]
+            for name, share in plan["shares"].items()
+        }
+        name = max(more_s, key=lambda each: more_s[each])
+        assert plan["main_difference"] == {"category": name, "seconds": pytest.approx(more_s[name])}
+        assert f"{100 * more_s[name] / first['step_time_s']:+.1f} % {name.replace('_', ' ')}" in line
+
+
+def test_another_ranked_plan_is_saved(simplan: Simplan, file: Path, tmp_path: Path) -> None:
+    result = simplan("search", file, "--save-plan", "plan.yaml", "--rank", "2", "--json")
+    assert (result.returncode, result.stderr) == (0, "wrote plan.yaml\n")
+    second = json.loads(result.stdout)["ranked"][1]
+    assert json.loads(simplan("predict", "plan.yaml", "--json").stdout)["inputs"]["plan"] == second["plan"]
+    assert (tmp_path / "plan.yaml").read_text().startswith("# Plan 2 of the ranking of `simplan search ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--rank", "4", "--save-plan", "plan.yaml"), "--rank = 4: is more than the 3 plans to rank; give --top 4 too"),
+        (("--rank", "2"), "--rank = 2: chooses the plan to save, and --save-plan is not given"),
+        (
+            ("--rank", "2", "--save-plan", "plan.yaml", "--largest", "microbatch_size"),
+            "--rank = 2: cannot go with --largest, which finds one plan",
+        ),
+    ],
+)
+def test_a_rank_that_cannot_be_saved_is_refused(
+    simplan: Simplan, file: Path, tmp_path: Path, flags: tuple[str, ...], message: str
+) -> None:
+    result = simplan("search", file, *flags)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert not (tmp_path / "plan.yaml").exists()
+
+
+def test_fewer_plans_than_the_rank_to_save(simplan: Simplan, file: Path, tmp_path: Path) -> None:
+    """The report is printed all the same."""
+    result = simplan("search", file, "--top", "1000", "--rank", "1000", "--save-plan", "plan.yaml")
+    assert result.returncode == 2
+    assert "Ranked" in result.stdout
+    assert re.search(r"--rank = 1000: is more than the \d+ ranked plans", result.stderr)
+    assert not (tmp_path / "plan.yaml").exists()
+
+
 def test_a_saved_plan_is_a_scenario(simplan: Simplan, file: Path, tmp_path: Path) -> None:
     result = simplan("search", file, "--save-plan", "plan.yaml", "--json", "--top", "2")
     assert (result.returncode, result.stderr) == (0, "wrote plan.yaml\n")

@@ -74,6 +74,47 @@ def test_differences_sum_to_the_difference(explained: dict[str, Explanation]) ->
     assert all(row.difference == 0 for row in difference(first, first).time)
 
 
+def test_categories_are_the_splits_and_name_the_main_reason(explained: dict[str, Explanation]) -> None:
+    """FSDP recomputes all blocks here; DDP recomputes nothing."""
+    first, second = explained["ddp"], explained["fsdp"]
+    splits = [predicted(PLANS[name])[0].splits[explained[name].rank] for name in ("ddp", "fsdp")]
+    found = difference(first, second)
+    assert [row.name for row in found.categories] == [
+        "compute",
+        "recompute",
+        "exposed communication",
+        "wait",
+        "host",
+        "optimizer",
+    ]
+    for row in found.categories:
+        field = f"{row.name.replace(' ', '_')}_s"
+        assert row.first == pytest.approx(getattr(splits[0], field), rel=1e-9, abs=1e-9)
+        assert row.second == pytest.approx(getattr(splits[1], field), rel=1e-9, abs=1e-9)
+    assert sum(row.difference for row in found.categories) == pytest.approx(second.step_time_s - first.step_time_s)
+    reason = found.main_category
+    assert reason is not None
+    assert reason.name == "recompute"
+    back = difference(second, first).main_category
+    assert back is not None
+    assert (back.name, back.difference) == ("recompute", pytest.approx(-reason.difference))
+    assert difference(first, first).main_category is None
+    document = found.to_json()
+    assert [row["name"] for row in document["categories"]] == [row.name for row in found.categories]
+    assert document["main_category"] == "recompute"
+
+
+def test_a_difference_begins_with_its_main_reason(explained: dict[str, Explanation]) -> None:
+    found = difference(explained["ddp"], explained["fsdp"])
+    head, summary, *_ = difference_text(found).split("\n\n")
+    assert head.splitlines()[1].startswith("The second step is longer mainly because of recompute: +")
+    assert "(largest term: block recompute: norm1 to gelu, +" in head
+    rows = {line[: line.index("  ", 2)].strip() for line in summary.splitlines()[1:]}
+    assert rows == {"compute", "recompute", "exposed communication", "wait", "host", "optimizer"}
+    same = difference_text(difference(explained["ddp"], explained["ddp"]))
+    assert same.splitlines()[1] == "The step times are equal within 0.1 %."
+
+
 def test_texts_name_every_part(explained: dict[str, Explanation]) -> None:
     text = explanation_text(explained["fsdp"])
     for part in (*explained["fsdp"].time, *explained["fsdp"].memory):

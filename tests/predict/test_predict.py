@@ -225,6 +225,25 @@ def test_scores_of_gemma_2_are_said_to_be_tensors() -> None:
     assert said == [True, False]
 
 
+def test_the_residual_stream_under_autocast_is_said_to_be_fp32() -> None:
+    """It is why DDP and ZeRO-1 save more for backward than FSDP does."""
+    asked, start = catalog.cluster("dgx-h100"), "under autocast the residual stream is saved in FP32"
+    said = []
+    for software, precision, plan in (
+        ("torch", "bf16", ParallelPlan(dp_replicate=8)),
+        ("torch", "bf16", ParallelPlan(dp_shard=8, zero_stage=1)),
+        ("torch", "bf16", ParallelPlan(dp_shard=8)),
+        ("torch", "fp32", ParallelPlan(dp_replicate=8)),
+        ("megatron-core", "bf16", ParallelPlan(dp_replicate=8)),
+    ):
+        training = TrainingSpec(global_batch_size=8, precision=precision)
+        found = predict(Job(GPT2, asked, training, plan, catalog.software(software)), name=software)
+        activations = found.worst_memory.by_category[MemoryCategory.ACTIVATIONS]
+        said.append((any(sentence.startswith(start) for sentence in found.assumptions), activations))
+    assert [each for each, _ in said] == [True, True, False, False, False]
+    assert said[0][1] > 1.1 * said[2][1]
+
+
 def test_what_of_deepseek_is_not_modelled_is_said() -> None:
     model = catalog.model("deepseek-v2-lite")
     training = TrainingSpec(global_batch_size=8)

@@ -60,3 +60,35 @@ def test_what_a_key_is_for_is_the_first_sentence_of_its_docstring() -> None:
     assert MODEL["top_k"]["what for"] == "Hugging Face's num_experts_per_tok"
     assert MODEL["hidden_size"]["what for"] == "as in Hugging Face's config.json"
     assert MODEL["capacity_factor"]["values"] == "more than 0"
+
+
+def test_required_keys_are_marked_and_others_have_their_default() -> None:
+    defaults = {name: row["default"] for name, row in MODEL.items()}
+    assert {name for name, default in defaults.items() if default == "required"} >= {
+        "hidden_size",
+        "vocab_size",
+        "top_k",
+    }
+    assert defaults["head_dim"] == "hidden_size / num_attention_heads"
+    assert defaults["num_key_value_heads"] == "num_attention_heads"
+    assert defaults["max_position_embeddings"] == "seq_len"
+    assert defaults["intermediate_size"] == (
+        "4 x hidden_size; required for llama, gemma2; moe_intermediate_size for moe, deepseek"
+    )
+    assert defaults["seq_len"] == "required; (image_size / patch_size)^2 + 1 for vit"
+    assert defaults["sliding_window"] == "none; 4096 for gemma2"
+    assert defaults["lora_rank"] == "0"
+    assert defaults["preset"] == ""
+    assert TRAINING["global_batch_size"]["default"] == "required"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_required_keys_suffice(family: str) -> None:
+    """And each of them is missing if it is left out."""
+    sizes = {"depths": (2, 2), "image_size": 32, "patch_size": 16, "num_attention_heads": 2, "top_k": 2}
+    given = {name: sizes.get(name, 64) for name in ModelSpec.required_fields(family)}
+    ModelSpec.model_validate({"family": family, **given})
+    for name in given:
+        with pytest.raises(ValidationError, match=name):
+            ModelSpec.model_validate({"family": family, **{key: given[key] for key in given if key != name}})
+        assert MODEL[name]["default"].partition("required")[1]

@@ -59,13 +59,13 @@ def test_valid_plans_pass(plan: dict[str, Any]) -> None:
             {"dp_replicate": 3},
             {"num_devices": 8},
             "plan = dp_replicate 3 x pp 1: the plan needs 3 devices and the cluster has 8; "
-            "use dp_replicate = 8 or num_devices = 3",
+            "use dp_replicate = 8 or num_devices = 3 without num_nodes",
         ),
         (
             {"pp": 2},
             {"num_devices": 16},
             "plan = dp_replicate 1 x pp 2: the plan needs 2 devices and the cluster has 16; "
-            "use dp_replicate = 8 or num_devices = 2",
+            "use dp_replicate = 8 or num_devices = 2 without num_nodes",
         ),
         (
             {"dp_replicate": 5},

@@ -133,7 +133,17 @@ def test_this_machine(tmp_path: Path) -> None:
     [
         (
             "{preset: dgx-h100, num_nodes: 2, num_devices: 8}",
-            "case.yaml:2:43: cluster.num_devices = 8: needs 1 nodes of 8, and num_nodes = 2; give one of the two",
+            "case.yaml:2:43: cluster.num_devices = 8: needs 1 node of devices_per_node = 8, and num_nodes = 2; "
+            "remove num_nodes for 8 devices, or num_devices for 16, or give devices_per_node: 4",
+        ),
+        (
+            "{preset: dgx-h100, num_nodes: 3, num_devices: 40}",
+            "case.yaml:2:43: cluster.num_devices = 40: needs 5 nodes of devices_per_node = 8, and num_nodes = 3; "
+            "remove num_nodes for 40 devices, or num_devices for 24",
+        ),
+        (
+            "{device: l40s, num_devices: 8, num_nodes: 2}",
+            "case.yaml:2:1: cluster.devices_per_node: is missing; add devices_per_node: 4",
         ),
         (
             "{preset: this-machine, num_nodes: 2}",
@@ -309,3 +319,23 @@ def test_a_wrong_length_is_one_problem(tmp_path: Path, length: str, rule: str) -
         found = refusal(tmp_path, f"model: {{preset: {preset}, seq_len: {length}}}\n" + TWO + REST)
         assert len(found.splitlines()) == 1
         assert found.endswith(rule)
+
+
+def test_a_missing_model_key_has_an_example(tmp_path: Path) -> None:
+    """Keys that follow from others are not asked for."""
+    text = "model: {family: llama, num_hidden_layers: 4, hidden_size: 64, num_attention_heads: 4}\n"
+    example = catalog.model("llama2-7b")
+    assert refusal(tmp_path, text + TWO + REST).splitlines() == [
+        f"case.yaml:1:1: model.{key}: is missing; add {key}: {getattr(example, key)} (as in llama2-7b)"
+        for key in ("intermediate_size", "vocab_size", "seq_len")
+    ]
+    depths = refusal(tmp_path, "model: {family: resnet}\n" + TWO + REST)
+    assert depths == "case.yaml:1:1: model.depths: is missing; add depths: [2, 2, 2, 2] (as in resnet-18)"
+
+
+def test_a_missing_family_has_an_example(tmp_path: Path) -> None:
+    text = refusal(tmp_path, "model: {num_hidden_layers: 4}\n" + TWO + REST)
+    assert text == (
+        "case.yaml:1:1: model.family: is missing; add preset: gpt2-124m, or family: gpt and its required keys "
+        "(`simplan show model`)"
+    )

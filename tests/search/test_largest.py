@@ -39,6 +39,12 @@ def test_the_longest_sequence() -> None:
     assert search(long, space, explain=False).best is not None
 
 
+def test_a_document_has_the_fields_raised_with_the_sequence() -> None:
+    learned = small_job("gpt", num_devices=2, memory_bytes=1700 * MIB, seq_len=512)
+    found = largest(learned, SPACE.model_copy(update={"microbatch_size": (1,)}), "seq_len")
+    assert found.to_json()["model_fields"] == {"seq_len": found.value, "max_position_embeddings": found.value}
+
+
 def test_the_largest_microbatch() -> None:
     asked = replace(ASKED, training=ASKED.training.model_copy(update={"global_batch_size": 64}))
     space = SPACE.model_copy(update={"microbatch_size": None})

@@ -149,7 +149,7 @@ def test_yaml_and_json_say_the_same(prediction: Prediction) -> None:
 
 
 def test_words(prediction: Prediction) -> None:
-    slow = LoggedRun(step_times_s=(9.0, *[1.5 * prediction.step_time_s] * 5))
+    slow = LoggedRun(step_times_s=(9.0, *[1.2 * prediction.step_time_s] * 5))
     text = logged_text(compare_logged(prediction.to_json(), slow))
     assert re.search(
         r"the difference of -[\d.]+ ms could come from: backward \([\d.]+ ms of the step, \+/- \d+ %\)", text
@@ -158,3 +158,34 @@ def test_words(prediction: Prediction) -> None:
     assert "only `simplan run` can say" in text
     noisy = LoggedRun(step_times_s=tuple(prediction.step_time_s * f for f in (0.8, 0.9, 1.01, 1.1, 1.3, 1.01)))
     assert "it is not significant" in candidate_causes(compare_logged(prediction.to_json(), noisy))
+
+
+def test_causes_of_an_error_beyond_every_uncertainty_are_candidates(prediction: Prediction) -> None:
+    """Ten times the step: no deviation of a term comes near it, so the terms that take most of the step are named."""
+    found = compare_logged(prediction.to_json(), LoggedRun(step_time_s=10 * prediction.step_time_s))
+    sentence = candidate_causes(found)
+    assert sentence.startswith("no term's uncertainty explains the difference of -")
+    assert "could come from" not in sentence
+    named = sentence.partition("candidates are the largest terms: ")[2]
+    assert [name.rpartition(" (")[0] for name in re.split(r"(?<=\)), ", named)] == ["backward", "forward", "optimizer"]
+
+
+def test_small_causes_of_a_difference_are_not_named(prediction: Prediction) -> None:
+    """A fifth of the step: compute is within its deviations, and P2P sends between stages are far outside of theirs."""
+    found = compare_logged(prediction.to_json(), LoggedRun(step_time_s=1.2 * prediction.step_time_s))
+    (sends,) = [part for part in found.parts if part.share == "exposed_communication"]
+    assert abs(found.difference_s) > 10 * sends.std_s > 0
+    sentence = candidate_causes(found)
+    assert "could come from: backward" in sentence
+    assert sends.part not in sentence
+
+
+@pytest.mark.parametrize(("factor", "bound"), [(1.2, "<= x "), (0.995, ">= x ")])
+def test_factor_of_overlapped_communication_is_a_bound(factor: float, bound: str) -> None:
+    """Time that is hidden slows down as well, so a smaller change suffices."""
+    overlapped = predicted(ParallelPlan(dp_replicate=2))
+    text = logged_text(compare_logged(overlapped.to_json(), LoggedRun(step_time_s=factor * overlapped.step_time_s)))
+    (row,) = [line for line in text.splitlines() if line.startswith("data-parallel communication")]
+    assert bound in row
+    assert bound not in next(line for line in text.splitlines() if line.startswith("backward"))
+    assert "a bound for communication that overlaps compute (<= or >=)" in text

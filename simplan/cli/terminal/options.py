@@ -1,4 +1,4 @@
-"""Arguments and flags that several commands have."""
+"""Arguments and options of several commands."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ __all__ = [
     "CheckpointDir",
     "CheckpointEvery",
     "Endpoint",
+    "JsonFile",
     "MaxRestarts",
     "RendezvousConf",
     "Resume",
@@ -29,7 +30,7 @@ def _opened(path: Path) -> Path:
 
 
 ScenarioFile = Annotated[
-    Path, typer.Argument(metavar="SCENARIO", help="A scenario file (YAML); - for standard input.", callback=_opened)
+    Path, typer.Argument(metavar="SCENARIO", help="Scenario file (YAML); - for standard input.", callback=_opened)
 ]
 ScenarioPaths = Annotated[
     list[Path],
@@ -39,17 +40,18 @@ ScenarioPaths = Annotated[
         callback=lambda paths: [_opened(path) for path in paths],
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document instead of text.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="File for the JSON document (default: none).")
+]
 CalibrationFile = Annotated[
     Path | None,
-    typer.Option(
-        "--calibration", metavar="FILE", help="Calibration of this machine, instead of the one in the cache folder."
-    ),
+    typer.Option("--calibration", metavar="FILE", help="Calibration of this machine (default: in the cache folder)."),
 ]
 Endpoint = Annotated[
     str | None,
     typer.Option(
-        "--rdzv-endpoint", "--rdzv", metavar="HOST:PORT", help="Where they meet: one of the nodes, a port free there."
+        "--rdzv-endpoint", "--rdzv", metavar="HOST:PORT", help="Rendezvous: one of the nodes, and a free port of it."
     ),
 ]
 RendezvousConf = Annotated[
@@ -58,14 +60,14 @@ RendezvousConf = Annotated[
         "--rdzv-conf",
         metavar="KEY=NUMBER,...",
         show_default="join_timeout=300,last_call_timeout=30",
-        help="How long to wait for MIN nodes, and then for more.",
+        help="Timeouts of the rendezvous, in seconds: for MIN nodes, then for more.",
     ),
 ]
 CheckpointDir = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Keep the state of the training in checkpoints here.")
+    Path | None, typer.Option(metavar="DIR", help="Folder for checkpoints of the training state (default: none).")
 ]
 CheckpointEvery = Annotated[
-    int | None, typer.Option(min=1, max=10**9, metavar="N", help="Steps between checkpoints (default 10).")
+    int | None, typer.Option(min=1, max=10**9, metavar="N", help="Steps between checkpoints (default: 10).")
 ]
 MaxRestarts = Annotated[
     int,
@@ -75,11 +77,11 @@ MaxRestarts = Annotated[
         min=0,
         max=1000,
         metavar="K",
-        help="How often ranks that fail go on from the newest checkpoint.",
+        help="Restarts of failed ranks from the newest checkpoint.",
     ),
 ]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on from the newest checkpoint; other data-parallel ranks may do so.")
+    bool, typer.Option("--resume", help="Start from the newest checkpoint, also with other data-parallel ranks.")
 ]
 
 

@@ -19,11 +19,11 @@ from simplan.children import exit_code, request_full_recompute
 from simplan.cli.terminal.output import say
 from simplan.errors import Problem, RunError, SpecError
 
-__all__ = ["ending_signals_raise", "require_executor", "run_executor"]
+__all__ = ["ROOT", "child_environment", "end_child", "ending_signals_raise", "require_executor", "run_executor"]
 
 _GRACE_S = 25.0  # Kubernetes and Slurm kill after 30 s by default
 _TERMINATED = 128 + signal.SIGTERM
-_ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 Event = dict[str, Any]
 
@@ -37,6 +37,19 @@ def require_executor() -> None:
     if find_spec("torch") is None:
         rule = "running and calibrating need torch, which is not installed here"
         raise SpecError(Problem(field="", rule=rule, fix='install it with: pip install "simplan[executor]"'))
+
+
+def child_environment() -> dict[str, str]:
+    """Environment of a child process, which imports from our search path and nothing from its working directory."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+
+
+def end_child(child: subprocess.Popen[Any], grace_s: float) -> None:
+    """Requests a clean stop of a child and its ranks; kills them after a grace period."""
+    request_full_recompute(child)  # heeded also where Ctrl-C is ignored, as a shell's background jobs do
+    if exit_code(child, grace_s) is None:
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 def run_executor(args: list[str], on_event: Callable[[Event], None]) -> None:
@@ -54,9 +67,6 @@ def run_executor(args: list[str], on_event: Callable[[Event], None]) -> None:
         KeyboardInterrupt: The executor was interrupted.
     """
     require_executor()
-    # the child imports from our search path, and nothing from its working directory
-    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as messages, ending_signals_raise():
         child = subprocess.Popen(
             [sys.executable, "-m", "executor", *args],
@@ -64,7 +74,7 @@ def run_executor(args: list[str], on_event: Callable[[Event], None]) -> None:
             stdout=subprocess.PIPE,
             stderr=messages,
             text=True,
-            env=environment,
+            env=child_environment(),
             start_new_session=True,  # a terminal's Ctrl-C reaches us only, and we pass it on once
         )
         try:
@@ -99,9 +109,7 @@ def _end(child: subprocess.Popen[str]) -> None:
     try:
         if exit_code(child, 0.0) is None:
             say("stopping the ranks (Ctrl-C again kills them immediately)")
-            request_full_recompute(child)  # heeded also where Ctrl-C is ignored, as a shell's background jobs do
-            if exit_code(child, _GRACE_S) is None:
-                os.killpg(child.pid, signal.SIGKILL)
+            end_child(child, _GRACE_S)
     except KeyboardInterrupt:
         os.killpg(child.pid, signal.SIGKILL)
     finally:

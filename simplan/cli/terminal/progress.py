@@ -22,17 +22,20 @@ class ProgressLine:
 
     Args:
         title: Name of the task.
+        elsewhere: Print lines where stderr is no terminal.
     """
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, *, elsewhere: bool = True) -> None:
         self._title = title
+        self._elsewhere = elsewhere
         self._bar: RichProgress | None = None
         self._task: TaskID | None = None
         self._quarter = 0
 
     def __enter__(self) -> Self:
         if not sys.stderr.isatty():
-            say(f"{self._title} ...")
+            if self._elsewhere:
+                say(f"{self._title} ...")
             return self
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -56,17 +59,11 @@ class ProgressLine:
             self._bar.stop()
 
     def update(self, done: int, of: int, what: str = "") -> None:
-        """Tells how far the work is.
-
-        Args:
-            done: Parts done.
-            of: Parts in all.
-            what: Current part of the task.
-        """
+        """Shows the parts done, of all parts, and the current part of the task."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, total=of, what=what or f"{done}/{of}")
             return
         quarter = _QUARTERS * done // max(of, 1)
-        if quarter > self._quarter:
+        if quarter > self._quarter and self._elsewhere:
             self._quarter = quarter
             say(f"{self._title}: {done} of {of}")

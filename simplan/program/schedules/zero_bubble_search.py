@@ -58,7 +58,7 @@ def _row(rank: int, shape: PipelineShape, *, num_warmup: int, lag: int) -> tuple
 def zb_1p(shape: PipelineShape) -> Table:
     """Best order found for the stage times that holds at most p microbatches per rank, the memory of 1F1B.
 
-    A microbatch counts in full from F to I, and by ``kept_for_weight`` from I to W.
+    A microbatch counts in full from F to I, and by the fraction of its activations that its W needs from I to W.
     """
     return _best(shape, shape.num_ranks, zb_h1(shape))
 

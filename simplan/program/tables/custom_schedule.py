@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from simplan.errors import Problem, ProgramError, SpecError
@@ -11,9 +13,10 @@ from simplan.plan.schedules import installed_schedules, is_table_file
 from simplan.program.action import Action, Table
 from simplan.program.schedules import PipelineShape, Schedule
 
-__all__ = ["custom_schedule"]
+__all__ = ["custom_schedule", "locating"]
 
 _MOST_BYTES = 64 * 1024**2
+_ACTION = re.compile(r"\b\d+(?:[FBIW]\d+|(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD|OPTIM)\b")
 
 
 def custom_schedule(name: str) -> Schedule:
@@ -41,7 +44,53 @@ def custom_schedule(name: str) -> Schedule:
     return lambda shape: _of_shape(_called(function, shape, name), shape, name)
 
 
-def _read(file: Path) -> Table:
+@contextmanager
+def locating(name: str) -> Iterator[None]:
+    """Adds the file to errors about an action table in a CSV file, and line, rank and columns to their actions.
+
+    Args:
+        name: Name of the schedule; errors of other schedules are raised as they are.
+
+    Raises:
+        ProgramError: The error with locations.
+    """
+    try:
+        yield
+    except ProgramError as error:
+        if not is_table_file(name) or str(error).startswith(name):
+            raise
+        cells = _cells(Path(name))
+        text = "\n".join(
+            f"{name}: {_ACTION.sub(lambda found: found[0] + _location(found[0], cells), line)}"
+            for line in str(error).splitlines()
+        )
+        raise ProgramError(text) from None
+
+
+def _location(action: str, cells: Sequence[tuple[int, Sequence[str]]]) -> str:
+    """Lines, ranks and columns of an action; line and rank of its stage if the file does not have the action."""
+    places = [
+        f"line {number}, rank {rank}, column {column}"
+        for rank, (number, row) in enumerate(cells)
+        for column, cell in enumerate(row, 1)
+        if cell == action
+    ]
+    if not places:
+        stage = Action.parse(action).stage
+        places = [
+            f"line {number}, rank {rank}"
+            for rank, (number, row) in enumerate(cells)
+            if any(cell and Action.parse(cell).stage == stage for cell in row)
+        ]
+    return f" ({'; '.join(places)})" if places else ""
+
+
+def _cells(file: Path) -> list[tuple[int, list[str]]]:
+    """Line number and cells of every rank.
+
+    Raises:
+        SpecError: The file cannot be read.
+    """
     try:
         if file.stat().st_size > _MOST_BYTES:
             raise SpecError(_wrong(str(file), f"is larger than {_MOST_BYTES // 1024**2} MiB", "use a smaller table"))
@@ -50,13 +99,21 @@ def _read(file: Path) -> Table:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or "is not a text file with comma-separated values"
         raise SpecError(_wrong(str(file), f"cannot be read: {reason}", "name a CSV file of actions")) from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(_row(line))
-        except ProgramError as error:
-            raise ProgramError(f"{file}, line {number}: {error}") from None
-    return tuple(row for row in rows if row)
+    rows = [(number, [cell.strip() for cell in line]) for number, line in enumerate(lines, 1)]
+    return [(number, row) for number, row in rows if any(row)]
+
+
+def _read(file: Path) -> Table:
+    table = []
+    for rank, (number, row) in enumerate(_cells(file)):
+        actions: list[Action] = []
+        for column, cell in enumerate(row, 1):
+            try:
+                actions += _row([cell])
+            except ProgramError as error:
+                raise ProgramError(f"{file}: line {number} (rank {rank}), column {column}: {error}") from None
+        table.append(tuple(actions))
+    return tuple(table)
 
 
 def _row(cells: Sequence[object]) -> tuple[Action, ...]:

@@ -8,7 +8,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.schedules import SCHEDULES, PipelineShape, Schedule, StageTimes
 from simplan.program.tables.complete import Unshard, complete_table
-from simplan.program.tables.custom_schedule import custom_schedule
+from simplan.program.tables.custom_schedule import custom_schedule, locating
 
 __all__ = ["plan_table", "unshard_of"]
 
@@ -31,7 +31,8 @@ def plan_table(
     shape = PipelineShape(plan.pp, num_microbatches, plan.virtual_stages, times, kept_for_weight)
     if times is None and plan.schedule in SCHEDULES:
         return _known_table(plan.schedule, shape, unshard_of(plan))
-    return _made(SCHEDULES.get(plan.schedule) or custom_schedule(plan.schedule), shape, unshard_of(plan))
+    with locating(plan.schedule):
+        return _made(SCHEDULES.get(plan.schedule) or custom_schedule(plan.schedule), shape, unshard_of(plan))
 
 
 @lru_cache(maxsize=64)

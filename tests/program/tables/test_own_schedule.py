@@ -11,6 +11,7 @@ import pytest
 from simplan.errors import ProgramError, SpecError
 from simplan.plan.plan import ParallelPlan
 from simplan.program.tables.check import check_table
+from simplan.program.tables.custom_schedule import locating
 from simplan.program.tables.table import plan_table
 
 ONE_F_ONE_B = "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
@@ -67,14 +68,23 @@ def test_a_function_of_a_package_may_give_actions_or_their_text(package: Callabl
 @pytest.mark.parametrize(
     ("text", "plan", "sentence"),
     [
-        (ONE_F_ONE_B.replace("1B1", "1X1"), {}, "own.csv, line 2: action '1X1': must be"),
+        (ONE_F_ONE_B.replace("1B1", "1X1"), {}, "own.csv: line 2 (rank 1), column 4: action '1X1': must be"),
         (ONE_F_ONE_B, {"pp": 3}, "has 2 rows, one for each pipeline rank, and pp = 3; use plan.pp = 2"),
         (ONE_F_ONE_B, {"virtual_stages": 2}, "has 2 stages and the plan has 4; use plan.virtual_stages = 1"),
         ("0F0,2F0\n1F0,3F0\n", {}, "has 4 stages and the plan has 2; use plan.virtual_stages = 2"),
         ("0F0,0B0\n1F0,1B0\n", {}, "has 1 microbatches and a step has 3; change training.global_batch_size"),
         ("", {}, "has 0 rows"),
-        ("0F0,0F1,0F2,0B0,0B1,0B2\n0F0,1F1,1F2,1B0,1B1,1B2\n", {}, "a stage belongs to one rank"),
-        ("0B0,0F0,0F1,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n", {}, "wait for each other"),
+        (
+            "0F0,0F1,0F2,0B0,0B1,0B2\n0F0,1F1,1F2,1B0,1B1,1B2\n",
+            {},
+            "own.csv: action 0F0 (line 1, rank 0, column 1; line 2, rank 1, column 1) is on rank 1 but stage 0 also",
+        ),
+        (
+            "0B0,0F0,0F1,0F2,0B1,0B2\n\n1F0,1B0,1F1,1B1,1F2,1B2\n",
+            {},
+            "own.csv: the actions wait for each other or for actions that never come: "
+            "rank 0 at 0B0 (line 1, rank 0, column 1), rank 1 at 1F0 (line 3, rank 1, column 1)",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(text: str, plan: dict[str, Any], sentence: str, tmp_path: Path) -> None:
@@ -88,6 +98,20 @@ def test_an_action_that_is_dropped_or_repeated_is_named(tmp_path: Path) -> None:
         check_table(plan_table(from_file(tmp_path, ONE_F_ONE_B.replace(",0B2", "")), 3), 2, 3)
     with pytest.raises(ProgramError, match="action 0F2 occurs 2 times; once is right"):
         check_table(plan_table(from_file(tmp_path, ONE_F_ONE_B.replace("0F2", "0F2,0F2")), 3), 2, 3)
+
+
+def test_errors_of_a_checked_table_have_locations(tmp_path: Path) -> None:
+    """Actions that simplan adds, and missing ones, have the line of their stage."""
+    file = from_file(tmp_path, ONE_F_ONE_B.replace("0B2", "0B1")).schedule
+    with pytest.raises(ProgramError) as caught, locating(file):
+        check_table(plan_table(from_file(tmp_path, ONE_F_ONE_B.replace("0B2", "0B1")), 3), 2, 3)
+    assert str(caught.value).splitlines() == [
+        f"{file}: action 0B1 (line 1, rank 0, column 5; line 1, rank 0, column 6) occurs 2 times; once is right",
+        f"{file}: action 0REDUCE_GRAD (line 1, rank 0) occurs 2 times; once is right",
+        f"{file}: action 0B2 (line 1, rank 0) is missing",
+    ]
+    with pytest.raises(ProgramError, match=r"^action 0B1 is missing$"), locating("1f1b"):
+        raise ProgramError("action 0B1 is missing")
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
