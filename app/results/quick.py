@@ -27,10 +27,10 @@ def quick(asked: Scenario) -> PlanEstimate | None:
     Raises:
         SpecError: The cost model has no estimate for the plan.
     """
-    from simplan.search.evaluate import evaluate  # brings numba
+    from simplan.predict.step_summary import evaluate_step  # brings numba
 
     if asked.job.cluster.cores_per_node is not None:
         return None
-    device_bytes, step_time_s = evaluate(asked.job)
+    device_bytes, step_time_s = evaluate_step(asked.job)
     assert step_time_s is not None, "there is no limit"
     return PlanEstimate(step_time_s, device_bytes)
