@@ -23,11 +23,6 @@ PRIVATE_WORDS = re.compile(
 
 ALLOWED = {
     ("simplan/explain/time.py", "beside"),
-    ("simplan/interop/launchers.py", "beside"),
-    ("simplan/scenario/expectation.py", "at once"),
-    ("simplan/search/api.py", "run again"),
-    ("simplan/search/enumeration.py", "at once"),
-    ("simplan/search/jobs.py", "run again"),
     ("simplan/validate/attribution.py", "beside"),
     ("simplan/validate/rehearsal.py", "beside"),
 }

@@ -70,12 +70,12 @@ class Training:
 
 def quick_headline(scenario: Scenario) -> Headline | None:
     """Headline from step time and memory as a search computes them, in milliseconds; None if ranks share cores."""
-    from simplan.search.evaluate import evaluate  # imports numba
+    from simplan.predict.step_summary import evaluate_step  # imports numba
 
     job = scenario.job
     if job.cluster.cores_per_node is not None:
         return None
-    device_bytes, step_time_s = evaluate(job)
+    device_bytes, step_time_s = evaluate_step(job)
     assert step_time_s is not None, "there is no limit"
     samples_per_s = job.training.global_batch_size / step_time_s
     capacity = job.cluster.device.memory_bytes

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
-from simplan.interop.model_type import ModelType
-from simplan.interop.model_types import MODEL_TYPES
+from simplan.interop.model_types import MODEL_TYPES, ModelType
 from simplan.problems import render_value
 
-__all__ = ["MODEL_TYPES", "model_fields_from_config"]
+__all__ = ["model_fields_from_config"]
 
 _USUAL_LENGTH = 4096
 _FULL, _IN_WINDOW = "full_attention", "sliding_attention"
@@ -45,12 +44,14 @@ def model_fields_from_config(
         error = SpecError if word is None else NotModelledError
         raise error(Problem(field="model_type", value=value, rule=rule, fix=did_you_mean(str(word), MODEL_TYPES)))
     kind = MODEL_TYPES[word]
-    given = {field: kind.read(config, field) for field in kind.keys}
+    given = {field: _look_up(config, key) for field, key in kind.keys.items()}
+    if isinstance(labels := given.get("num_classes"), Mapping):
+        given["num_classes"] = len(labels)
     missing = [kind.keys[field] for field, value in given.items() if value is None and field not in kind.optional]
     if missing:
         raise SpecError([Problem(field=key, rule="is missing", fix=f"a {word} config has it") for key in missing])
     fields = {**kind.fixed, **{field: value for field, value in given.items() if value is not None}}
-    if mtp and kind.later_tokens is not None and (layers := kind.look_up(config, kind.later_tokens)):
+    if mtp and kind.later_tokens is not None and (layers := _look_up(config, kind.later_tokens)):
         fields["mtp_num_layers"] = layers
     width = fields.get("moe_intermediate_size")
     for field in kind.in_experts & fields.keys():
@@ -64,6 +65,14 @@ def model_fields_from_config(
     if kind.alternates:
         fields |= _windows(config, fields.pop("sliding_window", None), fields.get("num_hidden_layers"))
     return {"name": name, "family": kind.family, **fields}
+
+
+def _look_up(config: Mapping[str, Any], key: str) -> Any:
+    """Value of a dotted key; None if the config lacks it."""
+    found: Any = config
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
 
 
 def _windows(config: Mapping[str, Any], window: Any, num_layers: Any) -> dict[str, Any]:
@@ -107,7 +116,7 @@ def _no_length(longest: Any, kind: ModelType) -> Problem:
 def _refuse_unmodelled(config: Mapping[str, Any], kind: ModelType, length: Any) -> None:
     problems = []
     for key, values in kind.neutral.items():
-        value = kind.look_up(config, key)
+        value = _look_up(config, key)
         if value is not None and value not in values:
             fix = f"only {' or '.join(render_value(v) for v in values)} is" if values else "only a config without it is"
             problems.append(Problem(field=key, value=render_value(value), rule="is not modelled yet", fix=fix))

@@ -64,9 +64,8 @@ class Launch:
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables for every node."""
-        found = dict(_ENVIRONMENT)
-        found |= {} if self.gpus_per_node else _CPU_ENVIRONMENT
-        return found | (_NODES_ENVIRONMENT if self.num_nodes > 1 else {})
+        of_device = {} if self.gpus_per_node else _CPU_ENVIRONMENT
+        return _ENVIRONMENT | of_device | (_NODES_ENVIRONMENT if self.num_nodes > 1 else {})
 
     def torchrun(self, job_file: str, out_dir: str, endpoint: str, run_id: str) -> list[str]:
         """Shell command of one node, as lines to join.
@@ -127,7 +126,7 @@ def slurm_script(launch: Launch) -> str:
             "  bash -c 'one_node; exit \"$((SLURM_NODEID ? 0 : $?))\"'",
         ]
     lines += [
-        'echo "beside the prediction: simplan predict SCENARIO --json >prediction.json &&'
+        'echo "to compare with the prediction: simplan predict SCENARIO --json >prediction.json &&'
         ' simplan compare prediction.json $out/measurement.json"'
     ]
     return "\n".join(lines) + "\n"
@@ -150,15 +149,8 @@ def kubernetes_job(launch: Launch, image: str) -> str:
         raise NotModelledError(Problem(field="plan", rule=rule, fix="use fewer microbatches"))
     endpoint = '"$PET_RDZV_ENDPOINT"' if elastic else '"$MASTER_ADDR:$MASTER_PORT"'
     command = launch.torchrun(f"{_MOUNT}/{_FILE}", _POD_OUT, endpoint, name)
-    resources: dict[str, int] = {}
-    if launch.gpus_per_node:
-        resources["nvidia.com/gpu"] = launch.gpus_per_node
-    if launch.cores_per_node:
-        resources["cpu"] = launch.cores_per_node
-    mounts = [
-        {"name": "job", "mountPath": _MOUNT},
-        {"name": "shared-memory", "mountPath": "/dev/shm"},
-    ]
+    resources = {"nvidia.com/gpu": launch.gpus_per_node, "cpu": launch.cores_per_node}
+    mounts = [{"name": "job", "mountPath": _MOUNT}, {"name": "shared-memory", "mountPath": "/dev/shm"}]
     volumes: list[dict[str, Any]] = [
         {"name": "job", "configMap": {"name": name}},
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},  # NCCL between GPUs of a node
@@ -173,7 +165,7 @@ def kubernetes_job(launch: Launch, image: str) -> str:
                 "image": image,
                 "command": ["sh", "-c", " \\\n  ".join(["exec " + command[0], *command[1:]])],
                 "env": [{"name": key, "value": value} for key, value in launch.environment.items()],
-                "resources": {"limits": resources},
+                "resources": {"limits": {name: number for name, number in resources.items() if number}},
                 "volumeMounts": mounts,
             }
         ],

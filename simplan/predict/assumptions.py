@@ -127,7 +127,8 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
     if cluster.cores_per_node is not None:
         yield f"ranks share {cluster.cores_per_node} cores (processor sharing)"
     if program_costs.beside is not None:
-        yield f"compute that overlaps communication loses {format_percent(program_costs.overlap_slowdown)} of its throughput"
+        slowdown = format_percent(program_costs.overlap_slowdown)
+        yield f"compute that overlaps communication loses {slowdown} of its throughput"
     if any(term.kind is SpanKind.COMMUNICATION for term in program_costs.terms) and cluster.num_nodes > 1:
         yield "links are not shared with other jobs, and flows do not slow each other down"
 

@@ -79,6 +79,7 @@ def _term(program: Program, program_costs: ProgramCosts, beside_s: _Floats) -> C
         program_costs.overlap_slowdown * total_s / num_ranks,
         program_costs.by_work[one].cost_estimate.provenance,
         float((relative * beside_s).sum()) / total_s,
-        f"{format_percent(program_costs.overlap_slowdown)} of {format_time(total_s / num_ranks)} of overlapped communication",
+        f"{format_percent(program_costs.overlap_slowdown)} of {format_time(total_s / num_ranks)} "
+        "of overlapped communication",
     )
     return CostTerm("overlap slowdown of compute", SpanKind.COMPUTE, cost_estimate, num_ranks)

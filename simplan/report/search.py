@@ -170,7 +170,7 @@ def _ranked_table(result: SearchResult) -> str:
             *_numbers(plan, result),
             "" if rank == 1 else f"{100 * (plan.step_time_s / best.step_time_s - 1):+.1f} %",
             _main_difference(plan, best),
-            "" if why is None else f"{why.limit.replace("_", " ")} {100 * why.shares[why.limit]:.0f} %",
+            "" if why is None else f"{why.limit.replace('_', ' ')} {100 * why.shares[why.limit]:.0f} %",
             "" if why is None or why.help is None else RESOURCES[why.help],
             search_plan_words(plan.plan) + (f" (and {alike_words(plan.alike)})" if plan.alike.num_plans else ""),
         ]
@@ -186,7 +186,7 @@ def _main_difference(plan: RankedPlan, best: RankedPlan) -> str:
     if difference is None:
         return ""
     name, seconds = difference
-    return f"{100 * seconds / best.step_time_s:+.1f} % {name.replace("_", " ")}"
+    return f"{100 * seconds / best.step_time_s:+.1f} % {name.replace('_', ' ')}"
 
 
 def _front_table(result: SearchResult) -> str:

@@ -1,10 +1,16 @@
-"""All rules in the order of their errors, the rules that only searches have, and all rules by name."""
+"""All rules in the order of their errors, and the check of a job; one error lists all violations.
+
+There are two kinds of violation. An impossible job raises ``SpecError``, with the nearest possible values. A known
+option that is not modeled yet raises ``NotModelledError``, which names the option, so that none is silently ignored.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.job import Job
 from simplan.rules import (
     batch,
     cluster,
@@ -20,133 +26,53 @@ from simplan.rules import (
 )
 from simplan.rules.rule import Rule
 
-__all__ = ["BY_NAME", "RULES", "SEARCH_RULES"]
+__all__ = ["BY_NAME", "RULES", "SEARCH_RULES", "check_job", "violations"]
 
 _COULD_NOT_BE: tuple[Rule, ...] = (
-    model.kv_heads_divide_heads,
-    model.rotary_width_even,
-    model.packs_need_documents,
-    model.documents_fit,
-    model.documents_of_two_tokens,
-    model.positions_for_sequence,
-    model.window_pattern_needs_window,
-    model.relative_buckets,
-    model.resnet_needs_depths,
-    model.patches_of_image,
-    model.lora_targets_need_rank,
-    model.lora_targets_exist,
-    model.top_k_within_experts,
-    model.dense_layers_within_layers,
-    model.gate_needs_shared_expert,
-    model.capacity_for_tokens,
-    training.lora_needs_adapters,
-    training.adapters_need_lora,
-    cluster.link_within_nodes,
-    cluster.network_between_nodes,
-    cluster.devices,
-    cluster.precision_of_cpus,
-    training.recipe_of_fp8,
-    batch.batch_divides,
-    schedule.schedule_goes_with_pipeline,
-    schedule.virtual_stages_of_schedule,
-    schedule.split_backward_recompute,
-    schedule.split_backward_reshard,
-    schedule.split_backward_ddp,
-    schedule.stages_within_layers,
-    schedule.stage_layers_are_all,
-    batch.pipeline_cells,
-    parallel.tp_divides_heads,
-    parallel.tp_divides_sizes,
-    parallel.sequence_parallel_needs_tp,
-    parallel.sequence_parallel_divides_sequence,
-    parallel.sequence_parallel_of_software,
-    parallel.cp_comm_needs_cp,
-    parallel.cp_divides_sequence,
-    parallel.a2a_divides_heads,
-    experts.ep_divides,
-    experts.etp_divides,
-    parallel.tp_divides_shared_expert,
-    sharding.zero_stage_of_shards,
-    sharding.reshard_needs_shards,
-    sharding.buckets_of_ddp,
-    sharding.buckets_need_overlap,
-    sharding.buckets_of_replicas,
-    batch.grad_sync_of_replicas,
-    schedule.stages_equal,
-    schedule.virtual_stages_ddp,
-    experts.expert_overlap_ranks,
-    experts.expert_overlap_stages,
-    experts.expert_overlap_precision,
-    experts.expert_overlap_mtp,
-    parallel.tp_divides_mtp,
-    offload.offload_of_sharded_parameters,
-    offload.offload_layers_of_activations,
-    offload.offload_needs_link,
-    recompute.expert_overlap_recompute,
-    recompute.recompute_layers_of_full,
-    recompute.recompute_modules_of_selective,
-    recompute.recompute_modules_apart,
-)
+    model.kv_heads_divide_heads, model.rotary_width_even, model.packs_need_documents, model.documents_fit,
+    model.documents_of_two_tokens, model.positions_for_sequence, model.window_pattern_needs_window,
+    model.relative_buckets, model.resnet_needs_depths, model.patches_of_image, model.lora_targets_need_rank,
+    model.lora_targets_exist, model.top_k_within_experts, model.dense_layers_within_layers,
+    model.gate_needs_shared_expert, model.capacity_for_tokens, training.lora_needs_adapters,
+    training.adapters_need_lora, cluster.link_within_nodes, cluster.network_between_nodes, cluster.devices,
+    cluster.precision_of_cpus, training.recipe_of_fp8, batch.batch_divides,
+    schedule.schedule_goes_with_pipeline, schedule.virtual_stages_of_schedule,
+    schedule.split_backward_recompute, schedule.split_backward_reshard, schedule.split_backward_ddp,
+    schedule.stages_within_layers, schedule.stage_layers_are_all, batch.pipeline_cells,
+    parallel.tp_divides_heads, parallel.tp_divides_sizes, parallel.sequence_parallel_needs_tp,
+    parallel.sequence_parallel_divides_sequence, parallel.sequence_parallel_of_software,
+    parallel.cp_comm_needs_cp, parallel.cp_divides_sequence, parallel.a2a_divides_heads, experts.ep_divides,
+    experts.etp_divides, parallel.tp_divides_shared_expert, sharding.zero_stage_of_shards,
+    sharding.reshard_needs_shards, sharding.buckets_of_ddp, sharding.buckets_need_overlap,
+    sharding.buckets_of_replicas, batch.grad_sync_of_replicas, schedule.stages_equal,
+    schedule.virtual_stages_ddp, experts.expert_overlap_ranks, experts.expert_overlap_stages,
+    experts.expert_overlap_precision, experts.expert_overlap_mtp, parallel.tp_divides_mtp,
+    offload.offload_of_sharded_parameters, offload.offload_layers_of_activations, offload.offload_needs_link,
+    recompute.expert_overlap_recompute, recompute.recompute_layers_of_full,
+    recompute.recompute_modules_of_selective, recompute.recompute_modules_apart,
+)  # fmt: skip
 
 _NOT_MODELLED: tuple[Rule, ...] = (
-    parallel.ring_on_cpus,
-    schedule.schedule_modelled,
-    sharding.grad_dtype_modelled,
-    sharding.zero_stage_modelled,
-    experts.sequence_parallel_of_experts,
-    experts.etp_modelled,
-    parallel.cp_of_attention,
-    schedule.split_backward_of_experts,
-    experts.expert_dispatch_modelled,
-    experts.ep_within_replicas,
-    experts.ep_covers_shards,
-    batch.grad_sync_of_experts,
-    parallel.tp_of_wide_norms,
-    batch.grad_sync_modelled,
-    sharding.tied_embeddings_sharded,
-    parallel.tp_modelled,
-    parallel.sequence_parallel_modelled,
-    parallel.cp_modelled,
-    parallel.ring_modelled,
-    parallel.cp_of_unfused_attention,
-    recompute.recompute_modelled,
-    sharding.sharded_precision_modelled,
-    schedule.split_backward_of_convolutions,
-    offload.offload_of_fsdp2,
-    offload.offload_of_experts,
-    offload.offload_layers_modelled,
-    offload.offload_modelled,
-    recompute.recompute_layers_modelled,
-    recompute.recompute_modules_modelled,
-    parallel.cp_of_documents,
-    model.documents_modelled,
-    schedule.split_backward_of_adapters,
-    training.adapters_in_low_precision,
-    offload.offload_with_adapters,
-    training.training_modelled,
-    training.sharded_training_modelled,
-    cluster.software_of_this_machine,
-    training.fused_optimizer_of_torch,
-    training.layerwise_optimizer_modelled,
-    training.norms_modelled,
-    training.low_precision_modelled,
-    schedule.split_backward_in_low_precision,
-    schedule.split_backward_compiled,
-    offload.offload_compiled,
-    training.compiled_low_precision,
-    model.mtp_modelled,
-    model.mtp_with_adapters,
-    sharding.mtp_sharded,
-    schedule.split_backward_of_mtp,
-    offload.offload_with_mtp,
-    training.low_attention_modelled,
-    transformers.transformers_model,
-    transformers.transformers_splits,
-    transformers.transformers_recompute,
-    transformers.transformers_split_backward,
-    transformers.transformers_experts_autocast,
-    training.cp_of_low_attention,
-)
+    parallel.ring_on_cpus, schedule.schedule_modelled, sharding.grad_dtype_modelled,
+    sharding.zero_stage_modelled, experts.sequence_parallel_of_experts, experts.etp_modelled,
+    parallel.cp_of_attention, schedule.split_backward_of_experts, experts.expert_dispatch_modelled,
+    experts.ep_within_replicas, experts.ep_covers_shards, batch.grad_sync_of_experts, parallel.tp_of_wide_norms,
+    batch.grad_sync_modelled, sharding.tied_embeddings_sharded, parallel.tp_modelled,
+    parallel.sequence_parallel_modelled, parallel.cp_modelled, parallel.ring_modelled,
+    parallel.cp_of_unfused_attention, recompute.recompute_modelled, sharding.sharded_precision_modelled,
+    schedule.split_backward_of_convolutions, offload.offload_of_fsdp2, offload.offload_of_experts,
+    offload.offload_layers_modelled, offload.offload_modelled, recompute.recompute_layers_modelled,
+    recompute.recompute_modules_modelled, parallel.cp_of_documents, model.documents_modelled,
+    schedule.split_backward_of_adapters, training.adapters_in_low_precision, offload.offload_with_adapters,
+    training.training_modelled, training.sharded_training_modelled, cluster.software_of_this_machine,
+    training.fused_optimizer_of_torch, training.layerwise_optimizer_modelled, training.norms_modelled,
+    training.low_precision_modelled, schedule.split_backward_in_low_precision, schedule.split_backward_compiled,
+    offload.offload_compiled, training.compiled_low_precision, model.mtp_modelled, model.mtp_with_adapters,
+    sharding.mtp_sharded, schedule.split_backward_of_mtp, offload.offload_with_mtp,
+    training.low_attention_modelled, transformers.transformers_model, transformers.transformers_splits,
+    transformers.transformers_recompute, transformers.transformers_split_backward,
+    transformers.transformers_experts_autocast, training.cp_of_low_attention,
+)  # fmt: skip
 
 RULES: tuple[Rule, ...] = (*_COULD_NOT_BE, *_NOT_MODELLED, training.low_precision_sizes)
 """Every rule of a job."""
@@ -155,3 +81,27 @@ SEARCH_RULES: tuple[Rule, ...] = (cluster.tp_in_node,)
 """Rules that a search applies by default, and that other plans may violate."""
 
 BY_NAME: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in (*RULES, *SEARCH_RULES)})
+
+
+def violations(job: Job, rules: Sequence[Rule] = RULES) -> list[Problem]:
+    """Problems of a job, in the order of the rules."""
+    return [problem for _, problem in _violated(job, rules)]
+
+
+def check_job(job: Job, rules: Sequence[Rule] = RULES) -> None:
+    """Raises an error for a job that violates rules.
+
+    Raises:
+        NotModelledError: The only violations are options that are not modeled yet.
+        SpecError: Lists every violation, including options that are not modeled.
+    """
+    violated = _violated(job, rules)
+    if not violated:
+        return
+    problems = [problem for _, problem in violated]
+    raise (SpecError if any(rule.modelled for rule, _ in violated) else NotModelledError)(problems)
+
+
+def _violated(job: Job, rules: Sequence[Rule]) -> list[tuple[Rule, Problem]]:
+    first = [(rule, problem) for rule in rules if not rule.after_others for problem in rule.problems(job)]
+    return first or [(rule, problem) for rule in rules if rule.after_others for problem in rule.problems(job)]

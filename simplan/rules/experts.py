@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from simplan.errors import Problem
 from simplan.job import Job
-from simplan.rules.rule import experts_apart, not_modelled, rule
+from simplan.rules.rule import experts_apart, not_modelled, problem_of, rule, undivided, unmodelled
 from simplan.wording import either, nearest_divisors
 
 _OTHERWISE = "or software.expert_overlap = false"
@@ -20,74 +20,52 @@ _OTHERWISE = "or software.expert_overlap = false"
 def ep_divides(job: Job) -> Iterator[Problem]:
     plan, experts = job.plan, job.model.num_experts
     if not experts:
-        yield from _without_experts(job, "ep", plan.ep, "spreads experts over")
+        yield from _without_experts(job, "plan.ep", plan.ep, "spreads experts over")
         return
     ranks = "dp_replicate x dp_shard" + " x cp" * (plan.cp > 1) + " x tp" * (plan.tp > 1)
     ranks += " / etp" if plan.etp > 1 else ""
-    every = "every rank has as many experts as any other"
-    yield from _undivided("ep", plan.ep, "model.num_experts", experts, every)
-    yield from _undivided("ep", plan.ep, ranks, plan.expert_ranks, "experts are spread over the ranks of a stage")
+    every = ": every rank has as many experts as any other"
+    yield from undivided(job, "plan.ep", "model.num_experts", experts, every)
+    yield from undivided(job, "plan.ep", ranks, plan.expert_ranks, ": experts are spread over the ranks of a stage")
 
 
 @rule("etp must divide tp and moe_intermediate_size", reads="etp tp")
 def etp_divides(job: Job) -> Iterator[Problem]:
     plan, model = job.plan, job.model
     if not model.num_experts:
-        yield from _without_experts(job, "etp", plan.etp, "splits experts among")
+        yield from _without_experts(job, "plan.etp", plan.etp, "splits experts among")
         return
     size = model.moe_intermediate_size
-    yield from _undivided("etp", plan.etp, "plan.tp", plan.tp, "tensor-parallel ranks split an expert")
-    yield from _undivided("etp", plan.etp, "model.moe_intermediate_size", size, "each has as many columns")
+    yield from undivided(job, "plan.etp", "plan.tp", plan.tp, ": tensor-parallel ranks split an expert")
+    yield from undivided(job, "plan.etp", "model.moe_intermediate_size", size, ": each has as many columns")
 
 
 def _without_experts(job: Job, field: str, degree: int, does: str) -> Iterator[Problem]:
     if degree > 1:
         rule = f"{does} ranks, and models of family {job.model.family} have none"
-        yield Problem(field=f"plan.{field}", value=str(degree), rule=rule, fix="remove it")
-
-
-def _undivided(field: str, degree: int, name: str, number: int, why: str) -> Iterator[Problem]:
-    if number % degree:
-        yield Problem(
-            field=f"plan.{field}",
-            value=str(degree),
-            rule=f"must divide {name} = {number}: {why}",
-            fix=f"use {either(nearest_divisors(number, degree))}",
-        )
+        yield problem_of(job, field, rule, "remove it")
 
 
 @rule("expert all-to-all that overlaps another microbatch needs experts on several ranks", reads="ep")
 def expert_overlap_ranks(job: Job) -> Iterator[Problem]:
     if job.software.expert_overlap and job.plan.ep == 1:
-        yield Problem(
-            field="plan.ep",
-            value="1",
-            rule="must be more with software.expert_overlap: with all experts on every rank no token travels",
-            fix=f"use 2 or more, {_OTHERWISE}",
-        )
+        rule = "must be more with software.expert_overlap: with all experts on every rank no token travels"
+        yield problem_of(job, "plan.ep", rule, f"use 2 or more, {_OTHERWISE}")
 
 
 @rule("expert all-to-all that overlaps another microbatch needs several stages per rank", reads="ep pp virtual_stages")
 def expert_overlap_stages(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if job.software.expert_overlap and plan.ep > 1 and plan.pp > 1 and plan.virtual_stages == 1:
-        yield Problem(
-            field="plan.virtual_stages",
-            value="1",
-            rule="must be more with software.expert_overlap and pp > 1: the other pass is of another stage of the rank",
-            fix=f"use 2 or more, {_OTHERWISE}",
-        )
+        rule = "must be more with software.expert_overlap and pp > 1: the other pass is of another stage of the rank"
+        yield problem_of(job, "plan.virtual_stages", rule, f"use 2 or more, {_OTHERWISE}")
 
 
 @rule("expert all-to-all that overlaps another microbatch needs weights of 16 bits or less", reads="ep")
 def expert_overlap_precision(job: Job) -> Iterator[Problem]:
     if job.software.expert_overlap and job.plan.ep > 1 and job.training.precision in ("fp32", "tf32"):
-        yield Problem(
-            field="training.precision",
-            value=job.training.precision,
-            rule="does not go with software.expert_overlap, which is for weights of 16 bits and less",
-            fix=f"use bf16, {_OTHERWISE}",
-        )
+        rule = "does not go with software.expert_overlap, which is for weights of 16 bits and less"
+        yield problem_of(job, "training.precision", rule, f"use bf16, {_OTHERWISE}")
 
 
 @rule("expert all-to-all that overlaps another microbatch allows one layer for multi-token prediction")
@@ -95,41 +73,39 @@ def expert_overlap_mtp(job: Job) -> Iterator[Problem]:
     layers = job.model.mtp_num_layers
     if job.software.expert_overlap and layers > 1:
         rule = "must be at most 1 with software.expert_overlap"
-        fix = "use 1, or software.expert_overlap = false"
-        yield Problem(field="model.mtp_num_layers", value=str(layers), rule=rule, fix=fix)
+        yield problem_of(job, "model.mtp_num_layers", rule, f"use 1, {_OTHERWISE}")
 
 
-@rule("tensor parallelism with experts needs sequence parallelism", reads="tp sequence_parallel", modelled=False)
+@unmodelled("tensor parallelism with experts needs sequence parallelism", reads="tp sequence_parallel")
 def sequence_parallel_of_experts(job: Job) -> Iterator[Problem]:
     if job.model.num_experts and job.plan.tp > 1 and not job.plan.sequence_parallel:
         what = "tensor parallelism with experts but without sequence parallelism, by which ranks route local tokens,"
-        yield not_modelled("plan.sequence_parallel", "false", what, "use true")
+        yield not_modelled(job, "plan.sequence_parallel", what, "use true")
 
 
-@rule("this splitting of experts is not modelled", reads="etp tp", modelled=False)
+@unmodelled("this splitting of experts is not modelled", reads="etp tp")
 def etp_modelled(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if not job.model.num_experts:
         return
     if plan.etp not in (1, plan.tp):
         what = "splitting experts among other numbers of ranks than attention"
-        yield not_modelled("plan.etp", plan.etp, what, f"use {either(sorted({1, plan.tp}))}")
+        yield not_modelled(job, "plan.etp", what, f"use {either(sorted({1, plan.tp}))}")
     if plan.etp > 1 and job.model.expert_bias:
-        yield not_modelled("plan.etp", plan.etp, "splitting experts that have biases", "use 1")
+        yield not_modelled(job, "plan.etp", "splitting experts that have biases", "use 1")
 
 
-@rule("sending tokens once to ranks that split experts is not modelled", reads="etp", modelled=False)
+@unmodelled("sending tokens once to ranks that split experts is not modelled", reads="etp")
 def expert_dispatch_modelled(job: Job) -> Iterator[Problem]:
     dispatch = job.software.expert_dispatch
     if job.model.num_experts and dispatch in ("deepep", "hybridep") and job.plan.etp > 1:
         what, fix = "sending tokens once to ranks that split experts", "use all_to_all, or plan.etp = 1"
-        yield not_modelled("software.expert_dispatch", dispatch, what, fix)
+        yield not_modelled(job, "software.expert_dispatch", what, fix)
 
 
-@rule(
+@unmodelled(
     "ep must divide dp_shard x cp x tp, or be a multiple of it, with sharded parameters",
     reads="experts_apart dp_shard cp shards_parameters",
-    modelled=False,
 )
 def ep_within_replicas(job: Job) -> Iterator[Problem]:
     plan = job.plan
@@ -139,13 +115,12 @@ def ep_within_replicas(job: Job) -> Iterator[Problem]:
     if plan.shards_parameters and plan.ep % shards and shards % plan.ep:
         what = f"experts over {plan.ep} ranks, some of them of other replicas than others,"
         fix = f"use {either(nearest_divisors(shards, plan.ep))}, or a multiple of {shards}"
-        yield not_modelled("plan.ep", plan.ep, what, fix)
+        yield not_modelled(job, "plan.ep", what, fix)
 
 
-@rule(
+@unmodelled(
     "ep must be a multiple of dp_shard x cp x tp if optimizer states are partitioned by parameter",
     reads="experts_apart dp_shard cp shards_optimizer_only",
-    modelled=False,
 )
 def ep_covers_shards(job: Job) -> Iterator[Problem]:
     plan = job.plan
@@ -155,4 +130,4 @@ def ep_covers_shards(job: Job) -> Iterator[Problem]:
     if plan.ep % shards and job.software.optimizer_shards != "elements":
         others = " x cp" * (plan.cp > 1) + (" x tp" * (plan.tp > 1) if plan.etp == 1 else "")
         what = f"sharding one expert over several of the dp_shard{others} = {shards} ranks"
-        yield not_modelled("plan.ep", plan.ep, what, f"use a multiple of {shards}, or a smaller dp_shard")
+        yield not_modelled(job, "plan.ep", what, f"use a multiple of {shards}, or a smaller dp_shard")

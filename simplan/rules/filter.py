@@ -23,6 +23,7 @@ Every rule is evaluated once per combination of values of its fields; the result
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
 from operator import itemgetter
 from typing import Any
 
@@ -85,7 +86,6 @@ class FilterStage:
     Args:
         rules: Rules of the step, each with its index in the order of all rules.
         fields: Names of the fields of all steps, in the order of the values.
-        job: The job.
         fixed: Values of all plan fields; those in ``fields`` are overridden.
     """
 
@@ -103,7 +103,8 @@ class FilterStage:
         groups: dict[bool, list[_Group]] = {False: [], True: []}
         for (last, read), of_group in by_reads.items():
             names = [fields[index] for index in read]
-            groups[last].append((_getter(read), {}, _asking(of_group, names, job, fixed)))
+            getter = itemgetter(*read) if read else lambda _: ()
+            groups[last].append((getter, _checking(of_group, names, job, fixed)))
         self._groups, self._last = groups[False], groups[True]
 
     def __call__(self, values: Sequence[Any]) -> str | None:
@@ -118,36 +119,24 @@ class FilterStage:
         return None if place is None else self._names[place]
 
 
-_Group = tuple[Callable[[Sequence[Any]], Hashable], dict[Hashable, int | None], Callable[[Any], int | None]]
-"""Per group: getter of the values that its rules read, cache by these values, and function that checks the rules."""
+_Group = tuple[Callable[[Sequence[Any]], Hashable], Callable[[Hashable], int | None]]
+"""Per group: getter of the values that its rules read (a tuple, or the only one), and check of the rules."""
 
 
 def _first(groups: Sequence[_Group], values: Sequence[Any]) -> int | None:
-    found: int | None = None
-    for getter, memo, asking in groups:
-        key = getter(values)
-        try:
-            place = memo[key]
-        except KeyError:
-            place = memo[key] = asking(key)
-        if place is not None and (found is None or place < found):
-            found = place
-    return found
+    places = [place for getter, check in groups if (place := check(getter(values))) is not None]
+    return min(places, default=None)
 
 
-def _getter(read: Sequence[int]) -> Callable[[Sequence[Any]], Hashable]:
-    """Gets a tuple of values, or the only one; nothing where rules read none."""
-    return itemgetter(*read) if read else lambda _: ()
-
-
-def _asking(
+def _checking(
     rules: Sequence[tuple[int, Rule]], names: Sequence[str], job: Job, fixed: Mapping[str, Any]
-) -> Callable[[Any], int | None]:
-    """Function that checks rules with the same fields and returns the index of the first violated one, or None."""
+) -> Callable[[Hashable], int | None]:
+    """Cached check of rules that read the same fields: the index of the first violated one, or None."""
 
-    def ask(key: Any) -> int | None:
+    @cache
+    def check(key: Any) -> int | None:
         values = dict(zip(names, key if len(names) != 1 else (key,), strict=True))
         made = job.with_plan(ParallelPlan.model_construct(**{**fixed, **values}))  # of valid values, so unchecked
         return next((place for place, rule in rules if next(rule.problems(made), None) is not None), None)
 
-    return ask
+    return check

@@ -10,22 +10,15 @@ from simplan.model.adapters import adapter_targets
 from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
 from simplan.plan.shard import Shard
-from simplan.rules.rule import not_modelled, rule
-from simplan.wording import either, nearest_divisors
-
-_DOCUMENTS = "model.document_lengths"
+from simplan.rules.rule import nearest_multiples, not_modelled, problem_of, rule, undivided, unmodelled
+from simplan.wording import either
 
 
 @rule("num_key_value_heads must divide num_attention_heads")
 def kv_heads_divide_heads(job: Job) -> Iterator[Problem]:
     heads, kv_heads = job.model.num_attention_heads, job.model.num_key_value_heads
-    if kv_heads and heads % kv_heads:
-        yield Problem(
-            field="model.num_key_value_heads",
-            value=str(kv_heads),
-            rule=f"must divide num_attention_heads = {heads}",
-            fix=f"use {either(nearest_divisors(heads, kv_heads))}",
-        )
+    if kv_heads:
+        yield from undivided(job, "model.num_key_value_heads", "num_attention_heads", heads)
 
 
 @rule("heads with rotary positions must have an even width")
@@ -35,14 +28,10 @@ def rotary_width_even(job: Job) -> Iterator[Problem]:
     if part < 1 and part * width % 2:
         rule = f"must be an even part of model.head_dim = {width}: rotary positions turn pairs"
         near = [f"{2 * pairs / width:g}" for pairs in (part * width // 2, part * width // 2 + 1) if pairs]
-        yield Problem(field="model.partial_rotary_factor", value=f"{part:g}", rule=rule, fix=f"use {either(near)}")
+        yield problem_of(job, "model.partial_rotary_factor", rule, f"use {either(near)}")
     elif part == 1 and width % 2:
-        yield Problem(
-            field=f"model.{rotated}",
-            value=str(width),
-            rule="must be even: rotary positions turn pairs",
-            fix=f"use {either([d for d in (width - 1, width + 1) if d])}",
-        )
+        rule = "must be even: rotary positions turn pairs"
+        yield problem_of(job, f"model.{rotated}", rule, f"use {either([d for d in (width - 1, width + 1) if d])}")
 
 
 @rule("packs says where documents were drawn from, and needs document_lengths")
@@ -60,82 +49,50 @@ def documents_fit(job: Job) -> Iterator[Problem]:
         return
     total, most = sum(lengths), model.max_position_embeddings
     if total > model.seq_len:
-        yield Problem(
-            field=_DOCUMENTS,
-            value=_shown(lengths),
-            rule=f"has {total} tokens, and a sequence has seq_len = {model.seq_len}",
-            fix=f"use shorter documents, or model.seq_len = {total}",
-        )
+        rule = f"has {total} tokens, and a sequence has seq_len = {model.seq_len}"
+        yield _of_documents(job, rule, f"use shorter documents, or model.seq_len = {total}")
     elif FAMILIES[model.family].position_rows and max(model.segments) > most:
         what = "a document" if max(lengths) > most else "the padding"
-        yield Problem(
-            field=_DOCUMENTS,
-            value=_shown(lengths),
-            rule=f"{what} has {max(model.segments)} tokens, and max_position_embeddings = {most}",
-            fix=f"set model.max_position_embeddings to {max(model.segments)}",
-        )
+        rule = f"{what} has {max(model.segments)} tokens, and max_position_embeddings = {most}"
+        yield _of_documents(job, rule, f"set model.max_position_embeddings to {max(model.segments)}")
 
 
 @rule("a document needs two tokens, of which one can be predicted from the other")
 def documents_of_two_tokens(job: Job) -> Iterator[Problem]:
     lengths = job.model.document_lengths
     if lengths and max(lengths) == 1:
-        yield Problem(
-            field=_DOCUMENTS,
-            value=_shown(lengths),
-            rule="has no document of two tokens, of which one could be predicted from the other",
-            fix="use longer documents",
-        )
+        rule = "has no document of two tokens, of which one could be predicted from the other"
+        yield _of_documents(job, rule, "use longer documents")
 
 
 @rule("seq_len must be at most max_position_embeddings")
 def positions_for_sequence(job: Job) -> Iterator[Problem]:
-    model = job.model
-    if (
-        FAMILIES[model.family].position_rows
-        and not model.document_lengths
-        and model.seq_len > model.max_position_embeddings
-    ):
-        yield Problem(
-            field="model.seq_len",
-            value=str(model.seq_len),
-            rule=f"must be at most max_position_embeddings = {model.max_position_embeddings}",
-            fix=f"use {model.max_position_embeddings}, or set max_position_embeddings to {model.seq_len} as well",
-        )
+    model, most = job.model, job.model.max_position_embeddings
+    if FAMILIES[model.family].position_rows and not model.document_lengths and model.seq_len > most:
+        fix = f"use {most}, or set max_position_embeddings to {model.seq_len} as well"
+        yield problem_of(job, "model.seq_len", f"must be at most max_position_embeddings = {most}", fix)
 
 
 @rule("sliding_window_pattern says which blocks have a window, and needs sliding_window")
 def window_pattern_needs_window(job: Job) -> Iterator[Problem]:
     if job.model.sliding_window_pattern and job.model.sliding_window is None:
-        yield Problem(
-            field="model.sliding_window_pattern",
-            value=str(job.model.sliding_window_pattern),
-            rule="says which blocks have a window, and there is no sliding_window",
-            fix="give sliding_window, or remove it",
-        )
+        rule = "says which blocks have a window, and there is no sliding_window"
+        yield problem_of(job, "model.sliding_window_pattern", rule, "give sliding_window, or remove it")
 
 
 @rule("relative_attention_buckets must be a multiple of 4")
 def relative_buckets(job: Job) -> Iterator[Problem]:
     buckets = job.model.relative_attention_buckets
     if buckets % 4:
-        yield Problem(
-            field="model.relative_attention_buckets",
-            value=str(buckets),
-            rule="must be a multiple of 4: each direction has half of them, of which half are for one distance each",
-            fix=f"use {either([near for near in (buckets // 4 * 4, buckets // 4 * 4 + 4) if near])}",
-        )
+        rule = "must be a multiple of 4: each direction has half of them, of which half are for one distance each"
+        yield problem_of(job, "model.relative_attention_buckets", rule, f"use {either(nearest_multiples(buckets, 4))}")
 
 
 @rule("a ResNet needs blocks in one stage or more")
 def resnet_needs_depths(job: Job) -> Iterator[Problem]:
     if job.model.family == "resnet" and not job.model.depths:
-        yield Problem(
-            field="model.depths",
-            value="[]",
-            rule="must name the blocks of one stage or more",
-            fix="use [3, 4, 6, 3] for ResNet-50",
-        )
+        rule = "must name the blocks of one stage or more"
+        yield problem_of(job, "model.depths", rule, "use [3, 4, 6, 3] for ResNet-50")
 
 
 @rule("patches must divide an image, and a sequence is its patches and the class token")
@@ -144,20 +101,11 @@ def patches_of_image(job: Job) -> Iterator[Problem]:
     image, patch = model.image_size, model.patch_size
     if not patch:
         return
-    if image % patch:
-        yield Problem(
-            field="model.patch_size",
-            value=str(patch),
-            rule=f"must divide image_size = {image}",
-            fix=f"use {either(nearest_divisors(image, patch))}",
-        )
-    elif model.seq_len != (image // patch) ** 2 + 1:
-        yield Problem(
-            field="model.seq_len",
-            value=str(model.seq_len),
-            rule=f"must be the {(image // patch) ** 2} patches of an image and the class token",
-            fix=f"use {(image // patch) ** 2 + 1}, or remove it",
-        )
+    yield from undivided(job, "model.patch_size", "image_size", image)
+    patches = (image // patch) ** 2
+    if image % patch == 0 and model.seq_len != patches + 1:
+        rule = f"must be the {patches} patches of an image and the class token"
+        yield problem_of(job, "model.seq_len", rule, f"use {patches + 1}, or remove it")
 
 
 @rule("lora_targets says which matrices have adapters, and needs lora_rank")
@@ -166,12 +114,8 @@ def lora_targets_need_rank(job: Job) -> Iterator[Problem]:
     if "lora_rank" not in FAMILIES[model.family].fields or model.lora_rank:
         return
     if model.lora_targets != ModelSpec.model_fields["lora_targets"].default:
-        yield Problem(
-            field="model.lora_targets",
-            value=f"[{', '.join(model.lora_targets)}]",
-            rule="says which matrices have adapters, and lora_rank = 0",
-            fix="give lora_rank, e.g. 16, or remove it",
-        )
+        rule = "says which matrices have adapters, and lora_rank = 0"
+        yield problem_of(job, "model.lora_targets", rule, "give lora_rank, e.g. 16, or remove it")
 
 
 @rule("lora_targets must name matrices of a block")
@@ -182,48 +126,31 @@ def lora_targets_exist(job: Job) -> Iterator[Problem]:
     known = adapter_targets(family.layers(model, Shard()))
     for target in model.lora_targets:
         if target not in known:
-            yield Problem(
-                field="model.lora_targets",
-                value=target,
-                rule=f"is no matrix of a block of family {model.family}",
-                fix=f"use {either(known)}",
-            )
+            rule = f"is no matrix of a block of family {model.family}"
+            yield problem_of(job, "model.lora_targets", rule, f"use {either(known)}", value=target)
 
 
 @rule("a token can use at most all experts")
 def top_k_within_experts(job: Job) -> Iterator[Problem]:
     experts = job.model.num_experts
     if experts and job.model.top_k > experts:
-        yield Problem(
-            field="model.top_k",
-            value=str(job.model.top_k),
-            rule=f"must be at most num_experts = {experts}",
-            fix=f"use {experts}",
-        )
+        yield problem_of(job, "model.top_k", f"must be at most num_experts = {experts}", f"use {experts}")
 
 
 @rule("num_dense_layers must be at most num_hidden_layers")
 def dense_layers_within_layers(job: Job) -> Iterator[Problem]:
     dense, blocks = job.model.num_dense_layers, job.model.num_hidden_layers
     if job.model.num_experts and dense > blocks:
-        yield Problem(
-            field="model.num_dense_layers",
-            value=str(dense),
-            rule=f"must be at most num_hidden_layers = {blocks}",
-            fix=f"use {blocks}",
-        )
+        rule = f"must be at most num_hidden_layers = {blocks}"
+        yield problem_of(job, "model.num_dense_layers", rule, f"use {blocks}")
 
 
 @rule("shared_expert_gate weighs a shared expert, and needs one")
 def gate_needs_shared_expert(job: Job) -> Iterator[Problem]:
     model = job.model
     if model.num_experts and model.shared_expert_gate and not model.shared_expert_intermediate_size:
-        yield Problem(
-            field="model.shared_expert_gate",
-            value="true",
-            rule="weighs a shared expert, and shared_expert_intermediate_size = 0",
-            fix="remove it, or give shared_expert_intermediate_size",
-        )
+        rule = "weighs a shared expert, and shared_expert_intermediate_size = 0"
+        yield problem_of(job, "model.shared_expert_gate", rule, "remove it, or give shared_expert_intermediate_size")
 
 
 @rule("experts that drop no tokens need places for those of the fullest one")
@@ -232,35 +159,32 @@ def capacity_for_tokens(job: Job) -> Iterator[Problem]:
     if model.num_experts and model.capacity_factor < needed and not model.drop_tokens:
         balanced, fullest = "even balanced experts need", f"the fullest expert needs with expert_imbalance = {needed:g}"
         why = balanced if needed == 1 else fullest
-        yield Problem(
-            field="model.capacity_factor",
-            value=f"{model.capacity_factor:g}",
-            rule=f"is less than the {needed:g} that {why}",
-            fix=f"use {needed:g} or more, or model.drop_tokens = true",
-        )
+        rule = f"is less than the {needed:g} that {why}"
+        yield problem_of(job, "model.capacity_factor", rule, f"use {needed:g} or more, or model.drop_tokens = true")
 
 
-@rule("training of packed documents with this software is not modelled", modelled=False)
+@unmodelled("training of packed documents with this software is not modelled")
 def documents_modelled(job: Job) -> Iterator[Problem]:
     if job.model.document_lengths and job.software.packed_attention is None:
         what = f"attention of several documents in a sequence with {job.software.id}"
-        yield not_modelled(_DOCUMENTS, _shown(job.model.document_lengths), what, "remove it")
+        yield _of_documents(job, f"{what} is not modelled yet", "remove it")
 
 
-@rule("multi-token prediction with this software is not modelled", modelled=False)
+@unmodelled("multi-token prediction with this software is not modelled")
 def mtp_modelled(job: Job) -> Iterator[Problem]:
     if job.model.mtp_num_layers and not job.software.mtp:
         what = f"multi-token prediction with {job.software.id}"
-        fix = "use 0, or software: megatron-core"
-        yield not_modelled("model.mtp_num_layers", job.model.mtp_num_layers, what, fix)
+        yield not_modelled(job, "model.mtp_num_layers", what, "use 0, or software: megatron-core")
 
 
-@rule("adapters with layers for multi-token prediction are not modelled", modelled=False)
+@unmodelled("adapters with layers for multi-token prediction are not modelled")
 def mtp_with_adapters(job: Job) -> Iterator[Problem]:
     layers, rank = job.model.mtp_num_layers, job.model.lora_rank
     if layers and rank > 0:
-        yield not_modelled("model.lora_rank", rank, f"adapters with model.mtp_num_layers = {layers}", "use 0")
+        yield not_modelled(job, "model.lora_rank", f"adapters with model.mtp_num_layers = {layers}", "use 0")
 
 
-def _shown(lengths: tuple[int, ...]) -> str:
-    return str(list(lengths)) if len(lengths) <= 6 else f"[{lengths[0]}, {lengths[1]}, ..., {lengths[-1]}]"
+def _of_documents(job: Job, rule: str, fix: str) -> Problem:
+    lengths = job.model.document_lengths
+    shown = f"[{lengths[0]}, {lengths[1]}, ..., {lengths[-1]}]" if len(lengths) > 6 else None
+    return problem_of(job, "model.document_lengths", rule, fix, value=shown)

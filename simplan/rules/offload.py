@@ -8,7 +8,7 @@ from simplan.errors import Problem
 from simplan.job import Job
 from simplan.model.families import FAMILIES
 from simplan.plan.schedules import is_custom_schedule, splits_backward
-from simplan.rules.rule import experts_apart, not_modelled, rule
+from simplan.rules.rule import experts_apart, not_modelled, problem_of, rule, unmodelled
 
 _FAMILIES = ("gpt", "llama")
 _WITH_FSDP2 = ("torch", "torchtitan", "torchtitan-2025", "transformers")
@@ -28,13 +28,12 @@ def offload_of_sharded_parameters(job: Job) -> Iterator[Problem]:
     else:
         fix = f"use dp_shard = {plan.dp} in place of dp_replicate" if plan.dp > 1 else "use dp_shard = 2 or more"
     rule = "is CPUOffloadPolicy of FSDP, and this plan has no parameters that FSDP shards"
-    yield Problem(field="plan.offload_optimizer", value="true", rule=rule, fix=fix)
+    yield problem_of(job, "plan.offload_optimizer", rule, fix)
 
 
-@rule(
+@unmodelled(
     "an optimizer on the host is modelled of torch's FSDP2 only, without tensor parallelism or 8 bits",
     reads="offload_optimizer tp",
-    modelled=False,
     outside_torch="an optimizer on the host is not modelled",
 )
 def offload_of_fsdp2(job: Job) -> Iterator[Problem]:
@@ -56,8 +55,7 @@ def offload_layers_of_activations(job: Job) -> Iterator[Problem]:
     layers = job.plan.offload_layers
     if layers is not None and not job.plan.offload_activations:
         rule = "says of how many blocks activations are moved, and offload_activations is off"
-        fix = "set offload_activations, or remove it"
-        yield Problem(field="plan.offload_layers", value=str(layers), rule=rule, fix=fix)
+        yield problem_of(job, "plan.offload_layers", rule, "set offload_activations, or remove it")
 
 
 @rule("what is kept on the host needs a link to it", reads="offload_optimizer offload_activations", reads_cluster=True)
@@ -71,10 +69,9 @@ def offload_needs_link(job: Job) -> Iterator[Problem]:
         )
 
 
-@rule(
+@unmodelled(
     "optimizer states on the host of experts that ranks share out are not modelled",
     reads="offload_optimizer experts_apart",
-    modelled=False,
 )
 def offload_of_experts(job: Job) -> Iterator[Problem]:
     plan = job.plan
@@ -83,26 +80,20 @@ def offload_of_experts(job: Job) -> Iterator[Problem]:
         yield _with_it("offload_optimizer", "states of experts of which other ranks have others", fix)
 
 
-@rule(
+@unmodelled(
     "activations on the host of a part of the blocks of a pipeline are not modelled",
     reads="offload_layers offload_activations pp",
-    modelled=False,
 )
 def offload_layers_modelled(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if plan.offload_activations and plan.offload_layers is not None and plan.pp > 1:
-        yield Problem(
-            field="plan.offload_layers",
-            value=str(plan.offload_layers),
-            rule=f"a part of the blocks of a pipeline (pp = {plan.pp}) is not modelled yet",
-            fix="remove it: then all blocks are moved",
-        )
+        rule = f"a part of the blocks of a pipeline (pp = {plan.pp}) is not modelled yet"
+        yield problem_of(job, "plan.offload_layers", rule, "remove it: then all blocks are moved")
 
 
-@rule(
+@unmodelled(
     "activations on the host are not modelled of this model, or with this plan",
     reads="offload_activations schedule cp recompute",
-    modelled=False,
 )
 def offload_modelled(job: Job) -> Iterator[Problem]:
     plan, model = job.plan, job.model
@@ -125,30 +116,27 @@ def offload_modelled(job: Job) -> Iterator[Problem]:
         yield _with_it("offload_activations", what, fix)
 
 
-@rule("offloading with adapters is not modelled", reads="offload_optimizer offload_activations", modelled=False)
+@unmodelled("offloading with adapters is not modelled", reads="offload_optimizer offload_activations")
 def offload_with_adapters(job: Job) -> Iterator[Problem]:
     for field in ("offload_optimizer", "offload_activations"):
         if job.model.lora_rank and getattr(job.plan, field):
-            yield not_modelled(f"plan.{field}", "true", "offloading with adapters (model.lora_rank)", "remove it")
+            yield not_modelled(job, f"plan.{field}", "offloading with adapters (model.lora_rank)", "remove it")
 
 
-@rule("activations on the host are not modelled with compiled blocks", reads="offload_activations", modelled=False)
+@unmodelled("activations on the host are not modelled with compiled blocks", reads="offload_activations")
 def offload_compiled(job: Job) -> Iterator[Problem]:
     if job.software.compiled and job.software.executable and job.plan.offload_activations:
         rule = "moves tensors that a compiled block keeps for itself, which is not modelled"
-        fix = "use software.compiled = false"
-        yield Problem(field="plan.offload_activations", value="true", rule=rule, fix=fix)
+        yield problem_of(job, "plan.offload_activations", rule, "use software.compiled = false")
 
 
-@rule(
-    "activations on the host with layers for multi-token prediction are not modelled",
-    reads="offload_activations",
-    modelled=False,
+@unmodelled(
+    "activations on the host with layers for multi-token prediction are not modelled", reads="offload_activations"
 )
 def offload_with_mtp(job: Job) -> Iterator[Problem]:
     if job.model.mtp_num_layers and job.plan.offload_activations:
         what = f"activations on the host with model.mtp_num_layers = {job.model.mtp_num_layers}"
-        yield not_modelled("plan.offload_activations", "true", what, "remove it")
+        yield not_modelled(job, "plan.offload_activations", what, "remove it")
 
 
 def _with_it(field: str, what: str, fix: str) -> Problem:

@@ -7,65 +7,54 @@ from collections.abc import Iterator
 from simplan.errors import Problem
 from simplan.job import Job
 from simplan.model.families import FAMILIES
-from simplan.rules.rule import not_modelled, rule
-from simplan.wording import either, nearest_divisors
+from simplan.rules.rule import nearest_multiples, not_modelled, problem_of, rule, undivided, unmodelled
+from simplan.wording import either
 
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 @rule("tp must divide num_attention_heads and num_key_value_heads", reads="tp")
 def tp_divides_heads(job: Job) -> Iterator[Problem]:
-    yield from _undivided(job, *_HEADS)
+    yield from _tp_divides(job, *_HEADS)
 
 
 @rule("tp must divide intermediate_size, vocab_size and num_classes", reads="tp")
 def tp_divides_sizes(job: Job) -> Iterator[Problem]:
     """It divides every vocabulary that the software pads."""
-    yield from _undivided(job, "intermediate_size", "vocab_size", "num_classes")
+    yield from _tp_divides(job, "intermediate_size", "vocab_size", "num_classes")
 
 
-def _undivided(job: Job, *keys: str) -> Iterator[Problem]:
+def _tp_divides(job: Job, *keys: str) -> Iterator[Problem]:
     tp = job.plan.tp
     for key in keys:
         size = getattr(job.padded_model, key)
-        if size % tp:
-            fix = f"use {either(nearest_divisors(size, tp))}"
-            if key == "vocab_size":
-                fix += f", or model.vocab_size = {-(-size // tp) * tp} (padded)"
-            yield Problem(field="plan.tp", value=str(tp), rule=f"must divide model.{key} = {size}", fix=fix)
+        padded = f", or model.vocab_size = {-(-size // tp) * tp} (padded)" if key == "vocab_size" else ""
+        yield from undivided(job, "plan.tp", f"model.{key}", size, or_else=padded)
 
 
 @rule("sequence_parallel is about tensor-parallel ranks, and tp = 1", reads="sequence_parallel tp")
 def sequence_parallel_needs_tp(job: Job) -> Iterator[Problem]:
     if job.plan.sequence_parallel and job.plan.tp == 1:
-        yield Problem(
-            field="plan.sequence_parallel",
-            value="true",
-            rule="splits tokens over the tensor-parallel ranks, and tp = 1",
-            fix="use false, or a larger tp",
-        )
+        rule = "splits tokens over the tensor-parallel ranks, and tp = 1"
+        yield problem_of(job, "plan.sequence_parallel", rule, "use false, or a larger tp")
 
 
 @rule("tp x cp must divide seq_len for sequence parallelism", reads="sequence_parallel tp cp")
 def sequence_parallel_divides_sequence(job: Job) -> Iterator[Problem]:
-    plan, model = job.plan, job.model
+    plan, model, unit = job.plan, job.model, job.plan.tp * job.plan.cp
     if not plan.sequence_parallel or plan.tp == 1 or FAMILIES[model.family].task == "class":
         return
-    if model.seq_len % (plan.tp * plan.cp):
-        unit = plan.tp * plan.cp
-        yield Problem(
-            field="model.seq_len",
-            value=str(model.seq_len),
-            rule=f"must be a multiple of tp x cp = {unit} for sequence parallelism",
-            fix=f"use {either(_nearest_multiples(model.seq_len, unit))}, or plan.sequence_parallel = false",
-        )
+    if model.seq_len % unit:
+        rule = f"must be a multiple of tp x cp = {unit} for sequence parallelism"
+        fix = f"use {either(nearest_multiples(model.seq_len, unit))}, or plan.sequence_parallel = false"
+        yield problem_of(job, "model.seq_len", rule, fix)
 
 
 @rule("the software has no sequence parallelism", reads="sequence_parallel tp")
 def sequence_parallel_of_software(job: Job) -> Iterator[Problem]:
     if job.plan.sequence_parallel and job.plan.tp > 1 and not job.software.sequence_parallelism:
         rule = f"is more than {job.software.id} has: its tensor-parallel ranks all have whole norms and sums"
-        yield Problem(field="plan.sequence_parallel", value="true", rule=rule, fix="write sequence_parallel: false")
+        yield problem_of(job, "plan.sequence_parallel", rule, "write sequence_parallel: false")
 
 
 @rule("cp_comm is about context-parallel ranks, and cp = 1", reads="cp cp_comm")
@@ -73,20 +62,19 @@ def cp_comm_needs_cp(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if plan.cp == 1 and plan.cp_comm != "ring":
         rule = "selects the communication of context-parallel ranks, and cp = 1"
-        yield Problem(field="plan.cp_comm", value=plan.cp_comm, rule=rule, fix="remove it, or use a larger cp")
+        yield problem_of(job, "plan.cp_comm", rule, "remove it, or use a larger cp")
 
 
 @rule("2 x cp must divide seq_len", reads="cp")
 def cp_divides_sequence(job: Job) -> Iterator[Problem]:
     cp, model = job.plan.cp, job.model
     if cp > 1 and FAMILIES[model.family].task != "class" and model.seq_len % (2 * cp):
-        yield Problem(
-            field="model.seq_len",
-            value=str(model.seq_len),
-            rule=f"must be a multiple of 2 x cp = {2 * cp}: each rank takes an early and a late part of the sequence, "
-            "so that causal attention is spread evenly",
-            fix=f"use {either(_nearest_multiples(model.seq_len, 2 * cp))}, or another plan.cp",
+        rule = (
+            f"must be a multiple of 2 x cp = {2 * cp}: each rank takes an early and a late part of the sequence, "
+            "so that causal attention is spread evenly"
         )
+        fix = f"use {either(nearest_multiples(model.seq_len, 2 * cp))}, or another plan.cp"
+        yield problem_of(job, "model.seq_len", rule, fix)
 
 
 @rule("cp x tp must divide the heads for all-to-all", reads="cp cp_comm tp")
@@ -97,76 +85,62 @@ def a2a_divides_heads(job: Job) -> Iterator[Problem]:
     for key in _HEADS:
         heads = getattr(job.model, key)
         if heads % (plan.cp * plan.tp):
-            yield Problem(
-                field="plan.cp",
-                value=str(plan.cp),
-                rule=f"cp x tp = {plan.cp * plan.tp} must divide model.{key} = {heads}: "
-                "all-to-all trades tokens for heads",
-                fix="use plan.cp_comm = ring or all_gather, or a smaller cp",
+            rule = (
+                f"cp x tp = {plan.cp * plan.tp} must divide model.{key} = {heads}: all-to-all trades tokens for heads"
             )
+            yield problem_of(job, "plan.cp", rule, "use plan.cp_comm = ring or all_gather, or a smaller cp")
 
 
 @rule("tp must divide the shared expert", reads="tp")
 def tp_divides_shared_expert(job: Job) -> Iterator[Problem]:
-    tp, shared = job.plan.tp, job.model.shared_expert_intermediate_size
-    if job.model.num_experts and shared % tp:
-        yield Problem(
-            field="plan.tp",
-            value=str(tp),
-            rule=f"must divide model.shared_expert_intermediate_size = {shared}: each rank has as many columns",
-            fix=f"use {either(nearest_divisors(shared, tp))}",
-        )
+    if job.model.num_experts:
+        key = "shared_expert_intermediate_size"
+        yield from undivided(job, "plan.tp", f"model.{key}", getattr(job.model, key), ": each rank has as many columns")
 
 
 @rule("tp must divide hidden_size with layers for multi-token prediction", reads="tp")
 def tp_divides_mtp(job: Job) -> Iterator[Problem]:
-    tp, model = job.plan.tp, job.model
-    if model.mtp_num_layers and model.hidden_size % tp:
-        yield Problem(
-            field="plan.tp",
-            value=str(tp),
-            rule=f"must divide model.hidden_size = {model.hidden_size}, the columns of a projection that ranks split "
-            "(mtp_num_layers)",
-            fix=f"use {either(nearest_divisors(model.hidden_size, tp))}",
-        )
+    if job.model.mtp_num_layers:
+        why = ", the columns of a projection that ranks split (mtp_num_layers)"
+        yield from undivided(job, "plan.tp", "model.hidden_size", job.model.hidden_size, why)
 
 
-@rule("ring attention on CPU ranks is not modelled", reads="cp cp_comm", modelled=False, reads_cluster=True)
+@unmodelled("ring attention on CPU ranks is not modelled", reads="cp cp_comm", reads_cluster=True)
 def ring_on_cpus(job: Job) -> Iterator[Problem]:
     if job.plan.cp > 1 and job.plan.cp_comm == "ring" and job.cluster.device.kind == "cpu":
-        yield not_modelled("plan.cp_comm", "ring", "ring attention on CPU ranks", "use all_gather or a2a")
+        yield not_modelled(job, "plan.cp_comm", "ring attention on CPU ranks", "use all_gather or a2a")
 
 
-@rule("context parallelism of some kinds of attention is not modelled", reads="cp", modelled=False)
+@unmodelled("context parallelism of some kinds of attention is not modelled", reads="cp")
 def cp_of_attention(job: Job) -> Iterator[Problem]:
     words = FAMILIES[job.model.family].whole_attention
     if words and job.plan.cp > 1:
-        yield not_modelled("plan.cp", job.plan.cp, f"context parallelism with {words}", "use 1")
+        yield not_modelled(job, "plan.cp", f"context parallelism with {words}", "use 1")
 
 
-@rule("tensor parallelism with a norm over heads of several ranks is not modelled", reads="tp", modelled=False)
+@unmodelled("tensor parallelism with a norm over heads of several ranks is not modelled", reads="tp")
 def tp_of_wide_norms(job: Job) -> Iterator[Problem]:
     if job.model.qk_norm == "projection" and job.plan.tp > 1:
         what = "a norm over heads of several ranks (qk_norm = projection)"
-        yield not_modelled("plan.tp", job.plan.tp, what, "use 1")
+        yield not_modelled(job, "plan.tp", what, "use 1")
 
 
-@rule("tensor parallelism of this model is not modelled", reads="tp", modelled=False)
+@unmodelled("tensor parallelism of this model is not modelled", reads="tp")
 def tp_modelled(job: Job) -> Iterator[Problem]:
     whole = FAMILIES[job.model.family].whole_layers
     if whole and job.plan.tp > 1:
-        yield not_modelled("plan.tp", job.plan.tp, f"tensor parallelism of {whole}", "use 1")
+        yield not_modelled(job, "plan.tp", f"tensor parallelism of {whole}", "use 1")
 
 
-@rule("sequence parallelism of this model is not modelled", reads="sequence_parallel tp", modelled=False)
+@unmodelled("sequence parallelism of this model is not modelled", reads="sequence_parallel tp")
 def sequence_parallel_modelled(job: Job) -> Iterator[Problem]:
     family = FAMILIES[job.model.family]
     if job.plan.sequence_parallel and job.plan.tp > 1 and family.task == "class" and not family.whole_layers:
         what = "sequence parallelism of patches and a class token"
-        yield not_modelled("plan.sequence_parallel", "true", what, "use false")
+        yield not_modelled(job, "plan.sequence_parallel", what, "use false")
 
 
-@rule("context parallelism of this model is not modelled", reads="cp", modelled=False)
+@unmodelled("context parallelism of this model is not modelled", reads="cp")
 def cp_modelled(job: Job) -> Iterator[Problem]:
     family = FAMILIES[job.model.family]
     if job.plan.cp == 1:
@@ -179,10 +153,10 @@ def cp_modelled(job: Job) -> Iterator[Problem]:
     elif family.task == "masked_token":
         what = "context parallelism of a loss over masked tokens, of which ranks have unequal numbers,"
     if what:
-        yield not_modelled("plan.cp", job.plan.cp, what, "use 1")
+        yield not_modelled(job, "plan.cp", what, "use 1")
 
 
-@rule("ring attention of this model is not modelled", reads="cp cp_comm", modelled=False)
+@unmodelled("ring attention of this model is not modelled", reads="cp cp_comm")
 def ring_modelled(job: Job) -> Iterator[Problem]:
     family = FAMILIES[job.model.family]
     if job.plan.cp == 1 or job.plan.cp_comm != "ring":
@@ -191,23 +165,18 @@ def ring_modelled(job: Job) -> Iterator[Problem]:
         return  # of which no context parallelism is modelled
     if family.alibi or any(job.model.windows):
         what = f"ring attention {'with ALiBi' if family.alibi else 'in a window'}"
-        yield not_modelled("plan.cp_comm", "ring", what, "use all_gather or a2a")
+        yield not_modelled(job, "plan.cp_comm", what, "use all_gather or a2a")
 
 
-@rule("context parallelism of unfused attention is not modelled", reads="cp", modelled=False)
+@unmodelled("context parallelism of unfused attention is not modelled", reads="cp")
 def cp_of_unfused_attention(job: Job) -> Iterator[Problem]:
     if job.plan.cp > 1 and job.software.layers.attention == "unfused":
         what = f"context parallelism of unfused attention, which {job.software.id} has,"
-        yield not_modelled("plan.cp", job.plan.cp, what, "use 1")
+        yield not_modelled(job, "plan.cp", what, "use 1")
 
 
-@rule("context parallelism of packed documents is not modelled", reads="cp", modelled=False)
+@unmodelled("context parallelism of packed documents is not modelled", reads="cp")
 def cp_of_documents(job: Job) -> Iterator[Problem]:
     if job.model.document_lengths and job.plan.cp > 1:
         what = "context parallelism of several documents in a sequence"
-        yield not_modelled("plan.cp", job.plan.cp, what, "use 1")
-
-
-def _nearest_multiples(number: int, unit: int) -> list[int]:
-    below = number // unit * unit
-    return [value for value in (below, below + unit) if value]
+        yield not_modelled(job, "plan.cp", what, "use 1")

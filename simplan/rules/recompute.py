@@ -10,9 +10,10 @@ from simplan.job import Job
 from simplan.model.layer import LayerKind
 from simplan.model.recompute_modules import has_module
 from simplan.plan.plan import ParallelPlan, RecomputeModule
-from simplan.rules.rule import not_modelled, rule
+from simplan.rules.rule import not_modelled, problem_of, rule, unmodelled
 from simplan.wording import either
 
+_LAYERS, _MODULES = "plan.recompute_layers", "plan.recompute_modules"
 _INSIDE: Mapping[RecomputeModule, RecomputeModule] = MappingProxyType({"moe_act": "moe", "shared_experts": "moe"})
 """Modules that are part of another one."""
 
@@ -24,8 +25,7 @@ _DISCARDED: tuple[RecomputeModule, ...] = ("layernorm", "moe_act")
 def expert_overlap_recompute(job: Job) -> Iterator[Problem]:
     if job.plan.recompute == "full" and job.software.expert_overlap:
         rule = "would repeat the expert all-to-all that overlaps another microbatch (software.expert_overlap)"
-        fix = "use selective with recompute_modules, or expert_overlap = false"
-        yield Problem(field="plan.recompute", value="full", rule=rule, fix=fix)
+        yield problem_of(job, "plan.recompute", rule, "use selective with recompute_modules, or expert_overlap = false")
 
 
 @rule("recompute_layers must be at most the blocks, and goes with recompute = full", reads="recompute recompute_layers")
@@ -34,10 +34,11 @@ def recompute_layers_of_full(job: Job) -> Iterator[Problem]:
     if plan.recompute_layers is None:
         return
     if plan.recompute_layers > blocks:
-        yield _layers_problem(plan, f"is more than the {blocks} blocks of the model", "remove it, to recompute all")
+        rule = f"is more than the {blocks} blocks of the model"
+        yield problem_of(job, _LAYERS, rule, "remove it, to recompute all")
     if plan.recompute != "full":
         rule = f"is the number of blocks to recompute in full, and recompute is {plan.recompute}"
-        yield _layers_problem(plan, rule, "use recompute = full, or remove it")
+        yield problem_of(job, _LAYERS, rule, "use recompute = full, or remove it")
 
 
 @rule("recompute_modules names modules for selective recomputation, each once", reads="recompute recompute_modules")
@@ -45,13 +46,12 @@ def recompute_modules_of_selective(job: Job) -> Iterator[Problem]:
     modules, recompute = job.plan.recompute_modules, job.plan.recompute
     if modules is None:
         return
-    named, field = f"[{', '.join(modules)}]", "plan.recompute_modules"
     if recompute != "selective":
         rule = f"lists modules of selective recomputation, and recompute is {recompute}"
-        yield Problem(field=field, value=named, rule=rule, fix="use recompute = selective, or remove it")
+        yield problem_of(job, _MODULES, rule, "use recompute = selective, or remove it")
     elif not modules or len(set(modules)) < len(modules):
         rule = "names a module twice" if modules else "names no module"
-        yield Problem(field=field, value=named, rule=rule, fix="name each module once, or use recompute = none")
+        yield problem_of(job, _MODULES, rule, "name each module once, or use recompute = none")
 
 
 @rule("recompute_modules must be modules that can be recomputed separately", reads="recompute recompute_modules")
@@ -61,7 +61,7 @@ def recompute_modules_apart(job: Job) -> Iterator[Problem]:
         return
     for module in dict.fromkeys(modules):
         for against, fix in _against(module, modules, job):
-            yield Problem(field="plan.recompute_modules", value=module, rule=against, fix=fix)
+            yield problem_of(job, _MODULES, against, fix, value=module)
 
 
 def _against(module: RecomputeModule, modules: tuple[RecomputeModule, ...], job: Job) -> Iterator[tuple[str, str]]:
@@ -73,10 +73,8 @@ def _against(module: RecomputeModule, modules: tuple[RecomputeModule, ...], job:
     if whole in modules:
         yield f"is part of {whole}, which is recomputed", "remove it"
     if module in _DISCARDED and training.precision == "fp8" and training.fp8_recipe == "delayed":
-        yield (
-            f"cannot be recomputed with delayed scaling of fp8, in {software.id}",
-            "remove it, or use another fp8_recipe",
-        )
+        rule = f"cannot be recomputed with delayed scaling of fp8, in {software.id}"
+        yield rule, "remove it, or use another fp8_recipe"
     if module == "moe" and software.expert_overlap:
         rule = "would repeat the expert all-to-all that overlaps another microbatch (software.expert_overlap)"
         yield rule, "use moe_act and shared_experts, or expert_overlap = false"
@@ -91,33 +89,30 @@ def _has(job: Job, module: RecomputeModule) -> bool:
     return any(has_module(layer, module) for layer in layers if layer.kind is LayerKind.BLOCK)
 
 
-@rule("this recomputation of this model is not modelled", reads="recompute", modelled=False)
+@unmodelled("this recomputation of this model is not modelled", reads="recompute")
 def recompute_modelled(job: Job) -> Iterator[Problem]:
     if job.model.depths and job.plan.recompute != "none":
         what = "recomputation of batch norms, whose running statistics would count every microbatch twice,"
-        yield not_modelled("plan.recompute", job.plan.recompute, what, "use none")
+        yield not_modelled(job, "plan.recompute", what, "use none")
 
 
-@rule("recomputing some blocks is not modelled for this software or model", reads="recompute_layers", modelled=False)
+@unmodelled("recomputing some blocks is not modelled for this software or model", reads="recompute_layers")
 def recompute_layers_modelled(job: Job) -> Iterator[Problem]:
-    plan, family, software = job.plan, job.model.family, job.software
-    if plan.recompute_layers is None:
+    family, software = job.model.family, job.software
+    if job.plan.recompute_layers is None:
         return
     if not software.recompute_layers:
-        yield _layers_problem(plan, f"is not modelled for {software.id}: it recomputes all blocks or none", "remove it")
+        rule = f"is not modelled for {software.id}: it recomputes all blocks or none"
+        yield problem_of(job, _LAYERS, rule, "remove it")
     if family in ("resnet", "t5"):
-        yield _layers_problem(plan, f"is not modelled for the family {family}", "remove it")
+        yield problem_of(job, _LAYERS, f"is not modelled for the family {family}", "remove it")
 
 
-@rule("the software does not run this module alone again", reads="recompute_modules", modelled=False)
+@unmodelled("the software does not run this module alone again", reads="recompute_modules")
 def recompute_modules_modelled(job: Job) -> Iterator[Problem]:
     known = ("core_attn", *job.software.recompute_modules)
     for module in job.plan.recompute_modules or ():
         if module not in known:
             fix = f"use {either(known)}, or software: megatron-core"
             rule = f"{job.software.id} does not run this module alone again"
-            yield Problem(field="plan.recompute_modules", value=module, rule=rule, fix=fix)
-
-
-def _layers_problem(plan: ParallelPlan, rule: str, fix: str) -> Problem:
-    return Problem(field="plan.recompute_layers", value=str(plan.recompute_layers), rule=rule, fix=fix)
+            yield problem_of(job, _MODULES, rule, fix, value=module)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 
 from simplan.errors import Problem
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.software.software import SoftwareSpec
+from simplan.wording import either, nearest_divisors
 
-__all__ = ["Rule", "experts_apart", "not_modelled", "rule"]
+__all__ = [
+    "Rule", "experts_apart", "nearest_multiples", "not_modelled", "problem_of", "rule", "undivided", "unmodelled",
+]  # fmt: skip
 
 _MADE_OF: Mapping[str, str] = MappingProxyType(
     {
@@ -57,35 +62,75 @@ class Rule:
         return self.summary if software.runtime != "xla" else self.outside_torch or self.summary
 
 
+_Check = Callable[[Job], Iterator[Problem]]
+
+
 def rule(
     summary: str,
     *,
     reads: str = "",
-    modelled: bool = True,
     outside_torch: str = "",
     after_others: bool = False,
     reads_cluster: bool = False,
-) -> Callable[[Callable[[Job], Iterator[Problem]]], Rule]:
+    modelled: bool = True,
+) -> Callable[[_Check], Rule]:
     """Makes a rule from a function that yields the violations of a job; the rule has the function's name.
 
     Args:
-        summary, modelled, outside_torch, after_others, reads_cluster: As in ``Rule``.
+        summary, outside_torch, after_others, reads_cluster, modelled: As in ``Rule``.
         reads: Names of fields of the plan, separated by spaces, or of properties that are made of fields.
     """
     fields = frozenset(field for name in reads.split() for field in _MADE_OF.get(name, name).split())
-    assert fields <= set(ParallelPlan.model_fields), (
-        f"a plan has no {', '.join(fields - set(ParallelPlan.model_fields))}"
-    )
+    unknown = fields - set(ParallelPlan.model_fields)
+    assert not unknown, f"a plan has no {', '.join(unknown)}"
 
-    def made(problems: Callable[[Job], Iterator[Problem]]) -> Rule:
+    def made(problems: _Check) -> Rule:
         return Rule(problems.__name__, fields, problems, modelled, summary, outside_torch, after_others, reads_cluster)
 
     return made
 
 
-def not_modelled(field: str, value: object, what: str, fix: str) -> Problem:
+unmodelled = partial(rule, modelled=False)
+"""As ``rule``, for possible jobs that simplan does not model yet."""
+
+
+def problem_of(job: Job, field: str, rule: str, fix: str, *, value: str | None = None) -> Problem:
+    """Problem of a field of a job, e.g. ``plan.pp``; ``value`` is the part of its value to show, None for all of it."""
+    return Problem(field=field, value=_shown(attrgetter(field)(job)) if value is None else value, rule=rule, fix=fix)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def undivided(job: Job, field: str, name: str, number: int, why: str = "", *, or_else: str = "") -> Iterator[Problem]:
+    """Problem of a field whose value must divide a number and does not.
+
+    Args:
+        field: Field with the divisor, e.g. ``plan.tp``.
+        name, number: The number and its name.
+        why: End of the rule, with its punctuation.
+        or_else: End of the fix, with its punctuation.
+    """
+    divisor = attrgetter(field)(job)
+    if number % divisor:
+        fix = f"use {either(nearest_divisors(number, divisor))}{or_else}"
+        yield problem_of(job, field, f"must divide {name} = {number}{why}", fix)
+
+
+def nearest_multiples(number: int, unit: int) -> list[int]:
+    """Multiples of ``unit`` next to ``number``: the largest up to it, if any, and the smallest above it."""
+    below = number // unit * unit
+    return [value for value in (below, below + unit) if value]
+
+
+def not_modelled(job: Job, field: str, what: str, fix: str) -> Problem:
     """Problem of a possible setting that simplan does not model yet."""
-    return Problem(field=field, value=str(value), rule=f"{what} is not modelled yet", fix=fix)
+    return problem_of(job, field, f"{what} is not modelled yet", fix)
 
 
 def experts_apart(plan: ParallelPlan) -> bool:

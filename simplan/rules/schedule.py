@@ -8,7 +8,7 @@ from simplan.errors import Problem
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import SCHEDULE_FACTS, is_custom_schedule, splits_backward
-from simplan.rules.rule import not_modelled, rule
+from simplan.rules.rule import not_modelled, problem_of, rule, unmodelled
 from simplan.software.software import SoftwareSpec
 from simplan.wording import either, nearest_divisors
 
@@ -17,19 +17,11 @@ from simplan.wording import either, nearest_divisors
 def schedule_goes_with_pipeline(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if plan.pp > 1 and plan.schedule == "none":
-        yield Problem(
-            field="plan.schedule",
-            value="none",
-            rule=f"a pipeline of {plan.pp} ranks needs a schedule",
-            fix=f"use {either(SCHEDULE_FACTS)}",
-        )
+        rule = f"a pipeline of {plan.pp} ranks needs a schedule"
+        yield problem_of(job, "plan.schedule", rule, f"use {either(SCHEDULE_FACTS)}")
     if plan.pp == 1 and plan.schedule != "none":
-        yield Problem(
-            field="plan.schedule",
-            value=plan.schedule,
-            rule="must be none when pp = 1: there is no pipeline",
-            fix="remove it, or use pp = 2 or more",
-        )
+        rule = "must be none when pp = 1: there is no pipeline"
+        yield problem_of(job, "plan.schedule", rule, "remove it, or use pp = 2 or more")
 
 
 @rule("virtual_stages must be what the schedule takes", reads="pp virtual_stages schedule")
@@ -37,36 +29,20 @@ def virtual_stages_of_schedule(job: Job) -> Iterator[Problem]:
     """Number of virtual stages that a built-in schedule needs; custom schedules define theirs in the action table."""
     plan, facts = job.plan, SCHEDULE_FACTS.get(job.plan.schedule)
     if plan.virtual_stages > 1 and plan.pp == 1:
-        yield Problem(
-            field="plan.virtual_stages",
-            value=str(plan.virtual_stages),
-            rule="must be 1 when pp = 1: there is no pipeline",
-            fix="remove it, or use pp = 2 or more",
-        )
+        rule = "must be 1 when pp = 1: there is no pipeline"
+        yield problem_of(job, "plan.virtual_stages", rule, "remove it, or use pp = 2 or more")
     if facts is None or plan.pp == 1:
         return
     wanted = facts.virtual_stages
     if wanted is None and plan.virtual_stages == 1:
-        yield Problem(
-            field="plan.virtual_stages",
-            value="1",
-            rule="interleaving needs several stages on a rank",
-            fix="use virtual_stages = 2 or more, or schedule = 1f1b",
-        )
+        rule = "interleaving needs several stages on a rank"
+        yield problem_of(job, "plan.virtual_stages", rule, "use virtual_stages = 2 or more, or schedule = 1f1b")
     elif wanted == 1 and plan.virtual_stages > 1:
-        yield Problem(
-            field="plan.schedule",
-            value=plan.schedule,
-            rule=f"takes one stage a rank, and virtual_stages = {plan.virtual_stages}",
-            fix="use interleaved_1f1b, or virtual_stages = 1",
-        )
+        rule = f"takes one stage a rank, and virtual_stages = {plan.virtual_stages}"
+        yield problem_of(job, "plan.schedule", rule, "use interleaved_1f1b, or virtual_stages = 1")
     elif wanted is not None and plan.virtual_stages != wanted:
-        yield Problem(
-            field="plan.virtual_stages",
-            value=str(plan.virtual_stages),
-            rule=f"must be {wanted} with {plan.schedule}, which goes down the ranks and back up",
-            fix="remove it",
-        )
+        rule = f"must be {wanted} with {plan.schedule}, which goes down the ranks and back up"
+        yield problem_of(job, "plan.virtual_stages", rule, "remove it")
 
 
 @rule("a split backward can recompute the attention core alone", reads="pp schedule recompute recompute_modules")
@@ -75,19 +51,11 @@ def split_backward_recompute(job: Job) -> Iterator[Problem]:
     if not _splits(plan):
         return
     if plan.recompute not in ("none", "selective"):
-        yield Problem(
-            field="plan.recompute",
-            value=plan.recompute,
-            rule=f"would recompute layers in both parts of a backward, which {plan.schedule} splits in two",
-            fix="use none or selective, or schedule = 1f1b",
-        )
+        rule = f"would recompute layers in both parts of a backward, which {plan.schedule} splits in two"
+        yield problem_of(job, "plan.recompute", rule, "use none or selective, or schedule = 1f1b")
     if plan.recompute_modules not in (None, ("core_attn",)):
-        yield Problem(
-            field="plan.recompute_modules",
-            value=f"[{', '.join(plan.recompute_modules or ())}]",
-            rule=f"would recompute modules in both parts of a backward, which {plan.schedule} splits in two",
-            fix="remove it, or use schedule = 1f1b",
-        )
+        rule = f"would recompute modules in both parts of a backward, which {plan.schedule} splits in two"
+        yield problem_of(job, "plan.recompute_modules", rule, "remove it, or use schedule = 1f1b")
 
 
 @rule(
@@ -98,15 +66,12 @@ def split_backward_recompute(job: Job) -> Iterator[Problem]:
 def split_backward_reshard(job: Job) -> Iterator[Problem]:
     plan, software = job.plan, job.software
     if _splits(plan) and plan.shards_parameters and plan.zero_stage == 3 and plan.reshard_after_forward:
-        yield Problem(
-            field="plan.reshard_after_forward",
-            value="true",
-            rule=f"torch loses the gradients of parameters that are resharded when a backward is split "
-            f"({plan.schedule})"
+        rule = (
+            f"torch loses the gradients of parameters that are resharded when a backward is split ({plan.schedule})"
             if software.runtime != "xla"
-            else f"with a split backward ({plan.schedule}) is not modelled for {software.id}",
-            fix="use reshard_after_forward = false",
+            else f"with a split backward ({plan.schedule}) is not modelled for {software.id}"
         )
+        yield problem_of(job, "plan.reshard_after_forward", rule, "use reshard_after_forward = false")
 
 
 @rule(
@@ -117,14 +82,13 @@ def split_backward_reshard(job: Job) -> Iterator[Problem]:
 def split_backward_ddp(job: Job) -> Iterator[Problem]:
     plan, software = job.plan, job.software
     if _splits(plan) and _by_torchs_ddp(plan, software):
-        yield Problem(
-            field="plan.schedule",
-            value=plan.schedule,
-            rule="splits backward, and torch's DistributedDataParallel does not reduce what a split backward makes"
+        rule = (
+            "splits backward, and torch's DistributedDataParallel does not reduce what a split backward makes"
             if software.runtime != "xla"
-            else f"splits backward, which is not modelled for {software.id} where parameters are whole",
-            fix=f"use dp_shard = {plan.dp} and dp_replicate = 1 with zero_stage = 2, or schedule = 1f1b",
+            else f"splits backward, which is not modelled for {software.id} where parameters are whole"
         )
+        fix = f"use dp_shard = {plan.dp} and dp_replicate = 1 with zero_stage = 2, or schedule = 1f1b"
+        yield problem_of(job, "plan.schedule", rule, fix)
 
 
 @rule("every stage needs a layer", reads="num_stages stage_layers")
@@ -133,12 +97,9 @@ def stages_within_layers(job: Job) -> Iterator[Problem]:
     split = plan.stage_layers or (1,)
     alone = (split[0] == 0) + (len(split) > 1 and split[-1] == 0)  # stages of the embedding or the head
     if plan.num_stages > layers + alone:
-        yield Problem(
-            field="plan.pp" if plan.virtual_stages == 1 else "plan.virtual_stages",
-            value=str(plan.pp if plan.virtual_stages == 1 else plan.virtual_stages),
-            rule=f"{plan.num_stages} stages must be at most {_blocks(job)}",
-            fix=f"use at most {layers}" if plan.virtual_stages == 1 else "use fewer stages",
-        )
+        rule = f"{plan.num_stages} stages must be at most {_blocks(job)}"
+        fix = f"use at most {layers}" if plan.virtual_stages == 1 else "use fewer stages"
+        yield problem_of(job, _stages_field(plan), rule, fix)
 
 
 @rule("stage_layers must deal out all blocks to all stages", reads="num_stages stage_layers")
@@ -146,18 +107,21 @@ def stage_layers_are_all(job: Job) -> Iterator[Problem]:
     stage_layers, stages, layers = job.plan.stage_layers, job.plan.num_stages, job.model.num_blocks
     if stage_layers is None:
         return
-    shown = f"[{', '.join(str(n) for n in stage_layers[:16])}{', ...' if len(stage_layers) > 16 else ''}]"
-    balanced = [layers // stages + (stage < layers % stages) for stage in range(min(stages, 16))]
-    example = f"e.g. [{', '.join(str(n) for n in balanced)}{', ...' if stages > 16 else ''}], or remove it"
     if len(stage_layers) != stages:
         rule = f"has {len(stage_layers)} entries and the plan has {stages} stages"
-        yield Problem(field="plan.stage_layers", value=shown, rule=rule, fix=example)
     elif 0 in stage_layers[1:-1]:
         rule = "has a stage without layers between others; only the first and the last have something else"
-        yield Problem(field="plan.stage_layers", value=shown, rule=rule, fix=example)
     elif sum(stage_layers) != layers:
         rule = f"sums to {sum(stage_layers)} and the model has {_blocks(job)}"
-        yield Problem(field="plan.stage_layers", value=shown, rule=rule, fix=example)
+    else:
+        return
+    balanced = tuple(layers // stages + (stage < layers % stages) for stage in range(min(stages, 17)))
+    fix = f"e.g. {_first_16(balanced)}, or remove it"
+    yield problem_of(job, "plan.stage_layers", rule, fix, value=_first_16(stage_layers))
+
+
+def _first_16(numbers: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, numbers[:16]))}{', ...' if len(numbers) > 16 else ''}]"
 
 
 @rule("stages must divide the blocks: the software has as many in each", reads="num_stages stage_layers")
@@ -165,13 +129,10 @@ def stages_equal(job: Job) -> Iterator[Problem]:
     plan, software = job.plan, job.software
     stages, blocks = plan.num_stages, job.model.num_blocks
     if software.uniform_stages == "always" and plan.stage_layers is None and stages <= blocks and blocks % stages:
-        field, value = ("pp", plan.pp) if plan.virtual_stages == 1 else ("virtual_stages", plan.virtual_stages)
-        yield Problem(
-            field=f"plan.{field}",
-            value=str(value),
-            rule=f"{stages} stages must divide the {blocks} blocks of the model: {software.id} has as many in each",
-            fix=f"use {either(nearest_divisors(blocks // (stages // value), value))}, or give stage_layers",
-        )
+        value = plan.pp if plan.virtual_stages == 1 else plan.virtual_stages
+        rule = f"{stages} stages must divide the {blocks} blocks of the model: {software.id} has as many in each"
+        fix = f"use {either(nearest_divisors(blocks // (stages // value), value))}, or give stage_layers"
+        yield problem_of(job, _stages_field(plan), rule, fix)
 
 
 @rule(
@@ -181,87 +142,71 @@ def stages_equal(job: Job) -> Iterator[Problem]:
 )
 def virtual_stages_ddp(job: Job) -> Iterator[Problem]:
     plan, software = job.plan, job.software
-    if (
-        plan.virtual_stages > 1
-        and plan.dp * plan.cp > 1
-        and not plan.shards_parameters
-        and not software.ddp_in_pipelines
-    ):
-        yield Problem(
-            field="plan.virtual_stages",
-            value=str(plan.virtual_stages),
-            rule="torch's DistributedDataParallel fails with several stages on a rank"
+    if plan.virtual_stages > 1 and _by_torchs_ddp(plan, software):
+        rule = (
+            "torch's DistributedDataParallel fails with several stages on a rank"
             if software.runtime != "xla"
-            else f"is not modelled for {software.id} where parameters are whole",
-            fix=f"use dp_shard = {plan.dp} and dp_replicate = 1 with zero_stage = 3, or virtual_stages = 1",
+            else f"is not modelled for {software.id} where parameters are whole"
         )
+        fix = f"use dp_shard = {plan.dp} and dp_replicate = 1 with zero_stage = 3, or virtual_stages = 1"
+        yield problem_of(job, "plan.virtual_stages", rule, fix)
 
 
-@rule("this schedule is not modelled", reads="schedule", modelled=False)
+@unmodelled("this schedule is not modelled", reads="schedule")
 def schedule_modelled(job: Job) -> Iterator[Problem]:
     if job.plan.schedule == "zb-2p-optsync":
         what = "an optimizer step for which pipeline ranks wait for each other"
-        yield not_modelled("plan.schedule", job.plan.schedule, what, "use zb-2p")
+        yield not_modelled(job, "plan.schedule", what, "use zb-2p")
 
 
-@rule("a backward in two parts through experts is not modelled", reads="schedule", modelled=False)
+@unmodelled("a backward in two parts through experts is not modelled", reads="schedule")
 def split_backward_of_experts(job: Job) -> Iterator[Problem]:
     if job.model.num_experts and splits_backward(job.plan.schedule):
         what = "a backward in two parts through experts"
-        yield not_modelled("plan.schedule", job.plan.schedule, what, "use 1f1b or interleaved_1f1b")
+        yield not_modelled(job, "plan.schedule", what, "use 1f1b or interleaved_1f1b")
 
 
-@rule("a backward in two parts through convolutions is not modelled", reads="schedule", modelled=False)
+@unmodelled("a backward in two parts through convolutions is not modelled", reads="schedule")
 def split_backward_of_convolutions(job: Job) -> Iterator[Problem]:
     if job.model.depths and splits_backward(job.plan.schedule):
         what = "the memory of convolutions whose backward is in two parts"
-        yield not_modelled("plan.schedule", job.plan.schedule, what, "use 1f1b")
+        yield not_modelled(job, "plan.schedule", what, "use 1f1b")
 
 
-@rule("a backward that may be in two parts is not modelled with adapters", reads="schedule", modelled=False)
+@unmodelled("a backward that may be in two parts is not modelled with adapters", reads="schedule")
 def split_backward_of_adapters(job: Job) -> Iterator[Problem]:
     name = job.plan.schedule
     if job.model.lora_rank and _may_split(name):
         what = "a schedule of one's own" if is_custom_schedule(name) else "a backward in two parts"
         what += " with adapters (model.lora_rank)"
-        yield not_modelled("plan.schedule", name, what, "use 1f1b or interleaved_1f1b")
+        yield not_modelled(job, "plan.schedule", what, "use 1f1b or interleaved_1f1b")
 
 
-@rule("a backward that may be in two parts is not modelled in 8 or 4 bits", reads="schedule", modelled=False)
+@unmodelled("a backward that may be in two parts is not modelled in 8 or 4 bits", reads="schedule")
 def split_backward_in_low_precision(job: Job) -> Iterator[Problem]:
     name, precision = job.plan.schedule, job.training.precision
     if precision in job.software.low_precision and _may_split(name):
         what = "a schedule of your own" if is_custom_schedule(name) else "a backward in two parts"
-        yield Problem(
-            field="plan.schedule",
-            value=name,
-            rule=f"{what} is not modelled with training.precision = {precision}: a linear layer in low "
-            "precision is one function of autograd, which makes the gradients of input and weight together",
-            fix="use 1f1b, or precision bf16",
+        rule = (
+            f"{what} is not modelled with training.precision = {precision}: a linear layer in low "
+            "precision is one function of autograd, which makes the gradients of input and weight together"
         )
+        yield problem_of(job, "plan.schedule", rule, "use 1f1b, or precision bf16")
 
 
-@rule("the backward of a compiled block cannot be split", reads="schedule", modelled=False)
+@unmodelled("the backward of a compiled block cannot be split", reads="schedule")
 def split_backward_compiled(job: Job) -> Iterator[Problem]:
     if job.software.compiled and job.software.executable and splits_backward(job.plan.schedule):
-        yield Problem(
-            field="plan.schedule",
-            value=job.plan.schedule,
-            rule="splits backward, and that of a compiled block is one function with both parts",
-            fix="use 1f1b or interleaved_1f1b, or software.compiled = false",
-        )
+        rule = "splits backward, and that of a compiled block is one function with both parts"
+        yield problem_of(job, "plan.schedule", rule, "use 1f1b or interleaved_1f1b, or software.compiled = false")
 
 
-@rule(
-    "a backward that may be split is not modelled with layers for multi-token prediction",
-    reads="schedule",
-    modelled=False,
-)
+@unmodelled("a backward that may be split is not modelled with layers for multi-token prediction", reads="schedule")
 def split_backward_of_mtp(job: Job) -> Iterator[Problem]:
     if job.model.mtp_num_layers and _may_split(job.plan.schedule):
-        what = "a custom schedule, or one with a split backward, with model.mtp_num_layers = "
-        what += str(job.model.mtp_num_layers)
-        yield not_modelled("plan.schedule", job.plan.schedule, what, "use 1f1b or interleaved_1f1b")
+        layers = job.model.mtp_num_layers
+        what = f"a custom schedule, or one with a split backward, with model.mtp_num_layers = {layers}"
+        yield not_modelled(job, "plan.schedule", what, "use 1f1b or interleaved_1f1b")
 
 
 def _splits(plan: ParallelPlan) -> bool:
@@ -272,6 +217,10 @@ def _splits(plan: ParallelPlan) -> bool:
 def _may_split(name: str) -> bool:
     """True for a schedule that splits backward, and for a custom schedule, which may."""
     return is_custom_schedule(name) or splits_backward(name)
+
+
+def _stages_field(plan: ParallelPlan) -> str:
+    return "plan.pp" if plan.virtual_stages == 1 else "plan.virtual_stages"
 
 
 def _blocks(job: Job) -> str:

@@ -10,7 +10,7 @@ from simplan.errors import Problem
 from simplan.job import Job
 from simplan.model.families import FAMILIES
 from simplan.model.low_precision import LOW_PRECISIONS, LowPrecision, linear_format, quantized_linears
-from simplan.rules.rule import experts_apart, not_modelled, rule
+from simplan.rules.rule import experts_apart, not_modelled, problem_of, rule, unmodelled
 from simplan.training.optimizer import LAYERWISE
 from simplan.wording import either
 
@@ -33,58 +33,44 @@ def lora_needs_adapters(job: Job) -> Iterator[Problem]:
         return
     having = [name for name, family in FAMILIES.items() if "lora_rank" in family.fields]
     known = job.model.family in having
-    yield Problem(
-        field="training.task",
-        value="lora",
-        rule="trains adapters, and "
-        + ("model.lora_rank = 0" if known else f"those of family {job.model.family} are not modelled yet"),
-        fix="give model.lora_rank, e.g. 16" if known else f"use pretrain, or a model of family {either(having)}",
+    rule = "trains adapters, and " + (
+        "model.lora_rank = 0" if known else f"those of family {job.model.family} are not modelled yet"
     )
+    fix = "give model.lora_rank, e.g. 16" if known else f"use pretrain, or a model of family {either(having)}"
+    yield problem_of(job, "training.task", rule, fix)
 
 
 @rule("a model with adapters has all other weights frozen, and needs the task lora")
 def adapters_need_lora(job: Job) -> Iterator[Problem]:
     if job.model.lora_rank and job.training.task != "lora":
-        yield Problem(
-            field="training.task",
-            value=job.training.task,
-            rule=f"trains all weights, and model.lora_rank = {job.model.lora_rank} freezes them",
-            fix="use lora, or remove model.lora_rank",
-        )
+        rule = f"trains all weights, and model.lora_rank = {job.model.lora_rank} freezes them"
+        yield problem_of(job, "training.task", rule, "use lora, or remove model.lora_rank")
 
 
 @rule("fp8_recipe is for fp8")
 def recipe_of_fp8(job: Job) -> Iterator[Problem]:
     training = job.training
     if training.fp8_recipe is not None and training.precision != "fp8":
-        yield Problem(
-            field="training.fp8_recipe",
-            value=training.fp8_recipe,
-            rule=f"is for training.precision = fp8, not for {training.precision}",
-            fix="remove it",
-        )
+        rule = f"is for training.precision = fp8, not for {training.precision}"
+        yield problem_of(job, "training.fp8_recipe", rule, "remove it")
 
 
-@rule("adapters in this precision are not modelled for the software", modelled=False)
+@unmodelled("adapters in this precision are not modelled for the software")
 def adapters_in_low_precision(job: Job) -> Iterator[Problem]:
     precision = job.training.precision
     low = job.software.low_precision.get(cast(LowPrecision, precision))
     if job.model.lora_rank and low is not None and not low.frozen:
         what = f"a frozen matrix in low precision under {job.software.id} with adapters (model.lora_rank)"
-        yield not_modelled("training.precision", precision, what, "use bf16")
+        yield not_modelled(job, "training.precision", what, "use bf16")
 
 
-@rule("this task or precision is not modelled for the software", reads="shards_parameters", modelled=False)
+@unmodelled("this task or precision is not modelled for the software", reads="shards_parameters")
 def training_modelled(job: Job) -> Iterator[Problem]:
     if not job.plan.shards_parameters:
         yield from _unmodelled_training(job)
 
 
-@rule(
-    "ZeRO-2 and ZeRO-3 of this task and precision are not modelled for the software",
-    reads="shards_parameters",
-    modelled=False,
-)
+@unmodelled("ZeRO-2 and ZeRO-3 of this task and precision are not modelled for the software", reads="shards_parameters")
 def sharded_training_modelled(job: Job) -> Iterator[Problem]:
     if job.plan.shards_parameters:
         yield from _unmodelled_training(job)
@@ -95,15 +81,15 @@ def _unmodelled_training(job: Job) -> Iterator[Problem]:
     kinds = software.states(training, job.plan)
     if training.task == "lora" and not kinds:
         what = f"training adapters with {software.id}"
-        yield not_modelled("training.task", "lora", what, "use pretrain or sft")
+        yield not_modelled(job, "training.task", what, "use pretrain or sft")
     has = {*(kinds or software.state_bytes), *software.low_precision}
     if training.precision not in has:
         known = [precision for precision in _PRECISIONS if precision in has]
         what = f"this precision with {software.id}"
-        yield not_modelled("training.precision", training.precision, what, f"use {either(known)}")
+        yield not_modelled(job, "training.precision", what, f"use {either(known)}")
 
 
-@rule("fused_optimizer is about torch's optimizers", modelled=False)
+@unmodelled("fused_optimizer is about torch's optimizers")
 def fused_optimizer_of_torch(job: Job) -> Iterator[Problem]:
     """Rejects ``fused_optimizer`` where the option has no effect or no model."""
     training, software = job.training, job.software
@@ -115,42 +101,37 @@ def fused_optimizer_of_torch(job: Job) -> Iterator[Problem]:
     elif software.id not in _TORCH_OPTIMIZERS:
         rule = f"is of torch's optimizers, and {software.id} has its own"
     if rule:
-        value = str(training.fused_optimizer).lower()
-        yield Problem(field="training.fused_optimizer", value=value, rule=rule, fix="leave it out")
+        yield problem_of(job, "training.fused_optimizer", rule, "leave it out")
 
 
-@rule(
-    "an optimizer with norms of layers is not modelled with experts that ranks share out",
-    reads="experts_apart",
-    modelled=False,
+@unmodelled(
+    "an optimizer with norms of layers is not modelled with experts that ranks share out", reads="experts_apart"
 )
 def layerwise_optimizer_modelled(job: Job) -> Iterator[Problem]:
-    name, plan = job.training.optimizer, job.plan
-    if name not in LAYERWISE:
-        return
-    if job.model.num_experts and plan.ep == 1 and experts_apart(plan):
+    plan = job.plan
+    if job.training.optimizer in LAYERWISE and job.model.num_experts and plan.ep == 1 and experts_apart(plan):
         rule = "with experts that tensor-parallel ranks do not split (plan.etp = 1) is not modelled yet"
-        yield Problem(field="training.optimizer", value=name, rule=rule, fix="use adamw")
+        yield problem_of(job, "training.optimizer", rule, "use adamw")
 
 
-@rule("norms of gradients are not modelled where ranks have parts of them in unequal ways", reads="ep", modelled=False)
+@unmodelled("norms of gradients are not modelled where ranks have parts of them in unequal ways", reads="ep")
 def norms_modelled(job: Job) -> Iterator[Problem]:
     training, software, ep = job.training, job.software, job.plan.ep
     asked = []
     if training.clip_grad_norm is not None:
-        asked.append(("training.clip_grad_norm", f"{training.clip_grad_norm:g}", "clipping", "leave it out"))
+        asked.append(("training.clip_grad_norm", "clipping", "leave it out"))
     if training.optimizer in LAYERWISE:
-        asked.append(("training.optimizer", training.optimizer, "it", "use adamw"))
-    for field, value, what, fix in asked:
+        asked.append(("training.optimizer", "it", "use adamw"))
+    for field, what, fix in asked:
         if ep > 1:
             rule = f"{what} with experts that are split over ranks (plan.ep = {ep}) is not modelled yet"
-            yield Problem(field=field, value=value, rule=rule, fix=fix)
+            yield problem_of(job, field, rule, fix)
         if software.optimizer_shards == "elements":
             rule = f"{what} with {software.id}, whose ranks update parts of flat buffers, is not modelled yet"
-            yield Problem(field=field, value=value, rule=rule, fix=fix)
+            yield problem_of(job, field, rule, fix)
 
 
-@rule("this precision is not modelled for this model and software", modelled=False)
+@unmodelled("this precision is not modelled for this model and software")
 def low_precision_modelled(job: Job) -> Iterator[Problem]:
     """Precisions that software does not have at all are refused by ``training_modelled``."""
     training, family, software = job.training, job.model.family, job.software
@@ -159,27 +140,22 @@ def low_precision_modelled(job: Job) -> Iterator[Problem]:
         return
     recipe = training.fp8_recipe
     if recipe is not None and training.precision == "fp8" and recipe not in low.recipes:
-        yield Problem(
-            field="training.fp8_recipe",
-            value=recipe,
-            rule=f"linear layers of {software.id} have no such recipe",
-            fix=f"use {either(low.recipes)}",
-        )
+        rule = f"linear layers of {software.id} have no such recipe"
+        yield problem_of(job, "training.fp8_recipe", rule, f"use {either(low.recipes)}")
     if family in _NOT_IN_LOW_PRECISION:
         rule = f"is not modelled yet for {family}: {_NOT_IN_LOW_PRECISION[family]}"
-        yield Problem(field="training.precision", value=training.precision, rule=rule, fix="use bf16")
+        yield problem_of(job, "training.precision", rule, "use bf16")
 
 
-@rule("precisions of 8 and 4 bits in compiled blocks are not modelled", modelled=False)
+@unmodelled("precisions of 8 and 4 bits in compiled blocks are not modelled")
 def compiled_low_precision(job: Job) -> Iterator[Problem]:
     software, precision = job.software, job.training.precision
     if software.compiled and software.executable and precision in software.low_precision:
         rule = "in compiled blocks is not modelled: casts are fused with what is around them"
-        fix = "use bf16, or software.compiled = false"
-        yield Problem(field="training.precision", value=precision, rule=rule, fix=fix)
+        yield problem_of(job, "training.precision", rule, "use bf16, or software.compiled = false")
 
 
-@rule("attention in 8 bits is not modelled for this model, precision or device", modelled=False, reads_cluster=True)
+@unmodelled("attention in 8 bits is not modelled for this model, precision or device", reads_cluster=True)
 def low_attention_modelled(job: Job) -> Iterator[Problem]:
     """Support of Transformer Engine's ``fp8_dpa`` (FP8 attention)."""
     model, device, precision = job.model, job.cluster.device, job.training.precision
@@ -200,7 +176,7 @@ def low_attention_modelled(job: Job) -> Iterator[Problem]:
         yield _in_8_bits(rule, "remove them, " + _WITHOUT)
 
 
-@rule("context parallelism of attention in 8 bits is not modelled", reads="cp", modelled=False)
+@unmodelled("context parallelism of attention in 8 bits is not modelled", reads="cp")
 def cp_of_low_attention(job: Job) -> Iterator[Problem]:
     cp = job.plan.cp
     if job.software.fp8_dot_product_attention and job.training.precision in ("fp8", "mxfp8") and cp > 1:
@@ -244,10 +220,8 @@ def low_precision_sizes(job: Job) -> Iterator[Problem]:
     if uneven:
         per_sequence = uneven[0] // plan.microbatch_size
         whole = multiple // math.gcd(per_sequence, multiple)
-        yield Problem(
-            field="plan.microbatch_size",
-            value=str(plan.microbatch_size),
-            rule=f"gives {uneven[0]} tokens, and the gradients of weights in {form.precision} ({form.recipe}) need a "
-            f"multiple of {multiple}",
-            fix=f"use a multiple of {whole}",
+        rule = (
+            f"gives {uneven[0]} tokens, and the gradients of weights in {form.precision} ({form.recipe}) need a "
+            f"multiple of {multiple}"
         )
+        yield problem_of(job, "plan.microbatch_size", rule, f"use a multiple of {whole}")

@@ -49,12 +49,16 @@ class _Cluster(Spec):
 
 
 def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
-    """The section ``cluster``: ``preset`` with overrides, or inline."""
-    if not sections.is_mapping(data, ("cluster",), "dgx-h100"):
-        return None
-    section = sections.read(_Cluster, data, ("cluster",))
-    if section is None:
-        return None
+    """The section ``cluster``: ``preset`` with overrides, or inline; None, after recording problems, when invalid."""
+    before = sections.num_problems
+    section = (
+        sections.read(_Cluster, data, ("cluster",)) if sections.is_mapping(data, ("cluster",), "dgx-h100") else None
+    )
+    cluster = None if section is None else _cluster(sections, section)
+    return cluster if sections.num_problems == before else None
+
+
+def _cluster(sections: Sections, section: _Cluster) -> ClusterSpec | None:
     if section.preset == THIS_MACHINE:
         return _this_machine(sections, section)
     entry: catalog.NodeEntry | None = None
@@ -78,24 +82,19 @@ def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
         device = read_device(sections, section.device, device)
     if device is None:
         return None
-    intra_link, found = _intra_link(sections, section, device, entry)
-    inter_link, found_between = _inter_link(sections, section, entry)
     per_node = section.devices_per_node or (entry.devices_per_node if entry else 0)
-    num_devices = _num_devices(sections, section, per_node)
-    if not found or not found_between or num_devices is None:
-        return None
     node = catalog.NodeEntry(
         id=entry.id if entry else "inline",
         device=device,
         devices_per_node=per_node,
-        intra_link=intra_link,
-        inter_link=inter_link,
+        intra_link=_intra_link(sections, section, device, entry),
+        inter_link=_inter_link(sections, section, entry),
         source=entry.source if entry else "the scenario",
         host_memory_bytes=section.host_memory_bytes or (entry.host_memory_bytes if entry else None),
         host_memory_bandwidth_bytes_per_s=section.host_memory_bandwidth_bytes_per_s
         or (entry.host_memory_bandwidth_bytes_per_s if entry else None),
     )
-    return catalog.make_cluster(node, num_devices)
+    return catalog.make_cluster(node, _num_devices(sections, section, per_node))
 
 
 def _this_machine(sections: Sections, section: _Cluster) -> ClusterSpec | None:
@@ -123,8 +122,7 @@ def _this_machine(sections: Sections, section: _Cluster) -> ClusterSpec | None:
         return None
     if cluster is None:
         return None
-    link, found = _intra_link(sections, section, cluster.device, None)
-    return cluster.model_copy(update={"intra_link": link}) if found else None
+    return cluster.model_copy(update={"intra_link": _intra_link(sections, section, cluster.device, None)})
 
 
 def _machines_like_this(sections: Sections, section: _Cluster, num_nodes: int) -> ClusterSpec | None:
@@ -139,9 +137,7 @@ def _machines_like_this(sections: Sections, section: _Cluster, num_nodes: int) -
         rule = "is needed to join several nodes"
         sections.refuse(("cluster", "inter_link_gbit_per_device"), rule, fix="give the Gbit/s of each rank")
         return None
-    inter_link, found = _inter_link(sections, section, None, "tcp")
-    if not found:
-        return None
+    inter_link = _inter_link(sections, section, None, "tcp")
     return this_machine(ranks, catalog.link("loopback"), num_nodes=num_nodes, inter_link=inter_link)
 
 
@@ -149,44 +145,38 @@ def _accelerators_here(sections: Sections, section: _Cluster) -> ClusterSpec | N
     device = read_device(sections, section.device, None)
     if device is None:
         return None
-    link, found = _intra_link(sections, section, device, None)
-    num_devices = section.num_devices or 1
-    if not found:
-        return None
+    link, num_devices = _intra_link(sections, section, device, None), section.num_devices or 1
     node = catalog.NodeEntry(THIS_MACHINE, device, num_devices, link, None, "named in the scenario")
     return catalog.make_cluster(node, num_devices)
 
 
 def _intra_link(
     sections: Sections, section: _Cluster, device: DeviceSpec, entry: catalog.NodeEntry | None
-) -> tuple[LinkSpec | None, bool]:
-    """``(link, found)``: the link between devices of a node; found is False when its description is wrong."""
+) -> LinkSpec | None:
+    """The link between devices of a node."""
     if section.intra_link is not None:
-        link = _link(sections, ("cluster", "intra_link"), section.intra_link)
-        return link, link is not None
+        return _link(sections, ("cluster", "intra_link"), section.intra_link)
     if entry is not None and section.device is None:
-        return entry.intra_link, True
+        return entry.intra_link
     if device.intra_link is None:
-        return None, True
-    link = sections.look_up(("cluster", "device"), catalog.link, device.intra_link)
-    return link, link is not None
+        return None
+    return sections.look_up(("cluster", "device"), catalog.link, device.intra_link)
 
 
 def _inter_link(
     sections: Sections, section: _Cluster, entry: catalog.NodeEntry | None, kind: str = "network"
-) -> tuple[LinkSpec | None, bool]:
-    """``(link, found)``: the link between nodes; ``kind`` is the network that a bandwidth in Gbit/s stands for."""
+) -> LinkSpec | None:
+    """The link between nodes; ``kind`` is the network that a bandwidth in Gbit/s stands for."""
     gbit = section.inter_link_gbit_per_device
     if section.inter_link is not None:
         if gbit is not None:
             rule = "is given twice, with inter_link_gbit_per_device"
             sections.refuse(("cluster", "inter_link"), rule, value=section.inter_link, fix="give one of the two")
-            return None, False
-        link = _link(sections, ("cluster", "inter_link"), section.inter_link)
-        return link, link is not None
+            return None
+        return _link(sections, ("cluster", "inter_link"), section.inter_link)
     if gbit is not None:
-        return catalog.network_link(gbit, kind), True
-    return entry.inter_link if entry else None, True
+        return catalog.network_link(gbit, kind)
+    return entry.inter_link if entry else None
 
 
 def _link(sections: Sections, path: Path, data: Any) -> LinkSpec | None:
@@ -196,7 +186,7 @@ def _link(sections: Sections, path: Path, data: Any) -> LinkSpec | None:
     return sections.read(LinkSpec, {"id": "inline", **catalog.unmeasured_link(), **data}, path)
 
 
-def _num_devices(sections: Sections, section: _Cluster, per_node: int) -> int | None:
+def _num_devices(sections: Sections, section: _Cluster, per_node: int) -> int:
     """Devices of the job: as given, or full nodes, one without either."""
     nodes, devices = section.num_nodes, section.num_devices
     if nodes is None or devices is None:
@@ -208,5 +198,4 @@ def _num_devices(sections: Sections, section: _Cluster, per_node: int) -> int | 
         if devices % nodes == 0:
             fix += f", or give devices_per_node: {devices // nodes}"
         sections.refuse(("cluster", "num_devices"), rule, value=devices, fix=fix)
-        return None
     return devices

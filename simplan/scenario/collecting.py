@@ -25,12 +25,7 @@ _MAX_NAME = 1000
 
 
 class Sections:
-    """Reads sections of one document and collects their problems.
-
-    Args:
-        document: Data of the file, with the line of every key.
-        file: Name of the file.
-    """
+    """Reads sections of one document and collects their problems."""
 
     def __init__(self, document: Document, file: str) -> None:
         self.file = file
@@ -58,6 +53,11 @@ class Sections:
             problems = tuple(_with_examples(problems, examples, path)) or problems
         self._keep(_without_consequences(problems, data, path) if isinstance(data, dict) else problems, modelled=True)
         return result
+
+    @property
+    def num_problems(self) -> int:
+        """Number of problems recorded so far."""
+        return len(self._problems)
 
     def refuse(self, path: Path, rule: str, *, value: Any = None, fix: str = "") -> None:
         """Records one problem."""
@@ -88,6 +88,11 @@ class Sections:
             preset = data if isinstance(data, str) and data.strip() and len(data) < 40 else example
             self.refuse(path, "must be a mapping (key: value)", value=data, fix=f"write {{preset: {preset}}}")
         return isinstance(data, dict)
+
+    def in_file(self, error: SpecError) -> SpecError:
+        """Copy of an error about fields of the file, with their lines, in the order of the file."""
+        placed = (problem.at(*find_place(self._lines, tuple(problem.field.split(".")))) for problem in error.problems)
+        return type(error)(sorted(placed, key=in_file_order), file=self.file)
 
     def raise_problems(self) -> None:
         """Raises the recorded problems, in the order of the file.

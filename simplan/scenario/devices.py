@@ -36,31 +36,26 @@ def read_device(sections: Sections, data: Any, default: DeviceSpec | None) -> De
     """Device of the file; None, after recording the problems, when the description is invalid.
 
     Args:
-        sections: Sections of the file.
         data: Value of ``cluster.device``.
         default: Device whose fields a mapping without ``preset`` overrides: the one of the cluster's preset.
     """
     if not isinstance(data, dict):
         return sections.look_up(_PATH, catalog.device, data)
-    given = {key: value for key, value in data.items() if key != "preset"}
-    known = [True]
+    given, before = {key: value for key, value in data.items() if key != "preset"}, sections.num_problems
     if "preset" in data:
-        default = sections.look_up((*_PATH, "preset"), catalog.device, data["preset"])
-        known.append(default is not None)
-        default = default or catalog.device(_ANY)
+        found = sections.look_up((*_PATH, "preset"), catalog.device, data["preset"])
+        default = found or catalog.device(_ANY)
     if "architecture" in given:
-        known.append(
-            sections.look_up((*_PATH, "architecture"), catalog.kernel_fields, given["architecture"]) is not None
-        )
-    if not all(known):  # read the other fields nevertheless, to report their problems
+        sections.look_up((*_PATH, "architecture"), catalog.kernel_fields, given["architecture"])
+    if sections.num_problems > before:  # read the other fields nevertheless, to report their problems
         given.pop("architecture", None)
     base = default.model_dump() if default else {"id": "inline"}
     device = sections.read(DeviceSpec, {**base, **_implied(given, default), **given}, _PATH)
-    known.append(_plausible(sections, given))
+    _refuse_implausible(sections, given)
     link = base.get("host_link") if "host_link" not in given else given["host_link"]
     if isinstance(link, str):
-        known.append(sections.look_up((*_PATH, "host_link"), catalog.link, link) is not None)
-    return device if all(known) else None
+        sections.look_up((*_PATH, "host_link"), catalog.link, link)
+    return device if sections.num_problems == before else None
 
 
 def _implied(given: dict[str, Any], default: DeviceSpec | None) -> dict[str, Any]:
@@ -80,9 +75,8 @@ def _implied(given: dict[str, Any], default: DeviceSpec | None) -> dict[str, Any
     return implied | {"sources": sources | dict.fromkeys(given, "the scenario")}
 
 
-def _plausible(sections: Sections, given: dict[str, Any]) -> bool:
-    """True when all numbers are plausible; records a problem for each one below the range of real devices."""
-    plausible = True
+def _refuse_implausible(sections: Sections, given: dict[str, Any]) -> None:
+    """Records a problem for each number below the range of real devices."""
     for field in _LEAST.keys() & given.keys():
         least, unit = _LEAST[field]
         value = given[field]
@@ -90,5 +84,3 @@ def _plausible(sections: Sections, given: dict[str, Any]) -> bool:
             if isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < least:
                 path = (*_PATH, field) if key is None else (*_PATH, field, key)
                 sections.refuse(path, "is less than any device has", value=number, fix=f"write it in {unit}")
-                plausible = False
-    return plausible

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, model_validator
@@ -23,22 +25,22 @@ class Metric:
     """A number (or verdict) of a prediction that can be expected.
 
     Attributes:
-        definition: Meaning of the metric.
         unit: Unit; empty for ratios, counts and verdicts.
-        read: Returns the metric from the prediction's JSON; None when the prediction lacks it.
+        of: Returns the metric from the prediction's JSON; None for the value of the key ``name``.
     """
 
+    name: str
     definition: str
     unit: str
-    read: Callable[[Mapping[str, Any]], float | bool | None]
+    of: Callable[[Mapping[str, Any]], float | bool | None] | None = None
+
+    def read(self, prediction: Mapping[str, Any]) -> Any:
+        """The metric from the prediction's JSON; None when the prediction lacks it."""
+        return self.of(prediction) if self.of else prediction[self.name]
 
 
-def _key(name: str) -> Callable[[Mapping[str, Any]], Any]:
-    return lambda prediction: prediction[name]
-
-
-def _memory(column: str) -> Callable[[Mapping[str, Any]], Any]:
-    return lambda prediction: prediction["peak_memory_gib"][column]
+def _at(path: str) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda prediction: reduce(getitem, path.split("."), prediction)
 
 
 def _category(name: str) -> Callable[[Mapping[str, Any]], Any]:
@@ -47,10 +49,6 @@ def _category(name: str) -> Callable[[Mapping[str, Any]], Any]:
         return next(rank["memory_gib"][name] for rank in prediction["ranks"] if rank["rank"] == worst)
 
     return read
-
-
-def _on_host(per: str) -> Callable[[Mapping[str, Any]], Any]:
-    return lambda prediction: prediction["host_memory_gib"][per]
 
 
 def _in_flight(prediction: Mapping[str, Any]) -> int:
@@ -62,56 +60,52 @@ def _packing_efficiency(prediction: Mapping[str, Any]) -> float | None:
     return prediction["document_tokens_per_s_per_device"] / tokens if tokens else None
 
 
-METRICS: dict[str, Metric] = {
-    "step_time_s": Metric("wall time of one optimizer step at steady state", "s", _key("step_time_s")),
-    "action_level_step_time_s": Metric(
-        "step time from whole actions, without the overlap inside them", "s", _key("action_level_step_time_s")
-    ),
-    "bubble_fraction": Metric(
+_ALL = (
+    Metric("step_time_s", "wall time of one optimizer step at steady state", "s"),
+    Metric("action_level_step_time_s", "step time from whole actions, without the overlap inside them", "s"),
+    Metric(
+        "bubble_fraction",
         "fraction of the time from first to last compute in which compute streams idle, mean over ranks",
         "",
-        _key("bubble_fraction"),
     ),
-    "tokens_per_s_per_device": Metric(
-        "throughput, padding of packed sequences included", "tokens/s", _key("tokens_per_s_per_device")
-    ),
-    "document_tokens_per_s_per_device": Metric(
+    Metric("tokens_per_s_per_device", "throughput, padding of packed sequences included", "tokens/s"),
+    Metric(
+        "document_tokens_per_s_per_device",
         "throughput without padding; the mean over all packs where documents are drawn from a distribution",
         "tokens/s",
-        _key("document_tokens_per_s_per_device"),
     ),
-    "packing_efficiency": Metric(
+    Metric(
+        "packing_efficiency",
         "share of the tokens that are of documents, not padding; the mean over all packs where documents are drawn",
         "",
         _packing_efficiency,
     ),
-    "samples_per_s_per_device": Metric("throughput in sequences or images", "1/s", _key("samples_per_s_per_device")),
-    "mfu": Metric("model FLOPs utilization, causal attention counted half, no recomputation", "", _key("mfu")),
-    "mfu_full_attention": Metric(
-        "model FLOPs utilization, full attention counted (PaLM, most papers)", "", _key("mfu_full_attention")
+    Metric("samples_per_s_per_device", "throughput in sequences or images", "1/s"),
+    Metric("mfu", "model FLOPs utilization, causal attention counted half, no recomputation", ""),
+    Metric("mfu_full_attention", "model FLOPs utilization, full attention counted (PaLM, most papers)", ""),
+    Metric("hfu", "hardware FLOPs utilization: as mfu, recomputed FLOPs counted", ""),
+    Metric("fits", "whether the worst rank's device memory is within the capacity", ""),
+    Metric(
+        "peak_memory_gib", "device memory of the worst rank, context included", "GiB", _at("peak_memory_gib.device")
     ),
-    "hfu": Metric("hardware FLOPs utilization: as mfu, recomputed FLOPs counted", "", _key("hfu")),
-    "fits": Metric("whether the worst rank's device memory is within the capacity", "", _key("fits")),
-    "peak_memory_gib": Metric("device memory of the worst rank, context included", "GiB", _memory("device")),
-    "peak_allocated_gib": Metric("memory of the worst rank's tensors", "GiB", _memory("allocated")),
-    "peak_reserved_gib": Metric("memory the worst rank's caching allocator holds", "GiB", _memory("reserved")),
-    **{
-        f"{category.value}_gib": Metric(
-            f"{category.value.replace('_', ' ')} of the worst rank at its peak", "GiB", _category(category.value)
-        )
-        for category in MemoryCategory
-        if category is not MemoryCategory.HOST
-    },
-    "host_memory_gib": Metric("what the rank with most has offloaded to the host", "GiB", _on_host("rank")),
-    "host_memory_per_node_gib": Metric("the same of all ranks of a node together", "GiB", _on_host("node")),
-    "host_fits": Metric("whether that is within the memory of the node", "", _key("host_fits")),
-    "num_trained_parameters": Metric("parameters that are not frozen", "", _key("num_trained_parameters")),
-    "worst_rank": Metric("the rank that needs most device memory", "", _key("worst_rank")),
-    "num_microbatches": Metric("microbatches per step and data-parallel rank", "", _key("num_microbatches")),
-    "activations_in_flight": Metric(
-        "most microbatches whose activations are alive at once on any stage", "", _in_flight
+    Metric("peak_allocated_gib", "memory of the worst rank's tensors", "GiB", _at("peak_memory_gib.allocated")),
+    Metric(
+        "peak_reserved_gib", "memory the worst rank's caching allocator holds", "GiB", _at("peak_memory_gib.reserved")
     ),
-}
+    *(
+        Metric(f"{name}_gib", f"{name.replace('_', ' ')} of the worst rank at its peak", "GiB", _category(name))
+        for name in MemoryCategory
+        if name is not MemoryCategory.HOST
+    ),
+    Metric("host_memory_gib", "what the rank with most has offloaded to the host", "GiB", _at("host_memory_gib.rank")),
+    Metric("host_memory_per_node_gib", "the same of all ranks of a node together", "GiB", _at("host_memory_gib.node")),
+    Metric("host_fits", "whether that is within the memory of the node", ""),
+    Metric("num_trained_parameters", "parameters that are not frozen", ""),
+    Metric("worst_rank", "the rank that needs most device memory", ""),
+    Metric("num_microbatches", "microbatches per step and data-parallel rank", ""),
+    Metric("activations_in_flight", "largest number of microbatches with activations on one stage", "", _in_flight),
+)
+METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _ALL}
 """Metrics of ``expect`` by name."""
 
 
@@ -181,7 +175,6 @@ class CheckResult:
     """Result of one expectation.
 
     Attributes:
-        expectation: The expectation.
         actual: Predicted value; None when the prediction lacks the metric.
         passed: True when the predicted value meets the expectation.
         message: One line: metric, actual value, rule.
@@ -197,7 +190,6 @@ def evaluate(expectation: Expectation, prediction: Mapping[str, Any]) -> CheckRe
     """Evaluates one expectation.
 
     Args:
-        expectation: Required value or range of a metric.
         prediction: ``Prediction.to_json()``.
     """
     metric = METRICS[expectation.metric]

@@ -16,7 +16,6 @@ One error reports all problems of a file, with their lines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +26,7 @@ from simplan import catalog
 from simplan.base import Spec
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.calibration.format import Calibration
-from simplan.document import Document, Place
+from simplan.document import Document
 from simplan.errors import SpecError
 from simplan.io import folder_of, read_yaml
 from simplan.job import Job
@@ -36,8 +35,6 @@ from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import is_table_file
 from simplan.predict import Simulated, predict_step
 from simplan.prediction import Prediction
-from simplan.problems import Path as ProblemPath
-from simplan.problems import find_place, in_file_order
 from simplan.rules import check_job
 from simplan.scenario.clusters import read_cluster
 from simplan.scenario.collecting import Sections
@@ -46,16 +43,7 @@ from simplan.scenario.sections import read_expectations, read_model, read_softwa
 from simplan.software.software import SoftwareSpec
 from simplan.training.training import TrainingSpec
 
-__all__ = [
-    "Scenario",
-    "ScenarioParts",
-    "load_scenario",
-    "parts_of",
-    "read_parts",
-    "reject_unused_options",
-    "scenario_from",
-    "scenario_of",
-]
+__all__ = ["Scenario", "ScenarioParts", "load_scenario", "parts_of", "scenario_from", "scenario_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +51,6 @@ class Scenario:
     """One request to simplan, fully resolved and valid: the constructor checks the plan.
 
     Attributes:
-        name: Name to show.
-        job: Model, cluster, training, plan and software.
-        expect: Expectations of the prediction.
         file: File of the scenario; None when the scenario was made in code.
 
     Raises:
@@ -93,9 +78,6 @@ class Scenario:
 
     def predict_step(self, calibration: Calibration | None = None) -> tuple[Prediction, Simulated]:
         """Prediction together with the simulated step, for drawings.
-
-        Args:
-            calibration: See ``predict``.
 
         Raises:
             SpecError: See ``predict``.
@@ -132,10 +114,6 @@ def load_scenario(path: str | Path) -> Scenario:
 def scenario_from(document: Document, path: str | Path) -> Scenario:
     """Scenario of a document that was read already.
 
-    Args:
-        document: Data of the file, with the line of every key.
-        path: File that the document was read from.
-
     Raises:
         SpecError: See ``load_scenario``.
     """
@@ -147,7 +125,6 @@ def scenario_of(parts: ScenarioParts, folder: Path | None) -> Scenario:
     """Scenario of the sections of a document.
 
     Args:
-        parts: Sections of the document, as read.
         folder: Folder of the files that the document names; None for a document that names none.
 
     Raises:
@@ -157,14 +134,11 @@ def scenario_of(parts: ScenarioParts, folder: Path | None) -> Scenario:
     plan = _read_plan(sections, data, folder)
     expect = read_expectations(sections, data.get("expect", ()))
     sections.raise_problems()
-    model, cluster, training, software = parts.complete()
     assert plan is not None, "what is missing has been refused"
     try:
-        job = Job(model, cluster, training, plan, software)
-        return Scenario(name=parts.name, job=job, expect=expect, file=sections.file)
+        return Scenario(name=parts.name, job=parts.job(plan), expect=expect, file=sections.file)
     except SpecError as error:
-        placed = [p.at(*find_place(parts.lines, tuple(p.field.split(".")))) for p in error.problems]
-        raise type(error)(sorted(placed, key=in_file_order), file=sections.file) from None
+        raise sections.in_file(error) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,36 +147,25 @@ class ScenarioParts:
 
     name: str
     data: dict[str, Any]
-    lines: Mapping[ProblemPath, Place]
     sections: Sections
     model: ModelSpec | None
     cluster: ClusterSpec | None
     training: TrainingSpec | None
     software: SoftwareSpec | None
 
-    def complete(self) -> tuple[ModelSpec, ClusterSpec, TrainingSpec, SoftwareSpec]:
-        """All four, once no problem is left."""
+    def job(self, plan: ParallelPlan) -> Job:
+        """Job with a plan, once no problem is left."""
         assert self.model is not None
         assert self.cluster is not None
         assert self.training is not None
         assert self.software is not None
-        return self.model, self.cluster, self.training, self.software
-
-
-def read_parts(path: str | Path) -> ScenarioParts:
-    """Reads a scenario file except its plan, its search and its expectations.
-
-    Raises:
-        SpecError: The file cannot be read or is not a mapping.
-    """
-    return parts_of(read_yaml(path), str(path))
+        return Job(self.model, self.cluster, self.training, plan, self.software)
 
 
 def parts_of(document: Document, file: str) -> ScenarioParts:
     """Sections of a document that was read already, except the plan, the search and the expectations.
 
     Args:
-        document: Data of the file, with the line of every key.
         file: Name of the document in errors; files that it names are relative to its folder.
 
     Raises:
@@ -219,10 +182,8 @@ def parts_of(document: Document, file: str) -> ScenarioParts:
     cluster = read_cluster(sections, data["cluster"]) if "cluster" in data else None
     training = sections.read(TrainingSpec, data["training"], ("training",)) if "training" in data else None
     if model is not None and software is not None:
-        reject_unused_options(sections, data, model, software, catalog.software(software.id))
-    return ScenarioParts(
-        data.get("name", Path(file).stem), data, document.lines, sections, model, cluster, training, software
-    )
+        _refuse_idle_options(sections, data, model, software)
+    return ScenarioParts(data.get("name", Path(file).stem), data, sections, model, cluster, training, software)
 
 
 def _read_plan(sections: Sections, data: dict[str, Any], folder: Path | None) -> ParallelPlan | None:
@@ -242,17 +203,9 @@ def _read_plan(sections: Sections, data: dict[str, Any], folder: Path | None) ->
 _OF_EXPERTS = ("expert_dispatch", "expert_overlap", "fused_experts")
 
 
-def reject_unused_options(
-    sections: Sections, data: Mapping[str, Any], model: ModelSpec, software: SoftwareSpec, profile: SoftwareSpec
-) -> None:
-    """Records a problem for each option that has no effect.
-
-    Args:
-        sections: Sections of the file.
-        data: Data of the file.
-        model, software: Resolved model and software.
-        profile: Catalog entry of the software, without the file's options.
-    """
+def _refuse_idle_options(sections: Sections, data: dict[str, Any], model: ModelSpec, software: SoftwareSpec) -> None:
+    """Records a problem for each option of the file that has no effect."""
+    profile = catalog.software(software.id)
     for option in _OF_EXPERTS:
         value = getattr(software, option)
         if not model.num_experts and value != getattr(profile, option):

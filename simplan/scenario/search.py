@@ -19,11 +19,10 @@ from typing import Any
 
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import NotModelledError
-from simplan.io import folder_of
+from simplan.io import folder_of, read_yaml
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
-from simplan.problems import find_place, in_file_order
-from simplan.scenario.file import ScenarioParts, read_parts
+from simplan.scenario.file import ScenarioParts, parts_of
 from simplan.search import SearchResult, SearchSpace, search
 from simplan.search.space import that_it_has
 
@@ -35,11 +34,9 @@ class SearchScenario:
     """One request to ``simplan search``.
 
     Attributes:
-        name: Name to show.
         job: Model, cluster, training and software, with a plan of defaults.
         space: Plans to choose from.
         document: Data of the file; with a plan, it makes a scenario.
-        file: File of the scenario.
     """
 
     name: str
@@ -53,7 +50,6 @@ class SearchScenario:
 
         Args:
             calibration: Timings of this machine; needed when the cluster is this machine.
-            jobs: See ``simplan.search.search``.
 
         Raises:
             SpecError: See ``simplan.search.search``.
@@ -67,7 +63,7 @@ def load_search(path: str | Path) -> SearchScenario:
     Raises:
         SpecError: The file cannot be read or is wrong; lists all problems, each with its line.
     """
-    return search_of(read_parts(path))
+    return search_of(parts_of(read_yaml(path), str(path)))
 
 
 def search_of(parts: ScenarioParts) -> SearchScenario:
@@ -87,28 +83,19 @@ def search_of(parts: ScenarioParts) -> SearchScenario:
         sections.refuse(("expect",), rule, fix="add it to the scenario that --save-plan writes")
     space = sections.read(SearchSpace, data.get("search", {}), ("search",))
     sections.raise_problems()
-    model, cluster, training, software = parts.complete()
+    job = parts.job(ParallelPlan())
     assert space is not None
     try:
-        space = that_it_has(software, space)
+        space = that_it_has(job.software, space)
     except NotModelledError as error:
-        placed = [p.at(*find_place(parts.lines, tuple(p.field.split(".")))) for p in error.problems]
-        raise NotModelledError(sorted(placed, key=in_file_order), file=sections.file) from None
-    return SearchScenario(
-        name=parts.name,
-        job=Job(model, cluster, training, ParallelPlan(), software),
-        space=space,
-        document=data,
-        file=sections.file,
-    )
+        raise sections.in_file(error) from None
+    return SearchScenario(name=parts.name, job=job, space=space, document=data, file=sections.file)
 
 
 def plan_document(scenario: SearchScenario, plan: ParallelPlan, folder: Path) -> dict[str, Any]:
     """The scenario with a plan instead of the search, complete for ``predict``, ``run`` and ``check``.
 
     Args:
-        scenario: Request of the search.
-        plan: Plan that the search found.
         folder: Folder of the new file; paths in the file are relative to this folder.
     """
     document = {key: value for key, value in scenario.document.items() if key not in ("search", "name")}
@@ -126,20 +113,11 @@ def plan_section(plan: ParallelPlan) -> dict[str, Any]:
     """A plan as the section ``plan`` of a scenario file, without keys that have their default value."""
     shown = plan.model_dump(mode="json")
     assumed = ParallelPlan().model_dump(mode="json")
-    dependent = ("zero_stage", "sequence_parallel", "schedule", "virtual_stages")  # their defaults depend on others
-    kept_keys = {
-        key: value
-        for key, value in shown.items()
-        if value != assumed[key] or (key in dependent and _matters(key, plan))
-    }
-    return kept_keys or {"dp_replicate": 1}
-
-
-def _matters(key: str, plan: ParallelPlan) -> bool:
-    """True when a key has a meaning under a plan, so that its default is worth writing."""
-    return {
+    matters = {  # keys whose defaults depend on others: worth writing where they have a meaning
         "zero_stage": plan.dp_shard > 1,
         "sequence_parallel": plan.tp > 1,
         "schedule": plan.pp > 1,
         "virtual_stages": plan.pp > 1,
-    }[key]
+    }
+    written = {key: value for key, value in shown.items() if value != assumed[key] or matters.get(key)}
+    return written or {"dp_replicate": 1}

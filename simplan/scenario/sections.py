@@ -26,7 +26,7 @@ from simplan.scenario.collecting import Sections
 from simplan.scenario.expectation import Expectation
 from simplan.software.software import SoftwareSpec
 
-__all__ = ["draw_documents", "read_expectations", "read_model", "read_software"]
+__all__ = ["read_expectations", "read_model", "read_software"]
 
 _MAX_EXPECTATIONS = 1000
 
@@ -35,8 +35,6 @@ def read_model(sections: Sections, data: Any, *, mtp: bool) -> ModelSpec | None:
     """The section ``model``: ``preset`` or ``hf_config`` with overrides, or inline.
 
     Args:
-        sections: Sections of the file.
-        data: The section.
         mtp: True when the software trains the multi-token prediction layers of an ``hf_config``.
     """
     if not sections.is_mapping(data, ("model",), "gpt2-124m"):
@@ -59,10 +57,11 @@ def _hf_fields(sections: Sections, name: Any, seq_len: Any, *, mtp: bool) -> dic
     def read(name: str) -> dict[str, Any]:
         path = folder_of(sections.file) / name
         if not name.endswith(".json") and not path.exists():
-            fix = "download the config.json of the model and give its path"
-            raise SpecError(
-                Problem(field="", value=render_value(name), rule="is no file, and nothing is downloaded", fix=fix)
+            rule, fix = (
+                "is no file, and nothing is downloaded",
+                "download the config.json of the model and give its path",
             )
+            raise SpecError(Problem(field="", value=render_value(name), rule=rule, fix=fix))
         try:
             config = read_json(path)
             length = seq_len if seq_len is None or isinstance(seq_len, int) else 1  # refused with the other fields
@@ -80,15 +79,11 @@ def _complete_model(sections: Sections, fields: dict[str, Any]) -> ModelSpec | N
     heads: Any = fields.get("num_attention_heads")
     known = isinstance(hidden, int) and isinstance(heads, int) and "head_dim" not in fields
     if known and min(hidden, heads) > 0 and hidden % heads:
-        sections.refuse(
-            ("model", "num_attention_heads"),
-            f"must divide hidden_size = {hidden}",
-            value=heads,
-            fix=f"use {_nearest_divisor(hidden, heads)}, or give head_dim",
-        )
+        rule, fix = f"must divide hidden_size = {hidden}", f"use {_nearest_divisor(hidden, heads)}, or give head_dim"
+        sections.refuse(("model", "num_attention_heads"), rule, value=heads, fix=fix)
         return None
     if isinstance(fields.get("document_lengths"), dict):
-        drawn = draw_documents(sections, fields["document_lengths"], fields.get("seq_len"))
+        drawn = _draw_documents(sections, fields["document_lengths"], fields.get("seq_len"))
         if drawn is None:
             return None
         fields = fields | drawn
@@ -127,13 +122,12 @@ def read_software(sections: Sections, data: Any) -> SoftwareSpec | None:
 def read_expectations(sections: Sections, data: Any) -> tuple[Expectation, ...]:
     """The section ``expect``: a list of expectations."""
     if data is None or not isinstance(data, list | tuple):
-        example = "a list: - {metric: step_time_s, max: 1.5}"
-        sections.refuse(("expect",), "must be a list", value=data, fix=f"write {example}")
+        fix = "write a list: - {metric: step_time_s, max: 1.5}"
+        sections.refuse(("expect",), "must be a list", value=data, fix=fix)
         return ()
     if len(data) > _MAX_EXPECTATIONS:
-        sections.refuse(
-            ("expect",), f"has {len(data):,} entries, more than {_MAX_EXPECTATIONS:,}", fix="use several files"
-        )
+        rule = f"has {len(data):,} entries, more than {_MAX_EXPECTATIONS:,}"
+        sections.refuse(("expect",), rule, fix="use several files")
         return ()
     found = [sections.read(Expectation, item, ("expect", index)) for index, item in enumerate(data)]
     return tuple(expectation for expectation in found if expectation is not None)
@@ -150,16 +144,11 @@ class _LengthsFile(DocumentOptions):
     file: Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-def draw_documents(sections: Sections, data: dict[str, Any], seq_len: Any) -> dict[str, Any] | None:
-    """Model fields of a distribution of document lengths.
+def _draw_documents(sections: Sections, data: dict[str, Any], seq_len: Any) -> dict[str, Any] | None:
+    """Model fields ``document_lengths`` and ``packs`` of a distribution; None after a problem.
 
     Args:
-        sections: Records the problems.
-        data: Distribution as written in the file.
-        seq_len: ``model.seq_len`` as written in the file.
-
-    Returns:
-        ``document_lengths`` and ``packs``; None after a problem.
+        data, seq_len: Distribution and ``model.seq_len`` as written in the file.
     """
     source = _source(sections, data)
     if source is None:

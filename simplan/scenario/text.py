@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from simplan.document import Document, parse_yaml
+from simplan.document import parse_yaml
 from simplan.errors import Problem, SpecError
 from simplan.io import MAX_YAML_BYTES
 from simplan.plan.schedules import is_table_file
@@ -43,13 +43,7 @@ def _parts(text: str, name: str) -> ScenarioParts:
     if len(text.encode("utf-8", errors="replace")) > MAX_YAML_BYTES:
         raise SpecError(Problem(field="", rule=f"is larger than {MAX_YAML_BYTES // 2**20} MiB"), file=name)
     document = parse_yaml(text, name)
-    _refuse_files(document, name)
-    return parts_of(document, name)
-
-
-def _refuse_files(document: Document, name: str) -> None:
-    """Rejects keys that name files: a file would be read on the server, not on the author's machine."""
-    problems = []
+    problems = []  # keys that name files, which would be read on the server, not on the author's machine
     for path in _NAMED_FILES:
         value = _at(document.data, path)
         if value is None or (path[-1] == "schedule" and not (isinstance(value, str) and is_table_file(value))):
@@ -60,6 +54,7 @@ def _refuse_files(document: Document, name: str) -> None:
         problems.append(problem.at(*find_place(document.lines, path)))
     if problems:
         raise SpecError(problems, file=name)
+    return parts_of(document, name)
 
 
 def _at(data: Any, path: tuple[str, ...]) -> Any:

@@ -12,29 +12,18 @@ from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.rules import BY_NAME
-from simplan.search.bounds.common import Bounds
 from simplan.search.candidates import FIELDS
 from simplan.search.changes import changes
-from simplan.search.enumeration import Enumeration, empty_space
-from simplan.search.evaluate import Evaluator
+from simplan.search.enumeration import empty_space
 from simplan.search.explain import explain_plan, more_memory
 from simplan.search.explore import Exploration
 from simplan.search.incumbents import Group, Incumbents, Timed
-from simplan.search.jobs import capacity_bytes, check_without_plan, with_num_devices
+from simplan.search.jobs import check_without_plan, with_num_devices
 from simplan.search.objective import Goal
-from simplan.search.partial_recompute import has_partial, search_partial_recompute
-from simplan.search.result import (
-    EquivalentPlans,
-    NearestMiss,
-    RankedPlan,
-    RequestChange,
-    SearchExplanation,
-    SearchResult,
-    SpaceCount,
-)
+from simplan.search.partial_recompute import search_partial_recompute
+from simplan.search.result import EquivalentPlans, NearestMiss, RankedPlan, SearchExplanation, SearchResult, SpaceCount
 from simplan.search.space import SearchSpace, that_it_has
-from simplan.search.statistics import ROUNDING, InfeasiblePlan, Limits, Statistics, rounded
-from simplan.software.software import SoftwareSpec
+from simplan.search.statistics import ROUNDING, Statistics, rounded
 
 __all__ = ["SearchProgress", "search"]
 
@@ -118,44 +107,36 @@ class _Search:
         self._confirmed: set[ParallelPlan] = set()
         self._on_progress = on_progress or (lambda _: None)
         sizes = sorted(set(space.num_devices or _default_sizes(space, job)))
-        self._jobs = {size: with_num_devices(job, size) for size in sizes}
-        for asked in self._jobs.values():
+        sized = {size: with_num_devices(job, size) for size in sizes}
+        for asked in sized.values():
             check_without_plan(asked, space)
-        enumerations = {size: Enumeration(space, asked) for size, asked in self._jobs.items()}
-        goal = Goal.of(space, job)
         if "cost" in space.goals and job.model.sample == "image":
             rule = "is the price of a number of tokens, and the model is one of images"
             raise SpecError(Problem(field="search.objective", value="cost", rule=rule, fix="use step_time"))
-        self._incumbents, self._statistics = Incumbents(goal, space.top), Statistics()
+        self._incumbents, self._statistics = Incumbents(Goal.of(space, job), space.top), Statistics()
         self._num_partial = 0
-        self._total = sum(enumeration.total for enumeration in enumerations.values())
-        if not self._total:
-            raise SpecError(empty_space(space, software=job.software, enumerations=enumerations))
-        self._bounds = {size: Bounds(asked, calibration) for size, asked in self._jobs.items()}
-        self._evaluators = {size: Evaluator(asked, calibration, jobs) for size, asked in self._jobs.items()}
-        self._limits = {
-            size: Limits(capacity_bytes(asked, space), space.max_step_time_s) for size, asked in self._jobs.items()
-        }
         self._explorations = {
-            size: Exploration(
-                enumerations[size],
-                self._bounds[size],
-                self._evaluators[size],
-                self._limits[size],
-                self._incumbents,
-                self._statistics,
-                lambda *_: self._tell(),
-            )
-            for size in self._jobs
+            size: Exploration(asked, space, calibration, jobs, self._incumbents, self._statistics, self._tell)
+            for size, asked in sized.items()
         }
+        enumerations = [exploration.enumeration for exploration in self._explorations.values()]
+        self._total = sum(enumeration.total for enumeration in enumerations)
+        if not self._total:
+            raise SpecError(empty_space(space, job.software, enumerations))
 
     def result(self, *, explain: bool) -> SearchResult:
         try:
             for exploration in self._explorations.values():
                 exploration.bound()
                 exploration.explore()
-            for size in self._jobs:
-                self._explore_partial(size)
+            for exploration in self._explorations.values():
+                self._num_partial += search_partial_recompute(
+                    exploration,
+                    self._space,
+                    self._calibration,
+                    self._incumbents,
+                    lambda: self._tell("looking for the fewest recomputed blocks"),
+                )
             while self._confirm():
                 for exploration in self._explorations.values():
                     exploration.explore()
@@ -168,7 +149,8 @@ class _Search:
             return self._answer(interrupted=True)
         found = self._answer(interrupted=False)
         if explain and not found.ranked:
-            return replace(found, changes=self._changes(found.nearest_misses))
+            self._tell("looking for what would make a plan")
+            return replace(found, changes=changes(self._job, self._space, found.nearest_misses, self._calibration))
         return found
 
     def _confirm(self) -> bool:
@@ -183,15 +165,16 @@ class _Search:
         while unknown := [timed for timed in self._incumbents.shown if timed.plan not in self._confirmed]:
             for timed in unknown:
                 self._confirmed.add(timed.plan)
-                evaluator, limits = self._evaluators[timed.num_devices], self._limits[timed.num_devices]
+                exploration = self._explorations[timed.num_devices]
+                evaluator = exploration.evaluator
                 if not evaluator.is_approximate(timed.plan):
                     continue
-                [(size, exact_s)] = evaluator.numbers([timed.plan], limits.device_bytes, whole=True)
+                [(size, exact_s)] = evaluator.numbers([timed.plan], exploration.capacity_bytes, whole=True)
                 numbers = None if exact_s is None else (size, rounded(exact_s))
                 if numbers == (timed.device_bytes, timed.step_time_s):
                     continue
                 changed = True
-                late = numbers is not None and numbers[1] * ROUNDING > (limits.step_time_s or math.inf)
+                late = numbers is not None and numbers[1] * ROUNDING > (self._space.max_step_time_s or math.inf)
                 self._incumbents.correct(timed.plan, None if late else numbers)
                 if (numbers is None or late) and timed.plan.recompute_layers is None:
                     self._statistics.timed -= 1
@@ -212,7 +195,11 @@ class _Search:
                 {rule: number for rule, number in counts.rejected.most_common() if number},
                 counts.bounded,
                 counts.timed,
-                {name: _in_words(name, job.software) for name, number in counts.rejected.items() if number},
+                {
+                    name: _LIMITS.get(name) or BY_NAME[name].in_words(job.software)
+                    for name, number in counts.rejected.items()
+                    if number
+                },
                 self._num_partial,
             ),
             nearest_misses=self._misses(),
@@ -227,20 +214,6 @@ class _Search:
             },
         )
 
-    def _explore_partial(self, size: int) -> None:
-        job = self._jobs[size]
-        if has_partial(job, self._space, self._calibration):
-            self._num_partial += search_partial_recompute(
-                job,
-                self._space,
-                self._bounds[size],
-                self._evaluators[size],
-                self._limits[size],
-                self._incumbents,
-                lambda *_: self._tell("looking for how few blocks may run again"),
-                self._statistics,
-            )
-
     def _tell(self, doing: str = "searching") -> None:
         ranked, done = self._incumbents.ranked, self._statistics.done
         best = ranked[0].step_time_s if ranked else None
@@ -250,22 +223,16 @@ class _Search:
         ranked = self._incumbents.ranked
         for rank, timed in enumerate(ranked):
             self._tell(f"explaining plan {rank + 1} of {len(ranked)}")
-            job = self._jobs[timed.num_devices].with_plan(timed.plan)
-            why = explain_plan(self._name, job, self._calibration)
-            if rank == 0 and len(self._jobs) == 1:
-                capacity = self._limits[timed.num_devices].device_bytes
-                evaluator = self._evaluators[timed.num_devices]
-                nearly = self._statistics.nearly
-                share = 0.0 if capacity is None else more_memory(evaluator, timed.step_time_s, nearly, capacity)
+            exploration = self._explorations[timed.num_devices]
+            capacity = exploration.capacity_bytes
+            why = explain_plan(exploration.job.with_plan(timed.plan), self._calibration)
+            if rank == 0 and len(self._explorations) == 1 and capacity is not None:
+                share = more_memory(exploration.evaluator, timed.step_time_s, self._statistics.nearly, capacity)
                 why = replace(why, saved={**why.saved, **({"memory": share} if share > 0 else {})})
             self._explained[timed.plan] = why
 
-    def _changes(self, misses: tuple[NearestMiss, ...]) -> tuple[RequestChange, ...]:
-        self._tell("looking for what would make a plan")
-        return changes(self._job, self._space, misses, self._calibration)
-
     def _plan(self, timed: Timed) -> RankedPlan:
-        capacity, goal = self._limits[timed.num_devices].device_bytes, self._incumbents.goal
+        capacity, goal = self._explorations[timed.num_devices].capacity_bytes, self._incumbents.goal
         return RankedPlan(
             plan=timed.plan,
             num_devices=timed.num_devices,
@@ -281,9 +248,8 @@ class _Search:
     def _misses(self) -> tuple[NearestMiss, ...]:
         """Nearest misses: over memory, or over the deadline if plans fit but none meets the deadline."""
         late = not self._incumbents.ranked and bool(self._statistics.late)
-
-        def told(miss: InfeasiblePlan) -> NearestMiss:
-            return NearestMiss(
+        return tuple(
+            NearestMiss(
                 plan=miss.plan,
                 num_devices=miss.plan.num_devices,
                 device_bytes=miss.device_bytes,
@@ -291,8 +257,8 @@ class _Search:
                 step_time_s=miss.step_time_s,
                 lacking_s=miss.lacking if late else None,
             )
-
-        return tuple(told(miss) for miss in (self._statistics.late if late else self._statistics.misses))
+            for miss in (self._statistics.late if late else self._statistics.misses)
+        )
 
 
 def _alike(group: Group) -> EquivalentPlans:
@@ -303,11 +269,6 @@ def _alike(group: Group) -> EquivalentPlans:
     return EquivalentPlans(
         len(others), {key: tuple(sorted(values, key=_order)) for key, values in found.items() if values}
     )
-
-
-def _in_words(name: str, software: SoftwareSpec) -> str:
-    """One sentence for the rule or limit that rejected candidates."""
-    return _LIMITS.get(name) or BY_NAME[name].in_words(software)
 
 
 def _order(value: Any) -> tuple[bool, Any]:

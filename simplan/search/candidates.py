@@ -65,10 +65,15 @@ class Candidates:
         self.base, self.values, self.columns = base, values, columns
 
     @classmethod
-    def of_rows(cls, base: ParallelPlan, values: Categories, rows: Sequence[tuple[int, ...]]) -> Candidates:
-        """Make a table from rows in the order of ``FIELDS``."""
-        table = np.array(rows, np.int64).reshape(-1, len(FIELDS)).T
-        return cls(base, values, dict(zip(FIELDS, table, strict=True)))
+    def of_rows(
+        cls, base: ParallelPlan, values: Categories, names: Sequence[str], rows: Sequence[tuple[Any, ...]]
+    ) -> Candidates:
+        """Make a table from rows of values of the fields ``names``, which are those of ``FIELDS`` in any order."""
+        columns = {}
+        for name, column in zip(names, zip(*rows, strict=True), strict=True):
+            place = {value: number for number, value in enumerate(values.get(name, ()))}
+            columns[name] = np.array([place[value] for value in column] if place else column, np.int64)
+        return cls(base, values, {name: columns[name] for name in FIELDS})
 
     def __len__(self) -> int:
         return len(self.columns["pp"])

@@ -10,7 +10,7 @@ from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.search.explore import first_fit
-from simplan.search.jobs import capacity_bytes, with_num_devices
+from simplan.search.jobs import with_num_devices
 from simplan.search.result import NearestMiss, RequestChange
 from simplan.search.space import SearchSpace, given_ranges, that_it_has
 from simplan.units import format_bytes, format_time
@@ -28,20 +28,15 @@ def changes(
     """Find changes that make a plan feasible: per kind, the smallest of those tried.
 
     Args:
-        job: Job without a feasible plan.
-        space: Ranges of the search.
         misses: Near misses of the search, closest first.
-        calibration: Timings of the device; None if not calibrated.
     """
-    late = [miss for miss in misses if miss.step_time_s is not None]
-    if late:
-        seconds = late[0].step_time_s
-        assert seconds is not None
-        words = f"allow max_step_time_s = {_rounded_up(seconds):g}: the fastest plan takes {format_time(seconds)}"
-        return (RequestChange(what="max_step_time_s", value=seconds, words=words, plan=late[0].plan),)
-    found = (_memory(job, space, misses), _recompute(job, space, calibration), _ranges(job, space, calibration))
-    searched = (_batch(job, space, calibration), _devices(job, space, calibration))
-    return tuple(change for change in (*found, *searched) if change is not None)
+    for miss in misses:
+        if (seconds := miss.step_time_s) is not None:
+            words = f"allow max_step_time_s = {_rounded_up(seconds):g}: the fastest plan takes {format_time(seconds)}"
+            return (RequestChange(what="max_step_time_s", value=seconds, words=words, plan=miss.plan),)
+    found = [_memory(job, space, misses)]
+    found += [tried(job, space, calibration) for tried in (_recompute, _ranges, _batch, _devices)]
+    return tuple(change for change in found if change is not None)
 
 
 def _rounded_up(seconds: float) -> float:
@@ -63,12 +58,8 @@ def _memory(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> Re
     needed = math.ceil(miss.device_bytes / space.max_memory_fraction)
     if needed >= _MOST_BYTES:
         return None
-    richer = job.cluster.device.model_copy(update={"memory_bytes": needed})
-    asked = replace(job, cluster=job.cluster.model_copy(update={"device": richer}))
-    capacity = capacity_bytes(asked, space)
-    while capacity is not None and capacity < miss.device_bytes:  # int() rounded the capacity down
+    while int(needed * space.max_memory_fraction) < miss.device_bytes:  # int() rounds the capacity down
         needed += 1
-        capacity = int(needed * space.max_memory_fraction)
     there = job.cluster.device.memory_bytes
     words = f"devices with {format_bytes(needed)} of memory instead of {format_bytes(there or 0)}"
     return RequestChange(what="memory_bytes", value=needed, words=words, plan=miss.plan)

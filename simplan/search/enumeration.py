@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, product
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from simplan.errors import Problem
 from simplan.job import Job
@@ -29,8 +29,8 @@ _DEFAULT_RECOMPUTE = ("none", "selective", "full")
 
 _TABLE_ROWS = 32_768
 
-T = TypeVar("T")
-
+T = TypeVar("T", bound=tuple[Any, ...])
+Value = TypeVar("Value")
 
 _STEPS = (
     "tp cp pp dp_replicate dp_shard ep",
@@ -41,6 +41,7 @@ _STEPS = (
     "microbatch_size grad_sync",
 )
 """Plan fields in the order in which they are decided."""
+_NAMES = " ".join(_STEPS).split()
 _OF_REDUCTION = [rule for rule in RULES if "grad_sync" in rule.reads]
 
 
@@ -70,12 +71,10 @@ class Enumeration:
     """The candidates of a space on the devices of one cluster.
 
     Values without effect are not candidates: a schedule without a pipeline, ZeRO with one shard, sequence parallelism
-        with
-    tp = 1, and gradient reductions per microbatch with one microbatch. ZeRO-3 without resharding is ZeRO-2, and is
-    listed as ZeRO-2.
+    with tp = 1, and gradient reductions per microbatch with one microbatch. ZeRO-3 without resharding is ZeRO-2, and
+    is listed as ZeRO-2.
 
     Args:
-        space: Ranges of the search.
         job: The job. Its plan supplies the fields that a search does not vary.
     """
 
@@ -85,7 +84,7 @@ class Enumeration:
         self._values = categories(space.recompute_modules or ())
         self.filter = PlanFilter(job, RULES if space.tp_across_nodes else (*RULES, *SEARCH_RULES))
         self._why_not = _Steps(*self.filter.stages(*_STEPS))
-        assert not self._why_not.batch.reads & {*_STEPS[4].split()}, "sizes are looked at once for all recomputation"
+        assert not self._why_not.batch.reads & {*_STEPS[4].split()}, "batches are checked for one recomputation"
         [self._why_not_each] = PlanFilter(job, _OF_REDUCTION).stages(f"{_STEPS[0]} grad_sync")
         self.meshes = list(self._meshes())
 
@@ -101,8 +100,7 @@ class Enumeration:
 
     def size(self, mesh: Mesh) -> int:
         """Number of candidates of one mesh."""
-        each = len(self._pipelines(mesh)) * len(self._exchanges(mesh))
-        return each * sum(self._inner(mesh, zero_stage) for zero_stage, _ in self._shardings(mesh))
+        return len(self._pipelines(mesh)) * sum(self._inner((*mesh, *of)) for of in self._shardings(mesh))
 
     def tables(self, rejected: Counter[str], meshes: Iterable[Mesh] | None = None) -> Iterator[Candidates]:
         """Yield tables of thousands of candidates that violate no rule.
@@ -111,88 +109,45 @@ class Enumeration:
             rejected: Counter of the other candidates by violated rule; updated.
             meshes: Meshes to enumerate; None for all.
         """
-        rows: list[tuple[int, ...]] = []
+        rows: list[tuple[Any, ...]] = []
         for _, group in groupby(self.meshes if meshes is None else meshes, key=lambda mesh: mesh.pp):
-            of_pp = []
-            for mesh in group:
-                why = self._why_not.mesh(mesh)
-                if why is None:
-                    of_pp.append(mesh)
-                else:
-                    rejected[why] += self.size(mesh)
+            of_pp = list(_allowed(group, self._why_not.mesh, self.size, rejected))
             for found in self._of_meshes(of_pp, rejected) if of_pp else ():
                 rows += found
                 if len(rows) >= _TABLE_ROWS:
-                    yield Candidates.of_rows(self._job.plan, self._values, rows)
+                    yield Candidates.of_rows(self._job.plan, self._values, _NAMES, rows)
                     rows = []
         if rows:
-            yield Candidates.of_rows(self._job.plan, self._values, rows)
+            yield Candidates.of_rows(self._job.plan, self._values, _NAMES, rows)
 
-    def _of_meshes(self, meshes: Sequence[Mesh], rejected: Counter[str]) -> Iterator[list[tuple[int, ...]]]:
+    def _of_meshes(self, meshes: Sequence[Mesh], rejected: Counter[str]) -> Iterator[list[tuple[Any, ...]]]:
         """Rows of meshes with equal pipeline degree, grouped by schedule."""
-        pipelines = self._pipelines(meshes[0])
-        sharded: list[tuple[Mesh, tuple[int, bool]]] = []
-        for mesh in meshes:
-            for sharding in self._shardings(mesh):
-                why = self._why_not.sharding((*mesh, *sharding))
-                if why is None:
-                    sharded.append((mesh, sharding))
-                else:
-                    rejected[why] += len(pipelines) * len(self._exchanges(mesh)) * self._inner(mesh, sharding[0])
+        why_not, pipelines = self._why_not, self._pipelines(meshes[0])
+        options = [(*mesh, *sharding) for mesh in meshes for sharding in self._shardings(mesh)]
+        sharded = list(_allowed(options, why_not.sharding, lambda known: len(pipelines) * self._inner(known), rejected))
         for pipeline in pipelines:
-            for mesh, sharding in sharded:
-                why = self._why_not.pipeline((*mesh, *sharding, *pipeline))
-                if why is None:
-                    yield self._of_pipeline(mesh, sharding, pipeline, rejected)
-                else:
-                    rejected[why] += len(self._exchanges(mesh)) * self._inner(mesh, sharding[0])
+            for known in _allowed([(*known, *pipeline) for known in sharded], why_not.pipeline, self._inner, rejected):
+                yield self._of_pipeline(known, rejected)
 
-    def _inner(self, mesh: Mesh, zero_stage: int) -> int:
-        return len(self._microbatches(mesh, zero_stage)) * len(self._recomputes())
+    def _inner(self, known: tuple[Any, ...]) -> int:
+        """Number of candidates with one mesh, sharding and pipeline."""
+        mesh, zero_stage = Mesh(*known[:6]), known[6]
+        return len(self._exchanges(mesh)) * len(self._microbatches(mesh, zero_stage)) * len(self._recomputes())
 
-    def _of_pipeline(
-        self, mesh: Mesh, sharding: tuple[int, bool], pipeline: tuple[str, int], rejected: Counter[str]
-    ) -> list[tuple[int, ...]]:
-        known = (*mesh, *sharding, *pipeline)
-        batches, recomputes = self._microbatches(mesh, sharding[0]), self._recomputes()
-
-        def allowed(options: list[T], why: Callable[[T], str | None], each: int) -> list[T]:
-            """Options that violate no rule; each rejected option counts as ``each`` candidates."""
-            kept = []
-            for option in options:
-                broken = why(option)
-                if broken is None:
-                    kept.append(option)
-                else:
-                    rejected[broken] += each
-            return kept
-
-        exchanges = allowed(
-            self._exchanges(mesh), lambda e: self._why_not.exchanges((*known, *e)), len(batches) * len(recomputes)
-        )
-        values = {name: {value: place for place, value in enumerate(of)} for name, of in self._values.items()}
-        rows: list[tuple[int, ...]] = []
-        for sequence_parallel, cp_comm in exchanges:
-            here = (*known, sequence_parallel, cp_comm)
-            kept = allowed(recomputes, lambda r: self._why_not.recompute((*here, *r)), len(batches))  # noqa: B023
-            if not kept:
-                continue
-            cut = allowed(batches, lambda b: self._why_not.batch((*here, *kept[0], *b)), len(kept))  # noqa: B023
-            first = mesh.dp_replicate, mesh.dp_shard, sharding[0], int(sharding[1]), mesh.tp, int(sequence_parallel)
-            of_pipeline = (
-                mesh.cp,
-                values["cp_comm"][cp_comm],
-                mesh.ep,
-                mesh.pp,
-                pipeline[1],
-                values["schedule"][pipeline[0]],
-            )
-            rows += [
-                (*first, *of_pipeline, size, values["recompute"][recompute], values["recompute_modules"][modules],
-                 values["grad_sync"][grad_sync])
-                for size, grad_sync in cut
-                for recompute, modules in kept
-            ]  # fmt: skip
+    def _of_pipeline(self, known: tuple[Any, ...], rejected: Counter[str]) -> list[tuple[Any, ...]]:
+        """Rows with one mesh, sharding and pipeline."""
+        mesh, zero_stage, why_not = Mesh(*known[:6]), known[6], self._why_not
+        batches, recomputes = self._microbatches(mesh, zero_stage), self._recomputes()
+        options = [(*known, *collective) for collective in self._exchanges(mesh)]
+        exchanged = list(_allowed(options, why_not.exchanges, len(batches) * len(recomputes), rejected))
+        rows: list[tuple[Any, ...]] = []
+        for here in exchanged:
+            options = [(*here, *recompute) for recompute in recomputes]
+            kept = list(_allowed(options, why_not.recompute, len(batches), rejected))
+            if kept:
+                options = [(*kept[0], *batch) for batch in batches]
+                cut = [option[-2:] for option in _allowed(options, why_not.batch, len(kept), rejected)]
+                rows += [(*recompute, *batch) for batch in cut for recompute in kept]
         return rows
 
     def _meshes(self) -> Iterator[Mesh]:
@@ -245,12 +200,10 @@ class Enumeration:
 
     def _exchanges(self, mesh: Mesh) -> list[tuple[bool, str]]:
         """Pairs of ``sequence_parallel`` and ``cp_comm``."""
-        splits = _unique(self._space.sequence_parallel) or (True, False)
-        ways = _unique(self._space.cp_comm) or (self._default_cp_comm(),)
-        return [(split, way) for split in (splits if mesh.tp > 1 else (False,)) for way in _ways(mesh.cp, ways)]
-
-    def _default_cp_comm(self) -> str:
-        return "all_gather" if self._job.cluster.device.kind == "cpu" else "ring"
+        default = "all_gather" if self._job.cluster.device.kind == "cpu" else "ring"
+        splits = (_unique(self._space.sequence_parallel) or (True, False)) if mesh.tp > 1 else (False,)
+        ways = (_unique(self._space.cp_comm) or (default,)) if mesh.cp > 1 else ("ring",)
+        return list(product(splits, ways))
 
     def _microbatches(self, mesh: Mesh, zero_stage: int) -> list[tuple[int, str]]:
         """Pairs of microbatch size and ``grad_sync``.
@@ -280,37 +233,44 @@ class Enumeration:
         return [(choice, modules) for choice in choices for modules in (named if choice == "selective" else (None,))]
 
 
-def _unique(values: Iterable[T] | None) -> tuple[T, ...]:
+def _allowed(
+    options: Iterable[T], why_not: FilterStage, size: int | Callable[[T], int], rejected: Counter[str]
+) -> Iterator[T]:
+    """Yield options that violate no rule; each other one counts as ``size`` candidates under the violated rule."""
+    for option in options:
+        rule = why_not(option)
+        if rule is None:
+            yield option
+        else:
+            rejected[rule] += size if isinstance(size, int) else size(option)
+
+
+def _unique(values: Iterable[Value] | None) -> tuple[Value, ...]:
     return tuple(dict.fromkeys(values or ()))
 
 
-def _in(value: T, values: tuple[T, ...] | None) -> bool:
+def _in(value: Value, values: tuple[Value, ...] | None) -> bool:
     return values is None or value in values
-
-
-def _ways(cp: int, ways: tuple[str, ...]) -> tuple[str, ...]:
-    return ways if cp > 1 else ("ring",)
 
 
 _AXES = ("tp", "cp", "pp", "dp_replicate", "dp_shard")
 
 
-def empty_space(space: SearchSpace, software: SoftwareSpec, enumerations: Mapping[int, Enumeration]) -> Problem:
+def empty_space(space: SearchSpace, software: SoftwareSpec, enumerations: Sequence[Enumeration]) -> Problem:
     """Error for a space without candidates, in terms of the user's ranges.
 
     Args:
-        space: Ranges of the search.
         software: Software of the job; its own restrictions are not reported as user ranges.
-        enumerations: Enumeration by number of devices.
     """
     given = given_ranges(software, space)
-    if any(enumeration.meshes for enumeration in enumerations.values()):
+    if any(enumeration.meshes for enumeration in enumerations):
         return _range_problem(space, given, "have no plan in common", "widen one of them, or leave it out")
-    sizes = either(f"{size:,}" for size in enumerations)
+    counts = [enumeration.num_devices for enumeration in enumerations]
+    sizes = either(f"{size:,}" for size in counts)
     axes = tuple(name for name in given if name in _AXES)
     rule = f"no values make tp x cp x pp x dp_replicate x dp_shard = {sizes} devices"
     if len(axes) == 1:
-        fitting = sorted({divisor for size in enumerations for divisor in divisors(size)})
+        fitting = sorted({divisor for size in counts for divisor in divisors(size)})
         return _range_problem(space, axes, rule, f"{axes[0]} must divide {sizes}: {either(fitting)}")
     return _range_problem(space, axes, rule, "change one of them, or leave it out")
 

@@ -15,7 +15,7 @@ from simplan.predict.step_summary import evaluate_step
 from simplan.predict.truncated import extent_of
 from simplan.sim.engine_choice import load_compiled
 
-__all__ = ["Evaluator", "Numbers", "evaluate"]
+__all__ = ["Evaluator", "Numbers"]
 
 _ALONE_S = 4.0  # seconds in this process before workers start: workers take about 4 s to start
 
@@ -25,26 +25,10 @@ Numbers = tuple[int, float | None]
 """Device bytes of the worst rank with the full allocator reserve, and step time in seconds (None if not simulated)."""
 
 
-def evaluate(
-    job: Job, calibration: Calibration | None = None, max_bytes: int | None = None, *, whole: bool = False
-) -> Numbers:
-    """Memory and step time of a plan; the time is None if the plan needs more than ``max_bytes``.
-
-    Args:
-        job: Job with the plan.
-        calibration: Timings of the device; None if not calibrated.
-        max_bytes: Memory limit; None for no limit.
-        whole: Simulate a long step to the extent of ``predict``; False truncates it further.
-    """
-    return evaluate_step(job, calibration, max_bytes, whole=whole)
-
-
 class Evaluator:
     """Evaluates plans in one process or in several.
 
     Args:
-        job: Job without the plan.
-        calibration: Timings of the device; None if not calibrated.
         jobs: Worker processes, or workers of the active joblib backend; -1 for one per core.
     """
 
@@ -55,13 +39,13 @@ class Evaluator:
         self._token = ""
 
     def numbers(self, plans: Sequence[ParallelPlan], max_bytes: int | None, *, whole: bool = False) -> list[Numbers]:
-        """Memory and step time of plans that violate no rule; see ``evaluate``."""
+        """Memory and step time of plans that violate no rule; see ``evaluate_step``."""
         job, calibration = self._job, self._calibration
         if self._jobs == 1 or self._spent_s <= _ALONE_S:
             if self._spent_s > _LOADING_S:
                 load_compiled()
             start_s = time.monotonic()
-            found = [evaluate(job.with_plan(plan), calibration, max_bytes, whole=whole) for plan in plans]
+            found = [evaluate_step(job.with_plan(plan), calibration, max_bytes, whole=whole) for plan in plans]
             self._spent_s += time.monotonic() - start_s
             return found
         from joblib import Parallel, delayed
@@ -92,4 +76,4 @@ def _worker_numbers(
         _asked[token] = job, calibration
         load_compiled()
     job, calibration = _asked[token]
-    return evaluate(job.with_plan(plan), calibration, max_bytes, whole=whole)
+    return evaluate_step(job.with_plan(plan), calibration, max_bytes, whole=whole)

@@ -9,39 +9,28 @@ from simplan.cluster.hardware import LinkSpec
 from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.predict import predict
-from simplan.search.evaluate import Evaluator, evaluate
+from simplan.predict.step_summary import evaluate_step
+from simplan.search.evaluate import Evaluator
 from simplan.search.result import SearchExplanation
-from simplan.search.statistics import Waiting
+from simplan.search.statistics import MORE, Waiting
 
-__all__ = ["MORE", "explain_plan", "more_memory"]
+__all__ = ["explain_plan", "more_memory"]
 
-MORE = 1.1
-"""Factor by which a resource is increased."""
-
+_SHARES = ("compute", "recompute", "exposed_communication", "wait", "host", "optimizer")
 _MOST_TRIED = 32  # plans
 _NOTICED = 1e-4  # smallest reported fraction of the step time
 
 
-def explain_plan(name: str, job: Job, calibration: Calibration | None) -> SearchExplanation:
+def explain_plan(job: Job, calibration: Calibration | None) -> SearchExplanation:
     """Predict a plan, and its step time with 10% more of each resource.
 
     Args:
-        name: Display name.
         job: Job with the plan, on the devices that the plan needs.
-        calibration: Timings of the device; None if not calibrated.
     """
-    prediction = predict(job, name=name, calibration=calibration)
+    prediction = predict(job, calibration=calibration)
     busiest = min(range(len(prediction.splits)), key=lambda rank: (prediction.splits[rank].wait_s, rank))
     split = prediction.splits[busiest]
     worst = prediction.worst_memory
-    shares = {
-        "compute": split.compute_s,
-        "recompute": split.recompute_s,
-        "exposed_communication": split.exposed_communication_s,
-        "wait": split.wait_s,
-        "host": split.host_s,
-        "optimizer": split.optimizer_s,
-    }
     return SearchExplanation(
         step_time_interval_s=prediction.step_time_interval_s,
         mfu=prediction.mfu,
@@ -49,7 +38,7 @@ def explain_plan(name: str, job: Job, calibration: Calibration | None) -> Search
         reserved_bytes=worst.reserved_bytes,
         worst_rank=worst.rank,
         busiest_rank=prediction.memory[busiest].rank,
-        shares={key: seconds / prediction.step_time_s for key, seconds in shares.items()},
+        shares={name: getattr(split, f"{name}_s") / prediction.step_time_s for name in _SHARES},
         saved=_saved(job, calibration, prediction.step_time_s),
     )
 
@@ -58,7 +47,6 @@ def more_memory(evaluator: Evaluator, step_time_s: float, nearly: list[Waiting],
     """Fraction of the step time saved by the fastest plan that fits with 10% more memory.
 
     Args:
-        evaluator: Evaluator of the job.
         step_time_s: Step time of the best plan that fits.
         nearly: Plans that fit with 10% more memory by their bounds; the 32 with the lowest bounds on time are tried.
         capacity: Usable device memory, bytes.
@@ -78,7 +66,7 @@ def _saved(job: Job, calibration: Calibration | None, step_time_s: float) -> dic
         return {}
     saved = {}
     for resource, richer in _richer(job):
-        _, less_s = evaluate(richer, calibration)
+        _, less_s = evaluate_step(richer, calibration)
         assert less_s is not None
         share = 1 - less_s / step_time_s
         if share > _NOTICED:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -27,16 +27,7 @@ from simplan.search.evaluate import Evaluator
 from simplan.search.incumbents import Incumbents
 from simplan.search.jobs import capacity_bytes
 from simplan.search.space import SearchSpace
-from simplan.search.statistics import (
-    MORE_MEMORY,
-    ROUNDING,
-    InfeasiblePlan,
-    Limits,
-    OnProgress,
-    Statistics,
-    Waiting,
-    rounded,
-)
+from simplan.search.statistics import MORE, ROUNDING, InfeasiblePlan, Statistics, Waiting, rounded
 
 __all__ = ["Exploration", "first_fit"]
 
@@ -52,8 +43,6 @@ class _Beyond(NamedTuple):
 
     Attributes:
         lacking: Lower bound on the bytes over the limit.
-        order: ``plan_order`` of the plan.
-        plan: The plan.
         step_time_s: Lower bound on the step time.
         is_known: True if ``lacking`` is exact.
     """
@@ -69,10 +58,9 @@ class Exploration:
     """Exploration of the candidates for one number of devices.
 
     Args:
-        enumeration: Candidates of the space.
-        bounds: Bounds of the job.
-        evaluator: Evaluator of the job.
-        limits: Memory limit and deadline.
+        job: Job on these devices, without the searched plan fields.
+        space: Ranges and limits of the search.
+        jobs: Worker processes; see ``Evaluator``.
         incumbents: Best plans, updated; they also prune candidates.
         statistics: Counts, updated. Both are consistent up to the last batch after an interruption.
         on_progress: Called after each batch.
@@ -80,37 +68,39 @@ class Exploration:
 
     def __init__(
         self,
-        enumeration: Enumeration,
-        bounds: Bounds,
-        evaluator: Evaluator,
-        limits: Limits,
+        job: Job,
+        space: SearchSpace,
+        calibration: Calibration | None,
+        jobs: int,
         incumbents: Incumbents,
         statistics: Statistics,
-        on_progress: OnProgress,
+        on_progress: Callable[[], None],
     ) -> None:
-        self._enumeration, self._bounds, self._evaluator = enumeration, bounds, evaluator
-        self._limits, self._incumbents, self._statistics, self._told = limits, incumbents, statistics, on_progress
+        self.job, self.capacity_bytes, self.deadline_s = job, capacity_bytes(job, space), space.max_step_time_s
+        self.enumeration, self.bounds = Enumeration(space, job), Bounds(job, calibration)
+        self.evaluator = Evaluator(job, calibration, jobs)
+        self._incumbents, self._statistics, self._told = incumbents, statistics, on_progress
         self._rows: Candidates | None = None  # candidates that fit by their bounds, most promising first
         self._least_bytes: Column = np.zeros(0, np.int64)
         self._least_s: Floats = np.zeros(0)
         self._left: list[int] = []  # rows not evaluated yet
         self._has_explored = False
         self._beyond: list[_Beyond] = []
-        self._num_batches, self._num_devices = 0, enumeration.num_devices
+        self._num_batches = 0
 
     def bound(self) -> None:
         """Compute bounds of all candidates; reject those over memory, and queue the others."""
-        capacity, statistics = self._limits.device_bytes, self._statistics
+        capacity, statistics = self.capacity_bytes, self._statistics
         found: list[tuple[Candidates, Column, Floats]] = []
-        for table in self._enumeration.tables(statistics.rejected):
-            least_bytes, least_s = self._bounds.of(table, None if capacity is None else MORE_MEMORY * capacity)
+        for table in self.enumeration.tables(statistics.rejected):
+            least_bytes, least_s = self.bounds.of(table, None if capacity is None else MORE * capacity)
             least_s = least_s * ROUNDING
             inside = least_bytes <= (np.inf if capacity is None else capacity)
             found.append((table.take(inside), least_bytes[inside], least_s[inside]))
             if capacity is not None:
-                statistics.too_large([], far=int((~inside).sum()))
+                statistics.rejected["memory"] += int((~inside).sum())
                 self._note_beyond(table, least_bytes, least_s, ~inside, capacity)
-            self._told(statistics, self._incumbents)
+            self._told()
         if not found:
             return
         rows = Candidates.joined([table for table, _, _ in found])
@@ -129,7 +119,7 @@ class Exploration:
         while batch := list(islice(hopeful, _BATCHES[min(self._num_batches, len(_BATCHES) - 1)])):
             self._take(batch)
             self._num_batches += 1
-            self._told(self._statistics, self._incumbents)
+            self._told()
         self._left, self._has_explored = cut, True
 
     def find_misses(self) -> None:
@@ -137,7 +127,7 @@ class Exploration:
 
         If a plan was found, near misses are only a hint, so at most 16 plans of unknown memory are evaluated.
         """
-        capacity, statistics = self._limits.device_bytes, self._statistics
+        capacity, statistics = self.capacity_bytes, self._statistics
         left = _FEW_MISSES if self._incumbents.ranked else _MOST_BEYOND
         for one in sorted(self._beyond):
             if capacity is None or statistics.is_far(one.lacking):
@@ -149,27 +139,27 @@ class Exploration:
                 if not left:
                     continue
                 left -= 1
-                [(size, _)] = self._evaluator.numbers([one.plan], 0)
-            statistics.missed([InfeasiblePlan.of(size - capacity, one.plan, size)])
+                [(size, _)] = self.evaluator.numbers([one.plan], 0)
+            statistics.missed(InfeasiblePlan(size - capacity, one.order, one.plan, size))
 
     def _hopeful(self, rows: Sequence[int], cut: list[int]) -> Iterator[int]:
         """Yield rows that are not pruned by the current incumbents; append pruned rows to ``cut``."""
-        deadline_s, incumbents, statistics = self._limits.step_time_s, self._incumbents, self._statistics
+        deadline_s = np.inf if self.deadline_s is None else self.deadline_s
+        incumbents, statistics, num_devices = self._incumbents, self._statistics, self.enumeration.num_devices
         one_objective, num_new = len(incumbents.goal.objectives) == 1, int(not self._has_explored)
         assert self._rows is not None or not rows
         for place, row in enumerate(rows):
             least_s = float(self._least_s[row])
-            late = deadline_s is not None and least_s > deadline_s
-            if late and (incumbents.ranked or statistics.is_later(least_s, deadline_s or 0.0)):
-                statistics.too_late(1)
+            if least_s > deadline_s and (incumbents.ranked or statistics.is_later(least_s - deadline_s)):
+                statistics.rejected["max_step_time_s"] += 1
                 statistics.bounded -= 1 - num_new
-            elif not incumbents.is_hopeless(self._num_devices, int(self._least_bytes[row]), least_s):
+            elif not incumbents.is_hopeless(num_devices, int(self._least_bytes[row]), least_s):
                 statistics.bounded -= 1 - num_new
                 yield row
             elif one_objective:  # all later rows are pruned too
                 rest = np.array(rows[place:])
-                late_rows = self._least_s[rest] > (np.inf if deadline_s is None else deadline_s)
-                statistics.too_late(int(late_rows.sum()))
+                late_rows = self._least_s[rest] > deadline_s
+                statistics.rejected["max_step_time_s"] += int(late_rows.sum())
                 statistics.bounded += num_new * len(rest) - int(late_rows.sum())
                 cut += rest[~late_rows].tolist()
                 return
@@ -180,24 +170,21 @@ class Exploration:
     def _take(self, rows: Sequence[int]) -> None:
         """Evaluate rows: memory of each, and step time of those that fit."""
         assert self._rows is not None
-        capacity, deadline_s, statistics = self._limits.device_bytes, self._limits.step_time_s, self._statistics
+        capacity, deadline_s, statistics = self.capacity_bytes, self.deadline_s, self._statistics
         plans = [self._rows.plan(row) for row in rows]
-        numbers = self._evaluator.numbers(plans, capacity)
+        numbers = self.evaluator.numbers(plans, capacity)
         for row, plan, (size, exact_s) in zip(rows, plans, numbers, strict=True):
             if exact_s is None:
                 assert capacity is not None
-                statistics.too_large([], far=1)
+                statistics.rejected["memory"] += 1
                 least_s = float(self._least_s[row])
-                self._beyond = heapq.nsmallest(
-                    _MOST_BEYOND,
-                    [*self._beyond, _Beyond(size - capacity, plan_order(plan), plan, least_s, True)],
-                )
-                if size <= MORE_MEMORY * capacity:
+                self._add_beyond([_Beyond(size - capacity, plan_order(plan), plan, least_s, True)])
+                if size <= MORE * capacity:
                     statistics.almost([self._waiting(plan, size, least_s)])
                 continue
             step_time_s = rounded(exact_s)
             if deadline_s is not None and step_time_s * ROUNDING > deadline_s:
-                statistics.too_late(1, [InfeasiblePlan.of(step_time_s - deadline_s, plan, size, step_time_s)])
+                statistics.too_late(InfeasiblePlan(step_time_s - deadline_s, plan_order(plan), plan, size, step_time_s))
             else:
                 statistics.timed += 1
                 self._incumbents.add(plan, size, step_time_s)
@@ -208,18 +195,17 @@ class Exploration:
         """Record the plans that lack the fewest bytes, and the fastest plans that may fit with 10% more memory."""
         rows = np.flatnonzero(outside)
         nearest = rows[np.argsort(least_bytes[rows], kind="stable")[:_MOST_BEYOND]]
-        found = [
-            _Beyond(
-                int(least_bytes[row]) - capacity, plan_order(plan := table.plan(row)), plan, float(least_s[row]), False
-            )
-            for row in nearest.tolist()
-        ]
-        self._beyond = heapq.nsmallest(_MOST_BEYOND, [*self._beyond, *found])
-        near = rows[least_bytes[rows] <= MORE_MEMORY * capacity]
+        plans = [table.plan(row) for row in nearest.tolist()]
+        columns = (least_bytes[nearest] - capacity).tolist(), map(plan_order, plans), plans, least_s[nearest].tolist()
+        self._add_beyond(_Beyond(*of_plan, False) for of_plan in zip(*columns, strict=True))
+        near = rows[least_bytes[rows] <= MORE * capacity]
         fastest = near[np.argsort(least_s[near], kind="stable")[:_MOST_BEYOND]]
         self._statistics.almost(
             self._waiting(table.plan(row), int(least_bytes[row]), float(least_s[row])) for row in fastest.tolist()
         )
+
+    def _add_beyond(self, found: Iterable[_Beyond]) -> None:
+        self._beyond = heapq.nsmallest(_MOST_BEYOND, [*self._beyond, *found])
 
     def _waiting(self, plan: ParallelPlan, device_bytes: int, least_s: float) -> Waiting:
         value = self._incumbents.goal.values(plan.num_devices, device_bytes, least_s)[0]
@@ -236,20 +222,14 @@ def first_fit(
     """First plan found that violates no rule and fits; None if no plan of the space does.
 
     Args:
-        job: The job.
-        space: Ranges of the search.
-        calibration: Timings of the device; None if not calibrated.
         witness: Plan to try first, usually one that fits a similar job; None for no such plan.
         failed: Plans known not to fit; extended by the plans found not to fit.
     """
     failed = set() if failed is None else failed
     enumeration, capacity = Enumeration(space, job), capacity_bytes(job, space)
     evaluator = Evaluator(job, calibration)
-    if witness is not None and witness not in failed and enumeration.filter.first_violated(witness) is None:
-        if capacity is None or evaluator.numbers([witness], 0)[0][0] <= capacity:
-            return witness
-        failed.add(witness)
-    for plan in _frugal_first(enumeration, Bounds(job, calibration), capacity):
+    known = [witness] if witness is not None and enumeration.filter.first_violated(witness) is None else []
+    for plan in chain(known, _frugal_first(enumeration, Bounds(job, calibration), capacity)):
         if plan in failed:
             continue
         if capacity is None or evaluator.numbers([plan], 0)[0][0] <= capacity:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Hashable
+from operator import itemgetter
 from typing import Any, NamedTuple, get_args
 
 from simplan.plan.plan import ParallelPlan, Recompute
@@ -24,11 +25,8 @@ class Timed(NamedTuple):
 
     Attributes:
         value: Value of the first objective.
-        step_time_s: Step time in seconds.
         num_devices: Devices that the plan needs.
         device_bytes: Memory of the worst device.
-        order: ``plan_order`` of the plan.
-        plan: The plan.
     """
 
     value: float
@@ -55,7 +53,6 @@ class Incumbents:
     """The best ``top`` groups of plans by the first objective, and the Pareto front of two.
 
     Args:
-        goal: The objectives.
         top: Number of groups to rank.
     """
 
@@ -99,7 +96,13 @@ class Incumbents:
     def add(self, plan: ParallelPlan, device_bytes: int, step_time_s: float) -> None:
         """Add a plan that fits."""
         self._known[plan] = device_bytes, step_time_s
-        self._add(plan, device_bytes, step_time_s)
+        values = self.goal.values(plan.num_devices, device_bytes, step_time_s)
+        timed = Timed(values[0], step_time_s, plan.num_devices, device_bytes, plan_order(plan), plan)
+        if self._cut is None or timed[:2] <= self._cut:
+            insort(self._near, timed)
+            self._new += 1
+        if len(values) == 2:
+            self._pareto(*values, timed)
 
     def correct(self, plan: ParallelPlan, numbers: tuple[int, float] | None) -> None:
         """Replace the numbers of a plan by exact ones, or remove the plan.
@@ -107,23 +110,14 @@ class Incumbents:
         Plans that it had displaced are considered again. Candidates pruned by the old numbers must be checked again.
 
         Args:
-            plan: A plan that was added.
             numbers: Exact device bytes and step time in seconds; None removes the plan.
         """
         del self._known[plan]
         if numbers is not None:
             self._known[plan] = numbers
         self._near, self._groups, self._cut, self._new, self._front = [], [], None, 0, []
-        for other, of_other in self._known.items():
-            self._add(other, *of_other)
-
-    def _add(self, plan: ParallelPlan, device_bytes: int, step_time_s: float) -> None:
-        num_devices = plan.num_devices
-        values = self.goal.values(num_devices, device_bytes, step_time_s)
-        timed = Timed(values[0], step_time_s, num_devices, device_bytes, plan_order(plan), plan)
-        self._rank(timed)
-        if len(values) == 2:
-            self._pareto(*values, timed)
+        for other, of_other in list(self._known.items()):
+            self.add(other, *of_other)
 
     def is_hopeless(self, num_devices: int, device_bytes: int, least_time_s: float) -> bool:
         """True if a plan with a step time of at least ``least_time_s`` cannot be kept.
@@ -137,11 +131,6 @@ class Incumbents:
         if self._cut is None or (values[0], least_time_s) <= self._cut:
             return False
         return len(values) == 1 or self._is_dominated(*values)
-
-    def _rank(self, timed: Timed) -> None:
-        if self._cut is None or timed[:2] <= self._cut:
-            insort(self._near, timed)
-            self._new += 1
 
     def _regroup(self) -> None:
         """Make the groups, each from its fastest plan on, and drop plans that can no longer be in a group.
@@ -161,7 +150,7 @@ class Incumbents:
         if len(groups) == self._top:
             last = groups[-1][0]
             self._cut = last.value * self._value_noise, last.step_time_s * self._time_noise
-            del self._near[bisect_right(self._near, self._cut, key=_first_two) :]
+            del self._near[bisect_right(self._near, self._cut, key=itemgetter(slice(2))) :]
         self._groups = sorted(map(_group, groups))
         self._new = 0
 
@@ -171,7 +160,7 @@ class Incumbents:
 
     def _is_dominated(self, first: float, second: float) -> bool:
         """True if a point of the front is at least as good in both values and better in one."""
-        place = self._before(first)
+        place = bisect_right(self._front, first, key=itemgetter(0)) - 1  # has the least second value up to ``first``
         if place < 0:
             return False
         other_first, other_second, _ = self._front[place]
@@ -181,25 +170,13 @@ class Incumbents:
         if self._is_dominated(first, second):
             return
         point = (first, second, timed)
-        start = bisect_left(self._front, first, key=_first)
+        start = bisect_left(self._front, first, key=itemgetter(0))
         if start < len(self._front) and self._front[start][:2] == point[:2] and self._front[start] <= point:
             return
         end = start
         while end < len(self._front) and self._front[end][1] >= second:
             end += 1
         self._front[start:end] = [point]
-
-    def _before(self, first: float) -> int:
-        """Index of the last point with a first value of at most ``first``, which has the least second value; or -1."""
-        return bisect_right(self._front, first, key=_first) - 1
-
-
-def _first(point: tuple[float, float, Timed]) -> float:
-    return point[0]
-
-
-def _first_two(timed: Timed) -> tuple[float, float]:
-    return timed[:2]
 
 
 def _likeness(plan: ParallelPlan) -> Hashable:

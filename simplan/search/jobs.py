@@ -22,7 +22,6 @@ def check_without_plan(job: Job, space: SearchSpace) -> None:
 
     Args:
         job: The job; its plan is ignored.
-        space: Ranges of the search.
 
     Raises:
         SpecError: The job is invalid for every plan; lists all problems.
@@ -43,7 +42,7 @@ def _check_modules(job: Job, space: SearchSpace) -> None:
     if space.recompute_modules and space.recompute is not None and "selective" not in space.recompute:
         value = render_value([list(modules) for modules in space.recompute_modules])
         asked = render_value(list(space.recompute))
-        rule = f"says what selective recomputation may run again, and search.recompute = {asked} has none"
+        rule = f"lists modules for selective recomputation, and search.recompute = {asked} does not include it"
         fix = "add selective to it, or remove this"
         raise SpecError(Problem(field="search.recompute_modules", value=value, rule=rule, fix=fix))
     for modules in space.recompute_modules or ():

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from pydantic_core import to_jsonable_python
+
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import NoFeasiblePlanError, Problem, SpecError
 from simplan.job import Job
@@ -27,7 +29,7 @@ _MOST = {"seq_len": 2**24, "num_hidden_layers": 2000}
 _PIECES = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Largest:
     """The largest value of a quantity with which a plan fits.
 
@@ -51,17 +53,7 @@ class Largest:
 
     def to_json(self) -> dict[str, Any]:
         """JSON document of ``simplan search --largest --json``."""
-        return {
-            "schema_version": 1,
-            "kind": "largest",
-            "quantity": self.quantity,
-            "value": self.value,
-            "plan": self.plan.model_dump(mode="json"),
-            "fitting": list(self.fitting),
-            "failing": list(self.failing),
-            "exact": self.exact,
-            "model_fields": dict(self.model_fields),
-        }
+        return {"schema_version": 1, "kind": "largest", **to_jsonable_python(self)}
 
 
 def largest(
@@ -79,11 +71,7 @@ def largest(
     value is a separate search that ends at the first plan that fits.
 
     Args:
-        job: The job.
-        space: Ranges of the search.
-        quantity: Quantity to maximize.
         on_progress: Called with each value before it is tried.
-        calibration: Timings of the device; None if not calibrated.
 
     Raises:
         SpecError: The model has no such quantity, or the memory of the devices is unknown.
@@ -110,14 +98,8 @@ def _largest_microbatch(
         told(size)
         found = first_fit(job, space.model_copy(update={"microbatch_size": (size,)}), calibration)
         if found is not None:
-            return Largest(
-                quantity="microbatch_size",
-                value=size,
-                plan=found,
-                fitting=(size,),
-                failing=tuple(sorted(failing)),
-                exact=True,
-            )
+            failed = tuple(reversed(failing))
+            return Largest("microbatch_size", size, found, fitting=(size,), failing=failed, exact=True)
         failing.append(size)
     raise NoFeasiblePlanError("no plan fits with any microbatch_size; `simplan search` says what would make one")
 
@@ -134,13 +116,11 @@ class _Growth:
         calibration: Calibration | None,
     ) -> None:
         model = job.model
-        family = FAMILIES[model.family]
         if not getattr(model, quantity) or (quantity == "seq_len" and model.sample == "image"):
             rule = f"models of family {model.family} have no {quantity} of their own"
             raise SpecError(Problem(field="--largest", value=quantity, rule=rule, fix="use microbatch_size"))
         self._job, self._space, self._quantity, self._told = job, space, quantity, told
         self._calibration = calibration
-        self._positions = bool(family.position_rows)
         self._found: dict[int, ParallelPlan | None] = {}
         self._failed: dict[int, set[ParallelPlan]] = {}
 
@@ -160,9 +140,9 @@ class _Growth:
         plan = self._found[fitting[-1]]
         assert plan is not None
         return Largest(
-            quantity=self._quantity,
-            value=fitting[-1],
-            plan=plan,
+            self._quantity,
+            fitting[-1],
+            plan,
             fitting=fitting,
             failing=tuple(sorted(value for value, found in self._found.items() if found is None)),
             exact=False,
@@ -174,8 +154,9 @@ class _Growth:
         value: int = max(step, getattr(self._job.model, self._quantity) // step * step)
         while not self._fits(value):
             if value == step:
+                tried = f"{self._quantity} = {value:,}"
                 raise NoFeasiblePlanError(
-                    f"no plan fits with {self._quantity} = {value:,} either; `simplan search` says what would make one"
+                    f"no plan fits with {tried} either; `simplan search` says what would make one"
                 )
             value = max(step, value // 2 // step * step)
         return value
@@ -183,19 +164,19 @@ class _Growth:
     def _fits(self, value: int) -> bool:
         if value not in self._found:
             self._told(value)
-            witness = next((found for found in reversed(self._found.values()) if found), None)
-            self._found[value] = self._first_fit(value, witness)
+            self._found[value] = self._first_fit(value)
         return self._found[value] is not None
 
     def _fields(self, value: int) -> dict[str, int]:
         """Model fields for a value; ``seq_len`` also extends learned position embeddings if needed."""
         fields: dict[str, int] = {self._quantity: value}
-        longest = self._job.model.max_position_embeddings
-        if self._quantity == "seq_len" and self._positions and value > longest:
+        model = self._job.model
+        has_positions = self._quantity == "seq_len" and bool(FAMILIES[model.family].position_rows)
+        if has_positions and value > model.max_position_embeddings:
             fields["max_position_embeddings"] = value
         return fields
 
-    def _first_fit(self, value: int, witness: ParallelPlan | None) -> ParallelPlan | None:
+    def _first_fit(self, value: int) -> ParallelPlan | None:
         try:
             asked = replace(self._job, model=self._job.model.model_copy(update=self._fields(value)))
             check_without_plan(asked, self._space)
@@ -203,6 +184,6 @@ class _Growth:
             return None
         # a plan that is too large with a smaller value is too large with this one
         failed = set().union(*(plans for smaller, plans in self._failed.items() if smaller < value))
-        fitting = first_fit(asked, self._space, self._calibration, witness, failed)
         self._failed[value] = failed
-        return fitting
+        witness = next((found for found in reversed(self._found.values()) if found), None)
+        return first_fit(asked, self._space, self._calibration, witness, failed)

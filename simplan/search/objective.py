@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +19,12 @@ _HOUR_S = 3600.0
 
 # Each grows with the step time or does not depend on it, so its value at a lower bound of the time is a lower bound.
 # For one batch, throughput per device is the inverse of device-seconds per step.
-_VALUES: Mapping[Objective, Callable[[int, int, float], float]] = MappingProxyType(
+_VALUES: Mapping[Objective, Callable[[Any, Any, Any], Any]] = MappingProxyType(
     {
         "step_time": lambda num_devices, device_bytes, step_time_s: step_time_s,
         "tokens_per_s_per_device": lambda num_devices, device_bytes, step_time_s: step_time_s * num_devices,
-        "num_devices": lambda num_devices, device_bytes, step_time_s: float(num_devices),
-        "memory": lambda num_devices, device_bytes, step_time_s: float(device_bytes),
+        "num_devices": lambda num_devices, device_bytes, step_time_s: 1.0 * num_devices,
+        "memory": lambda num_devices, device_bytes, step_time_s: 1.0 * device_bytes,
         "cost": lambda num_devices, device_bytes, step_time_s: step_time_s * num_devices,
     }
 )
@@ -48,12 +49,8 @@ class Goal:
     def of(cls, space: SearchSpace, job: Job) -> Goal:
         """Make the goal that a space requests."""
         tokens = 1 if job.model.sample == "image" else job.model.seq_len
-        return cls(
-            space.goals,
-            job.training.global_batch_size * tokens,
-            space.dollars_per_device_hour,
-            space.token_budget,
-        )
+        tokens_per_step = job.training.global_batch_size * tokens
+        return cls(space.goals, tokens_per_step, space.dollars_per_device_hour, space.token_budget)
 
     def values(self, num_devices: int, device_bytes: int, step_time_s: float) -> tuple[float, ...]:
         """Values to minimize, one per objective."""
@@ -63,15 +60,7 @@ class Goal:
         self, num_devices: NDArray[np.int64], device_bytes: NDArray[np.int64], step_time_s: NDArray[np.float64]
     ) -> NDArray[np.float64]:
         """``(plans,)`` Values of the first objective."""
-        match self.objectives[0]:
-            case "step_time":
-                return step_time_s
-            case "num_devices":
-                return num_devices.astype(np.float64)
-            case "memory":
-                return device_bytes.astype(np.float64)
-            case _:
-                return np.asarray(step_time_s * num_devices)
+        return np.asarray(_VALUES[self.objectives[0]](num_devices, device_bytes, step_time_s))
 
     @property
     def follows_time(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,11 +24,12 @@ from simplan.search.bounds.common import Bounds
 from simplan.search.candidates import plan_order
 from simplan.search.enumeration import Enumeration
 from simplan.search.evaluate import Evaluator
+from simplan.search.explore import Exploration
 from simplan.search.incumbents import Incumbents
 from simplan.search.space import SearchSpace
-from simplan.search.statistics import Limits, OnProgress, Statistics, rounded
+from simplan.search.statistics import rounded
 
-__all__ = ["has_partial", "search_partial_recompute"]
+__all__ = ["search_partial_recompute"]
 
 _MOST = 32
 """Maximum number of plans to try, most promising first."""
@@ -46,8 +47,6 @@ class _Whole(NamedTuple):
         about_s: Estimated step time with the fewest recomputed blocks that may fit.
         least_bytes: Lower bound on memory with all blocks recomputed.
         share: Estimated fraction of blocks that must be recomputed.
-        order: ``plan_order`` of the plan.
-        plan: The plan.
     """
 
     value: float
@@ -58,13 +57,12 @@ class _Whole(NamedTuple):
     plan: ParallelPlan
 
 
-def has_partial(job: Job, space: SearchSpace, calibration: Calibration | None) -> bool:
+def _has_partial(job: Job, space: SearchSpace, calibration: Calibration | None) -> bool:
     """True if a search also tries plans that recompute only some blocks."""
     one = ParallelPlan(recompute="full", recompute_layers=1)
     return (
         space.recompute_layers == "least"
         and (space.recompute is None or {"none", "full"} <= {*space.recompute})
-        and job.cluster.device.memory_bytes is not None
         and not job.software.expert_overlap
         and calibration is None
         and job.cluster.cores_per_node is None
@@ -73,41 +71,35 @@ def has_partial(job: Job, space: SearchSpace, calibration: Calibration | None) -
 
 
 def search_partial_recompute(
-    job: Job,
+    exploration: Exploration,
     space: SearchSpace,
-    bounds: Bounds,
-    evaluator: Evaluator,
-    limits: Limits,
+    calibration: Calibration | None,
     incumbents: Incumbents,
-    on_progress: OnProgress,
-    statistics: Statistics,
+    on_progress: Callable[[], None],
 ) -> int:
     """Try fewer recomputed blocks for plans that fit with all blocks recomputed and not with none.
 
     Args:
-        job: A job for which ``has_partial`` is true.
-        space: Ranges of the search.
-        bounds, evaluator: Bounds and evaluator of the job.
-        limits: Memory limit and deadline; the memory limit is not None.
+        exploration: The completed exploration of plans that recompute all or no blocks.
         incumbents: Best plans, updated; they also prune candidates.
         on_progress: Called after each plan.
-        statistics: Passed to ``on_progress``.
 
     Returns:
         Number of plans timed in addition to those of the space.
     """
-    capacity = limits.device_bytes
-    assert capacity is not None
+    job, capacity = exploration.job, exploration.capacity_bytes
+    if capacity is None or not _has_partial(job, space, calibration):
+        return 0
     enumeration = Enumeration(space.model_copy(update={"recompute": ("full",)}), job)
     found = 0
-    for one in sorted(_whole(enumeration, bounds, incumbents, capacity))[:_MOST]:
+    for one in sorted(_whole(enumeration, exploration.bounds, incumbents, capacity))[:_MOST]:
         if incumbents.is_hopeless(one.plan.num_devices, one.least_bytes, _SURE * one.about_s):
             continue
-        fitting = _fewest_blocks(job, one, evaluator, capacity)
-        if fitting is not None and fitting[2] <= (limits.step_time_s or math.inf):
+        fitting = _fewest_blocks(job, one, exploration.evaluator, capacity)
+        if fitting is not None and fitting[2] <= (space.max_step_time_s or math.inf):
             incumbents.add(*fitting)
             found += 1
-        on_progress(statistics, incumbents)
+        on_progress()
     return found
 
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
-    "SEARCH_SCHEMA_VERSION",
     "EquivalentPlans",
     "NearestMiss",
     "RankedPlan",
@@ -26,7 +25,7 @@ __all__ = [
     "SpaceCount",
 ]
 
-SEARCH_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +82,6 @@ class RankedPlan:
     """A plan that fits, with its memory, step time and throughput.
 
     Attributes:
-        plan: The plan.
         num_devices: Devices that the plan needs.
         step_time_s: Seconds of one optimizer step.
         device_bytes: Device memory of the worst rank.
@@ -175,7 +173,6 @@ class NearestMiss:
     """A plan that violates no rule, but exceeds the memory or the deadline.
 
     Attributes:
-        plan: The plan.
         num_devices: Devices that the plan needs.
         device_bytes: Memory that the worst device needs.
         lacking_bytes: Bytes over the usable memory; None if the plan fits.
@@ -209,7 +206,6 @@ class RequestChange:
     Attributes:
         what: Kind of change: ``num_devices``, ``memory_bytes``, ``global_batch_size``, ``recompute``, ``ranges`` or
             ``max_step_time_s``.
-        value: New value.
         words: The change as a phrase for reports.
         plan: A plan that is feasible after the change.
     """
@@ -225,16 +221,13 @@ class SearchResult:
     """Best plans of a space, and counts of and reasons for the others.
 
     Attributes:
-        name: Display name.
         objectives: Objectives of the search, the ranking one first.
         ranked: Best plans by the first objective, best first; the simplest of each group of equivalent plans.
         pareto: Pareto front of two objectives, sorted by the first; empty with one objective.
-        space: Candidate counts.
         nearest_misses: Infeasible plans closest to the memory limit; closest to the deadline if plans fit but are too
             slow.
         changes: Changes that make a plan feasible; empty if a plan was found.
         interrupted: True if the search was stopped: ranking and counts then cover only the evaluated candidates.
-        inputs: Inputs of the search.
         unit: Unit of throughput: ``tokens`` or ``images``.
     """
 
@@ -289,7 +282,7 @@ class SearchResult:
             difference = plan.main_difference(self.ranked[0])
             document["main_difference"] = difference and {"category": difference[0], "seconds": difference[1]}
         return {
-            "schema_version": SEARCH_SCHEMA_VERSION,
+            "schema_version": _SCHEMA_VERSION,
             "kind": "search",
             "name": self.name,
             "inputs": dict(self.inputs),
@@ -297,13 +290,7 @@ class SearchResult:
             "best": ranked[0] if ranked else None,
             "ranked": ranked,
             "pareto": [plan.to_json() for plan in self.pareto],
-            "space": {
-                "total": self.space.total,
-                "rejected": dict(self.space.rejected),
-                "bounded": self.space.bounded,
-                "timed": self.space.timed,
-                "some_blocks": self.space.some_blocks,
-            },
+            "space": to_jsonable_python(self.space, exclude={"why"}),
             "rules": dict(self.space.why),
             "nearest_misses": [miss.to_json() for miss in self.nearest_misses],
             "changes": to_jsonable_python(self.changes),

@@ -116,11 +116,6 @@ class SearchSpace(Spec):
         """The objective, or both objectives."""
         return self.objectives or (self.objective,)
 
-    @property
-    def narrowed(self) -> tuple[str, ...]:
-        """Names of the ranges that are set."""
-        return tuple(name for name in RANGES if getattr(self, name) is not None)
-
 
 RANGES = (
     "tp", "sequence_parallel", "cp", "cp_comm", "ep", "pp", "schedule", "virtual_stages", "dp_replicate", "dp_shard",
@@ -158,5 +153,6 @@ def that_it_has(software: SoftwareSpec, space: SearchSpace) -> SearchSpace:
 
 def given_ranges(software: SoftwareSpec, space: SearchSpace) -> tuple[str, ...]:
     """Names of the ranges that the user set and that differ from the software's own restrictions."""
-    whole = that_it_has(software, space.model_copy(update=dict.fromkeys(space.narrowed)))
-    return tuple(name for name in space.narrowed if getattr(space, name) != getattr(whole, name))
+    whole = that_it_has(software, space.model_copy(update=dict.fromkeys(RANGES)))
+    ranges = ((name, getattr(space, name), getattr(whole, name)) for name in RANGES)
+    return tuple(name for name, given, restricted in ranges if given is not None and given != restricted)

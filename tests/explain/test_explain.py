@@ -97,7 +97,8 @@ def test_categories_are_the_splits_and_name_the_main_reason(explained: dict[str,
     assert reason.name == "recompute"
     back = difference(second, first).main_category
     assert back is not None
-    assert (back.name, back.difference) == ("recompute", pytest.approx(-reason.difference))
+    assert back.name == "recompute"
+    assert back.difference == pytest.approx(-reason.difference)
     assert difference(first, first).main_category is None
     document = found.to_json()
     assert [row["name"] for row in document["categories"]] == [row.name for row in found.categories]

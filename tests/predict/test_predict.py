@@ -236,7 +236,7 @@ def test_the_residual_stream_under_autocast_is_said_to_be_fp32() -> None:
         ("torch", "fp32", ParallelPlan(dp_replicate=8)),
         ("megatron-core", "bf16", ParallelPlan(dp_replicate=8)),
     ):
-        training = TrainingSpec(global_batch_size=8, precision=precision)
+        training = TrainingSpec.model_validate({"global_batch_size": 8, "precision": precision})
         found = predict(Job(GPT2, asked, training, plan, catalog.software(software)), name=software)
         activations = found.worst_memory.by_category[MemoryCategory.ACTIVATIONS]
         said.append((any(sentence.startswith(start) for sentence in found.assumptions), activations))

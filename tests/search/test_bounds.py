@@ -52,12 +52,7 @@ def jobs(draw: st.DrawFn) -> Job:
 
 def table_of(plan: ParallelPlan) -> Candidates:
     """A table of one row."""
-    values = categories()
-    row = [getattr(plan, name) for name in FIELDS]
-    numbers = (
-        values[name].index(value) if name in values else int(value) for name, value in zip(FIELDS, row, strict=True)
-    )
-    return Candidates.of_rows(plan, values, [tuple(numbers)])
+    return Candidates.of_rows(plan, categories(), FIELDS, [tuple(getattr(plan, name) for name in FIELDS)])
 
 
 @given(jobs())

@@ -9,9 +9,9 @@ import numpy as np
 from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.plan.schedules import SCHEDULE_FACTS
-from simplan.search.bounds.layer_sums import Floats, LayerSumsCache, StageSums
+from simplan.search.bounds.layer_sums import Floats, LayerSumsCache, Pipeline, StageSums
 from simplan.search.bounds.memory_bound import MemoryBound
-from simplan.search.bounds.step_time_bound import Pipeline, StepTimeBound
+from simplan.search.bounds.step_time_bound import StepTimeBound
 from simplan.search.candidates import Candidates, Column
 
 __all__ = ["Bounded", "Bounds"]
@@ -38,7 +38,6 @@ class Bounds:
 
     Args:
         job: Job without the searched plan fields.
-        calibration: Timings of the device; None if not calibrated.
     """
 
     def __init__(self, job: Job, calibration: Calibration | None = None) -> None:
@@ -67,7 +66,7 @@ class Bounds:
         for here in np.split(order, np.flatnonzero(np.diff(place.reshape(-1)[order])) + 1) if len(rows) else ():
             part = rows.take(here)
             pipeline, ways = self._pipeline(part)
-            of_part = self._memory.bytes(part, pipeline.stages, ways, pipeline.placement)
+            of_part = self._memory.bytes(part, pipeline, ways)
             num_bytes[here] = of_part
             near = np.flatnonzero(of_part <= (np.inf if max_bytes is None else max_bytes))
             if len(near):

@@ -78,8 +78,7 @@ def rank_instants(
     """Candidate peak points of some ranks of a pipeline.
 
     A long step uses the points of a shorter step: the same number of microbatches is in flight, and more have been
-        sent.
-    For GPipe the number in flight grows with the step.
+    sent. For GPipe the number in flight grows with the step.
     """
     few = _few(schedule, pp, num_microbatches)
     instants = (_instants(schedule, pp, few, virtual_stages, rank) for rank in ranks)

@@ -13,6 +13,7 @@ from simplan.cost.calibration.format import Calibration
 from simplan.cost.compute.pass_time import pass_time_s
 from simplan.cost.model import CostModel
 from simplan.job import Job
+from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import ParallelPlan, RankMapping, StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict.build import cost_model
@@ -24,7 +25,7 @@ from simplan.program.program import Communication, LayerWork, Phase
 from simplan.program.tables.partition import assign_stage_layers, balanced_assignment
 from simplan.training.optimizer import LAYERWISE
 
-__all__ = ["CostCache", "Floats", "LayerSums", "LayerSumsCache", "StageSums"]
+__all__ = ["CostCache", "Floats", "LayerSums", "LayerSumsCache", "Pipeline", "StageSums"]
 
 _WHOLE_MODEL = ((Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0)),)
 """Action table of one microbatch through all layers."""
@@ -99,13 +100,36 @@ class StageSums(NamedTuple):
         )  # fmt: skip
 
 
-class LayerSumsCache:
-    """Cache of ``LayerSums`` by layer configuration.
+class Pipeline(NamedTuple):
+    """Pipeline shared by a set of plans: its ranks, stages, placement, and split or unsplit backward.
 
-    Args:
-        job: Job without the searched plan fields.
-        calibration: Timings of the device; None if not calibrated.
+    Attributes:
+        layers: One entry per layer configuration.
+        boundaries: By layer configuration, ``(stages + 1,)``: first layer of each stage, then the number of layers.
+        stages: Sums over the stages, by layer configuration.
+        placement: ``(stages,)`` Pipeline rank of each stage.
+        splits: True if backward is split into dgrad and wgrad.
     """
+
+    layers: Sequence[LayerSums]
+    boundaries: Sequence[NDArray[np.int64]]
+    stages: StageSums
+    placement: NDArray[np.int64]
+    splits: bool
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of pipeline ranks."""
+        return int(self.placement.max()) + 1
+
+    def of_ranks(self, of_stages: Floats) -> Floats:
+        """``(ways, ranks)`` Sums over the stages of each rank, from ``(ways, stages)``."""
+        ranks = [of_stages[:, self.placement == rank].sum(axis=1) for rank in range(self.num_ranks)]
+        return np.stack(ranks, axis=1)
+
+
+class LayerSumsCache:
+    """Cache of ``LayerSums`` by layer configuration."""
 
     def __init__(self, job: Job, calibration: Calibration | None = None) -> None:
         self._job, self._calibration = job, calibration
@@ -118,16 +142,14 @@ class LayerSumsCache:
         facts = SCHEDULE_FACTS.get(plan.schedule)
         splits = facts is not None and facts.splits_backward
         key = self._split_of(plan), plan.recompute, plan.recompute_modules, splits
-        found = self._sums.get(key)
-        if found is None:
+        if (found := self._sums.get(key)) is None:
             found = self._sums[key] = self._made(plan, splits=splits)
         return found
 
     def boundaries(self, plan: ParallelPlan) -> NDArray[np.int64]:
         """``(stages + 1,)``: first layer of each stage, then the number of layers; split as in ``predict``."""
         key = self._split_of(plan), plan.num_stages
-        found = self._boundaries.get(key)
-        if found is None:
+        if (found := self._boundaries.get(key)) is None:
             model, stages = self._job.model, plan.num_stages
             given = plan.stage_layers or self._job.software.equal_stage_layers(model.num_blocks, stages)
             found = self._boundaries[key] = np.array(
@@ -200,10 +222,8 @@ class _PassTimes:
     Ring context-parallel communication counts as free, and so does expert dispatch with ``expert_overlap``.
 
     Args:
-        job: Job without the searched plan fields.
         plan: Plan without a pipeline.
         stages: All layers as one stage.
-        cost_estimates: Cost estimates of compute and communication.
     """
 
     def __init__(self, job: Job, plan: ParallelPlan, stages: Stages, cost_estimates: CostCache) -> None:
@@ -236,7 +256,6 @@ class CostCache:
     """Seconds of compute and communication by a cost model, cached.
 
     Args:
-        cost: Cost model.
         sends: Count communication. False for ranks that share cores, where its lower bound is 0.
     """
 
@@ -248,12 +267,15 @@ class CostCache:
         """Compute seconds of one phase of one layer."""
         return self._cost.compute_s(work) if isinstance(self._cost, AnalyticCost) else self._cost.compute(work).seconds
 
+    def collective_s(self, kind: CollectiveKind, num_bytes: float, group: tuple[int, ...]) -> float:
+        """Seconds of a collective or P2P send of whole bytes; 0 for none."""
+        return self.communication_s(Communication(kind, int(num_bytes), group)) if num_bytes > 0 else 0.0
+
     def communication_s(self, communication: Communication) -> float:
         """Seconds of a collective or P2P send."""
         if not self.sends or len(communication.ranks) == 1:
             return 0.0
-        found = self._communications_s.get(communication)
-        if found is None:
+        if (found := self._communications_s.get(communication)) is None:
             cost = self._cost
             found = (
                 cost.communication_s(communication)

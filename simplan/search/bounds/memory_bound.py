@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from simplan.job import Job
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.search.bounds.in_flight import Instants, rank_instants
-from simplan.search.bounds.layer_sums import Floats, StageSums
+from simplan.search.bounds.layer_sums import Floats, Pipeline, StageSums
 from simplan.search.candidates import Candidates, Column
 from simplan.software.software import StateBytes
 
@@ -27,9 +27,6 @@ class MemoryBound:
 
     Lookup tables, other transient memory and the allocator reserve for it are not counted. Below 16-bit precision, only
     one microbatch counts, since copies of weights are saved once for all microbatches.
-
-    Args:
-        job: Job without the searched plan fields.
     """
 
     def __init__(self, job: Job) -> None:
@@ -38,17 +35,13 @@ class MemoryBound:
         if job.cluster.cores_per_node is not None:  # known only from a calibration
             self._context_bytes = 0
         self._reserve = 1 + (0.0 if job.cluster.device.kind == "cpu" else software.reserve_fraction)
-        self._states: dict[tuple[bool, bool], StateBytes] = {}
 
-    def bytes(self, rows: Candidates, stages: StageSums, ways: Column, placement: Column) -> Column:
+    def bytes(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Column:
         """``(rows,)`` Lower bounds in bytes.
 
         Args:
-            rows: Plans with one pipeline: the same ranks, stages and stage placement, all with or all without split
-                backward.
-            stages: Sums over the stages of the pipeline.
-            ways: ``(rows,)`` Index of the layer configuration in ``stages``.
-            placement: ``(stages,)`` Pipeline rank of each stage.
+            rows: Plans that share the pipeline.
+            ways: ``(rows,)`` Index of the layer configuration in ``pipeline``.
         """
         found = np.zeros(len(rows), np.int64)
         many = self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"])
@@ -57,17 +50,15 @@ class MemoryBound:
         for shape in np.unique(shapes, axis=1).T:
             here = np.flatnonzero((shapes == shape[:, None]).all(axis=0))
             part = rows.take(here)
-            found[here] = self._of_shape(part, stages, ways[here], placement, int(shape[3]))
+            found[here] = self._of_shape(part, pipeline, ways[here], int(shape[3]))
         return found
 
-    def _of_shape(self, rows: Candidates, stages: StageSums, ways: Column, placement: Column, many: int) -> Column:
+    def _of_shape(self, rows: Candidates, pipeline: Pipeline, ways: Column, many: int) -> Column:
         """Bounds of plans with one schedule, ``many`` microbatches, and the same use of FSDP and expert parallelism."""
-        state, num_ranks = self._state(rows), int(rows["pp"][0])
-
-        def of_ranks(of_stages: Floats) -> Floats:
-            return np.stack([of_stages[:, placement == rank].sum(axis=1) for rank in range(num_ranks)], axis=1)[ways]
-
-        trained, experts, frozen = map(of_ranks, (stages.trained, stages.experts, stages.frozen))
+        stages, placement, num_ranks = pipeline.stages, pipeline.placement, pipeline.num_ranks
+        state = self._job.software.state(self._job.training, rows.plan(0))
+        of_ranks = (pipeline.of_ranks(of)[ways] for of in (stages.trained, stages.experts, stages.frozen))
+        trained, experts, frozen = of_ranks
         held = self._state_bytes(rows, state, trained, experts, frozen)
         kept, between, during = stages.kept_bytes, stages.between_bytes, np.maximum(0, stages.backward_bytes)
         crosses = np.diff(placement) != 0
@@ -80,17 +71,16 @@ class MemoryBound:
             gradients = np.hstack([into, np.zeros((len(into), 1))])
             between = np.maximum(0, between - stages.input_bytes - gradients)
             during = np.maximum(0, during - gradients)
-            held = held + many * of_ranks(received)
+            held = held + many * pipeline.of_ranks(received)[ways]
         largest = np.stack([kept[:, placement == rank].max(axis=1) for rank in range(num_ranks)], axis=1)[ways]
         most = (held + self._reserve * largest).max(axis=1)
-        schedule = rows.values["schedule"][int(rows["schedule"][0])]
-        pipeline = schedule if num_ranks > 1 else "naive"
-        facts = SCHEDULE_FACTS.get(pipeline)
+        schedule = rows.values["schedule"][int(rows["schedule"][0])] if num_ranks > 1 else "naive"
+        facts = SCHEDULE_FACTS.get(schedule)
         if facts is not None and facts.needs_times:  # the order of actions depends on times that are unknown here
             return np.asarray(self._context_bytes + most.astype(np.int64))
         fullest = int(np.argmax([kept[0, placement == rank].sum() for rank in range(num_ranks)]))
         ranks = tuple(sorted({0, fullest, num_ranks - 1}))
-        for instants in rank_instants(pipeline, num_ranks, many, int(rows["virtual_stages"][0]), ranks):
+        for instants in rank_instants(schedule, num_ranks, many, int(rows["virtual_stages"][0]), ranks):
             passing = self._passing_bytes(rows, stages, (kept, between, during), ways, into, instants, state)
             most = np.maximum(most, held[:, instants.rank] + self._reserve * passing)
         return np.asarray(self._context_bytes + most.astype(np.int64))
@@ -157,10 +147,3 @@ class MemoryBound:
         window = trained @ instants.wanted.T if in_pipeline else np.zeros_like(all_stages)
         gathered = np.where(frees[:, None], window, all_stages) * state.gathered
         return np.asarray(found + gathered)
-
-    def _state(self, rows: Candidates) -> StateBytes:
-        key = bool(rows.shards_parameters[0]), bool(rows["ep"][0] > 1)
-        found = self._states.get(key)
-        if found is None:
-            found = self._states[key] = self._job.software.state(self._job.training, rows.plan(0))
-        return found

@@ -12,23 +12,10 @@ from simplan.job import Job
 from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.lowering.units import Unit, fsdp_units
-from simplan.program.program import Communication
 from simplan.search.bounds.layer_sums import CostCache, Floats
 from simplan.search.candidates import Candidates
 
-__all__ = ["ShardingTimes", "UnitTimes"]
-
-
-class UnitTimes(NamedTuple):
-    """FSDP communication seconds per pipeline stage, ``(stages,)``.
-
-    Attributes:
-        gather_s: All-gathers of all units, sequentially.
-        scatter_s: Reduce-scatters of all units, sequentially.
-    """
-
-    gather_s: Floats
-    scatter_s: Floats
+__all__ = ["ShardingTimes"]
 
 
 class _PassCommunications(NamedTuple):
@@ -71,46 +58,38 @@ class _PassCommunications(NamedTuple):
 
 
 class ShardingTimes:
-    """Cache of FSDP collective times.
-
-    Args:
-        job: Job without the searched plan fields.
-        cost_estimates: Cost estimates of collectives.
-    """
+    """Cache of FSDP collective times."""
 
     def __init__(self, job: Job, cost_estimates: CostCache) -> None:
         self._job, self._prices = job, cost_estimates
         self._alone: dict[Hashable, _PassCommunications] = {}
-        self._by_layer: dict[Hashable, tuple[Floats, Floats]] = {}
+        self._by_layer: dict[Hashable, Floats] = {}
         self._units: dict[Hashable, tuple[Unit, ...]] = {}
 
     def alone(self, rows: Candidates, row: int) -> _PassCommunications:
         """Collective times of a plan without a pipeline."""
         names = "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel", "ep", "zero_stage", "reshard_after_forward"
         key = tuple(int(rows[name][row]) for name in names)
-        found = self._alone.get(key)
-        if found is None:
+        if (found := self._alone.get(key)) is None:
             found = self._alone[key] = self._of_pass(rows.plan(row))
         return found
 
-    def stages(self, rows: Candidates, row: int, boundaries: NDArray[np.int64]) -> UnitTimes:
-        """Collective times by stage of a plan with a pipeline."""
+    def stages(self, rows: Candidates, row: int, boundaries: NDArray[np.int64]) -> Floats:
+        """``(2, stages)`` Seconds of all all-gathers and of all reduce-scatters, of a plan with a pipeline."""
         names = "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel", "ep"
         key = tuple(int(rows[name][row]) for name in names)
-        found = self._by_layer.get(key)
-        if found is None:
+        if (found := self._by_layer.get(key)) is None:
             found = self._by_layer[key] = self._of_layers(rows.plan(row))
-        return UnitTimes(*(np.diff(of[boundaries]) for of in found))
+        return np.diff(found[:, boundaries])
 
-    def _of_layers(self, plan: ParallelPlan) -> tuple[Floats, Floats]:
-        """``(layers + 1,)`` Prefix sums over layers of all-gather and of reduce-scatter seconds."""
+    def _of_layers(self, plan: ParallelPlan) -> Floats:
+        """``(2, layers + 1)`` Prefix sums over layers of all-gather and of reduce-scatter seconds."""
         units = self._units_of(plan)
         gathers_s, scatters_s, _ = self._communications_s(plan, units)
         found = np.zeros((2, len(self._job.model.layers) + 1))
         for unit, gather_s, scatter_s in zip(units, gathers_s, scatters_s, strict=True):
             found[:, unit.layers[0] + 1] += gather_s, scatter_s
-        gathered_s, scattered_s = found.cumsum(axis=1)
-        return gathered_s, scattered_s
+        return found.cumsum(axis=1)
 
     def _of_pass(self, plan: ParallelPlan) -> _PassCommunications:
         software, units = self._job.software, self._units_of(plan)
@@ -139,8 +118,7 @@ class ShardingTimes:
     def _units_of(self, plan: ParallelPlan) -> tuple[Unit, ...]:
         num_shards = plan.dp_shard * plan.cp
         key = plan.shard, num_shards, plan.expert_shards, plan.pp > 1
-        found = self._units.get(key)
-        if found is None:
+        if (found := self._units.get(key)) is None:
             layers = self._job.software.layers_of(self._job.model, plan)
             found = fsdp_units(layers, num_shards, keep_last=plan.pp == 1, expert_shards=plan.expert_shards)
             self._units[key] = found
@@ -151,11 +129,7 @@ class ShardingTimes:
     ) -> tuple[list[float], list[float], list[float]]:
         """By unit, seconds of its all-gather, its reduce-scatter, and its all-reduce among replicas."""
         mapping, state = RankMapping.of(plan), self._job.software.state(self._job.training, plan)
-        replicas = mapping.replicate_group(0)
-
-        def communication_s(kind: CollectiveKind, num_bytes: int, group: tuple[int, ...]) -> float:
-            return self._prices.communication_s(Communication(kind, num_bytes, group)) if num_bytes else 0.0
-
+        replicas, collective_s = mapping.replicate_group(0), self._prices.collective_s
         known: dict[tuple[int, int, bool], tuple[float, float, float]] = {}
         found = []
         for unit in units:
@@ -164,9 +138,9 @@ class ShardingTimes:
                 group = mapping.expert_shard_group(0) if unit.experts else mapping.shard_group(0)
                 num_bytes = unit.trained_padded * state.reduced
                 known[key] = (
-                    communication_s(CollectiveKind.ALL_GATHER, unit.padded * state.gathered, group),
-                    communication_s(CollectiveKind.REDUCE_SCATTER, num_bytes, group),
-                    communication_s(CollectiveKind.ALL_REDUCE, num_bytes // len(group), replicas),
+                    collective_s(CollectiveKind.ALL_GATHER, unit.padded * state.gathered, group),
+                    collective_s(CollectiveKind.REDUCE_SCATTER, num_bytes, group),
+                    collective_s(CollectiveKind.ALL_REDUCE, num_bytes // len(group), replicas),
                 )
             found.append(known[key])
         gathers_s, scatters_s, all_reduces_s = (list(each) for each in zip(*found, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,41 +10,11 @@ from numpy.typing import NDArray
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import ParallelPlan, RankMapping
-from simplan.program.program import Communication
-from simplan.search.bounds.layer_sums import CostCache, Floats, LayerSums, StageSums
-from simplan.search.bounds.sharding_times import ShardingTimes, UnitTimes
+from simplan.search.bounds.layer_sums import CostCache, Floats, Pipeline
+from simplan.search.bounds.sharding_times import ShardingTimes
 from simplan.search.candidates import Candidates, Column
-from simplan.software.software import StateBytes
 
-__all__ = ["Pipeline", "StepTimeBound"]
-
-
-class Pipeline(NamedTuple):
-    """Pipeline shared by a set of plans: its ranks, stages, placement, and split or unsplit backward.
-
-    Attributes:
-        layers: One entry per layer configuration.
-        boundaries: By layer configuration, ``(stages + 1,)``: first layer of each stage, then the number of layers.
-        stages: Sums over the stages, by layer configuration.
-        placement: ``(stages,)`` Pipeline rank of each stage.
-        splits: True if backward is split into dgrad and wgrad.
-    """
-
-    layers: Sequence[LayerSums]
-    boundaries: Sequence[NDArray[np.int64]]
-    stages: StageSums
-    placement: Column
-    splits: bool
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of pipeline ranks."""
-        return int(self.placement.max()) + 1
-
-    def of_ranks(self, of_stages: Floats) -> Floats:
-        """``(ways, ranks)`` Sums over the stages of each rank, by layer configuration."""
-        ranks = [of_stages[:, self.placement == rank].sum(axis=1) for rank in range(self.num_ranks)]
-        return np.stack(ranks, axis=1)
+__all__ = ["StepTimeBound"]
 
 
 class _Tail(NamedTuple):
@@ -74,7 +43,6 @@ class StepTimeBound:
     reduce-scatters are serialized on one stream.
 
     Args:
-        job: Job without the searched plan fields.
         cost_estimates: Cost estimates of communication, the same under all plans.
     """
 
@@ -84,7 +52,6 @@ class StepTimeBound:
         self._shares_evenly = software.optimizer_shards == "elements"
         self._host_s = kernels.host_step_overhead_s if software.trainer and cost_estimates.sends else 0.0
         self._batch_s = kernels.host_batch_overhead_s if software.waits_for_batch and cost_estimates.sends else 0.0
-        self._states: dict[tuple[bool, bool], StateBytes] = {}
         self._sharding = ShardingTimes(job, cost_estimates)
 
     def seconds(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
@@ -92,7 +59,6 @@ class StepTimeBound:
 
         Args:
             rows: Plans that share the pipeline.
-            pipeline: The shared pipeline.
             ways: ``(rows,)`` Index of the layer configuration in ``pipeline``.
         """
         found = np.zeros(len(rows))
@@ -117,14 +83,14 @@ class StepTimeBound:
         back_s = np.hstack([none, (stages.backward_s[:, first] + hops_s)[:, :-1].cumsum(axis=1)])[ways]
         work_s = pipeline.of_ranks(forward_s + stages.backward_s)[ways]
         done_s = before_s + many[:, None] * work_s + self._sends_s(rows, hops_s[ways], many)
-        units = (
-            [self._sharding.stages(rows, row, pipeline.boundaries[way]) for row, way in enumerate(ways.tolist())]
-            if rows.shards_parameters[0] and self._prices.sends
-            else []
-        )
-        if units:  # the first stage of the first rank is unsharded before any compute
-            done_s = done_s + np.array([[max(0.0, of.gather_s[0] - self._batch_s)] for of in units])
-        tail = self._tail(rows, pipeline, ways, units)
+        scatters_s = None
+        if rows.shards_parameters[0] and self._prices.sends:
+            places = enumerate(ways.tolist())
+            units = np.stack([self._sharding.stages(rows, row, pipeline.boundaries[way]) for row, way in places])
+            gathers_s, scatters_s = units[:, 0], units[:, 1]
+            # the first stage of the first rank is unsharded before any compute
+            done_s = done_s + np.maximum(0.0, gathers_s[:, :1] - self._batch_s)
+        tail = self._tail(rows, pipeline, ways, scatters_s)
         ends_s = done_s + tail.reduce_s + tail.first_reduce_s + tail.update_s
         if pipeline.splits:
             return np.asarray(ends_s.max(axis=1))
@@ -147,9 +113,8 @@ class StepTimeBound:
         for rank, (source, target) in enumerate(ends):
             pair = by_kind.setdefault(node_of(source) == node_of(target), (source, target))
             values, place = np.unique(sent[:, rank], return_inverse=True)
-            found[:, rank] = np.array([self._communication_s(CollectiveKind.SEND, size, pair) for size in values])[
-                place
-            ]
+            seconds = [self._prices.collective_s(CollectiveKind.SEND, size, pair) for size in values]
+            found[:, rank] = np.array(seconds)[place]
         return found
 
     def _sends_s(self, rows: Candidates, hops_s: Floats, many: Column) -> Floats:
@@ -166,19 +131,18 @@ class StepTimeBound:
         found = np.maximum(0, found - hops_s.max(axis=1)[:, None])
         return np.where(waits[:, None], found, 0.0)
 
-    def _tail(self, rows: Candidates, pipeline: Pipeline, ways: Column, units: Sequence[UnitTimes]) -> _Tail:
-        num_ranks, first = pipeline.num_ranks, slice(0, pipeline.num_ranks)
+    def _tail(self, rows: Candidates, pipeline: Pipeline, ways: Column, scatters_s: Floats | None) -> _Tail:
+        first = slice(0, pipeline.num_ranks)
         trained, experts = (pipeline.of_ranks(of)[ways] for of in (pipeline.stages.trained, pipeline.stages.experts))
         update_s = self._update_s(rows, pipeline, ways, trained, experts)
         if not self._prices.sends:
             return _Tail(np.zeros_like(update_s), np.zeros_like(update_s), update_s)
-        if rows.shards_parameters[0]:
-            reduce_s = np.array([of.scatter_s for of in units])
-            of_first = reduce_s[:, first]
-            all_s = np.stack([reduce_s[:, pipeline.placement == r].sum(axis=1) for r in range(num_ranks)], axis=1)
-            return _Tail(all_s - of_first, of_first, update_s)
+        if scatters_s is not None:
+            of_first = scatters_s[:, first]
+            return _Tail(pipeline.of_ranks(scatters_s) - of_first, of_first, update_s)
         reduce_s, first_reduce_s = (np.zeros_like(update_s) for _ in range(2))
-        state, software = self._state(rows), self._job.software
+        software = self._job.software
+        state = software.state(self._job.training, rows.plan(0))
         of_first, of_first_experts = (of[:, first][ways] for of in (pipeline.stages.trained, pipeline.stages.experts))
         beside_s = self._backward_but_last_layer_s(pipeline)[ways]
         for here, plan in self._meshes(rows):
@@ -255,15 +219,5 @@ class StepTimeBound:
         if len(group) == 1:
             return np.zeros_like(num_bytes)
         sizes, place = np.unique(num_bytes.astype(np.int64), return_inverse=True)
-        found = np.array([self._communication_s(kind, size, group) for size in sizes.tolist()])
+        found = np.array([self._prices.collective_s(kind, size, group) for size in sizes.tolist()])
         return np.asarray(found[place].reshape(num_bytes.shape))
-
-    def _communication_s(self, kind: CollectiveKind, num_bytes: float, group: tuple[int, ...]) -> float:
-        return self._prices.communication_s(Communication(kind, int(num_bytes), group)) if num_bytes > 0 else 0.0
-
-    def _state(self, rows: Candidates) -> StateBytes:
-        key = bool(rows.shards_parameters[0]), bool(rows["ep"][0] > 1)
-        found = self._states.get(key)
-        if found is None:
-            found = self._states[key] = self._job.software.state(self._job.training, rows.plan(0))
-        return found

@@ -56,7 +56,7 @@ CASES = [
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_published_bubble_rates(case: Case, name: str) -> None:
-    """To all printed digits, but for the interleaved schedule: there the paper has p communications less on the longest path.
+    """To all printed digits, except the interleaved one: there the paper has p communications less on the longest path.
 
     Its rates follow from a cost of m(F+I+W) + (p-1)(F+I+W)/v + (2(pv-1) - p) communications in all twelve cases;
     torch's and Megatron-LM's order has 2(pv-1) communications on that path, whose rate is up to 0.35 points higher.
