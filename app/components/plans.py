@@ -207,7 +207,7 @@ def _show_ranked(rows: list[dict[str, Any]]) -> None:
             "vs_best": column.NumberColumn("vs best", help="Step time / step time of the best plan - 1"),
             "device_gib": column.NumberColumn("device GiB", help=meaning("device")),
             "headroom_gib": column.NumberColumn("headroom GiB", help="Below the memory limit of plans"),
-            "tokens_per_s_per_device": column.NumberColumn("1/s per device", help="Tokens or images"),
+            "tokens_per_s_per_device": column.NumberColumn("throughput", help="Tokens or images per second and device"),
             "cost_dollars": column.NumberColumn("dollars"),
             "mfu": column.NumberColumn("MFU", help=meaning("mfu")),
             "limit": column.TextColumn("bottleneck", help="Largest part of the step of the rank that waits least"),

@@ -58,7 +58,7 @@ def show_budget(*, images: bool) -> None:
         with left:
             remembered_number(label, name, start, **_LIMITS, help="Training budget")
         with right:
-            remembered_number("CostEstimate", _PRICE, 0.0, most=_MAX_PRICE, help="Per device and hour; 0 for no cost")
+            remembered_number("Price", _PRICE, 0.0, most=_MAX_PRICE, help="Per device and hour; 0 for no cost")
 
 
 def _budget(*, images: bool) -> tuple[str, str, float, float]:
