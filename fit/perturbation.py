@@ -71,7 +71,7 @@ def _moves(question: PublishedJob) -> tuple[tuple[float, ...], tuple[float, ...]
         own = np.divide(program_costs.deviations_s, durations_s, out=np.zeros_like(durations_s), where=durations_s > 0)
         sources = sources_of_error(program)
         are_between = np.array([crosses(works) for works in program.works])[program.columns.work]
-        communications = np.where(sources["messages"], own, 0.0)
+        communications = np.where(sources["communication"], own, 0.0)
         factors = [1 + np.where(are_between, std, communications) for std in BETWEEN]
         factors.append(1 + np.where(sources["host"], own, 0.0))
         return [durations_s * factor for factor in factors] + [durations_s / factor for factor in factors]

@@ -94,7 +94,7 @@ def _problems(request: CalibrationRequest) -> Iterator[Problem]:
             fix="use device cpu" if num_gpus == 0 else f"use num_ranks = {num_gpus}, or device cpu",
         )
     if request.num_nodes > 1 and (request.shapes or request.grid or request.host_copies or request.overlap):
-        rule = "times collectives and messages between nodes, and nothing else"
+        rule = "times collectives and P2P sends between nodes, and nothing else"
         yield Problem(field="num_nodes", value=str(request.num_nodes), rule=rule, fix="leave the rest to one node")
     for index, shape in enumerate(request.shapes):
         if request.device == "cpu" and shape.dtype == "tf32":

@@ -121,7 +121,7 @@ def _parts(request: CalibrationRequest, device: torch.device) -> Iterator[_Part]
         yield _Part(f"kernels in {dtype} {on}", "kernels", 6 / len(request.grid), kernels, dtype)
     if request.communication and n * request.num_nodes > 1:
         links = partial(time_links, request.communication, num_nodes=request.num_nodes, budget_s=request.budget_s)
-        yield _Part(f"collectives and messages {on}", "communication", 3, links)
+        yield _Part(f"collectives and P2P sends {on}", "communication", 3, links)
     if request.host_copies:
         yield _Part(f"copies between device and host {on}", "host_copies", 1, time_host_copies)
     if request.overlap and request.grid and n > 1:

@@ -211,7 +211,7 @@ def request_across(
         SpecError: Precisions were requested.
     """
     if wanted.dtypes:
-        rule = "is about kernels, and across nodes only collectives and messages are timed"
+        rule = "is about kernels, and across nodes only collectives and P2P sends are timed"
         raise SpecError(Problem(field="--dtype", value=" ".join(wanted.dtypes), rule=rule, fix="leave it out"))
     device = wanted.device or ("cuda" if num_nvidia_devices() else "cpu")
     return CalibrationRequest(

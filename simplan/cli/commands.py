@@ -171,7 +171,7 @@ def calibrate_command(
     scenarios = [scenario for file in files for scenario in scenarios_to_time(file)]
     if meeting.nodes[1] > 1:
         if files:
-            rule = "is not timed across nodes: collectives and messages are, for any scenario"
+            rule = "is not timed across nodes: collectives and P2P sends are, for any scenario"
             raise SpecError(Problem(field="SCENARIO", value=str(files[0]), rule=rule, fix="leave it out"))
         request = request_across(meeting.nodes[1], num_ranks, budget_s, wanted)
         calibration = measure([request], calibration_file, nodes_to_time(meeting, request))
@@ -185,7 +185,7 @@ def calibrate_command(
     parts = (
         f"{len(calibration.layers)} layers",
         f"{len(calibration.kernels)} kernels of the grid",
-        f"{len(calibration.communication)} collectives and messages",
+        f"{len(calibration.communication)} collectives and P2P sends",
     )
     device = calibration.environment.get("device") or "this machine"
     print_result(f"{where} holds {', '.join(parts)}, timed on {device}, {calibration.num_cores} cores")

@@ -104,7 +104,7 @@ def nodes_to_time(meeting: NodeRendezvous, request: CalibrationRequest) -> Nodes
     Raises:
         SpecError: The options do not fit each other.
     """
-    asked = {"calibrate": "collectives and messages", "--ranks": str(request.num_ranks), "--device": request.device}
+    asked = {"calibrate": "collectives and P2P sends", "--ranks": str(request.num_ranks), "--device": request.device}
     return _nodes(meeting, request.num_ranks, asked | {"--budget": f"{request.budget_s:g}"})
 
 

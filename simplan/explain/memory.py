@@ -38,7 +38,7 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Explained
                 moving = num_bytes - kept
                 formula = f"{format_bytes(kept)} of receive buffers" if kept else ""
                 if moving:
-                    formula += f"{' + ' if kept else ''}{format_bytes(moving)} of messages and what they hold"
+                    formula += f"{' + ' if kept else ''}{format_bytes(moving)} of communication and its buffers"
             case MemoryCategory.GATHERED:
                 gathered = job.software.state(job.training, job.plan).gathered
                 formula = f"{num_bytes // gathered:,} parameters gathered then x {gathered} B"

@@ -56,14 +56,14 @@ def _longer(simulated: Simulated, group: str, seconds: float) -> ExplainedTerm:
     """Term for the slowdown of compute by overlap or shared cores."""
     beside = simulated.program_costs.beside
     if beside is None:
-        rule = "ranks and their messages share the cores: what it takes longer than alone"
+        rule = "ranks and their communication share the cores: time beyond that alone"
         return ExplainedTerm(group, "waiting for a core", seconds, "s", rule)
     rule = (
         f"communication that overlaps it takes {format_percent(simulated.program_costs.overlap_slowdown)} of the device"
     )
     return ExplainedTerm(
         group,
-        "beside messages",
+        "overlap slowdown",
         seconds,
         "s",
         rule,
@@ -143,4 +143,4 @@ def _idle_formula(prediction: Prediction) -> str:
     if closed is None:
         return rest
     above, below, formula = closed
-    return f"{rest}; bubble of equal stages and free messages: {formula} = {format_percent(above / below)}"
+    return f"{rest}; bubble of equal stages and zero-cost communication: {formula} = {format_percent(above / below)}"

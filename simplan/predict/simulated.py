@@ -23,7 +23,7 @@ from simplan.sim.engine_choice import Engine, engine_of
 __all__ = ["NINE_IN_TEN", "Simulated", "interval_s", "moved_durations_s", "simulate_program", "sources_of_error"]
 
 _OF_HOST = (HostWait, HostCalls, HostCopy)
-ErrorSource = Literal["computing", "host", "messages"]
+ErrorSource = Literal["compute", "host", "communication"]
 NINE_IN_TEN = 1.645  # standard deviations of a normal distribution that cover 90%
 
 
@@ -77,7 +77,7 @@ def sources_of_error(program: Program) -> dict[ErrorSource, NDArray[np.bool_]]:
     communications = program.of_kind(SpanKind.COMMUNICATION)
     by_host = np.array([bool(work) and all(isinstance(part, _OF_HOST) for part in work) for work in program.works])
     host = by_host[program.columns.work] & ~communications
-    return {"computing": ~communications & ~host, "host": host, "messages": communications}
+    return {"compute": ~communications & ~host, "host": host, "communication": communications}
 
 
 def interval_s(step_time_s: float, moved_s: Sequence[float]) -> tuple[float, float]:

@@ -177,7 +177,7 @@ _WORDS = {
     ActionKind.OPTIM: "optimizer",
 }
 _STREAMS = {
-    **dict.fromkeys((Stream.SEND_F, Stream.RECV_F, Stream.SEND_B, Stream.RECV_B), "messages between stages"),
+    **dict.fromkeys((Stream.SEND_F, Stream.RECV_F, Stream.SEND_B, Stream.RECV_B), "P2P between stages"),
     **dict.fromkeys((Stream.DATA, Stream.SHARD, Stream.REPLICATE), "data-parallel communication"),
     **dict.fromkeys((Stream.TO_HOST, Stream.FROM_HOST), "copies to and from the host"),
     Stream.TENSOR: "tensor-parallel communication",

@@ -89,7 +89,7 @@ def test_calibration_options_that_do_not_fit(options: list[str], sentence: str, 
 def test_scenarios_are_not_timed_across_nodes(simplan: Simplan, two: Path) -> None:
     result = simplan("calibrate", two, "--nnodes", "2", *ON)
     assert result.returncode == 2
-    assert "is not timed across nodes: collectives and messages are, for any scenario; leave it out" in result.stderr
+    assert "is not timed across nodes: collectives and P2P sends are, for any scenario; leave it out" in result.stderr
 
 
 def test_nobody_at_the_endpoint(simplan: Simplan, two: Path) -> None:

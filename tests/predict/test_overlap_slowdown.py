@@ -151,7 +151,7 @@ def test_where_nobody_measured_it_is_as_published_runs_have_it() -> None:
 def test_what_is_lost_beside_communications_is_explained() -> None:
     found, simulated = predicted_step(1.25)
     explained = explain(found, simulated)
-    [lost] = [part for part in explained.time if part.name == "beside messages"]
+    [lost] = [part for part in explained.time if part.name == "overlap slowdown"]
     assert 0 < lost.value < 0.2 * found.step_time_s
     assert sum(part.value for part in explained.time) == pytest.approx(found.step_time_s)
 

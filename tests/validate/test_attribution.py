@@ -136,7 +136,7 @@ def test_a_measured_pipeline_by_hand() -> None:
             "forward": 2.0,
             "backward": 2.25,
             "optimizer": 1.0,
-            "messages between stages": 1.0,
+            "P2P between stages": 1.0,
             "unexplained": 0.25,
             "the median step beside the one that was recorded": 0.5,
         }

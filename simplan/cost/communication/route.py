@@ -84,7 +84,7 @@ def _named(link: LinkSpec | None, cluster: ClusterSpec, field: str, what: str) -
         raise SpecError(
             Problem(
                 field=field,
-                rule=f"is needed, because the plan sends messages between {what} of {cluster.id}",
+                rule=f"is needed, because the plan communicates between {what} of {cluster.id}",
                 fix="name a link (simplan show links) or choose a plan that stays inside",
             )
         )

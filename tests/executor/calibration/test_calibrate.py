@@ -112,7 +112,7 @@ def test_a_grid_prices_a_model_that_was_never_timed_and_an_interrupted_one_goes_
 
     # one part was left to do: it is done, and no other; what was measured is in the file
     file = tmp_path / "calibration.json"
-    rest = calibrate(request.model_copy(update={"pending": ("collectives and messages on 2 cpu ranks",)}), None, file)
+    rest = calibrate(request.model_copy(update={"pending": ("collectives and P2P sends on 2 cpu ranks",)}), None, file)
     assert rest.communication
     assert not rest.kernels
     assert load(file) == rest
