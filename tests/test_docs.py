@@ -183,7 +183,7 @@ def test_the_devices_of_the_docs_are_predicted(tmp_path: Path) -> None:
 
 
 def test_the_schedule_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Installed as its pyproject.toml says: as fast as 1F1B without communication cost, with 2(p-1)+1 microbatches held."""
+    """Installed as its pyproject.toml says: without communication cost as fast as 1F1B; 2(p-1)+1 microbatches held."""
     text = (DOCS / "how-to" / "custom-schedule.md").read_text()
     [code], [entry_points], [scenario] = (blocks(text, language) for language in ("python", "toml", "yaml"))
     module = re.search(r"# (\w+\.py)", code)
