@@ -6,7 +6,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -144,35 +144,26 @@ def test_the_workbench_knows_simplan_alone(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "source"),
-    [("app.views.plan", "import executor.run"), ("app.state", "import torch"), ("app.figures.x", "import streamlit")],
-)
-def test_a_wrong_arrow_of_the_workbench_is_found(module: str, source: str) -> None:
-    assert app_violations(source, module)
-
-
-@pytest.mark.parametrize(
-    ("module", "source"),
+    ("violations", "module", "source"),
     [
-        ("simplan.plan.plan", "from simplan.program.action import Action"),
-        ("simplan.plan.plan", "def f():\n    from ..predict import predict"),
-        ("simplan.cost.compute.kernels", "import simplan.sim.engine"),
-        ("simplan.report.text", "from simplan import cli"),
-        ("simplan.validate.compare", "from simplan.search import best"),
-        ("simplan.cli.run", "import torch.distributed"),
-        ("simplan.cli.run", "import executor.launch"),
-        ("simplan", "from simplan.errors import SpecError"),
+        (simplan_violations, "simplan.plan.plan", "from simplan.program.action import Action"),
+        (simplan_violations, "simplan.plan.plan", "def f():\n    from ..predict import predict"),
+        (simplan_violations, "simplan.cost.compute.kernels", "import simplan.sim.engine"),
+        (simplan_violations, "simplan.report.text", "from simplan import cli"),
+        (simplan_violations, "simplan.validate.compare", "from simplan.search import best"),
+        (simplan_violations, "simplan.cli.run", "import torch.distributed"),
+        (simplan_violations, "simplan.cli.run", "import executor.launch"),
+        (simplan_violations, "simplan", "from simplan.errors import SpecError"),
+        (executor_violations, "executor.rank", "from simplan.sim import engine"),
+        (executor_violations, "executor.rank", "from simplan.cost import compute"),
+        (executor_violations, "executor.rank", "import simplan"),
+        (app_violations, "app.views.plan", "import executor.run"),
+        (app_violations, "app.state", "import torch"),
+        (app_violations, "app.figures.x", "import streamlit"),
     ],
 )
-def test_a_wrong_arrow_is_found(module: str, source: str) -> None:
-    assert simplan_violations(source, module)
-
-
-@pytest.mark.parametrize(
-    "source", ["from simplan.sim import engine", "from simplan.cost import compute", "import simplan"]
-)
-def test_a_wrong_arrow_of_the_executor_is_found(source: str) -> None:
-    assert executor_violations(source, "executor.rank")
+def test_a_wrong_arrow_is_found(violations: Callable[[str, str], list[str]], module: str, source: str) -> None:
+    assert violations(source, module)
 
 
 def test_import_simplan_brings_no_torch_and_no_rich() -> None:

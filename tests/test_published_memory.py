@@ -7,63 +7,26 @@ from typing import Any
 import pytest
 
 from simplan import catalog
-from simplan.job import Job
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.prediction import Prediction
-from simplan.training.training import TrainingSpec
 from simplan.units import GIB, MIB
+from tests.jobs import job_of
 
 LLAMA = {"family": "llama", "vocab_size": 128256, "seq_len": 4096}
-LLAMA_70B = LLAMA | {
-    "num_hidden_layers": 12,
-    "hidden_size": 8192,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "intermediate_size": 28672,
-}
-LLAMA_405B = LLAMA | {
-    "num_hidden_layers": 4,
-    "hidden_size": 16384,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 16,
-    "intermediate_size": 53248,
-}
-DEEPSEEK_V2 = {
-    "family": "deepseek",
-    "num_hidden_layers": 4,
-    "hidden_size": 5120,
-    "num_attention_heads": 128,
-    "intermediate_size": 12288,
-    "vocab_size": 102400,
-    "seq_len": 4096,
-    "num_experts": 160,
-    "top_k": 6,
-    "moe_intermediate_size": 1536,
-    "shared_expert_intermediate_size": 3072,
-    "num_dense_layers": 1,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
+LLAMA_70B = LLAMA | {"num_hidden_layers": 12, "hidden_size": 8192, "num_attention_heads": 64}
+LLAMA_70B |= {"num_key_value_heads": 8, "intermediate_size": 28672}
+LLAMA_405B = LLAMA | {"num_hidden_layers": 4, "hidden_size": 16384, "num_attention_heads": 128}
+LLAMA_405B |= {"num_key_value_heads": 16, "intermediate_size": 53248}
+DEEPSEEK_V2 = catalog.model_fields("deepseek-v2") | {"num_hidden_layers": 4}
 
 
 def predicted(
     software: str, cluster: str, precision: Any, model: dict[str, Any], plan: ParallelPlan, num_microbatches: int
 ) -> Prediction:
-    return predict(
-        Job(
-            ModelSpec.model_validate(model),
-            catalog.cluster(cluster, num_devices=plan.num_devices),
-            TrainingSpec(global_batch_size=num_microbatches * plan.dp * plan.microbatch_size, precision=precision),
-            plan,
-            catalog.software(software),
-        ),
-        name="published",
-    )
+    spec, how = ModelSpec.model_validate(model), {"num_microbatches": num_microbatches, "precision": precision}
+    return predict(job_of(spec, plan, cluster=cluster, software=software, **how))
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,7 @@ from simplan.program.lowering import lower as lower_module
 from simplan.program.lowering.lower import Lowering, _RankLowering, lower
 from simplan.program.lowering.rows import RankRow, row_of_actions
 from simplan.program.program import Program
-from simplan.software.software import SoftwareSpec
-from simplan.training.training import TrainingSpec
+from tests.jobs import job_of
 from tests.laws import (
     check_bytes,
     check_engines,
@@ -36,7 +35,6 @@ from tests.laws import (
     check_times,
 )
 
-TORCH = catalog.software("torch")
 SIZES: dict[str, Any] = {
     "family": "llama",
     "num_hidden_layers": 4,
@@ -81,24 +79,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zb-h2 x fsdp": {"pp": 2, "schedule": "zb-h2", "dp_shard": 2, "zero_stage": 2, "recompute": "selective"},
     "zb-1p": {"pp": 3, "schedule": "zb-1p"},
     "zb-2p x tp": {"pp": 2, "schedule": "zb-2p", "tp": 2},
-    "zb-v x hsdp": {
-        "pp": 2,
-        "schedule": "zb-v",
-        "dp_replicate": 2,
-        "dp_shard": 2,
-        "reshard_after_forward": False,
-    },
+    "zb-v x hsdp": {"pp": 2, "schedule": "zb-v", "dp_replicate": 2, "dp_shard": 2, "reshard_after_forward": False},
     "dualpipe-v x ulysses": {"pp": 2, "schedule": "dualpipe-v", "cp": 2, "cp_comm": "a2a", "zero_stage": 2},
-    "all at once": {
-        "dp_replicate": 2,
-        "dp_shard": 2,
-        "tp": 2,
-        "cp": 2,
-        "pp": 2,
-        "virtual_stages": 2,
-        "recompute": "full",
-    },
-}
+    "all at once": {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "cp": 2, "pp": 2, "virtual_stages": 2, "recompute":
+     "full"},
+}  # fmt: skip
 
 
 def _check_stamped(stamped: Program, lowered: Callable[[], Program]) -> None:
@@ -126,16 +111,8 @@ def _check_stamped(stamped: Program, lowered: Callable[[], Program]) -> None:
 SPLIT = tuple(name for name, facts in SCHEDULE_FACTS.items() if facts.splits_backward)
 
 
-def keeps_the_laws(
-    model: ModelSpec,
-    cluster: str,
-    devices: int,
-    training: TrainingSpec,
-    plan: ParallelPlan,
-    software: SoftwareSpec = TORCH,
-) -> None:
-    found = catalog.cluster(cluster, num_devices=devices)
-    job = Job(model, found, training, plan, software)
+def keeps_the_laws(job: Job) -> None:
+    plan, software, found = job.plan, job.software, job.cluster
     prediction, step = predict_step(job, name="random")
     check_prediction(prediction)
     assert step.times.step_time_s == prediction.step_time_s
@@ -158,7 +135,7 @@ def keeps_the_laws(
         check_same(folded, unfolded)
         if level == 2:
             evenly = software.optimizer_shards == "elements"
-            state = software.state(training, plan)
+            state = software.state(job.training, plan)
             held = state.gradient + state.unaccumulated
             check_reductions(
                 unfolded.program,
@@ -182,49 +159,41 @@ def keeps_the_laws(
     ],
 )
 def test_every_strategy_keeps_the_laws(name: str, tied: bool) -> None:
-    plan = ParallelPlan.model_validate(STRATEGIES[name])
     model = ModelSpec.model_validate({**SIZES, "tied_embeddings": tied})
-    batch = 3 * plan.dp * plan.microbatch_size
-    asked = (model, "dgx-h100", plan.num_devices, TrainingSpec(global_batch_size=batch), plan)
-    if tied and plan.pp > 1 and plan.shards_parameters:
+    asked = job_of(model, STRATEGIES[name], num_microbatches=3)
+    if tied and asked.plan.pp > 1 and asked.plan.shards_parameters:
         with pytest.raises(NotModelledError, match=r"model\.tied_embeddings = true"):
-            keeps_the_laws(*asked)
+            keeps_the_laws(asked)
     else:
-        keeps_the_laws(*asked)
+        keeps_the_laws(asked)
 
 
-MEGATRON: dict[str, dict[str, Any]] = {
-    "ddp": {"dp_replicate": 4},
-    "zero 1": {"dp_shard": 4, "zero_stage": 1},
-    "zero 1 replicated": {"dp_shard": 2, "dp_replicate": 2, "zero_stage": 1, "grad_dtype": "fp32"},
-    "interleaved x zero 1": {"pp": 2, "virtual_stages": 2, "dp_shard": 2, "zero_stage": 1, "recompute": "full"},
-    "zb-h1 x zero 1": {"pp": 2, "schedule": "zb-h1", "dp_shard": 2, "zero_stage": 1, "recompute": "selective"},
-    "tp x 1f1b x ddp": {"tp": 2, "pp": 2, "dp_replicate": 2, "recompute": "selective"},
-}
+MEGATRON: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("gpt", {"dp_replicate": 4}),
+    "zero 1": ("gpt", {"dp_shard": 4, "zero_stage": 1}),
+    "zero 1 replicated": ("gpt", {"dp_shard": 2, "dp_replicate": 2, "zero_stage": 1, "grad_dtype": "fp32"}),
+    "interleaved x zero 1": ("gpt", {"pp": 2, "virtual_stages": 2, "dp_shard": 2, "zero_stage": 1, "recompute":
+     "full"}),
+    "zb-h1 x zero 1": ("gpt", {"pp": 2, "schedule": "zb-h1", "dp_shard": 2, "zero_stage": 1, "recompute": "selective"}),
+    "tp x 1f1b x ddp": ("gpt", {"tp": 2, "pp": 2, "dp_replicate": 2, "recompute": "selective"}),
+    "fsdp, reduced every microbatch": ("llama", {"dp_shard": 4, "zero_stage": 3}),
+    # what runs beside a product also waits for what that product waits for
+    "a2a x overlapped tp x 1f1b": ("llama", {"dp_shard": 2, "zero_stage": 1, "tp": 2, "cp": 2, "cp_comm": "a2a", "pp":
+     2}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MEGATRON)
-@pytest.mark.parametrize("software", ["megatron-lm-2022", "megatron-bridge"])
+@pytest.mark.parametrize(
+    ("software", "name"),
+    [
+        *(("megatron-lm-2022", name) for name, (family, _) in MEGATRON.items() if family == "gpt"),
+        *(("megatron-bridge", name) for name in MEGATRON),
+    ],
+)
 def test_strategies_of_megatron_keep_the_laws(software: str, name: str) -> None:
-    plan = ParallelPlan.model_validate(MEGATRON[name])
-    model = ModelSpec.model_validate({**SIZES, "family": "gpt"})
-    training = TrainingSpec(global_batch_size=3 * plan.dp, precision="bf16")
-    keeps_the_laws(model, "dgx-h100", plan.num_devices, training, plan, catalog.software(software))
-
-
-BRIDGE: dict[str, dict[str, Any]] = {
-    "fsdp, reduced every microbatch": {"dp_shard": 4, "zero_stage": 3},
-    "a2a x overlapped tp x 1f1b": {"dp_shard": 2, "zero_stage": 1, "tp": 2, "cp": 2, "cp_comm": "a2a", "pp": 2},
-}
-
-
-@pytest.mark.parametrize("name", BRIDGE)
-def test_strategies_of_megatron_bridge_keep_the_laws(name: str) -> None:
-    """What runs beside a product also waits for what that product waits for."""
-    plan = ParallelPlan.model_validate(BRIDGE[name])
-    model = ModelSpec.model_validate({**SIZES, "family": "llama"})
-    training = TrainingSpec(global_batch_size=3 * plan.dp, precision="bf16")
-    keeps_the_laws(model, "dgx-h100", plan.num_devices, training, plan, catalog.software("megatron-bridge"))
+    family, plan = MEGATRON[name]
+    model = ModelSpec.model_validate({**SIZES, "family": family})
+    keeps_the_laws(job_of(model, plan, software=software, num_microbatches=3))
 
 
 def rarely(usual: Any, *others: Any) -> st.SearchStrategy[Any]:
@@ -301,16 +270,17 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_plan_is_refused_with_a_sentence_or_keeps_the_laws(data: st.DataObject) -> None:
     plan, model = data.draw(plans(), "plan"), data.draw(models(), "model")
-    training = TrainingSpec(
-        global_batch_size=data.draw(rarely(plan.dp * plan.microbatch_size * 3, 1, 8, 12), "batch"),
-        precision=data.draw(rarely("bf16", "fp32", "tf32", "fp16", "fp8"), "precision"),
-        optimizer=data.draw(st.sampled_from(["adam", "adamw", "sgd"]), "optimizer"),
-    )
+    training: dict[str, Any] = {
+        "global_batch_size": data.draw(rarely(plan.dp * plan.microbatch_size * 3, 1, 8, 12), "batch"),
+        "precision": data.draw(rarely("bf16", "fp32", "tf32", "fp16", "fp8"), "precision"),
+        "optimizer": data.draw(st.sampled_from(["adam", "adamw", "sgd"]), "optimizer"),
+    }
     cluster = data.draw(rarely("dgx-h100", "dgx-v100", "dgx-a100-80gb", "gb200-nvl72", "this-machine"), "cluster")
     devices = data.draw(rarely(plan.num_devices, 1, 4, 16), "devices")
     software = data.draw(rarely("torch", *catalog.names("software")), "software")
     try:
-        keeps_the_laws(model, cluster, devices, training, plan, catalog.software(software))
+        where = catalog.cluster(cluster, num_devices=devices)
+        keeps_the_laws(job_of(model, plan, cluster=where, software=software, **training))
     except SpecError as error:
         refused = error.problems
     else:
@@ -339,13 +309,10 @@ def test_any_use_of_a_model_is_refused_with_a_sentence_or_keeps_the_laws(data: s
     of_model, of_training, of_plan = ({k: v for name in names for k, v in USES[name][i].items()} for i in range(3))
     recompute = data.draw(st.sampled_from(["none", "selective", "full"]), "recompute")
     try:
-        keeps_the_laws(
-            ModelSpec.model_validate({**SIZES, "num_hidden_layers": 6, **of_model}),
-            "dgx-b200" if "mxfp8" in names else "dgx-h100",
-            plan.num_devices,
-            TrainingSpec(global_batch_size=3 * plan.dp * plan.microbatch_size, **of_training),
-            plan.model_copy(update={"recompute": recompute, **of_plan}),
-        )
+        model = ModelSpec.model_validate({**SIZES, "num_hidden_layers": 6, **of_model})
+        used = plan.model_copy(update={"recompute": recompute, **of_plan})
+        cluster = "dgx-b200" if "mxfp8" in names else "dgx-h100"
+        keeps_the_laws(job_of(model, used, cluster=cluster, num_microbatches=3, **of_training))
     except SpecError as error:
         refused = error.problems
     else:

@@ -12,70 +12,26 @@ from simplan.accuracy.outcome import Predicted, RunOutcome
 from simplan.accuracy.schema import PublishedRun
 from simplan.problems import parse_model
 
-_RUN: dict[str, Any] = {
-    "id": "run-1",
-    "source": "a paper, table 1",
-    "software": {
-        "framework": "megatron-lm",
-        "version": "2022",
-        "flash_attention": None,
-        "compile": None,
-        "tp_comm_overlap": None,
-        "grad_overlap": None,
-    },
-    "task": "pretrain",
-    "model": {
-        "name": "small",
-        "family": "gpt",
-        "num_hidden_layers": 8,
-        "hidden_size": 512,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "intermediate_size": 2048,
-        "vocab_size": 1024,
-        "seq_len": 256,
-        "gated_mlp": False,
-        "tied_embeddings": True,
-    },
-    "cluster": {
-        "device": "a100-sxm-80gb",
-        "num_devices": 4,
-        "devices_per_node": 8,
-        "intra_link": "nvlink3",
-        "inter_link_gbit_per_device": None,
-    },
-    "plan": {
-        "dp_replicate": 2,
-        "dp_shard": 1,
-        "zero_stage": 0,
-        "tp": 1,
-        "sequence_parallel": False,
-        "pp": 2,
-        "virtual_stages": 1,
-        "cp": 1,
-        "ep": 1,
-        "schedule": "1f1b",
-        "microbatch_size": 2,
-        "num_microbatches": 8,
-        "global_batch_size": 32,
-        "recompute": "none",
-        "precision": "bf16",
-        "optimizer": "adam",
-    },
-    "measured": {
-        "step_time_s": 0.02,
-        "tokens_per_s_per_device": None,
-        "peak_allocated_gib": None,
-        "peak_reserved_gib": None,
-        "peak_memory_gb_as_printed": None,
-        "oom": False,
-        "model_tflops_per_device_published": None,
-        "mfu_published": None,
-    },
-    "derived_step_time": False,
-    "assumed": [],
-    "quality": "good",
-}
+_RUN: dict[str, Any] = yaml.safe_load("""
+id: run-1
+source: a paper, table 1
+software: {framework: megatron-lm, version: "2022", flash_attention: null, compile: null, tp_comm_overlap: null,
+  grad_overlap: null}
+task: pretrain
+model: {name: small, family: gpt, num_hidden_layers: 8, hidden_size: 512, num_attention_heads: 8,
+  num_key_value_heads: 8, intermediate_size: 2048, vocab_size: 1024, seq_len: 256, gated_mlp: false,
+  tied_embeddings: true}
+cluster: {device: a100-sxm-80gb, num_devices: 4, devices_per_node: 8, intra_link: nvlink3,
+  inter_link_gbit_per_device: null}
+plan: {dp_replicate: 2, dp_shard: 1, zero_stage: 0, tp: 1, sequence_parallel: false, pp: 2, virtual_stages: 1, cp: 1,
+  ep: 1, schedule: 1f1b, microbatch_size: 2, num_microbatches: 8, global_batch_size: 32, recompute: none,
+  precision: bf16, optimizer: adam}
+measured: {step_time_s: 0.02, tokens_per_s_per_device: null, peak_allocated_gib: null, peak_reserved_gib: null,
+  peak_memory_gb_as_printed: null, oom: false, model_tflops_per_device_published: null, mfu_published: null}
+derived_step_time: false
+assumed: []
+quality: good
+""")
 
 
 def run_data(id: str = "run-1", **changes: Any) -> dict[str, Any]:  # noqa: A002 - the key's name

@@ -61,27 +61,12 @@ def test_a_framework_that_is_not_named_is_of_the_lineage_that_such_plans_have(pl
 @pytest.mark.parametrize(
     ("framework", "version", "changes", "note"),
     [
-        (
-            "deepspeed",
-            "2023",
-            {"zero_stage": 2},
-            "plan.zero_stage = 2 with megatron-deepspeed: parameters",
-        ),
+        ("deepspeed", "2023", {"zero_stage": 2}, "plan.zero_stage = 2 with megatron-deepspeed: parameters"),
         ("megatron-lm", "2021", {"zero_stage": 1}, "plan.zero_stage = 1 with megatron-lm-2021: equal numbers"),
         ("nemo", "24.07", {"zero_stage": 3}, "plan.zero_stage = 3 with nemo: parameters are gathered"),
-        (
-            "llm-foundry",
-            None,
-            {"zero_stage": 3, "precision": "fp16"},
-            "plan.precision = fp16 with llm-foundry: el",
-        ),
+        ("llm-foundry", None, {"zero_stage": 3, "precision": "fp16"}, "plan.precision = fp16 with llm-foundry: el"),
         ("torchtitan", None, {"zero_stage": 2, "precision": "fp16"}, "plan.precision = fp16 with torchtitan-2025: el"),
-        (
-            "maxtext",
-            None,
-            {"zero_stage": 3, "precision": "fp8"},
-            "plan.precision = fp8 with maxtext: quantized",
-        ),
+        ("maxtext", None, {"zero_stage": 3, "precision": "fp8"}, "plan.precision = fp8 with maxtext: quantized"),
         ("maxtext", None, {"zero_stage": 3, "grad_dtype": "bf16"}, "plan.grad_dtype = bf16 with maxtext: kept and red"),
     ],
 )
@@ -251,18 +236,12 @@ def test_adapters_are_those_of_the_recipe() -> None:
         ({"family": "bert"}, "bert", {"num_blocks": 8}),
         # as many blocks in the decoder; two of gating and one of the result in each MLP
         ({"family": "t5", "gated_mlp": True}, "t5", {"num_blocks": 16, "gated_mlp": True, "decoder_seq_len": 256}),
-        (
-            {
-                "family": "moe",
-                "moe": {"num_experts": 8, "top_k": 2, "moe_intermediate_size": 64, "num_dense_layers": 1},
-                "mla": {"q_lora_rank": None, "kv_lora_rank": 64}
-                | {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
-            },
-            "deepseek",
-            {"num_experts": 8, "kv_lora_rank": 64, "q_lora_rank": None, "shared_expert_intermediate_size": 0},
-        ),
+        ({"family": "moe", "moe": {"num_experts": 8, "top_k": 2, "moe_intermediate_size": 64, "num_dense_layers": 1},
+         "mla": {"q_lora_rank": None, "kv_lora_rank": 64} | {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+         "v_head_dim": 32}}, "deepseek", {"num_experts": 8, "kv_lora_rank": 64, "q_lora_rank": None,
+         "shared_expert_intermediate_size": 0}),
     ],
-)
+)  # fmt: skip
 def test_models_of_all_families(model: dict[str, Any], family: str, facts: dict[str, Any]) -> None:
     question = job_of_published_run(run(**{f"model__{key}": value for key, value in model.items()}))
     assert question.job.model.family == family

@@ -33,34 +33,21 @@ def test_a_folder_is_read_with_its_other_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (
-            {"plan__microbatchsize": 2},
-            "runs.0.plan.microbatchsize: is not a known key; did you mean microbatch_size",
-        ),
+        ({"plan__microbatchsize": 2}, "runs.0.plan.microbatchsize: is not a known key; did you mean microbatch_size"),
         ({"plan__schedule": "1f2b"}, 'runs.0.plan.schedule = "1f2b": is not a known choice; did you mean 1f1b?'),
         ({"model__seq_len": 256.5}, "runs.0.model.seq_len = 256.5: must be a whole number"),
-        (
-            {"cluster__num_devices": 8},
-            "run-1: cluster.num_devices = 8: must be dp_replicate x dp_shard x tp x pp x cp = 2 x 1 x 1 x 2 x 1 = 4",
-        ),
-        (
-            {"plan__num_microbatches": 4},
-            "run-1: plan.global_batch_size = 32: must be num_microbatches x microbatch_size x dp_replicate x dp_shard "
-            "= 4 x 2 x 2 x 1 = 16",
-        ),
-        (
-            {"model__num_hidden_layers": 9},
-            "run-1: model.num_hidden_layers = 9: must be a multiple of pp x virtual_stages = 2 x 1 = 2; "
-            "give plan.stage_layers, or correct one of the three",
-        ),
-        (
-            {"plan__stage_layers": [3, 4]},
-            "run-1: plan.stage_layers: adds up to 7, and num_hidden_layers = 8; give the layers of every pipeline rank",
-        ),
+        ({"cluster__num_devices": 8}, "run-1: cluster.num_devices = 8: must be dp_replicate x dp_shard x tp x pp x cp "
+         "= 2 x 1 x 1 x 2 x 1 = 4"),
+        ({"plan__num_microbatches": 4}, "run-1: plan.global_batch_size = 32: must be num_microbatches x "
+         "microbatch_size x dp_replicate x dp_shard = 4 x 2 x 2 x 1 = 16"),
+        ({"model__num_hidden_layers": 9}, "run-1: model.num_hidden_layers = 9: must be a multiple of pp x "
+         "virtual_stages = 2 x 1 = 2; give plan.stage_layers, or correct one of the three"),
+        ({"plan__stage_layers": [3, 4]}, "run-1: plan.stage_layers: adds up to 7, and num_hidden_layers = 8; give the "
+         "layers of every pipeline rank"),
         ({"plan__lora_rank": 8}, "run-1: plan.lora_rank = 8: is for task = lora; remove it"),
         ({"measured__oom": True}, "run-1: measured.step_time_s = 0.02: must be null where oom is true"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_a_sentence(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
     told = problems(write_runs(tmp_path / "runs.yaml", run_data(**changes)))
     assert sentence in told

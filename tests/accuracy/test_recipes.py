@@ -22,6 +22,14 @@ def bridge(version: str = "NeMo container 26.02", **changes: Any) -> PublishedRu
     return run(software__framework="megatron-bridge", software__version=version, **changes)
 
 
+def qwen(version: str, device: str, precision: str, **changes: Any) -> PublishedRun:
+    """Qwen3 30B-A3B in a container of this version."""
+    experts = {"num_experts": 128, "top_k": 8, "moe_intermediate_size": 768}
+    model = {"model__family": "moe", "model__hidden_size": 2048, "model__moe": experts}
+    how = {"cluster__device": device, "plan__precision": precision}
+    return bridge(f"NeMo container {version}", **model, **how, **changes)
+
+
 def test_a_recipe_holds_for_the_runs_it_names() -> None:
     def ranks(**changes: Any) -> list[int]:
         found = [recipe.sets.lora_rank for recipe in recipes_of(bridge(model__name="llama3-70b", **changes))]
@@ -101,23 +109,17 @@ def test_the_shipped_recipes_say_what_they_set_of_devices_that_there_are() -> No
 @pytest.mark.parametrize(
     ("recipe", "sentence"),
     [
-        (
-            {"sets": {"expert_dispatcher": "deepep"}},
-            "recipes.megatron-lm.0.sets.expert_dispatcher: is not a known key; did you mean expert_dispatch?",
-        ),
-        (
-            {"sets": {"expert_dispatch": "deep"}},
-            'recipes.megatron-lm.0.sets.expert_dispatch = "deep": is not a known choice',
-        ),
+        ({"sets": {"expert_dispatcher": "deepep"}}, "recipes.megatron-lm.0.sets.expert_dispatcher: is not a known key; "
+         "did you mean expert_dispatch?"),
+        ({"sets": {"expert_dispatch": "deep"}},
+         'recipes.megatron-lm.0.sets.expert_dispatch = "deep": is not a known choice'),
         ({"where": [{"devise": ["gb200"]}]}, "recipes.megatron-lm.0.where.0.devise: is not a known key; did you mean"),
-        (
-            {"where": [{"since": "26"}]},
-            'where.0.since = "26": must be the year and month of a release, such as "26.04"',
-        ),
+        ({"where": [{"since": "26"}]},
+         'where.0.since = "26": must be the year and month of a release, such as "26.04"'),
         ({"where": [{"since": 26.04}]}, 'where.0.since = 26.04: must be text; write "26.04"'),
         ({"sets": {"states": {"momentum": 2}}}, "sets.states.momentum: is not a known key"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_with_a_recipe_is_a_sentence(recipe: dict[str, Any], sentence: str) -> None:
     """In a file of recipes and in a file of runs, with its line."""
     data = {"recipes": {"megatron-lm": [{"sets": {}, "source": "a test"} | recipe]}}
@@ -165,19 +167,14 @@ def test_the_rate_of_a_run_s_machine_is_in_place_of_the_catalogue_s() -> None:
 )
 def test_a_run_has_no_overlap_that_its_framework_refuses(plan: dict[str, Any], overlaps: bool, why: str | None) -> None:
     """Its recipe has it, for other plans: the run is predicted without, and says so."""
-    qwen = {"model__family": "moe", "model__hidden_size": 2048, "model__moe": EXPERTS, "plan__precision": "mxfp8"}
     changes = {f"plan__{key}": value for key, value in plan.items()}
-    question = job_of_published_run(
-        bridge("NeMo container 26.06", cluster__device="gb300", plan__ep=2, **qwen, **changes)
-    )
+    question = job_of_published_run(qwen("26.06", "gb300", "mxfp8", plan__ep=2, **changes))
     assert question.job.software.expert_overlap is overlaps
     said = [note for note in question.notes if note.startswith("no expert dispatch overlapped with another microbatch")]
     assert said == ([] if why is None else [f"{BESIDE}: megatron-bridge does not support it with {why}"])
 
 
 BESIDE = "no expert dispatch overlapped with another microbatch"
-BESIDE_ANOTHER: dict[str, Any] = {"plan__ep": 2, "plan__pp": 1, "plan__schedule": "none"}
-EXPERTS: dict[str, Any] = {"num_experts": 128, "top_k": 8, "moe_intermediate_size": 768}
 
 
 @pytest.mark.parametrize(
@@ -195,10 +192,7 @@ EXPERTS: dict[str, Any] = {"num_experts": 128, "top_k": 8, "moe_intermediate_siz
 def test_tokens_come_to_experts_as_the_recipe_of_the_container_has_it(
     version: str, device: str, precision: str, found: tuple[str, bool, bool]
 ) -> None:
-    qwen = {"model__family": "moe", "model__hidden_size": 2048, "model__moe": EXPERTS, "plan__precision": precision}
-    question = job_of_published_run(
-        bridge(f"NeMo container {version}", cluster__device=device, **qwen, **BESIDE_ANOTHER)
-    )
+    question = job_of_published_run(qwen(version, device, precision, plan__ep=2, plan__pp=1, plan__schedule="none"))
     software = question.job.software
     assert (software.expert_dispatch, software.expert_overlap, software.fused_experts) == found
     told = [
@@ -217,7 +211,6 @@ def test_tokens_come_to_experts_as_the_recipe_of_the_container_has_it(
     ],
 )
 def test_attention_is_in_8_bits_where_the_recipe_has_it(version: str, device: str, precision: str, found: bool) -> None:
-    qwen = {"model__family": "moe", "model__hidden_size": 2048, "model__moe": EXPERTS, "plan__precision": precision}
-    question = job_of_published_run(bridge(f"NeMo container {version}", cluster__device=device, **qwen))
+    question = job_of_published_run(qwen(version, device, precision))
     assert question.job.software.fp8_dot_product_attention is found
     assert ("as its recipe says: attention in 8 bits" in question.notes) is found

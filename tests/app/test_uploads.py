@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -15,16 +15,18 @@ from hypothesis import strategies as st
 from app import uploads
 from app.figures.validation import errors_figure, runs_figure, steps_figure, terms_figure
 from app.jobs.run import Runs, may_run
+from app.state import document_text
 from simplan.accuracy.evaluate import predict_runs
 from simplan.accuracy.result import Accuracy
 from simplan.cli.dashboard import RUN_FLAG
 from simplan.errors import SpecError
 from simplan.predict import predict
 from simplan.report.drawings.accuracy_plot import accuracy_plot
-from simplan.scenario import load_scenario
+from simplan.scenario import load_scenario, parse_scenario
 from simplan.validate.measured import measured_timeline, predicted_timeline
 from tests.accuracy.runs import run_data
 from tests.app.figures.drawn import checked
+from tests.app.views.pages import SMALL, assert_no_bug, opened
 from tests.validate.test_compare import measure
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,13 +56,9 @@ def test_a_prediction_and_its_measurement_are_compared() -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"{", "this is not JSON"),
         (b"\xff\xfe", "is not UTF-8 text"),
-        (b"[]", "must be one JSON object"),
         (b"{}", "schema_version"),
         (b'{"schema_version": 2, "kind": "campaign"}', "must be .prediction"),
-        (b"[" * 100_000, "nested too deeply"),
-        (b'{"schema_version": NaN}', "which is no number"),
     ],
 )
 def test_a_broken_prediction_is_a_sentence(content: bytes, words: str) -> None:
@@ -138,3 +136,67 @@ def test_a_run_stays_in_the_workspace_and_is_stopped(monkeypatch: pytest.MonkeyP
     runs.close()
     assert not run.is_going
     assert {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*")} == {"simplan-out"}
+
+
+CONFIG = {
+    "model_type": "llama",
+    "_name_or_path": "someone/tiny",
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+
+
+def test_a_config_becomes_the_model_that_a_file_of_it_is(tmp_path: Path) -> None:
+    fields = uploads.config_fields("config.json", json.dumps(CONFIG).encode(), 1024)
+    document = {**SMALL, "model": fields}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "scenario.yaml").write_text(
+        document_text({**SMALL, "model": {"hf_config": "config.json", "seq_len": 1024}})
+    )
+    loaded = load_scenario(tmp_path / "scenario.yaml").job.model
+    assert parse_scenario(document_text(document)).job.model == loaded.model_copy(update={"name": "someone/tiny"})
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"{", "this is not JSON"),
+        (b'{"model_type": "banana"}', "model_type"),
+        (b" " * (3 * 2**20), "larger than 2 MiB"),
+        (b"\xff\xfe\x00", "is not UTF-8 text"),
+    ],
+)
+def test_other_files_are_refused_in_a_sentence(content: bytes, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        uploads.config_fields("config.json", content, 1024)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_data_or_refused(content: bytes) -> None:
+    for read in (partial(uploads.config_fields, seq_len=1024), uploads.scenario_data):
+        with suppress(SpecError):
+            assert isinstance(read("file", content), dict)
+
+
+def test_own_yaml_is_applied_and_what_is_wrong_is_said() -> None:
+    page = opened()
+    text = document_text({**SMALL, "name": "mine", "training": {"global_batch_size": 32}})
+    page.text_area(key="form text").set_value(text)
+    page.button(key="form apply").click().run()
+    assert_no_bug(page)
+    assert page.query_params["training.global_batch_size"] in ("32", ["32"])
+    page.text_area(key="form text").set_value("model: [")
+    page.button(key="form apply").click().run()
+    assert_no_bug(page)
+    assert "not YAML" in page.warning[0].value
+    page.text_area(key="form text").set_value("!!python/object/apply:os.system ['true']")
+    page.button(key="form apply").click().run()
+    assert_no_bug(page)
+    assert page.warning

@@ -9,18 +9,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.cli.calls import Simplan
 from tests.forking import ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240  # a hang is a failure; nothing here is about speed
-
-Simplan = Callable[..., "subprocess.CompletedProcess[str]"]
 
 SCENARIO = """\
 name: small

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from xml.etree import ElementTree
 
 import pytest
 
 from tests.accuracy.runs import run_data, write_runs
-
-Simplan = Callable[..., "CompletedProcess[str]"]
+from tests.cli.calls import Simplan, refused
 
 OF_A_RUN = {
     "id", "file", "status", "reason", "predicted_step_time_s", "step_time_interval_s", "measured_step_time_s",
@@ -135,16 +132,14 @@ def test_a_picture_of_nothing_is_not_written(simplan: Simplan, tmp_path: Path) -
 
 def test_a_picture_is_svg(simplan: Simplan, runs: Path) -> None:
     result = simplan("accuracy", runs, "--plot", "all.png")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "--plot = all.png: must end in .svg; write all.svg" in result.stderr
+    refused(result, "--plot = all.png: must end in .svg; write all.svg")
     assert "predicting" not in result.stderr
 
 
 def test_a_bad_file_is_told_with_its_line(simplan: Simplan, tmp_path: Path) -> None:
     write_runs(tmp_path / "bad.yaml", run_data("one", cluster__num_devices=5))
-    result = simplan("accuracy", tmp_path / "bad.yaml")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "one: cluster.num_devices = 5: must be dp_replicate x dp_shard x tp x pp x cp" in result.stderr
+    said = "one: cluster.num_devices = 5: must be dp_replicate x dp_shard x tp x pp x cp"
+    refused(simplan("accuracy", tmp_path / "bad.yaml"), said)
 
 
 def test_scenarios_are_checked_beside_published_runs(simplan: Simplan, runs: Path, scenario: Path) -> None:

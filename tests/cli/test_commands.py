@@ -7,9 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from xml.etree import ElementTree
 
 import pytest
@@ -17,9 +15,8 @@ import typer.main
 
 import simplan as package
 from simplan.cli.app import app
+from tests.cli.calls import Simplan, bash, here, refused
 from tests.test_words import PRIVATE_WORDS
-
-Simplan = Callable[..., "CompletedProcess[str]"]
 
 
 def test_version_and_help(simplan: Simplan, new_simplan: Simplan) -> None:
@@ -149,9 +146,8 @@ def test_an_export_may_be_of_some_to_all_nodes(target: str, simplan: Simplan, tm
     scenario = tmp_path / "four.yaml"
     scenario.write_text(EXPORTED)
     export = ("export", scenario, "--to", target, "--nnodes", "1:4")
-    refused = simplan(*export, "--checkpoint-dir", "/kept")
-    assert refused.returncode == 2
-    assert refused.stderr.endswith("each time counts as a restart; add --max-restarts K\n")
+    alone = simplan(*export, "--checkpoint-dir", "/kept")
+    refused(alone, "each time counts as a restart; add --max-restarts K\n")
     written = simplan(*export, "--checkpoint-dir", "/kept", "--max-restarts", "2")
     assert "torchrun --nnodes 1:4 --nproc-per-node 8 --max-restarts 2" in written.stdout
     assert ('"resume":true' in written.stdout) == (target == "kubernetes")
@@ -166,9 +162,7 @@ def test_a_trace_and_an_export_on_stdout_are_one_document(simplan: Simplan, scen
     assert json.loads(result.stdout) == json.loads(file.read_text())
     script = simplan("export", scenario, "--to", "slurm").stdout
     assert json.loads(simplan("export", scenario, "--to", "slurm", "--json").stdout)["text"] == script
-    nowhere = simplan("trace", scenario)
-    assert (nowhere.returncode, nowhere.stdout) == (2, "")
-    assert "give -o FILE, or --json to print the trace" in nowhere.stderr
+    refused(simplan("trace", scenario), "give -o FILE, or --json to print the trace")
 
 
 def test_trace_and_predict_write_the_same_trace(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
@@ -212,9 +206,9 @@ def test_check_passes_fails_and_refuses(simplan: Simplan, scenario: Path, tmp_pa
     bad = tmp_path / "sub" / "bad.yml"
     bad.parent.mkdir()
     bad.write_text("nothing: here\n")
-    refused = simplan("check", tmp_path, "--json")
-    assert refused.returncode == 2
-    totals = json.loads(refused.stdout)["totals"]
+    wrong_file = simplan("check", tmp_path, "--json")
+    assert wrong_file.returncode == 2
+    totals = json.loads(wrong_file.stdout)["totals"]
     assert (totals["passed"], totals["failed"]) == (3, 1)
     assert totals["error"] >= 1
     bad.rename(tmp_path / "bad.yml")
@@ -235,9 +229,7 @@ def test_check_writes_junit_and_annotations(new_simplan: Simplan, scenario: Path
 
 
 def test_check_skips_this_machine_without_a_calibration(simplan: Simplan, scenario: Path) -> None:
-    scenario.write_text(
-        scenario.read_text().replace("dgx-h100", "this-machine").replace("{global", "{precision: fp32, global")
-    )
+    scenario.write_text(here(scenario.read_text()))
     result = simplan("check", scenario)
     assert result.returncode == 0
     assert "skipped: needs this machine's calibration" in result.stdout
@@ -269,11 +261,11 @@ def test_what_bless_writes_holds_exactly_where_that_is_asked(simplan: Simplan, s
 @pytest.mark.parametrize("way", ["cat {0} | {1} -", "{1} - < {0}", "{1} <(cat {0})"])
 def test_a_scenario_may_come_through_a_pipe(way: str, scenario: Path, environment: dict[str, str]) -> None:
     command = way.format(scenario, f"{sys.executable} -m simplan draw")
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
+    result = bash(command, environment)
     assert result.stderr == ""
     assert result.stdout.startswith("small: one step")
     exported = way.format(scenario, f"{sys.executable} -m simplan export --to slurm")
-    script = subprocess.run(["bash", "-c", exported], capture_output=True, text=True, env=environment, check=True)
+    script = bash(exported, environment)
     assert "torchrun" in script.stdout
 
 
@@ -282,7 +274,7 @@ def test_the_next_commands_name_the_scenario_as_it_can_be_read(
     way: str, named: str, scenario: Path, environment: dict[str, str]
 ) -> None:
     command = way.format(scenario, f"{sys.executable} -m simplan predict")
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
+    result = bash(command, environment)
     assert f"\n  simplan trace {named} -o trace.json\n" in result.stdout
 
 
@@ -306,19 +298,15 @@ def test_files_named_by_a_scenario_of_a_pipe_are_where_the_command_runs(
 def test_check_reads_a_pipe_once(way: str, scenario: Path, environment: dict[str, str]) -> None:
     check = f"{sys.executable} -m simplan check"
     command = way.format(scenario, check)
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
+    result = bash(command, environment)
     assert (result.returncode, result.stderr) == (0, "")
     blessing = way.format(scenario, f"{check} --bless")
-    refused = subprocess.run(["bash", "-c", blessing], capture_output=True, text=True, env=environment, check=False)
-    assert refused.returncode == 2
-    assert refused.stderr.endswith("is not a file that --bless can write to; save it\n")
+    refused(bash(blessing, environment), "is not a file that --bless can write to; save it\n")
 
 
 def test_a_reader_that_goes_away_is_no_error(scenario: Path, environment: dict[str, str]) -> None:
     command = f"{sys.executable} -m simplan predict {scenario} --json | head -c 10; exit ${{PIPESTATUS[0]}}"
-    result = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=240, check=False
-    )
+    result = bash(command, environment)
     assert (result.returncode, result.stderr) == (0, "")
 
 
@@ -334,9 +322,7 @@ def test_without_torch_predicting_works_and_running_names_the_extra(
     hidden = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "hide"), str(Path(__file__).resolve().parents[2])])}
     assert new_simplan("predict", scenario, env=hidden).returncode == 0
     for args in (("calibrate",), ("demo", "-o", tmp_path / "demo")):
-        result = new_simplan(*args, env=hidden)
-        assert result.returncode == 2
-        assert 'pip install "simplan[executor]"' in result.stderr
+        refused(new_simplan(*args, env=hidden), 'pip install "simplan[executor]"')
 
 
 def test_a_bug_is_a_sentence_too(new_simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
@@ -366,9 +352,7 @@ def test_run_refuses_software_that_it_does_not_run(
         f"model: {{preset: bert-tiny, seq_len: 32}}\ncluster: {{preset: {cluster}, num_devices: 1}}\n"
         "training: {global_batch_size: 2}\nplan: {dp_replicate: 1}\nsoftware: megatron-core\n"
     )
-    result = simplan("run", path)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert f"software = megatron-core: {sentence}" in result.stderr
+    refused(simplan("run", path), f"software = megatron-core: {sentence}")
 
 
 def test_compare_with_what_a_log_says(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
@@ -379,10 +363,8 @@ def test_compare_with_what_a_log_says(simplan: Simplan, scenario: Path, tmp_path
     assert found["kind"] == "logged_comparison"
     assert [row["measured"] for row in found["rows"]] == [0.02, 1.5]
     assert "no term's uncertainty explains the difference of -" in simplan("compare", predicted, log).stdout
-    refused = simplan("compare", predicted, log, "--plot", tmp_path / "steps.svg")
-    assert refused.returncode == 2
-    assert "--plot: draws a timeline, and a log has none" in refused.stderr
+    plotted = simplan("compare", predicted, log, "--plot", tmp_path / "steps.svg")
+    refused(plotted, "--plot: draws a timeline, and a log has none")
     log.write_text("step_times_s: [0.02]\npeak_device_gib: [1, 2, 3]\n")
-    refused = simplan("compare", predicted, log)
-    assert refused.returncode == 2
-    assert refused.stderr.startswith(f"error: {log}: peak_device_gib: has 3 numbers, and the predicted job has 2 ranks")
+    said = f"error: {log}: peak_device_gib: has 3 numbers, and the predicted job has 2 ranks"
+    refused(simplan("compare", predicted, log), said)

@@ -7,14 +7,12 @@ import os
 import pty
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from xml.etree import ElementTree
 
 import pytest
 
-Simplan = Callable[..., "CompletedProcess[str]"]
+from tests.cli.calls import Simplan, refused
 
 
 def test_draw_prints_a_line_for_each_rank(simplan: Simplan, scenario: Path) -> None:
@@ -89,28 +87,18 @@ def test_a_terminal_gets_colour_and_its_width(scenario: Path, environment: dict[
     ],
 )
 def test_what_cannot_be_drawn_is_refused(args: list[str], message: str, simplan: Simplan, scenario: Path) -> None:
-    result = simplan("draw", scenario, *args)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
+    refused(simplan("draw", scenario, *args), "error: ", message)
 
 
 def test_a_folder_is_no_picture(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
     (tmp_path / "folder.svg").mkdir()
-    result = simplan("draw", scenario, "-o", "folder.svg")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == (
-        "error: folder.svg: cannot be written: Is a directory; check that its folder exists and may be written\n"
-    )
+    said = "error: folder.svg: cannot be written: Is a directory; check that its folder exists and may be written\n"
+    refused(simplan("draw", scenario, "-o", "folder.svg"), said)
 
 
 def test_a_bad_scenario_and_an_unused_calibration_are_refused(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
     assert "did you mean" in simplan("draw", tmp_path / "smal.yaml").stderr
-    result = simplan("draw", scenario, "--calibration", tmp_path / "c.json")
-    assert result.returncode == 2
-    assert "c.json" in result.stderr
+    refused(simplan("draw", scenario, "--calibration", tmp_path / "c.json"), "c.json")
 
 
 def test_a_terminal_without_more_than_ascii_gets_the_same_picture(scenario: Path, environment: dict[str, str]) -> None:

@@ -1,15 +1,19 @@
-"""What ``simplan run`` makes before its ranks start, and after they ended."""
+"""What commands do before ranks start, while an executor runs (a stand-in of a few lines), and after it ended."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import simplan.cli.execute as execute_module
+from simplan.cli import demo
 from simplan.cli.execute import RunOptions, execute
+from simplan.cli.terminal import processes
 from simplan.io import read_model, write_model
 from simplan.program.lowering.lower import Lowerer
 from simplan.runs.measurement import Measurement
@@ -49,3 +53,40 @@ def test_a_plan_is_lowered_once_at_each_level(monkeypatch: pytest.MonkeyPatch, t
     events = json.loads((tmp_path / "predicted.trace.json").read_text())["traceEvents"]
     ends = [event["ts"] + event["dur"] for event in events if event.get("ph") == "X"]
     assert max(ends) == pytest.approx(step_time_s * 1e6, rel=1e-6), "the trace is of the prediction"
+
+
+@pytest.mark.parametrize(("load", "said"), [(0.0, False), (2.0, False), (2.1, True), (40.0, True)])
+def test_a_busy_machine_is_told(load: float, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "num_cores", lambda: 4)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    assert ("timings will scatter" in demo._busy()) == said
+
+
+LEAVES = """\
+import os, signal, sys, time
+
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
+print('{"event": "note", "text": "ready"}', flush=True)
+if sys.argv[1] == "alone":
+    os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("asked", ["by us", "alone"])
+def test_an_executor_that_is_told_to_end_ends_the_command_with_143(
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the signal came to the command line, or to the executor itself."""
+    (tmp_path / "executor.py").write_text(LEAVES)
+    monkeypatch.setattr(processes, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(processes, "require_executor", lambda: None)
+
+    def heard(event: dict[str, Any]) -> None:
+        if asked == "by us":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as caught:
+        processes.run_executor([asked], heard)
+    assert caught.value.code == 143

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,7 @@ from simplan.runs.checkpoint import Checkpointing
 from simplan.runs.fewer_nodes import Nodes
 from simplan.scenario import load_scenario
 from simplan.scenario.fewer_nodes import scenarios_on_fewer
-
-Simplan = Callable[..., "subprocess.CompletedProcess[str]"]
+from tests.cli.calls import Simplan, refused
 
 SCENARIO = """\
 name: two nodes
@@ -44,52 +41,32 @@ def free_port() -> int:
 
 
 NOWHERE = "--rdzv-endpoint: must say where the nodes meet; give a name of one of the nodes and a free port there"
-ON = ["--rdzv-endpoint", "a:1"]
+TWO, ON = ["--nnodes", "2"], ["--rdzv-endpoint", "a:1"]
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("command", "options", "sentence"),
     [
-        (
-            [],
-            "--nnodes = 1: the scenario's cluster has 2 nodes; give --nnodes 2 --rdzv-endpoint HOST:PORT on each of",
-        ),
-        (["--nnodes", "3", *ON], "--nnodes = 3: must divide the 2 devices of the scenario's cluster"),
-        (["--nnodes", "2"], NOWHERE),
-        (["--nnodes", "2", "--rdzv-endpoint", "a"], "--rdzv-endpoint = a: must be HOST:PORT; give a name of one of"),
-        (
-            ["--nnodes", "2", *ON, "--rdzv-conf", "timeout=3"],
-            "--rdzv-conf = timeout=3: must be of join_timeout=",
-        ),
-        (ON, "--nnodes = 1: the scenario's cluster has 2 nodes"),
+        ("run", [], "--nnodes = 1: the scenario's cluster has 2 nodes; give --nnodes 2 --rdzv-endpoint HOST:PORT on"),
+        ("run", ["--nnodes", "3", *ON], "--nnodes = 3: must divide the 2 devices of the scenario's cluster"),
+        ("run", ["--nnodes", "2"], NOWHERE),
+        ("run", [*TWO, "--rdzv-endpoint", "a"], "--rdzv-endpoint = a: must be HOST:PORT; give a name of one of"),
+        ("run", [*TWO, *ON, "--rdzv-conf", "timeout=3"], "--rdzv-conf = timeout=3: must be of join_timeout="),
+        ("run", ON, "--nnodes = 1: the scenario's cluster has 2 nodes"),
+        ("calibrate", ON, "--rdzv-endpoint = a:1: is about several nodes, and --nnodes is 1; give --nnodes too"),
+        ("calibrate", TWO, NOWHERE),
+        ("calibrate", [*TWO, *ON, "--dtype", "bf16"], "--dtype = bf16: is about kernels, and across nodes only"),
     ],
 )
-def test_options_that_do_not_fit(options: list[str], sentence: str, simplan: Simplan, two: Path) -> None:
-    result = simplan("run", two, *options)
-    assert result.returncode == 2
-    assert sentence in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (ON, "--rdzv-endpoint = a:1: is about several nodes, and --nnodes is 1; give --nnodes too"),
-        (["--nnodes", "2"], NOWHERE),
-        (["--nnodes", "2", *ON, "--dtype", "bf16"], "--dtype = bf16: is about kernels, and across nodes only"),
-    ],
-)
-def test_calibration_options_that_do_not_fit(options: list[str], sentence: str, simplan: Simplan) -> None:
-    result = simplan("calibrate", *options)
-    assert result.returncode == 2
-    assert sentence in result.stderr
+def test_options_that_do_not_fit(command: str, options: list[str], sentence: str, simplan: Simplan, two: Path) -> None:
+    result = simplan(command, *([two] if command == "run" else []), *options)
+    refused(result, sentence)
     assert result.stderr.count("\n") == 1
 
 
 def test_scenarios_are_not_timed_across_nodes(simplan: Simplan, two: Path) -> None:
-    result = simplan("calibrate", two, "--nnodes", "2", *ON)
-    assert result.returncode == 2
-    assert "is not timed across nodes: collectives and P2P sends are, for any scenario; leave it out" in result.stderr
+    said = "is not timed across nodes: collectives and P2P sends are, for any scenario; leave it out"
+    refused(simplan("calibrate", two, *TWO, *ON), said)
 
 
 def test_nobody_at_the_endpoint(simplan: Simplan, two: Path) -> None:

@@ -37,6 +37,12 @@ def cluster(num_devices: int, *, intra: LinkSpec = INNER, inter: LinkSpec | None
     )
 
 
+def of_chips(device: str, number: int, *, chips: int, network: LinkSpec | None = None) -> ClusterSpec:
+    """Slices of so many TPU chips each."""
+    link = catalog.link(f"ici-{device}")
+    return catalog.make_cluster(catalog.NodeEntry("slice", catalog.device(device), chips, link, network), number)
+
+
 def cost_estimate(
     kind: CollectiveKind, num_bytes: int, ranks: tuple[int, ...], intra: LinkSpec = INNER
 ) -> CostEstimate:
@@ -92,10 +98,23 @@ def test_a_group_over_nodes_uses_the_network_of_all_its_devices() -> None:
     assert small == pytest.approx((10 + 6.6 + 0.36 * 20) * US + 500 / (0.11 * 45e9))
 
 
-def test_ranks_of_a_node_have_a_network_each() -> None:
-    """Two of 8 devices in each of two nodes gather over the network of two, whatever the other six do."""
-    two = cost_estimate(CollectiveKind.ALL_GATHER, 10**9, (0, 1, 8, 9)).seconds
-    assert two == pytest.approx(SIMPLE_S + 20 * US + 2 * 3 * US + 3 / 4 * 1e9 / 90e9)
+@pytest.mark.parametrize(
+    ("kind", "num_bytes", "ranks", "seconds"),
+    [
+        # two of 8 devices in each of two nodes gather over the network of two, whatever the other six do
+        (CollectiveKind.ALL_GATHER, 10**9, (0, 1, 8, 9), (20 + 2 * 3) * US + 3 / 4 * 1e9 / 90e9),
+        # half of each buffer leaves over the device's own 45 GB/s; seven more communications are posted
+        (CollectiveKind.ALL_TO_ALL, 16 * 10**8, tuple(range(16)), (20 + 7 * 3) * US + 8 * 1e8 / 45e9),
+        # nodes of 8 and 4: from the smaller one, 8 parts of 12 leave
+        (CollectiveKind.ALL_TO_ALL, 12 * 10**8, tuple(range(12)), (20 + 7 * 3) * US + 8 * 1e8 / 45e9),
+        # neighbours of different nodes have one device's network, however many devices the nodes have
+        (CollectiveKind.RING, 10**8, tuple(range(16)), 20 * US + 1e8 / 45e9),
+    ],
+)
+def test_closed_forms_between_nodes(
+    kind: CollectiveKind, num_bytes: int, ranks: tuple[int, ...], seconds: float
+) -> None:
+    assert cost_estimate(kind, num_bytes, ranks).seconds == pytest.approx(SIMPLE_S + seconds)
 
 
 def test_the_node_with_the_fewest_devices_sets_the_pace() -> None:
@@ -214,26 +233,22 @@ def test_a_rack_that_is_one_domain_has_no_network() -> None:
     ],
 )
 def test_a_torus_has_two_links_on_every_axis(device: str, num_chips: int, n: int, links: int) -> None:
-    link = catalog.link(f"ici-{device}")
-    node = catalog.NodeEntry("slice", catalog.device(device), num_chips, link, None)
-    slice_ = catalog.make_cluster(node, num_chips)
+    slice_ = of_chips(device, num_chips, chips=num_chips)
     found = communication_cost(Communication(CollectiveKind.ALL_GATHER, 10**10, tuple(range(n))), slice_).seconds
-    assert found == pytest.approx((n - 1) / n * 1e10 / (links * link.bytes_per_s * 0.82), rel=0.002)
+    rate = links * catalog.link(f"ici-{device}").bytes_per_s * 0.82
+    assert found == pytest.approx((n - 1) / n * 1e10 / rate, rel=0.002)
 
 
 def test_a_measured_gather_on_a_tpu() -> None:
     """The scaling book prints 680 us for an array of 2048 x 8192 in 16 bits over 4 chips of a v5e slice of 4 x 4."""
-    node = catalog.NodeEntry("slice", catalog.device("tpu-v5e"), 16, catalog.link("ici-tpu-v5e"), None)
     communication = Communication(CollectiveKind.ALL_GATHER, 2048 * 8192 * 2, (0, 1, 2, 3))
-    assert communication_cost(communication, catalog.make_cluster(node, 16)).seconds == pytest.approx(
-        680 * US, rel=0.02
-    )
+    found = communication_cost(communication, of_chips("tpu-v5e", 16, chips=16)).seconds
+    assert found == pytest.approx(680 * US, rel=0.02)
 
 
 def test_an_all_to_all_on_a_torus_takes_a_quarter_of_a_gather() -> None:
     """Of everybody's buffers, each chip's own not counted: chunks go a quarter of the way round, not all of it."""
-    node = catalog.NodeEntry("pod", catalog.device("tpu-v5e"), 256, catalog.link("ici-tpu-v5e"), None)
-    pod, ranks = catalog.make_cluster(node, 256), tuple(range(16))
+    pod, ranks = of_chips("tpu-v5e", 256, chips=256), tuple(range(16))
     exchanged = communication_cost(Communication(CollectiveKind.ALL_TO_ALL, 10**10, ranks), pod).seconds
     gathered = communication_cost(Communication(CollectiveKind.ALL_GATHER, 16 * 10**10, ranks), pod).seconds
     assert exchanged / gathered == pytest.approx(16 / 15 / 4, rel=1e-3)
@@ -241,13 +256,11 @@ def test_an_all_to_all_on_a_torus_takes_a_quarter_of_a_gather() -> None:
 
 def test_chips_of_many_slices_share_what_leaves_them() -> None:
     """Two slices of 256: inside as above, and each chip a 256th of the buffer over its own network, there and back."""
-    node = catalog.NodeEntry(
-        "pod", catalog.device("tpu-v5e"), 256, catalog.link("ici-tpu-v5e"), catalog.network_link(25)
-    )
+    network = catalog.network_link(25)
     communication = Communication(CollectiveKind.ALL_REDUCE, 10**10, tuple(range(512)))
     inside_s = 2 * 255 / 256 * 1e10 / (4 * 45e9 * 0.82)
-    outside_s = 1e10 / 256 / (25e9 / 8 * catalog.network_link(25).bandwidth_share)
-    found = communication_cost(communication, catalog.make_cluster(node, 512)).seconds
+    outside_s = 1e10 / 256 / (25e9 / 8 * network.bandwidth_share)
+    found = communication_cost(communication, of_chips("tpu-v5e", 512, chips=256, network=network)).seconds
     assert found == pytest.approx(inside_s + outside_s, rel=1e-3)
 
 
@@ -292,19 +305,6 @@ def test_more_ranks_of_a_node_take_no_less(kind: CollectiveKind, num_bytes: int)
     assert times_s == sorted(times_s)
 
 
-def test_an_all_to_all_over_nodes_waits_for_what_leaves_them() -> None:
-    """Two nodes of 8: half of each buffer leaves over the device's own 45 GB/s; seven more communications are
-    posted."""
-    found = cost_estimate(CollectiveKind.ALL_TO_ALL, 16 * 10**8, tuple(range(16))).seconds
-    assert found == pytest.approx(SIMPLE_S + (20 + 7 * 3) * US + 8 * 1e8 / 45e9)
-
-
-def test_an_all_to_all_of_uneven_nodes_waits_for_the_smaller_node() -> None:
-    """Nodes of 8 and 4: from the smaller one, 8 parts of 12 leave."""
-    found = cost_estimate(CollectiveKind.ALL_TO_ALL, 12 * 10**8, tuple(range(12))).seconds
-    assert found == pytest.approx(SIMPLE_S + (20 + 7 * 3) * US + 8 * 1e8 / 45e9)
-
-
 def test_an_all_to_all_over_nodes_may_wait_for_what_stays_inside() -> None:
     """The same with links changed about: seven parts of 16 go over the slower link inside the node."""
     slow_inside = cluster(16, intra=OUTER, inter=INNER)
@@ -312,12 +312,6 @@ def test_an_all_to_all_over_nodes_may_wait_for_what_stays_inside() -> None:
         Communication(CollectiveKind.ALL_TO_ALL, 16 * 10**8, tuple(range(16))), slow_inside
     ).seconds
     assert found == pytest.approx(SIMPLE_S + (20 + 6 * 3) * US + 7 * 1e8 / 45e9)
-
-
-def test_a_ring_that_crosses_nodes_is_as_slow_as_that_hop() -> None:
-    """Neighbours of different nodes have one device's network, however many devices the nodes have."""
-    found = cost_estimate(CollectiveKind.RING, 10**8, tuple(range(16))).seconds
-    assert found == pytest.approx(SIMPLE_S + 20 * US + 1e8 / 45e9)
 
 
 def test_how_sure_a_price_is_depends_on_size_and_tier() -> None:

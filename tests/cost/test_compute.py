@@ -10,23 +10,14 @@ import pytest
 
 from simplan import catalog
 from simplan.cost.compute.attention import AttentionRates
-from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.cost.compute.kernels import KernelCost
 from simplan.cost.compute.matmul import Matmul, MatmulRates
 from simplan.cost.model import Provenance
-from simplan.model.layer import (
-    Attention,
-    CollectiveKind,
-    Gemm,
-    LayerCollective,
-    Lookup,
-    ParameterSpec,
-    Pointwise,
-)
+from simplan.model.layer import Attention, CollectiveKind, Gemm, LayerCollective, Lookup, ParameterSpec, Pointwise
 from simplan.program.program import LayerWork, Phase
 from simplan.software.rates import AttentionEfficiency
 from simplan.software.software import StateBytes
-from tests.cost.rates import PLAIN, changed
+from tests.cost.rates import PLAIN, changed, cost_of
 from tests.layers import layer_of_kernels
 
 STATE = StateBytes(parameter=4, gradient=4, activation=2, boundary=4)
@@ -69,11 +60,7 @@ PARTS = layer_of_kernels(
         Pointwise("norm", 10**8, 10**8),
         Lookup("e", 10**4, 10**4),
     ),
-    (
-        ParameterSpec("a.weight", (4096, 8192)),
-        ParameterSpec("norm.weight", (1,)),
-        ParameterSpec("e.weight", (1,)),
-    ),
+    (ParameterSpec("a.weight", (4096, 8192)), ParameterSpec("norm.weight", (1,)), ParameterSpec("e.weight", (1,))),
     key="parts",
 )
 GEMM_S = 2 * 2048 * 4096 * 8192 / 1e14
@@ -241,13 +228,9 @@ def test_weights_are_copied_for_products_in_another_precision() -> None:
 
 def test_both_kinds_of_16_bits_and_devices_that_nobody_measured_have_the_rate_of_their_architecture() -> None:
     """271.2 TFLOP/s were measured in bf16 on the A100 with 80 GB, 87 % of the peak that all A100 share."""
-    torch = catalog.software("torch")
 
-    def rate(device: str, precision: Any) -> float:
-        cost = kernel_cost(
-            catalog.device(device), precision, STATE, "adamw", torch, num_devices=8, shards_parameters=False
-        )
-        return cost.matmuls.flop_per_s
+    def rate(device: str, precision: str) -> float:
+        return cost_of(device, precision).matmuls.flop_per_s
 
     assert rate("a100-sxm-80gb", "fp16") == rate("a100-sxm-80gb", "bf16")
     assert rate("a100-sxm-40gb", "bf16") == pytest.approx(rate("a100-sxm-80gb", "bf16"), rel=0.01)
@@ -255,10 +238,7 @@ def test_both_kinds_of_16_bits_and_devices_that_nobody_measured_have_the_rate_of
 
 def test_a_framework_that_nothing_was_fitted_to_is_less_sure() -> None:
     asked = (("a100-sxm-80gb", "llm-foundry"), ("a100-sxm-80gb", "torch"), ("mi300x", "llm-foundry"))
-    sure = []
-    for device, name in asked:
-        profile = (catalog.device(device), "bf16", STATE, "adamw", catalog.software(name))
-        sure.append(kernel_cost(*profile, num_devices=8, shards_parameters=False).relative_std)  # type: ignore[arg-type]
+    sure = [cost_of(device, software=name, state=STATE).relative_std for device, name in asked]
     assert sure[0] < sure[1] < sure[2]
 
 
@@ -266,13 +246,10 @@ def test_devices_that_wait_for_each_other_are_as_slow_as_the_slowest() -> None:
     """The largest of N draws of a normal distribution, by drawing: within a fifth of the approximation."""
     device = catalog.device("a100-sxm-80gb")
     jittery = device.model_copy(update={"kernels": device.kernels.model_copy(update={"jitter": 0.02})})
-    torch = catalog.software("torch")
     for number in (256, 4096):
-        cost = kernel_cost(jittery, "bf16", STATE, "adamw", torch, num_devices=number, shards_parameters=False)
         largest = np.random.default_rng(0).normal(1, 0.02, (200, number)).max(axis=1).mean()
-        assert cost.slowest - 1 == pytest.approx(largest - 1, rel=0.2)
-    alone = kernel_cost(jittery, "bf16", STATE, "adamw", torch, num_devices=1, shards_parameters=False)
-    assert alone.slowest == 1
+        assert cost_of(jittery, num_devices=number).slowest - 1 == pytest.approx(largest - 1, rel=0.2)
+    assert cost_of(jittery, num_devices=1).slowest == 1
 
 
 @pytest.mark.parametrize(

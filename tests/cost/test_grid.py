@@ -15,13 +15,11 @@ from simplan.cost.calibration.format import Calibration, CommunicationTiming, Ke
 from simplan.cost.compute.grid_cost import GridCost, KernelGrid
 from simplan.cost.model import Provenance
 from simplan.errors import SpecError
-from simplan.job import Job
 from simplan.model.layer import CollectiveKind, Gemm, LayerSpec, ParameterSpec, Pointwise
-from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.program.program import LayerWork, Phase
 from simplan.training.optimizer import UpdateName
-from simplan.training.training import TrainingSpec
+from tests.jobs import job_of
 from tests.layers import layer_of_kernels
 
 DIMS = (64, 256, 1024)
@@ -172,22 +170,16 @@ def test_what_lies_outside_is_named() -> None:
 def test_any_model_on_a_device_of_the_catalogue_is_priced_from_its_calibration() -> None:
     """Nothing of gpt2 was timed; its gathers were, over 8 ranks; 16 ranks were not."""
     model = catalog.model("gpt2-124m").model_copy(update={"num_hidden_layers": 2})
-    training, software = TrainingSpec(global_batch_size=16, precision="bf16"), catalog.software("torch")
-    one = catalog.cluster("dgx-h100", num_devices=8)
-    found = predict(Job(model, one, training, ParallelPlan(dp_shard=8), software), name="x", calibration=CALIBRATION)
+    found = predict(job_of(model, {"dp_shard": 8}, num_microbatches=2), name="x", calibration=CALIBRATION)
     by_name = {term.name: term.provenance for term in found.terms}
-    assert by_name["block forward"] == "calibrated"
-    assert by_name["all_gather over 8 ranks"] == "calibrated"
+    assert by_name["block forward"] == by_name["all_gather over 8 ranks"] == "calibrated"
     assert found.memory[0].device_bytes - found.memory[0].reserved_bytes == 10**9
     assert not any("datasheet" in text for text in found.assumptions)
-    two = catalog.cluster("dgx-h100", num_devices=16)
-    found = predict(Job(model, two, training, ParallelPlan(dp_shard=16), software), name="x", calibration=CALIBRATION)
+    found = predict(job_of(model, {"dp_shard": 16}, num_microbatches=1), name="x", calibration=CALIBRATION)
     by_name = {term.name: term.provenance for term in found.terms}
-    assert by_name["block forward"] == "calibrated"
-    assert by_name["all_gather over 16 ranks"] == "published"
-    assert any(
-        text.startswith("not timed, so priced from datasheets: all_gather over 16") for text in found.assumptions
-    )
+    assert (by_name["block forward"], by_name["all_gather over 16 ranks"]) == ("calibrated", "published")
+    said = "not timed, so priced from datasheets: all_gather over 16"
+    assert any(text.startswith(said) for text in found.assumptions)
 
 
 @pytest.mark.parametrize(
@@ -201,15 +193,9 @@ def test_any_model_on_a_device_of_the_catalogue_is_priced_from_its_calibration()
 )
 def test_a_calibration_of_another_device_is_refused(changes: dict[str, Any], cluster: str, told: str) -> None:
     other = CALIBRATION.model_copy(update=changes)
-    model = catalog.model("gpt2-124m")
-    training = TrainingSpec(global_batch_size=2, precision="bf16")
-    asked = catalog.cluster(cluster, num_devices=2)
+    asked = job_of("gpt2-124m", {"dp_replicate": 2}, cluster=cluster)
     with pytest.raises(SpecError, match=told):
-        predict(
-            Job(model, asked, training, ParallelPlan(dp_replicate=2), catalog.software("torch")),
-            name="x",
-            calibration=other,
-        )
+        predict(asked, name="x", calibration=other)
 
 
 def test_another_precision_is_refused_in_a_sentence() -> None:

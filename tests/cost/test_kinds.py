@@ -8,23 +8,12 @@ import pytest
 
 from simplan.cost.calibration.kinds import kinds_needed
 from simplan.model.layer import CollectiveKind
-from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.training.training import TrainingSpec
+from tests.jobs import tiny_model
 
 TRAINING = TrainingSpec(global_batch_size=8)
-
-
-def model(family: str) -> ModelSpec:
-    return ModelSpec(
-        family=family,
-        num_hidden_layers=4,
-        hidden_size=64,
-        num_attention_heads=4,
-        intermediate_size=64,
-        vocab_size=64,
-        seq_len=16,
-    )
+LLAMA = tiny_model("llama", num_hidden_layers=4, intermediate_size=64, vocab_size=64)
 
 
 @pytest.mark.parametrize(
@@ -48,11 +37,11 @@ def model(family: str) -> ModelSpec:
     ],
 )
 def test_kinds_of_each_strategy(plan: dict[str, Any], kinds: str) -> None:
-    assert " ".join(sorted(kinds_needed(ParallelPlan(**plan), model("llama"), TRAINING))) == kinds
+    assert " ".join(sorted(kinds_needed(ParallelPlan(**plan), LLAMA, TRAINING))) == kinds
 
 
 def test_a_tied_embedding_is_summed_over_both_ends_of_a_pipeline() -> None:
-    assert " ".join(sorted(kinds_needed(ParallelPlan(pp=2), model("gpt"), TRAINING))) == "all_reduce send"
+    assert " ".join(sorted(kinds_needed(ParallelPlan(pp=2), tiny_model(), TRAINING))) == "all_reduce send"
 
 
 @pytest.mark.parametrize(
@@ -67,5 +56,5 @@ def test_a_tied_embedding_is_summed_over_both_ends_of_a_pipeline() -> None:
     ],
 )
 def test_norms_are_summed_over_ranks_with_parts(plan: dict[str, Any], training: dict[str, Any], sums: bool) -> None:
-    found = kinds_needed(ParallelPlan(**plan), model("llama"), TrainingSpec(global_batch_size=8, **training))
+    found = kinds_needed(ParallelPlan(**plan), LLAMA, TrainingSpec(global_batch_size=8, **training))
     assert (CollectiveKind.ALL_REDUCE in found) == sums

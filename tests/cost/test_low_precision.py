@@ -7,21 +7,17 @@ from typing import Any
 
 import pytest
 
-from simplan import catalog
 from simplan.cost.compute.attention import AttentionRates
-from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.cost.compute.kernels import KernelCost
 from simplan.cost.compute.matmul import MatmulRates
 from simplan.cost.model import Provenance
 from simplan.errors import SpecError
 from simplan.model.layer import Gemm, LayerKind, LayerSpec, ParameterSpec, Pointwise, Role
 from simplan.model.low_precision import linear_format
-from simplan.plan.plan import ParallelPlan
 from simplan.program.program import LayerWork, Phase
 from simplan.software.rates import AttentionEfficiency
 from simplan.software.software import StateBytes
-from simplan.training.training import TrainingSpec
-from tests.cost.rates import PLAIN, changed
+from tests.cost.rates import PLAIN, changed, cost_of
 from tests.layers import layer_of_kernels
 
 M, N, K = 4096, 8192, 2048
@@ -81,20 +77,9 @@ def test_weights_that_are_quantized_once_a_step_are_so_in_a_part_of_the_microbat
 @pytest.mark.parametrize(("weights", "part"), [("microbatch", 1.0), ("step", 1 / 8), ("stored", 1 / 8)])
 def test_how_often_a_framework_quantizes_weights(weights: Any, part: float) -> None:
     """Of eight microbatches in all, or in the first one (Transformer Engine's is_first_microbatch)."""
-    software = catalog.software("megatron-core")
-    state = rates("fp8", "delayed", "quantized").state
     form = linear_format("fp8", "delayed", "quantized", weights)
-    cost = kernel_cost(
-        catalog.device("h100-sxm-80gb"),
-        "fp8",
-        state.model_copy(update={"linear": form}),
-        "adamw",
-        software,
-        num_devices=8,
-        shards_parameters=False,
-        num_microbatches=8,
-    )
-    assert cost.weight_casts == part
+    state = rates("fp8", "delayed", "quantized").state.model_copy(update={"linear": form})
+    assert cost_of("h100-sxm-80gb", "fp8", "megatron-core", state=state, num_microbatches=8).weight_casts == part
 
 
 @pytest.mark.parametrize(("precision", "small"), [("fp8", 0), ("mxfp8", 2), ("nvfp4", 2)])
@@ -137,18 +122,8 @@ def test_operands_with_one_scale_need_no_second_copy_where_products_take_any_ord
     assert cost.low is not None
     fp8_any_layout = replace(cost, low=changed(cost.low, fp8_any_layout=True))
     assert cost.seconds(forward) - fp8_any_layout.seconds(forward) == pytest.approx(saved * (X + W) / 1e12)
-    state = catalog.software("megatron-core").state(TrainingSpec(global_batch_size=8, precision="fp8"), ParallelPlan())
     for device, known in (("h100-sxm-80gb", False), ("b200-sxm", True)):
-        own = kernel_cost(
-            catalog.device(device),
-            "fp8",
-            state,
-            "adamw",
-            catalog.software("megatron-core"),
-            num_devices=8,
-            shards_parameters=False,
-        )
-        assert own.matmuls.rates.fp8_any_layout == known
+        assert cost_of(device, "fp8", "megatron-core").matmuls.rates.fp8_any_layout == known
 
 
 def test_products_are_cut_into_parts_for_exchanges_beside_them() -> None:
@@ -166,14 +141,5 @@ def test_heads_and_routers_are_priced_as_in_bf16(other: LayerSpec) -> None:
 
 
 def test_a_device_without_a_peak_for_it_is_refused_by_name() -> None:
-    state = rates("nvfp4").state
     with pytest.raises(SpecError, match=r"nvfp4: h100-sxm-80gb has no published dense peak for it; known: bf16"):
-        kernel_cost(
-            catalog.device("h100-sxm-80gb"),
-            "nvfp4",
-            state,
-            "adamw",
-            catalog.software("torch"),
-            num_devices=8,
-            shards_parameters=False,
-        )
+        cost_of("h100-sxm-80gb", "nvfp4", state=rates("nvfp4").state)

@@ -14,11 +14,8 @@ import pandas as pd
 import pytest
 
 from simplan import catalog
-from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.cost.compute.matmul import Matmul, MatmulRates
-from simplan.plan.plan import ParallelPlan
-from simplan.training.training import TrainingSpec
-from tests.cost.rates import changed
+from tests.cost.rates import changed, cost_of
 
 PEAK = 2.25e15
 BEST = 1.474e15
@@ -28,11 +25,8 @@ TIMED = pd.read_csv(Path(__file__).parent / "products_b200.csv", comment="#")
 
 def matmuls(**changes: float) -> MatmulRates:
     """Of Megatron Core on the machine."""
-    device, software = catalog.device("b200-sxm"), catalog.software("megatron-core")
-    device = device.model_copy(update={"matmul_flop_per_s": {"bf16": BEST}})
-    state = software.state(TrainingSpec(global_batch_size=8), ParallelPlan())
-    cost = kernel_cost(device, "bf16", state, "adamw", software, num_devices=1, shards_parameters=False)
-    return changed(cost.matmuls, **changes)
+    device = catalog.device("b200-sxm").model_copy(update={"matmul_flop_per_s": {"bf16": BEST}})
+    return changed(cost_of(device, software="megatron-core", num_devices=1).matmuls, **changes)
 
 
 def logs(rates: MatmulRates, timed: pd.DataFrame) -> np.ndarray:

@@ -7,12 +7,11 @@ import pytest
 from simplan import catalog
 from simplan.explain import Explanation, difference, explain
 from simplan.explain.exposure import exposed_s
-from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import Simulated, predict_step
 from simplan.prediction import Prediction
 from simplan.report.explanation import difference_text, explanation_text
-from simplan.training.training import TrainingSpec
+from tests.jobs import job_of
 
 PLANS = {
     "ddp": ParallelPlan(dp_replicate=4, microbatch_size=2),
@@ -26,9 +25,8 @@ LISTS = catalog.software("torch").model_copy(update={"per_rank_tensor_lists": Tr
 
 def predicted(plan: ParallelPlan) -> tuple[Prediction, Simulated]:
     model = catalog.model("gpt2-124m").model_copy(update={"vocab_size": 50304, "tied_embeddings": False})
-    cluster = catalog.cluster("dgx-h100", num_devices=4)
-    software = LISTS if plan == PLANS["lists"] else catalog.software("torch")
-    return predict_step(Job(model, cluster, TrainingSpec(global_batch_size=16), plan, software), name="test")
+    software = LISTS if plan == PLANS["lists"] else "torch"
+    return predict_step(job_of(model, plan, software=software, global_batch_size=16), name="test")
 
 
 @pytest.fixture(scope="module")

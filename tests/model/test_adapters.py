@@ -7,13 +7,8 @@ from typing import Any
 import pytest
 
 from simplan import catalog
-from simplan.errors import NotModelledError, SpecError
-from simplan.job import Job
 from simplan.model.model import ModelSpec
-from simplan.plan.plan import ParallelPlan
-from simplan.rules import check_job
-from simplan.training.training import TrainingSpec
-from tests.jobs import check
+from tests.jobs import problems
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "seq_len": 32}
 GPT = ModelSpec(family="gpt", vocab_size=100, lora_rank=4, **SIZES)
@@ -47,51 +42,31 @@ def test_backward_makes_what_it_has_to() -> None:
     assert GPT.layers[0].backward_flops() == 0
 
 
-def refusals(model: ModelSpec, training: dict[str, Any], **plan: Any) -> str:
-    with pytest.raises(SpecError) as caught:
-        check(model, training={"global_batch_size": 8, **training}, **plan)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("changes", "training", "plan", "wanted"),
     [
         ({"lora_rank": 0}, {"task": "lora"}, {}, "training.task = lora: trains adapters, and model.lora_rank = 0"),
         ({}, {}, {}, "training.task = pretrain: trains all weights, and model.lora_rank = 4 freezes them; use lora"),
-        (
-            {"lora_targets": ["q"]},
-            {"task": "lora"},
-            {},
-            "model.lora_targets = q: is no matrix of a block of family gpt; use qkv, proj, up, down, all",
-        ),
-        (
-            {"lora_rank": 0, "lora_targets": ["mlp"]},
-            {},
-            {},
-            "model.lora_targets = [mlp]: says which matrices have adapters, and lora_rank = 0",
-        ),
-        (
-            {},
-            {"task": "lora"},
-            {"pp": 2, "schedule": "zb-h1"},
-            "plan.schedule = zb-h1: a backward in two parts with adapters (model.lora_rank) is not modelled yet",
-        ),
+        ({"lora_targets": ["q"]}, {"task": "lora"}, {}, "model.lora_targets = q: is no matrix of a block of family "
+         "gpt; use qkv, proj, up, down, all"),
+        ({"lora_rank": 0, "lora_targets": ["mlp"]}, {}, {}, "model.lora_targets = [mlp]: says which matrices have "
+         "adapters, and lora_rank = 0"),
+        ({}, {"task": "lora"}, {"pp": 2, "schedule": "zb-h1"}, "plan.schedule = zb-h1: a backward in two parts with "
+         "adapters (model.lora_rank) is not modelled yet"),
     ],
-)
+)  # fmt: skip
 def test_refused_by_name(changes: Any, training: Any, plan: Any, wanted: str) -> None:
     model = ModelSpec(**{**GPT.model_dump(exclude_defaults=True), **changes})
-    assert wanted in refusals(model, training, **plan)
+    assert any(found.startswith(wanted) for found in problems(model, plan, **training))
 
 
 def test_families_without_adapters_say_so() -> None:
     with pytest.raises(ValueError, match="is for models of family gpt, llama, mpt, gemma2 or neox, and family = bert"):
         ModelSpec(family="bert", vocab_size=100, lora_rank=4, **SIZES)
     bert = ModelSpec(family="bert", vocab_size=100, **SIZES)
-    assert "those of family bert are not modelled yet" in refusals(bert, {"task": "lora"})
+    assert any("those of family bert are not modelled yet" in found for found in problems(bert, task="lora"))
 
 
 def test_software_that_has_no_states_for_adapters_says_so() -> None:
-    training = TrainingSpec(global_batch_size=8, precision="fp16", task="lora")
-    cluster, profile = catalog.cluster("dgx-a100-80gb", num_devices=1), catalog.software("nemo-2022")
-    with pytest.raises(NotModelledError, match=r"training.task = lora: training adapters with nemo-2022 is not model"):
-        check_job(Job(GPT, cluster, training, ParallelPlan(), profile))
+    [found] = problems(GPT, cluster="dgx-a100-80gb", software="nemo-2022", precision="fp16", task="lora")
+    assert found.startswith("training.task = lora: training adapters with nemo-2022 is not modelled")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from simplan import catalog
-from simplan.cost.compute.kernel_cost import kernel_cost
 from simplan.model.implementations.expert_dispatch import ExpertDispatch
 from simplan.model.implementations.layer_implementation import LayerImplementation, styled
 from simplan.model.layer import Attention, ExpertDraw, LayerCollective, LayerSpec, Pointwise
@@ -16,7 +15,7 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.shard import Shard
 from simplan.program.program import LayerWork, Phase
-from simplan.training.training import TrainingSpec
+from tests.cost.rates import cost_of
 from tests.model.test_moe import model_of
 
 TOKENS, H, EXPERTS, TOP_K, EP = 64, 64, 16, 4, 4
@@ -98,12 +97,8 @@ def test_experts_one_by_one_take_a_kernel_more_for_each_round_and_fused_ones_no_
 
     Of the two in a round the one's fixed time is hidden by the other but for a part. Casts come one after the other.
     """
-    software, training = catalog.software("megatron-bridge"), TrainingSpec(global_batch_size=8, precision="mxfp8")
-    device = catalog.device("b200-sxm")
-    state = software.state(training, ParallelPlan(dp_replicate=EP, ep=EP))
-    cost = kernel_cost(
-        device, "mxfp8", state, "adamw", software, num_devices=EP, shards_parameters=False, num_microbatches=1
-    )
+    device, plan = catalog.device("b200-sxm"), ParallelPlan(dp_replicate=EP, ep=EP)
+    cost = cost_of(device, "mxfp8", "megatron-bridge", num_devices=EP, plan=plan)
 
     def seconds(layer: LayerSpec, phase: Phase) -> float:
         return cost.seconds(LayerWork(layer, phase, 1, 0))
@@ -124,10 +119,8 @@ def test_experts_one_by_one_take_a_kernel_more_for_each_round_and_fused_ones_no_
 
 
 def test_what_is_only_moved_is_moved_back_by_backward_and_no_more() -> None:
-    software, training = catalog.software("torch"), TrainingSpec(global_batch_size=8, precision="bf16")
-    state = software.state(training, ParallelPlan(dp_replicate=EP, ep=EP))
     device = catalog.device("b200-sxm")
-    cost = kernel_cost(device, "bf16", state, "adamw", software, num_devices=EP, shards_parameters=False)
+    cost = cost_of(device, num_devices=EP, plan=ParallelPlan(dp_replicate=EP, ep=EP))
     layer = block()
     names = [kernel.name for kernel in layer.kernels]
 

@@ -1,4 +1,4 @@
-"""Formats of linear layers against their published definitions, and torchao's own count of what casts move."""
+"""Linear layers: formats in low precision against their definitions and torchao's counts, and fused GEMMs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 
 from simplan import catalog
-from simplan.errors import SpecError
+from simplan.model.fused_gemms import fused_gemms
+from simplan.model.layer import Gemm
 from simplan.model.low_precision import LinearFormat, casts, linear_format, linears
 from simplan.model.model import ModelSpec
-from simplan.plan.plan import ParallelPlan
 from simplan.plan.shard import Shard
-from tests.jobs import check
+from tests.jobs import problems, tiny_model
 
-TORCH = catalog.software("torch")
 LLAMA = catalog.model("llama3-8b")
 
 
@@ -110,51 +109,61 @@ def test_linear_layers_of_blocks_only(preset: str, names: set[str]) -> None:
     assert not linears(layers[-1])
 
 
-def refusals(training: dict[str, Any], plan: dict[str, Any] | None = None, model: ModelSpec = LLAMA) -> list[str]:
-    cluster = catalog.cluster("dgx-b200", ParallelPlan(**(plan or {})).num_devices)
-    with pytest.raises(SpecError) as caught:
-        check(model, cluster, {"global_batch_size": 64, **training}, **(plan or {}))
-    return [problem.sentence() for problem in caught.value.problems]
-
-
 def gpt(**fields: Any) -> ModelSpec:
-    sizes = {"hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 2048, "seq_len": 320, "num_hidden_layers": 4}
-    return ModelSpec(**{"family": "gpt", **sizes, **fields})
+    return tiny_model(**{"hidden_size": 1024, "num_attention_heads": 16, "seq_len": 320, **fields})
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("training", "plan", "model", "sentence"),
     [
-        (
-            ({"precision": "fp8", "fp8_recipe": "delayed"},),
-            "training.fp8_recipe = delayed: linear layers of torch have no such recipe; use tensorwise, rowwise, "
-            "rowwise_with_gw_hp or blockwise",
-        ),
-        (
-            ({"precision": "mxfp8", "fp8_recipe": "rowwise"},),
-            "training.fp8_recipe = rowwise: is for training.precision = fp8, not for mxfp8; remove it",
-        ),
-        (
-            ({"precision": "fp8"}, {"pp": 4, "schedule": "zb-h1"}),
-            "plan.schedule = zb-h1: a backward in two parts is not modelled with training.precision = fp8: a linear "
-            "layer in low precision is one function of autograd, which makes the gradients of input and weight "
-            "together; use 1f1b, or precision bf16",
-        ),
-        (
-            ({"precision": "fp8"}, {}, catalog.model("resnet-50")),
-            "training.precision = fp8: is not modelled yet for resnet: its matrix products are convolutions; use bf16",
-        ),
-        (
-            ({"precision": "fp8"}, {}, gpt(intermediate_size=4100)),
-            "model = 4100 inputs of down: linear layers in fp8 (tensorwise) need sizes that are multiples of 16; use "
-            "training.precision = bf16",
-        ),
-        (
-            ({"precision": "nvfp4"}, {}, gpt()),
-            "plan.microbatch_size = 1: gives 320 tokens, and the gradients of weights in nvfp4 (nvfp4) need a multiple "
-            "of 128; use a multiple of 2",
-        ),
+        ({"precision": "fp8", "fp8_recipe": "delayed"}, {}, LLAMA, "training.fp8_recipe = delayed: linear layers of "
+         "torch have no such recipe; use tensorwise, rowwise, rowwise_with_gw_hp or blockwise"),
+        ({"precision": "mxfp8", "fp8_recipe": "rowwise"}, {}, LLAMA, "training.fp8_recipe = rowwise: is for "
+         "training.precision = fp8, not for mxfp8; remove it"),
+        ({"precision": "fp8"}, {"pp": 4, "schedule": "zb-h1"}, LLAMA, "plan.schedule = zb-h1: a backward in two parts "
+         "is not modelled with training.precision = fp8: a linear layer in low precision is one function of autograd, "
+         "which makes the gradients of input and weight together; use 1f1b, or precision bf16"),
+        ({"precision": "fp8"}, {}, catalog.model("resnet-50"), "training.precision = fp8: is not modelled yet for "
+         "resnet: its matrix products are convolutions; use bf16"),
+        ({"precision": "fp8"}, {}, gpt(intermediate_size=4100), "model = 4100 inputs of down: linear layers in fp8 "
+         "(tensorwise) need sizes that are multiples of 16; use training.precision = bf16"),
+        ({"precision": "nvfp4"}, {}, gpt(), "plan.microbatch_size = 1: gives 320 tokens, and the gradients of weights "
+         "in nvfp4 (nvfp4) need a multiple of 128; use a multiple of 2"),
     ],
-)
-def test_what_is_not_modelled_or_cannot_be_is_refused_by_name(arguments: Any, sentence: str) -> None:
-    assert refusals(*arguments) == [sentence]
+)  # fmt: skip
+def test_what_is_not_modelled_or_cannot_be_is_refused_by_name(
+    training: dict[str, Any], plan: dict[str, Any], model: ModelSpec, sentence: str
+) -> None:
+    assert problems(model, plan, cluster="dgx-b200", **training) == [sentence]
+
+
+def gemms(model: ModelSpec, tp: int = 1) -> list[Gemm]:
+    block = model.layers_of(Shard(tp=tp, sequence_parallel=tp > 1))[-2]
+    return [kernel for kernel in block.kernels if isinstance(kernel, Gemm)]
+
+
+@pytest.mark.parametrize("name", ["gpt3-175b", "llama3-70b", "qwen3-30b-a3b", "deepseek-v3"])
+def test_work_and_weights_stay_the_same(name: str) -> None:
+    before, after = gemms(catalog.model(name)), fused_gemms(gemms(catalog.model(name)))
+    assert sum(gemm.flops for gemm in after) == sum(gemm.flops for gemm in before)
+    assert sum(gemm.weight_elements for gemm in after) == sum(gemm.weight_elements for gemm in before)
+
+
+def test_queries_keys_and_values_of_llama_are_one_and_so_are_gate_and_up() -> None:
+    """Llama 3 70B over 4 ranks: 8192 x (8192 + 2 * 1024) / 4, 8192 x 2 * 28672 / 4; hidden size and heads agree."""
+    found = fused_gemms(gemms(catalog.model("llama3-70b"), tp=4))
+    assert [(gemm.name, gemm.n, gemm.k) for gemm in found] == [
+        ("q+k+v", 2560, 8192),
+        ("proj", 8192, 2048),
+        ("gate+up", 14336, 8192),
+        ("down", 8192, 7168),
+    ]
+
+
+def test_adapters_are_joined_apart_from_what_they_stand_beside() -> None:
+    fields = catalog.model("llama2-7b").model_dump(exclude_defaults=True)
+    adapted = ModelSpec(**fields, lora_rank=16, lora_targets=("qkv",))
+    found = {gemm.name: gemm for gemm in fused_gemms(gemms(adapted))}
+    assert list(found)[:3] == ["q+k+v", "q.lora_a+k.lora_a+v.lora_a", "q.lora_b+k.lora_b+v.lora_b"]
+    assert not found["q+k+v"].trained
+    assert found["q.lora_b+k.lora_b+v.lora_b"].trained

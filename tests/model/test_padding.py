@@ -16,9 +16,8 @@ from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.program.program import MemoryCategory
-from simplan.rules import check_job
 from simplan.scenario import parse_scenario
-from simplan.training.training import TrainingSpec
+from tests.jobs import job_of, problems, tiny_model
 
 GPT3 = catalog.model("gpt3-175b")
 PADDING = {
@@ -34,20 +33,12 @@ PADDING = {
 }
 
 
-def job(vocab_size: int, plan: dict[str, Any], software: str = "megatron-core", **fields: Any) -> Job:
-    sizes = {"num_hidden_layers": 4, "hidden_size": 192, "num_attention_heads": 12, "seq_len": 64}
-    model = ModelSpec(family="gpt", vocab_size=vocab_size, **{**sizes, **fields})
-    made = ParallelPlan.model_validate(plan)
-    cluster = catalog.cluster("dgx-h100", num_devices=made.num_devices)
-    return Job(model, cluster, TrainingSpec(global_batch_size=8, precision="bf16"), made, catalog.software(software))
+def job(vocab_size: int, plan: dict[str, Any]) -> Job:
+    return job_of(model(vocab_size), plan, software="megatron-core", global_batch_size=8)
 
 
-def problems(asked: Job) -> list[str]:
-    try:
-        check_job(asked)
-    except SpecError as error:
-        return [problem.sentence() for problem in error.problems]
-    return []
+def model(vocab_size: int) -> ModelSpec:
+    return tiny_model(num_hidden_layers=4, hidden_size=192, num_attention_heads=12, vocab_size=vocab_size, seq_len=64)
 
 
 def said(prediction: Prediction) -> list[str]:
@@ -137,15 +128,16 @@ def test_padding_is_as_if_the_vocabulary_were_as_large(plan: dict[str, Any]) -> 
 
 def test_tp_need_not_divide_a_vocabulary_that_is_padded() -> None:
     plan = {"tp": 12, "sequence_parallel": False}
-    assert problems(job(601, plan)) == []
+    assert problems(model(601), plan, software="megatron-core") == []
     for name in ("torch", "megatron-bridge"):
-        assert problems(job(601, plan, name)) == [
+        assert problems(model(601), plan, software=name) == [
             "plan.tp = 12: must divide model.vocab_size = 601; use 1 or 601, or model.vocab_size = 612 (padded)"
         ]
 
 
 def test_a_vocabulary_that_cannot_grow_is_not_padded() -> None:
-    assert any("must divide model.vocab_size = 100000000" in sentence for sentence in problems(job(10**8, {"tp": 3})))
+    found = problems(model(10**8), {"tp": 3}, software="megatron-core")
+    assert any("must divide model.vocab_size = 100000000" in sentence for sentence in found)
 
 
 _SCENARIO = """

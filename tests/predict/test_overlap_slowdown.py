@@ -10,14 +10,11 @@ from hypothesis import strategies as st
 
 from simplan import catalog
 from simplan.cluster.hardware import ClusterSpec
-from simplan.cost.calibration.format import Calibration, OverlapTiming
+from simplan.cost.calibration.format import OverlapTiming
 from simplan.cost.model import CostEstimate, Provenance
 from simplan.cost.program_costs import estimate_program
 from simplan.explain import explain
-from simplan.job import Job
 from simplan.model.layer import CollectiveKind
-from simplan.model.model import ModelSpec
-from simplan.plan.plan import ParallelPlan
 from simplan.predict import Simulated, predict_step
 from simplan.predict.build import cost_model
 from simplan.predict.overlap_slowdown import apply_overlap_slowdown
@@ -26,13 +23,11 @@ from simplan.program.action import Action
 from simplan.program.program import Communication, HostCopy, HostWait, LayerWork, Op, Phase, Stream, Work
 from simplan.program.timeline import SpanKind
 from simplan.sim.engine import Times, simulate
-from simplan.training.training import TrainingSpec
 from tests.cost.test_grid import CALIBRATION
+from tests.jobs import job_of, tiny_model
 from tests.program.programs import program_of
 
-BLOCK = ModelSpec(
-    family="gpt", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256, seq_len=16
-).layers[1]
+BLOCK = tiny_model().layers[1]
 BACKWARD = Action.parse("0B0")
 
 
@@ -102,34 +97,18 @@ def test_a_communication_that_hides_costs_its_share_and_one_that_does_not_costs_
     assert later.step_time_s >= 1 + max(moves, computed_s)
 
 
-def calibrated(slowdown: float | None) -> Calibration:
-    overlaps = [
-        OverlapTiming(
-            kind=CollectiveKind.ALL_REDUCE,
-            num_ranks=8,
-            num_bytes=2**24,
-            compute_slowdown=measured,
-            communication_slowdown=1.0,
-        )
-        for measured in (slowdown,)
-        if measured is not None
-    ]
-    return CALIBRATION.model_copy(update={"overlaps": tuple(overlaps)})
-
-
 def predicted(slowdown: float | None) -> Prediction:
     return predicted_step(slowdown)[0]
 
 
 def predicted_step(slowdown: float | None) -> tuple[Prediction, Simulated]:
+    """With a calibration of an H100 that measured this slowdown of computing, or none."""
+    measured = {"kind": CollectiveKind.ALL_REDUCE, "num_ranks": 8, "num_bytes": 2**24, "communication_slowdown": 1.0}
+    overlaps = [] if slowdown is None else [OverlapTiming.model_validate({**measured, "compute_slowdown": slowdown})]
+    calibration = CALIBRATION.model_copy(update={"overlaps": tuple(overlaps)})
     model = catalog.model("gpt2-124m").model_copy(update={"num_hidden_layers": 2})
-    training, software = TrainingSpec(global_batch_size=32, precision="bf16"), catalog.software("torch")
-    cluster = catalog.cluster("dgx-h100", num_devices=8)
-    return predict_step(
-        Job(model, cluster, training, ParallelPlan(dp_shard=8, microbatch_size=4), software),
-        name="x",
-        calibration=calibrated(slowdown),
-    )
+    asked = job_of(model, {"dp_shard": 8, "microbatch_size": 4}, num_microbatches=1)
+    return predict_step(asked, name="x", calibration=calibration)
 
 
 def test_a_measured_slowdown_moves_the_prediction_by_no_more_than_what_overlaps() -> None:
@@ -158,14 +137,6 @@ def test_what_is_lost_beside_communications_is_explained() -> None:
 
 @pytest.mark.parametrize(("device", "link", "taken"), [("a100-sxm-80gb", "nvlink3", True), ("tpu-v5e", "ici", False)])
 def test_engines_of_a_torus_take_nothing(device: str, link: str, taken: bool) -> None:
-    cluster = ClusterSpec(
-        id="inline",
-        device=catalog.device(device),
-        devices_per_node=16,
-        num_devices=16,
-        intra_link=catalog.link(link),
-    )
-    training = TrainingSpec(global_batch_size=16)
-    job = Job(catalog.model("gpt2-124m"), cluster, training, ParallelPlan(), catalog.software("torch"))
-    cost = cost_model(job, None)
-    assert (cost.overlap_slowdown > 0) is taken
+    link_of = {"device": catalog.device(device), "intra_link": catalog.link(link)}
+    cluster = ClusterSpec.model_validate({"id": "inline", "devices_per_node": 16, "num_devices": 16, **link_of})
+    assert (cost_model(job_of("gpt2-124m", cluster=cluster), None).overlap_slowdown > 0) is taken

@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simplan import catalog
-from simplan.errors import SpecError
-from simplan.job import Job
 from simplan.model.layer import CollectiveKind
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
@@ -19,24 +17,14 @@ from simplan.predict import build_program, cost_model, predict
 from simplan.predict.simulated import simulate_program
 from simplan.prediction import Prediction
 from simplan.program.program import Communication, MemoryCategory, Stream
-from simplan.training.training import TrainingSpec
 from simplan.units import GIB
+from tests.jobs import Plan, job_of, tiny_model
 
-TORCH = catalog.software("torch")
 GPT2 = catalog.model("gpt2-124m")
 
 
-def ask(plan: ParallelPlan, *, batch: int = 32, model: ModelSpec = GPT2, cluster: str = "dgx-h100") -> Prediction:
-    return predict(
-        Job(
-            model,
-            catalog.cluster(cluster, num_devices=plan.num_devices),
-            TrainingSpec(global_batch_size=batch),
-            plan,
-            TORCH,
-        ),
-        name="test",
-    )
+def ask(plan: Plan, *, batch: int = 32, model: ModelSpec = GPT2, cluster: str = "dgx-h100") -> Prediction:
+    return predict(job_of(model, plan, cluster=cluster, global_batch_size=batch), name="test")
 
 
 def test_a_single_device_has_no_bubble_and_no_communication() -> None:
@@ -69,13 +57,6 @@ def test_bubble_is_near_the_closed_form_of_equal_stages(schedule: str, p: int, m
     assert found.bubble_fraction == pytest.approx(closed, abs=0.02)
 
 
-def test_states_of_data_parallel_ranks_are_16_bytes_a_parameter() -> None:
-    found = ask(ParallelPlan(dp_replicate=4), batch=4)
-    for rank in found.memory:
-        states = (MemoryCategory.PARAMETERS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER)
-        assert sum(rank.by_category[c] for c in states) == 16 * GPT2.num_parameters
-
-
 def test_a_pipeline_spreads_the_states() -> None:
     """The tied embedding is held twice, once at each end."""
     found = ask(ParallelPlan(pp=4), batch=8)
@@ -106,24 +87,8 @@ def test_tied_embeddings_cost_an_all_reduce_between_the_ends() -> None:
 )
 def test_bytes_are_conserved_and_replicas_fold(schedule: str, p: int, dp: int, b: int, m: int) -> None:
     """What is sent is received; every gradient is reduced once; folding a replica changes nothing."""
-    model = GPT2.model_copy(
-        update={
-            "num_hidden_layers": 4,
-            "hidden_size": 96,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "head_dim": 24,
-            "intermediate_size": 384,
-            "vocab_size": 500,
-            "seq_len": 32,
-        }
-    )
-    plan = ParallelPlan(
-        pp=p,
-        dp_replicate=dp,
-        microbatch_size=b,
-        schedule=schedule if p > 1 else "none",
-    )
+    model = tiny_model(num_hidden_layers=4, hidden_size=96, vocab_size=500, seq_len=32)
+    plan = {"pp": p, "dp_replicate": dp, "microbatch_size": b, "schedule": schedule if p > 1 else "none"}
     found = ask(plan, batch=b * m * dp, model=model)
     program = build_program(found, folded=False)
     sent = [op.communication for op in program.ops if op.action.kind.value.startswith("SEND")]
@@ -164,13 +129,6 @@ def test_what_does_not_fit_still_has_a_time() -> None:
     assert found.step_time_s > 0
 
 
-def test_this_machine_without_a_calibration_says_what_to_run() -> None:
-    plan, training = ParallelPlan(dp_replicate=2), TrainingSpec(global_batch_size=2, precision="fp32")
-    cluster = catalog.cluster("this-machine", num_devices=2)
-    with pytest.raises(SpecError, match=r"this-machine: needs a calibration.*run `simplan calibrate SCENARIO`"):
-        predict(Job(GPT2, cluster, training, plan, TORCH), name="test")
-
-
 def test_terms_add_up_to_what_ranks_spend() -> None:
     """Seconds times occurrences a rank, over everything that computes, is the mean of the ranks' compute shares."""
     found = ask(ParallelPlan(pp=2), batch=8)
@@ -203,11 +161,7 @@ def test_interval_of_a_single_device_by_hand() -> None:
 
 def test_what_the_host_does_errs_apart_from_what_the_device_computes() -> None:
     """As of one device, whose step is a sum, but of software that waits for the batch before every forward."""
-    software = catalog.software("megatron-lm-2023")
-    training = TrainingSpec(global_batch_size=32)
-    found = predict(
-        Job(GPT2, catalog.cluster("dgx-a100-80gb", num_devices=1), training, ParallelPlan(), software), name="host"
-    )
+    found = predict(job_of(GPT2, cluster="dgx-a100-80gb", software="megatron-lm-2023", global_batch_size=32))
     deviations_s = {"host": 0.0, "device": 0.0}
     for term in found.terms:
         deviations_s["host" if "host" in term.name else "device"] += term.seconds * term.count * term.relative_std
@@ -219,25 +173,23 @@ def test_what_the_host_does_errs_apart_from_what_the_device_computes() -> None:
 
 def test_scores_of_gemma_2_are_said_to_be_tensors() -> None:
     """Of 8,192 tokens they are most of what a block keeps; Llama's blocks, under the same plan, have none."""
-    asked = catalog.cluster("dgx-h100"), TrainingSpec(global_batch_size=8), ParallelPlan(dp_shard=8)
-    jobs = (Job(catalog.model(name), *asked, catalog.software("torch")) for name in ("gemma2-2b", "llama3-8b"))
-    said = [any("flex_attention" in line for line in predict(job).assumptions) for job in jobs]
+    found = (predict(job_of(name, {"dp_shard": 8})).assumptions for name in ("gemma2-2b", "llama3-8b"))
+    said = [any("flex_attention" in line for line in assumptions) for assumptions in found]
     assert said == [True, False]
 
 
 def test_the_residual_stream_under_autocast_is_said_to_be_fp32() -> None:
     """It is why DDP and ZeRO-1 save more for backward than FSDP does."""
-    asked, start = catalog.cluster("dgx-h100"), "under autocast the residual stream is saved in FP32"
+    start = "under autocast the residual stream is saved in FP32"
     said = []
     for software, precision, plan in (
-        ("torch", "bf16", ParallelPlan(dp_replicate=8)),
-        ("torch", "bf16", ParallelPlan(dp_shard=8, zero_stage=1)),
-        ("torch", "bf16", ParallelPlan(dp_shard=8)),
-        ("torch", "fp32", ParallelPlan(dp_replicate=8)),
-        ("megatron-core", "bf16", ParallelPlan(dp_replicate=8)),
+        ("torch", "bf16", {"dp_replicate": 8}),
+        ("torch", "bf16", {"dp_shard": 8, "zero_stage": 1}),
+        ("torch", "bf16", {"dp_shard": 8}),
+        ("torch", "fp32", {"dp_replicate": 8}),
+        ("megatron-core", "bf16", {"dp_replicate": 8}),
     ):
-        training = TrainingSpec.model_validate({"global_batch_size": 8, "precision": precision})
-        found = predict(Job(GPT2, asked, training, plan, catalog.software(software)), name=software)
+        found = predict(job_of(GPT2, plan, software=software, global_batch_size=8, precision=precision))
         activations = found.worst_memory.by_category[MemoryCategory.ACTIVATIONS]
         said.append((any(sentence.startswith(start) for sentence in found.assumptions), activations))
     assert [each for each, _ in said] == [True, True, False, False, False]
@@ -245,19 +197,15 @@ def test_the_residual_stream_under_autocast_is_said_to_be_fp32() -> None:
 
 
 def test_what_of_deepseek_is_not_modelled_is_said() -> None:
-    model = catalog.model("deepseek-v2-lite")
-    training = TrainingSpec(global_batch_size=8)
-    plan = ParallelPlan(dp_shard=8, ep=8)
-    found = predict(Job(model, catalog.cluster("dgx-h100"), training, plan, catalog.software("torch")), name="experts")
+    found = predict(job_of("deepseek-v2-lite", {"dp_shard": 8, "ep": 8}))
     assert any("no layer predicts a second token" in sentence for sentence in found.assumptions)
 
 
 def test_stages_have_as_many_blocks_under_megatron_and_nemo() -> None:
     """As these build a stage (get_num_layers_to_build); the head makes the last stage slowest, unlike balanced ones."""
-    model, cluster = GPT2.model_copy(update={"num_hidden_layers": 6}), catalog.cluster("dgx-h100", num_devices=2)
-    asked = model, cluster, TrainingSpec(global_batch_size=8), ParallelPlan(pp=2)
+    model = GPT2.model_copy(update={"num_hidden_layers": 6})
     found = {
-        name: predict(Job(*asked, catalog.software(name)), name="x").assignment.boundaries
+        name: predict(job_of(model, {"pp": 2}, software=name)).assignment.boundaries
         for name in ("torch", "megatron-lm-2022", "megatron-core", "megatron-bridge", "nemo")
     }
     assert found.pop("torch") == (0, 5, 8), "the head counts for blocks"

@@ -12,8 +12,6 @@ import pytest
 
 from simplan import catalog
 from simplan.cost.analytic import AnalyticCost
-from simplan.cost.compute.kernel_cost import kernel_cost
-from simplan.job import Job
 from simplan.model.model import ModelSpec
 from simplan.model.packing import Lognormal, represent
 from simplan.plan.plan import ParallelPlan
@@ -21,17 +19,15 @@ from simplan.predict import predict
 from simplan.predict.packing import attention_s, fullest_excess
 from simplan.prediction import Prediction
 from simplan.report.text import prediction_text
-from simplan.training.training import TrainingSpec
+from tests.cost.rates import cost_of
+from tests.jobs import job_of
 
-TORCH = catalog.software("torch")
 BASE = catalog.model("llama3-8b").model_copy(update={"seq_len": 4096})
 DOCUMENTS = Lognormal(distribution="lognormal", median=300, sigma=1.0, seed=3)
 
 
 def ask(model: ModelSpec, **plan: Any) -> Prediction:
-    degrees = ParallelPlan(**{"dp_replicate": 8, "microbatch_size": 1, **plan})
-    training = TrainingSpec(global_batch_size=32, task="sft")
-    return predict(Job(model, catalog.cluster("dgx-h100", num_devices=8), training, degrees, TORCH), name="test")
+    return predict(job_of(model, {"dp_replicate": 8, **plan}, global_batch_size=32, task="sft"), name="test")
 
 
 def packed(*lengths: int) -> ModelSpec:
@@ -61,10 +57,7 @@ def test_equal_documents_cost_their_share_of_attention() -> None:
 def test_attention_runs_again_in_the_blocks_that_do() -> None:
     """Of 32 equal blocks, eight more forwards of their cores are a quarter of 32 more."""
     shown = ask(packed(2048, 2048))
-    state = TORCH.state(shown.job.training, shown.job.plan)
-    device = shown.job.cluster.device
-    kernels = kernel_cost(device, "bf16", state, "adamw", TORCH, num_devices=8, shards_parameters=False)
-    cost = AnalyticCost(shown.job.cluster, kernels)
+    cost = AnalyticCost(shown.job.cluster, cost_of("h100-sxm-80gb"))
 
     def seconds(**plan: Any) -> float:
         degrees = ParallelPlan(dp_replicate=8, **plan)

@@ -6,9 +6,6 @@ from collections import defaultdict
 
 import pytest
 
-from simplan import catalog
-from simplan.job import Job
-from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import Simulated, predict_step, run_spec_of
 from simplan.predict.rehearsal import rehearsal_step
@@ -16,18 +13,12 @@ from simplan.prediction import Prediction
 from simplan.program.program import LayerWork, Stream
 from simplan.runs.measurement import PeakMemory
 from simplan.runs.rehearsal import ActionTime, Rehearsal
-from simplan.training.training import TrainingSpec
+from tests.jobs import job_of, tiny_model
 
-MODEL = ModelSpec(
-    family="llama",
-    num_hidden_layers=8,
-    hidden_size=2048,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    intermediate_size=5632,
-    vocab_size=32000,
-    seq_len=2048,
-)
+MODEL = tiny_model(
+    "llama", num_hidden_layers=8, hidden_size=2048, num_attention_heads=16, num_key_value_heads=8,
+    intermediate_size=5632, vocab_size=32000, seq_len=2048,
+)  # fmt: skip
 PLANS = {
     "one": ParallelPlan(),
     "ddp": ParallelPlan(dp_replicate=8),
@@ -39,16 +30,7 @@ PLANS = {
 
 
 def predicted(plan: ParallelPlan) -> tuple[Prediction, Simulated]:
-    return predict_step(
-        Job(
-            MODEL,
-            catalog.cluster("dgx-h100", num_devices=plan.num_devices),
-            TrainingSpec(global_batch_size=8 * plan.dp, precision="bf16"),
-            plan,
-            catalog.software("torch"),
-        ),
-        name="test",
-    )
+    return predict_step(job_of(MODEL, plan, num_microbatches=8), name="test")
 
 
 def rehearsal_of(prediction: Prediction, simulated: Simulated, rank: int, factor: float) -> Rehearsal:

@@ -9,8 +9,6 @@ import pytest
 
 from simplan import catalog
 from simplan.errors import NotModelledError
-from simplan.job import Job
-from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import Resource, Simulated, marginal_values, predict, predict_step
 from simplan.predict.sensitivity import improved
@@ -18,21 +16,13 @@ from simplan.prediction import Prediction
 from simplan.program.program import Stream
 from simplan.scenario import load_scenario
 from simplan.sim.engine import CoreUse
-from simplan.training.training import TrainingSpec
+from tests.jobs import job_of
 
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
-TORCH = catalog.software("torch")
-GPT2 = catalog.model("gpt2-1.5b")
 
 
 def predicted(name: str) -> tuple[Prediction, Simulated]:
     return load_scenario(SCENARIOS / f"{name}.yaml").predict_step()
-
-
-def asked(plan: ParallelPlan, batch: int, model: ModelSpec = GPT2) -> tuple[Prediction, Simulated]:
-    cluster = catalog.cluster("dgx-h100", num_devices=plan.num_devices)
-    training = TrainingSpec(global_batch_size=batch)
-    return predict_step(Job(model, cluster, training, plan, TORCH), name="test")
 
 
 def pinned(found: Prediction) -> ParallelPlan:
@@ -72,8 +62,7 @@ def test_all_rates_together_scale_the_step() -> None:
     cluster = catalog.cluster("dgx-h100", num_devices=1)
     kernels = cluster.device.kernels.model_copy(update={"kernel_overhead_s": 0.0, "tile_overhead_s": 0.0})
     cluster = cluster.model_copy(update={"device": cluster.device.model_copy(update={"kernels": kernels})})
-    training = TrainingSpec(global_batch_size=8)
-    found, simulated = predict_step(Job(GPT2, cluster, training, ParallelPlan(microbatch_size=8), TORCH), name="test")
+    found, simulated = predict_step(job_of("gpt2-1.5b", {"microbatch_size": 8}, cluster=cluster))
     values = {value.resource: value.relative_change for value in marginal_values(found, simulated)}
     assert set(values) == {Resource.COMPUTE, Resource.MEMORY_BANDWIDTH, Resource.INTRA_LINK}
     assert values[Resource.INTRA_LINK] == 0.0
@@ -82,7 +71,7 @@ def test_all_rates_together_scale_the_step() -> None:
 
 def test_a_link_is_worth_its_time_on_the_path() -> None:
     """Exchanges of tensor-parallel ranks, which nothing hides: bandwidth times 1.01, latency as it was."""
-    found, simulated = asked(ParallelPlan(tp=8), 8, catalog.model("llama3-8b"))
+    found, simulated = predict_step(job_of("llama3-8b", {"tp": 8}))
     values = {value.resource: value.relative_change for value in marginal_values(found, simulated)}
     link = found.job.cluster.intra_link
     assert link is not None
@@ -96,7 +85,7 @@ def test_a_link_is_worth_its_time_on_the_path() -> None:
 
 
 def test_ranks_that_share_cores_have_none() -> None:
-    found, simulated = asked(ParallelPlan(dp_replicate=2), 2)
+    found, simulated = predict_step(job_of("gpt2-1.5b", {"dp_replicate": 2}))
     cores = CoreUse(2, [0] * len(simulated.program.ops), [1.0] * len(simulated.program.ops))
     with pytest.raises(NotModelledError, match="ranks share 2 cores"):
         marginal_values(found, replace(simulated, sharing=cores))

@@ -13,6 +13,7 @@ from simplan.accuracy.result import Accuracy
 from simplan.report.drawings.accuracy_plot import AccuracyPlot, accuracy_plot, time_ticks
 from simplan.report.drawings.accuracy_svg import COLOURS, NIGHT, accuracy_svg
 from tests.accuracy.runs import outcome, run
+from tests.report.contrast import channels, contrast
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -117,19 +118,10 @@ def test_everything_but_the_marks_changes_for_dark_pages_and_nothing_hangs_over(
 @pytest.mark.parametrize("paper", ["#ffffff", NIGHT["paper"]])
 def test_files_are_apart_from_white_and_from_black_paper(paper: str) -> None:
     """At least 3 to 1, as WCAG 2.2 (1.4.11) wants of parts of pictures; dots let 15 % of the paper through."""
-
-    def channels(colour: str) -> list[int]:
-        return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-
-    def luminance(values: list[float]) -> float:
-        linear = [(v / 255 + 0.055) ** 2.4 / 1.055**2.4 if v > 10 else v / 255 / 12.92 for v in values]
-        return sum(w * v for w, v in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    back = [float(v) for v in channels(paper)]
+    back = channels(paper)
     for colour in COLOURS:
         seen = [0.85 * v + 0.15 * b for v, b in zip(channels(colour), back, strict=True)]
-        pair = sorted((luminance(seen), luminance(back)))
-        assert (pair[1] + 0.05) / (pair[0] + 0.05) >= 3.0, colour
+        assert contrast(seen, back) >= 3.0, colour
     assert len(set(COLOURS)) == len(COLOURS)
 
 

@@ -10,9 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simplan import catalog
-from simplan.job import Job
-from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
@@ -22,7 +19,8 @@ from simplan.program.timeline import Span, SpanKind, Timeline
 from simplan.report.drawings.drawing import Box, DrawnRank, PipelineDrawing, draw_pipeline, draw_timeline, ticks
 from simplan.report.drawings.drawing_svg import drawing_svg, fill_of, ink_on
 from simplan.report.drawings.drawing_text import drawing_text
-from simplan.training.training import TrainingSpec
+from tests.jobs import job_of
+from tests.report.contrast import channels, contrast
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -110,9 +108,8 @@ def test_recomputation_and_other_actions_in_between() -> None:
 
 @pytest.fixture(scope="module")
 def prediction() -> Prediction:
-    plan = ParallelPlan(pp=2, dp_shard=4, virtual_stages=2)
-    asked = (catalog.model("llama3-8b"), catalog.cluster("dgx-h100"), TrainingSpec(global_batch_size=16), plan)
-    return predict(Job(*asked, catalog.software("torch")), name="small")
+    plan = {"pp": 2, "dp_shard": 4, "virtual_stages": 2}
+    return predict(job_of("llama3-8b", plan, global_batch_size=16), name="small")
 
 
 def test_a_prediction_is_drawn_as_its_table_says(prediction: Prediction) -> None:
@@ -266,18 +263,10 @@ def test_rows_of_the_svg_are_ranks_and_lighter_boxes_later_stages() -> None:
     assert fills[forward, 0] == fills[forward, 1] != fills[forward, 2] == fills[forward, 3]
 
 
-def luminance(colour: str) -> float:
-    """WCAG 2.2, relative luminance."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    r, g, b = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b
-
-
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 @pytest.mark.parametrize("kind", [*"FBIW", "REDUCE_GRAD", "UNSHARD", "OPTIM"])
 def test_labels_can_be_read_on_every_shade(kind: str, num_stages: int) -> None:
     """WCAG 2.2, success criterion 1.4.3: a contrast of 4.5 to 1."""
     for place in range(num_stages):
         fill = fill_of(ActionKind(kind), place, num_stages)
-        low, high = sorted((luminance(fill), luminance(ink_on(fill))))
-        assert (high + 0.05) / (low + 0.05) >= 4.5
+        assert contrast(channels(fill), channels(ink_on(fill))) >= 4.5

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from simplan import catalog
-from simplan.job import Job
-from simplan.plan.plan import ParallelPlan
+from simplan.model.model import ModelSpec
 from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.program.program import MemoryCategory
@@ -19,13 +19,17 @@ from simplan.training.training import TrainingSpec
 from simplan.units import GIB
 from simplan.validate.compare import Comparison
 from simplan.validate.rows import ComparisonRow
+from tests.jobs import Plan, job_of
 
 
 @pytest.fixture(scope="module")
 def prediction() -> Prediction:
-    plan = ParallelPlan(pp=2, dp_replicate=4, microbatch_size=2)
-    asked = (catalog.model("gpt2-124m"), catalog.cluster("dgx-h100"), TrainingSpec(global_batch_size=64), plan)
-    return predict(Job(*asked, catalog.software("torch")), name="small")
+    plan = {"pp": 2, "dp_replicate": 4, "microbatch_size": 2}
+    return predict(job_of("gpt2-124m", plan, global_batch_size=64), name="small")
+
+
+def assumptions(model: ModelSpec | str = "gpt2-124m", plan: Plan | None = None, **parts: Any) -> tuple[str, ...]:
+    return predict(job_of(model, plan, **parts)).assumptions
 
 
 def with_need(prediction: Prediction, device_bytes: int) -> Prediction:
@@ -34,16 +38,15 @@ def with_need(prediction: Prediction, device_bytes: int) -> Prediction:
     return replace(prediction, memory=memory, capacity_bytes=capacity, fits=device_bytes <= capacity)
 
 
-def test_the_verdict_tells_the_headroom(prediction: Prediction) -> None:
-    assert (
-        verdict(with_need(prediction, 60 * GIB))
-        == "fits: rank 0 needs 60.00 GiB of 80.00 GiB, 20.00 GiB (25.0 %) headroom"
-    )
-
-
-def test_the_verdict_tells_what_is_missing(prediction: Prediction) -> None:
-    text = verdict(with_need(prediction, 100 * GIB))
-    assert text == "does not fit: rank 0 needs 100.00 GiB of 80.00 GiB, 20.00 GiB (25.0 %) over"
+@pytest.mark.parametrize(
+    ("need_gib", "words"),
+    [
+        (60, "fits: rank 0 needs 60.00 GiB of 80.00 GiB, 20.00 GiB (25.0 %) headroom"),
+        (100, "does not fit: rank 0 needs 100.00 GiB of 80.00 GiB, 20.00 GiB (25.0 %) over"),
+    ],
+)
+def test_the_verdict_tells_the_headroom(prediction: Prediction, need_gib: int, words: str) -> None:
+    assert verdict(with_need(prediction, need_gib * GIB)) == words
 
 
 def test_an_unknown_capacity_is_no_verdict(prediction: Prediction) -> None:
@@ -75,21 +78,16 @@ def test_a_large_numerator_is_no_power_of_ten(prediction: Prediction) -> None:
 
 
 def test_a_zero_stage_with_one_shard_says_that_it_shards_nothing() -> None:
-    asked = (catalog.model("gpt2-124m"), catalog.cluster("dgx-h100"), TrainingSpec(global_batch_size=64))
-    torch = catalog.software("torch")
-    found = predict(Job(*asked, ParallelPlan(dp_replicate=8, zero_stage=3), torch), name="").assumptions
+    found = assumptions(plan={"dp_replicate": 8, "zero_stage": 3})
     assert found[0] == "zero_stage = 3 shards nothing, as dp_shard = 1: dp_shard = 8 in place of dp_replicate shards"
-    assert "shards nothing" not in " ".join(predict(Job(*asked, ParallelPlan(dp_shard=8), torch), name="").assumptions)
+    assert "shards nothing" not in " ".join(assumptions(plan={"dp_shard": 8}))
 
 
 def test_sequences_longer_than_the_model_takes_are_noted() -> None:
-    asked = catalog.cluster("dgx-h100"), TrainingSpec(global_batch_size=8)
     model = catalog.model("llama3-8b").model_copy(update={"num_hidden_layers": 2, "max_position_embeddings": 4096})
-    torch, said = catalog.software("torch"), []
+    said = []
     for update in ({"seq_len": 4096}, {"seq_len": 8192}, {"seq_len": 8192, "document_lengths": (4096, 4096)}):
-        found = predict(
-            Job(model.model_copy(update=update), *asked, ParallelPlan(dp_replicate=8), torch), name=""
-        ).assumptions
+        found = assumptions(model.model_copy(update=update), {"dp_replicate": 8})
         said.append(any("a sequence of 8,192 tokens is longer than the model takes" in text for text in found))
     assert said == [False, True, False]
 
@@ -97,11 +95,8 @@ def test_sequences_longer_than_the_model_takes_are_noted() -> None:
 def test_options_without_effect_are_noted() -> None:
     bridge = catalog.software("megatron-bridge").model_copy(update={"expert_dispatch": "deepep"})
     small = catalog.model("mixtral-8x7b").model_copy(update={"num_hidden_layers": 2})
-    asked = (small, catalog.cluster("dgx-h100"), TrainingSpec(global_batch_size=8))
-    found = [
-        predict(Job(*asked, ParallelPlan(dp_shard=8, zero_stage=1, ep=ep), bridge), name="").assumptions
-        for ep in (1, 8)
-    ]
+    plan = {"dp_shard": 8, "zero_stage": 1}
+    found = [assumptions(small, {**plan, "ep": ep}, software=bridge) for ep in (1, 8)]
     note = "every rank has all experts, as ep = 1: no effect of software.expert_dispatch"
     assert note in found[0]
     assert note not in found[1]
@@ -109,38 +104,29 @@ def test_options_without_effect_are_noted() -> None:
 
 def test_what_sources_say_of_a_device_is_noted() -> None:
     cluster = catalog.cluster("dgx-h100").model_copy(update={"device": catalog.device("h20-sxm-96gb")})
-    asked = (catalog.model("gpt2-124m"), cluster, TrainingSpec(global_batch_size=8))
-    found = predict(Job(*asked, ParallelPlan(dp_replicate=8), catalog.software("torch")), name="").assumptions
+    found = assumptions(plan={"dp_replicate": 8}, cluster=cluster)
     assert any(text.startswith("h20-sxm-96gb: rates of kernels are those fitted on H100") for text in found)
 
 
 def test_whole_gradients_under_fsdp_are_noted() -> None:
     """A rank of 8 holds 4 bytes for each of 124 M parameters where the other plan holds an eighth."""
-    asked = (catalog.model("gpt2-124m"), catalog.cluster("dgx-h100"), TrainingSpec(global_batch_size=32))
-    torch, held, said = catalog.software("torch"), [], []
+    held, said = [], []
     for grad_sync in ("step", "microbatch"):
-        found = predict(
-            Job(*asked, ParallelPlan.model_validate({"dp_shard": 8, "grad_sync": grad_sync}), torch), name=""
-        )
+        found = predict(job_of("gpt2-124m", {"dp_shard": 8, "grad_sync": grad_sync}, num_microbatches=4))
         held.append(found.memory[0].by_category[MemoryCategory.GRADIENTS])
         said.append([text for text in found.assumptions if text.startswith("gradients of 4 microbatches add up whole")])
     assert held[0] - held[1] > 0.8 * 4 * 124.4e6
     assert [len(texts) for texts in said] == [1, 0]
-    once = predict(Job(*asked[:2], TrainingSpec(global_batch_size=8), ParallelPlan(dp_shard=8), torch), name="")
-    assert not any("add up whole" in text for text in once.assumptions)
-    each = predict(Job(*asked, ParallelPlan(dp_shard=8), catalog.software("torchtitan")), name="")
+    assert not any("add up whole" in text for text in assumptions(plan={"dp_shard": 8}, num_microbatches=1))
+    each = predict(job_of("gpt2-124m", {"dp_shard": 8}, software="torchtitan", num_microbatches=4))
     assert each.memory[0].by_category[MemoryCategory.GRADIENTS] <= held[1]
     assert "sharded gradients are reduced after each of 4 microbatches, as torchtitan does" in each.assumptions
 
 
 @pytest.mark.parametrize("software", ["torch", "megatron-core"])
 def test_fp16_says_what_of_the_loss_scaler_is_missing(software: str) -> None:
-    asked = (catalog.model("gpt2-124m"), catalog.cluster("dgx-h100"))
     for precision in ("fp16", "bf16"):
-        training = TrainingSpec(global_batch_size=64, precision=precision)
-        found = predict(
-            Job(*asked, training, ParallelPlan(dp_replicate=8), catalog.software(software)), name=""
-        ).assumptions
+        found = assumptions(plan={"dp_replicate": 8}, software=software, precision=precision)
         assert any("of the loss scaler" in text for text in found) == (precision == "fp16")
 
 

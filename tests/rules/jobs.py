@@ -14,7 +14,7 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.software.software import SoftwareSpec
-from simplan.training.training import TrainingSpec
+from tests.jobs import job_of
 from tests.search.jobs import FAMILIES
 
 __all__ = ["job", "jobs", "plans"]
@@ -85,12 +85,12 @@ def job(
     made = ParallelPlan.model_validate(plan or {})
     where = _cluster(cluster, num_devices or made.num_devices)
     profile = catalog.software(software) if isinstance(software, str) else software
-    return Job(
+    return job_of(
         ModelSpec.model_validate({"family": family, **FAMILIES[family], **model}),
-        where.model_copy(update=cluster_fields) if cluster_fields else where,
-        TrainingSpec.model_validate({"global_batch_size": 8, **(training or {})}),
         made,
-        profile.model_copy(update=options) if options else profile,
+        cluster=where.model_copy(update=cluster_fields) if cluster_fields else where,
+        software=profile.model_copy(update=options) if options else profile,
+        **{"global_batch_size": 8, **(training or {})},
     )
 
 

@@ -43,31 +43,17 @@ def test_another_architecture_brings_its_kernels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("written", "sentence"),
     [
-        (
-            "{memory_bytes: 80}",
-            "cluster.device.memory_bytes = 80: is less than any device has; write it in bytes: 80 GiB is 85899345920",
-        ),
-        (
-            "{peak_flop_per_s: {bf16: 989}}",
-            "cluster.device.peak_flop_per_s.bf16 = 989: is less than any device has; "
-            "write it in FLOP per second: 989 TFLOP/s is 989e12",
-        ),
-        (
-            "{memory_bandwidth_bytes_per_s: 3350}",
-            "cluster.device.memory_bandwidth_bytes_per_s = 3350: is less than any device has; "
-            "write it in bytes per second: 3.35 TB/s is 3.35e12",
-        ),
-        (
-            "{memory_bytes: 60_000_000_000}",
-            'cluster.device.memory_bytes = "60_000_000_000": must be a whole number; '
-            "write 60000000000, as YAML has no _ in numbers",
-        ),
-        (
-            "{architecture: amper}",
-            "cluster.device.architecture = amper: is not in the catalogue; did you mean ampere?",
-        ),
+        ("{memory_bytes: 80}", "cluster.device.memory_bytes = 80: is less than any device has; write it in bytes: 80 "
+         "GiB is 85899345920"),
+        ("{peak_flop_per_s: {bf16: 989}}", "cluster.device.peak_flop_per_s.bf16 = 989: is less than any device has; "
+         "write it in FLOP per second: 989 TFLOP/s is 989e12"),
+        ("{memory_bandwidth_bytes_per_s: 3350}", "cluster.device.memory_bandwidth_bytes_per_s = 3350: is less than any "
+         "device has; write it in bytes per second: 3.35 TB/s is 3.35e12"),
+        ("{memory_bytes: 60_000_000_000}", 'cluster.device.memory_bytes = "60_000_000_000": must be a whole number; '
+         "write 60000000000, as YAML has no _ in numbers"),
+        ("{architecture: amper}", "cluster.device.architecture = amper: is not in the catalogue; did you mean ampere?"),
     ],
-)
+)  # fmt: skip
 def test_what_no_device_is(tmp_path: Path, written: str, sentence: str) -> None:
     with pytest.raises(SpecError) as caught:
         device(tmp_path, written)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,11 +8,11 @@ import pytest
 from simplan import catalog
 from simplan.cluster import machine
 from simplan.errors import NotModelledError, SpecError
-from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
-from simplan.scenario import Scenario, load_scenario
+from simplan.scenario import Scenario, load_scenario, load_search, parse_scenario, parse_search
 from simplan.training.training import TrainingSpec
 from simplan.units import GIB
+from tests.jobs import job_of
 
 REST = "training: {global_batch_size: 24}\nplan: {dp_replicate: 2}\n"
 MODEL = "model: {preset: gpt2-124m}\n"
@@ -131,85 +132,45 @@ def test_this_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cluster", "sentence"),
     [
-        (
-            "{preset: dgx-h100, num_nodes: 2, num_devices: 8}",
-            "case.yaml:2:43: cluster.num_devices = 8: needs 1 node of devices_per_node = 8, and num_nodes = 2; "
-            "remove num_nodes for 8 devices, or num_devices for 16, or give devices_per_node: 4",
-        ),
-        (
-            "{preset: dgx-h100, num_nodes: 3, num_devices: 40}",
-            "case.yaml:2:43: cluster.num_devices = 40: needs 5 nodes of devices_per_node = 8, and num_nodes = 3; "
-            "remove num_nodes for 40 devices, or num_devices for 24",
-        ),
-        (
-            "{device: l40s, num_devices: 8, num_nodes: 2}",
-            "case.yaml:2:1: cluster.devices_per_node: is missing; add devices_per_node: 4",
-        ),
-        (
-            "{preset: this-machine, num_nodes: 2}",
-            "case.yaml:2:1: cluster.inter_link_gbit_per_device: is needed to join several nodes; "
-            "give the Gbit/s of each rank",
-        ),
-        (
-            "{preset: this-machine, num_nodes: 2, num_devices: 3, inter_link_gbit_per_device: 1}",
-            "case.yaml:2:47: cluster.num_devices = 3: must be a multiple of num_nodes = 2, as all nodes run as many "
-            "ranks; use 2 or 4",
-        ),
-        (
-            "{preset: this-machine, num_nodes: 2, device: h200-sxm}",
-            "case.yaml:2:33: cluster.num_nodes = 2: this-machine with a device of its own is one node; "
-            "use 1, or a preset of many nodes",
-        ),
-        (
-            "{preset: this-machine, devices_per_node: 2}",
-            "case.yaml:2:33: cluster.devices_per_node: has no meaning for this-machine, which is one node; remove it",
-        ),
-        (
-            "{devices_per_node: 2}",
-            "case.yaml:2:1: cluster.device: is missing; give preset, or device and devices_per_node",
-        ),
-        (
-            "{device: a100-sxm-80gb}",
-            "case.yaml:2:1: cluster.devices_per_node: is missing; give preset, or device and devices_per_node",
-        ),
-        (
-            "{device: l40s, num_devices: 4}",
-            "case.yaml:2:1: cluster.devices_per_node: is missing; add devices_per_node: 4 if they are in one node",
-        ),
-        (
-            "{device: mi250, devices_per_node: 2}",
-            "case.yaml:2:1: cluster.intra_link: is missing: the catalogue does not say what joins mi250 devices of one "
-            "node; name a link, e.g. pcie4 (`simplan show links` lists them)",
-        ),
-        (
-            "{device: a100-sxm-80gb, devices_per_node: 1, num_nodes: 2}",
-            "case.yaml:2:1: cluster.inter_link_gbit_per_device: is missing: 2 nodes need a network; "
-            "give the network bandwidth of a node divided by its devices, Gbit/s",
-        ),
-        (
-            "{preset: dgx-h100, device: {memory_byte: 3}, num_devices: 2}",
-            "case.yaml:2:38: cluster.device.memory_byte: is not a known key; did you mean memory_bytes?",
-        ),
-        (
-            "{preset: dgx-h100, intra_link: {bytes_per_s: 0, latency_s: 0}, num_devices: 2}",
-            "case.yaml:2:42: cluster.intra_link.bytes_per_s = 0: must be greater than 0",
-        ),
-        (
-            "{preset: dgx-h100, intra_link: nvlink9, num_devices: 2}",
-            "case.yaml:2:29: cluster.intra_link = nvlink9: is not in the catalogue; "
-            "did you mean nvlink5 or nvlink4 or nvlink3?",
-        ),
-        (
-            "{preset: dgx-h100, inter_link: efa-400gbit, inter_link_gbit_per_device: 100, num_devices: 16}",
-            'case.yaml:2:29: cluster.inter_link = "efa-400gbit": is given twice, with inter_link_gbit_per_device; '
-            "give one of the two",
-        ),
-        (
-            "{preset: this-machine, inter_link: efa-400gbit}",
-            "case.yaml:2:33: cluster.inter_link: has no meaning for this-machine, which is one node; remove it",
-        ),
+        ("{preset: dgx-h100, num_nodes: 2, num_devices: 8}", "case.yaml:2:43: cluster.num_devices = 8: needs 1 node of "
+         "devices_per_node = 8, and num_nodes = 2; remove num_nodes for 8 devices, or num_devices for 16, or give "
+         "devices_per_node: 4"),
+        ("{preset: dgx-h100, num_nodes: 3, num_devices: 40}", "case.yaml:2:43: cluster.num_devices = 40: needs 5 nodes "
+         "of devices_per_node = 8, and num_nodes = 3; remove num_nodes for 40 devices, or num_devices for 24"),
+        ("{device: l40s, num_devices: 8, num_nodes: 2}", "case.yaml:2:1: cluster.devices_per_node: is missing; add "
+         "devices_per_node: 4"),
+        ("{preset: this-machine, num_nodes: 2}", "case.yaml:2:1: cluster.inter_link_gbit_per_device: is needed to join "
+         "several nodes; give the Gbit/s of each rank"),
+        ("{preset: this-machine, num_nodes: 2, num_devices: 3, inter_link_gbit_per_device: 1}", "case.yaml:2:47: "
+         "cluster.num_devices = 3: must be a multiple of num_nodes = 2, as all nodes run as many ranks; use 2 or 4"),
+        ("{preset: this-machine, num_nodes: 2, device: h200-sxm}", "case.yaml:2:33: cluster.num_nodes = 2: "
+         "this-machine with a device of its own is one node; use 1, or a preset of many nodes"),
+        ("{preset: this-machine, devices_per_node: 2}", "case.yaml:2:33: cluster.devices_per_node: has no meaning for "
+         "this-machine, which is one node; remove it"),
+        ("{devices_per_node: 2}", "case.yaml:2:1: cluster.device: is missing; give preset, or device and "
+         "devices_per_node"),
+        ("{device: a100-sxm-80gb}", "case.yaml:2:1: cluster.devices_per_node: is missing; give preset, or device and "
+         "devices_per_node"),
+        ("{device: l40s, num_devices: 4}", "case.yaml:2:1: cluster.devices_per_node: is missing; add devices_per_node: "
+         "4 if they are in one node"),
+        ("{device: mi250, devices_per_node: 2}", "case.yaml:2:1: cluster.intra_link: is missing: the catalogue does "
+         "not say what joins mi250 devices of one node; name a link, e.g. pcie4 (`simplan show links` lists them)"),
+        ("{device: a100-sxm-80gb, devices_per_node: 1, num_nodes: 2}", "case.yaml:2:1: "
+         "cluster.inter_link_gbit_per_device: is missing: 2 nodes need a network; give the network bandwidth of a node "
+         "divided by its devices, Gbit/s"),
+        ("{preset: dgx-h100, device: {memory_byte: 3}, num_devices: 2}", "case.yaml:2:38: cluster.device.memory_byte: "
+         "is not a known key; did you mean memory_bytes?"),
+        ("{preset: dgx-h100, intra_link: {bytes_per_s: 0, latency_s: 0}, num_devices: 2}", "case.yaml:2:42: "
+         "cluster.intra_link.bytes_per_s = 0: must be greater than 0"),
+        ("{preset: dgx-h100, intra_link: nvlink9, num_devices: 2}", "case.yaml:2:29: cluster.intra_link = nvlink9: is "
+         "not in the catalogue; did you mean nvlink5 or nvlink4 or nvlink3?"),
+        ("{preset: dgx-h100, inter_link: efa-400gbit, inter_link_gbit_per_device: 100, num_devices: 16}",
+         'case.yaml:2:29: cluster.inter_link = "efa-400gbit": is given twice, with inter_link_gbit_per_device; ' "give "
+         "one of the two"),
+        ("{preset: this-machine, inter_link: efa-400gbit}", "case.yaml:2:33: cluster.inter_link: has no meaning for "
+         "this-machine, which is one node; remove it"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.usefixtures("small_machine")
 def test_clusters_that_cannot_be(tmp_path: Path, cluster: str, sentence: str) -> None:
     assert refusal(tmp_path, f"{MODEL}cluster: {cluster}\n{REST}") == sentence
@@ -221,12 +182,7 @@ def test_a_preset_and_a_config_contradict_each_other(tmp_path: Path) -> None:
 
 
 def test_a_scenario_made_in_code_is_checked() -> None:
-    model, cluster, software = (
-        catalog.model("gpt2-124m"),
-        catalog.cluster("dgx-h100", 2),
-        catalog.software("torch"),
-    )
-    job = Job(model, cluster, TrainingSpec(global_batch_size=8), ParallelPlan(pp=2), software)
+    job = job_of("gpt2-124m", {"pp": 2}, global_batch_size=8)
     assert Scenario(name="code", job=job).job.num_microbatches == 8
     with pytest.raises(NotModelledError, match=r"plan.grad_dtype = bf16: another dtype for gradients"):
         Scenario(name="code", job=job.with_plan(ParallelPlan(dp_replicate=2, grad_dtype="bf16")))
@@ -262,26 +218,16 @@ def test_what_compiled_blocks_do_not_go_with(tmp_path: Path, plan: str, said: st
 @pytest.mark.parametrize(
     ("model", "software", "sentence"),
     [
-        (
-            "{preset: gpt2-124m}",
-            "{preset: megatron-bridge, expert_overlap: true}",
-            "case.yaml:1:37: software.expert_overlap = true: is for models with experts, and family gpt has none; "
-            "remove it",
-        ),
-        (
-            "{preset: gpt2-124m}",
-            "{preset: megatron-bridge, expert_dispatch: deepep}",
-            'case.yaml:1:37: software.expert_dispatch = "deepep": is for models with experts, and family gpt has none; '
-            "remove it",
-        ),
-        (
-            "{preset: mixtral-8x7b, intermediate_size: 4096}",
-            "megatron-bridge",
-            "case.yaml:2:31: model.intermediate_size = 4096: is the width of leading dense layers, and "
-            "num_dense_layers = 0; experts have 14,336; use moe_intermediate_size for experts, or remove it",
-        ),
+        ("{preset: gpt2-124m}", "{preset: megatron-bridge, expert_overlap: true}", "case.yaml:1:37: "
+         "software.expert_overlap = true: is for models with experts, and family gpt has none; remove it"),
+        ("{preset: gpt2-124m}", "{preset: megatron-bridge, expert_dispatch: deepep}",
+         'case.yaml:1:37: software.expert_dispatch = "deepep": is for models with experts, and family gpt has none; '
+         "remove it"),
+        ("{preset: mixtral-8x7b, intermediate_size: 4096}", "megatron-bridge", "case.yaml:2:31: "
+         "model.intermediate_size = 4096: is the width of leading dense layers, and num_dense_layers = 0; experts have "
+         "14,336; use moe_intermediate_size for experts, or remove it"),
     ],
-)
+)  # fmt: skip
 def test_options_that_could_change_nothing_are_refused(
     tmp_path: Path, model: str, software: str, sentence: str
 ) -> None:
@@ -298,9 +244,7 @@ def test_options_that_could_change_nothing_are_refused(
     ],
 )
 def test_widths_that_some_layer_has_are_taken(tmp_path: Path, model: str) -> None:
-    path = tmp_path / "case.yaml"
-    path.write_text(f"model: {model}\n" + TWO + REST)
-    assert load_scenario(path).job.model.num_experts == 8
+    assert load(tmp_path, f"model: {model}\n" + TWO + REST).job.model.num_experts == 8
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "Adafactor", "paged_adamw_32bit", "muon"])
@@ -339,3 +283,83 @@ def test_a_missing_family_has_an_example(tmp_path: Path) -> None:
         "case.yaml:1:1: model.family: is missing; add preset: gpt2-124m, or family: gpt and its required keys "
         "(`simplan show model`)"
     )
+
+
+PACKED = """\
+model: {preset: gpt2-124m, seq_len: 512, document_lengths: {file: lengths.csv, packing: first_fit_decreasing, seed: 4}}
+cluster: {preset: dgx-a100-80gb, num_devices: 2}
+training: {global_batch_size: 24, task: sft}
+plan: {dp_replicate: 2}
+"""
+
+
+def test_a_file_of_lengths(tmp_path: Path) -> None:
+    """Of documents that all are as long, three fill a sequence, and 62 of 512 tokens are padding."""
+    (tmp_path / "lengths.csv").write_text("150\n150\n\n 150 \n")
+    model = load(tmp_path, PACKED).job.model
+    assert model.document_lengths == (150, 150, 150)
+    assert model.segments == (150, 150, 150, 62)
+    assert model.packs is not None
+    assert (model.packs.packing, model.packs.seed) == ("first_fit_decreasing", 4)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "holds no lengths; write one whole number of tokens a line"),
+        (b"12\n0\n", 'line 2 holds "0"'),
+        (b"-3\n", 'line 1 holds "-3"'),
+        (b"length\n12\n", 'line 1 holds "length"'),
+        (b"9" * 13, 'line 1 holds "9999999999999"'),
+        ("\u0663\n".encode(), "line 1 holds"),
+        (b"1\0", "is a binary file"),
+        (b"\xff\xfe", "is not UTF-8 text"),
+        (b"1\n" * (2 * 2**20 + 1), "is larger than 4 MiB"),
+    ],
+)
+def test_files_that_hold_no_lengths(tmp_path: Path, content: bytes, sentence: str) -> None:
+    (tmp_path / "lengths.csv").write_bytes(content)
+    found = refusal(tmp_path, PACKED)
+    assert sentence in found
+    assert "model.document_lengths.file" in found
+
+
+SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
+START = "model: {preset: llama3-8b}\ncluster: {preset: dgx-h100}\ntraining: {global_batch_size: 16}\n"
+
+
+@pytest.mark.parametrize("name", ["fsdp", "zb-h1", "mistral", "packed"])
+def test_text_says_what_its_file_says(name: str) -> None:
+    file = SCENARIOS / f"{name}.yaml"
+    parsed = parse_scenario(file.read_text(), name=file.name)
+    assert replace(parsed, file=None) == replace(load_scenario(file), file=None)
+
+
+def test_a_search_as_text(tmp_path: Path) -> None:
+    file = tmp_path / "search.yaml"
+    file.write_text(f"{START}search: {{tp: [1, 2]}}\n")
+    parsed, loaded = parse_search(file.read_text(), "search"), load_search(file)
+    assert (parsed.name, parsed.space, parsed.document) == (loaded.name, loaded.space, loaded.document)
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("model: {hf_config: secret.json}", "model.hf_config"),
+        ("model: {preset: llama3-8b, document_lengths: {file: secret.csv}}", "model.document_lengths.file"),
+        ("plan: {pp: 2, schedule: secret.csv}", "plan.schedule"),
+    ],
+)
+def test_files_are_not_opened(text: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("secret.json", "secret.csv"):
+        (tmp_path / name).write_text("secret")
+    with pytest.raises(SpecError, match=f"{field} = .*: names a file") as caught:
+        parse_scenario(text)
+    assert "content" not in str(caught.value)
+    assert "does not exist" not in str(caught.value)
+
+
+def test_problems_have_their_line() -> None:
+    with pytest.raises(SpecError, match=r"^asked:4:1: plan = .*needs 4 devices"):
+        parse_scenario(f"{START}plan: {{dp_shard: 4}}\n", name="asked")

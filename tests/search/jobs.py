@@ -11,7 +11,7 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.search import SearchSpace
 from simplan.search.enumeration import Enumeration
-from simplan.training.training import TrainingSpec
+from tests.jobs import job_of
 
 __all__ = ["FAMILIES", "SIZES", "plain_plan", "plans_of", "small_job"]
 
@@ -72,8 +72,8 @@ def small_job(
         device = devices.device.model_copy(update={"memory_bytes": memory_bytes})
         devices = devices.model_copy(update={"device": device})
     model = ModelSpec.model_validate({"family": family, **FAMILIES[family], **changes})
-    training = TrainingSpec(global_batch_size=batch, precision=precision, task=task)
-    return Job(model, devices, training, ParallelPlan(), catalog.software(software))
+    how = {"global_batch_size": batch, "precision": precision, "task": task}
+    return job_of(model, cluster=devices, software=software, **how)
 
 
 def plain_plan(**fields: Any) -> ParallelPlan:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
 from simplan.job import Job
 from simplan.predict import predict
@@ -31,9 +29,8 @@ SPACE: dict[str, Any] = {
 }
 
 
-def asked_for(software: str = "megatron-core", **changes: Any) -> Job:
-    asked = small_job(memory_bytes=1095 * MIB, hidden_size=512, vocab_size=2048, seq_len=256, **changes)
-    return replace(asked, software=catalog.software(software))
+def asked_for(software: str = "megatron-core") -> Job:
+    return small_job(memory_bytes=1095 * MIB, software=software, hidden_size=512, vocab_size=2048, seq_len=256)
 
 
 def test_every_list_of_modules_is_a_plan_that_predict_would_give() -> None:

@@ -33,15 +33,8 @@ BLOCKS = 6
 
 
 def asked_for(software: str) -> Job:
-    asked = small_job(
-        num_devices=4,
-        memory_bytes=CAPACITIES[software],
-        hidden_size=512,
-        vocab_size=2048,
-        seq_len=256,
-        num_hidden_layers=BLOCKS,
-    )
-    return replace(asked, software=catalog.software(software))
+    sizes: dict[str, Any] = {"hidden_size": 512, "vocab_size": 2048, "seq_len": 256, "num_hidden_layers": BLOCKS}
+    return small_job(memory_bytes=CAPACITIES[software], software=software, **sizes)
 
 
 def found_by(asked: Job, **space: Any) -> SearchResult:

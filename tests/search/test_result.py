@@ -1,8 +1,9 @@
-"""What a search returns, how it is stopped, and where it runs."""
+"""What a search returns, for each family too, how it is stopped, and where it runs."""
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import joblib
@@ -10,9 +11,10 @@ import pytest
 
 import simplan
 from simplan.errors import SpecError
+from simplan.predict import predict
 from simplan.problems import parse_model
 from simplan.search import SearchProgress, SearchResult, SearchSpace, search
-from tests.search.jobs import small_job
+from tests.search.jobs import FAMILIES, small_job
 
 SPACE = SearchSpace(objectives=("step_time", "memory"), top=3, microbatch_size=(1, 2), schedule=("1f1b",))
 ASKED = small_job(num_devices=4)
@@ -118,3 +120,26 @@ def test_a_wrong_range_is_one_problem_in_our_words(given: dict[str, Any], senten
     with pytest.raises(SpecError) as caught:
         parse_model(SearchSpace, given)
     assert [problem.sentence() for problem in caught.value.problems] == sentences
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_predict_confirms_the_best_plan(family: str) -> None:
+    precision = "fp32" if family == "resnet" else "bf16"
+    asked = small_job(family, 4, batch=4, precision=precision)
+    space = SearchSpace(top=1, microbatch_size=(1,), recompute=("none",), virtual_stages=(1, 2))
+    result = search(asked, space)
+    best = result.best
+    assert best is not None
+    one = predict(asked.with_plan(best.plan), name="x")
+    assert best.step_time_s == pytest.approx(one.step_time_s, rel=1e-9)
+    assert best.device_bytes == one.worst_memory.device_bytes
+    assert best.headroom_bytes == one.job.cluster.device.memory_bytes - best.device_bytes  # type: ignore[operator]
+    per_step = one.samples_per_s_per_device if result.unit == "images" else one.tokens_per_s_per_device
+    assert best.tokens_per_s_per_device == pytest.approx(per_step)
+    why = best.explanation
+    assert why is not None
+    assert math.fsum(why.shares.values()) == pytest.approx(1)
+    assert why.step_time_interval_s == one.step_time_interval_s
+    assert all(0 < share < 1 / 11 + 1e-9 for name, share in why.saved.items() if name != "memory"), (
+        "10 % more of one thing saves at most an eleventh"
+    )

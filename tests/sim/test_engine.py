@@ -8,20 +8,17 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simpy import Environment
 
-from simplan.model.model import ModelSpec
-from simplan.plan.plan import ParallelPlan
 from simplan.program.action import Action, ActionKind, Table
-from simplan.program.lowering.lower import Lowering, lower
+from simplan.program.lowering.lower import Lowering
 from simplan.program.program import Op, Program, Stream
 from simplan.program.schedules import PipelineShape, gpipe, interleaved_1f1b, naive, one_f_one_b
 from simplan.program.tables.complete import complete_table
-from simplan.program.tables.partition import assign_stage_layers
 from simplan.program.timeline import Span, SpanKind, split_of_rank
-from simplan.sim.engine import CoreUse, simulate, timeline
+from simplan.sim.engine import CoreUse, SharedCores, simulate, timeline
 from simplan.software.software import SoftwareSpec, StateBytes
-from simplan.training.training import TrainingSpec
-from tests.jobs import job_to_lower
+from tests.jobs import job_of, lowered, tiny_model
 from tests.program.tables.tables import compute_tables, makespan_s
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -38,26 +35,11 @@ def program(
 ) -> Program:
     p, m = len(compute), 1 + max(action.microbatch or 0 for action in compute[0])
     num_stages = 1 + max(action.stage for row in compute for action in row)
-    model = ModelSpec(
-        family="gpt",
-        num_hidden_layers=num_stages * layers_per_stage,
-        hidden_size=64,
-        num_attention_heads=4,
-        vocab_size=256,
-        seq_len=16,
-        tied_embeddings=False,
-    )
-    return lower(
-        job_to_lower(
-            model,
-            TrainingSpec(global_batch_size=m * dp, precision="fp32"),
-            ParallelPlan(pp=p, dp_replicate=dp),
-            SOFTWARE,
-        ),
-        assign_stage_layers([layers_per_stage] * num_stages),
-        complete_table(compute),
-        Lowering(level, host_waits=host_waits),
-    )
+    model = tiny_model(num_hidden_layers=num_stages * layers_per_stage, tied_embeddings=False)
+    plan = {"pp": p, "dp_replicate": dp}
+    asked = job_of(model, plan, software=SOFTWARE, num_microbatches=m, precision="fp32")
+    how = Lowering(level, host_waits=host_waits)
+    return lowered(asked, how, [layers_per_stage] * num_stages, complete_table(compute))
 
 
 def durations(found: Program, forward_s: float, backward_s: float, send_s: float = 0.0) -> list[float]:
@@ -197,17 +179,6 @@ def test_communications_of_one_connection_take_turns(num_microbatches: int) -> N
     assert both_ways.step_time_s == num_microbatches + 1
 
 
-def test_compute_is_in_order_on_one_stream_per_rank() -> None:
-    found = program(one_f_one_b(PipelineShape(4, 6)))
-    assert {stream for rank, stream in found.streams if rank == 1} == {
-        Stream.COMPUTE,
-        "send_f",
-        "recv_f",
-        "send_b",
-        "recv_b",
-    }
-
-
 def test_nothing_of_the_stage_goes_on_before_its_gradients_are_reduced() -> None:
     """DDP's end of backward waits for the buckets: so do the communication of the last microbatch and the optimizer."""
     found = program(one_f_one_b(PipelineShape(2, 2)), dp=2, level=2)
@@ -238,3 +209,43 @@ def test_a_communication_uses_cores_on_both_ends() -> None:
     ones = [1.0] * len(found.ops)
     for cores, expected in ((2, 1.0), (1, 2.0)):
         assert simulate(found, given_s, CoreUse(cores, [0] * len(found.ops), ones)).step_time_s == expected
+
+
+def ends(num_cores: int, jobs: list[tuple[float, float, float]]) -> list[float]:
+    """End of every (arrival, work, demand)."""
+    env = Environment()
+    cores = SharedCores(env, num_cores)
+    found = [0.0] * len(jobs)
+
+    def job(i: int, arrival: float, work: float, demand: float):  # type: ignore[no-untyped-def]
+        yield env.timeout(arrival)
+        done = env.event()
+        cores.run(done, work, demand)
+        yield done
+        found[i] = env.now
+
+    for i, (arrival, work, demand) in enumerate(jobs):
+        env.process(job(i, arrival, work, demand))
+    env.run()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "jobs", "ended"),
+    [
+        # both at half speed until the shorter is done at 2, then the longer has 1 left alone
+        (1, [(0, 1, 1), (0, 2, 1)], [2.0, 3.0]),
+        # 1 done alone by t=1; then both at half speed: the first's 1 ends at 3, the second's 2 has 1 left, ends at 4
+        (1, [(0, 2, 1), (1, 2, 1)], [3.0, 4.0]),
+        # demand above the cores slows in proportion
+        (2, [(0, 1, 2), (0, 1, 1), (0, 1, 1)], [2.0, 2.0, 2.0]),
+    ],
+)
+def test_jobs_share_cores_by_hand(num_cores: int, jobs: list[tuple[float, float, float]], ended: list[float]) -> None:
+    assert ends(num_cores, jobs) == pytest.approx(ended)
+
+
+def test_work_is_conserved() -> None:
+    """While demand exceeds the cores, cores x time = work x demand."""
+    jobs = [(0.0, 1.5, 1.0), (0.0, 2.5, 1.0), (0.0, 3.5, 1.0)]
+    assert max(ends(1, jobs)) == pytest.approx(sum(work for _, work, _ in jobs))

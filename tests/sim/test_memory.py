@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simplan.model.model import ModelSpec
 from simplan.model.recompute import recomputation
 from simplan.program.action import Table
 from simplan.program.memory.footprint import LayerFootprint, layer_footprint
@@ -14,6 +13,7 @@ from simplan.program.program import MemoryCategory
 from simplan.program.schedules import PipelineShape, gpipe, naive, one_f_one_b
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak, memory_trace
+from tests.jobs import tiny_model
 from tests.program.tables.tables import compute_tables
 from tests.sim.test_engine import SOFTWARE, durations, program
 
@@ -41,10 +41,7 @@ def test_activations_are_those_of_the_microbatches_in_flight(p: int, m: int) -> 
 
 
 def _block() -> LayerFootprint:
-    model = ModelSpec(
-        family="gpt", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256, seq_len=16
-    )
-    block = model.layers[1]
+    block = tiny_model().layers[1]
     return layer_footprint(block, 1, SOFTWARE.state_bytes["fp32"], recomputation(block, "none"))
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from simplan import catalog
 from simplan.errors import SpecError
-from simplan.job import Job
-from simplan.plan.plan import ParallelPlan
+from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.predict import predict, run_spec_of
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind, format_table
+from simplan.program.program import Stream
 from simplan.program.timeline import SpanKind
 from simplan.report.comparison import comparison_text
 from simplan.runs.measurement import MeasuredCollective, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
@@ -21,15 +21,16 @@ from simplan.training.training import TrainingSpec
 from simplan.units import GIB
 from simplan.validate.activity import ActivityShare
 from simplan.validate.compare import AT_THIS_SPEED, compare
-from simplan.validate.measured import measured_timeline, predicted_timeline
+from simplan.validate.measured import measured_timeline, predicted_timeline, stream_of
 from simplan.validate.structure import predicted_communications
+from tests.jobs import job_of
 
 
 def predicted(plan: ParallelPlan, name: str = "test", **sizes: Any) -> Prediction:
     """GPT-2 with four blocks on two devices."""
     fields = {"num_hidden_layers": 4, "tied_embeddings": False, **sizes}
-    model, cluster = catalog.model("gpt2-124m").model_copy(update=fields), catalog.cluster("dgx-h100", 2)
-    return predict(Job(model, cluster, TrainingSpec(global_batch_size=4), plan, catalog.software("torch")), name=name)
+    model = catalog.model("gpt2-124m").model_copy(update=fields)
+    return predict(job_of(model, plan, global_batch_size=4), name=name)
 
 
 @pytest.fixture(scope="module")
@@ -149,18 +150,14 @@ def test_another_communication_is_noticed(prediction: Prediction, change: dict[s
     assert not compare(prediction.to_json(), ran).structure_equal
 
 
-def test_another_job_is_refused(prediction: Prediction) -> None:
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"training": TrainingSpec(global_batch_size=8)}, "training"), ({"boundaries": (0, 2, 6)}, "stage_boundaries")],
+)
+def test_another_job_is_refused(prediction: Prediction, change: dict[str, Any], field: str) -> None:
     other = measure(prediction)
-    changed = other.job.model_copy(update={"training": TrainingSpec(global_batch_size=8)})
-    with pytest.raises(SpecError, match="training: differs between prediction and measurement"):
-        compare(prediction.to_json(), other.model_copy(update={"job": changed}))
-
-
-def test_another_split_is_refused(prediction: Prediction) -> None:
-    other = measure(prediction)
-    moved = other.job.model_copy(update={"boundaries": (0, prediction.assignment.boundaries[1] - 1, 6)})
-    with pytest.raises(SpecError, match="stage_boundaries: differs between prediction and measurement"):
-        compare(prediction.to_json(), other.model_copy(update={"job": moved}))
+    with pytest.raises(SpecError, match=f"{field}: differs between prediction and measurement"):
+        compare(prediction.to_json(), other.model_copy(update={"job": other.job.model_copy(update=change)}))
 
 
 def test_a_run_that_ended_before_its_first_steady_step_is_refused(prediction: Prediction) -> None:
@@ -192,3 +189,23 @@ def test_a_machine_that_became_slower_is_told_apart_from_a_wrong_prediction(pred
     assert row.signed_error is not None
     assert abs(row.signed_error) < 0.02 < 0.3 < abs(found.rows[0].signed_error or 0.0)
     assert "a matmul took 1.50 times as long in the run" in comparison_text(found)
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "stream"),
+    [
+        (ParallelPlan(tp=2), (0, 1), Stream.TENSOR),
+        (ParallelPlan(cp=2, cp_comm="all_gather"), (0, 1), Stream.CONTEXT),
+        (ParallelPlan(dp_shard=2), (0, 1), Stream.SHARD),
+        (ParallelPlan(dp_shard=2, tp=2), (0, 1), Stream.TENSOR),
+        (ParallelPlan(dp_shard=2, tp=2), (0, 2), Stream.SHARD),
+    ],
+)
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_gathers_are_of_the_axis_of_their_ranks(
+    plan: ParallelPlan, ranks: tuple[int, ...], stream: Stream, kind: str
+) -> None:
+    communication = MeasuredCollective.model_validate(
+        {"kind": kind, "action": "0F0", "ranks": ranks, "num_bytes": 8, "start_s": 0.0, "end_s": 1.0}
+    )
+    assert stream_of(communication, 0, RankMapping.of(plan)) is stream

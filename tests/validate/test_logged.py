@@ -84,21 +84,15 @@ def test_memory_is_of_the_rank_that_needed_most(prediction: Prediction) -> None:
         ({"step_time_s": 1.0, "step_times_s": (1.0,)}, "step_time_s: says the same as step_times_s"),
         ({"step_time_s": 1.0, "tokens_per_s_per_device": 1024.0}, "is a step of 2.000 s in the predicted job"),
         ({"step_time_s": 1.0, "peak_device_gib": (1.0, 2.0, 3.0)}, "has 3 numbers, and the predicted job has 2 ranks"),
-        (
-            {"step_time_s": 1.0, "peak_reserved_gib": (60.0, 81.9)},
-            "peak_reserved_gib = 81.9: is more than the 79.65 GiB of a device of .*; if it is in GB, write 76",
-        ),
-        (
-            {"step_time_s": 1.0, "peak_device_gib": (71522.0,)},
-            r"peak_device_gib = 71522: .*; if it is in MiB, write 69.85",
-        ),
+        ({"step_time_s": 1.0, "peak_reserved_gib": (60.0, 81.9)}, "peak_reserved_gib = 81.9: is more than the 79.65 "
+         "GiB of a device of .*; if it is in GB, write 76"),
+        ({"step_time_s": 1.0, "peak_device_gib": (71522.0,)},
+         r"peak_device_gib = 71522: .*; if it is in MiB, write 69.85"),
         ({"step_time_s": 1.0, "peak_device_gib": (7e13,)}, "peak_device_gib = 7e.13: .*; write what one device held"),
-        (
-            {"step_time_s": 1.0, "peak_allocated_gib": (70.0,), "peak_reserved_gib": (60.0,)},
-            "peak_allocated_gib = 70: is more than peak_reserved_gib = 60, of which it is a part",
-        ),
+        ({"step_time_s": 1.0, "peak_allocated_gib": (70.0,), "peak_reserved_gib": (60.0,)}, "peak_allocated_gib = 70: "
+         "is more than peak_reserved_gib = 60, of which it is a part"),
     ],
-)
+)  # fmt: skip
 def test_what_contradicts_itself_or_the_prediction_is_refused(
     fields: dict[str, float], words: str, prediction: Prediction
 ) -> None:

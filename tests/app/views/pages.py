@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from streamlit.testing.v1 import AppTest
 
@@ -33,6 +34,20 @@ def opened(page: str = "", document: Mapping[str, object] = SMALL, view: Mapping
     for key, value in encode(document, view or {}).items():
         test.query_params[key] = value
     return test.run()
+
+
+def opened_in_session(page: str, document: Mapping[str, Any], view: Mapping[str, Any]) -> AppTest:
+    """A page in a session that has asked this document and seen this view, which no link need be able to say."""
+    test = AppTest.from_file(str(MAIN), default_timeout=60)
+    test.session_state["simplan document"] = dict(document)
+    test.session_state["simplan view"] = dict(view)
+    test.switch_page(f"views/{page}.py")
+    return test.run()
+
+
+def complaints(test: AppTest) -> list[str]:
+    """What it shows of exceptions and errors."""
+    return [str(element.value) for element in (*test.exception, *test.error)]
 
 
 def query_of(test: AppTest) -> dict[str, str]:

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import pytest
 
 from app.figures.lesson import lesson, lesson_figure
 from simplan.plan.schedules import SCHEDULE_FACTS
 from tests.app.figures.drawn import checked
-
-
-@pytest.mark.parametrize("p", [2, 3, 4, 8])
-@pytest.mark.parametrize("m", [4, 8, 16])
-def test_bubbles_have_their_closed_forms(p: int, m: int) -> None:
-    for name in ("gpipe", "1f1b"):
-        assert lesson(name, p, m).bubble_fraction == pytest.approx(float(Fraction(p - 1, m + p - 1)))
-    assert lesson("naive", p, m).bubble_fraction == pytest.approx(float(Fraction(p - 1, p)))
-    if m % p == 0:
-        for v in (2, 3):
-            found = lesson("interleaved_1f1b", p, m, v).bubble_fraction
-            assert found == pytest.approx(float(Fraction(p - 1, v * m + p - 1)))
 
 
 def test_what_ranks_hold() -> None:

@@ -37,32 +37,19 @@ PLANS = st.fixed_dictionaries(
         "bogus": st.just(1),
     },
 )
+MODELS: list[Any] = [
+    *({"preset": name} for name in ("gpt2-124m", "bert-tiny", "resnet-50", "nothing")),
+    *({"preset": "gpt2-124m", "seq_len": 256}, {"hf_config": "config.json"}, "gpt2", None, {}),
+]
+CLUSTERS: list[Any] = [
+    *({"preset": "dgx-h100", "num_devices": 4}, {"preset": "dgx-h100"}, {"preset": "dgx-a100-80gb", "num_nodes": 2}),
+    *({"preset": "this-machine", "num_devices": 2}, {"device": "h100-sxm-80gb", "devices_per_node": 4}),
+    *({"preset": 5}, [1]),
+]
 DOCUMENTS = st.fixed_dictionaries(
     {
-        "model": st.sampled_from(
-            [
-                {"preset": "gpt2-124m"},
-                {"preset": "bert-tiny"},
-                {"preset": "resnet-50"},
-                {"preset": "gpt2-124m", "seq_len": 256},
-                {"preset": "nothing"},
-                {"hf_config": "config.json"},
-                "gpt2",
-                None,
-                {},
-            ]
-        ),
-        "cluster": st.sampled_from(
-            [
-                {"preset": "dgx-h100", "num_devices": 4},
-                {"preset": "dgx-h100"},
-                {"preset": "dgx-a100-80gb", "num_nodes": 2},
-                {"preset": "this-machine", "num_devices": 2},
-                {"device": "h100-sxm-80gb", "devices_per_node": 4},
-                {"preset": 5},
-                [1],
-            ]
-        ),
+        "model": st.sampled_from(MODELS),
+        "cluster": st.sampled_from(CLUSTERS),
         "training": st.sampled_from(
             [{"global_batch_size": 8}, {"global_batch_size": 16, "precision": "fp8"}, {"global_batch_size": "many"}, {}]
         ),

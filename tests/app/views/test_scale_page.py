@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from streamlit.testing.v1 import AppTest
 
 from app.results.scale import AXES
 from tests.app.questions import TINY
+from tests.app.views.pages import complaints, opened_in_session
 
-ROOT = Path(__file__).resolve().parents[3]
 PLANS = [{"dp_shard": 4}, {"dp_replicate": 2, "pp": 2}, {"tp": 4}, {"cp": 2, "dp_shard": 2}, {"tp": 3}, {}, 7, None]
 VIEWS = st.fixed_dictionaries(
     {},
@@ -28,12 +26,7 @@ VIEWS = st.fixed_dictionaries(
 
 
 def opened(plan: Any, view: dict[str, Any]) -> list[str]:
-    page = AppTest.from_file(str(ROOT / "app" / "main.py"), default_timeout=60)
-    page.session_state["simplan document"] = {**TINY, "plan": plan}
-    page.session_state["simplan view"] = view
-    page.switch_page("views/scale.py")
-    page.run()
-    return [str(element.value) for element in (*page.exception, *page.error)]
+    return complaints(opened_in_session("scale", {**TINY, "plan": plan}, view))
 
 
 def test_it_opens() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +23,8 @@ from simplan.search.result import NearestMiss
 from simplan.search.space import OBJECTIVES
 from simplan.units import format_time
 from tests.app.questions import TINY
+from tests.app.views.pages import MAIN, complaints, opened_in_session
 
-ROOT = Path(__file__).resolve().parents[3]
 PLANS = [ParallelPlan(dp_replicate=4), ParallelPlan(dp_replicate=2, pp=2, schedule="1f1b"), ParallelPlan(tp=4)]
 
 
@@ -37,24 +36,16 @@ def no_jobs_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     searches.cache_clear()
 
 
-def opened(view: dict[str, Any] | None = None, document: Mapping[str, Any] = TINY) -> AppTest:
-    page = AppTest.from_file(str(ROOT / "app" / "main.py"), default_timeout=60)
-    page.session_state["simplan document"] = dict(document)
-    page.session_state["simplan view"] = view or {}
-    page.switch_page("views/search.py")
-    return page.run()
+def opened(view: dict[str, Any] | None = None) -> AppTest:
+    return opened_in_session("search", TINY, view or {})
 
 
 def button(page: AppTest, label: str) -> Any:
     return next(button for button in page.button if button.label == label)
 
 
-def complaints(page: AppTest) -> list[str]:
-    return [str(element.value) for element in (*page.exception, *page.error)]
-
-
 def test_a_link_starts_no_search() -> None:
-    page = AppTest.from_file(str(ROOT / "app" / "main.py"), default_timeout=60)
+    page = AppTest.from_file(str(MAIN), default_timeout=60)
     page.query_params.update({"v.compare": "true", "v.start": "true", "v.by": "step_time"})
     page.switch_page("views/search.py")
     page.run()

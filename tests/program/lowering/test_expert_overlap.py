@@ -7,18 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from simplan import catalog
 from simplan.cost.program_costs import estimate_program
-from simplan.job import Job
 from simplan.model.layer import CollectiveKind
-from simplan.plan.plan import ParallelPlan, StageAssignment
+from simplan.plan.plan import ParallelPlan
 from simplan.predict import cost_model
-from simplan.program.lowering.lower import Lowering, lower
+from simplan.program.lowering.lower import Lowering
 from simplan.program.lowering.rows import paired_actions
 from simplan.program.program import Communication, Op, OverlapRemainder, Program, Stream
 from simplan.program.tables.table import plan_table
 from simplan.sim.engine import simulate
-from simplan.training.training import TrainingSpec
+from tests.jobs import job_of, lowered
 from tests.program.lowering.test_lower_moe import MODEL
 from tests.program.programs import program_of
 
@@ -26,15 +24,13 @@ PLAN = ParallelPlan(pp=2, dp_replicate=2, ep=2, schedule="1f1b")
 M = 4
 
 
-TRAINING = TrainingSpec(global_batch_size=M * PLAN.dp, precision="fp32")
-CLUSTER = catalog.cluster("dgx-a100-80gb", num_devices=4)
-COST = cost_model(Job(MODEL, CLUSTER, TRAINING, PLAN, catalog.software("torch")), None)
+ASKED = job_of(MODEL, PLAN, cluster="dgx-a100-80gb", num_microbatches=M, precision="fp32")
+COST = cost_model(ASKED, None)
 
 
 def program(*, overlap: bool, level: int = 2, expand_all: bool = True, way: str = "copies") -> Program:
-    software = catalog.software("torch").model_copy(update={"expert_overlap": overlap, "expert_dispatch": way})
-    how = Lowering(level, None, expand_all=expand_all)
-    return lower(Job(MODEL, CLUSTER, TRAINING, PLAN, software), StageAssignment((0, 2, 5)), plan_table(PLAN, M), how)
+    software = ASKED.software.model_copy(update={"expert_overlap": overlap, "expert_dispatch": way})
+    return lowered(replace(ASKED, software=software), Lowering(level, None, expand_all=expand_all))
 
 
 def collectives(found: Program, rank: int) -> list[Op]:

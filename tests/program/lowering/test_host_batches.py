@@ -7,56 +7,35 @@ from typing import Any
 import pytest
 
 from simplan import catalog
-from simplan.job import Job
 from simplan.model.model import ModelSpec
-from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.predict.step_summary import summarize_step
 from simplan.program.action import ActionKind
-from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.program import LayerWork, Op
-from simplan.program.schedules import PipelineShape, interleaved_1f1b, one_f_one_b
-from simplan.program.tables.complete import complete_table
-from simplan.program.tables.partition import assign_stage_layers
 from simplan.program.timeline import SpanKind
 from simplan.sim.engine import simulate
-from simplan.training.training import TrainingSpec
-from tests.jobs import job_to_lower
+from tests.jobs import job_of, lowered, tiny_model
 
 FORWARD_S, BACKWARD_S, BATCH_S = 1.0, 2.0, 0.25
 
 
 def model(num_hidden_layers: int) -> ModelSpec:
-    return ModelSpec(
-        family="gpt", num_hidden_layers=num_hidden_layers, hidden_size=64, num_attention_heads=4, vocab_size=256,
-        seq_len=16, tied_embeddings=False,
-    )  # fmt: skip
+    return tiny_model(num_hidden_layers=num_hidden_layers, tied_embeddings=False)
 
 
 @pytest.mark.parametrize(
     ("waits", "p", "v"),
-    [
-        *((waits, p, 1) for waits in (False, True) for p in (1, 2, 4)),
-        *((True, p, v) for p, v in ((2, 2), (4, 3))),
-    ],
+    [*((waits, p, 1) for waits in (False, True) for p in (1, 2, 4)), *((True, p, v) for p, v in ((2, 2), (4, 3)))],
 )
 def test_a_step_is_longer_by_the_batches_that_stages_wait_for(waits: bool, p: int, v: int) -> None:
     """A forward is longer by one, as are all m v + p - 1 steps of the pipeline."""
     m, stages = 2 * p, p * v
-    shape = PipelineShape(p, m, v)
-    program = lower(
-        job_to_lower(
-            model(stages),
-            TrainingSpec(global_batch_size=m, precision="fp16"),
-            ParallelPlan(pp=p, virtual_stages=v),
-            catalog.software("megatron-lm-2022").model_copy(
-                update={"waits_for_batch": waits, "runtime": "xla", "trainer": False}
-            ),
-        ),
-        assign_stage_layers([1] * stages),
-        complete_table(one_f_one_b(shape) if v == 1 else interleaved_1f1b(shape)),
-        Lowering(1),
+    software = catalog.software("megatron-lm-2022").model_copy(
+        update={"waits_for_batch": waits, "runtime": "xla", "trainer": False}
     )
+    plan = {"pp": p, "virtual_stages": v}
+    asked = job_of(model(stages), plan, software=software, num_microbatches=m, precision="fp16")
+    program = lowered(asked, 1, [1] * stages)
 
     def seconds(op: Op) -> float:
         if op.kind is SpanKind.HOST:
@@ -82,19 +61,11 @@ def test_a_step_is_longer_by_the_batches_that_stages_wait_for(waits: bool, p: in
 )
 def test_predictions_hold_them_as_time_of_the_host(software: str, plan: dict[str, Any]) -> None:
     """Of every rank as often as it waits; in a brief prediction as in a whole one."""
-    found, asked = catalog.software(software), ParallelPlan(**plan)
-    training = TrainingSpec(global_batch_size=8, precision="fp16")
-    cluster = catalog.cluster("dgx-a100-80gb", asked.num_devices)
-    whole = predict(Job(model(8), cluster, training, asked, found), name="host")
-    brief = summarize_step(Job(model(8), cluster, training, asked, found))
+    job = job_of(model(8), plan, cluster="dgx-a100-80gb", software=software, global_batch_size=8, precision="fp16")
+    whole, brief = predict(job), summarize_step(job)
     assert brief.step_time_s == pytest.approx(whole.step_time_s, rel=1e-9)
-    kernels = cluster.device.kernels
-    for rank in range(asked.num_devices):
-        of_host_s = sum(
-            span.end_s - span.start_s
-            for span in whole.timeline.spans
-            if span.rank == rank and span.kind is SpanKind.HOST
-        )
-        assert of_host_s == pytest.approx(
-            kernels.host_step_overhead_s + 8 * asked.virtual_stages * kernels.host_batch_overhead_s
-        )
+    kernels = job.cluster.device.kernels
+    for rank in range(job.plan.num_devices):
+        spans = [span for span in whole.timeline.spans if span.rank == rank and span.kind is SpanKind.HOST]
+        expected_s = kernels.host_step_overhead_s + 8 * job.plan.virtual_stages * kernels.host_batch_overhead_s
+        assert sum(span.end_s - span.start_s for span in spans) == pytest.approx(expected_s)

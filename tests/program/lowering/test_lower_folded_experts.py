@@ -8,37 +8,19 @@ from typing import Any
 
 import pytest
 
-from simplan import catalog
 from simplan.model.layer import CollectiveKind, Gemm
-from simplan.model.model import ModelSpec
-from simplan.plan.plan import ParallelPlan, StageAssignment
+from simplan.plan.plan import ParallelPlan
 from simplan.program.action import ActionKind
-from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.program import Communication, LayerWork, MemoryCategory, Phase, Program, Stream
-from simplan.program.tables.table import plan_table
-from simplan.training.training import TrainingSpec
-from tests.jobs import job_to_lower
+from tests.jobs import job_of, lowered, tiny_model
 from tests.program.lowering.test_lower_moe import EXPERT, EXPERTS, MODEL, TOKENS, WIDTH, H, communications, program
 from tests.test_random_plans import keeps_the_laws
 
-LATENT = ModelSpec(
-    family="deepseek",
-    num_hidden_layers=4,
-    hidden_size=H,
-    num_attention_heads=4,
-    num_experts=EXPERTS,
-    top_k=2,
-    moe_intermediate_size=WIDTH,
-    shared_expert_intermediate_size=WIDTH,
-    num_dense_layers=1,
-    q_lora_rank=24,
-    kv_lora_rank=16,
-    qk_nope_head_dim=12,
-    qk_rope_head_dim=4,
-    v_head_dim=10,
-    vocab_size=256,
-    seq_len=TOKENS,
-)
+LATENT = tiny_model(
+    "deepseek", num_hidden_layers=4, hidden_size=H, num_experts=EXPERTS, top_k=2, moe_intermediate_size=WIDTH,
+    shared_expert_intermediate_size=WIDTH, num_dense_layers=1, seq_len=TOKENS,
+    q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=4, v_head_dim=10,
+)  # fmt: skip
 SPLIT = [  # plan; ranks that rank 5 of 8 exchanges tokens with, and those that sum gradients of its experts
     ({"dp_replicate": 4, "tp": 2, "ep": 4}, (4, 5, 6, 7), (1, 5)),
     ({"dp_replicate": 4, "tp": 2, "ep": 2}, (4, 5), (1, 3, 5, 7)),
@@ -108,20 +90,9 @@ def _experts_of(found: Program, rank: int) -> int:
 )
 def test_megatron_divides_states_of_experts_on_a_mesh_of_their_own(tp: int, cp: int, ep: int, etp: int) -> None:
     """12 bytes of states a weight: of experts over dp x cp x tp / (ep x etp) ranks, of all others over dp x cp."""
-    software = catalog.software("megatron-core")
-    plan = ParallelPlan(
-        dp_shard=4,
-        zero_stage=1,
-        tp=tp,
-        sequence_parallel=tp > 1,
-        cp=cp,
-        cp_comm="a2a" if cp > 1 else "ring",
-        ep=ep,
-        etp=etp,
-    )
-    training = TrainingSpec(global_batch_size=8)
-    assignment = StageAssignment((0, len(MODEL.layers)))
-    found = lower(job_to_lower(MODEL, training, plan, software), assignment, plan_table(plan, 2), Lowering(level=2))
+    ring = {"cp": cp, "cp_comm": "a2a"} if cp > 1 else {}
+    plan = ParallelPlan.model_validate({"dp_shard": 4, "zero_stage": 1, "tp": tp, "ep": ep, "etp": etp, **ring})
+    found = lowered(job_of(MODEL, plan, software="megatron-core", num_microbatches=2))
     layers = MODEL.layers_of(plan.shard)
     own = sum(p.num_elements for layer in layers for p in layer.parameters if p.expert)
     rest = sum(p.num_elements for layer in layers for p in layer.parameters) - own
@@ -212,8 +183,7 @@ def test_in_a_pipeline_both_ways_experts_come_after_the_rest_of_their_layer() ->
     ],
 )
 def test_experts_sharded_by_fsdp_keep_the_laws(plan: dict[str, Any]) -> None:
-    made = ParallelPlan.model_validate(plan)
-    keeps_the_laws(MODEL, "dgx-h100", made.num_devices, TrainingSpec(global_batch_size=2 * made.dp), made)
+    keeps_the_laws(job_of(MODEL, plan, num_microbatches=2))
 
 
 @pytest.mark.parametrize(
@@ -224,6 +194,4 @@ def test_experts_sharded_by_fsdp_keep_the_laws(plan: dict[str, Any]) -> None:
     ],
 )
 def test_latent_attention_beside_tensor_parallelism_keeps_the_laws(plan: dict[str, Any], software: str) -> None:
-    made = ParallelPlan.model_validate(plan)
-    training = TrainingSpec(global_batch_size=3 * made.dp)
-    keeps_the_laws(LATENT, "dgx-h100", made.num_devices, training, made, catalog.software(software))
+    keeps_the_laws(job_of(LATENT, plan, software=software, num_microbatches=3))

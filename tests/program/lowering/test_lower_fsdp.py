@@ -8,36 +8,21 @@ import pytest
 
 from simplan import catalog
 from simplan.model.model import ModelSpec
-from simplan.plan.plan import ParallelPlan, StageAssignment
-from simplan.program.lowering.lower import Lowering, lower
+from simplan.plan.plan import ParallelPlan
 from simplan.program.program import HostCalls, LayerWork, MemoryCategory, Phase, Program, Stream
-from simplan.program.tables.table import plan_table
 from simplan.sim.memory import memory_peak
-from simplan.training.training import TrainingSpec
-from tests.jobs import job_to_lower
+from simplan.software.software import SoftwareSpec
+from tests.jobs import Plan, job_of, lowered, tiny_model
 
 TORCH = catalog.software("torch")
 
 
 def model(**fields: Any) -> ModelSpec:
-    sizes: dict[str, Any] = {
-        "family": "gpt",
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "vocab_size": 256,
-        "seq_len": 16,
-        "tied_embeddings": False,
-    }
-    return ModelSpec(**{**sizes, **fields})
+    return tiny_model(**{"tied_embeddings": False, **fields})
 
 
-def program(plan: ParallelPlan, *, m: int = 1, level: int = 2, **fields: Any) -> Program:
-    training = TrainingSpec(global_batch_size=m * plan.dp, precision="fp32")
-    found = model(**fields)
-    boundaries = tuple(range(0, 5, 4 // plan.num_stages))
-    table = plan_table(plan, m)
-    return lower(job_to_lower(found, training, plan, TORCH), StageAssignment(boundaries), table, Lowering(level))
+def program(plan: Plan, *, m: int = 1, level: int = 2, software: SoftwareSpec = TORCH, **fields: Any) -> Program:
+    return lowered(job_of(model(**fields), plan, software=software, num_microbatches=m, precision="fp32"), level)
 
 
 def issued(found: Program, rank: int = 0) -> list[str]:
@@ -132,27 +117,6 @@ def test_rows_that_do_not_divide_are_padded() -> None:
     assert found.persistent_bytes[0][MemoryCategory.PARAMETERS] == padded // 3
 
 
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("m", [1, 2])
-@pytest.mark.parametrize(
-    "plan",
-    [
-        ParallelPlan(dp_shard=2),
-        ParallelPlan(dp_shard=2, zero_stage=2),
-        ParallelPlan(dp_shard=2, grad_sync="microbatch"),
-        ParallelPlan(dp_shard=2, dp_replicate=2),
-        ParallelPlan(dp_shard=2, pp=2),
-        ParallelPlan(dp_shard=2, zero_stage=1),
-    ],
-)
-def test_memory_comes_back_to_its_base_and_is_a_sum(plan: ParallelPlan, m: int, level: int) -> None:
-    found = program(plan, m=m, level=level)
-    for rank in found.ranks:
-        peak = memory_peak(found, rank)  # asserts the base
-        assert peak.total_bytes >= sum(found.persistent_bytes[rank].values())
-        assert min(peak.by_category.values()) >= 0
-
-
 def test_whole_gradients_wait_for_reduce_grad() -> None:
     """In a pipeline gradients add up unsharded: a rank holds its shard, all of its stage's and a new one."""
     found = program(ParallelPlan(pp=2, dp_shard=2, schedule="gpipe"), m=2, vocab_size=16384)
@@ -175,11 +139,8 @@ def test_the_all_reduce_of_a_shard_does_not_hold_up_the_next_unit() -> None:
 
 @pytest.mark.parametrize("copies", [True, False])
 def test_a_framework_without_flat_buffers_copies_nothing(copies: bool) -> None:
-    plan, training = ParallelPlan(dp_shard=4), TrainingSpec(global_batch_size=4, precision="fp32")
     software = TORCH.model_copy(update={"runtime": "torch" if copies else "xla"})
-    found = lower(
-        job_to_lower(model(), training, plan, software), StageAssignment((0, 4)), plan_table(plan, 1), Lowering(2)
-    )
+    found = program({"dp_shard": 4}, software=software)
     phases = {work.phase for op in found.ops for work in op.work if isinstance(work, LayerWork)}
     assert ({Phase.GATHER_COPY, Phase.REDUCE_COPY} <= phases) == copies
     assert copies or not {Phase.GATHER_COPY, Phase.REDUCE_COPY} & phases
@@ -188,9 +149,7 @@ def test_a_framework_without_flat_buffers_copies_nothing(copies: bool) -> None:
 def _with_lists(limit: int | None, **plan: Any) -> Program:
     """Units have 1 to 4 matrices: of a block of width h these are 3 h^2, h^2, 4 h^2 and 4 h^2, of the embedding two."""
     software = TORCH.model_copy(update={"per_rank_tensor_lists": True, "live_elements": limit})
-    found, training = model(), TrainingSpec(global_batch_size=4, precision="fp32")
-    how = ParallelPlan(dp_shard=4, **plan)
-    return lower(job_to_lower(found, training, how, software), StageAssignment((0, 4)), plan_table(how, 1), Lowering(2))
+    return program({"dp_shard": 4, **plan}, software=software)
 
 
 def test_a_host_lists_the_parts_of_every_matrix_for_every_rank() -> None:

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from simplan import catalog
-from simplan.job import Job
 from simplan.model.layer import CollectiveKind
-from simplan.model.model import ModelSpec
 from simplan.model.recompute import recomputation
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import cost_model, predict
@@ -22,20 +20,14 @@ from simplan.program.memory.liveness import PeakPoint
 from simplan.program.program import Communication, MemoryCategory, Program, Stream
 from simplan.program.tables.table import plan_table
 from simplan.training.training import TrainingSpec
+from tests.jobs import job_of, tiny_model
 from tests.test_random_plans import keeps_the_laws
 
 H, TOKENS, VOCAB, WIDTH = 64, 32, 128, 32
-MODEL = ModelSpec(
-    family="moe",
-    num_hidden_layers=6,
-    hidden_size=H,
-    num_attention_heads=8,
-    num_experts=8,
-    top_k=2,
-    moe_intermediate_size=WIDTH,
-    vocab_size=VOCAB,
-    seq_len=TOKENS,
-)
+MODEL = tiny_model(
+    "moe", num_hidden_layers=6, num_attention_heads=8, num_experts=8, top_k=2, moe_intermediate_size=WIDTH,
+    vocab_size=VOCAB, seq_len=TOKENS,
+)  # fmt: skip
 CORE = catalog.software("megatron-core")
 BLOCK = 4 * H * H + 2 * H + 8 * H + 8 * 3 * H * WIDTH
 DEPTH = BLOCK + 2 * H * H + 3 * H  # with the norm of its head
@@ -47,8 +39,7 @@ def peak(points: Iterable[PeakPoint]) -> int:
 
 def program(plan: ParallelPlan, depths: int, **fields: Any) -> Program:
     model = MODEL.model_copy(update={"mtp_num_layers": depths, **fields})
-    training = TrainingSpec(global_batch_size=4 * plan.dp, precision="bf16")
-    job = Job(model, catalog.cluster("dgx-h100", plan.num_devices), training, plan, CORE)
+    job = job_of(model, plan, software=CORE, num_microbatches=4)
     assignment = assign_layers(job, cost_model(job, None))
     return lower(job, assignment, plan_table(plan, 4), Lowering(2))
 
@@ -86,10 +77,8 @@ def test_they_are_in_the_last_stage(pp: int, virtual_stages: int) -> None:
 
 def test_a_stage_may_have_no_block_beside_them() -> None:
     """As Megatron Bridge's layout "Et|(tt|)*30mL" has it."""
-    plan = ParallelPlan(pp=2, virtual_stages=2, stage_layers=(2, 2, 2, 0))
-    training = TrainingSpec(global_batch_size=4, precision="bf16")
-    model = MODEL.model_copy(update={"mtp_num_layers": 1})
-    found = predict(Job(model, catalog.cluster("dgx-h100", 2), training, plan, CORE), name="x")
+    model, plan = MODEL.model_copy(update={"mtp_num_layers": 1}), {"pp": 2, "virtual_stages": 2}
+    found = predict(job_of(model, {**plan, "stage_layers": (2, 2, 2, 0)}, software=CORE))
     assert [b - a for a, b in pairwise(found.assignment.boundaries)] == [3, 2, 2, 2]
     assert {"mtp forward", "mtp backward"} <= {term.name for term in found.terms}
 
@@ -129,7 +118,5 @@ PLANS: dict[str, tuple[int, bool, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_keep_the_laws(name: str) -> None:
     depths, tied, fields = PLANS[name]
-    plan = ParallelPlan.model_validate(fields)
     model = MODEL.model_copy(update={"mtp_num_layers": depths, "tied_embeddings": tied})
-    training = TrainingSpec(global_batch_size=3 * plan.dp, precision="bf16")
-    keeps_the_laws(model, "dgx-h100", plan.num_devices, training, plan, CORE)
+    keeps_the_laws(job_of(model, fields, software=CORE, num_microbatches=3))

@@ -9,25 +9,19 @@ import pytest
 
 from simplan import catalog
 from simplan.cost.communication.host_link import host_memory_rate
-from simplan.job import Job
 from simplan.model.layer import CollectiveKind
-from simplan.model.model import ModelSpec
-from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.predict.build import cost_model
 from simplan.predict.simulated import simulate_program
 from simplan.program.action import Action, ActionKind
-from simplan.program.lowering.lower import Lowering, lower
+from simplan.program.lowering.lower import Lowering
 from simplan.program.lowering.offload import backward_follows
 from simplan.program.program import Communication, HostCopy, LayerWork, MemoryCategory, Op, Program, Stream
-from simplan.program.tables.partition import assign_stage_layers
-from simplan.program.tables.table import plan_table
 from simplan.sim.engine import Times, simulate
 from simplan.sim.memory import host_peak_bytes, memory_peak
-from simplan.training.training import Precision, TrainingSpec
-from tests.jobs import job_to_lower
+from tests.jobs import job_of, lowered, tiny_model
 
-GPT = ModelSpec(family="gpt", num_hidden_layers=6, hidden_size=64, num_attention_heads=4, vocab_size=512, seq_len=32)
+GPT = tiny_model(num_hidden_layers=6, vocab_size=512, seq_len=32)
 BLOCK_ELEMENTS = 12 * 64 * 64 + 13 * 64
 # in fp32, what torch keeps of a block (see test_memory_accounting): 8 + 2 x 4 hidden states of tokens, sums of both
 # norms, and the attention's log-sum-exp of each head
@@ -38,18 +32,14 @@ def program(
     microbatches: int = 1,
     *,
     how: Lowering | None = None,
-    precision: Precision = "fp32",
+    precision: str = "fp32",
     fused_optimizer: bool | None = None,
     untied: bool = False,
     **plan: Any,
 ) -> Program:
-    spec = ParallelPlan(**plan)
-    batch = microbatches * spec.dp
-    training = TrainingSpec(global_batch_size=batch, precision=precision, fused_optimizer=fused_optimizer)
-    model = GPT.model_copy(update={"tied_embeddings": False}) if untied else GPT
-    assignment = assign_stage_layers({1: (6,), 2: (3, 3)}[spec.num_stages])
-    job = job_to_lower(model, training, spec, catalog.software("torch"))
-    return lower(job, assignment, plan_table(spec, microbatches), how or Lowering())
+    model = GPT.model_copy(update={"tied_embeddings": not untied})
+    training: dict[str, Any] = {"precision": precision, "fused_optimizer": fused_optimizer}
+    return lowered(job_of(model, plan, num_microbatches=microbatches, **training), how or Lowering())
 
 
 def copies(found: Program, rank: int = 0) -> list[Op]:
@@ -306,13 +296,12 @@ def test_level_1_moves_the_same_bytes_in_one_piece() -> None:
 
 
 def test_copies_are_priced_by_the_host_link() -> None:
-    cluster = catalog.cluster("dgx-a100-80gb", num_devices=4)
-    training = TrainingSpec(global_batch_size=4, precision="fp32")
-    cost = cost_model(Job(GPT, cluster, training, ParallelPlan(**SHARDED), catalog.software("torch")), None)
-    assert cluster.host_link is not None
+    asked = job_of(GPT, SHARDED, cluster="dgx-a100-80gb", precision="fp32")
+    cost = cost_model(asked, None)
+    assert asked.cluster.host_link is not None
     # PCIe 4 at four fifths of 31 GB/s, each way
     assert cost.host_copy(HostCopy(31 * 10**9, to_host=True)).seconds == pytest.approx(1.25, rel=1e-4)
-    simulated = simulate_program(program(**SHARDED), cost, cluster)
+    simulated = simulate_program(program(**SHARDED), cost, asked.cluster)
     priced = {term.name: term.count for term in simulated.program_costs.terms if term.name.startswith("copy")}
     assert set(priced) == {"copy to host", "copy from host"}
 
@@ -327,9 +316,8 @@ def test_the_update_moves_its_bytes_at_the_bandwidth_of_the_host(
     cluster = catalog.cluster("dgx-h100", num_devices=devices)
     if bandwidth is not None:
         cluster = cluster.model_copy(update={"host_memory_bandwidth_bytes_per_s": bandwidth})
-    training = TrainingSpec(global_batch_size=devices, precision="bf16")
-    plan = ParallelPlan(dp_shard=devices, offload_optimizer=True)
-    one = predict(Job(GPT, cluster, training, plan, catalog.software("torch")))
+    plan = {"dp_shard": devices, "offload_optimizer": True}
+    one = predict(job_of(GPT, plan, cluster=cluster, num_microbatches=1))
     rate = 0.75 * (bandwidth or 614.4e9) / sharing
     assert one.splits[0].optimizer_s == pytest.approx(32 * GPT.num_parameters / devices / rate, rel=1e-6)
 

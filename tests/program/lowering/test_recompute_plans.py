@@ -5,24 +5,21 @@ from __future__ import annotations
 import pytest
 
 from simplan import catalog
-from simplan.job import Job
 from simplan.model.model import ModelSpec
 from simplan.model.recompute import recomputation
-from simplan.plan.plan import ParallelPlan, RecomputeModule
+from simplan.plan.plan import RecomputeModule
 from simplan.predict.evaluate import predict
 from simplan.prediction import Prediction
-from simplan.training.training import TrainingSpec
+from tests.jobs import job_of
 
-CLUSTER = catalog.cluster("dgx-h100")
-TRAINING = TrainingSpec(global_batch_size=64, precision="bf16", optimizer="adamw")
 DEEPSEEK = catalog.model("deepseek-v2-lite")
 LLAMA = catalog.model("llama3-8b").model_copy(update={"num_hidden_layers": 6, "seq_len": 2048})
 MODULES: tuple[RecomputeModule, ...] = ("mla_up_proj", "layernorm", "moe_act", "mlp", "moe", "shared_experts")
 
 
 def predicted(model: ModelSpec, software: str = "megatron-core", **fields: object) -> Prediction:
-    plan = ParallelPlan.model_validate({"dp_shard": 2, "pp": 4, "zero_stage": 1, "microbatch_size": 2, **fields})
-    return predict(Job(model, CLUSTER, TRAINING, plan, catalog.software(software)), name="recompute")
+    plan = {"dp_shard": 2, "pp": 4, "zero_stage": 1, "microbatch_size": 2, **fields}
+    return predict(job_of(model, plan, software=software, global_batch_size=64, optimizer="adamw"))
 
 
 @pytest.mark.parametrize("module", MODULES)

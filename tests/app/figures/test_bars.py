@@ -1,4 +1,4 @@
-"""Memory by rank: what is drawn is what was predicted."""
+"""Bars: memory by rank sums to what was predicted, and rows of two plans sum to the difference of the wholes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 
 from app.figures.plan import memory_bars, memory_figure, memory_rows
+from app.figures.plans import difference_figure, difference_rows, difference_words
 from app.figures.style import MEMORY
+from simplan.explain import Difference, difference, explain
+from simplan.scenario import parse_scenario
 from simplan.units import GIB
 from tests.app.figures.drawn import checked
-from tests.app.questions import predicted
+from tests.app.questions import predicted, text_of
 
 
 @pytest.mark.parametrize("name", ["one-gpu/gpt2-124m", "zb-h1", "fsdp"])
@@ -41,3 +44,28 @@ def test_many_ranks_share_bars() -> None:
     [bar] = memory_bars(many)
     assert bar.ranks == tuple(range(100))
     assert len(memory_bars(many[:64])) == 64
+
+
+@pytest.fixture(scope="module")
+def found() -> Difference:
+    one, two = (explain(*parse_scenario(text_of(name)).predict_step()) for name in ("1f1b", "gpipe"))
+    return difference(one, two)
+
+
+def test_bars_sum_to_steps_and_to_memory(found: Difference) -> None:
+    one, two = found.first, found.second
+    for rows, wholes in (
+        (found.time, (one.step_time_s, two.step_time_s)),
+        (found.memory, (one.device_bytes / GIB, two.device_bytes / GIB)),
+    ):
+        figure = checked(difference_figure(rows, ("a", "b")))
+        assert [sum(bar.x) for bar in figure.data] == pytest.approx(wholes)
+        table = difference_rows(rows)
+        assert sum(row["difference"] for row in table) == pytest.approx(wholes[1] - wholes[0])
+        assert all(row["first formula"] or row["second formula"] for row in table)
+
+
+def test_words_name_what_differs_most(found: Difference) -> None:
+    words = difference_words(found.memory)
+    assert words[0].startswith("activations +")
+    assert words[0].endswith(" GiB")

@@ -1,0 +1,34 @@
+"""What tests of the command line share."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Mapping
+from subprocess import CompletedProcess
+
+__all__ = ["Simplan", "bash", "here", "refused"]
+
+Simplan = Callable[..., "CompletedProcess[str]"]
+"""Runs a command with these arguments."""
+
+
+def refused(result: CompletedProcess[str], *parts: str) -> None:
+    """Exit code 2 and a sentence with all of these parts, nothing else."""
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert "error: " in result.stderr.lower()
+    for part in parts:
+        assert part in result.stderr
+
+
+def bash(command: str, environment: Mapping[str, str]) -> CompletedProcess[str]:
+    """What a line of shell prints, and how it ends."""
+    return subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, env=environment, check=False, timeout=240
+    )
+
+
+def here(scenario: str) -> str:
+    """The scenario on this machine, which computes in fp32."""
+    return scenario.replace("dgx-h100", "this-machine").replace("{global", "{precision: fp32, global")

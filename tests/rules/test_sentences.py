@@ -1,0 +1,344 @@
+"""Sentences of rules: plans and models that cannot be, and their nearest neighbours that can."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simplan import catalog
+from simplan.errors import NotModelledError, SpecError
+from simplan.model.model import ModelSpec
+from simplan.program.schedules import SCHEDULES
+from simplan.rules import check_job, violations
+from simplan.rules.experts import expert_overlap_precision, expert_overlap_ranks, expert_overlap_stages
+from tests.jobs import job_of, problems, tiny_model
+from tests.model.test_moe import model_of
+
+GPT2 = "gpt2-124m"
+LLAMA = tiny_model(
+    "llama", num_hidden_layers=8, hidden_size=96, num_attention_heads=12, num_key_value_heads=6, intermediate_size=240,
+    vocab_size=600, seq_len=48, tied_embeddings=False,
+)  # fmt: skip
+ACTIVATIONS = {"offload_activations": True}
+STATES = {"offload_optimizer": True, "dp_shard": 2}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"dp_replicate": 8},
+        {"dp_replicate": 2, "pp": 4, "schedule": "gpipe", "microbatch_size": 3},
+        {"pp": 12, "schedule": "naive", "stage_layers": (1,) * 12},
+        {"pp": 14, "stage_layers": (0, *(1,) * 12, 0)},
+        {"zero_stage": 1},
+        {"pp": 2, "dp_replicate": 2, "stage_layers": (5, 7), "bucket_bytes": 1000},
+        {"pp": 14, "schedule": "gpipe", "stage_layers": (0, *(1,) * 12, 0)},
+    ],
+)
+def test_plans_of_gpt2_pass(plan: dict[str, Any]) -> None:
+    assert problems(GPT2, plan) == []
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"tp": 6},
+        {"tp": 2, "sequence_parallel": False},
+        {"cp": 2},
+        {"cp": 3, "cp_comm": "a2a"},
+        {"cp": 4, "cp_comm": "all_gather", "tp": 2},
+        {"dp_shard": 4},
+        {"dp_shard": 2, "dp_replicate": 2, "zero_stage": 2, "reshard_after_forward": False},
+        {"dp_shard": 3, "zero_stage": 1, "bucket_bytes": 1000},
+        {"zero_stage": 3},
+        {"pp": 2, "virtual_stages": 2},
+        {"pp": 2, "virtual_stages": 4, "dp_shard": 3, "tp": 2},
+        {"dp_replicate": 2, "grad_sync": "microbatch"},
+        *({"recompute": mode} for mode in ("selective", "selective_op", "selective_layer", "full", "minimal")),
+        {"recompute": "qkv_proj_offloaded"},
+    ],
+)
+def test_plans_of_llama_pass(plan: dict[str, Any]) -> None:
+    assert problems(LLAMA, plan) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "parts", "sentence"),
+    [
+        ({"dp_replicate": 3}, {"cluster": catalog.cluster("dgx-h100", 8)}, "plan = dp_replicate 3 x pp 1: the plan "
+         "needs 3 devices and the cluster has 8; use dp_replicate = 8 or num_devices = 3 without num_nodes"),
+        ({"pp": 2}, {"cluster": catalog.cluster("dgx-h100", 16)}, "plan = dp_replicate 1 x pp 2: the plan needs 2 "
+         "devices and the cluster has 16; use dp_replicate = 8 or num_devices = 2 without num_nodes"),
+        ({"dp_replicate": 5}, {}, "training.global_batch_size = 24: must be a multiple of dp x microbatch_size = 5 x 1 "
+         "= 5; use 20 or 25"),
+        ({"dp_replicate": 2, "microbatch_size": 5}, {}, "training.global_batch_size = 24: must be a multiple of dp x "
+         "microbatch_size = 2 x 5 = 10; use 20 or 30, or plan.microbatch_size = 4 or 6"),
+        ({"dp_replicate": 32}, {}, "training.global_batch_size = 24: must be a multiple of dp x microbatch_size = 32 x "
+         "1 = 32; use 32"),
+        ({"pp": 13}, {}, "plan.pp = 13: 13 stages must be at most num_hidden_layers = 12; use at most 12"),
+        ({"pp": 2, "schedule": "none"}, {}, "plan.schedule = none: a pipeline of 2 ranks needs a schedule; use naive, "
+         "gpipe, 1f1b, interleaved_1f1b, zb-h1, zb-h2, zb-1p, zb-2p, zb-v or dualpipe-v"),
+        ({"pp": 2, "schedule": "zb-v", "virtual_stages": 1}, {}, "plan.virtual_stages = 1: must be 2 with zb-v, which "
+         "goes down the ranks and back up; remove it"),
+        ({"pp": 2, "schedule": "zb-h1", "recompute": "full"}, {}, "plan.recompute = full: would recompute layers in "
+         "both parts of a backward, which zb-h1 splits in two; use none or selective, or schedule = 1f1b"),
+        ({"pp": 2, "schedule": "zb-h1", "dp_replicate": 2}, {}, "plan.schedule = zb-h1: splits backward, and torch's "
+         "DistributedDataParallel does not reduce what a split backward makes; use dp_shard = 2 and dp_replicate = 1 "
+         "with zero_stage = 2, or schedule = 1f1b"),
+        ({"schedule": "gpipe"}, {}, "plan.schedule = gpipe: must be none when pp = 1: there is no pipeline; remove it, "
+         "or use pp = 2 or more"),
+        ({"pp": 2, "stage_layers": (4, 4, 4)}, {}, "plan.stage_layers = [4, 4, 4]: has 3 entries and the plan has 2 "
+         "stages; e.g. [6, 6], or remove it"),
+        ({"pp": 3, "stage_layers": (6, 0, 6)}, {}, "plan.stage_layers = [6, 0, 6]: has a stage without layers between "
+         "others; only the first and the last have something else; e.g. [4, 4, 4], or remove it"),
+        ({"pp": 5, "stage_layers": (2, 2, 2, 2, 2)}, {}, "plan.stage_layers = [2, 2, 2, 2, 2]: sums to 10 and the "
+         "model has num_hidden_layers = 12; e.g. [3, 3, 2, 2, 2], or remove it"),
+        ({"pp": 4, "schedule": "zb-1p"}, {"global_batch_size": 4_000_000}, "training.global_batch_size = 4000000: "
+         "gives 16,000,000 microbatches x pipeline ranks, more than 30,000, and schedule zb-1p differs with every "
+         "number of microbatches; use at most 7500, a larger microbatch_size, or 1f1b"),
+        ({"pp": 2, "schedule": "zb-2p-optsync"}, {}, "plan.schedule = zb-2p-optsync: an optimizer step for which "
+         "pipeline ranks wait for each other is not modelled yet; use zb-2p"),
+        ({"pp": 2, "dp_replicate": 2, "grad_sync": "microbatch"}, {}, "plan.grad_sync = microbatch: gradient reduction "
+         "after every microbatch of a pipeline (torch's pipelines reduce once a step) is not modelled yet; use step"),
+        ({"pp": 2, "dp_shard": 2}, {}, "model.tied_embeddings = true: sharding of an embedding whose two copies are on "
+         "different stages is not modelled yet; use model.tied_embeddings = false, or plan.zero_stage = 1"),
+        ({"grad_dtype": "bf16"}, {}, "plan.grad_dtype = bf16: another dtype for gradients with torch is not modelled "
+         "yet; remove it"),
+    ],
+)  # fmt: skip
+def test_a_violation_names_field_value_rule_and_nearest_values(
+    plan: dict[str, Any], parts: dict[str, Any], sentence: str
+) -> None:
+    assert problems(GPT2, plan, **parts) == [sentence]
+
+
+@pytest.mark.parametrize(
+    ("plan", "fields", "sentence"),
+    [
+        ({"tp": 4}, {}, "plan.tp = 4: must divide model.num_key_value_heads = 6; use 3 or 6"),
+        ({"tp": 12}, {"num_key_value_heads": 12, "vocab_size": 601}, "plan.tp = 12: must divide model.vocab_size = "
+         "601; use 1 or 601, or model.vocab_size = 612 (padded)"),
+        ({"sequence_parallel": True}, {}, "plan.sequence_parallel = true: splits tokens over the tensor-parallel "
+         "ranks, and tp = 1; use false, or a larger tp"),
+        ({"tp": 6}, {"seq_len": 50, "max_position_embeddings": 50}, "model.seq_len = 50: must be a multiple of tp x cp "
+         "= 6 for sequence parallelism; use 48 or 54, or plan.sequence_parallel = false"),
+        ({"cp": 5}, {}, "model.seq_len = 48: must be a multiple of 2 x cp = 10: each rank takes an early and a late "
+         "part of the sequence, so that causal attention is spread evenly; use 40 or 50, or another plan.cp"),
+        ({"cp": 4, "cp_comm": "a2a"}, {}, "plan.cp = 4: cp x tp = 4 must divide model.num_key_value_heads = 6: "
+         "all-to-all trades tokens for heads; use plan.cp_comm = ring or all_gather, or a smaller cp"),
+        ({"cp_comm": "a2a"}, {}, "plan.cp_comm = a2a: selects the communication of context-parallel ranks, and cp = 1; "
+         "remove it, or use a larger cp"),
+        ({"dp_shard": 2, "zero_stage": 0}, {}, "plan.zero_stage = 0: shards nothing, and dp_shard = 2; use 1, 2 or 3, "
+         "or dp_replicate = 2 and dp_shard = 1"),
+        ({"dp_shard": 2, "zero_stage": 1, "reshard_after_forward": False}, {}, "plan.reshard_after_forward = false: is "
+         "about sharded parameters, and zero_stage = 1; remove it, or use zero_stage = 3"),
+        ({"dp_shard": 2, "bucket_bytes": 1000}, {}, "plan.bucket_bytes = 1000: is about DDP's buckets; FSDP reduces "
+         "layer by layer; remove it, or use zero_stage = 0 or 1"),
+        ({"tp": 2, "bucket_bytes": 1000}, {}, "plan.bucket_bytes = 1000: is about reducing gradients over "
+         "data-parallel ranks, and there is one; remove it"),
+        ({"zero_stage": 3, "reshard_after_forward": False}, {}, "plan.reshard_after_forward = false: is about sharded "
+         "parameters, and there is one shard; remove it, or use zero_stage = 3"),
+        ({"grad_sync": "microbatch"}, {}, "plan.grad_sync = microbatch: is about reducing gradients over data-parallel "
+         "ranks, and there is one; remove it"),
+        ({"pp": 2, "virtual_stages": 2, "dp_replicate": 2}, {}, "plan.virtual_stages = 2: torch's "
+         "DistributedDataParallel fails with several stages on a rank; use dp_shard = 2 and dp_replicate = 1 with "
+         "zero_stage = 3, or virtual_stages = 1"),
+        ({"pp": 2, "schedule": "interleaved_1f1b"}, {}, "plan.virtual_stages = 1: interleaving needs several stages on "
+         "a rank; use virtual_stages = 2 or more, or schedule = 1f1b"),
+        ({"pp": 2, "virtual_stages": 2, "schedule": "gpipe"}, {}, "plan.schedule = gpipe: takes one stage a rank, and "
+         "virtual_stages = 2; use interleaved_1f1b, or virtual_stages = 1"),
+    ],
+)  # fmt: skip
+def test_a_violation_of_parallel_layers_names_field_value_rule_and_nearest_values(
+    plan: dict[str, Any], fields: dict[str, Any], sentence: str
+) -> None:
+    assert problems(LLAMA.model_copy(update=fields), plan) == [sentence]
+
+
+def test_all_violations_are_told_at_once_and_mixed_ones_are_no_not_modelled_error() -> None:
+    asked = job_of(GPT2, {"pp": 13, "schedule": "none", "tp": 2, "ep": 2}, cluster=catalog.cluster("dgx-h100", 8))
+    with pytest.raises(SpecError) as caught:
+        check_job(asked)
+    assert not isinstance(caught.value, NotModelledError)
+    assert {p.field for p in caught.value.problems} == {"plan", "plan.pp", "plan.schedule", "plan.tp", "plan.ep"}
+
+
+def model(**fields: Any) -> ModelSpec:
+    sizes = {"hidden_size": 96, "num_attention_heads": 12, "intermediate_size": 64, "seq_len": 64}
+    return tiny_model(**{"family": "llama", **sizes, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"num_key_value_heads": 5}, "model.num_key_value_heads = 5: must divide num_attention_heads = 12; use 4 or 6"),
+        ({"num_attention_heads": 32}, "model.head_dim = 3: must be even: rotary positions turn pairs; use 2 or 4"),
+        (
+            {"family": "gpt", "max_position_embeddings": 32},
+            "model.seq_len = 64: must be at most max_position_embeddings = 32; "
+            "use 32, or set max_position_embeddings to 64 as well",
+        ),
+    ],
+)
+def test_model_rules(fields: dict[str, Any], sentence: str) -> None:
+    assert problems(model(**fields)) == [sentence]
+
+
+def test_cluster_rules() -> None:
+    whole = catalog.cluster("dgx-h100", 16)
+    unconnected = whole.model_copy(update={"intra_link": None, "inter_link": None})
+    found = [sentence.split(":")[0] for sentence in problems(GPT2, {"dp_replicate": 8}, cluster=unconnected)]
+    assert found[:2] == ["cluster.intra_link", "cluster.inter_link_gbit_per_device"]
+
+
+@pytest.mark.parametrize("precision", ["tf32", "fp16"])
+def test_cpu_ranks_compute_in_fp32_bf16_or_fp8(precision: str) -> None:
+    here = catalog.cluster("this-machine", 1)
+    assert problems(GPT2, cluster=here, precision=precision) == [
+        f"training.precision = {precision}: must be fp32, bf16 or fp8 on a CPU (this-machine-cpu): "
+        "the others are those of accelerators; use fp32"
+    ]
+    assert problems(GPT2, cluster=here, precision="fp32") == problems(GPT2, cluster=here) == []
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_rules_let_every_schedule_through(name: str) -> None:
+    plan = {} if name == "none" else {"pp": 2, "schedule": name}
+    assert problems(GPT2, plan | ({"virtual_stages": 2} if name == "interleaved_1f1b" else {})) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "most"), [("num_hidden_layers", 2000), ("hidden_size", 10**6), ("vocab_size", 10**8), ("seq_len", 10**8)]
+)
+def test_sizes_of_a_model_have_limits(field: str, most: int) -> None:
+    assert getattr(model(**{"head_dim": 8, field: most}), field) == most
+    with pytest.raises(ValueError, match=f"less than or equal to {most}"):
+        model(**{"head_dim": 8, field: most + 1})
+
+
+@given(st.integers(1, 500), st.integers(1, 12), st.integers(1, 12))
+def test_the_batch_sizes_offered_are_valid(batch: int, dp: int, microbatch_size: int) -> None:
+    plan = {"dp_replicate": dp, "microbatch_size": microbatch_size}
+    if batch % (dp * microbatch_size) == 0:
+        assert problems(GPT2, plan, global_batch_size=batch) == []
+        return
+    [sentence] = problems(GPT2, plan, global_batch_size=batch)
+    sizes, _, microbatches = sentence.partition("; use ")[2].partition(", or plan.microbatch_size = ")
+    for size in sizes.split(" or "):
+        assert problems(GPT2, plan, global_batch_size=int(size)) == []
+    for size in microbatches.split(" or ") if microbatches else []:
+        assert problems(GPT2, {**plan, "microbatch_size": int(size)}, global_batch_size=batch) == []
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {**STATES, **ACTIVATIONS},
+        {**STATES, **ACTIVATIONS, "dp_shard": 4, "recompute": "full"},
+        {**STATES, "zero_stage": 2, "dp_replicate": 2},
+        {**STATES, "dp_shard": 1, "cp": 2, "cp_comm": "a2a", "zero_stage": 3},
+        {**ACTIVATIONS, "pp": 2, "virtual_stages": 2, "recompute": "selective"},
+        {**ACTIVATIONS, "dp_replicate": 2},
+        {**ACTIVATIONS, "offload_layers": 3},
+    ],
+)
+def test_plans_that_offload_pass(plan: dict[str, Any]) -> None:
+    assert problems(GPT2, plan, cluster="dgx-a100-80gb") == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "parts", "sentence"),
+    [
+        ({**STATES, "dp_shard": 1}, {}, "no parameters that FSDP shards; use dp_shard = 2 or more"),
+        ({**STATES, "dp_shard": 1, "dp_replicate": 4}, {}, "shards; use dp_shard = 4 in place of dp_replicate"),
+        ({**STATES, "zero_stage": 1}, {}, "this plan has no parameters that FSDP shards; use zero_stage = 3"),
+        ({**STATES, "tp": 2}, {"model": "llama3-8b"}, "tensor parallelism (tp = 2) is not modelled yet with it; use tp "
+         "= 1"),
+        (STATES, {"precision": "fp8"}, "training.precision = fp8 is not modelled yet with it; use bf16"),
+        ({**STATES, "ep": 2, "dp_replicate": 2}, {"model": "mixtral-8x7b"}, "plan.offload_optimizer = true: states of "
+         "experts of which other ranks have others is not modelled"),
+        (ACTIVATIONS, {"model": "t5-small"}, "activations of the family t5 is not modelled"),
+        (ACTIVATIONS, {"model": "mistral-7b-v0.1"}, "attention in a window"),
+        ({**ACTIVATIONS, "pp": 2, "schedule": "zb-h1"}, {}, "a backward in two parts (zb-h1) is not modelled"),
+        ({**ACTIVATIONS, "pp": 2, "schedule": "mine.csv"}, {}, "a schedule of your own is not modelled"),
+        ({**ACTIVATIONS, "cp": 2, "cp_comm": "all_gather"}, {}, "context parallelism (cp = 2) is not modelled"),
+        ({**ACTIVATIONS, "recompute": "qkv_proj_offloaded"}, {}, "which has transfers of its own"),
+        ({"offload_layers": 2}, {}, "plan.offload_layers = 2: says of how many blocks activations are moved"),
+        ({**ACTIVATIONS, "offload_layers": 2, "pp": 2}, {}, "blocks of a pipeline (pp = 2) is not modelled yet"),
+    ],
+)  # fmt: skip
+def test_offloading_that_is_not_modelled(plan: dict[str, Any], parts: dict[str, Any], sentence: str) -> None:
+    [found] = problems(**{"model": GPT2, "plan": plan, "cluster": "dgx-a100-80gb", **parts})
+    assert sentence in found
+
+
+@pytest.mark.parametrize("plan", [STATES, ACTIVATIONS])
+def test_a_missing_host_link_is_asked_for(plan: dict[str, Any]) -> None:
+    cluster = catalog.cluster("dgx-a100-80gb", num_devices=1).model_copy(update={"host_link": None})
+    assert any(
+        re.match(r"cluster.device.host_link: is missing: .* e.g. .preset: a100-sxm-80gb", found)
+        for found in problems(GPT2, plan, cluster=cluster)
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "bytes_per_s"),
+    [("a100-sxm-80gb", 31e9), ("h100-sxm-80gb", 63e9), ("v100-sxm2-32gb", 16e9), ("gh200", 450e9)],
+)
+def test_host_links_have_the_bandwidth_of_their_generation(device: str, bytes_per_s: float) -> None:
+    """16 lanes of 8, 16 and 32 GT/s with 128b/130b, less a little; NVLink-C2C half of 900 GB/s."""
+    name = catalog.device(device).host_link
+    assert name is not None
+    assert catalog.link(name).bytes_per_s == pytest.approx(bytes_per_s, rel=0.02)
+
+
+def test_another_framework_is_refused_by_name() -> None:
+    [found] = problems(GPT2, STATES, cluster="dgx-a100-80gb", software="llm-foundry")
+    assert re.search(r"software llm-foundry is not modelled yet with it; use .* torch \(or", found)
+
+
+def test_buckets_are_refused_where_nothing_is_reduced_in_buckets() -> None:
+    plan = {"dp_replicate": 2, "bucket_bytes": 1000}
+    assert problems(LLAMA, plan, software="megatron-bridge") == []
+    assert problems(LLAMA, plan, software="megatron-core") == [
+        "plan.bucket_bytes = 1000: is about reducing gradients while backward runs, "
+        "and megatron-core reduces all of them after it; remove it"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("plan", "software", "said"),
+    [
+        ({"pp": 2}, {"expert_overlap": True}, r"plan.virtual_stages = 1: must be more with .*; use 2 or more, or"),
+        ({"pp": 2, "schedule": "gpipe"}, {"expert_overlap": True}, r"plan.virtual_stages = 1: must be more with"),
+        ({"tp": 2, "etp": 2}, {"expert_dispatch": "deepep"}, "software.expert_dispatch = deepep: .*plan.etp = 1"),
+    ],
+)
+def test_ways_to_bring_tokens_that_do_not_go_with_a_plan(
+    plan: dict[str, Any], software: dict[str, Any], said: str
+) -> None:
+    plan, profile = {"ep": 2, "dp_replicate": 2, **plan}, catalog.software("megatron-bridge")
+    assert problems(model_of(), plan, software=profile) == []
+    [found] = problems(model_of(), plan, software=profile.model_copy(update=software))
+    assert re.match(said, found)
+
+
+def test_exchanges_beside_another_microbatch_are_for_narrow_weights_and_several_stages() -> None:
+    """What Megatron Core asserts of overlap_moe_expert_parallel_comm."""
+    profile = catalog.software("megatron-core").model_copy(update={"expert_overlap": True})
+
+    def fields(precision: str = "bf16", **plan: int) -> list[str]:
+        asked = job_of(model_of(), {"ep": 2, "dp_replicate": 2, **plan}, software=profile, precision=precision)
+        rules = (expert_overlap_ranks, expert_overlap_stages, expert_overlap_precision)
+        return [problem.field for problem in violations(asked, rules)]
+
+    assert fields(dp_replicate=4) == fields(pp=2, virtual_stages=2) == []
+    assert fields("fp32", pp=2) == ["plan.virtual_stages", "training.precision"]
+    assert fields(ep=1, pp=2) == ["plan.ep"]
+    several = {"ep": 2, "dp_replicate": 2, "pp": 2, "virtual_stages": 2}
+    assert problems(model_of(), several, software=profile) == []
