@@ -18,8 +18,7 @@ from simplan.io import MAX_YAML_BYTES, parse_json
 from simplan.prediction import PREDICTION_SCHEMA_VERSION
 from simplan.runs.measurement import Measurement
 from simplan.validate.compare import Comparison, compare
-from simplan.validate.logged import LoggedComparison, LoggedRun, compare_logged
-from simplan.validate.reading import parse_measured
+from simplan.validate.logged import LoggedComparison, LoggedRun, compare_logged, parse_measured
 
 MAX_BYTES = 32 * 2**20
 _MAX_CONFIG_BYTES = 2 * 2**20

@@ -15,7 +15,7 @@ from benchmarks.table import BenchmarkRow
 from executor.calibration.calibrate import calibrate
 from executor.run import run_job
 from simplan.cost.calibration.format import Calibration, CalibrationRequest, ShapeRequest
-from simplan.cost.calibration.kinds import kinds_needed
+from simplan.cost.calibration.store import kinds_needed
 from simplan.predict import run_spec_of
 from simplan.prediction import Prediction
 from simplan.runs.measurement import Measurement

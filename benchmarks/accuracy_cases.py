@@ -11,7 +11,7 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.prediction import Prediction
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 
 __all__ = ["MICROBATCH_SIZE", "TRAINING", "AccuracyCase", "cases"]
 

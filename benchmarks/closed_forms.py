@@ -21,7 +21,7 @@ from simplan.program.tables.partition import assign_stage_layers
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak
 from simplan.software.software import SoftwareSpec, StateBytes
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 
 __all__ = ["closed_forms"]
 

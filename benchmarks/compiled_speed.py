@@ -31,7 +31,7 @@ from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.schedules import PipelineShape, interleaved_1f1b
 from simplan.sim.compiled import compile_program
 from simplan.sim.engine import simulate
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 
 __all__ = ["compiled_speed"]
 

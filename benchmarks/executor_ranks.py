@@ -44,7 +44,7 @@ from simplan.program.action import Action, format_table
 from simplan.program.tables.table import plan_table
 from simplan.runs.measurement import IssuedKind
 from simplan.runs.run_spec import RunSpec
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 
 __all__ = ["CASES", "SpeedCase"]
 

@@ -18,7 +18,7 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import build_program, cost_model, predict, simulate_program
 from simplan.program.schedules import PipelineShape, StageTimes, zb_2p
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 
 __all__ = ["large_plan"]
 

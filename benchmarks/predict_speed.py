@@ -14,7 +14,7 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.predict.step_summary import evaluate_step
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 
 __all__ = ["predict_speed"]
 

@@ -17,7 +17,7 @@ from simplan import catalog
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.search import search
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 
 __all__ = ["search_speed"]
 

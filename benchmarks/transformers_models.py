@@ -17,12 +17,12 @@ from executor.calibration.calibrate import calibrate
 from executor.run import run_job
 from simplan import catalog
 from simplan.cost.calibration.format import Calibration, CalibrationRequest, ShapeRequest
-from simplan.cost.calibration.kinds import kinds_needed
+from simplan.cost.calibration.store import kinds_needed
 from simplan.job import Job
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict, run_spec_of
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 from simplan.validate.compare import AT_THIS_SPEED, compare
 
 __all__ = ["transformers_models"]

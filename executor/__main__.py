@@ -81,7 +81,7 @@ def _run(args: argparse.Namespace) -> None:
 
 def _rehearse(args: argparse.Namespace) -> None:
     from executor.dry_run.rehearse import rehearse
-    from simplan.files import write_whole
+    from simplan.io import write_whole
     from simplan.runs.run_spec import RunSpec
 
     rehearsal = rehearse(_parse(RunSpec, args.file), args.rank, fake=args.fake, on_progress=_report_step)

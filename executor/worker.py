@@ -34,7 +34,7 @@ from executor.profiling.memory import forget_peaks, peak_allocated_bytes, peak_m
 from executor.profiling.recorder import Recorder, make_clock
 from executor.train.trainer import Trainer
 from simplan.errors import Problem, SpecError
-from simplan.files import write_whole
+from simplan.io import write_whole
 from simplan.plan.plan import RankMapping
 from simplan.runs.run_spec import RunSpec
 from simplan.units import format_bytes

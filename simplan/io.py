@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 import shlex
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +18,6 @@ from pydantic import BaseModel
 
 from simplan.document import Document, parse_yaml
 from simplan.errors import Problem, SpecError, file_error
-from simplan.files import write_whole
 from simplan.problems import parse_model, render_value
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "write_json",
     "write_model",
     "write_text",
+    "write_whole",
 ]
 
 MAX_YAML_BYTES = 4 * 1024 * 1024
@@ -212,3 +213,26 @@ def write_text(path: Path, text: str) -> None:
     except OSError as error:
         fix = "check that its folder exists and may be written"
         raise file_error(str(path), f"cannot be written: {error.strerror or error}", fix) from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write UTF-8 text atomically: to a temporary file in the same folder, synced, then renamed.
+
+    If writing fails, for instance on a full disk, the old content stays. A device or pipe is written to directly.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        target.write_text(text, encoding="utf-8", newline="")
+        return
+    temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", newline="") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)

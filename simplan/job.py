@@ -8,7 +8,7 @@ from simplan.cluster.hardware import ClusterSpec
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.software.software import SoftwareSpec
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 
 __all__ = ["Job"]
 

@@ -18,7 +18,7 @@ from simplan.program.tables.partition import assign_stage_layers
 from simplan.program.tables.table import plan_table
 from simplan.rules import check_job
 from simplan.software.software import SoftwareSpec
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 
 __all__ = ["Plan", "job_of", "job_to_lower", "lowered", "problems", "tiny_model"]
 

@@ -61,7 +61,7 @@ EXECUTOR_MAY_IMPORT = (
     "simplan.program",
     "simplan.errors",
     "simplan.units",
-    "simplan.files",
+    "simplan.io",
     "simplan.children",
     "simplan.cost.calibration.format",
 )

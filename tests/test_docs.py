@@ -23,14 +23,13 @@ from simplan.cli.app import app
 from simplan.documentation import DOCUMENTATION_URL
 from simplan.predict import predict
 from simplan.program.schedules import StageTimes
-from simplan.program.schedules.bubble import bubble_rate
+from simplan.program.schedules.shape import bubble_rate
 from simplan.program.tables.check import check_table
 from simplan.program.tables.table import plan_table
 from simplan.report.text import prediction_text
 from simplan.scenario import load_scenario
 from simplan.scenario.search import load_search
-from simplan.validate.logged import LoggedRun
-from simplan.validate.reading import parse_measured
+from simplan.validate.logged import LoggedRun, parse_measured
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -249,7 +249,7 @@ def test_a_disk_that_fills_up_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     write_json(path, {"a": 1})
     program = (
-        "import resource, signal, sys; from pathlib import Path; from simplan.files import write_whole\n"
+        "import resource, signal, sys; from pathlib import Path; from simplan.io import write_whole\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
         "write_whole(Path(sys.argv[1]), 'x' * 100_000)"
     )

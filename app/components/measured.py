@@ -12,7 +12,7 @@ from app.components.elements import csv_text, download, show_figure, show_metric
 from app.figures.validation import steps_figure, terms_figure
 from app.page import escaped
 from simplan.io import json_text
-from simplan.report.logged import candidate_causes
+from simplan.report.comparison import candidate_causes
 from simplan.runs.measurement import Measurement
 from simplan.units import format_percent, format_time
 from simplan.validate.compare import Comparison

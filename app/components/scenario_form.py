@@ -16,7 +16,7 @@ from simplan.cluster.machine import THIS_MACHINE
 from simplan.errors import SpecError
 from simplan.plan.plan import Recompute
 from simplan.plan.schedules import SCHEDULE_FACTS
-from simplan.training.training import Precision, TrainingSpec
+from simplan.training import Precision, TrainingSpec
 from simplan.wording import divisors
 
 _OPTIMIZERS = get_args(TrainingSpec.model_fields["optimizer"].annotation)

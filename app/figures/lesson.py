@@ -15,7 +15,7 @@ from app.figures.style import ACTIONS, MUTED, Figure, bar, figure, scatter
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.program.action import Action, ActionKind
 from simplan.program.schedules import SCHEDULES, PipelineShape
-from simplan.program.schedules.bubble import action_ends_s
+from simplan.program.schedules.shape import action_ends_s
 from simplan.report.drawings.drawing import WORDS
 from simplan.report.drawings.drawing_svg import ink_on
 from simplan.report.drawings.svg import shade

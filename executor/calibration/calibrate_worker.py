@@ -26,7 +26,7 @@ from executor.profiling.memory import context_bytes
 from executor.profiling.results import environment
 from executor.worker import start_rank, use_device
 from simplan.cost.calibration.format import Calibration, CalibrationRequest, TimedDtype
-from simplan.files import write_whole
+from simplan.io import write_whole
 
 _MIN_ROUNDS = 5
 _MAX_OVERRUN = 3  # times the share of the budget, for the first rounds

@@ -34,8 +34,7 @@ from executor.profiling.results import environment
 from executor.train.trainer import Trainer
 from executor.worker import use_device
 from simplan.errors import RunError
-from simplan.runs.measurement import IssuedKind, PeakMemory
-from simplan.runs.rehearsal import ActionTime, Rehearsal
+from simplan.runs.measurement import ActionTime, IssuedKind, PeakMemory, Rehearsal
 from simplan.runs.run_spec import RunSpec
 
 Progress = Callable[[int, int], None]

@@ -65,7 +65,7 @@ def whole_model(spec: ModelSpec) -> PreTrainedModel:
     """The whole model as transformers has it, on the default device, which may be without memory.
 
     Args:
-        spec: A model that ``simplan.rules.transformers`` lets through.
+        spec: A model that ``simplan.rules.model`` lets through.
     """
     sizes: dict[str, Any] = {
         "vocab_size": spec.vocab_size,

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from simplan.errors import Problem, SpecError
-from simplan.files import write_whole
+from simplan.io import write_whole
 from simplan.runs.checkpoint import CheckpointHeader, differences
 from simplan.runs.run_spec import RunSpec
 

@@ -1,4 +1,4 @@
-"""Optimizers of ``simplan.training.optimizer``: torch's own, and LARS and LAMB, which take norms of every tensor."""
+"""Optimizers of ``simplan.training``: torch's own, and LARS and LAMB, which take norms of every tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.optim.sgd import sgd
 from executor.distributed.mesh import ParallelDims, Peers
 from executor.models.model import Stage, split_dimensions, with_specs
 from simplan.runs.run_spec import RunSpec
-from simplan.training.optimizer import UpdateName
+from simplan.training import UpdateName
 
 _LEARNING_RATE = 1e-3
 _MOMENTUM = 0.9

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from hashlib import sha256
 
-from simplan.accuracy.constant_mfu import step_flops
 from simplan.accuracy.outcome import Predicted, RunOutcome
 from simplan.accuracy.published_job import PublishedJob, job_of_published_run
 from simplan.accuracy.reading import ReadFile
 from simplan.accuracy.recipe import Recipes
 from simplan.accuracy.schema import PublishedRun
+from simplan.accuracy.statistics import step_flops
 from simplan.errors import SimplanError, SpecError
 from simplan.predict.step_summary import summarize_step
 from simplan.units import GIB

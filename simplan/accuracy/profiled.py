@@ -2,7 +2,7 @@
 
 A profile gives the time of a stage for one microbatch and the time of a P2P send, measured in a few steps of the same
 run. The step time then follows from the schedule: the longest time of a rank from its first to its last action
-(``simplan.program.schedules.bubble``). Two effects are not in a profile, and are the same for all runs:
+(``simplan.program.schedules.shape``). Two effects are not in a profile, and are the same for all runs:
 
 - after the arrival of an input, the host has to wake up and launch the first kernel of the pass;
 - next to communication, and once the device is warm, kernels take longer than in the profile.
@@ -17,20 +17,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from simplan.accuracy.constant_mfu import step_flops
 from simplan.accuracy.evaluate import sentences
 from simplan.accuracy.outcome import Predicted, RunOutcome
 from simplan.accuracy.published_job import job_of_published_run
 from simplan.accuracy.reading import ReadFile
 from simplan.accuracy.recipe import Recipes
 from simplan.accuracy.schema import PublishedRun
+from simplan.accuracy.statistics import step_flops
 from simplan.base import Count, NonNegative, Positive, Spec
 from simplan.errors import Problem, SpecError
 from simplan.io import read_yaml
 from simplan.predict.simulated import NINE_IN_TEN
 from simplan.problems import parse_model
 from simplan.program.schedules import SCHEDULES, PipelineShape, StageTimes
-from simplan.program.schedules.bubble import longest_span_s
+from simplan.program.schedules.shape import longest_span_s
 
 __all__ = ["PASS_START_S", "SLOWDOWN", "StageProfile", "predict_from_profiles", "profiled_step_s", "read_profiles"]
 

@@ -25,7 +25,7 @@ from simplan.model.low_precision import QuantizedWeights
 from simplan.plan.plan import RecomputeModule
 from simplan.problems import parse_model
 from simplan.software.software import SoftwareSpec
-from simplan.training.training import Precision
+from simplan.training import Precision
 
 __all__ = [
     "NO_RECIPES",

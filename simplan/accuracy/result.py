@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
-from simplan.accuracy.constant_mfu import constant_mfu
 from simplan.accuracy.framework_defaults import stacks
 from simplan.accuracy.outcome import RunOutcome
 from simplan.accuracy.plan_ranking import Choices, choices
@@ -15,6 +14,7 @@ from simplan.accuracy.statistics import (
     ErrorFigures,
     StepTimeFigures,
     Verdicts,
+    constant_mfu,
     memory_figures,
     step_time_figures,
     verdicts,

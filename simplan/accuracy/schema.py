@@ -19,7 +19,7 @@ from simplan.base import Count, NonNegative, Positive, Spec
 from simplan.cluster.hardware import Dtype
 from simplan.errors import Problem
 from simplan.plan.plan import Recompute
-from simplan.training.training import Precision
+from simplan.training import Precision
 
 __all__ = ["Framework", "MemoryKind", "PublishedRun", "Task", "identity_problems"]
 

@@ -23,8 +23,7 @@ from simplan.cost.calibration.format import (
     pace_in_words,
     way_of_mixing,
 )
-from simplan.cost.calibration.kinds import kinds_needed
-from simplan.cost.calibration.store import default_path, load, save
+from simplan.cost.calibration.store import default_path, kinds_needed, load, save
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.io import write_model
 from simplan.model.layer import CollectiveKind

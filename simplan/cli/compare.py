@@ -10,14 +10,12 @@ from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.errors import Problem, SpecError
 from simplan.io import MAX_JSON_BYTES, read_json, read_text, write_text
 from simplan.prediction import PREDICTION_SCHEMA_VERSION
-from simplan.report.comparison import comparison_text
+from simplan.report.comparison import comparison_text, logged_text
 from simplan.report.drawings.comparison_drawing import draw_comparison
 from simplan.report.drawings.comparison_svg import comparison_html, comparison_svg
-from simplan.report.logged import logged_text
 from simplan.runs.measurement import Measurement
 from simplan.validate.compare import Comparison, compare
-from simplan.validate.logged import LoggedComparison, LoggedRun, compare_logged
-from simplan.validate.reading import parse_measured
+from simplan.validate.logged import LoggedComparison, LoggedRun, compare_logged, parse_measured
 
 __all__ = ["compare_command"]
 

@@ -13,8 +13,7 @@ from simplan.cluster.machine import THIS_MACHINE
 from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.program.schedules import SCHEDULES
 from simplan.report.plan_fields import plan_fields
-from simplan.report.search_space import search_space
-from simplan.report.section_fields import cluster_fields, model_fields, training_fields
+from simplan.report.section_fields import cluster_fields, model_fields, search_space, training_fields
 from simplan.report.table import format_table_text
 from simplan.units import format_bytes, format_count, format_flop_per_s, format_percent, format_rate, format_time
 

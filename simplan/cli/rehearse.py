@@ -13,9 +13,9 @@ from simplan.cli.terminal.progress import ProgressLine
 from simplan.errors import Problem, SpecError
 from simplan.io import read_model, write_json, write_model
 from simplan.prediction import Prediction
-from simplan.report.rehearsal import rehearsal_text
+from simplan.report.comparison import rehearsal_text
 from simplan.report.text import verdict
-from simplan.runs.rehearsal import Rehearsal
+from simplan.runs.measurement import Rehearsal
 from simplan.runs.run_spec import RunSpec
 from simplan.scenario import load_scenario
 from simplan.validate.rehearsal import compare_rehearsal

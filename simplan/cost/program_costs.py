@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from simplan.cost.model import CostEstimate, CostModel, Provenance
 from simplan.model.layer import CollectiveKind
+from simplan.program.lowering.script import Segment
 from simplan.program.program import (
     SPAN_KINDS,
     Communication,
@@ -24,7 +25,7 @@ from simplan.program.program import (
 from simplan.program.timeline import SpanKind
 from simplan.units import format_percent, format_time
 
-__all__ = ["CostTerm", "ProgramCosts", "estimate_program", "host_calls_cost"]
+__all__ = ["CostTerm", "ProgramCosts", "estimate_program", "host_calls_cost", "pass_time_s"]
 
 
 @dataclass(slots=True)
@@ -147,3 +148,32 @@ def host_calls_cost(calls: HostCalls) -> CostEstimate:
     call_s = _COPY_S if calls.copies else _VIEW_S
     formula = f"{calls.num_calls} x {format_time(call_s)} of the host"
     return CostEstimate(calls.num_calls * call_s, Provenance.DATASHEET, _RELATIVE_STD, formula)
+
+
+def pass_time_s(
+    segments: Iterable[Segment],
+    groups: Mapping[str, tuple[int, ...]],
+    work_s: Callable[[LayerWork], float],
+    communication_s: Callable[[Communication], float],
+    free: Set[str] = frozenset(),
+) -> float:
+    """Returns the seconds of all compute, and of collectives beyond the GEMMs with which they overlap.
+
+    Args:
+        segments: Segments in order.
+        groups: Axis -> ranks of its collectives.
+        work_s, communication_s: Cost estimates in seconds.
+        free: Axes whose collectives count as zero-cost.
+    """
+    total_s = hidden_s = 0.0
+    for segment in segments:
+        total_s += sum(map(work_s, segment.work))
+        collective = segment.collective
+        if collective is None or collective.axis in free:
+            continue
+        if segment.beside is not None or not collective.beside:
+            hidden_s = 0.0 if segment.beside is None else work_s(segment.beside)
+        exchange_s = communication_s(collective.among(groups[collective.axis]))
+        total_s += max(0.0, exchange_s - hidden_s)
+        hidden_s = max(0.0, hidden_s - exchange_s)
+    return total_s

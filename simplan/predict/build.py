@@ -12,8 +12,8 @@ from simplan.cost.calibration.format import Calibration, way_of_mixing
 from simplan.cost.calibration.store import refuse_other_device
 from simplan.cost.communication.host_link import host_memory_rate
 from simplan.cost.compute.kernel_cost import kernel_cost
-from simplan.cost.compute.pass_time import pass_time_s
 from simplan.cost.model import CostModel
+from simplan.cost.program_costs import pass_time_s
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind, LayerCollective
@@ -34,8 +34,7 @@ from simplan.program.tables.table import plan_table
 from simplan.runs.run_spec import RunSpec
 from simplan.sim.engine import CoreUse
 from simplan.software.software import SoftwareSpec, StateBytes
-from simplan.training.optimizer import UpdateName
-from simplan.training.training import Precision
+from simplan.training import Precision, UpdateName
 
 __all__ = [
     "assign_layers",

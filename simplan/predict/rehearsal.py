@@ -15,7 +15,7 @@ from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
 from simplan.program.program import Communication, HostCopy, Op, Stream
 from simplan.program.timeline import Split, split_of_rank
-from simplan.runs.rehearsal import Rehearsal
+from simplan.runs.measurement import Rehearsal
 from simplan.sim.engine import timeline
 
 __all__ = ["KindTime", "Rehearsed", "rehearsal_step"]

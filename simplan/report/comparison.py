@@ -1,16 +1,30 @@
-"""Comparison report as text: predicted next to measured values, and the significance of the difference."""
+"""Comparisons as text: predicted next to measured, logged or rehearsed values, and the significance of differences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
+from simplan.predict.rehearsal import Rehearsed
 from simplan.report.table import format_table_text
-from simplan.units import GIB, format_bytes, format_time
+from simplan.report.text import split_parts
+from simplan.units import GIB, format_bytes, format_percent, format_time
 from simplan.validate.activity import ActivityShare
 from simplan.validate.compare import Comparison
+from simplan.validate.logged import LoggedComparison, UncertainTerm
+from simplan.validate.rehearsal import MemoryRow, RehearsalComparison
 from simplan.validate.rows import ComparisonRow
 
-__all__ = ["comparison_rows", "comparison_text", "format_error", "format_spread", "signed_time"]
+__all__ = [
+    "candidate_causes",
+    "comparison_rows",
+    "comparison_text",
+    "format_error",
+    "format_spread",
+    "logged_text",
+    "rehearsal_text",
+    "signed_time",
+]
 
 _MAX_RANKS = 8
 
@@ -119,3 +133,155 @@ def _value(value: float, unit: str) -> str:
     if unit == "GiB":
         return format_bytes(value * GIB)
     return f"{value:.4g} {unit}".rstrip()
+
+
+_MIN_SHARE = 0.005  # of the peak: errors of smaller parts are not shown
+
+
+def rehearsal_text(comparison: RehearsalComparison) -> str:
+    """Memory, then time by action, then the step of the whole job."""
+    parts = [_memory(comparison)]
+    if comparison.rehearsed is not None:
+        parts += [_actions(comparison.rehearsed), "\n".join(_step(comparison, comparison.rehearsed))]
+    notes = ["error = (predicted - measured) / measured", *comparison.notes]
+    parts.append("\n".join(f"- {note}" for note in notes))
+    return "\n\n".join(parts)
+
+
+def _memory(comparison: RehearsalComparison) -> str:
+    most_bytes = max(row.measured_bytes for row in comparison.peaks)
+
+    def cells(row: MemoryRow) -> list[str]:
+        counts = max(row.predicted_bytes, row.measured_bytes) > _MIN_SHARE * most_bytes
+        return [
+            row.name.replace("_", " "),
+            format_bytes(row.predicted_bytes),
+            format_bytes(row.measured_bytes),
+            format_error(row.signed_error, "") if counts else "",
+        ]
+
+    predicted, measured = (
+        f"in {action}" if action else "between steps"
+        for action in (comparison.predicted_action, comparison.measured_action)
+    )
+    rows = [cells(row) for row in comparison.peaks]
+    rows += [["  " + first, *others] for first, *others in map(cells, comparison.categories)]
+    return f"Peak memory of rank {comparison.rank}: predicted {predicted}, measured {measured}\n" + format_table_text(
+        ["", "predicted", "measured", "error"], rows
+    )
+
+
+def _actions(rehearsed: Rehearsed) -> str:
+    rows = [
+        [
+            f"{time.kind.value} of stage {time.stage}",
+            format_time(time.predicted_s),
+            format_time(time.measured_s),
+            format_error((time.predicted_s - time.measured_s) / time.measured_s if time.measured_s > 0 else None, ""),
+            format_spread(time.relative_std),
+        ]
+        for time in rehearsed.kinds
+        if time.predicted_s > 0 or time.measured_s > 0
+    ]
+    return "Compute, by action\n" + format_table_text(["", "predicted", "measured", "error", "std"], rows)
+
+
+def _step(comparison: RehearsalComparison, rehearsed: Rehearsed) -> Iterator[str]:
+    low_s, high_s = rehearsed.step_time_interval_s
+    yield "Step of the whole job"
+    yield (
+        f"  rehearsed  {format_time(rehearsed.step_time_s)}  "
+        f"(90 % interval {format_time(low_s)} to {format_time(high_s)}): "
+        f"{format_percent(rehearsed.measured_share)} of its compute measured, communication modeled"
+    )
+    yield f"  predicted  {format_time(comparison.predicted_step_time_s)}"
+    parts = split_parts(rehearsed.split)
+    shown = ", ".join(f"{name} {format_time(part_s)}" for name, part_s in parts.items() if part_s > 0)
+    yield f"  of rank {comparison.rank}: {shown}"
+
+
+_NAMED = 3
+_ALL = 0.95  # fraction of the total uncertainty that the listed parts cover
+_MOST_STDS = 3  # standard deviations of compute, or of communication, that may explain a difference
+_LARGE = 0.05  # fraction of the step of a term that may be a candidate
+
+
+def logged_text(comparison: LoggedComparison) -> str:
+    """Table, verdict, the most uncertain parts, and notes."""
+    low, high = (format_time(seconds) for seconds in comparison.interval_s)
+    where = "lies in" if comparison.interval_holds else "lies outside of"
+    notes = [
+        "error = (predicted - measured) / measured; spread = half of p10 to p90 of the steps",
+        "std: one standard deviation of the cost estimates; correlated for all compute, and for all communication",
+        "hidden: communication that overlaps compute; part of it is exposed if it is slower than predicted",
+        "alone: slowdown of this part alone that would explain the whole difference; a bound for communication that "
+        "overlaps compute (<= or >=), whose hidden time changes as well",
+        *comparison.notes,
+    ]
+    return "\n\n".join(
+        (
+            comparison_rows(comparison.rows),
+            f"the measured step time {where} the predicted 90 % interval, {low} to {high}\n"
+            f"{candidate_causes(comparison)}",
+            _parts(comparison.parts),
+            "\n".join(f"- {note}" for note in notes),
+        )
+    )
+
+
+def candidate_causes(comparison: LoggedComparison) -> str:
+    """One sentence: the most uncertain parts that could explain the difference; the largest parts if none could."""
+    difference = f"the difference of {signed_time(comparison.difference_s)}"
+    if comparison.rows[0].within_spread:
+        return f"{difference} is within the spread of the steps: it is not significant"
+    std_s = {  # errors of compute go together, and those of communication
+        moves: sum(part.std_s for part in comparison.parts if _moves(part) is moves) for moves in (False, True)
+    }
+    likely = [p for p in comparison.parts if _MOST_STDS * std_s[_moves(p)] >= abs(comparison.difference_s)]
+    if not likely:
+        large = [part for part in comparison.parts if _size_s(part) >= _LARGE * comparison.rows[0].predicted]
+        largest = sorted(large, key=_size_s, reverse=True)[:_NAMED]
+        return (
+            f"no term's uncertainty explains {difference}: it is more than {_MOST_STDS} standard deviations of compute "
+            f"and of communication; candidates are the largest terms: {', '.join(map(_named, largest))}"
+        )
+    most_s = sum(part.std_s for part in likely)
+    told_s = accumulate((part.std_s for part in likely), initial=0.0)
+    named = [_named(part) for part, before_s in zip(likely[:_NAMED], told_s, strict=False) if before_s < _ALL * most_s]
+    return f"{difference} could come from: {', '.join(named)}"
+
+
+def _moves(part: UncertainTerm) -> bool:
+    return part.share is ActivityShare.EXPOSED_COMMUNICATION
+
+
+def _size_s(part: UncertainTerm) -> float:
+    return part.predicted_s + part.hidden_s
+
+
+def _named(part: UncertainTerm) -> str:
+    hidden = f" and {format_time(part.hidden_s)} hidden" if part.hidden_s else ""
+    return f"{part.part} ({format_time(part.predicted_s)} of the step{hidden}, +/- {100 * part.relative_std:.0f} %)"
+
+
+def _parts(parts: tuple[UncertainTerm, ...]) -> str:
+    headers = ["most uncertain first", "predicted", "hidden", "std", "", "alone"]
+    return format_table_text(headers, [list(_cells(part)) for part in parts], indent=0)
+
+
+def _cells(part: UncertainTerm) -> Iterator[str]:
+    yield part.part
+    yield format_time(part.predicted_s)
+    yield format_time(part.hidden_s) if _moves(part) else ""
+    yield f"+/- {100 * part.relative_std:.0f} %"
+    yield f"+/- {format_time(part.std_s)}"
+    yield _alone(part)
+
+
+def _alone(part: UncertainTerm) -> str:
+    """``x 1.20``; ``<= x 1.20`` for communication that overlaps compute, ``>= x 0.80`` where it would be faster."""
+    times = part.times_as_long
+    if times is None:
+        return ""
+    bound = ("<= " if times > 1 else ">= ") if part.hidden_s else ""
+    return f"{bound}x {times:,.2f}" if bound or times < 100 else "x > 100"

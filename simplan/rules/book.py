@@ -11,19 +11,10 @@ from types import MappingProxyType
 
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.job import Job
-from simplan.rules import (
-    batch,
-    cluster,
-    experts,
-    model,
-    offload,
-    parallel,
-    recompute,
-    schedule,
-    sharding,
-    training,
-    transformers,
-)
+from simplan.rules import cluster, experts, model, parallel, recompute, schedule, sharding, training
+from simplan.rules import model as transformers
+from simplan.rules import sharding as offload
+from simplan.rules import training as batch
 from simplan.rules.rule import Rule
 
 __all__ = ["BY_NAME", "RULES", "SEARCH_RULES", "check_job", "violations"]

@@ -6,7 +6,7 @@ fields and otherwise only fields of earlier steps. Fields in no step have the va
 
 >>> from simplan import catalog
 >>> from simplan.plan.plan import ParallelPlan
->>> from simplan.training.training import TrainingSpec
+>>> from simplan.training import TrainingSpec
 >>> training, cluster = TrainingSpec(global_batch_size=32), catalog.cluster("dgx-h100", 8)
 >>> job = Job(catalog.model("gpt2-124m"), cluster, training, ParallelPlan(), catalog.software("torch"))
 >>> mesh, pipeline, batch = PlanFilter(job).stages("dp_replicate pp", "schedule", "microbatch_size")

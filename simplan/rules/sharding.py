@@ -1,4 +1,4 @@
-"""Rules about sharding over data-parallel ranks, and about gradient buckets."""
+"""Rules about sharding over data-parallel ranks, gradient buckets, and offloading to the host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from simplan.errors import Problem
 from simplan.job import Job
-from simplan.rules.rule import not_modelled, problem_of, rule, unmodelled
+from simplan.model.families import FAMILIES
+from simplan.plan.schedules import is_custom_schedule, splits_backward
+from simplan.rules.rule import experts_apart, not_modelled, problem_of, rule, unmodelled
 from simplan.wording import either
 
 
@@ -87,3 +89,136 @@ def mtp_sharded(job: Job) -> Iterator[Problem]:
     if layers and job.plan.shards_parameters:
         what = f"sharding of parameters with model.mtp_num_layers = {layers}"
         yield not_modelled(job, "plan.zero_stage", what, "use 0 or 1")
+
+
+_FAMILIES = ("gpt", "llama")
+_WITH_FSDP2 = ("torch", "torchtitan", "torchtitan-2025", "transformers")
+
+
+@rule(
+    "offload_optimizer is CPUOffloadPolicy of FSDP, and needs parameters that FSDP shards",
+    reads="offload_optimizer shards_parameters",
+    outside_torch="offload_optimizer needs sharded parameters",
+)
+def offload_of_sharded_parameters(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    if not plan.offload_optimizer or plan.shards_parameters:
+        return
+    if plan.dp_shard * plan.cp > 1:
+        fix = "use zero_stage = 3"
+    else:
+        fix = f"use dp_shard = {plan.dp} in place of dp_replicate" if plan.dp > 1 else "use dp_shard = 2 or more"
+    rule = "is CPUOffloadPolicy of FSDP, and this plan has no parameters that FSDP shards"
+    yield problem_of(job, "plan.offload_optimizer", rule, fix)
+
+
+@unmodelled(
+    "an optimizer on the host is modelled of torch's FSDP2 only, without tensor parallelism or 8 bits",
+    reads="offload_optimizer tp",
+    outside_torch="an optimizer on the host is not modelled",
+)
+def offload_of_fsdp2(job: Job) -> Iterator[Problem]:
+    """Tensor-parallel all-reduces and FP8 casts before all-gathers would run on tensors in host memory."""
+    plan, software, precision = job.plan, job.software, job.training.precision
+    if not plan.offload_optimizer:
+        return
+    if software.id not in _WITH_FSDP2:
+        others = ", ".join(_WITH_FSDP2[1:])
+        yield _with_it("offload_optimizer", f"software {software.id}", f"use software: torch (or {others})")
+    if plan.tp > 1:
+        yield _with_it("offload_optimizer", f"tensor parallelism (tp = {plan.tp})", "use tp = 1")
+    if precision in software.low_precision:
+        yield _with_it("offload_optimizer", f"training.precision = {precision}", "use bf16")
+
+
+@rule("offload_layers is about offload_activations", reads="offload_layers offload_activations")
+def offload_layers_of_activations(job: Job) -> Iterator[Problem]:
+    layers = job.plan.offload_layers
+    if layers is not None and not job.plan.offload_activations:
+        rule = "says of how many blocks activations are moved, and offload_activations is off"
+        yield problem_of(job, "plan.offload_layers", rule, "set offload_activations, or remove it")
+
+
+@rule("what is kept on the host needs a link to it", reads="offload_optimizer offload_activations", reads_cluster=True)
+def offload_needs_link(job: Job) -> Iterator[Problem]:
+    cluster, offloads = job.cluster, job.plan.offload_optimizer or job.plan.offload_activations
+    if offloads and cluster.device.kind != "cpu" and cluster.host_link is None:
+        yield Problem(
+            field="cluster.device.host_link",
+            rule=f"is missing: the catalogue does not say what joins {cluster.device.id} with its host",
+            fix="name a link, e.g. {preset: " + cluster.device.id + ", host_link: pcie4} (`simplan show links`)",
+        )
+
+
+@unmodelled(
+    "optimizer states on the host of experts that ranks share out are not modelled",
+    reads="offload_optimizer experts_apart",
+)
+def offload_of_experts(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    if plan.offload_optimizer and job.model.num_experts and experts_apart(plan):
+        fix = "use ep = 1" if plan.ep > 1 else "use etp = tp"
+        yield _with_it("offload_optimizer", "states of experts of which other ranks have others", fix)
+
+
+@unmodelled(
+    "activations on the host of a part of the blocks of a pipeline are not modelled",
+    reads="offload_layers offload_activations pp",
+)
+def offload_layers_modelled(job: Job) -> Iterator[Problem]:
+    plan = job.plan
+    if plan.offload_activations and plan.offload_layers is not None and plan.pp > 1:
+        rule = f"a part of the blocks of a pipeline (pp = {plan.pp}) is not modelled yet"
+        yield problem_of(job, "plan.offload_layers", rule, "remove it: then all blocks are moved")
+
+
+@unmodelled(
+    "activations on the host are not modelled of this model, or with this plan",
+    reads="offload_activations schedule cp recompute",
+)
+def offload_modelled(job: Job) -> Iterator[Problem]:
+    plan, model = job.plan, job.model
+    if not plan.offload_activations:
+        return
+    what = ""
+    if model.family not in _FAMILIES:
+        what, fix = f"activations of the family {model.family}", f"models: {', '.join(_FAMILIES)}"
+    elif any(model.windows) or FAMILIES[model.family].alibi:
+        what, fix = "attention in a window, whose masks would have to stay on the device,", "remove it"
+    elif is_custom_schedule(plan.schedule):
+        what, fix = "a schedule of your own", "use 1f1b"
+    elif splits_backward(plan.schedule):
+        what, fix = f"a backward in two parts ({plan.schedule})", "use 1f1b"
+    elif plan.cp > 1:
+        what, fix = f"context parallelism (cp = {plan.cp})", "use cp = 1"
+    elif plan.recompute == "qkv_proj_offloaded":
+        what, fix = "recompute = qkv_proj_offloaded, which has transfers of its own,", "use selective or full"
+    if what:
+        yield _with_it("offload_activations", what, fix)
+
+
+@unmodelled("offloading with adapters is not modelled", reads="offload_optimizer offload_activations")
+def offload_with_adapters(job: Job) -> Iterator[Problem]:
+    for field in ("offload_optimizer", "offload_activations"):
+        if job.model.lora_rank and getattr(job.plan, field):
+            yield not_modelled(job, f"plan.{field}", "offloading with adapters (model.lora_rank)", "remove it")
+
+
+@unmodelled("activations on the host are not modelled with compiled blocks", reads="offload_activations")
+def offload_compiled(job: Job) -> Iterator[Problem]:
+    if job.software.compiled and job.software.executable and job.plan.offload_activations:
+        rule = "moves tensors that a compiled block keeps for itself, which is not modelled"
+        yield problem_of(job, "plan.offload_activations", rule, "use software.compiled = false")
+
+
+@unmodelled(
+    "activations on the host with layers for multi-token prediction are not modelled", reads="offload_activations"
+)
+def offload_with_mtp(job: Job) -> Iterator[Problem]:
+    if job.model.mtp_num_layers and job.plan.offload_activations:
+        what = f"activations on the host with model.mtp_num_layers = {job.model.mtp_num_layers}"
+        yield not_modelled(job, "plan.offload_activations", what, "remove it")
+
+
+def _with_it(field: str, what: str, fix: str) -> Problem:
+    return Problem(field=f"plan.{field}", value="true", rule=f"{what} is not modelled yet with it", fix=fix)

@@ -11,7 +11,7 @@ from simplan.base import Count, NonNegative, Spec
 from simplan.errors import Problem
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 
 __all__ = ["CheckpointHeader", "CheckpointTiming", "Checkpointing", "differences"]
 

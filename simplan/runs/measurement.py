@@ -1,19 +1,21 @@
-"""Measurements of a job. The executor writes them, ``compare`` reads them."""
+"""Measurements of a job and rehearsals of one rank. The executor writes them, ``compare`` reads them."""
 
 from __future__ import annotations
 
 import statistics
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from simplan.base import Count, Spec
 from simplan.plan.plan import ParallelPlan
+from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind
 from simplan.runs.checkpoint import CheckpointTiming
 from simplan.runs.run_spec import RunSpec
 
 __all__ = [
+    "ActionTime",
     "EarlierSegment",
     "IssuedKind",
     "MeasuredCollective",
@@ -21,6 +23,7 @@ __all__ = [
     "Measurement",
     "PeakMemory",
     "RankMeasurement",
+    "Rehearsal",
     "SlowRank",
 ]
 
@@ -194,3 +197,45 @@ class Measurement(Spec):
         low = ordered[int(0.1 * (len(ordered) - 1))]
         high = ordered[-1 - int(0.1 * (len(ordered) - 1))]
         return (high - low) / 2 / self.step_time_s
+
+
+class ActionTime(Spec):
+    """Device time of one action.
+
+    Attributes:
+        action: Text form, e.g. ``0F1``.
+        seconds: Seconds in each measured step, without the time of the fake process group that replaces communication.
+    """
+
+    action: str
+    seconds: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        """Median seconds over the steps."""
+        return statistics.median(self.seconds)
+
+
+class Rehearsal(Spec):
+    """Record of a rehearsal: one rank of a job, run alone.
+
+    Attributes:
+        fake: True for tensors without data: memory and collectives are recorded, but no times.
+        peak_memory: Peak over the steps, as reported by the device if it reports memory.
+        peak_by_category: Bytes by category at the rank's peak, from tracking every tensor.
+        peak_action: Action during which the peak occurred.
+        actions: Times in the order of the rank's row; empty for a fake rehearsal.
+        collectives: Communication that the rank issued in the last step, in order; none of it was executed.
+        environment: Machine, versions, device.
+    """
+
+    schema_version: Literal[2] = 2
+    job: RunSpec
+    rank: Annotated[int, Field(ge=0)]
+    fake: bool
+    peak_memory: PeakMemory
+    peak_by_category: dict[MemoryCategory, int]
+    peak_action: str
+    actions: tuple[ActionTime, ...] = ()
+    collectives: tuple[MeasuredCollective, ...] = ()
+    environment: dict[str, str | int | float | None] = Field(default_factory=dict)

@@ -13,7 +13,7 @@ from simplan.program.action import Table, parse_table
 from simplan.runs.checkpoint import Checkpointing
 from simplan.runs.fewer_nodes import FewerNodes
 from simplan.software.software import SoftwareSpec
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 
 __all__ = ["RunSpec"]
 

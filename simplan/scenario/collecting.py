@@ -15,7 +15,7 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.problems import MISSING, Path, find_place, in_file_order, render_value, validate
 from simplan.search import SearchSpace
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 
 __all__ = ["Sections", "where_keys_belong"]
 

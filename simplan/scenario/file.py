@@ -41,7 +41,7 @@ from simplan.scenario.collecting import Sections
 from simplan.scenario.expectation import Expectation
 from simplan.scenario.sections import read_expectations, read_model, read_software
 from simplan.software.software import SoftwareSpec
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 
 __all__ = ["Scenario", "ScenarioParts", "load_scenario", "parts_of", "scenario_from", "scenario_of"]
 

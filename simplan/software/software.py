@@ -14,8 +14,7 @@ from simplan.model.layer import LayerSpec
 from simplan.model.low_precision import Fp8Recipe, Kept, LinearFormat, LowPrecision, QuantizedWeights, linear_format
 from simplan.plan.plan import ParallelPlan, RecomputeModule
 from simplan.software.rates import FrameworkRates
-from simplan.training.optimizer import OPTIMIZERS, OptimizerName
-from simplan.training.training import TrainingSpec
+from simplan.training import OPTIMIZERS, OptimizerName, TrainingSpec
 
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec

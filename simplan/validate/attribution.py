@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from simplan.program.timeline import Timeline
@@ -11,11 +12,61 @@ from simplan.runs.measurement import Measurement
 from simplan.validate.activity import ActivityShare, Piece, pieces_of, predicted_activity
 from simplan.validate.measured import times_recomputation
 from simplan.validate.measured_activity import measured_activity
-from simplan.validate.path import critical_pieces
 
-__all__ = ["RankSplit", "TermDifference", "attribute"]
+__all__ = ["RankSplit", "TermDifference", "attribute", "critical_pieces"]
 
-_OTHER_STEPS = "the median step beside the one that was recorded"
+
+def critical_pieces(rows: Mapping[int, Sequence[Piece]], step_time_s: float) -> tuple[Piece, ...]:
+    """Follow the critical path backward from the rank that ends last.
+
+    At a wait or the start of a transfer, the path continues on the rank that arrived last. A wait without a known cause
+    stays on the path.
+
+    Args:
+        rows: By rank, pieces of its step from 0 to ``step_time_s``.
+        step_time_s: Step time in seconds.
+
+    Returns:
+        Pieces on the path, last first, cut to their part on the path; they sum to ``step_time_s``.
+    """
+    ends = {rank: [piece.end_s for piece in row] for rank, row in rows.items()}
+
+    def at(rank: int, time_s: float) -> tuple[int, Piece]:
+        """Index and piece just before a time."""
+        index = min(bisect_left(ends[rank], time_s), len(ends[rank]) - 1)
+        return index, rows[rank][index]
+
+    rank = min(rows, key=lambda r: _idle_tail_s(rows[r]))
+    now_s, jumps, path = step_time_s, 0, []
+    while now_s > 0.0:
+        index, piece = at(rank, now_s)
+        if piece.share is ActivityShare.WAIT and jumps <= len(rows):
+            following = rows[rank][index + 1] if index + 1 < len(rows[rank]) else None
+            cause = None if following is None or following.transfer is None else following.transfer.last_rank
+            if cause is not None and cause != rank and cause in rows:
+                rank, jumps = cause, jumps + 1
+                continue
+        start_s = max(0.0, piece.start_s)
+        path.append(Piece(start_s, now_s, piece.share, piece.part, piece.transfer))
+        now_s, jumps = start_s, 0
+        transfer = piece.transfer
+        if transfer is not None and transfer.start_s == start_s and transfer.last_rank in rows:
+            assert transfer.last_rank is not None
+            rank = transfer.last_rank
+    return tuple(path)
+
+
+def _idle_tail_s(row: Sequence[Piece]) -> float:
+    """Seconds of wait or unexplained time at the end of a rank's step."""
+    tail_s = 0.0
+    for piece in reversed(row):
+        if piece.share not in (ActivityShare.WAIT, ActivityShare.UNEXPLAINED):
+            break
+        tail_s += piece.duration_s
+    return tail_s
+
+
+_OTHER_STEPS = "median step compared with the recorded step"
 
 
 @dataclass(frozen=True, slots=True)

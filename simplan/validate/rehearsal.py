@@ -10,7 +10,7 @@ from simplan.predict.rehearsal import Rehearsed, rehearsal_step
 from simplan.predict.simulated import Simulated
 from simplan.prediction import Prediction, RankMemory
 from simplan.program.program import MemoryCategory, Program
-from simplan.runs.rehearsal import Rehearsal
+from simplan.runs.measurement import Rehearsal
 from simplan.sim.memory import memory_peak
 
 __all__ = ["MemoryRow", "RehearsalComparison", "compare_rehearsal"]
@@ -122,6 +122,6 @@ def _notes(prediction: Prediction, rehearsal: Rehearsal) -> Iterator[str]:
     if prediction.job.cluster.device.kind == "gpu" and named.split("-")[0].lower() not in device.lower().split():
         yield f"measured on {device}, predicted for {named}"
     if plan.num_devices > 1:
-        yield "no peer existed: communication is modelled, and computing was measured without any beside it"
+        yield "no peer existed: communication is modeled, and compute was measured without overlap"
     if plan.pp > 1:
         yield "other stages compute as predicted, scaled as the same kinds of actions of the rehearsed rank had to be"

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simplan.accuracy.constant_mfu import constant_mfu, step_flops
 from simplan.accuracy.plan_ranking import choices
 from simplan.accuracy.published_job import job_of_published_run
 from simplan.accuracy.result import Figures
-from simplan.accuracy.statistics import memory_figures, step_time_figures, verdicts
+from simplan.accuracy.statistics import constant_mfu, memory_figures, step_flops, step_time_figures, verdicts
 from tests.accuracy.runs import outcome, run
 
 PREDICTED = np.array([1.0, 2.2, 0.9, 4.0, 5.0])

@@ -13,7 +13,7 @@ from simplan.cost.compute.matmul import MatmulRates
 from simplan.plan.plan import ParallelPlan
 from simplan.software.rates import KernelRates
 from simplan.software.software import SoftwareSpec, StateBytes
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 
 __all__ = ["PLAIN", "changed", "cost_of"]
 

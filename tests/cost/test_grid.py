@@ -18,7 +18,7 @@ from simplan.errors import SpecError
 from simplan.model.layer import CollectiveKind, Gemm, LayerSpec, ParameterSpec, Pointwise
 from simplan.predict import predict
 from simplan.program.program import LayerWork, Phase
-from simplan.training.optimizer import UpdateName
+from simplan.training import UpdateName
 from tests.jobs import job_of
 from tests.layers import layer_of_kernels
 

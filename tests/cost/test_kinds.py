@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from simplan.cost.calibration.kinds import kinds_needed
+from simplan.cost.calibration.store import kinds_needed
 from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import ParallelPlan
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 from tests.jobs import tiny_model
 
 TRAINING = TrainingSpec(global_batch_size=8)

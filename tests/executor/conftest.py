@@ -19,7 +19,7 @@ from simplan.program.action import format_table
 from simplan.program.tables.table import plan_table
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 from tests.executor import forked
 from tests.hosts import unavailable
 

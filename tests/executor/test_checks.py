@@ -8,7 +8,7 @@ import pytest
 
 from executor.checks import check_job
 from simplan.errors import NotModelledError, SpecError
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 from tests.executor.conftest import make_job, make_model
 
 

@@ -12,7 +12,7 @@ from simplan.model.recompute import recomputation
 from simplan.plan.plan import ParallelPlan, Recompute, RecomputeModule
 from simplan.plan.shard import Shard
 from simplan.program.memory.low_precision_footprint import keeping_quantized
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 from tests.jobs import problems, tiny_model
 
 LLAMA = tiny_model(

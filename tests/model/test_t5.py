@@ -11,7 +11,7 @@ from simplan.model.layer import LayerKind
 from simplan.model.model import ModelSpec
 from simplan.problems import parse_model
 from simplan.program.program import Program
-from simplan.training.training import Precision
+from simplan.training import Precision
 from tests.jobs import job_of, lowered, problems
 
 SIZES: dict[str, Any] = {

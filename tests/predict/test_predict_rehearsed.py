@@ -11,8 +11,7 @@ from simplan.predict import Simulated, predict_step, run_spec_of
 from simplan.predict.rehearsal import rehearsal_step
 from simplan.prediction import Prediction
 from simplan.program.program import LayerWork, Stream
-from simplan.runs.measurement import PeakMemory
-from simplan.runs.rehearsal import ActionTime, Rehearsal
+from simplan.runs.measurement import ActionTime, PeakMemory, Rehearsal
 from tests.jobs import job_of, tiny_model
 
 MODEL = tiny_model(

@@ -14,7 +14,7 @@ from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.program.action import Action, ActionKind
 from simplan.program.schedules import SCHEDULES, PipelineShape, StageTimes
-from simplan.program.schedules.bubble import action_ends_s
+from simplan.program.schedules.shape import action_ends_s
 from simplan.program.timeline import Span, SpanKind, Timeline
 from simplan.report.drawings.drawing import Box, DrawnRank, PipelineDrawing, draw_pipeline, draw_timeline, ticks
 from simplan.report.drawings.drawing_svg import drawing_svg, fill_of, ink_on

@@ -11,7 +11,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.report.plan_fields import plan_fields
 from simplan.report.section_fields import cluster_fields, model_fields, training_fields
 from simplan.scenario.clusters import _Cluster
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 
 ROWS = {row["name"]: row for row in plan_fields()}
 TRAINING = {row["name"]: row for row in training_fields()}

@@ -15,7 +15,7 @@ from simplan.prediction import Prediction
 from simplan.program.program import MemoryCategory
 from simplan.report.comparison import comparison_text
 from simplan.report.text import prediction_text, verdict
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 from simplan.units import GIB
 from simplan.validate.compare import Comparison
 from simplan.validate.rows import ComparisonRow

@@ -10,7 +10,7 @@ from simplan.cluster import machine
 from simplan.errors import NotModelledError, SpecError
 from simplan.plan.plan import ParallelPlan
 from simplan.scenario import Scenario, load_scenario, load_search, parse_scenario, parse_search
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 from simplan.units import GIB
 from tests.jobs import job_of
 

@@ -18,8 +18,7 @@ from simplan.report.drawings.comparison_drawing import draw_comparison
 from simplan.report.drawings.comparison_svg import comparison_html, comparison_svg
 from simplan.runs.measurement import MeasuredCollective, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
 from simplan.validate.activity import Activity, ActivityShare, Busy, Transfer, pieces_of
-from simplan.validate.attribution import attribute
-from simplan.validate.path import critical_pieces
+from simplan.validate.attribution import attribute, critical_pieces
 from tests.validate.test_compare import predicted
 
 NAMED: dict[str, Any] = {"name": "<two & two>", "vocab_size": 50304}
@@ -138,7 +137,7 @@ def test_a_measured_pipeline_by_hand() -> None:
             "optimizer": 1.0,
             "P2P between stages": 1.0,
             "unexplained": 0.25,
-            "the median step beside the one that was recorded": 0.5,
+            "median step compared with the recorded step": 0.5,
         }
     )
     of_rank_1 = {share: seconds for share, seconds in splits[1].measured_s.items() if seconds}

@@ -17,12 +17,11 @@ from simplan.program.program import Stream
 from simplan.program.timeline import SpanKind
 from simplan.report.comparison import comparison_text
 from simplan.runs.measurement import MeasuredCollective, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 from simplan.units import GIB
 from simplan.validate.activity import ActivityShare
-from simplan.validate.compare import AT_THIS_SPEED, compare
+from simplan.validate.compare import AT_THIS_SPEED, compare, predicted_communications
 from simplan.validate.measured import measured_timeline, predicted_timeline, stream_of
-from simplan.validate.structure import predicted_communications
 from tests.jobs import job_of
 
 

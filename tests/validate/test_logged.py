@@ -9,11 +9,10 @@ import pytest
 from simplan.errors import SpecError
 from simplan.plan.plan import ParallelPlan
 from simplan.prediction import Prediction
-from simplan.report.logged import candidate_causes, logged_text
+from simplan.report.comparison import candidate_causes, logged_text
 from simplan.runs.measurement import Measurement
 from simplan.validate.compare import compare
-from simplan.validate.logged import LoggedRun, compare_logged
-from simplan.validate.reading import parse_measured
+from simplan.validate.logged import LoggedRun, compare_logged, parse_measured
 from tests.validate.test_compare import measure, predicted
 
 

@@ -35,7 +35,7 @@ from simplan.model.layer import (
 from simplan.model.low_precision import DEFAULT_RECIPE, Fp8Recipe
 from simplan.program.memory.split_footprint import weighted_kernels
 from simplan.program.program import Communication, HostCopy, HostWait, LayerWork, Phase
-from simplan.training.optimizer import UpdateName
+from simplan.training import UpdateName
 from simplan.units import format_bytes, format_time
 
 __all__ = ["CalibratedCost", "weight_share"]
@@ -107,7 +107,7 @@ class CalibratedCost:
     ) -> bool:
         """Returns True if the calibration timed all of this with the run's ranks per machine.
 
-        Kernels of the grid do not count as layers; for ``kinds`` see ``simplan.cost.calibration.kinds``.
+        Kernels of the grid do not count as layers; for ``kinds`` see ``simplan.cost.calibration.store``.
         """
         if host_copies and not self._host_copies():
             return False

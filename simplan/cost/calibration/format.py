@@ -18,7 +18,7 @@ from simplan.model.layer import CollectiveKind, LayerSpec
 from simplan.model.low_precision import DEFAULT_RECIPE, Fp8Recipe
 from simplan.model.model import ModelSpec
 from simplan.plan.shard import Shard
-from simplan.training.optimizer import UpdateName
+from simplan.training import UpdateName
 
 __all__ = [
     "Calibration",

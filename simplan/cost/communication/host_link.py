@@ -39,7 +39,7 @@ def host_memory_rate(cluster: ClusterSpec) -> float | None:
 def host_copy_cost(copy: HostCopy, cluster: ClusterSpec) -> CostEstimate:
     """Estimates the time of a copy on a cluster whose devices each have a separate link to the host."""
     link = cluster.host_link
-    assert link is not None, "checked by simplan.rules.offload"
+    assert link is not None, "checked by simplan.rules.sharding"
     rate = link.bytes_per_s * HOST_LINK_EFFICIENCY
     formula = f"{format_time(link.latency_s)} + {format_bytes(copy.num_bytes)} / {format_rate(rate)} ({link.id})"
     return CostEstimate(link.latency_s + copy.num_bytes / rate, Provenance.DATASHEET, _RELATIVE_STD, formula)

@@ -21,7 +21,7 @@ from simplan.cost.compute.matmul import ACTIVATION_GRADIENTS, WEIGHT_GRADIENTS, 
 from simplan.cost.model import CostEstimate, Provenance
 from simplan.model.layer import Attention, Gemm, Kernel, LayerCollective, LayerSpec, Lookup, Pointwise
 from simplan.program.program import LayerWork, Phase
-from simplan.training.optimizer import UPDATES, UpdateName
+from simplan.training import UPDATES, UpdateName
 from simplan.units import counted, format_time
 
 __all__ = ["GridCost", "GridTime", "KernelGrid"]

@@ -12,8 +12,7 @@ from simplan.cost.model import Provenance
 from simplan.errors import Problem, SpecError
 from simplan.software.rates import AttentionEfficiency, FrameworkRates
 from simplan.software.software import SoftwareSpec, StateBytes
-from simplan.training.optimizer import UpdateName
-from simplan.training.training import Precision
+from simplan.training import Precision, UpdateName
 
 __all__ = ["kernel_cost"]
 

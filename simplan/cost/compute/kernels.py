@@ -15,7 +15,7 @@ from simplan.model.low_precision import quantized_linears
 from simplan.program.memory.split_footprint import weighted_kernels
 from simplan.program.program import LayerWork, Phase
 from simplan.software.software import StateBytes
-from simplan.training.optimizer import UPDATES, UpdateName
+from simplan.training import UPDATES, UpdateName
 from simplan.units import counted, format_bytes, format_count, format_flop_per_s, format_rate, format_time
 
 __all__ = ["KernelCost", "running_kernels"]

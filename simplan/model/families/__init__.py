@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from simplan.model.families.bert import BERT
-from simplan.model.families.deepseek import DEEPSEEK
 from simplan.model.families.family import Family
 from simplan.model.families.gemma2 import GEMMA2
 from simplan.model.families.gpt import GPT, MPT
 from simplan.model.families.llama import LLAMA
-from simplan.model.families.moe import MOE
+from simplan.model.families.moe import DEEPSEEK, MOE
 from simplan.model.families.neox import NEOX
 from simplan.model.families.resnet import RESNET
 from simplan.model.families.t5 import T5

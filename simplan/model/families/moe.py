@@ -23,8 +23,15 @@ from simplan.model.share import RankShare, share_of
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
     from simplan.plan.shard import Shard
+from typing import TYPE_CHECKING
 
-__all__ = ["EXPERTS", "MOE", "AttentionOf", "expert_defaults", "sparse_layers"]
+from simplan.model.families.family import longest
+from simplan.model.parts.mla import latent_attention, latent_key
+
+if TYPE_CHECKING:
+    from simplan.model.model import ModelSpec
+
+__all__ = ["DEEPSEEK", "EXPERTS", "MOE", "AttentionOf", "expert_defaults", "sparse_layers"]
 
 EXPERTS = frozenset({
     "num_experts", "top_k", "moe_intermediate_size", "num_dense_layers", "shared_expert_intermediate_size",
@@ -78,3 +85,24 @@ MOE = Family(
     rotary="head_dim",
 )
 """Jiang et al. 2024 (Mixtral), Yang et al. 2024 (Qwen2), Muennighoff et al. 2024 (OLMoE), Dai et al. 2024."""
+
+
+def _attention(model: ModelSpec, share: RankShare, window: int) -> tuple[LayerPart, list[str]]:
+    assert not window
+    return latent_attention(model, share), [latent_key(model)]
+
+
+DEEPSEEK = Family(
+    layers=lambda model, shard: sparse_layers(model, shard, _attention),
+    fields=(TRANSFORMER - {"num_key_value_heads", "head_dim"})
+    | TOKENS
+    | PACKED
+    | EXPERTS
+    | MTP
+    | {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"},
+    defaults=lambda given: longest(given) | expert_defaults(given),
+    gated_mlp=True,
+    rotary="qk_rope_head_dim",
+    whole_attention="multi-head latent attention",
+)
+"""DeepSeek-AI 2024 (arXiv:2405.04434 and arXiv:2412.19437)."""

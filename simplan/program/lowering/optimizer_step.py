@@ -10,7 +10,7 @@ from simplan.program.lowering.writer import RankWriter
 from simplan.program.memory.states import RankStates
 from simplan.program.program import Communication, LayerWork, MemoryCategory, MemoryEffect, Phase, Stream
 from simplan.program.timeline import SpanKind
-from simplan.training.optimizer import OPTIMIZERS
+from simplan.training import OPTIMIZERS
 
 __all__ = ["complete_gradients", "step_optimizer"]
 

@@ -9,7 +9,7 @@ from simplan.model.layer import CollectiveKind, ParameterSpec
 from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.units import shard_elements
 from simplan.program.program import Communication, LayerWork, Phase
-from simplan.training.optimizer import UPDATES
+from simplan.training import UPDATES
 
 __all__ = ["LayerStates", "RankStates", "layer_states", "partition_states"]
 

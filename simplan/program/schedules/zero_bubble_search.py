@@ -11,8 +11,7 @@ from math import ceil
 from typing import NamedTuple
 
 from simplan.program.action import Action, ActionKind, Table
-from simplan.program.schedules.bubble import longest_span_s
-from simplan.program.schedules.shape import PipelineShape, number_microbatches
+from simplan.program.schedules.shape import PipelineShape, longest_span_s, number_microbatches
 
 __all__ = ["BuiltPipeline", "Tactics", "build", "zb_1p", "zb_2p", "zb_h1", "zb_h2"]
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from simplan.cost.analytic import AnalyticCost
 from simplan.cost.calibration.format import Calibration
-from simplan.cost.compute.pass_time import pass_time_s
 from simplan.cost.model import CostModel
+from simplan.cost.program_costs import pass_time_s
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import ParallelPlan, RankMapping, StageAssignment
@@ -23,7 +23,7 @@ from simplan.program.lowering.stage import Stages
 from simplan.program.memory.footprint import layers_effects
 from simplan.program.program import Communication, LayerWork, Phase
 from simplan.program.tables.partition import assign_stage_layers, balanced_assignment
-from simplan.training.optimizer import LAYERWISE
+from simplan.training import LAYERWISE
 
 __all__ = ["CostCache", "Floats", "LayerSums", "LayerSumsCache", "Pipeline", "StageSums"]
 

@@ -18,7 +18,7 @@ from simplan.model.implementations.layer_implementation import LayerImplementati
 from simplan.model.layer import LayerSpec
 from simplan.plan.plan import Recompute
 from simplan.runs.run_spec import RunSpec
-from simplan.validate.structure import predicted_communications
+from simplan.validate.compare import predicted_communications
 from tests.executor.conftest import RANK_PROGRAMS, Run, make_job, make_model, slow_except
 from tests.executor.distributed.test_level2 import issued
 from tests.executor.models.family_models import variant

@@ -15,11 +15,11 @@ from simplan.predict import predict, run_spec_of
 from simplan.prediction import Prediction
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
-from simplan.training.training import Precision, TrainingSpec
+from simplan.training import Precision, TrainingSpec
 from simplan.units import KIB
-from simplan.validate.compare import compare
-from simplan.validate.structure import (
+from simplan.validate.compare import (
     Issued,
+    compare,
     issued_as_predicted,
     predicted_communications,
     ran_as_predicted,

@@ -35,7 +35,7 @@ from simplan.program.program import Phase
 from simplan.program.tables.table import plan_table
 from simplan.runs.run_spec import RunSpec
 from simplan.software.software import StateBytes
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 from tests.cost.rates import PLAIN, changed
 from tests.executor.conftest import make_job
 from tests.executor.dry_run.accounting import account, predicted_peak

@@ -9,7 +9,7 @@ import pytest
 
 from executor.run import run_job
 from simplan.errors import RunError
-from simplan.validate.structure import issued_as_predicted
+from simplan.validate.compare import issued_as_predicted
 from tests.executor.conftest import SELECTIVE_OP, Run, make_job, make_model, slow_except
 from tests.executor.distributed.test_level2 import assert_issued_as_predicted
 from tests.executor.train.test_equality import assert_equal_to_one_process, one_process, run_in_float64

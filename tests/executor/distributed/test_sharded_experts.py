@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from simplan.model.model import ModelSpec
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 from tests.executor.conftest import make_job, make_model, slow_except
 from tests.executor.distributed.test_level2 import check_run
 from tests.executor.distributed.test_moe import MOE

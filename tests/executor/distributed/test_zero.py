@@ -18,9 +18,8 @@ from executor.distributed.mesh import Peers
 from executor.distributed.zero import ShardedOptimizer
 from executor.dry_run.rehearse import rehearse
 from simplan.program.memory.states import partition_states
-from simplan.training.optimizer import OptimizerName
-from simplan.training.training import TrainingSpec
-from simplan.validate.structure import predicted_communications
+from simplan.training import OptimizerName, TrainingSpec
+from simplan.validate.compare import predicted_communications
 from tests.executor.conftest import make_job, make_model
 from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
 

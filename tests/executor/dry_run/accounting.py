@@ -22,7 +22,7 @@ from simplan.program.program import Program
 from simplan.program.tables.table import plan_table
 from simplan.runs.run_spec import RunSpec
 from simplan.sim.memory import MemoryPeak, memory_peak
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 from tests.executor.conftest import make_job
 from tests.jobs import job_to_lower
 

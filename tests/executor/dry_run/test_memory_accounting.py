@@ -18,7 +18,7 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.program.program import MemoryCategory
 from simplan.runs.run_spec import RunSpec
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 from tests.executor.conftest import make_job, make_model, slow_except
 from tests.executor.dry_run.accounting import (
     CPU,

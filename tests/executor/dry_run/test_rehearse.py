@@ -14,7 +14,7 @@ from simplan.errors import NotModelledError, SpecError
 from simplan.model.model import ModelSpec
 from simplan.runs.measurement import MeasuredCollective
 from simplan.runs.run_spec import RunSpec
-from simplan.validate.structure import TIMED_KINDS, predicted_communications
+from simplan.validate.compare import TIMED_KINDS, predicted_communications
 from tests.executor.conftest import make_job, slow_except
 
 LLAMA = ModelSpec(

@@ -19,7 +19,7 @@ from simplan.program.tables.table import plan_table
 from simplan.runs.fewer_nodes import FewerNodes, Nodes, on_fewer_devices
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 from tests.executor.launch.test_faults import wait_until_gone
 from tests.executor.train.test_checkpoints import with_checkpoints
 from tests.hosts import Host

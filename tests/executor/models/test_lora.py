@@ -11,7 +11,7 @@ import torch
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import Recompute
 from simplan.software.software import StateBytes
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 from tests.executor.conftest import make_job, make_model, slow_except
 from tests.executor.distributed.test_level2 import check_run
 from tests.executor.models.layer_runs import (

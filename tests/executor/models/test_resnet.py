@@ -19,8 +19,8 @@ from simplan import catalog
 from simplan.model.families.resnet import block_forms
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
-from simplan.training.training import Precision
-from simplan.validate.structure import issued_as_predicted
+from simplan.training import Precision
+from simplan.validate.compare import issued_as_predicted
 from tests.executor.conftest import make_job, slow_except
 from tests.executor.distributed.test_level2 import check_run, run_predicted
 from tests.executor.dry_run.accounting import peaks

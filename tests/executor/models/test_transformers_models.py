@@ -23,7 +23,7 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan, Recompute
 from simplan.predict import predict, run_spec_of
 from simplan.runs.run_spec import RunSpec
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 from simplan.validate.compare import compare
 from tests.executor.models import layer_runs
 from tests.executor.models.layer_runs import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 
 RATE = 1e-3
 

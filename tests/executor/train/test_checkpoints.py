@@ -17,7 +17,7 @@ from simplan.errors import RunError, SpecError
 from simplan.runs.checkpoint import CheckpointHeader, Checkpointing
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 from tests.executor.conftest import RANK_PROGRAMS, make_job, make_model
 
 NUM_STEPS = 6

@@ -14,7 +14,7 @@ from executor.train.data import model_batch
 from executor.train.loss import cross_entropy
 from simplan.plan.plan import RankMapping
 from simplan.runs.run_spec import RunSpec
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 from tests.executor.conftest import RANK_PROGRAMS, Run, make_job, make_model, slow_except
 from tests.executor.train.reference_optimizers import reference_optimizer
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from simplan.program.program import MemoryCategory
-from simplan.training.optimizer import OPTIMIZERS
-from simplan.training.training import TrainingSpec
+from simplan.training import OPTIMIZERS, TrainingSpec
 from tests.executor.conftest import make_job, make_model, slow_except
 from tests.executor.distributed.test_level2 import check_run
 from tests.executor.dry_run.accounting import account, predicted_peak

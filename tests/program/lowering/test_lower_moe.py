@@ -18,7 +18,7 @@ from simplan.program.lowering.units import padded_elements, shard_dimension
 from simplan.program.memory.low_precision_footprint import keeping_quantized, kept_weight_bytes, persistent_weight_bytes
 from simplan.program.program import Communication, LayerWork, MemoryCategory, Phase, Program, Stream
 from simplan.program.timeline import SpanKind
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 from tests.jobs import job_of, lowered, problems, tiny_model
 from tests.test_random_plans import keeps_the_laws
 

@@ -20,7 +20,7 @@ from simplan.program.program import LayerWork, MemoryCategory, Op, Phase, Progra
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak
 from simplan.software.software import SoftwareSpec
-from simplan.training.training import TrainingSpec
+from simplan.training import TrainingSpec
 from tests.jobs import job_of, lowered, problems, tiny_model
 
 S, B, H, A, L, T = 2048, 4, 6144, 64, 48, 8

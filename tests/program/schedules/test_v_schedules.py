@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from simplan.program.schedules import PipelineShape, StageTimes, dualpipe_v, zb_v
-from simplan.program.schedules.bubble import bubble_rate
+from simplan.program.schedules.shape import bubble_rate
 from tests.program.tables.tables import makespan_s, most_in_flight
 
 GRID = list(product((1, 2, 3, 4, 5, 8), (1, 2, 3, 6, 7, 8, 10, 15, 16, 20, 33)))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.schedules import PipelineShape, StageTimes, one_f_one_b, zb_1p, zb_2p, zb_h1, zb_h2
-from simplan.program.schedules.bubble import longest_span_s
+from simplan.program.schedules.shape import longest_span_s
 from simplan.program.schedules.zero_bubble_search import Tactics, build
 from tests.program.tables.tables import most_in_flight, most_memory, stage_times
 

@@ -1,1 +1,0 @@
-"""Batch, precision and optimizer of a training."""
