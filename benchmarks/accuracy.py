@@ -21,8 +21,6 @@ from simplan.prediction import Prediction
 from simplan.runs.measurement import Measurement
 from simplan.validate.compare import compare
 
-__all__ = ["accuracy"]
-
 _ROUNDS = 2
 _CALIBRATION_S = {2: 50.0, 4: 25.0}  # by number of ranks
 _STEPS = 5

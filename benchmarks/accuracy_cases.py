@@ -13,8 +13,6 @@ from simplan.predict import predict
 from simplan.prediction import Prediction
 from simplan.training import TrainingSpec
 
-__all__ = ["MICROBATCH_SIZE", "TRAINING", "AccuracyCase", "cases"]
-
 MICROBATCH_SIZE = 2
 _MODELS = (
     ModelSpec(

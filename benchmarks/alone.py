@@ -7,8 +7,6 @@ import subprocess
 import sys
 from typing import Any
 
-__all__ = ["alone"]
-
 
 def alone(module: str, *arguments: str) -> dict[str, Any]:
     """Run ``python -m module`` and parse the JSON that it prints."""

@@ -23,8 +23,6 @@ from simplan.sim.memory import memory_peak
 from simplan.software.software import SoftwareSpec, StateBytes
 from simplan.training import TrainingSpec
 
-__all__ = ["closed_forms"]
-
 _GRID = [(p, m) for p in (1, 2, 3, 4, 6, 8, 12, 16) for m in (1, 2, 3, 4, 7, 8, 16, 32, 64)]
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from benchmarks.table import BenchmarkRow
 
-__all__ = ["cold_start"]
-
 _ROUNDS = 9
 _SCENARIO = Path(__file__).resolve().parent.parent / "scenarios" / "1f1b.yaml"
 

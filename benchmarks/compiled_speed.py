@@ -33,8 +33,6 @@ from simplan.sim.compiled import compile_program
 from simplan.sim.engine import simulate
 from simplan.training import TrainingSpec
 
-__all__ = ["compiled_speed"]
-
 _ROUNDS = 5
 _VECTORS = 64
 _P, _M, _V = 64, 512, 4

@@ -24,8 +24,6 @@ from simplan.sim.memory import memory_peak
 from simplan.software.software import SoftwareSpec, StateBytes
 from simplan.training import TrainingSpec
 
-__all__ = ["engine_speed", "program_of"]
-
 _P, _M, _ROUNDS = 16, 128, 15
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
 _SECONDS = {_F: 1.0, _B: 2.0}

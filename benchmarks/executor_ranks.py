@@ -46,8 +46,6 @@ from simplan.runs.measurement import IssuedKind
 from simplan.runs.run_spec import RunSpec
 from simplan.training import TrainingSpec
 
-__all__ = ["CASES", "SpeedCase"]
-
 _MICROBATCHES = 4
 _MICROBATCH_SIZE = 2
 _WARMUP_ROUNDS = 2

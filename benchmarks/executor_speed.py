@@ -12,8 +12,6 @@ from benchmarks.executor_ranks import CASES
 from benchmarks.table import BenchmarkRow
 from executor.launch.launcher import RankLaunch, launch_ranks
 
-__all__ = ["executor_speed"]
-
 _GOALS = {"one device": 0.98}
 _GOAL = 0.95
 _MOST_RECORDING = 0.02

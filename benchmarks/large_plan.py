@@ -20,8 +20,6 @@ from simplan.predict import build_program, cost_model, predict, simulate_program
 from simplan.program.schedules import PipelineShape, StageTimes, zb_2p
 from simplan.training import TrainingSpec
 
-__all__ = ["large_plan"]
-
 _ROUNDS = 3
 
 

@@ -16,8 +16,6 @@ from simplan.predict import predict
 from simplan.predict.step_summary import evaluate_step
 from simplan.training import TrainingSpec
 
-__all__ = ["predict_speed"]
-
 _ROUNDS = 5
 _GOALS_S = {
     "gpt3-175b torch 1f1b": 0.25,

@@ -19,8 +19,6 @@ from simplan.plan.plan import ParallelPlan
 from simplan.search import search
 from simplan.training import TrainingSpec
 
-__all__ = ["search_speed"]
-
 _GOALS_S = {
     ("gpt3-175b", "torch"): 30,
     ("gpt3-175b", "megatron-lm-2022"): 30,

@@ -23,8 +23,6 @@ from benchmarks.table import BenchmarkRow
 from simplan.validate.compare import AT_THIS_SPEED
 from tests.hosts import Host, hosts, unavailable
 
-__all__ = ["shaped_hosts"]
-
 _ROOT = Path(__file__).resolve().parent.parent
 _KEPT = _ROOT / "build" / "shaped-hosts"
 _PORT = 29433

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["HEADER", "BenchmarkRow", "to_markdown"]
-
 HEADER = "| what | goal | found | met |\n|---|---|---|---|"
 
 

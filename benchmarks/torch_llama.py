@@ -18,8 +18,6 @@ from torch.nn import functional
 
 from simplan.model.model import ModelSpec
 
-__all__ = ["TorchLlama", "tensor_parallel_llama"]
-
 _ROTARY_BASE = 10_000.0
 
 

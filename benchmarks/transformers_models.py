@@ -25,8 +25,6 @@ from simplan.predict import predict, run_spec_of
 from simplan.training import TrainingSpec
 from simplan.validate.compare import AT_THIS_SPEED, compare
 
-__all__ = ["transformers_models"]
-
 _SIZES = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 4096, "seq_len": 128}
 _LLAMA = {"family": "llama", "num_key_value_heads": 2, "intermediate_size": 688}
 _EXPERTS = {"family": "moe", "num_key_value_heads": 2, "moe_intermediate_size": 512, "num_experts": 4, "top_k": 2}

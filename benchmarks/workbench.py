@@ -17,8 +17,6 @@ from typing import Any
 from benchmarks.table import BenchmarkRow
 from tests.browser.serving import DRAWN, PAGES, browser, opened, serving, settled
 
-__all__ = ["WORKBENCH"]
-
 _ROUNDS = 5
 _USERS, _LOOK_MS = 10, 50
 _WINDOW = {"width": 1440, "height": 1000}

@@ -18,8 +18,6 @@ from simplan import catalog
 from simplan.cli.app import app
 from simplan.cli.listing import listing
 
-__all__ = ["first_screen", "on_files", "on_page_markdown", "pages"]
-
 ROOT = Path(__file__).resolve().parents[1]
 _GENERATED = "*This page is written by the program when the site is built"
 _SECTIONS = {

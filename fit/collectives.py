@@ -29,8 +29,6 @@ from simplan.cluster.hardware import ClusterSpec, LinkSpec
 from simplan.cost.communication.nccl import nccl_ways
 from simplan.cost.communication.route import route_of
 
-__all__ = ["FITTED_FILE", "fit", "fitted_text", "log_errors", "main"]
-
 FITTED_FILE = Path(catalog.__file__).parent / "links_fitted.yaml"
 
 _LAUNCH = "launch_s"

@@ -25,8 +25,6 @@ from simplan.accuracy.reading import read_published
 from simplan.accuracy.schema import PublishedRun
 from simplan.predict.step_summary import summarize_step
 
-__all__ = ["FOLDS", "LEFT_OUT_FILE", "errors_text", "left_out", "left_out_text", "sample_errors", "sampled_runs"]
-
 LEFT_OUT_FILE = Path(__file__).parent / "cross_validation.yaml"
 FOLDS = 5
 _RUNS_OF_FILE = 4

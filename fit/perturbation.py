@@ -16,8 +16,6 @@ from simplan.predict.simulated import sources_of_error
 from simplan.predict.step_summary import summarized_step
 from simplan.program.program import Communication, LayerWork, OverlapRemainder, Program, Work
 
-__all__ = ["BETWEEN", "MovedParts", "parts_of"]
-
 BETWEEN = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.5, 2.5)
 """Relative standard deviations of communication between nodes at which steps are evaluated."""
 

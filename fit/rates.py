@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from simplan.software.rates import AttentionKernel
 
-__all__ = ["ALL", "ARCHITECTURE", "KERNELS", "NEVER_APART", "SOFTWARE", "SUSTAINED", "TOGETHER", "ParameterBounds"]
-
 
 class ParameterBounds(NamedTuple):
     """Prior spread and bounds of a constant.

@@ -13,8 +13,6 @@ from simplan.io import read_yaml
 from simplan.model.layer import CollectiveKind
 from simplan.program.program import Communication
 
-__all__ = ["Record", "kind_of", "load_records"]
-
 
 @dataclass(frozen=True, slots=True)
 class Record:

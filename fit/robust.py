@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Constant", "Floats", "Residuals", "Values", "constants_text", "minimize", "number_text"]
-
 Floats = npt.NDArray[np.float64]
 Values = Mapping[str, float]
 """Constants by name, e.g. ``ampere.matmul_efficiency``, ``torchtitan.traffic``, ``nvlink3.latency_s``,

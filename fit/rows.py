@@ -26,16 +26,6 @@ from simplan.program.program import Communication, HostWait, LayerWork, OverlapR
 from simplan.software.rates import AttentionKernel
 from simplan.software.software import SoftwareSpec
 
-__all__ = [
-    "FitCosts",
-    "FitRow",
-    "between_nodes",
-    "fold_of",
-    "load_rows",
-    "part_of",
-    "question_at",
-]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FitRow:

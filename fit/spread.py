@@ -29,8 +29,6 @@ from fit.perturbation import BETWEEN, MovedParts
 from fit.robust import Floats
 from simplan.predict.simulated import NINE_IN_TEN
 
-__all__ = ["SpreadEstimate", "fit_spread", "interval_score", "unfitted_std", "within", "within_left_out"]
-
 _INSIDE = 0.9
 _FREEDOM, _T_NINE_IN_TEN = 5, 2.015  # Student's t has 90% within 2.015 times its scale
 _TOGETHER = 0.5

@@ -32,8 +32,6 @@ from fit.rows import FitCosts, FitRow, fold_of, load_rows, part_of
 from fit.spread import SpreadEstimate, fit_spread, unfitted_std, within, within_left_out
 from simplan import catalog
 
-__all__ = ["FITTED_FILE", "constants_of", "fit", "fitted_text", "log_errors", "main"]
-
 FITTED_FILE = Path(catalog.__file__).parent / "kernels_fitted.yaml"
 
 _STD = 0.03  # approximate scatter of step times about a perfect model

@@ -7,8 +7,6 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
-__all__ = ["Count", "NonNegative", "Positive", "Spec"]
-
 Count = Annotated[int, Field(ge=1, le=10**12)]
 """A number of things, from 1 to 10**12."""
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

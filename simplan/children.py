@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Protocol
 
-__all__ = ["Child", "exit_code", "request_full_recompute"]
-
 _SLICE_S = 0.05  # an interrupt waits no longer than this
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -16,8 +16,6 @@ import yaml
 
 from simplan.errors import file_error
 
-__all__ = ["MAX_DEPTH", "MAX_EXPANDED_CHARS", "MAX_NODES", "Document", "Path", "Place", "find_place", "parse_yaml"]
-
 MAX_DEPTH = 40
 MAX_NODES = 300_000
 MAX_EXPANDED_CHARS = 16 * 1024 * 1024

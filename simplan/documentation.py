@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["DOCUMENTATION_URL", "documentation"]
-
 DOCUMENTATION_URL = "https://simplan.readthedocs.io"
 """As under ``Documentation`` in pyproject.toml: a placeholder until the site is hosted."""
 

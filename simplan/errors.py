@@ -19,18 +19,6 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-__all__ = [
-    "NoFeasiblePlanError",
-    "NotModelledError",
-    "Problem",
-    "ProgramError",
-    "RunError",
-    "SimplanError",
-    "SpecError",
-    "did_you_mean",
-    "file_error",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:

@@ -7,8 +7,6 @@ from typing import ParamSpec, TypeVar
 
 from numba import njit
 
-__all__ = ["jit"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

@@ -10,8 +10,6 @@ from simplan.plan.plan import ParallelPlan
 from simplan.software.software import SoftwareSpec
 from simplan.training import TrainingSpec
 
-__all__ = ["Job"]
-
 
 @dataclass(frozen=True, slots=True)
 class Job:

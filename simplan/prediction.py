@@ -15,8 +15,6 @@ from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind, Split, Timeline
 from simplan.units import GIB
 
-__all__ = ["Prediction", "RankMemory", "Term"]
-
 PREDICTION_SCHEMA_VERSION = 2
 
 

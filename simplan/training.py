@@ -10,18 +10,6 @@ from pydantic import BeforeValidator
 from simplan.base import Count, Positive, Spec
 from simplan.model.low_precision import Fp8Recipe
 
-__all__ = [
-    "LAYERWISE",
-    "NOT_MODELLED",
-    "OPTIMIZERS",
-    "UPDATES",
-    "OptimizerFacts",
-    "OptimizerName",
-    "Precision",
-    "TrainingSpec",
-    "UpdateName",
-]
-
 OptimizerName = Literal["adam", "adamw", "sgd", "sgd_momentum", "lars", "lamb"]
 _Foreach = Literal["adam_foreach", "adamw_foreach", "sgd_foreach", "sgd_momentum_foreach"]
 UpdateName = OptimizerName | _Foreach

@@ -6,21 +6,6 @@ Internally, all values are bytes, seconds, FLOPs and bytes per second, and names
 
 from __future__ import annotations
 
-__all__ = [
-    "GIB",
-    "KIB",
-    "MIB",
-    "counted",
-    "format_bytes",
-    "format_count",
-    "format_flop_per_s",
-    "format_number",
-    "format_number_evenly",
-    "format_percent",
-    "format_rate",
-    "format_time",
-]
-
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3

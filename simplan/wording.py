@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["divisors", "either", "nearest_divisors"]
-
 
 def nearest_divisors(number: int, value: int) -> list[int]:
     """Divisors of ``number`` next to ``value``: the largest up to it and the smallest above it, if any."""

@@ -14,8 +14,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["ForkServer", "fork", "serve"]
-
 
 class ForkServer:
     """The process that forks; it ends with this one.

@@ -17,8 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["BURST_BYTES", "Host", "hosts", "unavailable"]
-
 BURST_BYTES = 64 * 1024  # one segment that the kernel hands on whole, so that it is not cut
 _LATENCY = "50ms"  # longer in the queue, and a packet is dropped
 _NUMBER = itertools.count()

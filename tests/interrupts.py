@@ -6,8 +6,6 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["heed_interrupts", "heeded_interrupts"]
-
 
 def heed_interrupts() -> None:
     """For a child before it becomes another program: a shell has its background jobs ignore SIGINT, and so would it."""

@@ -20,8 +20,6 @@ from simplan.rules import check_job
 from simplan.software.software import SoftwareSpec
 from simplan.training import TrainingSpec
 
-__all__ = ["Plan", "job_of", "job_to_lower", "lowered", "problems", "tiny_model"]
-
 Plan = ParallelPlan | Mapping[str, Any]
 
 

@@ -17,16 +17,6 @@ from simplan.sim.compiled import Durations, compile_program
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak, peak_position
 
-__all__ = [
-    "check_bytes",
-    "check_engines",
-    "check_memory",
-    "check_prediction",
-    "check_reductions",
-    "check_same",
-    "check_times",
-]
-
 _RECEIVES = {Stream.SEND_F: Stream.RECV_F, Stream.SEND_B: Stream.RECV_B}
 
 

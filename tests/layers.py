@@ -7,8 +7,6 @@ from typing import Any
 
 from simplan.model.layer import Kernel, LayerKind, LayerSpec, Operator, ParameterSpec
 
-__all__ = ["layer_of_kernels"]
-
 
 def layer_of_kernels(
     kernels: Sequence[Kernel],

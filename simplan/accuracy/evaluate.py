@@ -17,8 +17,6 @@ from simplan.errors import SimplanError, SpecError
 from simplan.predict.step_summary import summarize_step
 from simplan.units import GIB
 
-__all__ = ["OnProgress", "predict_runs", "sentences"]
-
 OnProgress = Callable[[int, int], None]
 """Callback with the number of finished predictions and their total."""
 

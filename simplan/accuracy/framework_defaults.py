@@ -15,8 +15,6 @@ from simplan.base import Count, Spec
 from simplan.document import parse_yaml
 from simplan.problems import parse_model
 
-__all__ = ["FrameworkDefaults", "profile_name", "splits_experts", "stacks"]
-
 _FILE = "stacks.yaml"
 _Year = Annotated[int, Field(ge=0)]
 

@@ -8,8 +8,6 @@ from typing import Any
 from simplan.accuracy.framework_defaults import stacks
 from simplan.accuracy.schema import MemoryKind, PublishedRun
 
-__all__ = ["Predicted", "RunOutcome", "measured_memory_gib"]
-
 
 @dataclass(frozen=True, slots=True)
 class Predicted:

@@ -11,8 +11,6 @@ import numpy as np
 
 from simplan.accuracy.outcome import RunOutcome
 
-__all__ = ["Choices", "choices"]
-
 _APART = 1.03  # pairs with a smaller ratio of step times are within measurement noise
 _OF_SHAPE = {"name", "vocab_size", "params"}  # vocabularies are padded to multiples of tp, for the same model
 

@@ -32,8 +32,6 @@ from simplan.problems import parse_model
 from simplan.program.schedules import SCHEDULES, PipelineShape, StageTimes
 from simplan.program.schedules.shape import longest_span_s
 
-__all__ = ["PASS_START_S", "SLOWDOWN", "StageProfile", "predict_from_profiles", "profiled_step_s", "read_profiles"]
-
 PASS_START_S = 0.7e-3
 """Seconds from the arrival of an input to the first kernel of its pass; bounds 0 to 2 ms."""
 SLOWDOWN = 1.04

@@ -30,8 +30,6 @@ from simplan.software.software import SoftwareSpec
 from simplan.training import TrainingSpec
 from simplan.units import format_flop_per_s
 
-__all__ = ["PublishedJob", "job_of_published_run", "layers_of_stages", "with_stand_ins", "without_refused_overlap"]
-
 _NETWORK_GBIT: Mapping[str, float] = MappingProxyType({"tpu-v4": 50, "tpu-v5e": 25, "tpu-v5p": 50, "tpu-v6e": 100})
 """Data-center network of a TPU, Gbit/s (jax-ml/scaling-book, tpus.md: egress per chip)."""
 _USUAL_GBIT = 100.0

@@ -17,8 +17,6 @@ from simplan.errors import Problem, SpecError
 from simplan.io import read_yaml
 from simplan.problems import find_place, parse_model
 
-__all__ = ["ReadFile", "RunFile", "parse_published", "read_published"]
-
 _SUFFIXES = (".yaml", ".yml")
 
 

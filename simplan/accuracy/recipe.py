@@ -27,20 +27,6 @@ from simplan.problems import parse_model
 from simplan.software.software import SoftwareSpec
 from simplan.training import Precision
 
-__all__ = [
-    "NO_RECIPES",
-    "Experts",
-    "Recipe",
-    "Recipes",
-    "RunConditions",
-    "Settings",
-    "parse_recipes",
-    "recipes_of",
-    "settings_of",
-    "shipped_recipes",
-    "with_settings",
-]
-
 _RELEASE = re.compile(r"(?<![0-9.])(2[0-9]\.[01][0-9])\b")
 
 

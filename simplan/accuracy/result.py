@@ -20,8 +20,6 @@ from simplan.accuracy.statistics import (
     verdicts,
 )
 
-__all__ = ["IN_CATALOG", "NOT_IN_CATALOG", "Accuracy", "Figures"]
-
 ACCURACY_SCHEMA_VERSION = 1
 
 IN_CATALOG, NOT_IN_CATALOG = "frameworks in the catalog", "other frameworks"

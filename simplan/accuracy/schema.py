@@ -21,8 +21,6 @@ from simplan.errors import Problem
 from simplan.plan.plan import Recompute
 from simplan.training import Precision
 
-__all__ = ["Framework", "MemoryKind", "PublishedRun", "Task", "identity_problems"]
-
 Framework = Literal[
     "megatron-lm",
     "megatron-deepspeed",

@@ -17,17 +17,6 @@ from simplan.model.recompute import recomputation, recompute_of
 from simplan.plan.plan import ParallelPlan, StageAssignment
 from simplan.program.tables.partition import assign_stage_layers, balanced_assignment
 
-__all__ = [
-    "ErrorFigures",
-    "StepTimeFigures",
-    "Verdicts",
-    "constant_mfu",
-    "memory_figures",
-    "step_flops",
-    "step_time_figures",
-    "verdicts",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ErrorFigures:

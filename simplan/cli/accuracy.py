@@ -18,8 +18,6 @@ from simplan.report.accuracy import accuracy_markdown, accuracy_text, run_rows
 from simplan.report.drawings.accuracy_plot import accuracy_plot
 from simplan.report.drawings.accuracy_svg import accuracy_svg
 
-__all__ = ["accuracy_command"]
-
 
 def accuracy_command(
     paths: list[Path],

@@ -29,8 +29,6 @@ from simplan.cli.terminal.output import complain
 from simplan.documentation import documentation
 from simplan.errors import SimplanError
 
-__all__ = ["app", "main"]
-
 _FILE = partial(typer.Option, metavar="FILE")
 _COUNT = partial(typer.Option, min=1, metavar="N")
 _SECONDS = partial(typer.Option, max=86_400.0, metavar="SECONDS")

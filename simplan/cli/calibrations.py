@@ -32,20 +32,6 @@ from simplan.runs.fewer_nodes import Nodes
 from simplan.scenario import Scenario, SearchScenario
 from simplan.units import counted
 
-__all__ = [
-    "CalibrationTarget",
-    "at_the_pace_of_now",
-    "chosen",
-    "covers",
-    "ensure",
-    "is_needed",
-    "measure",
-    "read",
-    "refuse_unneeded",
-    "request_across",
-    "requests_for",
-]
-
 QUICK_BUDGET_S = 30.0
 _TRUSTED = timedelta(minutes=10)
 _MOST_PACE = 2.0  # beyond it, either way, timings are no measure of now

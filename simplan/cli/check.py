@@ -28,8 +28,6 @@ from simplan.report.checks import (
 from simplan.scenario import METRICS, Expectation, evaluate, load_scenario
 from simplan.scenario.file import scenario_from
 
-__all__ = ["bless", "check_command"]
-
 _SUFFIXES = (".yaml", ".yml")
 _MEASURED_BY_OTHERS = {"published", "heldout", "validation"}
 _FAILED, _BAD_FILE = 1, 2

@@ -35,15 +35,6 @@ from simplan.report.trace import predicted_trace, write_predicted_trace
 from simplan.scenario import Scenario, load_scenario
 from simplan.scenario.fewer_nodes import scenarios_on_fewer
 
-__all__ = [
-    "calibrate_command",
-    "draw_command",
-    "explain_command",
-    "predict_command",
-    "run_command",
-    "trace_command",
-]
-
 
 def predict_command(
     file: Path, *, as_json: bool, trace: Path | None, output: Path | None, calibration_file: Path | None

@@ -17,8 +17,6 @@ from simplan.runs.measurement import Measurement
 from simplan.validate.compare import Comparison, compare
 from simplan.validate.logged import LoggedComparison, LoggedRun, compare_logged, parse_measured
 
-__all__ = ["compare_command"]
-
 _WRITERS = {".svg": comparison_svg, ".html": comparison_html}
 
 

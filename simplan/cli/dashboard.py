@@ -13,8 +13,6 @@ from simplan.cli.terminal.output import say
 from simplan.cli.terminal.processes import ROOT, child_environment, ending_signals_raise
 from simplan.errors import Problem, RunError, SpecError
 
-__all__ = ["RUN_FLAG", "dashboard_command", "is_local"]
-
 RUN_FLAG = "SIMPLAN_ALLOW_RUN"
 """Environment variable that tells pages whether they may start runs: ``1`` or ``0``."""
 

@@ -17,8 +17,6 @@ from simplan.report.table import format_table_text
 from simplan.scenario import load_scenario
 from simplan.units import GIB, format_bytes, format_time
 
-__all__ = ["demo_command"]
-
 _SCENARIOS = ("ddp", "fsdp", "gpipe", "1f1b", "interleaved")
 _CALIBRATION_BUDGET_S = 30.0
 _BUSY_LOAD_PER_CORE = 0.5  # mean over the last minute, from which ranks and other programs get into each other's way

@@ -13,8 +13,6 @@ from simplan.program.action import ActionKind
 from simplan.report.drawings.drawing import Box, PipelineDrawing
 from simplan.report.drawings.drawing_text import MIN_WIDTH, drawing_text
 
-__all__ = ["print_drawing", "refuse_other_suffix"]
-
 _WIDTH_OFF_TERMINAL = 100
 _RESET = "\033[0m"
 _COLOURS = {

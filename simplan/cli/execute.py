@@ -29,18 +29,6 @@ from simplan.scenario.fewer_nodes import fewer_nodes, scenarios_on_fewer
 from simplan.units import GIB
 from simplan.validate.compare import Comparison, compare
 
-__all__ = [
-    "Outcome",
-    "RunOptions",
-    "checkpointing",
-    "default_folder",
-    "execute",
-    "exported_job",
-    "join",
-    "refuse_other_software",
-    "run_spec_of_scenario",
-]
-
 _DEVICES = {"cpu": "cpu", "gpu": "cuda"}
 
 

@@ -16,8 +16,6 @@ from simplan.runs.checkpoint import Checkpointing
 from simplan.scenario import Scenario, load_scenario
 from simplan.scenario.fewer_nodes import refuse_unless_it_can_go_on
 
-__all__ = ["export_command"]
-
 TARGETS = ("kubernetes", "slurm")
 
 

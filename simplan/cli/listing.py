@@ -17,8 +17,6 @@ from simplan.report.section_fields import cluster_fields, model_fields, search_s
 from simplan.report.table import format_table_text
 from simplan.units import format_bytes, format_count, format_flop_per_s, format_percent, format_rate, format_time
 
-__all__ = ["KINDS", "entry", "entry_text", "listing", "listing_text", "show_command"]
-
 Row = dict[str, str]
 
 

@@ -14,15 +14,6 @@ from simplan.runs.fewer_nodes import Nodes
 from simplan.scenario import Scenario
 from simplan.scenario.fewer_nodes import refuse_unless_it_can_go_on
 
-__all__ = [
-    "NodeRendezvous",
-    "nodes_of",
-    "nodes_to_time",
-    "numbers_of_nodes",
-    "refuse_other_number",
-    "refuse_without_nodes",
-]
-
 _NUMBERS = re.compile(r"(?:(?P<least>[0-9]{1,6}):)?(?P<all>[0-9]{1,6})")
 _ENDPOINT = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\s]+)):(?P<port>[0-9]{1,5})")
 _CONF = {"join_timeout": 300.0, "last_call_timeout": 30.0, "is_host": -1.0}  # torchrun's own names

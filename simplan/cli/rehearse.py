@@ -20,8 +20,6 @@ from simplan.runs.run_spec import RunSpec
 from simplan.scenario import load_scenario
 from simplan.validate.rehearsal import compare_rehearsal
 
-__all__ = ["rehearse_command"]
-
 _WORST = "worst"
 
 

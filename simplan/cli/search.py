@@ -30,8 +30,6 @@ from simplan.search.jobs import check_without_plan
 from simplan.search.largest import QUANTITIES
 from simplan.units import format_time
 
-__all__ = ["SearchOptions", "scenarios_to_time", "search_command", "slow_search"]
-
 _INTERRUPTED = 130
 _MANY = 5_000
 """Number of plans above which a search with slow evaluation prints a warning."""

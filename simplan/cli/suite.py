@@ -26,8 +26,6 @@ from simplan.report.suite import suite_markdown, suite_summary
 from simplan.scenario import load_scenario
 from simplan.validate.suite import Suite, SuiteCase, case_of_rehearsal, case_of_run
 
-__all__ = ["SuiteOptions", "suite_command"]
-
 _REHEARSED = "rehearse-"
 _CALIBRATION_SHARE = 0.25  # of the budget
 _GRID = ("--dtype", "bf16", "--dtype", "fp32")

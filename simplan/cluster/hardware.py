@@ -10,8 +10,6 @@ from simplan.base import Count, NonNegative, Positive, Spec
 from simplan.software.rates import KernelRates
 from simplan.units import MIB
 
-__all__ = ["ClusterSpec", "DeviceSpec", "Dtype", "HostBytes", "LinkSpec", "Spread"]
-
 Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8"]
 HostBytes = Annotated[int, Field(ge=1, le=10**15)]
 """Memory of one node; a rack that is one NVLink domain exceeds the limit of a ``Count``."""

@@ -9,17 +9,6 @@ from simplan.cluster.hardware import ClusterSpec, DeviceSpec, LinkSpec
 from simplan.errors import Problem, SpecError
 from simplan.units import MIB, format_bytes
 
-__all__ = [
-    "MAX_RANKS_PER_CORE",
-    "RANK_OVERHEAD_BYTES",
-    "THIS_MACHINE",
-    "machine_memory_bytes",
-    "max_ranks",
-    "num_cores",
-    "num_nvidia_devices",
-    "this_machine",
-]
-
 THIS_MACHINE = "this-machine"
 MAX_RANKS_PER_CORE = 4
 RANK_OVERHEAD_BYTES = 350 * MIB

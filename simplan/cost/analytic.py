@@ -16,8 +16,6 @@ from simplan.program.program import Communication, HostCopy, HostWait, LayerWork
 from simplan.software.rates import FrameworkRates
 from simplan.units import format_time
 
-__all__ = ["AnalyticCost"]
-
 _HOST_STD = 0.5
 """Relative standard deviation of host waits; one value covers all trainers and hosts."""
 

@@ -8,8 +8,6 @@ from typing import Protocol
 
 from simplan.program.program import Communication, HostCopy, HostWait, LayerWork
 
-__all__ = ["CostEstimate", "CostModel", "Provenance"]
-
 
 class Provenance(StrEnum):
     """Sources of a cost estimate, most reliable first."""

@@ -25,8 +25,6 @@ from simplan.program.program import (
 from simplan.program.timeline import SpanKind
 from simplan.units import format_percent, format_time
 
-__all__ = ["CostTerm", "ProgramCosts", "estimate_program", "host_calls_cost", "pass_time_s"]
-
 
 @dataclass(slots=True)
 class CostTerm:

@@ -9,8 +9,6 @@ from typing import Any
 from simplan.explain.explanation import Explanation
 from simplan.explain.part import ExplainedTerm
 
-__all__ = ["Difference", "DifferenceRow", "difference"]
-
 _CATEGORIES = ("compute", "recompute", "exposed communication", "wait", "host", "optimizer")
 """Groups of terms that sum to the step time."""
 

@@ -14,8 +14,6 @@ from simplan.prediction import Prediction
 from simplan.program.timeline import Split
 from simplan.units import counted, format_flop_per_s, format_number, format_time
 
-__all__ = ["Explanation", "explain"]
-
 
 @dataclass(frozen=True, slots=True)
 class Explanation:

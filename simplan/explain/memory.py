@@ -14,8 +14,6 @@ from simplan.program.tables.complete import stage_to_rank
 from simplan.sim.memory import peak_position
 from simplan.units import format_bytes
 
-__all__ = ["memory_parts"]
-
 
 def memory_parts(prediction: Prediction, program: Program) -> Iterator[ExplainedTerm]:
     """Yield terms that sum to the device memory of the peak-memory rank, given the Level 2 Program."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ExplainedTerm", "exposed_s"]
-
 
 @dataclass(frozen=True, slots=True)
 class ExplainedTerm:

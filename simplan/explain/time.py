@@ -13,8 +13,6 @@ from simplan.prediction import Prediction
 from simplan.program.program import Stream, Work
 from simplan.units import counted, format_percent, format_time
 
-__all__ = ["time_parts"]
-
 
 def time_parts(prediction: Prediction, simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
     """Yield terms that sum to the step time of a rank: compute, exposed communication, and idle time."""

@@ -14,8 +14,6 @@ from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.interop.model_types import MODEL_TYPES, ModelType
 from simplan.problems import render_value
 
-__all__ = ["model_fields_from_config"]
-
 _USUAL_LENGTH = 4096
 _FULL, _IN_WINDOW = "full_attention", "sliding_attention"
 

@@ -19,8 +19,6 @@ from simplan.errors import NotModelledError, Problem
 from simplan.runs.run_spec import RunSpec
 from simplan.units import MIB
 
-__all__ = ["Launch", "claim_of", "kubernetes_job", "slurm_script"]
-
 _MOUNT = "/job"
 _FILE = "job.json"
 _POD_OUT = "/tmp/simplan-out"

@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["MODEL_TYPES", "ModelType"]
-
-
 _MAY_MISS = frozenset({
     "num_key_value_heads", "head_dim", "attention_bias", "tied_embeddings", "max_position_embeddings", "sliding_window",
     "q_lora_rank", "num_dense_layers", "shared_expert_intermediate_size", "type_vocab_size", "num_channels",

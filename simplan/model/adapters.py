@@ -23,8 +23,6 @@ if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
     from simplan.model.model import ModelSpec
     from simplan.plan.shard import Shard
 
-__all__ = ["adapted_layers", "adapter_targets"]
-
 
 def adapter_targets(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[str, ...]]:
     """Matrices of a model's blocks, by the names that ``ModelSpec.lora_targets`` accepts.

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 from simplan.model.layer import Gemm
 
-__all__ = ["fused_gemms", "joins"]
-
 
 def fused_gemms(gemms: Iterable[Gemm]) -> list[Gemm]:
     """Matmuls of a layer, with those that share one input fused into one, and likewise their adapters."""

@@ -7,21 +7,6 @@ from enum import StrEnum
 from math import comb
 from typing import Literal, NamedTuple
 
-__all__ = [
-    "LOSS",
-    "TOKEN_TABLE",
-    "Attention",
-    "CollectiveKind",
-    "ExpertDraw",
-    "Gemm",
-    "Kernel",
-    "LayerCollective",
-    "Lookup",
-    "Pointwise",
-    "PointwiseFunction",
-    "has_backward",
-]
-
 TOKEN_TABLE = "wte"
 """Name of the ``Lookup`` of tokens in the embedding; any other ``Lookup`` reads a smaller table."""
 

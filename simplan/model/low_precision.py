@@ -27,22 +27,6 @@ from typing import Literal, NamedTuple
 
 from simplan.model.layer import Gemm, LayerKind, LayerSpec, Role
 
-__all__ = [
-    "DEFAULT_RECIPE",
-    "LOW_PRECISIONS",
-    "TORCHAO_RECIPES",
-    "Cast",
-    "Fp8Recipe",
-    "Kept",
-    "LinearFormat",
-    "LowPrecision",
-    "QuantizedWeights",
-    "casts",
-    "linear_format",
-    "linears",
-    "quantized_linears",
-]
-
 LowPrecision = Literal["fp8", "mxfp8", "nvfp4"]
 Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "delayed"]
 Kept = Literal["wide", "quantized"]

@@ -15,8 +15,6 @@ from simplan.model.packing import PackStatistics
 from simplan.plan.shard import Shard
 from simplan.wording import either
 
-__all__ = ["ModelSpec"]
-
 _OF_ALL = frozenset({"name", "family", "packs", "sources"})
 _LARGEST_VOCABULARY = 10**8
 _TUPLES = ("depths", "document_lengths", "lora_targets")

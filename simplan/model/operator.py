@@ -13,8 +13,6 @@ from enum import StrEnum
 
 from simplan.model.kernel import Gemm, Kernel, Lookup
 
-__all__ = ["Operator", "Role", "Tensor", "bypassed", "saved_by", "storages"]
-
 
 @dataclass(frozen=True, slots=True)
 class Tensor:

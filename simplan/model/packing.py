@@ -18,17 +18,6 @@ from pydantic import Field, field_validator
 from simplan.base import Count, NonNegative, Positive, Spec
 from simplan.errors import Problem, SpecError
 
-__all__ = [
-    "NUM_DOCUMENTS",
-    "DocumentOptions",
-    "DocumentSource",
-    "Histogram",
-    "Lognormal",
-    "PackStatistics",
-    "Packing",
-    "represent",
-]
-
 NUM_DOCUMENTS = 20_000
 """Number of sampled documents, enough to know the average contents of a pack to about 1%."""
 

@@ -28,8 +28,6 @@ from simplan.model.layer import Attention, Gemm, Kernel, LayerCollective, LayerS
 from simplan.model.operator import saved_by
 from simplan.plan.plan import RecomputeModule
 
-__all__ = ["Recomputation", "RecomputeGroup", "has_module", "kernels_where", "recomputed_modules", "token_lookups"]
-
 
 class RecomputeGroup(NamedTuple):
     """Kernels that backward recomputes together.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
     from simplan.model.model import ModelSpec
     from simplan.plan.shard import Shard
 
-__all__ = ["RankShare", "biases_after_sums", "for_columns", "regathered", "share_of", "sum_of_rows"]
-
 _K = CollectiveKind
 
 

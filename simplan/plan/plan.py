@@ -15,8 +15,6 @@ from simplan.base import Count, Spec
 from simplan.plan.schedules import SCHEDULE_FACTS, check_schedule_name
 from simplan.plan.shard import Shard
 
-__all__ = ["Axis", "ParallelPlan", "Place", "RankMapping", "Recompute", "RecomputeModule", "StageAssignment"]
-
 Recompute = Literal["none", "selective", "selective_op", "selective_layer", "full", "minimal", "qkv_proj_offloaded"]
 RecomputeModule = Literal["core_attn", "mla_up_proj", "layernorm", "moe_act", "mlp", "moe", "shared_experts"]
 

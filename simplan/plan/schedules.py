@@ -11,19 +11,6 @@ from typing import Literal
 from simplan.documentation import documentation
 from simplan.errors import did_you_mean
 
-__all__ = [
-    "REFUSED_SCHEDULES",
-    "SCHEDULE_FACTS",
-    "SCHEDULE_GROUP",
-    "Placement",
-    "ScheduleFacts",
-    "check_schedule_name",
-    "installed_schedules",
-    "is_custom_schedule",
-    "is_table_file",
-    "splits_backward",
-]
-
 SCHEDULE_GROUP = "simplan.schedules"
 """Entry point group through which installed packages add schedules."""
 

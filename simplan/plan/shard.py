@@ -6,8 +6,6 @@ from typing import Literal
 
 from simplan.base import Count, Spec
 
-__all__ = ["Shard"]
-
 
 class Shard(Spec):
     """Split of a layer into equal parts over tensor-, context- and expert-parallel ranks.

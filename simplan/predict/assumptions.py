@@ -13,8 +13,6 @@ from simplan.program.timeline import SpanKind
 from simplan.software.software import SoftwareSpec
 from simplan.units import counted, format_bytes, format_percent
 
-__all__ = ["assumptions", "padding_assumption"]
-
 
 def assumptions(job: Job, program_costs: ProgramCosts, short_bytes: int) -> tuple[str, ...]:
     """Sentences on the assumptions of a prediction.

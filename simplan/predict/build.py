@@ -36,17 +36,6 @@ from simplan.sim.engine import CoreUse
 from simplan.software.software import SoftwareSpec, StateBytes
 from simplan.training import Precision, UpdateName
 
-__all__ = [
-    "assign_layers",
-    "build_program",
-    "cost_model",
-    "expands_all",
-    "folding_of",
-    "run_spec_of",
-    "sharing_of",
-    "table_of",
-]
-
 _MOST_OPERATIONS = 120_000  # a larger Level 2 Program expands only layers with communication; its time is the same
 
 

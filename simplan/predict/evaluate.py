@@ -29,8 +29,6 @@ from simplan.rules import check_job
 from simplan.sim.engine import timeline
 from simplan.units import format_percent
 
-__all__ = ["attention_s", "fullest_excess", "packing_assumptions", "predict", "predict_step", "recomputed_share"]
-
 
 def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None = None) -> Prediction:
     """Predict time and memory of one optimizer step.

@@ -11,8 +11,6 @@ from simplan.prediction import RankMemory
 from simplan.program.program import MemoryCategory, Program
 from simplan.sim.memory import host_peak_bytes, memory_peak, persistent_bytes, step_peaks, whole_blocks
 
-__all__ = ["RankPeaks", "device_memory", "rank_memory", "rank_peaks"]
-
 
 class RankPeaks(NamedTuple):
     """Tensor bytes of a rank on its device.

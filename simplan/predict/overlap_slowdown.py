@@ -21,8 +21,6 @@ from simplan.sim.engine import Times
 from simplan.sim.overlap import ComputeCommOverlap
 from simplan.units import format_percent, format_time
 
-__all__ = ["apply_overlap_slowdown"]
-
 _Floats = npt.NDArray[np.float64]
 
 

@@ -18,8 +18,6 @@ from simplan.program.timeline import Split, split_of_rank
 from simplan.runs.measurement import Rehearsal
 from simplan.sim.engine import timeline
 
-__all__ = ["KindTime", "Rehearsed", "rehearsal_step"]
-
 
 @dataclass(frozen=True, slots=True)
 class KindTime:

@@ -13,8 +13,6 @@ from simplan.predict.simulated import Simulated
 from simplan.prediction import Prediction
 from simplan.sim.compiled import compile_program
 
-__all__ = ["MarginalValue", "Resource", "improved", "marginal_values"]
-
 _BETTER = 1.01
 
 

@@ -20,8 +20,6 @@ from simplan.program.timeline import SpanKind
 from simplan.sim.engine import CoreUse, Times
 from simplan.sim.engine_choice import Engine, engine_of
 
-__all__ = ["NINE_IN_TEN", "Simulated", "interval_s", "moved_durations_s", "simulate_program", "sources_of_error"]
-
 _OF_HOST = (HostWait, HostCalls, HostCopy)
 ErrorSource = Literal["compute", "host", "communication"]
 NINE_IN_TEN = 1.645  # standard deviations of a normal distribution that cover 90%

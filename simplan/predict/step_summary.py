@@ -19,16 +19,6 @@ from simplan.program.no_gc import gc_paused
 from simplan.program.program import Program, Work
 from simplan.rules import check_job
 
-__all__ = [
-    "OverlapSlowdown",
-    "StepSummary",
-    "StepTerm",
-    "evaluate_step",
-    "step_terms",
-    "summarize_step",
-    "summarized_step",
-]
-
 _Floats = NDArray[np.float64]
 _MOVED = 1e-7  # relative shift of a cost; small enough to keep the longest path
 _APART = 1e-4

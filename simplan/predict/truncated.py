@@ -42,8 +42,6 @@ from simplan.program.timeline import COMPUTING, Split, split_of_times
 from simplan.sim.compiled import CompiledProgram, compile_program
 from simplan.sim.engine import Times
 
-__all__ = ["Extent", "TruncatedStep", "extent_of", "predicted_extent"]
-
 _Floats = NDArray[np.float64]
 _Growing = TypeVar("_Growing", int, float, _Floats)
 _MAX_PASSES = 30_000

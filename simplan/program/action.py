@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from simplan.errors import ProgramError
 
-__all__ = ["Action", "ActionKind", "Table", "format_table", "parse_table"]
-
 
 class ActionKind(StrEnum):
     """Kinds of actions. All letters are torch's except OPTIM, which is simplan's."""

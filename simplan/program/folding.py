@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from simplan.plan.plan import RankMapping
 
-__all__ = ["Folding", "fold", "unfolded"]
-
 
 @dataclass(frozen=True, slots=True)
 class Folding:

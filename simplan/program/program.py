@@ -25,26 +25,6 @@ from simplan.model.layer import CollectiveKind, ExpertDraw, LayerSpec
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.timeline import LazySequence, SpanKind
 
-__all__ = [
-    "ACTION_KINDS",
-    "SPAN_KINDS",
-    "STREAMS",
-    "Communication",
-    "HostCalls",
-    "HostCopy",
-    "HostWait",
-    "LayerWork",
-    "MemoryCategory",
-    "MemoryEffect",
-    "Op",
-    "OpColumns",
-    "OverlapRemainder",
-    "Phase",
-    "Program",
-    "Stream",
-    "Work",
-]
-
 
 class Stream(StrEnum):
     """Streams of a rank. Operations of one stream run sequentially, in the order of issue.

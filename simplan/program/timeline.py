@@ -12,18 +12,6 @@ from typing import TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "COMPUTING",
-    "LazySequence",
-    "Span",
-    "SpanKind",
-    "Split",
-    "Timeline",
-    "covered_s",
-    "split_of_rank",
-    "split_of_times",
-]
-
 _T = TypeVar("_T")
 
 

@@ -12,8 +12,6 @@ from simplan.report.comparison import format_error
 from simplan.report.table import format_table_markdown, format_table_text
 from simplan.units import counted, format_percent, format_time
 
-__all__ = ["accuracy_head", "accuracy_markdown", "accuracy_text", "run_rows"]
-
 _NUM_WORST = 10
 _MAX_IDS = 8
 

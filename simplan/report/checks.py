@@ -13,18 +13,6 @@ from pydantic_core import to_jsonable_python
 
 from simplan.units import counted
 
-__all__ = [
-    "CheckStatus",
-    "CheckedCase",
-    "CheckedFile",
-    "checks_json",
-    "checks_text",
-    "count",
-    "github_annotations",
-    "junit_xml",
-    "markdown_summary",
-]
-
 
 class CheckStatus(StrEnum):
     """Outcome of an expectation."""

@@ -15,17 +15,6 @@ from simplan.validate.logged import LoggedComparison, UncertainTerm
 from simplan.validate.rehearsal import MemoryRow, RehearsalComparison
 from simplan.validate.rows import ComparisonRow
 
-__all__ = [
-    "candidate_causes",
-    "comparison_rows",
-    "comparison_text",
-    "format_error",
-    "format_spread",
-    "logged_text",
-    "rehearsal_text",
-    "signed_time",
-]
-
 _MAX_RANKS = 8
 
 

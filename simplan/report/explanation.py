@@ -10,8 +10,6 @@ from simplan.explain import Difference, DifferenceRow, ExplainedTerm, Explanatio
 from simplan.report.table import format_table_text
 from simplan.units import format_bytes, format_percent, format_time
 
-__all__ = ["difference_text", "explanation_text"]
-
 _WRAP = 118
 
 

@@ -8,8 +8,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from simplan.plan.plan import ParallelPlan
 
-__all__ = ["plan_fields", "values_of", "word_of"]
-
 _MEANINGS: dict[str, str] = {
     "dp_replicate": "replicas of the model, or of its shards (DDP, HSDP)",
     "dp_shard": "data-parallel ranks that shard the states of zero_stage",

@@ -13,19 +13,6 @@ from simplan.search.result import EquivalentPlans, NearestMiss, RankedPlan, Sear
 from simplan.search.space import Objective
 from simplan.units import counted, format_bytes, format_percent, format_time
 
-__all__ = [
-    "GOALS",
-    "RESOURCES",
-    "alike_words",
-    "besides",
-    "largest_first",
-    "miss_words",
-    "search_plan_words",
-    "search_text",
-    "search_verdict",
-    "space_rows",
-]
-
 GOALS: Mapping[Objective, str] = MappingProxyType(
     {
         "step_time": "step time",

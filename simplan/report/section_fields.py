@@ -15,8 +15,6 @@ from simplan.search.enumeration import DEFAULT_SCHEDULES, LONG_SEQUENCE
 from simplan.search.space import OBJECTIVES, RANGES, SearchSpace
 from simplan.training import TrainingSpec
 
-__all__ = ["cluster_fields", "model_fields", "search_space", "training_fields"]
-
 _TRAINING = {
     "global_batch_size": "sequences (or images) of an optimizer step, over all devices",
     "precision": "precision of the matmuls of linear layers; all except fp32 and tf32 are mixed precision",

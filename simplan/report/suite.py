@@ -9,8 +9,6 @@ from simplan.report.table import format_table_markdown
 from simplan.units import format_bytes, format_percent, format_time
 from simplan.validate.suite import MEASURES, Errors, Suite, SuiteCase, errors_of
 
-__all__ = ["suite_markdown", "suite_summary"]
-
 _NAMES = {"step_time": "step time", "memory": "peak allocated memory"}
 
 

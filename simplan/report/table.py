@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["format_ranks", "format_table_markdown", "format_table_text"]
-
 
 def format_table_text(
     headers: Sequence[str], rows: Iterable[Sequence[str]], *, indent: int = 2, left: int = 1, words_last: bool = False

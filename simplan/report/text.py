@@ -22,16 +22,6 @@ from simplan.units import (
     format_time,
 )
 
-__all__ = [
-    "microbatch_words",
-    "plan_words",
-    "prediction_text",
-    "short_of_reserve",
-    "split_parts",
-    "suggestions",
-    "verdict",
-]
-
 _MAX_TERMS = 8
 _MAX_GROUPS = 16
 _STAGES_SHOWN = 16

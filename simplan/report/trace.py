@@ -25,8 +25,6 @@ from simplan.sim.memory import MemorySample, memory_trace
 from simplan.units import MIB
 from simplan.validate.measured import measured_timeline
 
-__all__ = ["predicted_trace", "trace_document", "write_measured_trace", "write_predicted_trace"]
-
 _COMPUTE = "compute"
 
 # Names from the reserved color list of chrome://tracing, which rejects others; Perfetto picks its own colors.

@@ -17,8 +17,6 @@ from simplan.rules import sharding as offload
 from simplan.rules import training as batch
 from simplan.rules.rule import Rule
 
-__all__ = ["BY_NAME", "RULES", "SEARCH_RULES", "check_job", "violations"]
-
 _COULD_NOT_BE: tuple[Rule, ...] = (
     model.kv_heads_divide_heads, model.rotary_width_even, model.packs_need_documents, model.documents_fit,
     model.documents_of_two_tokens, model.positions_for_sequence, model.window_pattern_needs_window,

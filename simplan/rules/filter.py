@@ -32,8 +32,6 @@ from simplan.plan.plan import ParallelPlan
 from simplan.rules.book import RULES
 from simplan.rules.rule import Rule
 
-__all__ = ["FilterStage", "PlanFilter"]
-
 
 class PlanFilter:
     """The rules for plans of one job.

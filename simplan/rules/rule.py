@@ -14,10 +14,6 @@ from simplan.plan.plan import ParallelPlan
 from simplan.software.software import SoftwareSpec
 from simplan.wording import either, nearest_divisors
 
-__all__ = [
-    "Rule", "experts_apart", "nearest_multiples", "not_modelled", "problem_of", "rule", "undivided", "unmodelled",
-]  # fmt: skip
-
 _MADE_OF: Mapping[str, str] = MappingProxyType(
     {
         "dp": "dp_replicate dp_shard",

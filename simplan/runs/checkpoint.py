@@ -13,8 +13,6 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.training import TrainingSpec
 
-__all__ = ["CheckpointHeader", "CheckpointTiming", "Checkpointing", "differences"]
-
 
 class Checkpointing(Spec):
     """Checkpointing options of a run.

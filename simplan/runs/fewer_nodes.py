@@ -10,8 +10,6 @@ from simplan.base import Count, NonNegative, Positive, Spec
 from simplan.errors import Problem, SpecError
 from simplan.plan.plan import ParallelPlan
 
-__all__ = ["FewerNodes", "Nodes", "on_fewer_devices"]
-
 
 class FewerNodes(Spec):
     """Plan of a job on fewer nodes; model, training and data are unchanged.

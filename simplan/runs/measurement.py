@@ -14,19 +14,6 @@ from simplan.program.timeline import SpanKind
 from simplan.runs.checkpoint import CheckpointTiming
 from simplan.runs.run_spec import RunSpec
 
-__all__ = [
-    "ActionTime",
-    "EarlierSegment",
-    "IssuedKind",
-    "MeasuredCollective",
-    "MeasuredSpan",
-    "Measurement",
-    "PeakMemory",
-    "RankMeasurement",
-    "Rehearsal",
-    "SlowRank",
-]
-
 IssuedKind = Literal[
     "all_reduce",
     "all_gather",

@@ -15,8 +15,6 @@ from simplan.runs.fewer_nodes import FewerNodes
 from simplan.software.software import SoftwareSpec
 from simplan.training import TrainingSpec
 
-__all__ = ["RunSpec"]
-
 _USUAL_WARMUP = 5
 """Additional steps to run if the number of warm-up steps is unspecified."""
 

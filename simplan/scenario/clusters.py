@@ -29,8 +29,6 @@ from simplan.problems import Path
 from simplan.scenario.collecting import Sections
 from simplan.units import counted
 
-__all__ = ["read_cluster", "read_device"]
-
 _PATH: Path = ("cluster", "device")
 _ANY = "h100-sxm-80gb"  # base for reading the other fields if the device is unknown
 _LEAST: dict[str, tuple[float, str]] = {

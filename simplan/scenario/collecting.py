@@ -17,8 +17,6 @@ from simplan.problems import MISSING, Path, find_place, in_file_order, render_va
 from simplan.search import SearchSpace
 from simplan.training import TrainingSpec
 
-__all__ = ["Sections", "where_keys_belong"]
-
 _Model = TypeVar("_Model", bound=BaseModel)
 _Found = TypeVar("_Found")
 _MAX_NAME = 1000

@@ -14,8 +14,6 @@ from simplan.base import NonNegative, Spec
 from simplan.errors import did_you_mean
 from simplan.program.program import MemoryCategory
 
-__all__ = ["METRICS", "CheckResult", "Expectation", "Metric", "evaluate"]
-
 _EXACT = 1e-9
 """Relative tolerance of a value without one: equal up to rounding."""
 

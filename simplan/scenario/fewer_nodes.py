@@ -12,8 +12,6 @@ from simplan.runs.fewer_nodes import FewerNodes, on_fewer_devices
 from simplan.scenario import Scenario
 from simplan.units import counted
 
-__all__ = ["fewer_nodes", "refuse_unless_it_can_go_on", "scenario_on", "scenarios_on_fewer"]
-
 
 def scenario_on(scenario: Scenario, num_nodes: int) -> Scenario:
     """The scenario with a plan for fewer nodes.

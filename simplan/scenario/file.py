@@ -43,8 +43,6 @@ from simplan.scenario.sections import read_expectations, read_model, read_softwa
 from simplan.software.software import SoftwareSpec
 from simplan.training import TrainingSpec
 
-__all__ = ["Scenario", "ScenarioParts", "load_scenario", "parts_of", "scenario_from", "scenario_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:

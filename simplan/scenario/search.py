@@ -26,8 +26,6 @@ from simplan.scenario.file import ScenarioParts, parts_of
 from simplan.search import SearchResult, SearchSpace, search
 from simplan.search.space import that_it_has
 
-__all__ = ["SearchScenario", "load_search", "plan_document", "plan_section", "search_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchScenario:

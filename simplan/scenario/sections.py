@@ -26,8 +26,6 @@ from simplan.scenario.collecting import Sections
 from simplan.scenario.expectation import Expectation
 from simplan.software.software import SoftwareSpec
 
-__all__ = ["read_expectations", "read_model", "read_software"]
-
 _MAX_EXPECTATIONS = 1000
 
 

@@ -12,8 +12,6 @@ from simplan.problems import find_place, render_value
 from simplan.scenario.file import Scenario, ScenarioParts, parts_of, scenario_of
 from simplan.scenario.search import SearchScenario, search_of
 
-__all__ = ["parse_scenario", "parse_search"]
-
 _NAMED_FILES = (("model", "hf_config"), ("model", "document_lengths", "file"), ("plan", "schedule"))
 
 

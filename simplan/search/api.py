@@ -25,8 +25,6 @@ from simplan.search.result import EquivalentPlans, NearestMiss, RankedPlan, Sear
 from simplan.search.space import SearchSpace, that_it_has
 from simplan.search.statistics import ROUNDING, Statistics, rounded
 
-__all__ = ["SearchProgress", "search"]
-
 _LIMITS = {"memory": "the worst device must hold it", "max_step_time_s": "a step must be within the deadline"}
 
 

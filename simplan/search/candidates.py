@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from simplan.plan.plan import ParallelPlan, Recompute
 from simplan.plan.schedules import SCHEDULE_FACTS
 
-__all__ = ["FIELDS", "Candidates", "Categories", "Column", "categories", "plan_order"]
-
 Column = NDArray[np.int64]
 Categories = Mapping[str, tuple[Any, ...]]
 """Values of each non-numeric field; columns store indices into them."""

@@ -16,8 +16,6 @@ from simplan.search.space import SearchSpace, given_ranges, that_it_has
 from simplan.units import format_bytes, format_time
 from simplan.wording import divisors
 
-__all__ = ["changes"]
-
 _MOST_BYTES = 10**12  # per device, the maximum of DeviceSpec
 _MOST_DOUBLINGS = 10  # a thousand times the devices: beyond that, it is another job
 

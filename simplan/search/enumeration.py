@@ -19,8 +19,6 @@ from simplan.search.space import SearchSpace, given_ranges
 from simplan.software.software import SoftwareSpec
 from simplan.wording import divisors, either
 
-__all__ = ["DEFAULT_SCHEDULES", "LONG_SEQUENCE", "Enumeration", "Mesh", "empty_space"]
-
 LONG_SEQUENCE = 32_768
 """Sequence length, in tokens, from which context parallelism is tried by default."""
 

@@ -15,8 +15,6 @@ from simplan.predict.step_summary import evaluate_step
 from simplan.predict.truncated import extent_of
 from simplan.sim.engine_choice import load_compiled
 
-__all__ = ["Evaluator", "Numbers"]
-
 _ALONE_S = 4.0  # seconds in this process before workers start: workers take about 4 s to start
 
 _LOADING_S = 0.4  # seconds to load the compiled engine

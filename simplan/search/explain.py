@@ -14,8 +14,6 @@ from simplan.search.evaluate import Evaluator
 from simplan.search.result import SearchExplanation
 from simplan.search.statistics import MORE, Waiting
 
-__all__ = ["explain_plan", "more_memory"]
-
 _SHARES = ("compute", "recompute", "exposed_communication", "wait", "host", "optimizer")
 _MOST_TRIED = 32  # plans
 _NOTICED = 1e-4  # smallest reported fraction of the step time

@@ -29,8 +29,6 @@ from simplan.search.jobs import capacity_bytes
 from simplan.search.space import SearchSpace
 from simplan.search.statistics import MORE, ROUNDING, InfeasiblePlan, Statistics, Waiting, rounded
 
-__all__ = ["Exploration", "first_fit"]
-
 _BATCHES = (2, 4, 8, 16, 32)
 """Candidates per batch; further batches have the last size."""
 _MOST_BEYOND = 256

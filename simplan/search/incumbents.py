@@ -11,8 +11,6 @@ from simplan.plan.plan import ParallelPlan, Recompute
 from simplan.search.candidates import plan_order
 from simplan.search.objective import Goal
 
-__all__ = ["NOISE", "Group", "Incumbents", "Timed"]
-
 NOISE = 1e-3
 """Relative difference of step times within which plans count as equally fast."""
 _RECOMPUTES = get_args(Recompute)  # least recomputation first

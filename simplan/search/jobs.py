@@ -12,8 +12,6 @@ from simplan.problems import render_value
 from simplan.rules import RULES, check_job
 from simplan.search.space import SearchSpace
 
-__all__ = ["capacity_bytes", "check_without_plan", "with_num_devices"]
-
 _OF_MODULES = [rule for rule in RULES if rule.name.startswith("recompute_modules_")]
 
 

@@ -19,8 +19,6 @@ from simplan.search.explore import first_fit
 from simplan.search.jobs import check_without_plan
 from simplan.search.space import SearchSpace, that_it_has
 
-__all__ = ["QUANTITIES", "Largest", "largest"]
-
 Quantity = Literal["seq_len", "microbatch_size", "num_hidden_layers"]
 QUANTITIES: tuple[str, ...] = ("seq_len", "microbatch_size", "num_hidden_layers")
 

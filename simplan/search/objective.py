@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from simplan.job import Job
 from simplan.search.space import Objective, SearchSpace
 
-__all__ = ["Goal"]
-
 _HOUR_S = 3600.0
 
 # Each grows with the step time or does not depend on it, so its value at a lower bound of the time is a lower bound.

@@ -29,8 +29,6 @@ from simplan.search.incumbents import Incumbents
 from simplan.search.space import SearchSpace
 from simplan.search.statistics import rounded
 
-__all__ = ["search_partial_recompute"]
-
 _MOST = 32
 """Maximum number of plans to try, most promising first."""
 _LEAST_SHARE = 2 / 3

@@ -15,16 +15,6 @@ from simplan.units import GIB
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "EquivalentPlans",
-    "NearestMiss",
-    "RankedPlan",
-    "RequestChange",
-    "SearchExplanation",
-    "SearchResult",
-    "SpaceCount",
-]
-
 _SCHEMA_VERSION = 1
 
 

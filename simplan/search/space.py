@@ -13,8 +13,6 @@ from simplan.problems import render_value
 from simplan.software.software import SoftwareSpec
 from simplan.wording import either
 
-__all__ = ["OBJECTIVES", "RANGES", "Objective", "SearchSpace", "given_ranges", "that_it_has"]
-
 Objective = Literal["step_time", "tokens_per_s_per_device", "num_devices", "memory", "cost"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from simplan.plan.plan import ParallelPlan
 
-__all__ = ["MORE", "ROUNDING", "InfeasiblePlan", "Statistics", "Waiting", "rounded"]
-
 MORE = 1.1
 """Factor by which a resource is increased to find its effect; a plan that fits with 10% more memory nearly fits."""
 ROUNDING = 1 - 1e-9

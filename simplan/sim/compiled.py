@@ -18,8 +18,6 @@ from simplan.errors import NotModelledError, Problem
 from simplan.program.program import STREAMS, Program
 from simplan.sim.engine import CoreUse, Times
 
-__all__ = ["CompiledProgram", "Durations", "compile_program"]
-
 _VECTORS = 8  # evaluated together: a node's ends fill one cache line
 _Floats = npt.NDArray[np.float64]
 _Indices = npt.NDArray[np.int32]

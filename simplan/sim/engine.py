@@ -17,8 +17,6 @@ from simplan.program.no_gc import gc_paused
 from simplan.program.program import Program
 from simplan.program.timeline import LazySequence, Span, Timeline
 
-__all__ = ["CoreUse", "SharedCores", "Times", "simulate", "timeline"]
-
 _Process = Generator[Event, object, None]
 
 

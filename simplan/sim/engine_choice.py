@@ -15,8 +15,6 @@ from simplan.program.program import Program
 from simplan.sim.compiled import Durations, compile_program
 from simplan.sim.engine import CoreUse, Times, simulate
 
-__all__ = ["Engine", "engine_of", "load_compiled"]
-
 _FEWEST_OPERATIONS = 20_000
 """Operations from which the eight runs of a truncated prediction in SimPy (20 microseconds per operation together) take
 longer than importing numba and loading its machine code (0.4 seconds)."""

@@ -7,8 +7,6 @@ import numpy.typing as npt
 
 from simplan.jit import jit
 
-__all__ = ["latest_ends", "node_ends", "node_tails", "topological_order"]
-
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 

@@ -13,19 +13,6 @@ from simplan.program.action import ActionKind
 from simplan.program.program import MemoryCategory, Program, Stream
 from simplan.sim.engine import Times
 
-__all__ = [
-    "MemoryPeak",
-    "MemorySample",
-    "StepPeaks",
-    "host_peak_bytes",
-    "memory_peak",
-    "memory_trace",
-    "peak_position",
-    "persistent_bytes",
-    "step_peaks",
-    "whole_blocks",
-]
-
 _BLOCK_BYTES = 2 * 1024**2
 _CATEGORIES = tuple(MemoryCategory)
 _Bytes = NDArray[np.int64]

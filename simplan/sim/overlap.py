@@ -12,8 +12,6 @@ import numpy.typing as npt
 from simplan.program.program import ACTION_KINDS, Program, Stream
 from simplan.program.timeline import COMPUTING, SpanKind
 
-__all__ = ["ComputeCommOverlap"]
-
 _Floats = npt.NDArray[np.float64]
 _Indices = npt.NDArray[np.int64]
 _TAKING = (Stream.DATA, Stream.SHARD, Stream.REPLICATE, Stream.EXPERT_DATA)

@@ -12,8 +12,6 @@ from pydantic import Field
 
 from simplan.base import NonNegative, Positive, Spec
 
-__all__ = ["AttentionEfficiency", "AttentionKernel", "FrameworkRates", "KernelRates", "LowAttention"]
-
 AttentionKernel = Literal["flash1", "flash2", "flash3"]
 """Generations of fused attention: FlashAttention 1, 2 and 3. cuDNN's kernels count as the best of their
 architecture."""

@@ -19,9 +19,6 @@ from simplan.training import OPTIMIZERS, OptimizerName, TrainingSpec
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
 
-__all__ = ["LowPrecisionLinears", "SoftwareOption", "SoftwareSpec", "StateBytes", "TensorOverlap"]
-
-
 _Wide = Literal["fp32", "tf32", "fp16", "bf16"]
 SoftwareOption = Literal[
     "compiled", "expert_dispatch", "expert_overlap", "fp8_dot_product_attention", "fused_experts", "vocab_multiple"

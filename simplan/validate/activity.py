@@ -17,19 +17,6 @@ from simplan.program.action import Action, ActionKind
 from simplan.program.program import Stream
 from simplan.program.timeline import Span, SpanKind, Timeline
 
-__all__ = [
-    "UNEXPLAINED",
-    "Activity",
-    "ActivityShare",
-    "Busy",
-    "Piece",
-    "Transfer",
-    "busy_span",
-    "pieces_of",
-    "predicted_activity",
-    "stream_words",
-]
-
 UNEXPLAINED = "unexplained"
 """Part name of unexplained pieces."""
 

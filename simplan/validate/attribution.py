@@ -13,8 +13,6 @@ from simplan.validate.activity import ActivityShare, Piece, pieces_of, predicted
 from simplan.validate.measured import times_recomputation
 from simplan.validate.measured_activity import measured_activity
 
-__all__ = ["RankSplit", "TermDifference", "attribute", "critical_pieces"]
-
 
 def critical_pieces(rows: Mapping[int, Sequence[Piece]], step_time_s: float) -> tuple[Piece, ...]:
     """Follow the critical path backward from the rank that ends last.

@@ -25,18 +25,6 @@ from simplan.validate.attribution import RankSplit, TermDifference, attribute
 from simplan.validate.measured import measured_timeline, predicted_timeline, times_recomputation
 from simplan.validate.rows import ComparisonRow, compared, relative_spread
 
-__all__ = [
-    "AT_THIS_SPEED",
-    "TIMED_KINDS",
-    "Comparison",
-    "Issued",
-    "compare",
-    "issued_as_predicted",
-    "predicted_communications",
-    "ran_as_predicted",
-    "reduces_between_exchanges",
-]
-
 AT_THIS_SPEED = "step time, computing as fast as in the run"
 """Name of the row with predicted compute rescaled to the compute speed of the run (reference matmul)."""
 

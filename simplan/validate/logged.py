@@ -28,19 +28,6 @@ from simplan.validate.attribution import critical_pieces
 from simplan.validate.measured import predicted_timeline
 from simplan.validate.rows import ComparisonRow, compared, relative_spread
 
-__all__ = [
-    "COLUMNS",
-    "YAML_SUFFIXES",
-    "LoggedComparison",
-    "LoggedRun",
-    "Peaks",
-    "UncertainTerm",
-    "compare_logged",
-    "memory_notes",
-    "memory_rows",
-    "parse_measured",
-]
-
 _KINDS = {
     ActivityShare.COMPUTE: SpanKind.COMPUTE,
     ActivityShare.RECOMPUTE: SpanKind.RECOMPUTE,

@@ -12,8 +12,6 @@ from simplan.program.program import Stream
 from simplan.program.timeline import Span, SpanKind, Timeline
 from simplan.runs.measurement import MeasuredCollective, MeasuredSpan, Measurement, RankMeasurement
 
-__all__ = ["computed_spans", "measured_timeline", "predicted_timeline", "stream_of", "times_recomputation"]
-
 
 def measured_timeline(measurement: Measurement) -> Timeline:
     """Timeline of the representative step of a measurement.

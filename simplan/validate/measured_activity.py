@@ -17,8 +17,6 @@ from simplan.runs.measurement import MeasuredCollective, Measurement, RankMeasur
 from simplan.validate.activity import Activity, ActivityShare, Busy, Transfer, busy_span, stream_words
 from simplan.validate.measured import computed_spans, stream_of
 
-__all__ = ["measured_activity"]
-
 _SENDS = {ActionKind.SEND_F: 1, ActionKind.SEND_B: -1}  # receiving stage relative to the sending stage
 _COPIES = ("to_host", "from_host")
 

@@ -13,8 +13,6 @@ from simplan.program.program import MemoryCategory, Program
 from simplan.runs.measurement import Rehearsal
 from simplan.sim.memory import memory_peak
 
-__all__ = ["MemoryRow", "RehearsalComparison", "compare_rehearsal"]
-
 _COLUMNS = ("allocated", "reserved", "device")
 
 

@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ComparisonRow", "compared", "relative_spread"]
-
 _FEWEST = 5  # minimum number of repeats for a spread
 
 

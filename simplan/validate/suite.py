@@ -11,8 +11,6 @@ from pydantic import Field
 from simplan.base import Spec
 from simplan.units import GIB
 
-__all__ = ["MEASURES", "Errors", "Measure", "Suite", "SuiteCase", "case_of_rehearsal", "case_of_run", "errors_of"]
-
 Measure = Literal["step_time", "memory"]
 """Compared measure: step time, or peak memory of tensors."""
 

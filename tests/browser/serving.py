@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DRAWN", "LARGE", "PAGES", "SMALL", "browser", "opened", "serving", "settled"]
-
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PATIENCE_S = 180.0
 """For what takes a second or two; only a failing test, or a loaded machine, takes so long."""

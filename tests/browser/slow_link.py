@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-__all__ = ["SlowLink", "slow_link"]
-
 _CHUNK_BYTES = 1 << 16
 _GONE = (ConnectionError, ExceptionGroup)
 

@@ -6,8 +6,6 @@ import subprocess
 from collections.abc import Callable, Mapping
 from subprocess import CompletedProcess
 
-__all__ = ["Simplan", "bash", "here", "refused"]
-
 Simplan = Callable[..., "CompletedProcess[str]"]
 """Runs a command with these arguments."""
 

@@ -15,8 +15,6 @@ from simplan.software.rates import KernelRates
 from simplan.software.software import SoftwareSpec, StateBytes
 from simplan.training import TrainingSpec
 
-__all__ = ["PLAIN", "changed", "cost_of"]
-
 PLAIN = KernelRates(
     kernel_overhead_s=0.0, tile_overhead_s=0.0, gemm_split_overhead_s=0.0, half_rate_k=0.0, tail_wave_fraction=1.0,
     unaligned_efficiency=1.0, misaligned_slice_efficiency=1.0, small_tile_efficiency=(1.0, 1.0), stream_overlap=1.0,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["channels", "contrast"]
-
 
 def channels(colour: str) -> list[float]:
     """Red, green and blue of #rrggbb, 0 to 255."""

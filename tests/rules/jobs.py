@@ -17,8 +17,6 @@ from simplan.software.software import SoftwareSpec
 from tests.jobs import job_of
 from tests.search.jobs import FAMILIES
 
-__all__ = ["job", "jobs", "plans"]
-
 _MODELS: list[dict[str, Any]] = [
     *({} for _ in range(8)),
     {"num_key_value_heads": 3},

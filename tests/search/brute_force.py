@@ -11,8 +11,6 @@ from simplan.search import SearchSpace
 from simplan.search.statistics import rounded
 from tests.search.jobs import plans_of
 
-__all__ = ["Row", "every_plan", "front", "shown"]
-
 Row = tuple[ParallelPlan, int, float]
 """A plan, bytes of its worst device with all that the allocator would like, and seconds of its step to 12 digits."""
 

@@ -13,8 +13,6 @@ from simplan.search import SearchSpace
 from simplan.search.enumeration import Enumeration
 from tests.jobs import job_of
 
-__all__ = ["FAMILIES", "SIZES", "plain_plan", "plans_of", "small_job"]
-
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,
     "hidden_size": 64,

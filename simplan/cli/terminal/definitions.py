@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from simplan.scenario import METRICS
 
-__all__ = ["definitions"]
-
 _REPORTED = {
     "split: compute": "forward and backward on a rank's compute stream",
     "split: recompute": "forward recomputed for the backward pass",

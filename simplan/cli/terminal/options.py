@@ -8,21 +8,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = [
-    "AsJson",
-    "CalibrationFile",
-    "CheckpointDir",
-    "CheckpointEvery",
-    "Endpoint",
-    "JsonFile",
-    "MaxRestarts",
-    "RendezvousConf",
-    "Resume",
-    "ScenarioFile",
-    "ScenarioPaths",
-    "TimedPrecision",
-]
-
 
 def _opened(path: Path) -> Path:
     """Standard input by its usual sign."""

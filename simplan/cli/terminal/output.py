@@ -8,8 +8,6 @@ import re
 import sys
 from typing import Any, TextIO
 
-__all__ = ["complain", "emphasize", "print_json", "print_result", "say"]
-
 _BOLD, _RED, _GREEN, _RESET = "\033[1m", "\033[31m", "\033[32m", "\033[0m"
 _IN_ASCII = str.maketrans("─═╌▒░│·≈…", "-=~%:|.^.")
 """ASCII replacements for the characters of drawings, for terminals without Unicode."""

@@ -19,8 +19,6 @@ from simplan.children import exit_code, request_full_recompute
 from simplan.cli.terminal.output import say
 from simplan.errors import Problem, RunError, SpecError
 
-__all__ = ["ROOT", "child_environment", "end_child", "ending_signals_raise", "require_executor", "run_executor"]
-
 _GRACE_S = 25.0  # Kubernetes and Slurm kill after 30 s by default
 _TERMINATED = 128 + signal.SIGTERM
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-__all__ = ["ProgressLine"]
-
 _QUARTERS = 4
 
 

@@ -38,8 +38,6 @@ from simplan.program.program import Communication, HostCopy, HostWait, LayerWork
 from simplan.training import UpdateName
 from simplan.units import format_bytes, format_time
 
-__all__ = ["CalibratedCost", "weight_share"]
-
 _SYSTEMATIC_STD = 0.04
 """Relative standard deviation between a layer timed alone and the layer inside a step, regardless of repeats."""
 _EXTRAPOLATED_STD = 0.3

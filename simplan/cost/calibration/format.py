@@ -20,23 +20,6 @@ from simplan.model.model import ModelSpec
 from simplan.plan.shard import Shard
 from simplan.training import UpdateName
 
-__all__ = [
-    "Calibration",
-    "CalibrationRequest",
-    "CommunicationTiming",
-    "HostCopyTiming",
-    "KernelName",
-    "KernelTiming",
-    "LayerTiming",
-    "Mixed",
-    "OverlapTiming",
-    "Sample",
-    "ShapeRequest",
-    "TimedDtype",
-    "pace_in_words",
-    "way_of_mixing",
-]
-
 TimedDtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
 Mixed = Literal["autocast", "cast"]
 """Method of mixed precision: FP32 weights under torch.autocast, or weights cast to low precision, as in FSDP."""

@@ -16,8 +16,6 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.training import LAYERWISE, TrainingSpec
 
-__all__ = ["default_path", "kinds_needed", "load", "refuse_other_device", "save"]
-
 
 def default_path() -> Path:
     """Returns ``calibration.json`` in simplan's folder of the user's cache (XDG_CACHE_HOME, otherwise ~/.cache)."""

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from simplan.units import format_bytes, format_rate, format_time
 
-__all__ = ["CommAlgorithm", "TransferTerm"]
-
 
 class TransferTerm(NamedTuple):
     """Transfer time in a communication algorithm: bytes over a bandwidth.

@@ -27,8 +27,6 @@ from simplan.cost.model import CostEstimate, Provenance
 from simplan.model.layer import CollectiveKind
 from simplan.program.program import Communication
 
-__all__ = ["bus_factor", "communication_cost", "communication_s"]
-
 
 def bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
     """Returns the bytes that each rank sends over ``num_bytes`` (nccl-tests' ratio of bus and algorithm bandwidth)."""

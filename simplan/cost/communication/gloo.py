@@ -29,8 +29,6 @@ from simplan.cost.communication.algorithm import CommAlgorithm, TransferTerm
 from simplan.cost.communication.route import Route
 from simplan.model.layer import CollectiveKind
 
-__all__ = ["gloo_way"]
-
 
 def gloo_way(kind: CollectiveKind, route: Route) -> CommAlgorithm:
     """Returns gloo's algorithm for a kind of communication.

@@ -7,8 +7,6 @@ from simplan.cost.model import CostEstimate, Provenance
 from simplan.program.program import HostCopy
 from simplan.units import format_bytes, format_rate, format_time
 
-__all__ = ["HOST_LINK_EFFICIENCY", "HOST_MEMORY_EFFICIENCY", "host_copy_cost", "host_memory_rate"]
-
 HOST_LINK_EFFICIENCY = 0.8
 """Fraction of the datasheet bandwidth that copy engines achieve. NVIDIA's nvbandwidth (README at 04bf2869) prints 12.36
 GB/s in one direction and 11.16 GB/s each in both simultaneously over PCIe 3 x16, 0.77 and 0.70 of the datasheet;

@@ -38,8 +38,6 @@ from simplan.cost.communication.route import Route, Tier
 from simplan.model.layer import CollectiveKind
 from simplan.program.program import Communication
 
-__all__ = ["LAPS", "nccl_ways"]
-
 LAPS = {
     CollectiveKind.ALL_REDUCE: 2,
     CollectiveKind.ALL_GATHER: 1,

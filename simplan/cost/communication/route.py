@@ -9,8 +9,6 @@ from typing import NamedTuple
 from simplan.cluster.hardware import ClusterSpec, LinkSpec
 from simplan.errors import Problem, SpecError
 
-__all__ = ["Route", "Tier", "route_of"]
-
 
 class Tier(NamedTuple):
     """A link that a group of ranks uses, and the bandwidth of large transfers on it.

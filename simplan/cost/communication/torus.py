@@ -27,8 +27,6 @@ from simplan.cost.communication.route import Route, Tier
 from simplan.model.layer import CollectiveKind
 from simplan.program.program import Communication
 
-__all__ = ["torus_way"]
-
 
 def torus_way(communication: Communication, route: Route) -> CommAlgorithm:
     """Returns the algorithm over a torus, for communication among two or more ranks."""

@@ -10,8 +10,6 @@ from simplan.model.layer import Attention
 from simplan.software.rates import AttentionEfficiency, LowAttention
 from simplan.software.software import StateBytes
 
-__all__ = ["AttentionRates"]
-
 _BACKWARD_PRODUCTS = 2.5  # five matmuls against two, since the scores are recomputed (Dao et al. 2022)
 _WIDE_HEAD = 128
 _EAGER_PASSES = 4  # scores read and written with a scale or bias, read by the softmax, weights written

@@ -24,8 +24,6 @@ from simplan.program.program import LayerWork, Phase
 from simplan.training import UPDATES, UpdateName
 from simplan.units import counted, format_time
 
-__all__ = ["GridCost", "GridTime", "KernelGrid"]
-
 _SYSTEMATIC_STD = 0.12
 """Relative standard deviation between a layer and the sum of its kernels: Python overhead, views, caches."""
 _EXTRAPOLATED_STD = 0.3

@@ -14,8 +14,6 @@ from simplan.software.rates import AttentionEfficiency, FrameworkRates
 from simplan.software.software import SoftwareSpec, StateBytes
 from simplan.training import Precision, UpdateName
 
-__all__ = ["kernel_cost"]
-
 _SIXTEEN_BITS: tuple[Dtype, ...] = ("bf16", "fp16")
 _FP4_BITS = 4
 _UNKNOWN_SHARE = AttentionEfficiency(forward=0.6, backward=0.5)  # FlashAttention-2 on A100 (Dao 2023, figures 5 and 6)

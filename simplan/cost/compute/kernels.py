@@ -18,8 +18,6 @@ from simplan.software.software import StateBytes
 from simplan.training import UPDATES, UpdateName
 from simplan.units import counted, format_bytes, format_count, format_flop_per_s, format_rate, format_time
 
-__all__ = ["KernelCost", "running_kernels"]
-
 _BACKWARD_POINTWISE = 2
 _BACKWARD = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 _SCALE_BYTES = 8

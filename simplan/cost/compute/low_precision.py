@@ -18,8 +18,6 @@ from simplan.model.low_precision import Cast, LinearFormat, casts
 from simplan.program.program import Phase
 from simplan.software.software import StateBytes
 
-__all__ = ["LinearCost", "LinearRates"]
-
 _WITH_ONE_SCALE = 3
 _POST_SCALE_BYTES = 12  # per element: the product of both scales is written in FP32, then read to scale the element
 _POST_SCALE_KERNELS = 4  # these two, and two that write scales of 1 for the matmul

@@ -10,8 +10,6 @@ from simplan.model.layer import Gemm
 from simplan.program.program import Phase
 from simplan.software.rates import KernelRates
 
-__all__ = ["ACTIVATION_GRADIENTS", "WEIGHT_GRADIENTS", "GemmKernel", "Matmul", "MatmulRates", "gemm_sizes"]
-
 ACTIVATION_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_INPUT)
 WEIGHT_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
 GemmKernel = Literal["linear", "linear_input_gradient", "linear_weight_gradient"]

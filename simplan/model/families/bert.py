@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
     from simplan.plan.shard import Shard
 
-__all__ = ["BERT"]
-
 _ATTENTION = AttentionForm(fused=False, bias="all", causal=False)
 
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:  # the model unfolds into layers and so imports this package
     from simplan.model.model import ModelSpec
     from simplan.plan.shard import Shard
 
-__all__ = ["LORA", "PACKED", "TOKENS", "TRANSFORMER", "Defaults", "Family", "longest", "transformer_defaults"]
-
 Defaults = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 TRANSFORMER = frozenset({

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
     from simplan.plan.shard import Shard
 
-__all__ = ["GEMMA2"]
-
 
 def _layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     share = share_of(model, shard)

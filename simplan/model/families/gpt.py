@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
     from simplan.plan.shard import Shard
 
-__all__ = ["GPT", "MPT"]
-
 
 def _gpt_layers(model: ModelSpec, shard: Shard) -> tuple[LayerSpec, ...]:
     share = share_of(model, shard)

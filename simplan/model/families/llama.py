@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
     from simplan.plan.shard import Shard
 
-__all__ = ["ATTENTION", "LLAMA", "attention_of"]
-
 ATTENTION = frozenset({"attention_bias", "qkv_bias", "qk_norm", "sliding_window", "sliding_window_pattern"})
 """Fields that switch Llama's attention."""
 

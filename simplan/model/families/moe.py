@@ -31,8 +31,6 @@ from simplan.model.parts.mla import latent_attention, latent_key
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
 
-__all__ = ["DEEPSEEK", "EXPERTS", "MOE", "AttentionOf", "expert_defaults", "sparse_layers"]
-
 EXPERTS = frozenset({
     "num_experts", "top_k", "moe_intermediate_size", "num_dense_layers", "shared_expert_intermediate_size",
     "shared_expert_gate", "router_bias", "expert_bias", "capacity_factor", "expert_imbalance", "drop_tokens",

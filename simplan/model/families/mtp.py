@@ -27,8 +27,6 @@ from simplan.model.share import RankShare, for_columns
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
 
-__all__ = ["MTP", "depth_heads", "depth_layers", "later_inputs"]
-
 MTP = frozenset({"mtp_num_layers"})
 """Fields of families with multi-token prediction."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
     from simplan.plan.shard import Shard
 
-__all__ = ["RESNET", "BlockForm", "block_forms"]
-
 _EXPANSION = {"basic": 1, "bottleneck": 4}
 _STEM_WIDTH, _POOL_WIDTH = 7, 3
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
     from simplan.plan.shard import Shard
 
-__all__ = ["T5"]
-
 _ENCODER_STATES, _DECODER_STATES, _TABLES = range(3)  # what layers hand on
 _NAMES = ("encoder states", "decoder states", "tables of relative positions")
 _ENCODED = "encoder output"

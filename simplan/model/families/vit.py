@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
     from simplan.plan.shard import Shard
 
-__all__ = ["VIT"]
-
 _ATTENTION = AttentionForm(fused=True, bias="all", causal=False)
 
 

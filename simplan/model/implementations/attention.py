@@ -15,17 +15,6 @@ from simplan.model.parts.attention import JOIN, SINKS
 from simplan.model.parts.mla import CUT_VALUES
 from simplan.model.parts.part import FP32_BYTES, MASK_BYTES
 
-__all__ = [
-    "in_one_call",
-    "is_core",
-    "is_masked_for_gathering",
-    "skipping_keys",
-    "unfused",
-    "with_core",
-    "with_narrow_values",
-    "with_repeated_keys",
-]
-
 
 def is_masked_for_gathering(layer: LayerSpec) -> bool:
     """True if attention in a layer has a mask tensor only because keys are all-gathered."""

@@ -13,8 +13,6 @@ from simplan.model.parts.mlp import row_linear
 from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, MASK_BYTES, LayerPart, joined, linear, with_role
 from simplan.model.share import RankShare
 
-__all__ = ["eager_attention", "eager_core"]
-
 
 def eager_attention(
     source: str, keys: str, share: RankShare, num_keys: int, *, prefix: str = "", causal: bool = False, table: str = ""

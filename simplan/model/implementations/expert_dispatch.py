@@ -30,8 +30,6 @@ from typing import Literal
 from simplan.model.layer import ExpertDraw, Gemm, LayerCollective, LayerSpec, Operator, Pointwise
 from simplan.model.parts.experts import DOWN, GATE_AND_UP
 
-__all__ = ["TAKEN_SHARE", "ExpertDispatch", "dispatched", "one_by_one", "with_biases_apart", "with_fused_experts"]
-
 ExpertDispatch = Literal["copies", "all_to_all", "deepep", "hybridep"]
 TAKEN_SHARE: Mapping[ExpertDispatch, float] = {
     "copies": 0.0,

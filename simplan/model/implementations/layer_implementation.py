@@ -38,8 +38,6 @@ from simplan.model.parts.attention import MASK
 from simplan.model.parts.part import FP32_BYTES, MASK_BYTES
 from simplan.model.share import biases_after_sums, regathered
 
-__all__ = ["LayerImplementation", "Loss", "ModelCode", "SplitBackward", "implemented_layers", "styled"]
-
 Loss = Literal["log_probabilities", "probabilities", "gradients", "logits"]
 SplitBackward = Literal["all", "products"]
 ModelCode = Literal["framework", "transformers"]

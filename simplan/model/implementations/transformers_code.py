@@ -20,8 +20,6 @@ from simplan.model.kernel import Gemm, Pointwise
 from simplan.model.layer import LayerKind, LayerSpec, Operator, ParameterSpec, Role, Tensor
 from simplan.model.parts.part import FP32_BYTES, INDEX_BYTES, cast
 
-__all__ = ["as_transformers"]
-
 _ENDS_BYTES = 4
 _GELU_LAUNCHES = (8, 20)
 _NORM_LAUNCHES = (6, 16)

@@ -20,8 +20,6 @@ from simplan.model.parts.mlp import column_linears, row_linear
 from simplan.model.parts.part import FP32_BYTES, MASK_BYTES, RMS_NORM, LayerPart, joined, norm_of, with_role
 from simplan.model.share import RankShare
 
-__all__ = ["JOIN", "MASK", "SINKS", "AttentionForm", "Biases", "core_operators", "self_attention"]
-
 Biases = Literal["none", "qkv", "all"]
 _K = CollectiveKind
 _OUTPUT = "attention output"

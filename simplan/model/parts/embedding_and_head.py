@@ -24,8 +24,6 @@ from simplan.model.share import RankShare, for_columns, sum_of_rows
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
 
-__all__ = ["embedding_layer", "head_layer", "output_distribution", "row_table", "token_lookup"]
-
 
 def embedding_layer(model: ModelSpec, share: RankShare, parts: Iterable[LayerPart | Operator], *more: str) -> LayerSpec:
     """The first layer of a language model: the embedding of tokens, whose result is ``wte output``, and other parts.

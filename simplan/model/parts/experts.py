@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
     from simplan.plan.shard import Shard
 
-__all__ = ["expert_mlp", "experts_key", "places_of", "shared_expert_mlp", "sum_of_experts"]
-
 GATE_AND_UP, DOWN = ("experts_gate", "experts_up"), "experts_down"
 _SOURCE, _COMBINED = "norm2 output", "combined output"
 _CHOSEN, _PLACES, _TOKENS = "chosen experts", "places of tokens", "tokens of places"

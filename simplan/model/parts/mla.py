@@ -18,8 +18,6 @@ from simplan.model.share import RankShare, for_columns
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
 
-__all__ = ["CUT_VALUES", "latent_attention", "latent_key"]
-
 CUT_VALUES = "cut values"
 
 

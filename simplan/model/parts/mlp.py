@@ -6,8 +6,6 @@ from simplan.model.layer import Operator, Pointwise, Role, Tensor
 from simplan.model.parts.part import LayerPart, joined, linear, with_role
 from simplan.model.share import RankShare, for_columns, sum_of_rows
 
-__all__ = ["activated", "column_linears", "gated", "gated_mlp", "gelu_mlp", "relu_mlp", "row_linear"]
-
 
 def gelu_mlp(source: str, share: RankShare, *, bias: bool) -> LayerPart:
     """MLP of up, GELU and down, applied to the tensor ``source``."""

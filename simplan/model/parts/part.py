@@ -17,30 +17,6 @@ from simplan.model.share import RankShare
 if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
     from simplan.model.model import ModelSpec
 
-__all__ = [
-    "FP32_BYTES",
-    "INDEX_BYTES",
-    "LAYER_NORM",
-    "MASK_BYTES",
-    "RMS_NORM",
-    "Block",
-    "LayerPart",
-    "NormKind",
-    "block_key",
-    "block_layer",
-    "cast",
-    "hidden_input",
-    "joined",
-    "layer_of",
-    "linear",
-    "matmul",
-    "norm",
-    "norm_of",
-    "residual",
-    "rewired",
-    "with_role",
-]
-
 FP32_BYTES = 4  # statistics of norms and softmax, and the cross-entropy, are FP32 in every precision
 INDEX_BYTES = 8
 MASK_BYTES = 1

@@ -16,8 +16,6 @@ from simplan.model.share import RankShare
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
 
-__all__ = ["decoder_layers", "gelu_block"]
-
 
 def decoder_layers(
     model: ModelSpec,

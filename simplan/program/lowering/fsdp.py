@@ -31,8 +31,6 @@ from simplan.program.lowering.writer import RankWriter
 from simplan.program.program import Communication, HostCalls, LayerWork, MemoryCategory, MemoryEffect, Phase, Stream
 from simplan.program.timeline import SpanKind
 
-__all__ = ["FsdpHooks", "FsdpListHooks"]
-
 _GATHERED, _BUFFERS, _GRADIENTS = MemoryCategory.GATHERED, MemoryCategory.BUFFERS, MemoryCategory.GRADIENTS
 _HOST = MemoryCategory.HOST
 

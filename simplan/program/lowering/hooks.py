@@ -15,8 +15,6 @@ from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.writer import RankWriter
 from simplan.program.program import Communication, LayerWork, Phase, Stream
 
-__all__ = ["Bucket", "DdpHooks", "Hooks", "ddp_buckets"]
-
 _ENDLESS = 2**62
 
 

@@ -40,8 +40,6 @@ from simplan.program.program import (
 )
 from simplan.program.timeline import SpanKind
 
-__all__ = ["Lowerer", "Lowering", "lower"]
-
 _K = ActionKind
 _BACKWARD_PHASE = {
     _K.BACKWARD: Phase.BACKWARD,

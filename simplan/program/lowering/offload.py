@@ -18,8 +18,6 @@ from simplan.program.lowering.stage import Stages
 from simplan.program.lowering.writer import RankWriter
 from simplan.program.program import MemoryCategory, MemoryEffect
 
-__all__ = ["OffloadedActivations", "backward_follows"]
-
 _ACTIVATIONS, _HOST = MemoryCategory.ACTIVATIONS, MemoryCategory.HOST
 
 _Key = tuple[int, int | None, int]

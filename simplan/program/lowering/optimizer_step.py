@@ -12,8 +12,6 @@ from simplan.program.program import Communication, LayerWork, MemoryCategory, Me
 from simplan.program.timeline import SpanKind
 from simplan.training import OPTIMIZERS
 
-__all__ = ["complete_gradients", "step_optimizer"]
-
 
 def step_optimizer(action: Action, states: RankStates, writer: RankWriter, release: Sequence[MemoryEffect]) -> None:
     """Writes the optimizer step of a rank.

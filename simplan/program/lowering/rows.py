@@ -14,8 +14,6 @@ from simplan.program.action import Action, ActionKind
 from simplan.program.lowering.walk import ALL_SENT, Integers
 from simplan.program.tables.complete import last_backwards
 
-__all__ = ["ActionVariant", "RankRow", "paired_actions", "row_of_actions"]
-
 _NOTHING = -1
 _K = ActionKind
 _COMPUTING = (_K.FORWARD, _K.BACKWARD)

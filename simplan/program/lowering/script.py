@@ -26,8 +26,6 @@ from simplan.program.memory.footprint import layers_effects
 from simplan.program.memory.split_footprint import SplitFootprint, split_effects
 from simplan.program.program import Communication, LayerWork, MemoryCategory, MemoryEffect, Phase
 
-__all__ = ["IssuedCollective", "Scripts", "Segment", "in_order"]
-
 _T = TypeVar("_T")
 _FORWARD = (Phase.FORWARD, Phase.RECOMPUTE)
 _SPLIT = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)

@@ -21,8 +21,6 @@ from simplan.program.memory.split_footprint import SplitFootprint, products_foot
 from simplan.program.program import Communication, LayerWork, MemoryEffect, Phase
 from simplan.program.tables.complete import stage_to_rank
 
-__all__ = ["LayerFacts", "Stages"]
-
 Deal = tuple[dict[tuple[int, int], int], ...]
 """Per rank of a shard group: (stage, layer) -> number of elements that the rank owns."""
 

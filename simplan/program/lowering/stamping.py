@@ -28,8 +28,6 @@ from simplan.program.action import ActionKind
 from simplan.program.lowering.walk import Integers, RowWalk
 from simplan.program.program import ACTION_KINDS, Communication, MemoryEffect, OpColumns, OverlapRemainder, Work
 
-__all__ = ["OpIndex", "ProgramBuilder", "RendezvousPoint", "TemplateRow", "restore_state", "take_state"]
-
 
 class OpIndex(int):
     """Index of an operation: relative to the first operation of the action being lowered, or a negative symbol."""

@@ -9,17 +9,6 @@ from typing import NamedTuple
 
 from simplan.model.layer import LayerKind, LayerSpec
 
-__all__ = [
-    "Unit",
-    "fsdp_units",
-    "merged_units",
-    "padded_elements",
-    "shard_dimension",
-    "shard_elements",
-    "unit_of_layer",
-    "units_at",
-]
-
 
 class Unit(NamedTuple):
     """An FSDP unit: layers whose parameters FSDP handles together.

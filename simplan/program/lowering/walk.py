@@ -14,8 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ALL_SENT", "ActionTemplate", "Integers", "RowWalk", "Walker"]
-
 Integers = NDArray[np.int64]
 ALL_SENT = -2
 """Marks OPTIM, which needs all sends of the rank."""

@@ -21,8 +21,6 @@ from simplan.program.program import (
 )
 from simplan.program.timeline import SpanKind
 
-__all__ = ["RankWriter"]
-
 
 class RankWriter:
     """Writer of the operations of one action of one rank; indices are relative to the action's first operation.

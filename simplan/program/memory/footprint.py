@@ -16,8 +16,6 @@ from simplan.program.memory.tensors import LayerTensors
 from simplan.program.program import MemoryCategory, MemoryEffect
 from simplan.software.software import StateBytes
 
-__all__ = ["LayerFootprint", "WorstPoint", "brought_parameters", "layer_footprint", "layers_effects"]
-
 
 class LayerFootprint(NamedTuple):
     """Memory of one layer for one microbatch, in bytes.

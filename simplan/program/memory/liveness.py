@@ -19,8 +19,6 @@ from simplan.model.recompute import RecomputeGroup
 from simplan.program.memory.low_precision_footprint import backward_scratch
 from simplan.program.memory.tensors import LayerTensors
 
-__all__ = ["PeakPoint", "Storage", "backward_points", "forward_points", "input_backward"]
-
 
 class PeakPoint(NamedTuple):
     """Bytes at one point of a pass through a layer, in addition to the layer's saved bytes.

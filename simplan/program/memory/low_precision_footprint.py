@@ -10,16 +10,6 @@ from simplan.model.layer import Gemm, LayerSpec, Operator, Tensor
 from simplan.model.low_precision import LinearFormat, quantized_linears
 from simplan.software.software import StateBytes
 
-__all__ = [
-    "backward_scratch",
-    "copied_weight_bytes",
-    "forward_scratch_bytes",
-    "keeping_quantized",
-    "kept_weight_bytes",
-    "persistent_weight_bytes",
-]
-
-
 _EAGER_BYTES = 8
 """Bytes per element of an eager cast, in addition to the quantized tensor: the scaled FP32 operand, and its clamp."""
 

@@ -22,8 +22,6 @@ from simplan.program.memory.tensors import LayerTensors
 from simplan.program.program import MemoryEffect, Phase
 from simplan.software.software import StateBytes
 
-__all__ = ["SplitFootprint", "products_footprint", "split_effects", "split_footprint", "weighted_kernels"]
-
 
 class SplitFootprint(NamedTuple):
     """Bytes of one layer for one microbatch with a split backward.

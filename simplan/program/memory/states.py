@@ -11,8 +11,6 @@ from simplan.program.lowering.units import shard_elements
 from simplan.program.program import Communication, LayerWork, Phase
 from simplan.training import UPDATES
 
-__all__ = ["LayerStates", "RankStates", "layer_states", "partition_states"]
-
 
 class LayerStates(NamedTuple):
     """Elements of a layer's parameters that a rank holds; FSDP shards each parameter along one dimension.

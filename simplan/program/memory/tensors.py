@@ -14,8 +14,6 @@ from simplan.model.recompute import Recomputation
 from simplan.program.memory.low_precision_footprint import copied_weight_bytes, forward_scratch_bytes
 from simplan.software.software import StateBytes
 
-__all__ = ["LayerTensors"]
-
 _REORDERED = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
 
 

@@ -8,8 +8,6 @@ from itertools import accumulate, pairwise, product
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.schedules.shape import PipelineShape
 
-__all__ = ["gpipe", "interleaved_1f1b", "naive", "one_f_one_b"]
-
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
 
 

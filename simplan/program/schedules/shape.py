@@ -9,16 +9,6 @@ from dataclasses import dataclass
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.tables.complete import run_rows
 
-__all__ = [
-    "PipelineShape",
-    "Schedule",
-    "StageTimes",
-    "action_ends_s",
-    "bubble_rate",
-    "longest_span_s",
-    "number_microbatches",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.schedules.shape import PipelineShape, number_microbatches
 
-__all__ = ["dualpipe_v", "zb_v"]
-
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
 _I, _W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 

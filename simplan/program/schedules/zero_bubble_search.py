@@ -13,8 +13,6 @@ from typing import NamedTuple
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.schedules.shape import PipelineShape, longest_span_s, number_microbatches
 
-__all__ = ["BuiltPipeline", "Tactics", "build", "zb_1p", "zb_2p", "zb_h1", "zb_h2"]
-
 _F, _I, _W = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 _ROUNDING = 1e-9  # relative rounding error of sums
 

@@ -8,8 +8,6 @@ from simplan.errors import ProgramError
 from simplan.program.action import Action, ActionKind, Table
 from simplan.program.tables.complete import input_of, last_backwards, stage_to_rank
 
-__all__ = ["check_table"]
-
 _K = ActionKind
 _SENT_BY = {_K.SEND_F: (_K.FORWARD,), _K.SEND_B: (_K.BACKWARD, _K.BACKWARD_INPUT)}
 _SHARDING = (_K.UNSHARD, _K.RESHARD)

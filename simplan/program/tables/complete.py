@@ -8,8 +8,6 @@ from typing import Literal, NamedTuple
 from simplan.errors import ProgramError
 from simplan.program.action import Action, ActionKind, Table
 
-__all__ = ["RanAction", "Unshard", "complete_table", "input_of", "last_backwards", "run_rows", "stage_to_rank"]
-
 Unshard = Literal["none", "once", "window"]
 """Stages of a rank that FSDP keeps unsharded.
 

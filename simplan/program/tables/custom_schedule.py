@@ -13,8 +13,6 @@ from simplan.plan.schedules import installed_schedules, is_table_file
 from simplan.program.action import Action, Table
 from simplan.program.schedules import PipelineShape, Schedule
 
-__all__ = ["custom_schedule", "locating"]
-
 _MOST_BYTES = 64 * 1024**2
 _ACTION = re.compile(r"\b\d+(?:[FBIW]\d+|(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD|OPTIM)\b")
 

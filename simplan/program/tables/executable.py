@@ -11,8 +11,6 @@ from simplan.program.action import Action, ActionKind, Table
 from simplan.program.tables.check import check_table
 from simplan.software.software import SoftwareSpec
 
-__all__ = ["check_executable"]
-
 _SPLIT = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
 

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from simplan.plan.plan import StageAssignment
 
-__all__ = ["assign_stage_layers", "balanced_assignment"]
-
 _ROUNDING = 1 + 1e-9  # sums of equal layers at different positions differ by rounding, which must not choose the split
 
 _Floats = NDArray[np.float64]

@@ -10,8 +10,6 @@ from simplan.program.schedules import SCHEDULES, PipelineShape, Schedule, StageT
 from simplan.program.tables.complete import Unshard, complete_table
 from simplan.program.tables.custom_schedule import custom_schedule, locating
 
-__all__ = ["plan_table", "unshard_of"]
-
 
 def plan_table(
     plan: ParallelPlan, num_microbatches: int, times: StageTimes | None = None, kept_for_weight: float = 1.0

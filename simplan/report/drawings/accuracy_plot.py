@@ -10,8 +10,6 @@ from simplan.accuracy.result import Accuracy
 from simplan.accuracy.statistics import StepTimeFigures
 from simplan.report.accuracy import accuracy_head
 
-__all__ = ["ERRORS", "AccuracyPlot", "Panel", "PlotPoint", "accuracy_plot", "time_ticks"]
-
 ERRORS = {1.2: (-0.1, 0.0, 0.1), 1.5: (-0.25, 0.0, 0.25), 2.0: (-0.3, 0.0, 0.5), 3.0: (-0.5, 0.0, 1.0)}
 """Largest ratio that a panel shows, and its inverse is the least; which errors are marked at its side."""
 _SHOWN = 0.95  # fraction of the runs that the panels' ratio range should contain

@@ -10,8 +10,6 @@ from simplan.report.drawings.drawing import clean
 from simplan.report.drawings.svg import PAPER, SOFT, Element, line, picture, rect, text, written
 from simplan.units import counted, format_percent, format_time
 
-__all__ = ["COLOURS", "NIGHT", "accuracy_svg"]
-
 COLOURS = (
     "#2f7fc1", "#cf5f08", "#3a9147", "#d1495b", "#8d69c9", "#a0704f",
     "#c2549d", "#7c7f86", "#86841a", "#1a8d9c", "#5f74e0", "#b57200",

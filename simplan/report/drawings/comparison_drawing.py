@@ -12,8 +12,6 @@ from simplan.validate.activity import ActivityShare, Piece, pieces_of, predicted
 from simplan.validate.measured import measured_timeline, predicted_timeline
 from simplan.validate.measured_activity import measured_activity
 
-__all__ = ["ComparedRow", "ComparisonDrawing", "draw_comparison"]
-
 _MOST_RANKS = 16
 _STRIPES = (ActivityShare.EXPOSED_COMMUNICATION, ActivityShare.UNEXPLAINED)
 

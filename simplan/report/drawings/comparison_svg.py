@@ -13,8 +13,6 @@ from simplan.report.drawings.svg import DARK, PAPER, SOFT, Element, line, pictur
 from simplan.units import format_time
 from simplan.validate.activity import ActivityShare, Piece
 
-__all__ = ["comparison_html", "comparison_svg"]
-
 _WIDTH, _LEFT, _RIGHT, _TOP = 1200, 132, 84, 76
 _LANE_HEIGHT, _PAIR_DISTANCE = 26, 66
 _STRIPE_HEIGHT = 8

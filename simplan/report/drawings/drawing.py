@@ -20,23 +20,6 @@ from simplan.program.program import Stream
 from simplan.program.timeline import COMPUTING, Span, SpanKind, Timeline
 from simplan.units import counted, format_percent, format_time
 
-__all__ = [
-    "WORDS",
-    "Box",
-    "DrawnRank",
-    "PipelineDrawing",
-    "Tick",
-    "clean",
-    "draw_pipeline",
-    "draw_timeline",
-    "heading",
-    "labels",
-    "notes",
-    "row_figures",
-    "subheading",
-    "ticks",
-]
-
 WORDS = {
     ActionKind.FORWARD: "forward",
     ActionKind.BACKWARD: "backward",

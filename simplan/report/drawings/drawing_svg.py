@@ -21,8 +21,6 @@ from simplan.report.drawings.drawing import (
 from simplan.report.drawings.svg import DARK, PAPER, SOFT, Element, line, picture, rect, shade, text, written
 from simplan.units import format_time
 
-__all__ = ["COLOURS", "GRID", "LANE", "drawing_svg", "fill_of", "ink_on", "time_axis"]
-
 COLOURS = {
     ActionKind.FORWARD: "#1d5fa8",
     ActionKind.BACKWARD: "#2e7d32",

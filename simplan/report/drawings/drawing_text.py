@@ -20,8 +20,6 @@ from simplan.report.drawings.drawing import (
     ticks,
 )
 
-__all__ = ["MIN_WIDTH", "drawing_text"]
-
 MIN_WIDTH = 60
 _TICK_WIDTH = 12
 _WIDEST_ADVICE = 500  # terminals and logs are not wider

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-__all__ = ["DARK", "PAPER", "SOFT", "Element", "line", "picture", "rect", "shade", "text", "written"]
-
 PAPER, DARK, SOFT = "#ffffff", "#000000", "#4a515c"
 
 Element = ElementTree.Element

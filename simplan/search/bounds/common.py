@@ -14,8 +14,6 @@ from simplan.search.bounds.memory_bound import MemoryBound
 from simplan.search.bounds.step_time_bound import StepTimeBound
 from simplan.search.candidates import Candidates, Column
 
-__all__ = ["Bounded", "Bounds"]
-
 _WAY = (
     "tp", "sequence_parallel", "cp", "cp_comm", "ep", "microbatch_size", "recompute", "recompute_modules"
 )  # fmt: skip

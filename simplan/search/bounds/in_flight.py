@@ -13,8 +13,6 @@ from simplan.program.action import ActionKind
 from simplan.program.schedules import SCHEDULES, PipelineShape
 from simplan.program.tables.custom_schedule import custom_schedule
 
-__all__ = ["Instants", "rank_instants"]
-
 _Integers = NDArray[np.int64]
 _F, _B, _I, _W = range(4)
 _KINDS = {

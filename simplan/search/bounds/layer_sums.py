@@ -25,8 +25,6 @@ from simplan.program.program import Communication, LayerWork, Phase
 from simplan.program.tables.partition import assign_stage_layers, balanced_assignment
 from simplan.training import LAYERWISE
 
-__all__ = ["CostCache", "Floats", "LayerSums", "LayerSumsCache", "Pipeline", "StageSums"]
-
 _WHOLE_MODEL = ((Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0)),)
 """Action table of one microbatch through all layers."""
 _MANY = 10**9  # parameters; large enough that the update time per parameter is constant

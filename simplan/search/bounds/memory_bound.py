@@ -12,8 +12,6 @@ from simplan.search.bounds.layer_sums import Floats, Pipeline, StageSums
 from simplan.search.candidates import Candidates, Column
 from simplan.software.software import StateBytes
 
-__all__ = ["MemoryBound"]
-
 
 class MemoryBound:
     """Lower bound on the bytes of the worst device of a candidate.

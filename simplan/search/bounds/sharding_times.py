@@ -15,8 +15,6 @@ from simplan.program.lowering.units import Unit, fsdp_units
 from simplan.search.bounds.layer_sums import CostCache, Floats
 from simplan.search.candidates import Candidates
 
-__all__ = ["ShardingTimes"]
-
 
 class _PassCommunications(NamedTuple):
     """Seconds of FSDP collectives in one microbatch without a pipeline.

@@ -14,8 +14,6 @@ from simplan.search.bounds.layer_sums import CostCache, Floats, Pipeline
 from simplan.search.bounds.sharding_times import ShardingTimes
 from simplan.search.candidates import Candidates, Column
 
-__all__ = ["StepTimeBound"]
-
 
 class _Tail(NamedTuple):
     """Seconds of each rank after its last backward, ``(rows, ranks)``.

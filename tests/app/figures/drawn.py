@@ -6,8 +6,6 @@ import plotly.graph_objects as go
 
 from app.figures.style import Figure
 
-__all__ = ["checked"]
-
 
 def checked(figure: Figure) -> go.Figure:
     """The figure, if Plotly knows all that it says.
