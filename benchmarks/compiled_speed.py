@@ -105,9 +105,9 @@ def _time(run: Callable[..., Any], *arguments: object) -> tuple[float, Any]:
 
 
 def _ratio() -> dict[str, Any]:
-    found = _predicted(ParallelPlan(tp=8, pp=4), "llama3-70b", 32)
-    program = build_program(found)
-    durations_s = estimate_program(program, _cost(found)).durations_s
+    prediction = _predicted(ParallelPlan(tp=8, pp=4), "llama3-70b", 32)
+    program = build_program(prediction)
+    durations_s = estimate_program(program, _cost(prediction)).durations_s
     vectors_s = np.tile(np.array(durations_s), (_VECTORS, 1))
     compile_program(program).step_times_s(vectors_s)  # loads numba
     simpy_s, compile_s, vector_s = [], [], []
@@ -138,10 +138,10 @@ def _folded() -> dict[str, Any]:
 
 
 def _unfolded() -> dict[str, Any]:
-    found = _llama_405b()
-    how = Lowering(level=1, folding=unfolded(RankMapping.of(found.job.plan)))
-    lower_s, program = _time(lower, found.job, found.assignment, found.table, how)
-    price_s, program_costs = _time(estimate_program, program, _cost(found))
+    prediction = _llama_405b()
+    how = Lowering(level=1, folding=unfolded(RankMapping.of(prediction.job.plan)))
+    lower_s, program = _time(lower, prediction.job, prediction.assignment, prediction.table, how)
+    price_s, program_costs = _time(estimate_program, program, _cost(prediction))
     simpy_s, times = _time(simulate, program, program_costs.durations_s)
     return {
         "lower_s": lower_s,
@@ -149,7 +149,7 @@ def _unfolded() -> dict[str, Any]:
         "simpy_s": simpy_s,
         "num_ops": len(program.ops),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "difference": abs(times.step_time_s / found.action_level_step_time_s - 1),
+        "difference": abs(times.step_time_s / prediction.action_level_step_time_s - 1),
     }
 
 

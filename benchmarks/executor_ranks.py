@@ -49,7 +49,7 @@ from simplan.training import TrainingSpec
 _MICROBATCHES = 4
 _MICROBATCH_SIZE = 2
 _WARMUP_ROUNDS = 2
-_LEAST_ROUNDS, _MOST_ROUNDS = 6, 40
+_MIN_ROUNDS, _MAX_ROUNDS = 6, 40
 _BUDGET_S = 30.0
 _TIMEOUT_S = 300.0
 _LEARNING_RATE = 1e-3
@@ -246,8 +246,8 @@ def _measured(name: str, out_dir: Path, heartbeat: Heartbeat, rank: int) -> None
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     batch = trainer.batch(0)
     end_s = time.perf_counter() + _BUDGET_S
-    for number in range(_WARMUP_ROUNDS + _MOST_ROUNDS):
-        over = torch.tensor(number >= _WARMUP_ROUNDS + _LEAST_ROUNDS and time.perf_counter() > end_s)
+    for number in range(_WARMUP_ROUNDS + _MAX_ROUNDS):
+        over = torch.tensor(number >= _WARMUP_ROUNDS + _MIN_ROUNDS and time.perf_counter() > end_s)
         dist.broadcast(over, 0)
         if over:
             break

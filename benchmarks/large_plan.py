@@ -59,11 +59,11 @@ def _measured() -> dict[str, Any]:
     cluster, training = catalog.cluster("dgx-h100", num_devices=32), TrainingSpec(global_batch_size=32)
     job = Job(model, cluster, training, plan, catalog.software("torch"))
     start_s = time.perf_counter()
-    found = predict(job, name="llama3-70b")
+    prediction = predict(job, name="llama3-70b")
     predict_s = time.perf_counter() - start_s
-    program, cost = build_program(found), cost_model(job, None)
+    program, cost = build_program(prediction), cost_model(job, None)
     start_s = time.perf_counter()
-    program = build_program(found)
+    program = build_program(prediction)
     simulate_program(program, cost, cluster)
     step_s = time.perf_counter() - start_s
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -59,13 +59,13 @@ def _measured(size: str, framework: str) -> dict[str, Any]:
     software = catalog.software(framework)
     start_s = time.perf_counter()
     job = Job(model, cluster, TrainingSpec(global_batch_size=batch), ParallelPlan(), software)
-    found = search(job, jobs=2, explain=False)
+    result = search(job, jobs=2, explain=False)
     taken_s = time.perf_counter() - start_s
     peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    assert found.best is not None
-    space = found.space
+    assert result.best is not None
+    space = result.space
     return {"taken_s": taken_s, "peak_bytes": peak * 1024, "total": space.total, "bounded": space.bounded,
-            "timed": space.timed, "best_s": found.best.step_time_s}  # fmt: skip
+            "timed": space.timed, "best_s": result.best.step_time_s}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -94,9 +94,9 @@ def start_rank(device: torch.device, timeout_s: float, num_ranks: int | None = N
 
 def main(argv: list[str]) -> None:
     """Runs the job of ``argv[0]`` with its files in ``argv[1]``."""
-    asked = RunSpec.model_validate_json(Path(argv[0]).read_bytes())
-    job = asked.on_ranks(int(os.environ["WORLD_SIZE"])) or asked
-    folder = folder_of(Path(argv[1]), asked.plan.num_devices, job.plan.num_devices)
+    spec = RunSpec.model_validate_json(Path(argv[0]).read_bytes())
+    job = spec.on_ranks(int(os.environ["WORLD_SIZE"])) or spec
+    folder = folder_of(Path(argv[1]), spec.plan.num_devices, job.plan.num_devices)
     folder.mkdir(parents=True, exist_ok=True)
     live_as_rank(folder, lambda heartbeat, stop, rank: _run(job, folder, Path(argv[1]), heartbeat, stop, rank))
 

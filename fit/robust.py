@@ -23,8 +23,8 @@ Residuals = Callable[[Floats, Sequence[int]], Floats]
 
 _C = 1.5
 _STEP = 1e-4
-_MOST_ITERATIONS = 60
-_LEAST_GAIN = 1e-9
+_MAX_ITERATIONS = 60
+_MIN_GAIN = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def minimize(
     weights: Floats,
     *,
     start: Values | None = None,
-    most_iterations: int = _MOST_ITERATIONS,
+    most_iterations: int = _MAX_ITERATIONS,
 ) -> dict[str, float]:
     """Fit the constants; return their values by name.
 
@@ -109,7 +109,7 @@ def minimize(
                 x, r, best, damping = tried, tried_r, found, max(damping / 10, 1e-9)
                 break
             damping *= 10
-        if before - best < _LEAST_GAIN * best:
+        if before - best < _MIN_GAIN * best:
             break
     return dict(zip([constant.name for constant in constants], np.exp(x).tolist(), strict=True))
 

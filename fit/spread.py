@@ -69,7 +69,7 @@ def fit_spread(parts: Sequence[MovedParts], errors: Floats) -> SpreadEstimate:
     own = np.array([[part.software == name for part in parts] for name in names], dtype=float)
     logs = np.log(_SCALES)
     drawn = (logs[:, None] - logs) ** 2 / 2 / _TOGETHER**2  # by common scale and own
-    best, found = -np.inf, SpreadEstimate({}, 0.0, 0.0)
+    best, spread = -np.inf, SpreadEstimate({}, 0.0, 0.0)
     for between in _BETWEEN:
         down, up = _deviations(parts, _SCALES[:, None], float(between))
         unusual = np.log(between / _BETWEEN_USUAL) ** 2 / 2 / _BETWEEN_LOG_STD**2
@@ -81,8 +81,8 @@ def fit_spread(parts: Sequence[MovedParts], errors: Floats) -> SpreadEstimate:
             best = float(total[common])
             scales = _SCALES[each[:, common].argmax(axis=1)]
             computing = dict(zip(names, map(float, scales), strict=True))
-            found = SpreadEstimate(computing, float(_SCALES[common]), float(between))
-    return found
+            spread = SpreadEstimate(computing, float(_SCALES[common]), float(between))
+    return spread
 
 
 def unfitted_std(parts: Sequence[MovedParts], errors: Floats, sources: Sequence[str], spread: SpreadEstimate) -> float:

@@ -112,7 +112,7 @@ class RunError(SimplanError, RuntimeError):
     exit_code = 4
 
 
-_MOST_LISTED = 24
+_MAX_LISTED = 24
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -145,7 +145,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     close = close or difflib.get_close_matches(small, names, n=3, cutoff=0.7) or held
     if close:
         return f"did you mean {' or '.join(close)}?"
-    if names and len(names) <= _MOST_LISTED:
+    if names and len(names) <= _MAX_LISTED:
         return f"known: {', '.join(names)}"
     return ""
 

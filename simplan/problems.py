@@ -74,12 +74,12 @@ def validate(
         return None, (Problem(field=_dotted(prefix), rule="is nested too deeply").at(*find_place(lines or {}, prefix)),)
     except ValidationError as error:
         details = _without_echoes(error.errors(include_url=False))
-        found = [
+        problems = [
             _problem(model, dict(detail), data, lines or {}, prefix, elsewhere) for detail in details[:_MAX_PROBLEMS]
         ]
         if len(details) > _MAX_PROBLEMS:
-            found.append(Problem(field=_dotted(prefix), rule=f"has {len(details) - _MAX_PROBLEMS} more problems"))
-        return None, tuple(dict.fromkeys(found))
+            problems.append(Problem(field=_dotted(prefix), rule=f"has {len(details) - _MAX_PROBLEMS} more problems"))
+        return None, tuple(dict.fromkeys(problems))
 
 
 def _without_echoes(details: list[ErrorDetails]) -> list[ErrorDetails]:
@@ -227,8 +227,8 @@ _BYTES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**2
 
 def _in_bytes(text: str) -> str:
     """Convert text like ``80GB`` to a number of bytes, as text; empty for other text."""
-    found = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]i?b)\s*", text, re.IGNORECASE)
-    return f"{float(found[1]) * _BYTES[found[2].lower()]:.0f}" if found and _is_number(found[1]) else ""
+    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]i?b)\s*", text, re.IGNORECASE)
+    return f"{float(match[1]) * _BYTES[match[2].lower()]:.0f}" if match and _is_number(match[1]) else ""
 
 
 def _is_number(text: str) -> bool:
@@ -253,8 +253,8 @@ def _annotation_at(model: type[BaseModel], loc: Path) -> Any:
 
 def _step(annotation: Any, part: str | int) -> Any:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        found = annotation.model_fields.get(str(part))
-        return found.annotation if found is not None else None
+        field = annotation.model_fields.get(str(part))
+        return field.annotation if field is not None else None
     arguments = get_args(annotation)
     if get_origin(annotation) is dict:
         return annotation if part == "[key]" else arguments[1]

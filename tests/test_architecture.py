@@ -171,16 +171,16 @@ def test_import_simplan_brings_no_torch_and_no_rich() -> None:
         "import sys, simplan.cli; "
         "print(*sorted({'torch', 'rich', 'numpy', 'numba', 'simpy', 'executor'} & set(sys.modules)))"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert found.stdout.split() == []
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert process.stdout.split() == []
 
 
 @pytest.mark.parametrize("run", ["None", "main(['--help'])", "main(['predict', 'scenarios/1f1b.yaml'])"])
 def test_small_commands_bring_no_numba(run: str) -> None:
     """Its import takes longer than they do."""
     program = f"import sys; from simplan.cli import main; {run}; print('numba' in sys.modules, file=sys.stderr)"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert found.stderr.split() == ["False"]
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert process.stderr.split() == ["False"]
 
 
 MAX_MODULES = 16  # of a folder, so that its list is read at a glance

@@ -173,8 +173,8 @@ def test_the_devices_of_the_docs_are_predicted(tmp_path: Path) -> None:
     for number, text in enumerate(found):
         file = tmp_path / f"{number}.yaml"
         file.write_text(text)
-        asked = load_scenario(file)
-        prediction = predict(asked.job, name=asked.name)
+        scenario = load_scenario(file)
+        prediction = predict(scenario.job, name=scenario.name)
         assert prediction.fits, "an example of a plan that works"
         assert prediction.mfu is not None
         assert 0.1 < prediction.mfu < 0.7

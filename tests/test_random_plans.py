@@ -112,7 +112,7 @@ SPLIT = tuple(name for name, facts in SCHEDULE_FACTS.items() if facts.splits_bac
 
 
 def keeps_the_laws(job: Job) -> None:
-    plan, software, found = job.plan, job.software, job.cluster
+    plan, software, cluster = job.plan, job.software, job.cluster
     prediction, step = predict_step(job, name="random")
     check_prediction(prediction)
     assert step.times.step_time_s == prediction.step_time_s
@@ -120,7 +120,7 @@ def keeps_the_laws(job: Job) -> None:
 
     def lowered(how: Lowering) -> Simulated:
         made = lower(job, prediction.assignment, prediction.table, how)
-        simulated = simulate_program(made, cost, found)
+        simulated = simulate_program(made, cost, cluster)
         check_memory(made)
         _check_stamped(made, lambda: lower(job, prediction.assignment, prediction.table, how))
         check_times(simulated)
@@ -160,12 +160,12 @@ def keeps_the_laws(job: Job) -> None:
 )
 def test_every_strategy_keeps_the_laws(name: str, tied: bool) -> None:
     model = ModelSpec.model_validate({**SIZES, "tied_embeddings": tied})
-    asked = job_of(model, STRATEGIES[name], num_microbatches=3)
-    if tied and asked.plan.pp > 1 and asked.plan.shards_parameters:
+    job = job_of(model, STRATEGIES[name], num_microbatches=3)
+    if tied and job.plan.pp > 1 and job.plan.shards_parameters:
         with pytest.raises(NotModelledError, match=r"model\.tied_embeddings = true"):
-            keeps_the_laws(asked)
+            keeps_the_laws(job)
     else:
-        keeps_the_laws(asked)
+        keeps_the_laws(job)
 
 
 MEGATRON: dict[str, tuple[str, dict[str, Any]]] = {

@@ -46,11 +46,11 @@ def show_uploaded() -> None:
 
 def show_logged(prediction: dict[str, Any], logged: LoggedRun) -> None:
     """Values of a log next to the prediction: the error, and the terms that could explain it."""
-    found = uploads.compared_logged(prediction, logged)
-    show_metrics(_metrics(found, found.interval_s, "Step time of the log"))
-    show_figure(terms_figure(found.rows), "errors", alt="Errors next to the spread of the steps")
+    comparison = uploads.compared_logged(prediction, logged)
+    show_metrics(_metrics(comparison, comparison.interval_s, "Step time of the log"))
+    show_figure(terms_figure(comparison.rows), "errors", alt="Errors next to the spread of the steps")
     st.subheader("Largest uncertainty", help="Parts of the predicted critical path and their standard deviations")
-    sentence = candidate_causes(found)
+    sentence = candidate_causes(comparison)
     st.caption(escaped(f"{sentence[0].upper()}{sentence[1:]}."))
     parts = [
         {
@@ -60,10 +60,10 @@ def show_logged(prediction: dict[str, Any], logged: LoggedRun) -> None:
             "std, ms": part.std_s * 1e3,
             "slowdown alone": part.times_as_long,
         }
-        for part in found.parts
+        for part in comparison.parts
     ]
     show_table(parts, digits=3)
-    _show_downloads(found, Parts=parts)
+    _show_downloads(comparison, Parts=parts)
 
 
 def show_comparison_of(prediction: dict[str, Any], measurement: Measurement) -> None:
@@ -76,25 +76,31 @@ def show_comparison_of(prediction: dict[str, Any], measurement: Measurement) -> 
     Raises:
         SpecError: The jobs differ, or the prediction is incomplete.
     """
-    found = uploads.compared(prediction, measurement)
+    comparison = uploads.compared(prediction, measurement)
     median_of = f"Median of {len(measurement.step_times_s)} steps"
-    actions = "as predicted" if found.structure_equal else "differ"
+    actions = "as predicted" if comparison.structure_equal else "differ"
     show_metrics(
         [
-            *_metrics(found, prediction["step_time_interval_s"], median_of),
+            *_metrics(comparison, prediction["step_time_interval_s"], median_of),
             ("Actions", actions, "Actions and collectives, and their order"),
-            ("Unexplained", format_time(abs(found.unexplained_s)), "Part of the measured step without a known cause"),
+            (
+                "Unexplained",
+                format_time(abs(comparison.unexplained_s)),
+                "Part of the measured step without a known cause",
+            ),
         ]
     )
     st.subheader("Errors by term", help="Gray: the spread of the repeats. Errors within the spread are not significant")
-    show_figure(terms_figure(found.rows), "errors by term", alt="Errors of all terms next to the spread of the repeats")
+    show_figure(
+        terms_figure(comparison.rows), "errors by term", alt="Errors of all terms next to the spread of the repeats"
+    )
     st.subheader("Predicted and measured step", help="The measured step is the one with the median time")
     figure = steps_figure(predicted_timeline(prediction), measured_timeline(measurement))
     show_figure(figure, "predicted and measured step", alt="Both steps on one axis", zoom=True)
     rows = [
         {"term": row.name, "predicted": row.predicted, "measured": row.measured, "unit": row.unit}
         | {"error": row.signed_error, "spread": row.spread, "within the spread": row.within_spread}
-        for row in found.rows
+        for row in comparison.rows
     ]
     terms = [
         {
@@ -104,12 +110,12 @@ def show_comparison_of(prediction: dict[str, Any], measurement: Measurement) -> 
             "measured, ms": term.measured_s * 1e3,
             "difference, ms": term.difference_s * 1e3,
         }
-        for term in found.terms
+        for term in comparison.terms
     ]
     splits = [
         {"rank": split.rank, "share": str(share), "predicted, ms": split.predicted_s.get(share, 0.0) * 1e3}
         | {"measured, ms": split.measured_s.get(share, 0.0) * 1e3}
-        for split in found.splits
+        for split in comparison.splits
         for share in dict.fromkeys((*split.predicted_s, *split.measured_s))
     ]
     with st.expander(f"All {len(rows)} terms"):
@@ -118,7 +124,7 @@ def show_comparison_of(prediction: dict[str, Any], measurement: Measurement) -> 
         show_table(terms, digits=3)
     with st.expander("Step breakdown per rank"):
         show_table(splits, digits=3)
-    _show_downloads(found, Terms=rows, **{"Additive terms": terms, "Steps of ranks": splits})
+    _show_downloads(comparison, Terms=rows, **{"Additive terms": terms, "Steps of ranks": splits})
 
 
 def _metrics(

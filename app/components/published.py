@@ -98,9 +98,9 @@ def show_published() -> Following | None:
 @st.cache_resource(show_spinner=False)
 def _sources(folder: str) -> list[str]:
     """Files of the repository with step times; held-out files are listed with their folder."""
-    found = sorted((_SCENARIOS / folder).glob("*.yaml"))
+    paths = sorted((_SCENARIOS / folder).glob("*.yaml"))
     before = "" if folder == _FITTED else f"{folder}/"
-    return [before + file.stem for file in found if "\nruns:" in file.read_text(encoding="utf-8")]
+    return [before + file.stem for file in paths if "\nruns:" in file.read_text(encoding="utf-8")]
 
 
 def _source_words(name: str) -> str:

@@ -32,7 +32,7 @@ from simplan.units import GIB, format_bytes, format_time
 
 _ROW_PX, _MEMORY_PX, _AROUND_PX, _TITLE_PX, _BELOW_PX = 34, 190, 125, 26, 56
 _LANE, _THIN, _THIN_AT = 0.62, 0.14, 0.40  # heights of a row and of its communication lane, and the lane's offset
-_MOST_TEXTS = 1_200
+_MAX_TEXTS = 1_200
 _ORDER = {kind: number for number, kind in enumerate(ActionKind)}
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "solid")
 _OUTLINE = {"width": 0.6, "color": "rgba(120,128,140,0.55)"}
@@ -57,7 +57,7 @@ def gantt_figure(results: Sequence[TimelineResult], memory_rank: int | None = No
     ]
     places = _places(heights)
     last = len(heights)
-    texts = sum(len(lane.compute) for result in results for lane in result.lanes) <= _MOST_TEXTS
+    texts = sum(len(lane.compute) for result in results for lane in result.lanes) <= _MAX_TEXTS
     legend: set[str] = set()
     traces: list[dict[str, Any]] = []
     axes: dict[str, Any] = {}

@@ -102,7 +102,7 @@ def lesson(name: str, num_ranks: int, num_microbatches: int, virtual_stages: int
 
 
 _ROW_PX, _AROUND_PX = 42, 215
-_MOST_FRAMES = 120
+_MAX_FRAMES = 120
 _FRAME_MS = 320
 
 
@@ -218,7 +218,7 @@ def _notes(one: Lesson, time: float) -> dict[str, list[dict[str, object]]]:
 
 def _instants(length: float) -> list[float]:
     """Times of the frames, one per time unit up to a maximum number."""
-    distance = max(1, math.ceil(length / _MOST_FRAMES))
+    distance = max(1, math.ceil(length / _MAX_FRAMES))
     return [float(time) for time in range(0, math.ceil(length), distance)] + [length]
 
 

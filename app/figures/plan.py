@@ -16,7 +16,7 @@ from simplan.units import GIB, format_bytes, format_percent, format_time
 RESERVE = "allocator's reserve"
 """Memory that the caching allocator reserves beyond tensors."""
 
-_MOST_BARS = 64
+_MAX_BARS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class MemoryBar:
 def memory_bars(memory: Iterable[RankMemory]) -> tuple[MemoryBar, ...]:
     """One bar per rank; above 64 ranks, one per group of ranks with equal memory."""
     found = [_memory_bar(rank) for rank in memory]
-    if len(found) <= _MOST_BARS:
+    if len(found) <= _MAX_BARS:
         return tuple(found)
     groups: dict[tuple[object, ...], list[MemoryBar]] = {}
     for one in found:

@@ -23,7 +23,7 @@ from simplan.report.drawings.accuracy_plot import AccuracyPlot, time_ticks
 from simplan.units import format_number
 from simplan.validate.rows import ComparisonRow
 
-_MOST_BARS = 4_000
+_MAX_BARS = 4_000
 _NOTHING = "No step time was both measured and predicted."
 
 
@@ -128,7 +128,7 @@ def steps_figure(predicted: Timeline, measured: Timeline) -> Figure:
     for words, timeline in (("predicted", predicted), ("measured", measured)):
         for span in timeline.spans:
             boxes.setdefault(_kind(span), []).append((f"rank {span.rank} {words}", span))
-    traces, left = [], _MOST_BARS
+    traces, left = [], _MAX_BARS
     for kind, found in boxes.items():
         shown = found[: max(0, left)]
         left -= len(shown)

@@ -26,7 +26,7 @@ WORKERS = "SIMPLAN_WORKERS"
 _ROOT = Path(__file__).resolve().parents[2]
 _GRACE_S = 10.0
 _UNWATCHED_S = 90.0
-_MOST_KEPT = 64
+_MAX_KEPT = 64
 
 
 class State(StrEnum):
@@ -225,7 +225,7 @@ class Jobs:
                 return job
             job = self._jobs[key] = BackgroundJob(request)
             self._jobs.move_to_end(key)
-            for old in [old for old, other in self._jobs.items() if other.state is State.ENDED][:-_MOST_KEPT]:
+            for old in [old for old, other in self._jobs.items() if other.state is State.ENDED][:-_MAX_KEPT]:
                 del self._jobs[old]
         if self._max_running:
             threading.Thread(target=self._run, args=(job,), daemon=True).start()
@@ -263,14 +263,14 @@ class Jobs:
 @cache
 def searches() -> Jobs:
     """Searches and predictions of published runs, for all sessions; the jobs end with the server."""
-    found = Jobs(max(1, os.cpu_count() or 1))
-    atexit.register(found.close)
-    return found
+    jobs = Jobs(max(1, os.cpu_count() or 1))
+    atexit.register(jobs.close)
+    return jobs
 
 
 @cache
 def page_jobs() -> Jobs:
     """Other jobs that pages wait for, for all sessions; the workers end with the server."""
-    found = Jobs(int(os.environ.get(WORKERS, "0")), keep=True)
-    atexit.register(found.close)
-    return found
+    jobs = Jobs(int(os.environ.get(WORKERS, "0")), keep=True)
+    atexit.register(jobs.close)
+    return jobs

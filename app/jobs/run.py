@@ -18,7 +18,7 @@ from simplan.errors import Problem, SpecError
 from simplan.io import write_text
 
 _WORKSPACE = Path("simplan-out") / "workbench"
-_MOST_SAID = 4_000
+_MAX_SHOWN = 4_000
 
 
 def may_run() -> bool:
@@ -69,7 +69,7 @@ class Run:
     def said(self) -> str:
         """End of the run's stderr."""
         try:
-            return (self.folder / "said.txt").read_text(encoding="utf-8", errors="replace")[-_MOST_SAID:].strip()
+            return (self.folder / "said.txt").read_text(encoding="utf-8", errors="replace")[-_MAX_SHOWN:].strip()
         except OSError:
             return ""
 

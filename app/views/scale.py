@@ -86,8 +86,8 @@ def _show_curves(
 def _show_slow(text: str) -> None:
     st.subheader("Slow rank", help="Increase of the step time if one rank computes more slowly")
     percent = remembered_choice("Slowdown", "slower", list(_SLOWER), 10, format_func=_SLOWER.get)
-    found = awaited("simulating slow ranks", slow_ranks, text, percent / 100)
-    show_figure(slow_figure(found, percent / 100), "slow ranks", alt="Step time increase by slow rank")
+    ranks = awaited("simulating slow ranks", slow_ranks, text, percent / 100)
+    show_figure(slow_figure(ranks, percent / 100), "slow ranks", alt="Step time increase by slow rank")
     st.caption(
         "One rank of each set of identical ranks is shown: they synchronize at every collective. Not modeled: a single "
         "slow link, jitter, and ranks that join or leave."

@@ -36,7 +36,7 @@ def show() -> Following | None:
     with st.sidebar:
         section = _search_section()
     text = state.document_text(_document(section))
-    asked = parse_search(text, "scenario")
+    search = parse_search(text, "scenario")
     key = ("search", text)
     if not searches().busy():
         searches().warm()  # a worker is ready when the button is pressed
@@ -44,10 +44,10 @@ def show() -> Following | None:
     then: Following | None = None
     if job is None or (job.state is State.ENDED and job.stopped and job.value is None):
         with stage("start", _STAGES):
-            _show_start(asked, key, text)
+            _show_start(search, key, text)
     elif job.state is State.ENDED or _is_searched(job):
         with stage("found", _STAGES):
-            then = _show_found(asked, job, key, text)
+            then = _show_found(search, job, key, text)
     else:
         with stage("going", _STAGES):
             then = _show_running(job)

@@ -17,7 +17,7 @@ from app.results.timeline import MAX_BOXES, TimelineResult
 from simplan.errors import SpecError
 from simplan.plan.schedules import SCHEDULE_FACTS
 
-_MOST_COMPARED = 6
+_MAX_COMPARED = 6
 _WINDOW = "window"
 
 
@@ -25,11 +25,11 @@ def show() -> None:
     """Controls and the Gantt chart."""
     show_scenario_form()
     document = state.document()
-    asked = result_cache.scenario(document)
-    pipeline = asked.job.plan.pp > 1
+    scenario = result_cache.scenario(document)
+    pipeline = scenario.job.plan.pp > 1
     left, middle, right = st.columns([5, 2, 2], vertical_alignment="bottom")
     with left:
-        schedules = _schedules(asked.job.plan.schedule) if pipeline else []
+        schedules = _schedules(scenario.job.plan.schedule) if pipeline else []
         if not pipeline:
             st.caption("Set Pipeline above 1 to compare schedules.")
     with middle:
@@ -60,14 +60,14 @@ def show() -> None:
     with st.container(horizontal=True):
         download(
             "Trace for Perfetto",
-            f"{asked.name} trace",
+            f"{scenario.name} trace",
             "json",
             lambda: result_cache.trace_text(document),
             about="Full step of all simulated ranks, for ui.perfetto.dev or chrome://tracing",
         )
         rows = [row for result in results for row in _rows(result)]
-        download("Boxes", f"{asked.name} timeline", "csv", csv_text(rows), about="One row per box")
-        download("Scenario", asked.name, "yaml", state.document_text(document))
+        download("Boxes", f"{scenario.name} timeline", "csv", csv_text(rows), about="One row per box")
+        download("Scenario", scenario.name, "yaml", state.document_text(document))
 
 
 def _schedules(own: str) -> list[str]:
@@ -82,7 +82,7 @@ def _schedules(own: str) -> list[str]:
         options,
         key=key,
         on_change=lambda: state.set_view("schedules", st.session_state[key] or None),
-        max_selections=_MOST_COMPARED,
+        max_selections=_MAX_COMPARED,
         help="Schedules of the same plan, on one axis",
         placeholder="Schedule of the plan",
     )

@@ -52,10 +52,11 @@ def _show_run() -> Following | None:
 
 
 def _show_start() -> None:
-    asked = result_cache.scenario(state.document())
-    if asked.job.cluster.id != THIS_MACHINE:
+    scenario = result_cache.scenario(state.document())
+    if scenario.job.cluster.id != THIS_MACHINE:
         st.info(
-            f"The scenario is for **{escaped(asked.job.cluster.id)}**. To run the plan here, choose *this-machine* as "
+            f"The scenario is for **{escaped(scenario.job.cluster.id)}**. To run the plan here, choose *this-machine* "
+            "as "
             "nodes in the sidebar, and a small model."
         )
     elif not may_run():
@@ -64,14 +65,14 @@ def _show_start() -> None:
             "`simplan dashboard --allow-run`, or use `simplan run` on the command line."
         )
     else:
-        ranks = asked.job.cluster.num_devices
+        ranks = scenario.job.cluster.num_devices
         st.caption(
             f"Calibrates this machine if needed, runs {ranks} process{'es' if ranks > 1 else ''} with "
             "torch.distributed, and compares the measurement with the prediction. Links never start a run."
         )
         steps = remembered_choice("Measured steps", "steps", _STEPS, 10)
         if st.button("Run here", type="primary", icon=":material/play_arrow:", key="start run"):
-            runs().start(state.document_text(state.document()), asked.name, steps)
+            runs().start(state.document_text(state.document()), scenario.name, steps)
             st.rerun()
 
 

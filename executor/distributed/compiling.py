@@ -20,8 +20,8 @@ from simplan.model.model import ModelSpec
 
 BACKEND = "inductor"
 _BEAT_S = 2.0
-_MOST_SHAPES = 256  # kinds of blocks in one process; a calibration has many
-_MOST_S = 900.0  # a compilation that takes longer hangs
+_MAX_SHAPES = 256  # kinds of blocks in one process; a calibration has many
+_MAX_S = 900.0  # a compilation that takes longer hangs
 
 
 def compile_block(layer: nn.Module, *, whole: bool) -> None:
@@ -34,7 +34,7 @@ def compile_block(layer: nn.Module, *, whole: bool) -> None:
     from torch import _dynamo  # a second to import: only where needed
 
     _dynamo.config.fail_on_recompile_limit_hit = True  # not eager without a word
-    _dynamo.config.recompile_limit = _MOST_SHAPES
+    _dynamo.config.recompile_limit = _MAX_SHAPES
     _dynamo.config.optimize_ddp = False  # it would cut blocks at the ends of buckets
     # torch does not compile a function whose recomputed part communicates, so compile only that part
     name = "forward" if whole or not hasattr(layer, "again") else "again"
@@ -68,7 +68,7 @@ def watched_compilation(heartbeat: Heartbeat) -> Iterator[None]:
         spent_s = 0.0
         while not over.wait(_BEAT_S):
             spent_s = spent_s + _BEAT_S if compiles.is_set() else 0.0
-            if 0 < spent_s < _MOST_S:
+            if 0 < spent_s < _MAX_S:
                 heartbeat.beat(RankState.RUNNING, "compiling")
 
     thread = threading.Thread(target=beat, name="compilation watch", daemon=True)

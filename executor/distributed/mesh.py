@@ -260,15 +260,15 @@ def _peers(
 ) -> Peers:
     """Makes the process groups of one axis; returns this rank's group, or this rank alone if there is none."""
     everyone = [rank] if alone else range(world_size)
-    found = Peers()
+    peers = Peers()
     for ranks in sorted({members(other) for other in everyone}) if wanted else []:
         if len(ranks) == 1:
             continue
         group = dist.new_group(list(ranks))
         if rank in ranks:
             assert isinstance(group, dist.ProcessGroup)
-            found = Peers.of(group, ranks, rank, recorder)
-    return found
+            peers = Peers.of(group, ranks, rank, recorder)
+    return peers
 
 
 class RecordedGroup(dist.ProcessGroup):

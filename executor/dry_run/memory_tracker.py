@@ -161,12 +161,12 @@ def _storage_key(tensor: Tensor) -> int:
 
 def _callers() -> tuple[CodeType, ...]:
     """Call stack above the caller, innermost first; code objects only, as this runs for every tensor."""
-    found: list[CodeType] = []
+    codes: list[CodeType] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        found.append(frame.f_code)
+        codes.append(frame.f_code)
         frame = frame.f_back
-    return tuple(found)
+    return tuple(codes)
 
 
 @cache

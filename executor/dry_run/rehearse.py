@@ -97,7 +97,7 @@ def _real(job: RunSpec, rank: int, on_progress: Progress) -> Rehearsal:
             with recorder.storages.counting():
                 trainer = Trainer(job, rank, device, dims, recorder)
                 forget_peaks(device)
-                found = recorder.run_steps(trainer)
+                peak_point = recorder.run_steps(trainer)
             on_progress(NUM_STEPS, num_steps)
             records = []
             for step in range(NUM_STEPS, num_steps):
@@ -108,14 +108,14 @@ def _real(job: RunSpec, rank: int, on_progress: Progress) -> Rehearsal:
         said = str(error).split(". ")[0]
         raise RunError(f"rank {rank} needs more memory than this device has, in {recorder.current}: {said}") from None
     if device.type == "cpu":  # without an allocator that counts
-        peak = peak.model_copy(update={"allocated_bytes": found.total_bytes})
+        peak = peak.model_copy(update={"allocated_bytes": peak_point.total_bytes})
     return Rehearsal(
         job=job,
         rank=rank,
         fake=False,
         peak_memory=peak,
-        peak_by_category=found.by_category,
-        peak_action=found.action,
+        peak_by_category=peak_point.by_category,
+        peak_action=peak_point.action,
         actions=_action_times(records[-job.num_steps :], exchanging if device.type == "cuda" else None),
         collectives=records[-1].collectives,
         environment=environment(job.plan.num_devices, cuda=device.type == "cuda") | _NO_PEERS,

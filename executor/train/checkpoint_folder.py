@@ -52,22 +52,22 @@ def check_resume(job: RunSpec) -> list[str]:
         SpecError: The folder cannot be made. Or it has checkpoints, but the run does not resume. Or the newest
             checkpoint is of another training, or of all steps of the run.
     """
-    asked = job.checkpointing
-    if asked is None:
+    checkpointing = job.checkpointing
+    if checkpointing is None:
         return []
-    folder = Path(asked.folder)
+    folder = Path(checkpointing.folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         rule = f"cannot be made: {error.strerror}"
-        raise SpecError(Problem(field="--checkpoint-dir", value=asked.folder, rule=rule)) from None
+        raise SpecError(Problem(field="--checkpoint-dir", value=checkpointing.folder, rule=rule)) from None
     header, notes = newest_checkpoint(folder)
     if header is None:
-        return [*notes, f"no checkpoint in {folder}: beginning at step 1"] if asked.resume else notes
-    if not asked.resume:
+        return [*notes, f"no checkpoint in {folder}: beginning at step 1"] if checkpointing.resume else notes
+    if not checkpointing.resume:
         rule = f"has checkpoints already, the newest of step {header.step}"
         fix = "add --resume to go on from it, or name another folder"
-        raise SpecError(Problem(field="--checkpoint-dir", value=asked.folder, rule=rule, fix=fix))
+        raise SpecError(Problem(field="--checkpoint-dir", value=checkpointing.folder, rule=rule, fix=fix))
     problems = list(differences(header, job.model, job.training, job.plan, job.seed, job.dtype))
     if header.step >= job.num_all_steps:
         rule = f"the newest checkpoint has done all {job.num_all_steps} steps of the run already"

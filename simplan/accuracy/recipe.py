@@ -207,8 +207,8 @@ def _experts(run: PublishedRun) -> Experts | None:
 
 def _release(run: PublishedRun) -> str:
     """Release of a run's container; empty, which sorts first, if its version names none."""
-    found = _RELEASE.search(run.software.version or "")
-    return "" if found is None else found[1]
+    match = _RELEASE.search(run.software.version or "")
+    return "" if match is None else match[1]
 
 
 def parse_recipes(text: str, name: str) -> Recipes:

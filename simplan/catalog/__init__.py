@@ -45,7 +45,7 @@ __all__ = [
 Kind = Literal["devices", "links", "clusters", "models", "software"]
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_MOST_LISTED = 24
+_MAX_LISTED = 24
 _NETWORK = re.compile(r"([a-z]+)-([0-9]+(?:\.[0-9]+)?)gbit")
 
 
@@ -300,7 +300,7 @@ def _entry(kind: Kind, name: str) -> dict[str, Any]:
     missing: dict[str, str] = data.get("not_modelled", {})
     if name in missing:
         listed = f"modelled: {', '.join(data[kind])}"
-        fix = listed if len(data[kind]) <= _MOST_LISTED else f"`simplan show {kind}` lists all"
+        fix = listed if len(data[kind]) <= _MAX_LISTED else f"`simplan show {kind}` lists all"
         rule = f"{missing[name]} is not modelled yet"
         raise NotModelledError(Problem(field=singular, value=name, rule=rule, fix=fix))
     fix = did_you_mean(name, (*names(kind), *missing)) or f"`simplan show {kind}` lists them"

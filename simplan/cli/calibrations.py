@@ -34,7 +34,7 @@ from simplan.units import counted
 
 QUICK_BUDGET_S = 30.0
 _TRUSTED = timedelta(minutes=10)
-_MOST_PACE = 2.0  # beyond it, either way, timings are no measure of now
+_MAX_PACE = 2.0  # beyond it, either way, timings are no measure of now
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +229,9 @@ def measure(requests: Iterable[CalibrationRequest], file: Path | None, nodes: No
                 of_each = f" on each of {request.num_nodes} nodes" if request.num_nodes > 1 else ""
                 _run(request, result_file, f"calibrating with {counted(request.num_ranks, 'rank')}{of_each}", nodes)
             finally:  # measurements of an interrupted calibration are saved
-                found = load(result_file)
-                if found is not None:
-                    total = found if total is None else total.merged(found)
+                calibration = load(result_file)
+                if calibration is not None:
+                    total = calibration if total is None else total.merged(calibration)
                     save(target, total)
     assert total is not None, "there is at least one request"
     return total
@@ -281,7 +281,7 @@ def ensure(scenarios: Sequence[Scenario], file: Path | None) -> Calibration | No
     if calibration is None or missing:
         return measure(requests_for(missing, None, QUICK_BUDGET_S), file)
     paced = at_the_pace_of_now(calibration, scenarios[0])
-    if paced.pace is None or 1 / _MOST_PACE <= paced.pace <= _MOST_PACE:
+    if paced.pace is None or 1 / _MAX_PACE <= paced.pace <= _MAX_PACE:
         return paced
     say(f"note: this machine computes {pace_in_words(paced.pace)} than when it was calibrated: calibrating again")
     return measure(requests_for(scenarios, None, QUICK_BUDGET_S), file)

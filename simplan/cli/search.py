@@ -231,9 +231,9 @@ def scenarios_to_time(file: Path) -> list[Scenario]:
     data = read_yaml(file).data
     if not isinstance(data, dict) or "search" not in data or "plan" in data:
         return [load_scenario(file)]
-    asked = load_search(file)
-    check_without_plan(asked.job, asked.space)
-    enumeration = Enumeration(asked.space, asked.job)
+    search = load_search(file)
+    check_without_plan(search.job, search.space)
+    enumeration = Enumeration(search.space, search.job)
     one_of: dict[object, ParallelPlan] = {}
     for table in enumeration.tables(Counter()):
         cut = [table[name] for name in ("tp", "sequence_parallel", "cp", "cp_comm", "ep", "microbatch_size")]
@@ -242,7 +242,7 @@ def scenarios_to_time(file: Path) -> list[Scenario]:
         for row, key in enumerate(map(tuple, keys.tolist())):
             if key not in one_of:
                 one_of[key] = table.plan(row)
-    return [Scenario(name=asked.name, job=asked.job.with_plan(plan), file=asked.file) for plan in one_of.values()]
+    return [Scenario(name=search.name, job=search.job.with_plan(plan), file=search.file) for plan in one_of.values()]
 
 
 class _Watch(ProgressLine):

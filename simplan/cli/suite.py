@@ -29,7 +29,7 @@ from simplan.validate.suite import Suite, SuiteCase, case_of_rehearsal, case_of_
 _REHEARSED = "rehearse-"
 _CALIBRATION_SHARE = 0.25  # of the budget
 _GRID = ("--dtype", "bf16", "--dtype", "fp32")
-_LEAST_S = 10.0  # less time is not worth starting a case
+_MIN_S = 10.0  # less time is not worth starting a case
 _GRACE_S = 20.0
 
 
@@ -97,8 +97,8 @@ def _scenario_files(folders: Sequence[Path]) -> list[Path]:
     for path in folders:
         if not path.exists():
             raise SpecError(Problem(field="", rule="does not exist"), file=str(path))
-    found = [file for path in folders for file in (path.glob("*.yaml") if path.is_dir() else [path])]
-    files = sorted(found, key=lambda file: (file.stem.startswith(_REHEARSED), file.stem))
+    paths = [file for path in folders for file in (path.glob("*.yaml") if path.is_dir() else [path])]
+    files = sorted(paths, key=lambda file: (file.stem.startswith(_REHEARSED), file.stem))
     names = [file.stem for file in files]
     twice = sorted({name for name in names if names.count(name) > 1})
     if not files or twice:
@@ -159,7 +159,7 @@ def _case(
     kept = folder.with_suffix(".case.json")
     if kept.exists() and (found := read_model(kept, SuiteCase)).digest == digest:
         return found
-    if deadline_s - time.monotonic() < _LEAST_S:
+    if deadline_s - time.monotonic() < _MIN_S:
         return None
     limit_s = min(options.limit_s, deadline_s - time.monotonic())
     try:

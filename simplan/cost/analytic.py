@@ -55,14 +55,14 @@ class AnalyticCost:
         """See ``CostModel``."""
         route = self._route(communication.ranks)
         key = communication.kind, communication.num_bytes, communication.draw, route
-        found = self._moved.get(key)
-        if found is None:
-            found, slowdown = communication_cost(communication, self._cluster, route), self._slowdown(route)
+        estimate = self._moved.get(key)
+        if estimate is None:
+            estimate, slowdown = communication_cost(communication, self._cluster, route), self._slowdown(route)
             if slowdown != 1.0:
-                formula = f"{slowdown:.2f} x ({found.formula})"
-                found = replace(found, seconds=slowdown * found.seconds, formula=formula)
-            self._moved[key] = found
-        return found
+                formula = f"{slowdown:.2f} x ({estimate.formula})"
+                estimate = replace(estimate, seconds=slowdown * estimate.seconds, formula=formula)
+            self._moved[key] = estimate
+        return estimate
 
     def communication_s(self, communication: Communication) -> float:
         """Returns the seconds of ``communication`` without a formula."""

@@ -106,14 +106,14 @@ def _operators(layer: LayerSpec, targets: frozenset[str], rank: int, *, first: b
         kernel, brings = operator.kernel, not needed.isdisjoint(operator.reads)
         trains = isinstance(kernel, Gemm) and kernel.name in targets
         if isinstance(kernel, Gemm):
-            found = list(_matrix(operator, kernel, rank if kernel.name in targets else 0, propagates=brings))
+            operators = list(_matrix(operator, kernel, rank if kernel.name in targets else 0, propagates=brings))
         else:
             whole = brings or (isinstance(kernel, Pointwise) and not needed.isdisjoint(followers[place]))
             whole &= not (operator.passes and operator.parameters)  # a frozen bias: gradients pass it by
-            found = [replace(operator, kernel=kernel if whole else _without_backward(kernel), parameters=())]
-        yield from found
+            operators = [replace(operator, kernel=kernel if whole else _without_backward(kernel), parameters=())]
+        yield from operators
         if brings or trains:
-            needed.update(tensor.name for each in found for tensor in each.makes)
+            needed.update(tensor.name for each in operators for tensor in each.makes)
 
 
 def _matrix(operator: Operator, kernel: Gemm, rank: int, *, propagates: bool) -> Iterator[Operator]:

@@ -36,7 +36,7 @@ from simplan.sim.engine import CoreUse
 from simplan.software.software import SoftwareSpec, StateBytes
 from simplan.training import Precision, UpdateName
 
-_MOST_OPERATIONS = 120_000  # a larger Level 2 Program expands only layers with communication; its time is the same
+_MAX_OPERATIONS = 120_000  # a larger Level 2 Program expands only layers with communication; its time is the same
 
 
 def build_program(prediction: Prediction, *, level: int = 2, folded: bool = True) -> Program:
@@ -295,4 +295,4 @@ def expands_all(job: Job, folding: Folding, num_microbatches: int) -> bool:
     pieces = max(
         1 + 2 * sum(isinstance(k, LayerCollective) for k in layer.kernels) for layer in model.layers_of(plan.shard)
     )
-    return 2 * len(model.layers) * pieces * num_microbatches * columns <= _MOST_OPERATIONS
+    return 2 * len(model.layers) * pieces * num_microbatches * columns <= _MAX_OPERATIONS

@@ -137,9 +137,11 @@ class TruncatedStep:
 
     def at_level1(self) -> TruncatedStep:
         """The step at Level 1: actions as units, without overlap inside them."""
-        found = replace(self, level=1)
-        vars(found).update(cost=self.cost, assignment=self.assignment, tables=self.tables)  # the same at both levels
-        return found
+        truncated_step = replace(self, level=1)
+        vars(truncated_step).update(
+            cost=self.cost, assignment=self.assignment, tables=self.tables
+        )  # the same at both levels
+        return truncated_step
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:

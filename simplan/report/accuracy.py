@@ -45,20 +45,20 @@ def accuracy_markdown(result: Accuracy) -> str:
 def accuracy_head(result: Accuracy) -> str:
     """Number of predicted runs, their errors and the interval coverage, in one or two lines."""
     overall = result.overall
-    found = overall.step_time
+    figures = overall.step_time
     skipped = f", {overall.num_skipped} skipped" if overall.num_skipped else ""
     head = f"{counted(overall.num_runs - overall.num_skipped, 'published run')} predicted{skipped}"
-    if found.errors.mape is None or found.errors.median_ape is None:
+    if figures.errors.mape is None or figures.errors.median_ape is None:
         return head
     head += (
-        f": mean absolute error of step times {format_percent(found.errors.mape)}, "
-        f"median {format_percent(found.errors.median_ape)}"
+        f": mean absolute error of step times {format_percent(figures.errors.mape)}, "
+        f"median {format_percent(figures.errors.median_ape)}"
     )
-    if found.interval_coverage is None or found.median_interval_half_width is None:
+    if figures.interval_coverage is None or figures.median_interval_half_width is None:
         return head
     return (
-        f"{head};\n90 % intervals contain {format_percent(found.interval_coverage)} of the measured times "
-        f"(median half width {format_percent(found.median_interval_half_width)})"
+        f"{head};\n90 % intervals contain {format_percent(figures.interval_coverage)} of the measured times "
+        f"(median half width {format_percent(figures.median_interval_half_width)})"
     )
 
 
@@ -112,13 +112,13 @@ def _memory_cells(figures: Figures) -> list[str]:
 
 
 def _choice_cells(figures: Figures) -> list[str]:
-    found = figures.choosing
+    choices = figures.choosing
     return [
-        str(found.num_groups),
-        str(found.num_runs),
-        *map(_percent, (found.median_regret, found.mean_regret, found.max_regret)),
-        str(found.num_pairs),
-        "" if found.kendall_tau is None else f"{found.kendall_tau:.2f}",
+        str(choices.num_groups),
+        str(choices.num_runs),
+        *map(_percent, (choices.median_regret, choices.mean_regret, choices.max_regret)),
+        str(choices.num_pairs),
+        "" if choices.kendall_tau is None else f"{choices.kendall_tau:.2f}",
     ]
 
 

@@ -191,7 +191,7 @@ def _step(comparison: RehearsalComparison, rehearsed: Rehearsed) -> Iterator[str
 
 _NAMED = 3
 _ALL = 0.95  # fraction of the total uncertainty that the listed parts cover
-_MOST_STDS = 3  # standard deviations of compute, or of communication, that may explain a difference
+_MAX_STDS = 3  # standard deviations of compute, or of communication, that may explain a difference
 _LARGE = 0.05  # fraction of the step of a term that may be a candidate
 
 
@@ -226,12 +226,12 @@ def candidate_causes(comparison: LoggedComparison) -> str:
     std_s = {  # errors of compute go together, and those of communication
         moves: sum(part.std_s for part in comparison.parts if _moves(part) is moves) for moves in (False, True)
     }
-    likely = [p for p in comparison.parts if _MOST_STDS * std_s[_moves(p)] >= abs(comparison.difference_s)]
+    likely = [p for p in comparison.parts if _MAX_STDS * std_s[_moves(p)] >= abs(comparison.difference_s)]
     if not likely:
         large = [part for part in comparison.parts if _size_s(part) >= _LARGE * comparison.rows[0].predicted]
         largest = sorted(large, key=_size_s, reverse=True)[:_NAMED]
         return (
-            f"no term's uncertainty explains {difference}: it is more than {_MOST_STDS} standard deviations of compute "
+            f"no term's uncertainty explains {difference}: it is more than {_MAX_STDS} standard deviations of compute "
             f"and of communication; candidates are the largest terms: {', '.join(map(_named, largest))}"
         )
     most_s = sum(part.std_s for part in likely)

@@ -33,8 +33,8 @@ def explanation_text(explanation: Explanation) -> str:
 
 def _parts(parts: Iterable[ExplainedTerm], whole: float) -> Iterator[str]:
     """One line per group, followed by its parts, each with its formula on a separate line."""
-    for group, found in groupby(parts, key=lambda part: part.group):
-        members = list(found)
+    for group, terms in groupby(parts, key=lambda part: part.group):
+        members = list(terms)
         total = sum(part.value for part in members)
         unit = members[0].unit
         yield f"  {_number(total, unit):>10}  {format_percent(total / whole):>6}  {group.replace('_', ' ')}"

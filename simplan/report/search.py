@@ -35,8 +35,8 @@ RESOURCES: Mapping[str, str] = MappingProxyType(
 )
 """Resources that can limit a plan, in words."""
 
-_MOST_POINTS = 20
-_MOST_VALUES = 6
+_MAX_POINTS = 20
+_MAX_VALUES = 6
 
 
 def search_verdict(result: SearchResult) -> str:
@@ -78,7 +78,7 @@ def alike_words(alike: EquivalentPlans) -> str:
 
 def _values(values: Sequence[object]) -> str:
     words = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
-    return " ".join(words) if len(words) <= _MOST_VALUES else f"{words[0]} to {words[-1]}"
+    return " ".join(words) if len(words) <= _MAX_VALUES else f"{words[0]} to {words[-1]}"
 
 
 def search_text(result: SearchResult, next_steps: Iterable[str] = ()) -> str:
@@ -179,7 +179,7 @@ def _main_difference(plan: RankedPlan, best: RankedPlan) -> str:
 def _front_table(result: SearchResult) -> str:
     names = " and ".join(GOALS[objective] for objective in result.objectives)
     rows = [[*_numbers(plan, result), search_plan_words(plan.plan)] for plan in result.pareto]
-    shown = rows if len(rows) <= _MOST_POINTS else [*rows[: _MOST_POINTS - 1], rows[-1]]
+    shown = rows if len(rows) <= _MAX_POINTS else [*rows[: _MAX_POINTS - 1], rows[-1]]
     more = f"\n  and {len(rows) - len(shown)} between the last two (--json has all)" if len(rows) > len(shown) else ""
     title = f"Pareto front of {names}: {counted_plans(len(rows))}\n"
     return title + format_table_text([*_headers(result), "plan"], shown, left=0, words_last=True) + more

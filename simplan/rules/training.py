@@ -228,7 +228,7 @@ def low_precision_sizes(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "plan.microbatch_size", rule, f"use a multiple of {whole}")
 
 
-_MOST_PIPELINE_CELLS = 30_000
+_MAX_PIPELINE_CELLS = 30_000
 
 
 @rule("global_batch_size must be a multiple of dp x microbatch_size", reads="dp microbatch_size")
@@ -246,7 +246,7 @@ def batch_divides(job: Job) -> Iterator[Problem]:
 
 
 @rule(
-    f"microbatches x pipeline ranks must be at most {_MOST_PIPELINE_CELLS:,} where a step cannot be truncated",
+    f"microbatches x pipeline ranks must be at most {_MAX_PIPELINE_CELLS:,} where a step cannot be truncated",
     reads="dp microbatch_size pp schedule offload_activations",
 )
 def pipeline_cells(job: Job) -> Iterator[Problem]:
@@ -256,10 +256,10 @@ def pipeline_cells(job: Job) -> Iterator[Problem]:
     if plan.pp == 1 or (facts is not None and not facts.needs_times and not plan.offload_activations):
         return
     cells = job.num_microbatches * plan.pp
-    if cells > _MOST_PIPELINE_CELLS:
-        most = _MOST_PIPELINE_CELLS // plan.pp * plan.dp * plan.microbatch_size
+    if cells > _MAX_PIPELINE_CELLS:
+        most = _MAX_PIPELINE_CELLS // plan.pp * plan.dp * plan.microbatch_size
         rule = (
-            f"gives {cells:,} microbatches x pipeline ranks, more than {_MOST_PIPELINE_CELLS:,}, and schedule "
+            f"gives {cells:,} microbatches x pipeline ranks, more than {_MAX_PIPELINE_CELLS:,}, and schedule "
             f"{plan.schedule} differs with every number of microbatches"
         )
         fix = f"use at most {most}, a larger microbatch_size, or 1f1b" if most else "use fewer pipeline ranks"

@@ -31,7 +31,7 @@ from simplan.units import counted
 
 _PATH: Path = ("cluster", "device")
 _ANY = "h100-sxm-80gb"  # base for reading the other fields if the device is unknown
-_LEAST: dict[str, tuple[float, str]] = {
+_MIN_PLAUSIBLE: dict[str, tuple[float, str]] = {
     "memory_bytes": (1e6, "bytes: 80 GiB is 85899345920"),
     "memory_bandwidth_bytes_per_s": (1e8, "bytes per second: 3.35 TB/s is 3.35e12"),
     "peak_flop_per_s": (1e9, "FLOP per second: 989 TFLOP/s is 989e12"),
@@ -85,8 +85,8 @@ def _implied(given: dict[str, Any], default: DeviceSpec | None) -> dict[str, Any
 
 def _refuse_implausible(sections: Sections, given: dict[str, Any]) -> None:
     """Records a problem for each number below the range of real devices."""
-    for field in _LEAST.keys() & given.keys():
-        least, unit = _LEAST[field]
+    for field in _MIN_PLAUSIBLE.keys() & given.keys():
+        least, unit = _MIN_PLAUSIBLE[field]
         value = given[field]
         for key, number in value.items() if isinstance(value, dict) else [(None, value)]:
             if isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < least:

@@ -127,8 +127,8 @@ def read_expectations(sections: Sections, data: Any) -> tuple[Expectation, ...]:
         rule = f"has {len(data):,} entries, more than {_MAX_EXPECTATIONS:,}"
         sections.refuse(("expect",), rule, fix="use several files")
         return ()
-    found = [sections.read(Expectation, item, ("expect", index)) for index, item in enumerate(data)]
-    return tuple(expectation for expectation in found if expectation is not None)
+    expectations = [sections.read(Expectation, item, ("expect", index)) for index, item in enumerate(data)]
+    return tuple(expectation for expectation in expectations if expectation is not None)
 
 
 _PATH = ("model", "document_lengths")
@@ -173,11 +173,11 @@ def _source(sections: Sections, data: dict[str, Any]) -> DocumentSource | None:
         return sections.read(Lognormal, data, _PATH)
     if "histogram" in data:
         return sections.read(Histogram, data, _PATH)
-    asked = sections.read(_LengthsFile, data, _PATH)
-    if asked is None:
+    lengths = sections.read(_LengthsFile, data, _PATH)
+    if lengths is None:
         return None
-    options = asked.model_dump(exclude={"file"})
-    counts = sections.look_up((*_PATH, "file"), lambda name: _counted(folder_of(sections.file) / name), asked.file)
+    options = lengths.model_dump(exclude={"file"})
+    counts = sections.look_up((*_PATH, "file"), lambda name: _counted(folder_of(sections.file) / name), lengths.file)
     return None if counts is None else Histogram(histogram=counts, **options)
 
 

@@ -16,8 +16,8 @@ from simplan.search.space import SearchSpace, given_ranges, that_it_has
 from simplan.units import format_bytes, format_time
 from simplan.wording import divisors
 
-_MOST_BYTES = 10**12  # per device, the maximum of DeviceSpec
-_MOST_DOUBLINGS = 10  # a thousand times the devices: beyond that, it is another job
+_MAX_BYTES = 10**12  # per device, the maximum of DeviceSpec
+_MAX_DOUBLINGS = 10  # a thousand times the devices: beyond that, it is another job
 
 
 def changes(
@@ -54,7 +54,7 @@ def _memory(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> Re
         return None
     miss = misses[0]
     needed = math.ceil(miss.device_bytes / space.max_memory_fraction)
-    if needed >= _MOST_BYTES:
+    if needed >= _MAX_BYTES:
         return None
     while int(needed * space.max_memory_fraction) < miss.device_bytes:  # int() rounds the capacity down
         needed += 1
@@ -108,7 +108,7 @@ def _devices(job: Job, space: SearchSpace, calibration: Calibration | None) -> R
     if job.cluster.cores_per_node is not None:
         return None
     there = job.cluster.num_devices
-    for doublings in range(1, _MOST_DOUBLINGS + 1):
+    for doublings in range(1, _MAX_DOUBLINGS + 1):
         more = there * 2**doublings
         asked = with_num_devices(job, more)
         if asked.cluster.num_nodes > 1 and asked.cluster.inter_link is None:

@@ -15,7 +15,7 @@ from simplan.search.result import SearchExplanation
 from simplan.search.statistics import MORE, Waiting
 
 _SHARES = ("compute", "recompute", "exposed_communication", "wait", "host", "optimizer")
-_MOST_TRIED = 32  # plans
+_MAX_TRIED = 32  # plans
 _NOTICED = 1e-4  # smallest reported fraction of the step time
 
 
@@ -50,7 +50,7 @@ def more_memory(evaluator: Evaluator, step_time_s: float, nearly: list[Waiting],
         capacity: Usable device memory, bytes.
     """
     least_s = step_time_s
-    for waiting in sorted(nearly, key=lambda one: one.step_time_s)[:_MOST_TRIED]:
+    for waiting in sorted(nearly, key=lambda one: one.step_time_s)[:_MAX_TRIED]:
         if waiting.step_time_s >= least_s:
             break
         [(_, found_s)] = evaluator.numbers([waiting.plan], int(MORE * capacity))

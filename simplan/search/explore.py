@@ -31,7 +31,7 @@ from simplan.search.statistics import MORE, ROUNDING, InfeasiblePlan, Statistics
 
 _BATCHES = (2, 4, 8, 16, 32)
 """Candidates per batch; further batches have the last size."""
-_MOST_BEYOND = 256
+_MAX_BEYOND = 256
 """Candidates over memory that are considered as near misses."""
 _FEW_MISSES = 16
 
@@ -126,7 +126,7 @@ class Exploration:
         If a plan was found, near misses are only a hint, so at most 16 plans of unknown memory are evaluated.
         """
         capacity, statistics = self.capacity_bytes, self._statistics
-        left = _FEW_MISSES if self._incumbents.ranked else _MOST_BEYOND
+        left = _FEW_MISSES if self._incumbents.ranked else _MAX_BEYOND
         for one in sorted(self._beyond):
             if capacity is None or statistics.is_far(one.lacking):
                 break
@@ -192,18 +192,18 @@ class Exploration:
     ) -> None:
         """Record the plans that lack the fewest bytes, and the fastest plans that may fit with 10% more memory."""
         rows = np.flatnonzero(outside)
-        nearest = rows[np.argsort(least_bytes[rows], kind="stable")[:_MOST_BEYOND]]
+        nearest = rows[np.argsort(least_bytes[rows], kind="stable")[:_MAX_BEYOND]]
         plans = [table.plan(row) for row in nearest.tolist()]
         columns = (least_bytes[nearest] - capacity).tolist(), map(plan_order, plans), plans, least_s[nearest].tolist()
         self._add_beyond(_Beyond(*of_plan, False) for of_plan in zip(*columns, strict=True))
         near = rows[least_bytes[rows] <= MORE * capacity]
-        fastest = near[np.argsort(least_s[near], kind="stable")[:_MOST_BEYOND]]
+        fastest = near[np.argsort(least_s[near], kind="stable")[:_MAX_BEYOND]]
         self._statistics.almost(
             self._waiting(table.plan(row), int(least_bytes[row]), float(least_s[row])) for row in fastest.tolist()
         )
 
     def _add_beyond(self, found: Iterable[_Beyond]) -> None:
-        self._beyond = heapq.nsmallest(_MOST_BEYOND, [*self._beyond, *found])
+        self._beyond = heapq.nsmallest(_MAX_BEYOND, [*self._beyond, *found])
 
     def _waiting(self, plan: ParallelPlan, device_bytes: int, least_s: float) -> Waiting:
         value = self._incumbents.goal.values(plan.num_devices, device_bytes, least_s)[0]

@@ -15,7 +15,7 @@ NOISE = 1e-3
 """Relative difference of step times within which plans count as equally fast."""
 _RECOMPUTES = get_args(Recompute)  # least recomputation first
 _ALL = float("inf")
-_SELDOM = 16  # groups are remade once 1 in 16 near plans is new
+_REGROUP_INTERVAL = 16  # groups are remade once 1 in 16 near plans is new
 
 
 class Timed(NamedTuple):
@@ -124,7 +124,7 @@ class Incumbents:
         equal to a kept plan is never hopeless, so only plan fields break ties.
         """
         values = self.goal.values(num_devices, device_bytes, least_time_s)
-        if self._new * _SELDOM > len(self._near):
+        if self._new * _REGROUP_INTERVAL > len(self._near):
             self._regroup()
         if self._cut is None or (values[0], least_time_s) <= self._cut:
             return False

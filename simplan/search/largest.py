@@ -23,7 +23,7 @@ Quantity = Literal["seq_len", "microbatch_size", "num_hidden_layers"]
 QUANTITIES: tuple[str, ...] = ("seq_len", "microbatch_size", "num_hidden_layers")
 
 _STEPS = {"seq_len": 1024, "num_hidden_layers": 1}
-_MOST = {"seq_len": 2**24, "num_hidden_layers": 2000}
+_MAX_VALUES = {"seq_len": 2**24, "num_hidden_layers": 2000}
 _PIECES = 8
 
 
@@ -94,10 +94,10 @@ def _largest_microbatch(
     failing: list[int] = []
     for size in sorted(sizes, reverse=True):
         told(size)
-        found = first_fit(job, space.model_copy(update={"microbatch_size": (size,)}), calibration)
-        if found is not None:
+        plan = first_fit(job, space.model_copy(update={"microbatch_size": (size,)}), calibration)
+        if plan is not None:
             failed = tuple(reversed(failing))
-            return Largest("microbatch_size", size, found, fitting=(size,), failing=failed, exact=True)
+            return Largest("microbatch_size", size, plan, fitting=(size,), failing=failed, exact=True)
         failing.append(size)
     raise NoFeasiblePlanError("no plan fits with any microbatch_size; `simplan search` says what would make one")
 
@@ -126,9 +126,9 @@ class _Growth:
         step = _STEPS[self._quantity]
         low = self._smallest(step)
         high = 2 * low
-        while high <= _MOST[self._quantity] and self._fits(high):
+        while high <= _MAX_VALUES[self._quantity] and self._fits(high):
             low, high = high, 2 * high
-        while high - low > step and high <= _MOST[self._quantity]:
+        while high - low > step and high <= _MAX_VALUES[self._quantity]:
             piece = max(step, -(-(high - low) // _PIECES // step) * step)
             for value in range(low + piece, high, piece):
                 if self._fits(value):
@@ -176,12 +176,12 @@ class _Growth:
 
     def _first_fit(self, value: int) -> ParallelPlan | None:
         try:
-            asked = replace(self._job, model=self._job.model.model_copy(update=self._fields(value)))
-            check_without_plan(asked, self._space)
+            job = replace(self._job, model=self._job.model.model_copy(update=self._fields(value)))
+            check_without_plan(job, self._space)
         except SpecError:
             return None
         # a plan that is too large with a smaller value is too large with this one
         failed = set().union(*(plans for smaller, plans in self._failed.items() if smaller < value))
         self._failed[value] = failed
-        witness = next((found for found in reversed(self._found.values()) if found), None)
-        return first_fit(asked, self._space, self._calibration, witness, failed)
+        witness = next((plan for plan in reversed(self._found.values()) if plan), None)
+        return first_fit(job, self._space, self._calibration, witness, failed)

@@ -29,12 +29,12 @@ from simplan.search.incumbents import Incumbents
 from simplan.search.space import SearchSpace
 from simplan.search.statistics import rounded
 
-_MOST = 32
+_MAX_CANDIDATES = 32
 """Maximum number of plans to try, most promising first."""
-_LEAST_SHARE = 2 / 3
+_MIN_SHARE = 2 / 3
 """Minimum step time without recomputation over step time with full: forward takes no longer than backward."""
-_SURE = 0.99  # factor for an estimate that assumes equal blocks in a stage
-_NEAR = 2  # probes next to a guess before the bisection
+_EQUAL_BLOCKS_FACTOR = 0.99  # factor for an estimate that assumes equal blocks in a stage
+_NUM_PROBES = 2  # probes next to a guess before the bisection
 
 
 class _Whole(NamedTuple):
@@ -90,8 +90,8 @@ def search_partial_recompute(
         return 0
     enumeration = Enumeration(space.model_copy(update={"recompute": ("full",)}), job)
     found = 0
-    for one in sorted(_whole(enumeration, exploration.bounds, incumbents, capacity))[:_MOST]:
-        if incumbents.is_hopeless(one.plan.num_devices, one.least_bytes, _SURE * one.about_s):
+    for one in sorted(_whole(enumeration, exploration.bounds, incumbents, capacity))[:_MAX_CANDIDATES]:
+        if incumbents.is_hopeless(one.plan.num_devices, one.least_bytes, _EQUAL_BLOCKS_FACTOR * one.about_s):
             continue
         fitting = _fewest_blocks(job, one, exploration.evaluator, capacity)
         if fitting is not None and fitting[2] <= (space.max_step_time_s or math.inf):
@@ -108,7 +108,7 @@ def _whole(enumeration: Enumeration, bounds: Bounds, incumbents: Incumbents, cap
         of_all = bounds.of(table, capacity)
         fits = np.flatnonzero(of_all.device_bytes <= capacity)
         least_s = of_all.step_time_s[fits]
-        near = [not incumbents.is_hopeless(num_devices, 0, _LEAST_SHARE * s) for s in least_s.tolist()]
+        near = [not incumbents.is_hopeless(num_devices, 0, _MIN_SHARE * s) for s in least_s.tolist()]
         fits = fits[np.array(near, np.bool_)]
         none = bounds.of(table.take(fits).with_value("recompute", "none"))
         least, most = of_all.device_bytes[fits], none.device_bytes
@@ -117,7 +117,7 @@ def _whole(enumeration: Enumeration, bounds: Bounds, incumbents: Incumbents, cap
         for row, size, share, seconds in zip(
             fits.tolist(), least.tolist(), shares.tolist(), about_s.tolist(), strict=True
         ):
-            if not incumbents.is_hopeless(num_devices, size, _SURE * seconds):
+            if not incumbents.is_hopeless(num_devices, size, _EQUAL_BLOCKS_FACTOR * seconds):
                 plan, value = table.plan(row), incumbents.goal.values(num_devices, size, seconds)[0]
                 yield _Whole(value, seconds, size, share, plan_order(plan), plan)
 
@@ -141,7 +141,7 @@ def _fewest_blocks(
     low, high, found = 0, most, None
     guess, probes = max(1, min(most - 1, math.ceil(one.share * most))), 0
     while high - low > 1:
-        middle = guess if low < guess < high and probes <= _NEAR else (low + high) // 2
+        middle = guess if low < guess < high and probes <= _NUM_PROBES else (low + high) // 2
         tried = fitting({"recompute_layers": middle})
         probes += 1
         if tried is None:

@@ -14,7 +14,7 @@ MORE = 1.1
 """Factor by which a resource is increased to find its effect; a plan that fits with 10% more memory nearly fits."""
 ROUNDING = 1 - 1e-9
 """Tolerance for comparing times that were summed in different orders."""
-_MOST_NEARLY = 256
+_MAX_NEAR_MISSES = 256
 _NUM_MISSES = 3  # near misses to keep, per kind
 
 
@@ -75,7 +75,7 @@ class Statistics:
 
     def almost(self, nearly: Iterable[Waiting]) -> None:
         """Add candidates that may fit with ``MORE`` times the memory."""
-        self.nearly = heapq.nsmallest(_MOST_NEARLY, [*self.nearly, *nearly])
+        self.nearly = heapq.nsmallest(_MAX_NEAR_MISSES, [*self.nearly, *nearly])
 
     def is_far(self, lacking: float) -> bool:
         """True if enough plans are closer to fitting than one that lacks ``lacking`` bytes."""

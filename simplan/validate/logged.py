@@ -207,7 +207,7 @@ def _unsure_parts(prediction: Mapping[str, Any], longer_s: float) -> tuple[Uncer
         key = piece.share, _OWN_WORDS.get(piece.share, piece.part)
         on_path_s[key] = on_path_s.get(key, 0.0) + piece.duration_s
     stds = _relative_stds(prediction)
-    found = (
+    terms = (
         UncertainTerm(
             part=part,
             share=share,
@@ -219,7 +219,7 @@ def _unsure_parts(prediction: Mapping[str, Any], longer_s: float) -> tuple[Uncer
         for (share, part), seconds in on_path_s.items()
         if share in _KINDS
     )
-    told = (part for part in found if part.predicted_s or part.hidden_s)
+    told = (part for part in terms if part.predicted_s or part.hidden_s)
     return tuple(sorted(told, key=lambda part: (-part.std_s, -part.hidden_s)))
 
 

@@ -34,16 +34,16 @@ def measured_activity(measurement: Measurement) -> dict[int, Activity]:
     mapping = RankMapping.of(measurement.job.plan)
     moved = {rank.rank: list(_keyed(rank.collectives)) for rank in measurement.ranks}
     issued: dict[tuple[object, ...], dict[int, float]] = defaultdict(dict)
-    for rank, found in moved.items():
-        for each in found:
+    for rank, changes in moved.items():
+        for each in changes:
             issued[each.key][rank] = each.collective.start_s
     activities = {rank.rank: _busy_activity(measurement, rank, moved[rank.rank]) for rank in measurement.ranks}
     arrived: dict[tuple[object, ...], Transfer] = {}
-    for rank, found in moved.items():
-        for each in found:
+    for rank, changes in moved.items():
+        for each in changes:
             _add_transfer(activities[rank], each, issued[each.key], rank, mapping, arrived)
-    for rank, found in moved.items():
-        _add_sends(activities[rank], found, arrived)
+    for rank, changes in moved.items():
+        _add_sends(activities[rank], changes, arrived)
     return activities
 
 
@@ -133,5 +133,5 @@ def _add_transfer(
 
 def _add_sends(activity: Activity, moved: list[_Moved], arrived: dict[tuple[object, ...], Transfer]) -> None:
     """Add sends, with the transfer times that their receivers recorded."""
-    found = (arrived.get(each.key) for each in moved if each.collective.kind == "send")
-    activity.transfers += [transfer for transfer in found if transfer is not None]
+    transfers = (arrived.get(each.key) for each in moved if each.collective.kind == "send")
+    activity.transfers += [transfer for transfer in transfers if transfer is not None]

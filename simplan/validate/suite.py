@@ -97,7 +97,7 @@ class Suite(Spec):
             written["error"] = {measure: case.error(measure) for measure in MEASURES}
         overall = {
             kind: {
-                measure: None if (found := errors_of(self.of_kind(kind), measure)) is None else found.model_dump()
+                measure: None if (errors := errors_of(self.of_kind(kind), measure)) is None else errors.model_dump()
                 for measure in MEASURES
             }
             for kind in ("run", "rehearsal")

@@ -152,9 +152,9 @@ def test_a_vocabulary_is_padded_as_the_software_does_else_as_far_as_tp_needs() -
 )
 def test_a_job_on_several_large_domains_takes_as_many_devices_of_each(devices: int, domain: int, of_each: int) -> None:
     plan: dict[str, Any] = {"plan__dp_replicate": devices // 2, "plan__global_batch_size": 8 * devices}
-    found = job_of_published_run(run(cluster__num_devices=devices, cluster__devices_per_node=domain, **plan))
-    assert found.job.cluster.devices_per_node == of_each
-    assert any(f"takes {of_each} of each" in note for note in found.notes) == (of_each != domain)
+    job = job_of_published_run(run(cluster__num_devices=devices, cluster__devices_per_node=domain, **plan))
+    assert job.job.cluster.devices_per_node == of_each
+    assert any(f"takes {of_each} of each" in note for note in job.notes) == (of_each != domain)
 
 
 @pytest.mark.parametrize(("version", "usual"), [("2024", "fused"), ("2022", "unfused")])

@@ -75,7 +75,7 @@ def test_runs_that_are_held_out_are_no_others() -> None:
 
 
 def test_the_runs_of_this_project_add_up() -> None:
-    found = read_published([PUBLISHED])
-    assert sum(len(read.runs or ()) for read in found) == 413
-    without = {Path(read.file).stem for read in found if read.runs is None}
+    files = read_published([PUBLISHED])
+    assert sum(len(read.runs or ()) for read in files) == 413
+    without = {Path(read.file).stem for read in files if read.runs is None}
     assert {"collectives", "devices", "zero_bubble_profiles"} <= without

@@ -57,10 +57,10 @@ def test_gradients_are_reduced_as_the_recipe_says_unless_the_run_does() -> None:
 
 @pytest.mark.parametrize(("task", "width"), [("pretrain", 8 + 2), ("sft", 4 + 2)])
 def test_optimizer_states_of_nemo_are_in_16_bits_where_models_are_tuned(task: str, width: int) -> None:
-    found = job_of_published_run(
+    job = job_of_published_run(
         run(software__framework="nemo", software__version="NeMo24.07", task=task, plan__precision="fp8")
     )
-    assert found.job.software.state(found.job.training, found.job.plan).optimizer_bytes("adamw") == width
+    assert job.job.software.state(job.job.training, job.job.plan).optimizer_bytes("adamw") == width
 
 
 def test_stages_of_a_rank_that_a_table_has_no_column_for_are_those_of_the_script() -> None:
@@ -72,8 +72,8 @@ def test_stages_of_a_rank_that_a_table_has_no_column_for_are_those_of_the_script
     }
     tuned: dict[str, Any] = {"software__framework": "nemo", "software__version": "NeMo24.07", "task": "sft", **shape}
     tuned |= {"plan__dp_shard": 2, "plan__precision": "fp8"}
-    found = job_of_published_run(run(**tuned, model__name="llama2-13b")).job.plan
-    assert (found.virtual_stages, found.schedule, len(found.stage_layers or ())) == (10, "interleaved_1f1b", 40)
+    plan = job_of_published_run(run(**tuned, model__name="llama2-13b")).job.plan
+    assert (plan.virtual_stages, plan.schedule, len(plan.stage_layers or ())) == (10, "interleaved_1f1b", 40)
     assert job_of_published_run(run(**tuned, model__name="another-13b")).job.plan.virtual_stages == 1
 
 
@@ -138,7 +138,7 @@ def test_a_file_of_runs_brings_its_own_recipes(tmp_path: Path) -> None:
     (tmp_path / "plain.yaml").write_text(yaml.safe_dump({"meta": {}, "runs": [run_data("plain")]}))
     outcomes = {outcome.run.id: outcome.predicted for outcome in predict_runs(read_published([tmp_path]))}
     said = "as its recipe says: gradients reduced in fp32, the first 2 blocks of each stage are recomputed"
-    assert {name for name, found in outcomes.items() if found and said in found.notes} == {"own"}
+    assert {name for name, predicted in outcomes.items() if predicted and said in predicted.notes} == {"own"}
     own, plain = outcomes["own"], outcomes["plain"]
     assert own is not None
     assert plain is not None

@@ -88,10 +88,10 @@ def test_a_constant_utilization_is_the_median_of_a_device_and_precision() -> Non
         outcome(run(f"r{rate}", measured__step_time_s=4 / rate * 10), 1.0, flops=160.0) for rate in (10.0, 20.0, 40.0)
     ]
     alone = outcome(run("other", plan__precision="fp16"), 1.0, flops=1e9)
-    found = constant_mfu([*runs, alone])
-    assert found.num == 4
-    assert found.mape == pytest.approx((0.5 + 0.0 + 1.0 + 0.0) / 4)
-    assert found.bias == pytest.approx((-0.5 + 1.0) / 4)
+    figures = constant_mfu([*runs, alone])
+    assert figures.num == 4
+    assert figures.mape == pytest.approx((0.5 + 0.0 + 1.0 + 0.0) / 4)
+    assert figures.bias == pytest.approx((-0.5 + 1.0) / 4)
 
 
 def test_flops_of_a_step_are_those_of_the_megatron_formula() -> None:

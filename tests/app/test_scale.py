@@ -26,15 +26,15 @@ def data_of(name: str) -> dict:
 @pytest.mark.parametrize("axis", AXES)
 def test_the_point_of_the_scenario_is_its_prediction(axis: str) -> None:
     text = text_of("pipeline-ddp")
-    asked = parse_scenario(text)
-    found = predict(asked.job, name=asked.name)
+    scenario = parse_scenario(text)
+    prediction = predict(scenario.job, name=scenario.name)
     points = sweep(text, axis, False)
-    now = place_on(asked, axis)
+    now = place_on(scenario, axis)
     [here] = [point for point in points if point.value == now]
     if not here.refused:
-        assert here.step_time_s == pytest.approx(found.step_time_s, rel=1e-2)
-        assert here.device_bytes == found.worst_memory.device_bytes
-    figures = scale_figures(scale_rows(points, 1e9, 2.0), AXES[axis].label, now, found.capacity_bytes)
+        assert here.step_time_s == pytest.approx(prediction.step_time_s, rel=1e-2)
+        assert here.device_bytes == prediction.worst_memory.device_bytes
+    figures = scale_figures(scale_rows(points, 1e9, 2.0), AXES[axis].label, now, prediction.capacity_bytes)
     curves = {name: [trace.mode for trace in checked(one).data].count("lines+markers") for name, one in figures.items()}
     assert curves in ({"nothing": 0}, dict.fromkeys(("step time", "throughput", "memory", "cost"), 1))
 
@@ -42,21 +42,21 @@ def test_the_point_of_the_scenario_is_its_prediction(axis: str) -> None:
 def test_weak_scaling_keeps_what_each_device_does() -> None:
     data = data_of("ddp")
     text = yaml.safe_dump(data)
-    asked = parse_scenario(text)
+    scenario = parse_scenario(text)
     points = [point for point in sweep(text, "devices", True) if not point.refused]
     assert len(points) > 2
-    each = asked.job.training.global_batch_size / asked.job.cluster.num_devices
+    each = scenario.job.training.global_batch_size / scenario.job.cluster.num_devices
     assert [point.samples_per_s * point.step_time_s / point.num_devices for point in points] == pytest.approx(
         [each] * len(points)
     )
 
 
 def test_a_slow_rank_costs_something_and_at_most_its_delay() -> None:
-    found = slow_ranks(text_of("1f1b"), 0.2)
-    asked = parse_scenario(text_of("1f1b"))
-    assert sorted(rank for one in found for rank in one.ranks) == list(range(asked.job.cluster.num_devices))
-    assert all(0 < one.relative_change <= 0.2 + 1e-9 for one in found)
-    assert len(checked(slow_figure(found, 0.2)).data[0].x) == len(found)
+    ranks = slow_ranks(text_of("1f1b"), 0.2)
+    scenario = parse_scenario(text_of("1f1b"))
+    assert sorted(rank for one in ranks for rank in one.ranks) == list(range(scenario.job.cluster.num_devices))
+    assert all(0 < one.relative_change <= 0.2 + 1e-9 for one in ranks)
+    assert len(checked(slow_figure(ranks, 0.2)).data[0].x) == len(ranks)
 
 
 def test_what_more_is_worth_is_a_saving() -> None:

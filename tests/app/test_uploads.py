@@ -34,19 +34,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @cache
 def made() -> tuple[bytes, bytes]:
-    asked = load_scenario(ROOT / "scenarios" / "1f1b.yaml")
-    found = predict(asked.job, name=asked.name)
-    return json.dumps(found.to_json()).encode(), measure(found, 1.1).model_dump_json().encode()
+    scenario = load_scenario(ROOT / "scenarios" / "1f1b.yaml")
+    prediction = predict(scenario.job, name=scenario.name)
+    return json.dumps(prediction.to_json()).encode(), measure(prediction, 1.1).model_dump_json().encode()
 
 
 def test_a_prediction_and_its_measurement_are_compared() -> None:
     files = made()
     prediction = uploads.prediction_of("p.json", files[0])
     measurement = uploads.measurement_of("m.json", files[1])
-    found = uploads.compared(prediction, measurement)
-    assert found.rows[0].signed_error == pytest.approx(1 / 1.1 - 1)
-    terms = checked(terms_figure(found.rows))
-    errors = [row.signed_error for row in found.rows if row.signed_error is not None]
+    comparison = uploads.compared(prediction, measurement)
+    assert comparison.rows[0].signed_error == pytest.approx(1 / 1.1 - 1)
+    terms = checked(terms_figure(comparison.rows))
+    errors = [row.signed_error for row in comparison.rows if row.signed_error is not None]
     assert list(terms.data[1].x) == pytest.approx([100 * error for error in errors])
     one, two = predicted_timeline(prediction), measured_timeline(measurement)
     figure = checked(steps_figure(one, two))

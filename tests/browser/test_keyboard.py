@@ -13,7 +13,7 @@ from tests.browser.serving import PAGES, SMALL, opened, settled
 
 pytestmark = pytest.mark.browser
 
-_MOST_STOPS = 200
+_MAX_STOPS = 200
 _NAME = """
 () => {
   const at = document.activeElement
@@ -40,7 +40,7 @@ _RING = """
 
 def tab_to(page: Any, name: str) -> None:
     """Presses Tab until something of this name has the focus."""
-    for _ in range(_MOST_STOPS):
+    for _ in range(_MAX_STOPS):
         page.keyboard.press("Tab")
         if page.evaluate(_NAME).endswith(name):
             return
@@ -57,7 +57,7 @@ def step_time(page: Any) -> str:
 def test_tab_passes_through_a_page_and_is_seen_everywhere(page: Any, served: str, name: str) -> None:
     opened(page, f"{served}/{'' if name == 'plan' else name}?{SMALL}")
     hidden, stops = [], []
-    for _ in range(_MOST_STOPS):
+    for _ in range(_MAX_STOPS):
         page.keyboard.press("Tab")
         stop = page.evaluate(_NAME)
         if not stop:
@@ -65,7 +65,7 @@ def test_tab_passes_through_a_page_and_is_seen_everywhere(page: Any, served: str
         stops.append(stop)
         if not page.evaluate(_RING):
             hidden.append(stop)
-    assert len(stops) < _MOST_STOPS, "it comes to the end"
+    assert len(stops) < _MAX_STOPS, "it comes to the end"
     assert stops[0] == "Skip to main content"
     assert not hidden, "where one is can be seen"
 

@@ -17,7 +17,7 @@ from tests.browser.slow_link import slow_link
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(900)]
 
-MOST_SEEN = """
+MAX_SEEN = """
 () => {
   window.most = {}
   const look = () => {
@@ -39,7 +39,7 @@ def test_the_tour_ends_with_a_plan_that_predict_confirms(page: Any, served: str,
     page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
     opened(page, served)
     page.get_by_role("link", name="Search").click()
-    page.evaluate(MOST_SEEN)
+    page.evaluate(MAX_SEEN)
     page.get_by_role("button", name="Search", exact=True).click()
     verdict = page.get_by_text(re.compile(r"^Best of 76,\d{3} plans by step time: .* s a step on 64 devices \(in"))
     verdict.wait_for()

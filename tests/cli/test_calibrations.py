@@ -29,8 +29,8 @@ def test_what_was_measured_is_kept_and_only_the_rest_is_asked_for(
 
     def run(args: list[str], on_event: Callable[[Any], None]) -> None:
         asked.append(read_model(args[1], CalibrationRequest))
-        found, interrupted = answers.pop(0)
-        write_model(args[3], found)
+        calibration, interrupted = answers.pop(0)
+        write_model(args[3], calibration)
         if interrupted:
             raise KeyboardInterrupt
 

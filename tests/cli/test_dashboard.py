@@ -81,8 +81,8 @@ def test_others_are_let_in_only_if_asked_and_start_nothing_then(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    found = CliRunner().invoke(app, ["dashboard", "--no-browser", "--port", str(port), *given])
-    assert found.exit_code == 0, found.output
+    result = CliRunner().invoke(app, ["dashboard", "--no-browser", "--port", str(port), *given])
+    assert result.exit_code == 0, result.output
     [(command, environment)] = started
     assert command[command.index("--host") + 1] == host
     assert environment[RUN_FLAG] == runs

@@ -251,10 +251,10 @@ def test_search_then_predict_run_and_compare_the_plan_it_saved(simplan: Simplan,
 
 def test_a_search_that_takes_long_is_announced() -> None:
     """Only where ranks share cores, and there are many plans."""
-    asked = job_of("llama3-70b", cluster=catalog.cluster("dgx-h100", 128), global_batch_size=512)
+    job = job_of("llama3-70b", cluster=catalog.cluster("dgx-h100", 128), global_batch_size=512)
     for name in ("torch", "megatron-core"):
-        assert slow_search(replace(asked, software=catalog.software(name)), SearchSpace()) == ""
-    here = replace(asked, cluster=asked.cluster.model_copy(update={"cores_per_node": 64}))
+        assert slow_search(replace(job, software=catalog.software(name)), SearchSpace()) == ""
+    here = replace(job, cluster=job.cluster.model_copy(update={"cores_per_node": 64}))
     assert re.match(r"\d+,\d{3} plans are simulated one by one", slow_search(here, SearchSpace()))
     assert slow_search(here, SearchSpace(tp=(8,), pp=(4,), schedule=("1f1b",))) == ""
 

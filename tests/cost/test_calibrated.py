@@ -233,8 +233,8 @@ def test_communications_are_interpolated_in_bytes(num_bytes: int, seconds: float
 )
 def test_kinds_are_told_apart_and_extrapolated_by_what_each_rank_sends(kind: CollectiveKind, factor: float) -> None:
     """Four ranks where two were timed."""
-    found = tuple(link(one, 1000, 0.001 * (1 + index)) for index, one in enumerate(CollectiveKind))
-    cost = calibrated(communication=found)
+    timings = tuple(link(one, 1000, 0.001 * (1 + index)) for index, one in enumerate(CollectiveKind))
+    cost = calibrated(communication=timings)
     own_s = 0.001 * (1 + list(CollectiveKind).index(kind))
     assert cost.communication(Communication(kind, 1000, (0, 1))).seconds == pytest.approx(own_s)
     larger = cost.communication(Communication(kind, 1000, (0, 1, 2, 3)))

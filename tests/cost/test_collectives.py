@@ -119,9 +119,9 @@ def test_closed_forms_between_nodes(
 
 def test_the_node_with_the_fewest_devices_sets_the_pace() -> None:
     """Twelve ranks in nodes of 8 and 4: a tree sends the buffer once over four devices' network, 180 GB/s."""
-    found = cost_estimate(CollectiveKind.ALL_REDUCE, 10**9, tuple(range(12)))
-    assert "tree Simple" in found.formula
-    assert found.seconds == pytest.approx(SIMPLE_S + 2 * 20 * US + 6 * 1.18 * 2 * US + 1e9 / (0.92 * 180e9))
+    estimate = cost_estimate(CollectiveKind.ALL_REDUCE, 10**9, tuple(range(12)))
+    assert "tree Simple" in estimate.formula
+    assert estimate.seconds == pytest.approx(SIMPLE_S + 2 * 20 * US + 6 * 1.18 * 2 * US + 1e9 / (0.92 * 180e9))
     gathered = cost_estimate(CollectiveKind.ALL_GATHER, 10**9, tuple(range(12))).seconds
     assert gathered == pytest.approx(SIMPLE_S + 20 * US + 10 * 3 * US + 11 / 12 * 1e9 / 180e9)
 
@@ -129,13 +129,13 @@ def test_the_node_with_the_fewest_devices_sets_the_pace() -> None:
 def test_over_more_than_two_nodes_a_tree_sends_the_buffer_twice() -> None:
     """An inner node of one tree is a leaf of the other: half a buffer to two parents and to two children each."""
     slow = OUTER.model_copy(update={"bytes_per_s": 5e9})
-    found = communication_cost(
+    estimate = communication_cost(
         Communication(CollectiveKind.ALL_REDUCE, 10**9, tuple(range(64))), cluster(64, inter=slow)
     )
     nodes, shared = 8, 8 * 4.5e9
     ring_s = 2 * 63 / 64 * 1e9 / shared  # less than the tree's bytes take, but 14 steps between nodes and 112 inside
     tree_s = 2e9 / (0.92 * shared)
-    assert found.seconds == pytest.approx(SIMPLE_S + 2 * (nodes - 1) * 20 * US + 112 * 3 * US + ring_s)
+    assert estimate.seconds == pytest.approx(SIMPLE_S + 2 * (nodes - 1) * 20 * US + 112 * 3 * US + ring_s)
     assert ring_s < tree_s
     small = communication_cost(
         Communication(CollectiveKind.ALL_REDUCE, 10**6, tuple(range(64))), cluster(64, inter=slow)
@@ -185,9 +185,9 @@ def test_bus_bandwidths_that_nccl_tests_prints() -> None:
     """H200, 8 GiB: 365 GB/s round the ring, 473 GB/s with the switch; 8 A100: 235; 16 H100 in two nodes: 464 to 479."""
 
     def bus(preset: str, kind: CollectiveKind, n: int, num_devices: int = 8) -> float:
-        found = published(preset, kind, 8 * GIB, range(n), num_devices)
-        assert found.provenance is Provenance.PUBLISHED
-        return bus_factor(kind, n) * 8 * GIB / found.seconds / GB
+        estimate = published(preset, kind, 8 * GIB, range(n), num_devices)
+        assert estimate.provenance is Provenance.PUBLISHED
+        return bus_factor(kind, n) * 8 * GIB / estimate.seconds / GB
 
     assert bus("dgx-h200", CollectiveKind.ALL_GATHER, 8) == pytest.approx(365, rel=0.03)
     assert bus("dgx-h200", CollectiveKind.ALL_REDUCE, 8) == pytest.approx(473, rel=0.05)
@@ -218,9 +218,9 @@ def test_devices_wired_to_each_other_use_some_of_their_links() -> None:
 
 def test_a_rack_that_is_one_domain_has_no_network() -> None:
     """64 of the 72 devices of an NVL72 are one node; 4 nodes of 16 would cross a network."""
-    found = published("gb200-nvl72", CollectiveKind.ALL_GATHER, GIB, range(64), 72)
-    assert "nvlink5" in found.formula
-    assert "nodes" not in found.formula
+    estimate = published("gb200-nvl72", CollectiveKind.ALL_GATHER, GIB, range(64), 72)
+    assert "nvlink5" in estimate.formula
+    assert "nodes" not in estimate.formula
 
 
 @pytest.mark.parametrize(
@@ -318,9 +318,9 @@ def test_how_sure_a_price_is_depends_on_size_and_tier() -> None:
     sure = INNER.model_copy(update={"relative_std": Spread(small=0.3, medium=0.2, large=0.1), "fitted_on": "records"})
     node = cluster(16, intra=sure)
     sizes = (MIB - 1, MIB, 64 * MIB - 1, 64 * MIB)
-    found = [communication_cost(Communication(CollectiveKind.ALL_GATHER, size, (0, 1)), node) for size in sizes]
-    assert [cost_estimate.relative_std for cost_estimate in found] == [0.3, 0.2, 0.2, 0.1]
-    assert {cost_estimate.provenance for cost_estimate in found} == {Provenance.PUBLISHED}
+    estimates = [communication_cost(Communication(CollectiveKind.ALL_GATHER, size, (0, 1)), node) for size in sizes]
+    assert [cost_estimate.relative_std for cost_estimate in estimates] == [0.3, 0.2, 0.2, 0.1]
+    assert {cost_estimate.provenance for cost_estimate in estimates} == {Provenance.PUBLISHED}
     across = communication_cost(Communication(CollectiveKind.ALL_GATHER, MIB, (0, 8)), node)
     assert (across.relative_std, across.provenance) == (OUTER.relative_std.medium, Provenance.DATASHEET)
 
@@ -341,12 +341,12 @@ def test_formulas_come_to_the_price(
     kind: CollectiveKind, ranks: tuple[int, ...], num_bytes: int, intra: LinkSpec
 ) -> None:
     """Worked out with a calculator, as far as the printed digits go."""
-    found = cost_estimate(kind, num_bytes, ranks[:2] if kind is CollectiveKind.SEND else ranks, intra)
+    estimate = cost_estimate(kind, num_bytes, ranks[:2] if kind is CollectiveKind.SEND else ranks, intra)
     units = {"us": 1e-6, "ms": 1e-3, "s": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
     units |= {"TB/s": 1e12, "GB/s": 1e9, "MB/s": 1e6}
-    text = found.formula.rpartition(" (")[0].replace("2 (", "2 * (").replace(" x ", " * ")
+    text = estimate.formula.rpartition(" (")[0].replace("2 (", "2 * (").replace(" x ", " * ")
     text = re.sub(r"([0-9.]+) ([KMGTBus][a-zA-Z/]*)", lambda match: f"({match[1]} * {units[match[2]]})", text)
-    assert eval(text) == pytest.approx(found.seconds, rel=0.05, abs=1e-6)
+    assert eval(text) == pytest.approx(estimate.seconds, rel=0.05, abs=1e-6)
 
 
 def test_tokens_for_experts_cross_the_network_once_for_each_node() -> None:

@@ -82,9 +82,9 @@ CALIBRATION = Calibration(
 
 @given(st.tuples(*[st.floats(64, 1024)] * 3))
 def test_power_laws_are_met_between_sizes(sizes: tuple[float, float, float]) -> None:
-    found = GRID.time("linear", sizes)
-    assert found.seconds == pytest.approx(2 * sizes[0] * sizes[1] * sizes[2] / FLOP_PER_S)
-    assert found.inside
+    grid_time = GRID.time("linear", sizes)
+    assert grid_time.seconds == pytest.approx(2 * sizes[0] * sizes[1] * sizes[2] / FLOP_PER_S)
+    assert grid_time.inside
 
 
 @given(st.tuples(*[st.floats(1, 10**5)] * 3), st.floats(1.0, 8.0), st.integers(0, 2))
@@ -106,9 +106,9 @@ def test_small_kernels_are_bound_by_their_launch_and_large_ones_grow_with_their_
 
 def test_a_corner_that_was_too_large_to_time_has_its_work() -> None:
     known = [timing for timing in grid_timings() if timing.kernel == "linear" and timing.sizes != (1024, 1024, 1024)]
-    found = KernelGrid(known).time("linear", (1024, 1024, 1024))
-    assert found.seconds == pytest.approx(2 * 1024**3 / FLOP_PER_S)
-    assert found.inside  # four times what was timed, the distance of two sizes
+    grid_time = KernelGrid(known).time("linear", (1024, 1024, 1024))
+    assert grid_time.seconds == pytest.approx(2 * 1024**3 / FLOP_PER_S)
+    assert grid_time.inside  # four times what was timed, the distance of two sizes
 
 
 def layer() -> LayerSpec:
@@ -170,16 +170,16 @@ def test_what_lies_outside_is_named() -> None:
 def test_any_model_on_a_device_of_the_catalogue_is_priced_from_its_calibration() -> None:
     """Nothing of gpt2 was timed; its gathers were, over 8 ranks; 16 ranks were not."""
     model = catalog.model("gpt2-124m").model_copy(update={"num_hidden_layers": 2})
-    found = predict(job_of(model, {"dp_shard": 8}, num_microbatches=2), name="x", calibration=CALIBRATION)
-    by_name = {term.name: term.provenance for term in found.terms}
+    prediction = predict(job_of(model, {"dp_shard": 8}, num_microbatches=2), name="x", calibration=CALIBRATION)
+    by_name = {term.name: term.provenance for term in prediction.terms}
     assert by_name["block forward"] == by_name["all_gather over 8 ranks"] == "calibrated"
-    assert found.memory[0].device_bytes - found.memory[0].reserved_bytes == 10**9
-    assert not any("datasheet" in text for text in found.assumptions)
-    found = predict(job_of(model, {"dp_shard": 16}, num_microbatches=1), name="x", calibration=CALIBRATION)
-    by_name = {term.name: term.provenance for term in found.terms}
+    assert prediction.memory[0].device_bytes - prediction.memory[0].reserved_bytes == 10**9
+    assert not any("datasheet" in text for text in prediction.assumptions)
+    prediction = predict(job_of(model, {"dp_shard": 16}, num_microbatches=1), name="x", calibration=CALIBRATION)
+    by_name = {term.name: term.provenance for term in prediction.terms}
     assert (by_name["block forward"], by_name["all_gather over 16 ranks"]) == ("calibrated", "published")
     said = "not timed, so priced from datasheets: all_gather over 16"
-    assert any(text.startswith(said) for text in found.assumptions)
+    assert any(text.startswith(said) for text in prediction.assumptions)
 
 
 @pytest.mark.parametrize(
@@ -193,9 +193,9 @@ def test_any_model_on_a_device_of_the_catalogue_is_priced_from_its_calibration()
 )
 def test_a_calibration_of_another_device_is_refused(changes: dict[str, Any], cluster: str, told: str) -> None:
     other = CALIBRATION.model_copy(update=changes)
-    asked = job_of("gpt2-124m", {"dp_replicate": 2}, cluster=cluster)
+    job = job_of("gpt2-124m", {"dp_replicate": 2}, cluster=cluster)
     with pytest.raises(SpecError, match=told):
-        predict(asked, name="x", calibration=other)
+        predict(job, name="x", calibration=other)
 
 
 def test_another_precision_is_refused_in_a_sentence() -> None:

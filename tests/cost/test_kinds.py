@@ -56,5 +56,5 @@ def test_a_tied_embedding_is_summed_over_both_ends_of_a_pipeline() -> None:
     ],
 )
 def test_norms_are_summed_over_ranks_with_parts(plan: dict[str, Any], training: dict[str, Any], sums: bool) -> None:
-    found = kinds_needed(ParallelPlan(**plan), LLAMA, TrainingSpec(global_batch_size=8, **training))
-    assert (CollectiveKind.ALL_REDUCE in found) == sums
+    kinds = kinds_needed(ParallelPlan(**plan), LLAMA, TrainingSpec(global_batch_size=8, **training))
+    assert (CollectiveKind.ALL_REDUCE in kinds) == sums

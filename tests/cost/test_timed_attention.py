@@ -29,9 +29,9 @@ LLAMA, DEEPSEEK = catalog.model("llama3-8b"), catalog.model("deepseek-v2-lite")
 
 
 def rates(device: str, precision: Precision, *, free_casts: bool = True) -> AttentionRates:
-    found = cost_of(device, precision, BRIDGE, num_devices=1).attention
-    free = replace(changed(found.matmuls, kernel_overhead_s=0.0), bytes_per_s=1e30)
-    return replace(found, matmuls=free) if free_casts else found
+    attention_rates = cost_of(device, precision, BRIDGE, num_devices=1).attention
+    free = replace(changed(attention_rates.matmuls, kernel_overhead_s=0.0), bytes_per_s=1e30)
+    return replace(attention_rates, matmuls=free) if free_casts else attention_rates
 
 
 def deepseek(tokens: int) -> Attention:

@@ -36,16 +36,16 @@ def explained() -> dict[str, Explanation]:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_parts_sum_to_the_step_and_to_the_memory(name: str, explained: dict[str, Explanation]) -> None:
-    found = explained[name]
-    assert sum(part.value for part in found.time) == pytest.approx(found.step_time_s, rel=1e-9)
-    assert sum(part.value for part in found.memory) == pytest.approx(found.device_bytes, rel=1e-12)
-    assert all(part.formula for part in (*found.time, *found.memory, *found.figures))
+    explanation = explained[name]
+    assert sum(part.value for part in explanation.time) == pytest.approx(explanation.step_time_s, rel=1e-9)
+    assert sum(part.value for part in explanation.memory) == pytest.approx(explanation.device_bytes, rel=1e-12)
+    assert all(part.formula for part in (*explanation.time, *explanation.memory, *explanation.figures))
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_groups_are_the_split_of_the_rank(name: str, explained: dict[str, Explanation]) -> None:
     """The same numbers by another way: ``predict`` gets them from spans."""
-    found, split = explained[name], predicted(PLANS[name])[0].splits[explained[name].rank]
+    explanation, split = explained[name], predicted(PLANS[name])[0].splits[explained[name].rank]
     for group, seconds in {
         "compute": split.compute_s,
         "recompute": split.recompute_s,
@@ -53,7 +53,7 @@ def test_groups_are_the_split_of_the_rank(name: str, explained: dict[str, Explan
         "host": split.host_s,
         "optimizer": split.optimizer_s,
     }.items():
-        total_s = sum(part.value for part in found.time if part.group == group)
+        total_s = sum(part.value for part in explanation.time if part.group == group)
         assert total_s == pytest.approx(seconds, rel=1e-9, abs=1e-12)
 
 
@@ -131,6 +131,6 @@ def test_exposure_is_shared_by_what_moves_at_once() -> None:
 def test_microbatches_in_flight_are_named_at_the_peak() -> None:
     """Stage 0 of two holds two microbatches at the worst instant of 1F1B, which is inside a backward."""
     plan = ParallelPlan(pp=2, tp=2, sequence_parallel=False, microbatch_size=1, stage_layers=(8, 4))
-    found = explain(*predicted(plan))
-    (activations,) = [part for part in found.memory if part.name == "activations"]
+    explanation = explain(*predicted(plan))
+    (activations,) = [part for part in explanation.memory if part.name == "activations"]
     assert "2 microbatches of stage 0 x" in activations.formula

@@ -39,11 +39,11 @@ def made_up(runs: int, truth: SpreadEstimate = TRUTH, seed: int = 0) -> tuple[li
 
 def test_scatter_that_was_put_in_is_found_again() -> None:
     parts, errors = made_up(250)
-    found = fit_spread(parts, errors)
+    spread = fit_spread(parts, errors)
     for name, std in MADE.items():
-        assert found.computing[name] == pytest.approx(std, rel=0.2)
-    assert found.between_nodes == pytest.approx(TRUTH.between_nodes, rel=0.3)
-    assert within(parts, errors, found).mean() == pytest.approx(0.9, abs=0.03)
+        assert spread.computing[name] == pytest.approx(std, rel=0.2)
+    assert spread.between_nodes == pytest.approx(TRUTH.between_nodes, rel=0.3)
+    assert within(parts, errors, spread).mean() == pytest.approx(0.9, abs=0.03)
 
 
 def test_intervals_hold_nine_in_ten_of_what_they_were_not_calibrated_on() -> None:
@@ -72,8 +72,8 @@ def test_a_run_that_is_far_off_leaves_the_others_their_width() -> None:
 def test_a_framework_of_few_runs_is_drawn_to_the_others() -> None:
     parts, errors = made_up(40, replace(TRUTH, computing=dict.fromkeys("abcd", 0.05)))
     lucky = [part("few", 1.0)] * 2
-    found = fit_spread([*parts, *lucky], np.append(errors, [0.001, -0.001]))
-    assert 0.02 < found.computing["few"] < found.common < 0.07
+    spread = fit_spread([*parts, *lucky], np.append(errors, [0.001, -0.001]))
+    assert 0.02 < spread.computing["few"] < spread.common < 0.07
 
 
 def test_of_a_framework_that_was_never_seen_nine_in_ten_are_inside_each_source_counting_alike() -> None:
@@ -96,8 +96,8 @@ def test_what_an_unseen_framework_needs_is_what_holds_nine_in_ten() -> None:
     parts = [part("any", 0.6, 0.1), part("any", 0.9), part("any", 0.8, 0.02, 0.3)] * 40
     errors = rng.normal(0.0, 0.2, len(parts))
     needed = unfitted_std(parts, errors, ["one"] * len(parts), TRUTH)
-    found = SpreadEstimate({}, needed * 1.0001, TRUTH.between_nodes)
-    assert within(parts, errors, found).mean() == pytest.approx(0.9, abs=0.01)
+    spread = SpreadEstimate({}, needed * 1.0001, TRUTH.between_nodes)
+    assert within(parts, errors, spread).mean() == pytest.approx(0.9, abs=0.01)
 
 
 def test_an_interval_by_hand() -> None:

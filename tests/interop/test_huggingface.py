@@ -280,8 +280,8 @@ def scenario(folder: Path, config: object) -> Path:
 
 
 def test_a_scenario_names_a_config_relative_to_itself(tmp_path: Path) -> None:
-    found = load_scenario(scenario(tmp_path, LLAMA3)).job.model
-    assert (found.num_parameters, found.seq_len, found.name) == (8_030_261_248, 512, "llama")
+    model = load_scenario(scenario(tmp_path, LLAMA3)).job.model
+    assert (model.num_parameters, model.seq_len, model.name) == (8_030_261_248, 512, "llama")
 
 
 def test_a_bad_config_is_told_in_the_scenario(tmp_path: Path) -> None:
@@ -382,7 +382,7 @@ def test_a_scenario_says_what_is_left_out(
         f"model: {{hf_config: config.json, seq_len: 512{more}}}\ncluster: {{preset: dgx-h100, num_nodes: 1}}\n"
         f"training: {{global_batch_size: 8}}\nsoftware: {software}\nplan: {{dp_replicate: 8}}\n"
     )
-    asked = load_scenario(tmp_path / "case.yaml")
-    found = predict(asked.job, name=asked.name)
-    assert asked.job.model.mtp_num_layers == depths
-    assert [sentence for sentence in found.assumptions if "second token" in sentence] == said
+    scenario = load_scenario(tmp_path / "case.yaml")
+    prediction = predict(scenario.job, name=scenario.name)
+    assert scenario.job.model.mtp_num_layers == depths
+    assert [sentence for sentence in prediction.assumptions if "second token" in sentence] == said

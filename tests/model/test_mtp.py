@@ -80,9 +80,9 @@ def test_deepseek_v3_has_the_flops_of_published_runs(depths: int, tokens_per_s: 
 
     (NVIDIA-NeMo/Megatron-Bridge at 067f987, docs/performance-summary-archive.md: 25.11, "w/o MTP", and 26.06.)
     """
-    found = ModelSpec.model_validate(catalog.model_fields("deepseek-v3") | {"mtp_num_layers": depths})
+    model = ModelSpec.model_validate(catalog.model_fields("deepseek-v3") | {"mtp_num_layers": depths})
     printed = tflop_per_s * 1e12 / tokens_per_s
-    assert printed <= found.flops_per_sequence() / found.seq_len <= 1.004 * printed
+    assert printed <= model.flops_per_sequence() / model.seq_len <= 1.004 * printed
 
 
 @pytest.mark.parametrize("depths", [1, 2])
@@ -110,12 +110,12 @@ def test_tensor_parallel_ranks_split_the_projection_by_columns(
     norms, and columns are gathered.
     """
     shard = Shard(tp=4, sequence_parallel=parallel)
-    block, found = model(depths=0).layers_of(shard)[1], later(model(), shard)[0]
-    moved = {kind: exchanged(found, kind) - exchanged(block, kind) for kind in CollectiveKind}
+    block, layer = model(depths=0).layers_of(shard)[1], later(model(), shard)[0]
+    moved = {kind: exchanged(layer, kind) - exchanged(block, kind) for kind in CollectiveKind}
     one = TOKENS * H
     kinds = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE
     assert [moved[kind] for kind in kinds] == [gathered * one, scattered * one, reduced * one]
-    shapes = {parameter.name: parameter.shape for parameter in found.parameters}
+    shapes = {parameter.name: parameter.shape for parameter in layer.parameters}
     assert shapes["eh_proj.weight"] == (H // 4, 2 * H)
 
 

@@ -36,17 +36,17 @@ def test_sizes_of_images_are_those_of_the_paper() -> None:
 
 def test_boundaries_carry_what_the_block_before_them_gives() -> None:
     """After stages of 56, 28 and 14 pixels, 16 bits each under autocast: half as much from boundary to boundary."""
-    asked = job_of("resnet-50", {"pp": 4, "microbatch_size": 2}, num_microbatches=4)
-    program = lowered(asked, stage_layers=(3, 4, 6, 3))
+    job = job_of("resnet-50", {"pp": 4, "microbatch_size": 2}, num_microbatches=4)
+    program = lowered(job, stage_layers=(3, 4, 6, 3))
     for stage, (pixels, channels) in enumerate([(56, 256), (28, 512), (14, 1024)]):
         work = [item for op in program.ops if str(op.action) == f"{stage}SEND_F0" for item in op.work]
         assert [item.num_bytes for item in work if isinstance(item, Communication)] == [2 * 2 * channels * pixels**2]
 
 
 def test_throughput_is_in_images() -> None:
-    found = predict(job_of("resnet-50", {"dp_replicate": 2, "microbatch_size": 32}, global_batch_size=64))
-    assert found.samples_per_s_per_device == pytest.approx(32 / found.step_time_s)
-    assert found.tokens_per_s_per_device == 0
+    prediction = predict(job_of("resnet-50", {"dp_replicate": 2, "microbatch_size": 32}, global_batch_size=64))
+    assert prediction.samples_per_s_per_device == pytest.approx(32 / prediction.step_time_s)
+    assert prediction.tokens_per_s_per_device == 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from simplan.sim.memory import memory_peak
 from tests.laws import check_engines
 
 SCENARIOS = sorted((Path(__file__).parents[2] / "scenarios").glob("*.yaml"))
-MOST_OPERATIONS = 40_000
+MAX_OPERATIONS = 40_000
 LARGE = ("four-dimensions", "moe-pipeline", "three-dimensions")
 """Smaller ones combine the same axes two by two."""
 
@@ -25,7 +25,7 @@ def test_folded_is_unfolded(file: Path) -> None:
     scenario = load_scenario(file)
     prediction = scenario.predict()
     folded, level = build_program(prediction), 2
-    if len(folded.ops) / len(folded.ranks) * scenario.job.plan.num_devices > MOST_OPERATIONS:
+    if len(folded.ops) / len(folded.ranks) * scenario.job.plan.num_devices > MAX_OPERATIONS:
         folded, level = build_program(prediction, level=1), 1
     whole = build_program(prediction, level=level, folded=False)
     cost = cost_model(scenario.job, None)

@@ -107,8 +107,8 @@ def predicted_step(slowdown: float | None) -> tuple[Prediction, Simulated]:
     overlaps = [] if slowdown is None else [OverlapTiming.model_validate({**measured, "compute_slowdown": slowdown})]
     calibration = CALIBRATION.model_copy(update={"overlaps": tuple(overlaps)})
     model = catalog.model("gpt2-124m").model_copy(update={"num_hidden_layers": 2})
-    asked = job_of(model, {"dp_shard": 8, "microbatch_size": 4}, num_microbatches=1)
-    return predict_step(asked, name="x", calibration=calibration)
+    job = job_of(model, {"dp_shard": 8, "microbatch_size": 4}, num_microbatches=1)
+    return predict_step(job, name="x", calibration=calibration)
 
 
 def test_a_measured_slowdown_moves_the_prediction_by_no_more_than_what_overlaps() -> None:
@@ -128,11 +128,11 @@ def test_where_nobody_measured_it_is_as_published_runs_have_it() -> None:
 
 
 def test_what_is_lost_beside_communications_is_explained() -> None:
-    found, simulated = predicted_step(1.25)
-    explained = explain(found, simulated)
+    prediction, simulated = predicted_step(1.25)
+    explained = explain(prediction, simulated)
     [lost] = [part for part in explained.time if part.name == "overlap slowdown"]
-    assert 0 < lost.value < 0.2 * found.step_time_s
-    assert sum(part.value for part in explained.time) == pytest.approx(found.step_time_s)
+    assert 0 < lost.value < 0.2 * prediction.step_time_s
+    assert sum(part.value for part in explained.time) == pytest.approx(prediction.step_time_s)
 
 
 @pytest.mark.parametrize(("device", "link", "taken"), [("a100-sxm-80gb", "nvlink3", True), ("tpu-v5e", "ici", False)])

@@ -28,23 +28,23 @@ def ask(plan: Plan, *, batch: int = 32, model: ModelSpec = GPT2, cluster: str = 
 
 
 def test_a_single_device_has_no_bubble_and_no_communication() -> None:
-    found = ask(ParallelPlan(microbatch_size=4))
-    assert found.bubble_fraction == pytest.approx(0.0, abs=1e-12)
-    (split,) = found.splits
+    prediction = ask(ParallelPlan(microbatch_size=4))
+    assert prediction.bubble_fraction == pytest.approx(0.0, abs=1e-12)
+    (split,) = prediction.splits
     assert split.exposed_communication_s == 0.0
-    assert split.compute_s + split.optimizer_s == pytest.approx(found.step_time_s)
+    assert split.compute_s + split.optimizer_s == pytest.approx(prediction.step_time_s)
 
 
 def test_mfu_is_model_flops_over_peak() -> None:
     """6 N per token and 12 L h s per token of full attention (PaLM, appendix B), by hand; causal counts half."""
-    found = ask(ParallelPlan(dp_replicate=8, microbatch_size=2), batch=64)
+    prediction = ask(ParallelPlan(dp_replicate=8, microbatch_size=2), batch=64)
     matrices = 12 * 12 * 768**2 + 50257 * 768
     tokens = 64 * 1024
     full = tokens * (6 * matrices + 12 * 12 * 768 * 1024)
     causal = tokens * (6 * matrices + 6 * 12 * 768 * 1024)
-    peak = 8 * 989e12 * found.step_time_s
-    assert found.mfu_full_attention == pytest.approx(full / peak, rel=1e-9)
-    assert found.mfu == found.hfu == pytest.approx(causal / peak, rel=1e-9)
+    peak = 8 * 989e12 * prediction.step_time_s
+    assert prediction.mfu_full_attention == pytest.approx(full / peak, rel=1e-9)
+    assert prediction.mfu == prediction.hfu == pytest.approx(causal / peak, rel=1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
@@ -52,15 +52,15 @@ def test_mfu_is_model_flops_over_peak() -> None:
 def test_bubble_is_near_the_closed_form_of_equal_stages(schedule: str, p: int, m: int) -> None:
     """Stages are equal up to embedding and head, whose share is small here; communication is nearly free."""
     model = GPT2.model_copy(update={"num_hidden_layers": 48 * p, "vocab_size": 64, "max_position_embeddings": 1024})
-    found = ask(ParallelPlan(pp=p, schedule=schedule), batch=m, model=model)
+    prediction = ask(ParallelPlan(pp=p, schedule=schedule), batch=m, model=model)
     closed = (p - 1) / p if schedule == "naive" else (p - 1) / (m + p - 1)
-    assert found.bubble_fraction == pytest.approx(closed, abs=0.02)
+    assert prediction.bubble_fraction == pytest.approx(closed, abs=0.02)
 
 
 def test_a_pipeline_spreads_the_states() -> None:
     """The tied embedding is held twice, once at each end."""
-    found = ask(ParallelPlan(pp=4), batch=8)
-    held = sum(rank.by_category[MemoryCategory.PARAMETERS] for rank in found.memory)
+    prediction = ask(ParallelPlan(pp=4), batch=8)
+    held = sum(rank.by_category[MemoryCategory.PARAMETERS] for rank in prediction.memory)
     assert held == 4 * (GPT2.num_parameters + 50257 * 768)
 
 
@@ -89,52 +89,55 @@ def test_bytes_are_conserved_and_replicas_fold(schedule: str, p: int, dp: int, b
     """What is sent is received; every gradient is reduced once; folding a replica changes nothing."""
     model = tiny_model(num_hidden_layers=4, hidden_size=96, vocab_size=500, seq_len=32)
     plan = {"pp": p, "dp_replicate": dp, "microbatch_size": b, "schedule": schedule if p > 1 else "none"}
-    found = ask(plan, batch=b * m * dp, model=model)
-    program = build_program(found, folded=False)
+    prediction = ask(plan, batch=b * m * dp, model=model)
+    program = build_program(prediction, folded=False)
     sent = [op.communication for op in program.ops if op.action.kind.value.startswith("SEND")]
     received = [op.communication for op in program.ops if op.action.kind.value.startswith("RECV")]
     assert sorted(map(str, sent)) == sorted(map(str, received))
     assert len(sent) == 2 * m * (p - 1) * dp
     assert all(
-        w is not None and w.num_bytes == b * 32 * 96 * found.job.software.state_bytes["bf16"].boundary for w in sent
+        w is not None and w.num_bytes == b * 32 * 96 * prediction.job.software.state_bytes["bf16"].boundary
+        for w in sent
     )
     reduced = sum(op.communication.num_bytes for op in program.ops if op.communication and op.stream is Stream.DATA)
     held = sum(program.persistent_bytes[rank][MemoryCategory.GRADIENTS] for rank in program.ranks)
     assert reduced == (held if dp > 1 else 0)
-    folded = build_program(found)
+    folded = build_program(prediction)
     assert len(folded.ops) * dp == len(program.ops)
-    assert [split.total_s for split in found.splits] == pytest.approx([found.step_time_s] * (p * dp), rel=1e-9)
+    assert [split.total_s for split in prediction.splits] == pytest.approx(
+        [prediction.step_time_s] * (p * dp), rel=1e-9
+    )
 
 
 def test_json_has_what_others_rely_on() -> None:
-    found = ask(ParallelPlan(pp=2, dp_replicate=2), batch=8)
-    document = json.loads(json.dumps(found.to_json()))
-    assert document["step_time_s"] == found.step_time_s
+    prediction = ask(ParallelPlan(pp=2, dp_replicate=2), batch=8)
+    document = json.loads(json.dumps(prediction.to_json()))
+    assert document["step_time_s"] == prediction.step_time_s
     low, high = document["step_time_interval_s"]
-    assert low < found.step_time_s < high
+    assert low < prediction.step_time_s < high
     assert document["fits"] is True
     assert set(document["peak_memory_gib"]) == {"allocated", "reserved", "device"}
     worst = document["ranks"][document["worst_rank"]]
     assert sum(worst["memory_gib"].values()) * GIB == pytest.approx(
-        found.worst_memory.allocated_bytes + worst["memory_gib"]["context"] * GIB
+        prediction.worst_memory.allocated_bytes + worst["memory_gib"]["context"] * GIB
     )
     assert [rank["rank"] for rank in document["ranks"]] == [0, 1, 2, 3]
-    assert sum(worst["split"].values()) == pytest.approx(found.step_time_s)
+    assert sum(worst["split"].values()) == pytest.approx(prediction.step_time_s)
 
 
 def test_what_does_not_fit_still_has_a_time() -> None:
-    found = ask(ParallelPlan(dp_replicate=8), batch=8, model=catalog.model("llama3-8b"))
-    assert found.fits is False
-    assert found.worst_memory.by_category[MemoryCategory.PARAMETERS] == 4 * 8_030_261_248
-    assert found.step_time_s > 0
+    prediction = ask(ParallelPlan(dp_replicate=8), batch=8, model=catalog.model("llama3-8b"))
+    assert prediction.fits is False
+    assert prediction.worst_memory.by_category[MemoryCategory.PARAMETERS] == 4 * 8_030_261_248
+    assert prediction.step_time_s > 0
 
 
 def test_terms_add_up_to_what_ranks_spend() -> None:
     """Seconds times occurrences a rank, over everything that computes, is the mean of the ranks' compute shares."""
-    found = ask(ParallelPlan(pp=2), batch=8)
-    computing = [t for t in found.terms if not t.name.startswith(("send", "all_reduce"))]
+    prediction = ask(ParallelPlan(pp=2), batch=8)
+    computing = [t for t in prediction.terms if not t.name.startswith(("send", "all_reduce"))]
     spent_s = sum(t.seconds * t.count for t in computing)
-    shares_s = [split.compute_s + split.optimizer_s for split in found.splits]
+    shares_s = [split.compute_s + split.optimizer_s for split in prediction.splits]
     assert spent_s == pytest.approx(sum(shares_s) / len(shares_s), rel=1e-9)
 
 
@@ -142,33 +145,33 @@ def test_terms_add_up_to_what_ranks_spend() -> None:
 def test_one_replica_stands_for_those_that_use_the_same_links(num_devices: int, written_out: int) -> None:
     """Twelve devices in nodes of eight, two stages: only some of the six pipelines cross nodes."""
     plan = ParallelPlan(pp=2, dp_replicate=num_devices // 2)
-    found = ask(plan, batch=2 * num_devices, cluster="dgx-a100-80gb")
-    whole = build_program(found, folded=False)
-    cost = cost_model(found.job, None)
-    step_time_s = simulate_program(whole, cost, found.job.cluster).times.step_time_s
-    assert found.step_time_s == pytest.approx(step_time_s, rel=1e-9)
-    assert len(build_program(found).ranks) == 2 * written_out
+    prediction = ask(plan, batch=2 * num_devices, cluster="dgx-a100-80gb")
+    whole = build_program(prediction, folded=False)
+    cost = cost_model(prediction.job, None)
+    step_time_s = simulate_program(whole, cost, prediction.job.cluster).times.step_time_s
+    assert prediction.step_time_s == pytest.approx(step_time_s, rel=1e-9)
+    assert len(build_program(prediction).ranks) == 2 * written_out
 
 
 def test_interval_of_a_single_device_by_hand() -> None:
     """Nothing overlaps, so the step is a sum; all of it is computation, whose prices err together."""
-    found = ask(ParallelPlan(microbatch_size=4))
-    longer = 1 + sum(t.seconds * t.count * t.relative_std for t in found.terms) / found.step_time_s
-    low_s, high_s = found.step_time_interval_s
-    assert math.log(high_s / found.step_time_s) == pytest.approx(1.645 * math.log(longer))
-    assert math.log(found.step_time_s / low_s) == pytest.approx(1.645 * math.log(longer))
+    prediction = ask(ParallelPlan(microbatch_size=4))
+    longer = 1 + sum(t.seconds * t.count * t.relative_std for t in prediction.terms) / prediction.step_time_s
+    low_s, high_s = prediction.step_time_interval_s
+    assert math.log(high_s / prediction.step_time_s) == pytest.approx(1.645 * math.log(longer))
+    assert math.log(prediction.step_time_s / low_s) == pytest.approx(1.645 * math.log(longer))
 
 
 def test_what_the_host_does_errs_apart_from_what_the_device_computes() -> None:
     """As of one device, whose step is a sum, but of software that waits for the batch before every forward."""
-    found = predict(job_of(GPT2, cluster="dgx-a100-80gb", software="megatron-lm-2023", global_batch_size=32))
+    prediction = predict(job_of(GPT2, cluster="dgx-a100-80gb", software="megatron-lm-2023", global_batch_size=32))
     deviations_s = {"host": 0.0, "device": 0.0}
-    for term in found.terms:
+    for term in prediction.terms:
         deviations_s["host" if "host" in term.name else "device"] += term.seconds * term.count * term.relative_std
     assert all(deviations_s.values())
-    longer = [math.log1p(deviation_s / found.step_time_s) for deviation_s in deviations_s.values()]
-    _, high_s = found.step_time_interval_s
-    assert math.log(high_s / found.step_time_s) == pytest.approx(1.645 * math.hypot(*longer))
+    longer = [math.log1p(deviation_s / prediction.step_time_s) for deviation_s in deviations_s.values()]
+    _, high_s = prediction.step_time_interval_s
+    assert math.log(high_s / prediction.step_time_s) == pytest.approx(1.645 * math.hypot(*longer))
 
 
 def test_scores_of_gemma_2_are_said_to_be_tensors() -> None:
@@ -189,16 +192,16 @@ def test_the_residual_stream_under_autocast_is_said_to_be_fp32() -> None:
         ("torch", "fp32", {"dp_replicate": 8}),
         ("megatron-core", "bf16", {"dp_replicate": 8}),
     ):
-        found = predict(job_of(GPT2, plan, software=software, global_batch_size=8, precision=precision))
-        activations = found.worst_memory.by_category[MemoryCategory.ACTIVATIONS]
-        said.append((any(sentence.startswith(start) for sentence in found.assumptions), activations))
+        prediction = predict(job_of(GPT2, plan, software=software, global_batch_size=8, precision=precision))
+        activations = prediction.worst_memory.by_category[MemoryCategory.ACTIVATIONS]
+        said.append((any(sentence.startswith(start) for sentence in prediction.assumptions), activations))
     assert [each for each, _ in said] == [True, True, False, False, False]
     assert said[0][1] > 1.1 * said[2][1]
 
 
 def test_what_of_deepseek_is_not_modelled_is_said() -> None:
-    found = predict(job_of("deepseek-v2-lite", {"dp_shard": 8, "ep": 8}))
-    assert any("no layer predicts a second token" in sentence for sentence in found.assumptions)
+    prediction = predict(job_of("deepseek-v2-lite", {"dp_shard": 8, "ep": 8}))
+    assert any("no layer predicts a second token" in sentence for sentence in prediction.assumptions)
 
 
 def test_stages_have_as_many_blocks_under_megatron_and_nemo() -> None:

@@ -89,12 +89,12 @@ def drawn(**plan: Any) -> Prediction:
 
 
 def test_throughput_of_documents_is_that_of_all_packs() -> None:
-    found = drawn()
-    packs = found.job.model.packs
+    prediction = drawn()
+    packs = prediction.job.model.packs
     assert packs is not None
-    share = found.document_tokens_per_s_per_device / found.tokens_per_s_per_device
+    share = prediction.document_tokens_per_s_per_device / prediction.tokens_per_s_per_device
     assert share == pytest.approx(packs.document_share)
-    assert share != found.job.model.document_share
+    assert share != prediction.job.model.document_share
 
 
 def sentence(found: Prediction) -> str:
@@ -106,8 +106,8 @@ def test_who_waits_is_said() -> None:
     """Ranks that reduce once a step average over their packs; those that wait in every microbatch do not."""
     assert "the fullest of 8 " in sentence(drawn())
     once, often = (
-        float(sentence(found).split("expected to be at most ")[1].split(" %")[0])
-        for found in (drawn(), drawn(dp_replicate=1, dp_shard=8))
+        float(sentence(prediction).split("expected to be at most ")[1].split(" %")[0])
+        for prediction in (drawn(), drawn(dp_replicate=1, dp_shard=8))
     )
     assert often == pytest.approx(2 * once, abs=0.2)  # of four packs, or of each
     assert "the fullest of 16 " in sentence(drawn(dp_replicate=4, pp=2, microbatch_size=2))

@@ -56,43 +56,43 @@ def rehearsal_of(prediction: Prediction, simulated: Simulated, rank: int, factor
 def test_computing_as_predicted_gives_the_prediction(name: str) -> None:
     prediction, simulated = predicted(PLANS[name])
     for rank in {0, prediction.job.plan.num_devices - 1}:
-        found = rehearsal_step(prediction, simulated, rehearsal_of(prediction, simulated, rank, 1.0))
-        assert found.step_time_s == pytest.approx(prediction.step_time_s, rel=1e-9)
-        assert found.split.total_s == pytest.approx(prediction.step_time_s, rel=1e-9)
+        rehearsed = rehearsal_step(prediction, simulated, rehearsal_of(prediction, simulated, rank, 1.0))
+        assert rehearsed.step_time_s == pytest.approx(prediction.step_time_s, rel=1e-9)
+        assert rehearsed.split.total_s == pytest.approx(prediction.step_time_s, rel=1e-9)
 
 
 def test_one_device_takes_what_its_actions_take() -> None:
     prediction, simulated = predicted(PLANS["one"])
     measured = rehearsal_of(prediction, simulated, 0, 1.7)
-    found = rehearsal_step(prediction, simulated, measured)
-    assert found.step_time_s == pytest.approx(sum(time.median_s for time in measured.actions), rel=1e-9)
-    assert found.measured_share == 1.0
-    assert found.step_time_interval_s == pytest.approx((found.step_time_s, found.step_time_s), rel=1e-9)
+    rehearsed = rehearsal_step(prediction, simulated, measured)
+    assert rehearsed.step_time_s == pytest.approx(sum(time.median_s for time in measured.actions), rel=1e-9)
+    assert rehearsed.measured_share == 1.0
+    assert rehearsed.step_time_interval_s == pytest.approx((rehearsed.step_time_s, rehearsed.step_time_s), rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "tp"])
 def test_communication_stays_what_it_was(name: str) -> None:
     """With slow computing all that can overlap does; what is exposed of tensor parallelism is the same seconds."""
     prediction, simulated = predicted(PLANS[name])
-    found = rehearsal_step(prediction, simulated, rehearsal_of(prediction, simulated, 0, 3.0))
+    rehearsed = rehearsal_step(prediction, simulated, rehearsal_of(prediction, simulated, 0, 3.0))
     before = prediction.splits[0]
     lost_s = sum(term.seconds for term in prediction.terms if term.name == "overlap slowdown of compute")
     same_s = 3 * (before.compute_s - lost_s) + lost_s
     more_s = (
         prediction.job.cluster.device.kernels.overlap_slowdown * before.exposed_communication_s
     )  # now beside something
-    assert same_s * (1 - 1e-6) <= found.split.compute_s <= (same_s + more_s) * (1 + 1e-6)
+    assert same_s * (1 - 1e-6) <= rehearsed.split.compute_s <= (same_s + more_s) * (1 + 1e-6)
     if name == "tp":
-        assert found.split.exposed_communication_s == pytest.approx(before.exposed_communication_s, rel=1e-6)
+        assert rehearsed.split.exposed_communication_s == pytest.approx(before.exposed_communication_s, rel=1e-6)
     else:
-        assert found.split.exposed_communication_s <= before.exposed_communication_s * (1 + 1e-9)
+        assert rehearsed.split.exposed_communication_s <= before.exposed_communication_s * (1 + 1e-9)
 
 
 def test_other_stages_are_scaled_alike() -> None:
     prediction, simulated = predicted(PLANS["1f1b"])
-    found = rehearsal_step(prediction, simulated, rehearsal_of(prediction, simulated, 1, 2.0))
-    assert found.step_time_s == pytest.approx(
+    rehearsed = rehearsal_step(prediction, simulated, rehearsal_of(prediction, simulated, 1, 2.0))
+    assert rehearsed.step_time_s == pytest.approx(
         2 * prediction.step_time_s, rel=0.02
     )  # communications are not twice as long
     computed_s = [split.compute_s for split in prediction.splits]
-    assert found.measured_share == pytest.approx(computed_s[1] / sum(computed_s), rel=0.02)
+    assert rehearsed.measured_share == pytest.approx(computed_s[1] / sum(computed_s), rel=0.02)

@@ -57,10 +57,10 @@ def test_the_reserve_ends_where_the_device_does(roomy: Prediction) -> None:
 @pytest.mark.parametrize("missing_bytes", [0, 1])
 def test_tensors_and_context_decide(roomy: Prediction, missing_bytes: int) -> None:
     capacity = least_bytes(roomy) - missing_bytes
-    found, short = predict(with_memory(capacity)), summarize_step(with_memory(capacity))
-    assert found.fits == short.fits == (not missing_bytes)
-    assert found.worst_memory.device_bytes == short.device_bytes == least_bytes(roomy)
-    assert verdict(found).startswith("does not fit: " if missing_bytes else "fits tightly: ")
+    prediction, short = predict(with_memory(capacity)), summarize_step(with_memory(capacity))
+    assert prediction.fits == short.fits == (not missing_bytes)
+    assert prediction.worst_memory.device_bytes == short.device_bytes == least_bytes(roomy)
+    assert verdict(prediction).startswith("does not fit: " if missing_bytes else "fits tightly: ")
 
 
 def test_a_search_keeps_room_for_the_reserve(roomy: Prediction) -> None:
@@ -80,7 +80,7 @@ def test_what_is_short_adds_up() -> None:
     context = wanted.device_bytes - wanted.reserved_bytes
     assert (wanted.allocated_bytes, wanted.reserved_bytes) == (10 * block - 1, 16 * block)
     for blocks, short in ((22, 0), (16, 0), (14, 2), (10, 6), (9, 6)):
-        found = device_memory(peaks, replace(with_memory(context + blocks * block), software=software))
-        assert found.short_bytes == short * block
-        assert found.wanted_bytes == wanted.wanted_bytes
-        assert found.device_bytes - found.reserved_bytes == context
+        memory = device_memory(peaks, replace(with_memory(context + blocks * block), software=software))
+        assert memory.short_bytes == short * block
+        assert memory.wanted_bytes == wanted.wanted_bytes
+        assert memory.device_bytes - memory.reserved_bytes == context

@@ -45,15 +45,15 @@ def pinned(found: Prediction) -> ParallelPlan:
     ],
 )
 def test_a_marginal_value_is_what_a_prediction_on_better_hardware_says(name: str) -> None:
-    found, simulated = predicted(name)
-    values = {value.resource: value.relative_change for value in marginal_values(found, simulated)}
+    prediction, simulated = predicted(name)
+    values = {value.resource: value.relative_change for value in marginal_values(prediction, simulated)}
     for resource in Resource:
-        cluster = improved(found.job.cluster, resource)
+        cluster = improved(prediction.job.cluster, resource)
         assert (resource in values) == (cluster is not None)
         if cluster is not None:
-            again = predict(replace(found.job, cluster=cluster, plan=pinned(found)), name=name)
-            assert again.assignment == found.assignment
-            assert again.step_time_s / found.step_time_s - 1 == pytest.approx(values[resource], abs=1e-12)
+            again = predict(replace(prediction.job, cluster=cluster, plan=pinned(prediction)), name=name)
+            assert again.assignment == prediction.assignment
+            assert again.step_time_s / prediction.step_time_s - 1 == pytest.approx(values[resource], abs=1e-12)
     assert list(values.values()) == sorted(values.values())
 
 
@@ -62,8 +62,8 @@ def test_all_rates_together_scale_the_step() -> None:
     cluster = catalog.cluster("dgx-h100", num_devices=1)
     kernels = cluster.device.kernels.model_copy(update={"kernel_overhead_s": 0.0, "tile_overhead_s": 0.0})
     cluster = cluster.model_copy(update={"device": cluster.device.model_copy(update={"kernels": kernels})})
-    found, simulated = predict_step(job_of("gpt2-1.5b", {"microbatch_size": 8}, cluster=cluster))
-    values = {value.resource: value.relative_change for value in marginal_values(found, simulated)}
+    prediction, simulated = predict_step(job_of("gpt2-1.5b", {"microbatch_size": 8}, cluster=cluster))
+    values = {value.resource: value.relative_change for value in marginal_values(prediction, simulated)}
     assert set(values) == {Resource.COMPUTE, Resource.MEMORY_BANDWIDTH, Resource.INTRA_LINK}
     assert values[Resource.INTRA_LINK] == 0.0
     assert values[Resource.COMPUTE] + values[Resource.MEMORY_BANDWIDTH] == pytest.approx(1 / 1.01 - 1, rel=1e-3)
@@ -71,9 +71,9 @@ def test_all_rates_together_scale_the_step() -> None:
 
 def test_a_link_is_worth_its_time_on_the_path() -> None:
     """Exchanges of tensor-parallel ranks, which nothing hides: bandwidth times 1.01, latency as it was."""
-    found, simulated = predict_step(job_of("llama3-8b", {"tp": 8}))
-    values = {value.resource: value.relative_change for value in marginal_values(found, simulated)}
-    link = found.job.cluster.intra_link
+    prediction, simulated = predict_step(job_of("llama3-8b", {"tp": 8}))
+    values = {value.resource: value.relative_change for value in marginal_values(prediction, simulated)}
+    link = prediction.job.cluster.intra_link
     assert link is not None
     moved_s = 0.0
     for op in simulated.program.ops:
@@ -81,11 +81,11 @@ def test_a_link_is_worth_its_time_on_the_path() -> None:
             # large ones go round a ring with protocol Simple, small reductions twice with LL, at 0.39 of the rate
             laps, share = (2, 0.39) if op.communication.kind == "all_reduce" else (1, 1.0)
             moved_s += laps * 7 / 8 * op.communication.num_bytes / (450e9 * link.bandwidth_share * share)
-    assert values[Resource.INTRA_LINK] * found.step_time_s == pytest.approx(moved_s * (1 / 1.01 - 1))
+    assert values[Resource.INTRA_LINK] * prediction.step_time_s == pytest.approx(moved_s * (1 / 1.01 - 1))
 
 
 def test_ranks_that_share_cores_have_none() -> None:
-    found, simulated = predict_step(job_of("gpt2-1.5b", {"dp_replicate": 2}))
+    prediction, simulated = predict_step(job_of("gpt2-1.5b", {"dp_replicate": 2}))
     cores = CoreUse(2, [0] * len(simulated.program.ops), [1.0] * len(simulated.program.ops))
     with pytest.raises(NotModelledError, match="ranks share 2 cores"):
-        marginal_values(found, replace(simulated, sharing=cores))
+        marginal_values(prediction, replace(simulated, sharing=cores))

@@ -14,27 +14,27 @@ def folded(mapping: RankMapping, devices_per_node: int) -> Folding:
 
 
 def test_one_node_folds_to_one_rank_a_stage() -> None:
-    found = folded(RankMapping(pp=2, dp_replicate=2, tp=2), 8)
-    assert found.ranks == (0, 4)
-    assert found.stands_for == (0, 0, 0, 0, 4, 4, 4, 4)
+    folding = folded(RankMapping(pp=2, dp_replicate=2, tp=2), 8)
+    assert folding.ranks == (0, 4)
+    assert folding.stands_for == (0, 0, 0, 0, 4, 4, 4, 4)
 
 
 def test_groups_that_cross_nodes_stand_apart() -> None:
     """Tensor-parallel groups of three in nodes of four: the second one spans two nodes, then the pattern repeats."""
-    found = folded(RankMapping(dp_replicate=4, tp=3), 4)
-    assert found.stands_for == (0, 0, 0, 3, 3, 3, 3, 3, 3, 0, 0, 0)
+    folding = folded(RankMapping(dp_replicate=4, tp=3), 4)
+    assert folding.stands_for == (0, 0, 0, 3, 3, 3, 3, 3, 3, 0, 0, 0)
 
 
 def test_what_ranks_own_keeps_them_apart() -> None:
-    found = fold(RankMapping(dp_shard=4), lambda rank: 0, lambda rank: rank % 2)
-    assert found.ranks == (0, 1)
-    assert found.members((0, 1, 2, 3)) == (0, 1)
+    folding = fold(RankMapping(dp_shard=4), lambda rank: 0, lambda rank: rank % 2)
+    assert folding.ranks == (0, 1)
+    assert folding.members((0, 1, 2, 3)) == (0, 1)
 
 
 def test_meeting_a_different_rank_makes_different() -> None:
     """Rank 1 is odd; so rank 0, which splits layers with it, is not like ranks 2 and 4, nor 3 and 5 like them."""
-    found = fold(RankMapping(dp_replicate=3, tp=2), lambda rank: 0, lambda rank: rank == 1)
-    assert found.stands_for == (0, 1, 2, 3, 2, 3)
+    folding = fold(RankMapping(dp_replicate=3, tp=2), lambda rank: 0, lambda rank: rank == 1)
+    assert folding.stands_for == (0, 1, 2, 3, 2, 3)
 
 
 axes = st.sampled_from([1, 2, 3, 4])
@@ -43,12 +43,12 @@ axes = st.sampled_from([1, 2, 3, 4])
 @given(st.builds(RankMapping, axes, axes, axes, axes, axes), st.integers(1, 9))
 def test_groups_of_equal_ranks_have_equal_members(mapping: RankMapping, devices_per_node: int) -> None:
     """What a representative meets in a group is what every rank it stands for meets: the law that meetings rely on."""
-    found = folded(mapping, devices_per_node)
-    for rank, leader in enumerate(found.stands_for):
-        assert found.stands_for[leader] == leader
+    folding = folded(mapping, devices_per_node)
+    for rank, leader in enumerate(folding.stands_for):
+        assert folding.stands_for[leader] == leader
         assert mapping.place(rank).pp == mapping.place(leader).pp
         for group in (mapping.tp_group, mapping.cp_group, mapping.dp_group, mapping.shard_group, mapping.pp_group):
-            assert found.members(group(rank)) == found.members(group(leader))
+            assert folding.members(group(rank)) == folding.members(group(leader))
 
 
 def test_unfolded_writes_everyone_out() -> None:

@@ -31,8 +31,8 @@ def plot_of(*outcomes: RunOutcome) -> AccuracyPlot:
 def marks(plot: AccuracyPlot) -> dict[str, ElementTree.Element]:
     """By the id of the run."""
     root = ElementTree.fromstring(accuracy_svg(plot))
-    found = [mark for group in root.findall(f"{SVG}g[@class='panel']") for mark in group if mark.tag != f"{SVG}text"]
-    return {(mark.findtext(f"{SVG}title") or "").split(":")[0]: mark for mark in found}
+    elements = [mark for group in root.findall(f"{SVG}g[@class='panel']") for mark in group if mark.tag != f"{SVG}text"]
+    return {(mark.findtext(f"{SVG}title") or "").split(":")[0]: mark for mark in elements}
 
 
 def number(element: ElementTree.Element, name: str) -> float:

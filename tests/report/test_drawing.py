@@ -250,13 +250,13 @@ def test_the_svg_has_every_box_at_its_time(schedule: str, virtual_stages: int) -
 def test_rows_of_the_svg_are_ranks_and_lighter_boxes_later_stages() -> None:
     drawing = draw_timeline("x", timeline_of("interleaved_1f1b", 2, 4, StageTimes.equal(4), 2), range(2))
     root = ElementTree.fromstring(drawing_svg(drawing))
-    found = [group.find(f"{SVG}rect") for group in root.findall(f"{SVG}g[@class='box']")]
+    elements = [group.find(f"{SVG}rect") for group in root.findall(f"{SVG}g[@class='box']")]
     of_row = [number for number, row in enumerate(drawing.rows) for _ in row.boxes]
-    tops = {(number, rect.get("y")) for number, rect in zip(of_row, found, strict=True) if rect is not None}
+    tops = {(number, rect.get("y")) for number, rect in zip(of_row, elements, strict=True) if rect is not None}
     assert len(tops) == 2, "a height for each rank"
     fills = {
         (box.action.kind, box.action.stage): rect.get("fill")
-        for box, rect in zip(drawing.boxes, found, strict=True)
+        for box, rect in zip(drawing.boxes, elements, strict=True)
         if rect is not None
     }
     forward = ActionKind.FORWARD

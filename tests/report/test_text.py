@@ -112,9 +112,11 @@ def test_whole_gradients_under_fsdp_are_noted() -> None:
     """A rank of 8 holds 4 bytes for each of 124 M parameters where the other plan holds an eighth."""
     held, said = [], []
     for grad_sync in ("step", "microbatch"):
-        found = predict(job_of("gpt2-124m", {"dp_shard": 8, "grad_sync": grad_sync}, num_microbatches=4))
-        held.append(found.memory[0].by_category[MemoryCategory.GRADIENTS])
-        said.append([text for text in found.assumptions if text.startswith("gradients of 4 microbatches add up whole")])
+        prediction = predict(job_of("gpt2-124m", {"dp_shard": 8, "grad_sync": grad_sync}, num_microbatches=4))
+        held.append(prediction.memory[0].by_category[MemoryCategory.GRADIENTS])
+        said.append(
+            [text for text in prediction.assumptions if text.startswith("gradients of 4 microbatches add up whole")]
+        )
     assert held[0] - held[1] > 0.8 * 4 * 124.4e6
     assert [len(texts) for texts in said] == [1, 0]
     assert not any("add up whole" in text for text in assumptions(plan={"dp_shard": 8}, num_microbatches=1))

@@ -161,9 +161,9 @@ def test_a_violation_of_parallel_layers_names_field_value_rule_and_nearest_value
 
 
 def test_all_violations_are_told_at_once_and_mixed_ones_are_no_not_modelled_error() -> None:
-    asked = job_of(GPT2, {"pp": 13, "schedule": "none", "tp": 2, "ep": 2}, cluster=catalog.cluster("dgx-h100", 8))
+    job = job_of(GPT2, {"pp": 13, "schedule": "none", "tp": 2, "ep": 2}, cluster=catalog.cluster("dgx-h100", 8))
     with pytest.raises(SpecError) as caught:
-        check_job(asked)
+        check_job(job)
     assert not isinstance(caught.value, NotModelledError)
     assert {p.field for p in caught.value.problems} == {"plan", "plan.pp", "plan.schedule", "plan.tp", "plan.ep"}
 
@@ -333,9 +333,9 @@ def test_exchanges_beside_another_microbatch_are_for_narrow_weights_and_several_
     profile = catalog.software("megatron-core").model_copy(update={"expert_overlap": True})
 
     def fields(precision: str = "bf16", **plan: int) -> list[str]:
-        asked = job_of(model_of(), {"ep": 2, "dp_replicate": 2, **plan}, software=profile, precision=precision)
+        job = job_of(model_of(), {"ep": 2, "dp_replicate": 2, **plan}, software=profile, precision=precision)
         rules = (expert_overlap_ranks, expert_overlap_stages, expert_overlap_precision)
-        return [problem.field for problem in violations(asked, rules)]
+        return [problem.field for problem in violations(job, rules)]
 
     assert fields(dp_replicate=4) == fields(pp=2, virtual_stages=2) == []
     assert fields("fp32", pp=2) == ["plan.virtual_stages", "training.precision"]

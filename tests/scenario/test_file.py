@@ -105,9 +105,9 @@ def test_a_network_by_name(tmp_path: Path) -> None:
     efa = "cluster: {preset: dgx-h100, inter_link: efa-400gbit, devices_per_node: 1, num_devices: 2}\n"
     assert load(tmp_path, MODEL + efa + REST).job.cluster.inter_link == catalog.link("efa-400gbit")
     own = efa.replace("efa-400gbit", "{bytes_per_s: 1e9, latency_s: 1e-5, bandwidth_share: 0.5}")
-    found = load(tmp_path, MODEL + own + REST).job.cluster.inter_link
-    assert found is not None
-    assert (found.bytes_per_s, found.bandwidth_share) == (1e9, 0.5)
+    link = load(tmp_path, MODEL + own + REST).job.cluster.inter_link
+    assert link is not None
+    assert (link.bytes_per_s, link.bandwidth_share) == (1e9, 0.5)
 
 
 def test_a_preset_with_another_device_takes_its_link(tmp_path: Path) -> None:

@@ -34,17 +34,17 @@ def asked_for(memory_mib: int) -> Job:
 
 
 def test_every_change_makes_a_plan() -> None:
-    asked = asked_for(1540)
+    job = asked_for(1540)
     space = SearchSpace(recompute=("none",), microbatch_size=(4,), schedule=("1f1b",), max_memory_fraction=0.9)
-    found = changes_of(asked, space)
+    found = changes_of(job, space)
     assert set(found) == {"memory_bytes", "recompute", "ranges", "num_devices"}
     limit = int(1540 * MIB * 0.9)
     memory = found["memory_bytes"]
-    assert limit < needs(asked, memory.plan) <= float(memory.value) * 0.9 < needs(asked, memory.plan) + 1
+    assert limit < needs(job, memory.plan) <= float(memory.value) * 0.9 < needs(job, memory.plan) + 1
     for what in ("recompute", "ranges"):
-        assert needs(asked, found[what].plan) <= limit, what
+        assert needs(job, found[what].plan) <= limit, what
     assert found["recompute"].plan.recompute == "full"
-    more = with_num_devices(asked, int(found["num_devices"].value))
+    more = with_num_devices(job, int(found["num_devices"].value))
     assert needs(more, found["num_devices"].plan) <= limit
 
 
@@ -67,25 +67,25 @@ def test_no_device_has_more_memory_than_one_can_be_described_with() -> None:
 
 
 def test_a_smaller_batch_is_a_change_where_it_helps() -> None:
-    asked = asked_for(1310)
+    job = asked_for(1310)
     space = SearchSpace(pp=(2,), schedule=("gpipe",), microbatch_size=(1,), recompute=("none", "full"))
-    found = changes_of(asked, space)
+    found = changes_of(job, space)
     size = int(found["global_batch_size"].value)
-    assert size < asked.training.global_batch_size
-    less = replace(asked, training=asked.training.model_copy(update={"global_batch_size": size}))
+    assert size < job.training.global_batch_size
+    less = replace(job, training=job.training.model_copy(update={"global_batch_size": size}))
     assert needs(less, found["global_batch_size"].plan) <= 1310 * MIB
-    twice = replace(asked, training=asked.training.model_copy(update={"global_batch_size": 2 * size}))
+    twice = replace(job, training=job.training.model_copy(update={"global_batch_size": 2 * size}))
     result = search(twice, space, explain=False)
     assert result.best is None, "it is the largest that works"
 
 
 def test_a_deadline_is_told_by_the_fastest_plan() -> None:
-    asked = small_job(num_devices=2)
-    found = changes_of(asked, SearchSpace(max_step_time_s=1e-9, recompute=("none",), microbatch_size=(1,)))
+    job = small_job(num_devices=2)
+    found = changes_of(job, SearchSpace(max_step_time_s=1e-9, recompute=("none",), microbatch_size=(1,)))
     assert set(found) == {"max_step_time_s"}
     deadline_s = float(found["max_step_time_s"].value)
     words = found["max_step_time_s"].words.split(":")[0]
     assert float(words.removeprefix("allow max_step_time_s = ")) >= deadline_s
     space = SearchSpace(max_step_time_s=deadline_s, recompute=("none",), microbatch_size=(1,))
-    result = search(asked, space, explain=False)
+    result = search(job, space, explain=False)
     assert [plan.step_time_s for plan in result.ranked] == [pytest.approx(deadline_s)]

@@ -110,8 +110,8 @@ def test_so_they_are_on_nodes_that_are_not_full() -> None:
     space = SearchSpace.model_validate({**SPACE, "microbatch_size": 1, "recompute": "none", "schedule": "1f1b"})
     inside = fitting(job, space)
     assert len(inside) > 10
-    found = search(job, space, explain=False)
-    assert [plan.step_time_s for plan in found.ranked] == best_of(inside, 5)
+    result = search(job, space, explain=False)
+    assert [plan.step_time_s for plan in result.ranked] == best_of(inside, 5)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_what_is_ranked_is_predicted_whole_and_ranked_again(monkeypatch: pytest.
 
 
 def test_software_without_a_zero_stage_is_searched_without_it() -> None:
-    found = search(
+    result = search(
         asked_for(software="megatron-core"), SearchSpace(microbatch_size=(1,), recompute=("none",)), explain=False
     )
-    assert {ranked.plan.zero_stage for ranked in found.ranked} <= {0, 1}
+    assert {ranked.plan.zero_stage for ranked in result.ranked} <= {0, 1}

@@ -17,8 +17,8 @@ ASKED = small_job(num_devices=2, memory_bytes=1300 * MIB, hidden_size=512, vocab
 
 
 def fits(**changes: int) -> bool:
-    asked = replace(ASKED, model=ASKED.model.model_copy(update=changes))
-    return search(asked, SPACE, explain=False).best is not None
+    job = replace(ASKED, model=ASKED.model.model_copy(update=changes))
+    return search(job, SPACE, explain=False).best is not None
 
 
 def test_the_largest_model() -> None:
@@ -46,10 +46,10 @@ def test_a_document_has_the_fields_raised_with_the_sequence() -> None:
 
 
 def test_the_largest_microbatch() -> None:
-    asked = replace(ASKED, training=ASKED.training.model_copy(update={"global_batch_size": 64}))
+    job = replace(ASKED, training=ASKED.training.model_copy(update={"global_batch_size": 64}))
     space = SPACE.model_copy(update={"microbatch_size": None})
-    found = largest(asked, space, "microbatch_size")
-    wide = search(asked, space.model_copy(update={"top": 1000}))
+    found = largest(job, space, "microbatch_size")
+    wide = search(job, space.model_copy(update={"top": 1000}))
     assert found.value == max(plan.plan.microbatch_size for plan in wide.ranked) < 64
     assert found.exact
 

@@ -34,24 +34,24 @@ def asked_for(software: str = "megatron-core") -> Job:
 
 
 def test_every_list_of_modules_is_a_plan_that_predict_would_give() -> None:
-    asked = asked_for()
-    result = search(asked, SearchSpace.model_validate(SPACE), explain=False)
+    job = asked_for()
+    result = search(job, SearchSpace.model_validate(SPACE), explain=False)
     assert {("mlp",), ("mlp", "core_attn")} <= {plan.plan.recompute_modules for plan in result.ranked}
     assert result.space.rejected["split_backward_recompute"] > 0
     assert result.space.rejected["memory"] > 0, "modules decide what fits"
     for plan in result.ranked:
-        alone = predict(asked.with_plan(plan.plan))
+        alone = predict(job.with_plan(plan.plan))
         assert plan.step_time_s == pytest.approx(alone.step_time_s, rel=1e-3)
         assert plan.device_bytes == pytest.approx(alone.worst_memory.wanted_bytes, rel=1e-3)
 
 
 def test_what_rules_let_pass_is_a_plan() -> None:
-    asked = asked_for()
-    enumeration = Enumeration(SearchSpace.model_validate(SPACE), asked)
+    job = asked_for()
+    enumeration = Enumeration(SearchSpace.model_validate(SPACE), job)
     rejected: Counter[str] = Counter()
     passed = [table.plan(row) for table in enumeration.tables(rejected) for row in range(len(table))]
     for one in passed:
-        check_job(asked.with_plan(one))
+        check_job(job.with_plan(one))
     assert len(passed) + rejected.total() == enumeration.total
     assert {*rejected} <= {*BY_NAME}
 
@@ -72,15 +72,15 @@ def test_one_list_stands_for_itself() -> None:
 def test_modules_that_cannot_be_are_refused_by_name(
     software: str, modules: list[list[str]], error: type[SpecError], said: str
 ) -> None:
-    asked = asked_for(software)
+    job = asked_for(software)
     space = SearchSpace.model_validate({"recompute_modules": modules})
     with pytest.raises(error, match=said) as refused:
-        search(asked, space)
+        search(job, space)
     assert [problem.field for problem in refused.value.problems] == ["search.recompute_modules"]
 
 
 def test_modules_without_selective_recomputation_are_refused() -> None:
-    asked = asked_for()
+    job = asked_for()
     space = SearchSpace.model_validate({"recompute_modules": [["mlp"]], "recompute": ["none", "full"]})
     with pytest.raises(SpecError, match=r"search.recompute_modules.*search.recompute = .*full.* does not include it"):
-        search(asked, space)
+        search(job, space)

@@ -45,7 +45,7 @@ def found_by(asked: Job, **space: Any) -> SearchResult:
 @cache
 def every(software: str) -> tuple[tuple[ParallelPlan, int, float], ...]:
     """Every plan that fits with every number of blocks that run again, none and all among them, by ``predict``."""
-    asked = asked_for(software)
+    job = asked_for(software)
 
     def variants(one: ParallelPlan) -> Iterator[ParallelPlan]:
         yield one
@@ -53,11 +53,11 @@ def every(software: str) -> tuple[tuple[ParallelPlan, int, float], ...]:
             yield from (one.model_copy(update={"recompute_layers": number}) for number in range(1, BLOCKS))
 
     rows = []
-    for candidate in plans_of(asked, SearchSpace.model_validate(SPACE)):
+    for candidate in plans_of(job, SearchSpace.model_validate(SPACE)):
         for one in variants(candidate):
-            found = predict(asked.with_plan(one))
-            if found.worst_memory.wanted_bytes <= CAPACITIES[software]:
-                rows.append((one, found.worst_memory.wanted_bytes, rounded(found.step_time_s)))
+            prediction = predict(job.with_plan(one))
+            if prediction.worst_memory.wanted_bytes <= CAPACITIES[software]:
+                rows.append((one, prediction.worst_memory.wanted_bytes, rounded(prediction.step_time_s)))
     return tuple(rows)
 
 
@@ -115,8 +115,8 @@ def test_without_it_all_blocks_run_again_or_none() -> None:
 
 
 def test_software_that_cannot_does_not() -> None:
-    asked = replace(asked_for("megatron-core"), software=catalog.software("deepspeed-2021"))
-    result = found_by(asked, zero_stage=(0, 1), top=50)
+    job = replace(asked_for("megatron-core"), software=catalog.software("deepspeed-2021"))
+    result = found_by(job, zero_stage=(0, 1), top=50)
     assert all(plan.plan.recompute_layers is None for plan in result.ranked)
 
 

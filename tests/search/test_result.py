@@ -125,12 +125,12 @@ def test_a_wrong_range_is_one_problem_in_our_words(given: dict[str, Any], senten
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_predict_confirms_the_best_plan(family: str) -> None:
     precision = "fp32" if family == "resnet" else "bf16"
-    asked = small_job(family, 4, batch=4, precision=precision)
+    job = small_job(family, 4, batch=4, precision=precision)
     space = SearchSpace(top=1, microbatch_size=(1,), recompute=("none",), virtual_stages=(1, 2))
-    result = search(asked, space)
+    result = search(job, space)
     best = result.best
     assert best is not None
-    one = predict(asked.with_plan(best.plan), name="x")
+    one = predict(job.with_plan(best.plan), name="x")
     assert best.step_time_s == pytest.approx(one.step_time_s, rel=1e-9)
     assert best.device_bytes == one.worst_memory.device_bytes
     assert best.headroom_bytes == one.job.cluster.device.memory_bytes - best.device_bytes  # type: ignore[operator]

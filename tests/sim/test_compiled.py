@@ -128,8 +128,8 @@ def test_a_deadlock_is_found() -> None:
         for rank, meetings in ((0, "ab"), (1, "ba"))
         for meeting in meetings
     ]
-    found = program_of(ops, 2, 1)
+    program = program_of(ops, 2, 1)
     with pytest.raises(AssertionError, match="deadlock"):
-        compile_program(found)
+        compile_program(program)
     with pytest.raises(AssertionError, match="deadlock"):
-        simulate(found, [1.0] * 4)
+        simulate(program, [1.0] * 4)

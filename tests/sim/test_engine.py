@@ -37,9 +37,9 @@ def program(
     num_stages = 1 + max(action.stage for row in compute for action in row)
     model = tiny_model(num_hidden_layers=num_stages * layers_per_stage, tied_embeddings=False)
     plan = {"pp": p, "dp_replicate": dp}
-    asked = job_of(model, plan, software=SOFTWARE, num_microbatches=m, precision="fp32")
+    job = job_of(model, plan, software=SOFTWARE, num_microbatches=m, precision="fp32")
     how = Lowering(level, host_waits=host_waits)
-    return lowered(asked, how, [layers_per_stage] * num_stages, complete_table(compute))
+    return lowered(job, how, [layers_per_stage] * num_stages, complete_table(compute))
 
 
 def durations(found: Program, forward_s: float, backward_s: float, send_s: float = 0.0) -> list[float]:

@@ -105,20 +105,20 @@ def test_the_path_goes_where_the_late_one_is() -> None:
 )
 def test_shares_of_a_prediction_are_those_it_was_split_into(plan: ParallelPlan) -> None:
     """``split_of_rank`` is another way to the same; and every critical path is as long as the step."""
-    found = predicted(plan, **NAMED)
+    prediction = predicted(plan, **NAMED)
     run = {rank: [action("0OPTIM", 0.0, 1.0)] for rank in range(2)}
-    terms, splits = attribute(found.timeline, measured(found, run, {0: [], 1: []}, 1.0))
-    written = {rank["rank"]: rank["split"] for rank in found.to_json()["ranks"]}
+    terms, splits = attribute(prediction.timeline, measured(prediction, run, {0: [], 1: []}, 1.0))
+    written = {rank["rank"]: rank["split"] for rank in prediction.to_json()["ranks"]}
     assert len(splits) > 0
     for split in splits:
         for share in SPLIT:
             assert split.predicted_s[ActivityShare(share)] == pytest.approx(written[split.rank][share], abs=1e-9)
-    assert sum(term.predicted_s for term in terms) == pytest.approx(found.step_time_s, rel=1e-9)
+    assert sum(term.predicted_s for term in terms) == pytest.approx(prediction.step_time_s, rel=1e-9)
 
 
 def test_a_measured_pipeline_by_hand() -> None:
     """Rank 1 waits for rank 0, 0.5 s of bytes, computes 2 s; 0.25 s nobody knows about; rank 0 goes on."""
-    found = predicted(ParallelPlan(pp=2), **NAMED)
+    prediction = predicted(ParallelPlan(pp=2), **NAMED)
     actions = {
         0: [action("0F0", 0.0, 1.0), action("0B0", 5.0, 6.0), action("0OPTIM", 6.0, 6.5)],
         1: [action("1F0", 1.5, 2.5), action("1B0", 2.75, 4.0), action("1OPTIM", 4.0, 4.5)],
@@ -127,8 +127,8 @@ def test_a_measured_pipeline_by_hand() -> None:
         0: [communication("0SEND_F0", (0, 1), 1.0, 6.0), communication("0RECV_B0", (1, 0), 1.0, 5.0)],
         1: [communication("1RECV_F0", (0, 1), 0.0, 1.5), communication("1SEND_B0", (1, 0), 4.5, 4.5)],
     }
-    run = measured(found, actions, moved, 7.0)
-    terms, splits = attribute(found.timeline, run)
+    run = measured(prediction, actions, moved, 7.0)
+    terms, splits = attribute(prediction.timeline, run)
     on_path = {term.part: term.measured_s for term in terms if term.measured_s}
     assert on_path == pytest.approx(
         {
@@ -149,23 +149,23 @@ def test_a_measured_pipeline_by_hand() -> None:
 
 def test_recomputation_is_a_share_of_its_own_where_the_run_timed_it() -> None:
     """Two blocks run again in a backward of 4 s, for 0.5 s and for 1 s."""
-    found = predicted(ParallelPlan(dp_replicate=2, recompute="full"), **NAMED)
+    prediction = predicted(ParallelPlan(dp_replicate=2, recompute="full"), **NAMED)
     actions = {rank: [action("0F0", 0.0, 2.0), action("0B0", 2.0, 6.0)] for rank in range(2)}
     again = tuple(
         MeasuredSpan(action="0B0", kind=SpanKind.RECOMPUTE, start_s=start_s, end_s=end_s)
         for start_s, end_s in ((2.25, 2.75), (4.0, 5.0))
     )
-    _, splits = attribute(found.timeline, measured(found, actions, {0: [], 1: []}, 6.0, again))
+    _, splits = attribute(prediction.timeline, measured(prediction, actions, {0: [], 1: []}, 6.0, again))
     assert {k: v for k, v in splits[0].measured_s.items() if v} == pytest.approx({"compute": 4.5, "recompute": 1.5})
     assert splits[0].predicted_s[ActivityShare.RECOMPUTE] > 0
 
 
 def test_recomputation_that_was_not_timed_is_a_part_of_computing_on_both_sides() -> None:
-    found = predicted(ParallelPlan(dp_replicate=2, recompute="full"), **NAMED)
+    prediction = predicted(ParallelPlan(dp_replicate=2, recompute="full"), **NAMED)
     actions = {rank: [action("0F0", 0.0, 2.0), action("0B0", 2.0, 6.0)] for rank in range(2)}
-    terms, splits = attribute(found.timeline, measured(found, actions, {0: [], 1: []}, 6.0, None))
+    terms, splits = attribute(prediction.timeline, measured(prediction, actions, {0: [], 1: []}, 6.0, None))
     assert {k: v for k, v in splits[0].measured_s.items() if v} == pytest.approx({"compute": 6.0})
-    split = found.splits[0]
+    split = prediction.splits[0]
     assert splits[0].predicted_s[ActivityShare.RECOMPUTE] == 0
     assert splits[0].predicted_s[ActivityShare.COMPUTE] == pytest.approx(split.compute_s + split.recompute_s)
     assert not any(term.share is ActivityShare.RECOMPUTE for term in terms)
@@ -173,7 +173,7 @@ def test_recomputation_that_was_not_timed_is_a_part_of_computing_on_both_sides()
 
 def test_a_bucket_that_ends_after_the_last_gradient_is_exposed_and_waited_for() -> None:
     """The other rank issues its bucket half a second later."""
-    found = predicted(ParallelPlan(dp_replicate=2), **NAMED)
+    prediction = predicted(ParallelPlan(dp_replicate=2), **NAMED)
 
     def bucket(start_s: float) -> MeasuredCollective:
         return MeasuredCollective(
@@ -181,8 +181,8 @@ def test_a_bucket_that_ends_after_the_last_gradient_is_exposed_and_waited_for() 
         )
 
     actions = {rank: [action("0B0", 0.0, 3.25), action("0OPTIM", 3.25, 4.0)] for rank in range(2)}
-    run = measured(found, actions, {0: [bucket(1.5)], 1: [bucket(2.0)]}, 4.0)
-    _, splits = attribute(found.timeline, run)
+    run = measured(prediction, actions, {0: [bucket(1.5)], 1: [bucket(2.0)]}, 4.0)
+    _, splits = attribute(prediction.timeline, run)
     expected = {"compute": 1.75, "wait": 0.5, "exposed_communication": 1.0, "optimizer": 0.75}
     assert {k: v for k, v in splits[0].measured_s.items() if v} == pytest.approx(expected)
 
@@ -193,7 +193,7 @@ def test_a_bucket_that_ends_after_the_last_gradient_is_exposed_and_waited_for() 
     st.floats(0.5, 20.0),
 )
 def test_terms_sum_to_the_difference_whatever_was_measured(busy: list[float], idle: list[float], step_s: float) -> None:
-    found = PIPELINE
+    prediction = PIPELINE
     actions: dict[int, list[MeasuredSpan]] = {}
     for rank, texts in enumerate((["0F0", "0B0", "0REDUCE_GRAD", "0OPTIM"], ["1F0", "1B0", "1REDUCE_GRAD", "1OPTIM"])):
         now_s = 0.0
@@ -213,12 +213,12 @@ def test_terms_sum_to_the_difference_whatever_was_measured(busy: list[float], id
             communication("1SEND_B0", (1, 0), actions[1][1].end_s, second),
         ],
     }
-    terms, splits = attribute(found.timeline, measured(found, actions, moved, step_s))
-    assert sum(term.difference_s for term in terms) == pytest.approx(found.step_time_s - step_s, abs=1e-9)
+    terms, splits = attribute(prediction.timeline, measured(prediction, actions, moved, step_s))
+    assert sum(term.difference_s for term in terms) == pytest.approx(prediction.step_time_s - step_s, abs=1e-9)
     end_s = max(actions[rank][-1].end_s for rank in range(2))
     for split in splits:
         assert sum(split.measured_s.values()) == pytest.approx(end_s)
-        assert sum(split.predicted_s.values()) == pytest.approx(found.step_time_s)
+        assert sum(split.predicted_s.values()) == pytest.approx(prediction.step_time_s)
 
 
 PIPELINE = predicted(ParallelPlan(pp=2), **NAMED)

@@ -82,27 +82,29 @@ def measure(found: Prediction, factor: float = 1.0, **changes: Any) -> Measureme
 
 
 def test_a_run_as_predicted_has_no_error(prediction: Prediction) -> None:
-    found = compare(prediction, measure(prediction))
-    assert found == compare(json.loads(json.dumps(prediction.to_json())), measure(prediction)), "the file says the same"
-    step = found.rows[0]
+    comparison = compare(prediction, measure(prediction))
+    assert comparison == compare(json.loads(json.dumps(prediction.to_json())), measure(prediction)), (
+        "the file says the same"
+    )
+    step = comparison.rows[0]
     assert step.name == "step time"
     assert step.signed_error == pytest.approx(0.0, abs=1e-12)
-    assert found.structure_equal
-    assert found.interval_holds
-    assert found.unexplained_s == pytest.approx(0.0, abs=1e-12)
-    assert [term.difference_s for term in found.terms] == pytest.approx([0.0] * len(found.terms), abs=1e-12)
-    for split in found.splits:
+    assert comparison.structure_equal
+    assert comparison.interval_holds
+    assert comparison.unexplained_s == pytest.approx(0.0, abs=1e-12)
+    assert [term.difference_s for term in comparison.terms] == pytest.approx([0.0] * len(comparison.terms), abs=1e-12)
+    for split in comparison.splits:
         assert split.measured_s == pytest.approx(split.predicted_s, abs=1e-12)
-    assert {r.name for r in found.rows} >= {"F of stage 0", "B of stage 1", "OPTIM of stage 0"}
+    assert {r.name for r in comparison.rows} >= {"F of stage 0", "B of stage 1", "OPTIM of stage 0"}
 
 
 def test_errors_are_signed_and_relative_to_the_measurement(prediction: Prediction) -> None:
     """Twice as slow as predicted: every error is -50 %, whatever the part."""
-    found = compare(prediction.to_json(), measure(prediction, factor=2.0))
-    timed = [row for row in found.rows if row.unit == "s"]
+    comparison = compare(prediction.to_json(), measure(prediction, factor=2.0))
+    timed = [row for row in comparison.rows if row.unit == "s"]
     assert [row.signed_error for row in timed] == pytest.approx([-0.5] * len(timed))
-    assert found.rows[0].within_spread is False
-    assert not found.interval_holds
+    assert comparison.rows[0].within_spread is False
+    assert not comparison.interval_holds
 
 
 def test_memory_rows_are_of_the_rank_that_needed_most(prediction: Prediction) -> None:
@@ -176,18 +178,18 @@ def test_a_machine_that_became_slower_is_told_apart_from_a_wrong_prediction(pred
     document = prediction.to_json()
     assert compare(document, measure(prediction, reference_s=0.003)).slowdown is None  # nothing to compare it with
     document["reference_s"] = 0.002
-    found = compare(document, measure(prediction, factor=1.5, reference_s=0.003))
-    assert found.slowdown == pytest.approx(1.5)
-    row = found.rows[1]
+    comparison = compare(document, measure(prediction, factor=1.5, reference_s=0.003))
+    assert comparison.slowdown == pytest.approx(1.5)
+    row = comparison.rows[1]
     assert row.name == AT_THIS_SPEED
     moving_s = sum(
-        t.predicted_s for t in found.terms if t.share in (ActivityShare.EXPOSED_COMMUNICATION, ActivityShare.WAIT)
+        t.predicted_s for t in comparison.terms if t.share in (ActivityShare.EXPOSED_COMMUNICATION, ActivityShare.WAIT)
     )
     assert 0 < moving_s < prediction.step_time_s
     assert row.predicted == pytest.approx(1.5 * prediction.step_time_s - 0.5 * moving_s)
     assert row.signed_error is not None
-    assert abs(row.signed_error) < 0.02 < 0.3 < abs(found.rows[0].signed_error or 0.0)
-    assert "a matmul took 1.50 times as long in the run" in comparison_text(found)
+    assert abs(row.signed_error) < 0.02 < 0.3 < abs(comparison.rows[0].signed_error or 0.0)
+    assert "a matmul took 1.50 times as long in the run" in comparison_text(comparison)
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ def test_deviations_of_computing_add_up_to_the_interval(prediction: Prediction) 
 
 def test_a_throughput_is_a_step_time(prediction: Prediction) -> None:
     """124 M parameters do not matter here: 4 sequences of 1,024 tokens on 2 devices."""
-    found = compare_logged(prediction.to_json(), LoggedRun(tokens_per_s_per_device=1024.0))
-    assert found.rows[0].measured == pytest.approx(4 * 1024 / 2 / 1024.0)
+    comparison = compare_logged(prediction.to_json(), LoggedRun(tokens_per_s_per_device=1024.0))
+    assert comparison.rows[0].measured == pytest.approx(4 * 1024 / 2 / 1024.0)
 
 
 def test_memory_is_of_the_rank_that_needed_most(prediction: Prediction) -> None:
@@ -100,8 +100,8 @@ def test_what_contradicts_itself_or_the_prediction_is_refused(
 
 
 def test_a_peak_below_the_parameters_is_noted(prediction: Prediction) -> None:
-    found = compare_logged(prediction.to_json(), LoggedRun(step_time_s=1.0, peak_reserved_gib=(0.0715,)))
-    assert any(note.startswith("peak_reserved_gib = 0.0715 is less than the ") for note in found.notes)
+    comparison = compare_logged(prediction.to_json(), LoggedRun(step_time_s=1.0, peak_reserved_gib=(0.0715,)))
+    assert any(note.startswith("peak_reserved_gib = 0.0715 is less than the ") for note in comparison.notes)
     plain = compare_logged(prediction.to_json(), LoggedRun(step_time_s=1.0, peak_reserved_gib=(7.15,)))
     assert not any("less than" in note for note in plain.notes)
 
@@ -155,8 +155,8 @@ def test_words(prediction: Prediction) -> None:
 
 def test_causes_of_an_error_beyond_every_uncertainty_are_candidates(prediction: Prediction) -> None:
     """Ten times the step: no deviation of a term comes near it, so the terms that take most of the step are named."""
-    found = compare_logged(prediction.to_json(), LoggedRun(step_time_s=10 * prediction.step_time_s))
-    sentence = candidate_causes(found)
+    comparison = compare_logged(prediction.to_json(), LoggedRun(step_time_s=10 * prediction.step_time_s))
+    sentence = candidate_causes(comparison)
     assert sentence.startswith("no term's uncertainty explains the difference of -")
     assert "could come from" not in sentence
     named = sentence.partition("candidates are the largest terms: ")[2]
@@ -165,10 +165,10 @@ def test_causes_of_an_error_beyond_every_uncertainty_are_candidates(prediction: 
 
 def test_small_causes_of_a_difference_are_not_named(prediction: Prediction) -> None:
     """A fifth of the step: compute is within its deviations, and P2P sends between stages are far outside of theirs."""
-    found = compare_logged(prediction.to_json(), LoggedRun(step_time_s=1.2 * prediction.step_time_s))
-    (sends,) = [part for part in found.parts if part.share == "exposed_communication"]
-    assert abs(found.difference_s) > 10 * sends.std_s > 0
-    sentence = candidate_causes(found)
+    comparison = compare_logged(prediction.to_json(), LoggedRun(step_time_s=1.2 * prediction.step_time_s))
+    (sends,) = [part for part in comparison.parts if part.share == "exposed_communication"]
+    assert abs(comparison.difference_s) > 10 * sends.std_s > 0
+    sentence = candidate_causes(comparison)
     assert "could come from: backward" in sentence
     assert sends.part not in sentence
 

@@ -26,12 +26,12 @@ CASES = (
 
 
 def test_errors_are_signed_and_the_worst_is_named() -> None:
-    found = errors_of(CASES[:3], "step_time")
-    assert found is not None
-    assert (found.num, found.worst_case) == (2, "b")
-    assert found.mean_absolute == pytest.approx((0.1 + 0.25) / 2)
-    assert found.bias == pytest.approx((0.1 - 0.25) / 2)
-    assert found.worst == pytest.approx(-0.25)
+    errors = errors_of(CASES[:3], "step_time")
+    assert errors is not None
+    assert (errors.num, errors.worst_case) == (2, "b")
+    assert errors.mean_absolute == pytest.approx((0.1 + 0.25) / 2)
+    assert errors.bias == pytest.approx((0.1 - 0.25) / 2)
+    assert errors.worst == pytest.approx(-0.25)
     memory = errors_of(CASES, "memory")
     assert memory is not None
     assert (memory.num, memory.worst) == (2, -0.25)
@@ -66,15 +66,15 @@ def test_a_run_is_compared_on_the_rank_that_needs_most() -> None:
     }
     ranks = [{"rank": rank, "peak_memory": {"allocated_bytes": (3 - rank) * GIB}} for rank in range(2)]
     measurement = {"step_time_s": 4.0, "spread": 0.02, "ranks": ranks}
-    found = case_of_run("x", "0", {"prediction": prediction, "measurement": measurement})
-    assert found.mfu == pytest.approx(0.25)
-    assert (found.predicted_allocated_bytes, found.measured_allocated_bytes) == (GIB, 3 * GIB)
-    assert found.error("step_time") == -0.5
+    case = case_of_run("x", "0", {"prediction": prediction, "measurement": measurement})
+    assert case.mfu == pytest.approx(0.25)
+    assert (case.predicted_allocated_bytes, case.measured_allocated_bytes) == (GIB, 3 * GIB)
+    assert case.error("step_time") == -0.5
 
 
 def test_a_rehearsal_without_a_device_has_memory_only() -> None:
     peaks = [{"name": "allocated", "predicted_bytes": 10, "measured_bytes": 8}]
     comparison = {"rehearsed": None, "predicted_step_time_s": 1.0, "peaks": peaks}
-    found = case_of_rehearsal("x", "0", {"comparison": comparison})
-    assert found.error("step_time") is None
-    assert found.error("memory") == 0.25
+    case = case_of_rehearsal("x", "0", {"comparison": comparison})
+    assert case.error("step_time") is None
+    assert case.error("memory") == 0.25

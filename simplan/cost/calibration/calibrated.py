@@ -271,14 +271,14 @@ def _missing(what: str, fix: str) -> SpecError:
 def _grid_timings(calibration: Calibration, dtype: str, num_ranks: int) -> list[KernelTiming]:
     """Returns kernel timings of a precision; on CPUs, for equal threads per rank and the nearest rank count."""
     cores = calibration.num_cores
-    found = [
+    timings = [
         t
         for t in calibration.kernels
         if t.dtype == dtype
         and (calibration.device_kind == "gpu" or max(1, cores // t.num_ranks) == max(1, cores // num_ranks))
     ]
-    nearest = min({t.num_ranks for t in found}, key=lambda ranks: abs(ranks - num_ranks), default=0)
-    return [t for t in found if t.num_ranks == nearest]
+    nearest = min({t.num_ranks for t in timings}, key=lambda ranks: abs(ranks - num_ranks), default=0)
+    return [t for t in timings if t.num_ranks == nearest]
 
 
 def _sample(timing: LayerTiming, phase: Phase) -> Sample | None:

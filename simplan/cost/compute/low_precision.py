@@ -67,20 +67,20 @@ class LinearRates:
     def cost(self, gemm: Gemm, microbatch_size: int, phase: Phase) -> LinearCost:
         """Returns the cost of one linear layer in forward, recomputation or a full backward."""
         backward, rows = phase is Phase.BACKWARD, microbatch_size * gemm.m
-        found = LinearCost()
+        linear_cost = LinearCost()
         for cast in casts(self.form, trained=gemm.trained, propagates=gemm.propagates):
             if cast.backward is backward and cast.operand not in gemm.cast_before:
                 num_bytes = self.cast_bytes(cast, gemm, microbatch_size)
                 cast_s = num_bytes * self.traffic / self.low.bytes_per_s + cast.kernels * self._launches_s(gemm)
                 often = self.weight_casts if cast.operand == "weight" else 1.0
-                found = found.plus(LinearCost(casts_s=often * cast_s, num_casts=1, cast_bytes=num_bytes))
+                linear_cost = linear_cost.plus(LinearCost(casts_s=often * cast_s, num_casts=1, cast_bytes=num_bytes))
         for name, sizes in gemm_sizes(gemm, microbatch_size, phase).items():
             wide = name == "linear_weight_gradient" and self.form.wide_weight_gradient
-            found = found.plus(self._product(*sizes, gemm.num_groups, gemm.streams, wide=wide))
+            linear_cost = linear_cost.plus(self._product(*sizes, gemm.num_groups, gemm.streams, wide=wide))
             if backward and not wide:
                 elements = rows * gemm.k if name == "linear_input_gradient" else gemm.weight_elements
-                found = found.plus(self._post_scale(elements))
-        return found
+                linear_cost = linear_cost.plus(self._post_scale(elements))
+        return linear_cost
 
     def _post_scale(self, elements: int) -> LinearCost:
         """Returns the cost of scaling a result of backward per row and column after its matmul, as in eager mode."""

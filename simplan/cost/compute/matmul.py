@@ -18,7 +18,7 @@ _TILES = ((256, 128, 0), (128, 256, 0), (128, 128, 1), (128, 64, 2), (64, 128, 2
 """Rows and columns of tiles for which libraries have kernels, and how many times each was halved: a smaller tile reads
 more per multiplication (NVIDIA, Matrix Multiplication Background User's Guide, section 4)."""
 _WHOLE_TILE = 256 * 128
-_MOST_PARTS = 8
+_MAX_PARTS = 8
 
 
 class Matmul(NamedTuple):
@@ -108,7 +108,7 @@ class MatmulRates:
         best_s, rates = math.inf, self.rates
         for rows, columns, halved in _TILES:
             tiles = matmul.groups * math.ceil(matmul.rows / rows) * math.ceil(matmul.columns / columns)
-            parts = min(max(1, num_sms // tiles), _MOST_PARTS)
+            parts = min(max(1, num_sms // tiles), _MAX_PARTS)
             full = tiles * parts / num_sms
             waves = max(1.0, full + rates.tail_wave_fraction * (math.ceil(full) - full))
             share = rates.small_tile_efficiency[halved - 1] if halved else 1.0

@@ -76,12 +76,12 @@ def eager_core(
     sizes = (core.seq_len * width, keys, keys)
     heads = tuple(Tensor(f"{name} in the order of heads", size) for name, size in zip(names, sizes, strict=True))
     a, b, c = (tensor.name for tensor in heads)
-    found = [Operator(kernel=core, reads=names, makes=heads)]
+    operators = [Operator(kernel=core, reads=names, makes=heads)]
 
     def step(word: str, *reads: str, **fields: Any) -> str:
         """Name of the scores after one more operation on them."""
         made = Tensor(f"{core.name} {word}", core.num_scores, fields.pop("width", None))
-        found.append(Operator(reads=reads, makes=(made,), **fields))
+        operators.append(Operator(reads=reads, makes=(made,), **fields))
         return made.name
 
     scores = step("scores", a, b, saves=(a, b), saves_for=((a, b), (b, a)))
@@ -93,7 +93,7 @@ def eager_core(
     if table:
         bias = Tensor(f"{core.name} bias", core.num_scores, residual=True, per_microbatch=True)
         lookup = Lookup(bias.name, core.num_scores // core.num_heads, core.num_heads)
-        found.insert(0, Operator(kernel=lookup, reads=(table,), makes=(bias,)))
+        operators.insert(0, Operator(kernel=lookup, reads=(table,), makes=(bias,)))
         scores = step("scores with bias", scores, bias.name, in_place=True, passes=True)
     if masked:
         scores = step("scores that count", scores, in_place=True)
@@ -103,5 +103,5 @@ def eager_core(
     narrow = step("weights in 16 bits", weights, is_cast=True)
     output = Tensor(result, core.seq_len * width)
     operands = (narrow, c)
-    found.append(Operator(reads=operands, makes=(output,), saves=operands, saves_for=((narrow, c), (c, narrow))))
-    return found
+    operators.append(Operator(reads=operands, makes=(output,), saves=operands, saves_for=((narrow, c), (c, narrow))))
+    return operators

@@ -95,13 +95,13 @@ def row_table(name: str, source: str, rows: int, share: RankShare, *, add: str =
         add: Name of the addition, and of its result.
     """
     own = share.own_tokens * share.hidden
-    found = Tensor(f"{name} output", own, residual=True, per_microbatch=True)
+    tensor = Tensor(f"{name} output", own, residual=True, per_microbatch=True)
     weight = ParameterSpec(f"{name}.weight", (rows, share.hidden), share.partial)
     kernel = Lookup(name, share.own_tokens, share.hidden)
-    lookup = Operator(kernel=kernel, makes=(found,), parameters=(weight.name,))
+    lookup = Operator(kernel=kernel, makes=(tensor,), parameters=(weight.name,))
     addition = Operator(
         kernel=Pointwise(add, 2 * own, own),
-        reads=(source, found.name),
+        reads=(source, tensor.name),
         makes=(Tensor(add, own, residual=True),),
         passes=True,
     )

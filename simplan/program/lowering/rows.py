@@ -111,8 +111,8 @@ def paired_actions(row: Sequence[Action]) -> frozenset[Action]:
     megatron/core/pipeline_parallel).
     """
     computing = [action for action in row if action.kind in _COMPUTING]
-    found: set[Action] = set()
+    actions: set[Action] = set()
     for one, other in pairwise(computing):
         if one.kind is ActionKind.BACKWARD and other.kind is ActionKind.FORWARD:
-            found |= {one, other}
-    return frozenset(found)
+            actions |= {one, other}
+    return frozenset(actions)

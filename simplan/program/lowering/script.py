@@ -308,8 +308,8 @@ def _changed(effects: tuple[MemoryEffect, ...], category: MemoryCategory, change
     if not change:
         return effects
     others = tuple(effect for effect in effects if effect.category is not category)
-    found = next((effect for effect in effects if effect.category is category), MemoryEffect(category, 0, 0))
-    return (*others, found._replace(after_bytes=found.after_bytes + change))
+    memory_effect = next((effect for effect in effects if effect.category is category), MemoryEffect(category, 0, 0))
+    return (*others, memory_effect._replace(after_bytes=memory_effect.after_bytes + change))
 
 
 def _kind(collective: LayerCollective, phase: Phase) -> CollectiveKind | None:

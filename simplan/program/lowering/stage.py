@@ -186,15 +186,15 @@ class Stages:
         Returns the same object for equal arguments.
         """
         key = (stage, part, phase, of)
-        found = self._work.get(key)
-        if found is None:
+        works = self._work.get(key)
+        if works is None:
             b = self.plan.microbatch_size
             experts = self.experts[stage]
             number = self.owned[stage] if phase is Phase.GATHER_COPY else self.trained[stage]
             rest = [each - apart for each, apart in zip(number, experts, strict=True)]
             counted = {"all": number, "experts": experts, "rest": rest}[of]
-            found = self._work[key] = tuple(LayerWork(self.layers[stage][i], phase, b, counted[i]) for i in part)
-        return found
+            works = self._work[key] = tuple(LayerWork(self.layers[stage][i], phase, b, counted[i]) for i in part)
+        return works
 
     def facts(self, stage: int, position: int) -> LayerFacts:
         """Returns the saved tensors, recomputation and memory of a layer."""
@@ -209,13 +209,13 @@ class Stages:
             buffered and position == len(self.layers[stage]) - 1 and self.crosses(stage),
         )
         key = (layer.key, mode, variant, ends)
-        found = self._facts.get(key)
-        if found is None:
+        layer_facts = self._facts.get(key)
+        if layer_facts is None:
             shares = self.trained[stage][-1] != self.layers[stage][-1].num_trained
             left = self._left_gradient(layer) if shares else 0
             kept = recomputation(layer, mode, number, self.plan.recompute_modules)
-            found = self._facts[key] = self._layer_facts(layer, kept, ends, left)
-        return found
+            layer_facts = self._facts[key] = self._layer_facts(layer, kept, ends, left)
+        return layer_facts
 
     def _layer_facts(self, layer: LayerSpec, kept: Recomputation, ends: tuple[bool, bool], left: int) -> LayerFacts:
         """Computes facts about a layer at a position in a stage.

@@ -19,7 +19,7 @@ ALL_SENT = -2
 """Marks OPTIM, which needs all sends of the rank."""
 _LONG_ROW = 5_000
 """Actions per row from which the interpreter (10 microseconds each, for many rows) is slower than importing numba."""
-_MOST_NEEDED = 4
+_MAX_NEEDED = 4
 """Maximum number of P2P transfers that a forward or backward needs, plus one."""
 _ACTION, _NEEDS, _TEMPLATE, _BEGINS, _INPUTS = range(5)  # of an action of a row
 _FIRST, _NUM_OPS, _NEXT_SHAPE, _ITEMS, _NUM_NEXT, _NUM_RECEIVED, _NUM_SENT, _SENT_BYTES, _EARLIER, _CODE = range(10)
@@ -102,11 +102,11 @@ class Walker:
             if place == count:
                 break
             action, needed = row[:_TEMPLATE, place].tolist()
-            if used + held + _MOST_NEEDED > len(inputs):
+            if used + held + _MAX_NEEDED > len(inputs):
                 inputs = np.concatenate([inputs, np.empty_like(inputs)])
             elif needed != ALL_SENT:
                 num_needed = int(self._templates[row[_TEMPLATE, needed], _NUM_RECEIVED]) if needed >= 0 else 0
-                self._add(lowered(place, shape, num_needed, 0), shape, action * _MOST_NEEDED + num_needed)
+                self._add(lowered(place, shape, num_needed, 0), shape, action * _MAX_NEEDED + num_needed)
             else:
                 taken = self._templates[row[_TEMPLATE, :place]]
                 given, sent_bytes = self._all_sent(taken, row[_BEGINS, :place]), int(taken[:, _SENT_BYTES].sum())
@@ -171,7 +171,7 @@ def _walk(
 ) -> None:
     """Follows known templates until one is unknown, all sends are needed, or an array is full."""
     place, shape, used, ops, held = at
-    while place < row.shape[1] and used + held + _MOST_NEEDED <= len(inputs):
+    while place < row.shape[1] and used + held + _MAX_NEEDED <= len(inputs):
         needed, end = row[_NEEDS, place], used + held
         if needed == ALL_SENT:
             break
@@ -182,7 +182,7 @@ def _walk(
             for index in range(first, first + templates[sender, _NUM_RECEIVED]):
                 inputs[end] = row[_BEGINS, needed] + items[index]
                 end += 1
-        code = row[_ACTION, place] * _MOST_NEEDED + end - used - held
+        code = row[_ACTION, place] * _MAX_NEEDED + end - used - held
         number = latest[shape] if shape < len(latest) else -1
         while number >= 0 and templates[number, _CODE] != code:
             number = templates[number, _EARLIER]

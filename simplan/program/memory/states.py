@@ -154,18 +154,18 @@ class RankStates:
 
         An owner without parameters sends one FP32 number, as in torch's ZeroRedundancyOptimizer.
         """
-        found = self.stages.broadcasts.get(self._group)
-        if found is None:
+        communications = self.stages.broadcasts.get(self._group)
+        if communications is None:
             width, dealt = self.stages.state.parameter, self._dealt() if self._deals else ()
             sizes = [width * sum(owned.values()) for owned in dealt]
-            found = self.stages.broadcasts[self._group] = tuple(
+            communications = self.stages.broadcasts[self._group] = tuple(
                 Communication(
                     CollectiveKind.BROADCAST, size or 4, (owner, *(rank for rank in self._group if rank != owner))
                 )
                 for owner, size in zip(self._group, sizes, strict=False)
                 if any(sizes)
             )
-        return found
+        return communications
 
     def _dealt(self) -> Sequence[dict[tuple[int, int], int]]:
         """Returns, per rank of the group, the elements that it owns of (stage, layer); created once for all ranks."""

@@ -87,7 +87,7 @@ def run_rows(compute: Table, duration: Callable[[Action], float], send: float = 
     free = [0.0] * len(compute)
     made: dict[_Result, float] = {}
     waiting: dict[_Result, int] = {}
-    found: list[RanAction] = []
+    actions: list[RanAction] = []
     runnable = list(range(len(compute)))
     while runnable:
         rank = runnable.pop()
@@ -101,7 +101,7 @@ def run_rows(compute: Table, duration: Callable[[Action], float], send: float = 
                     break
                 start = max(start, made[needed] + (send if placement[needed[0]] != rank else 0.0))
             free[rank] = start + duration(action)
-            found.append(RanAction(start, free[rank], rank, action))
+            actions.append(RanAction(start, free[rank], rank, action))
             position[rank] += 1
             if action.kind is not _W:
                 result = (action.stage, _F if action.kind is _F else _B, action.microbatch)
@@ -111,7 +111,7 @@ def run_rows(compute: Table, duration: Callable[[Action], float], send: float = 
     stuck = [f"rank {r} at {row[position[r]]}" for r, row in enumerate(compute) if position[r] < len(row)]
     if stuck:
         raise ProgramError(f"the actions wait for each other or for actions that never come: {', '.join(stuck)}")
-    return found
+    return actions
 
 
 def complete_table(compute: Table, *, unshard: Unshard = "none") -> Table:

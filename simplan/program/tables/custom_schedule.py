@@ -13,7 +13,7 @@ from simplan.plan.schedules import installed_schedules, is_table_file
 from simplan.program.action import Action, Table
 from simplan.program.schedules import PipelineShape, Schedule
 
-_MOST_BYTES = 64 * 1024**2
+_MAX_BYTES = 64 * 1024**2
 _ACTION = re.compile(r"\b\d+(?:[FBIW]\d+|(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD|OPTIM)\b")
 
 
@@ -90,8 +90,8 @@ def _cells(file: Path) -> list[tuple[int, list[str]]]:
         SpecError: The file cannot be read.
     """
     try:
-        if file.stat().st_size > _MOST_BYTES:
-            raise SpecError(_wrong(str(file), f"is larger than {_MOST_BYTES // 1024**2} MiB", "use a smaller table"))
+        if file.stat().st_size > _MAX_BYTES:
+            raise SpecError(_wrong(str(file), f"is larger than {_MAX_BYTES // 1024**2} MiB", "use a smaller table"))
         with file.open(newline="", encoding="utf-8-sig") as opened:
             lines = list(csv.reader(opened))
     except (OSError, UnicodeDecodeError, csv.Error) as error:

@@ -13,7 +13,7 @@ from simplan.report.accuracy import accuracy_head
 ERRORS = {1.2: (-0.1, 0.0, 0.1), 1.5: (-0.25, 0.0, 0.25), 2.0: (-0.3, 0.0, 0.5), 3.0: (-0.5, 0.0, 1.0)}
 """Largest ratio that a panel shows, and its inverse is the least; which errors are marked at its side."""
 _SHOWN = 0.95  # fraction of the runs that the panels' ratio range should contain
-_LEAST_RANGE = 4.0  # of the times, last over first, so that there is a round one between
+_MIN_RANGE = 4.0  # of the times, last over first, so that there is a round one between
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class AccuracyPlot:
         """Start and end of the axis of measured times."""
         first_s = min(point.measured_s for point in self.points)
         last_s = max(point.measured_s for point in self.points)
-        more = max(1.25, math.sqrt(_LEAST_RANGE * first_s / last_s))
+        more = max(1.25, math.sqrt(_MIN_RANGE * first_s / last_s))
         return first_s / more, last_s * more
 
 

@@ -129,12 +129,12 @@ def _triangle(x: float, edge: float, up: bool) -> str:
 
 
 def _caption(panel: Panel) -> str:
-    found = panel.figures
-    assert found.errors.mape is not None, "a panel has runs"
-    words = f"{counted(found.errors.num, 'run')}, mean error {format_percent(found.errors.mape)}"
-    if found.interval_coverage is None:
+    figures = panel.figures
+    assert figures.errors.mape is not None, "a panel has runs"
+    words = f"{counted(figures.errors.num, 'run')}, mean error {format_percent(figures.errors.mape)}"
+    if figures.interval_coverage is None:
         return words
-    return f"{words}, {format_percent(found.interval_coverage, 0)} in the interval"
+    return f"{words}, {format_percent(figures.interval_coverage, 0)} in the interval"
 
 
 def _legend(plot: AccuracyPlot, top: float) -> list[Element]:

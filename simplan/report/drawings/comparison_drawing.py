@@ -12,7 +12,7 @@ from simplan.validate.activity import ActivityShare, Piece, pieces_of, predicted
 from simplan.validate.measured import measured_timeline, predicted_timeline
 from simplan.validate.measured_activity import measured_activity
 
-_MOST_RANKS = 16
+_MAX_RANKS = 16
 _STRIPES = (ActivityShare.EXPOSED_COMMUNICATION, ActivityShare.UNEXPLAINED)
 
 
@@ -60,7 +60,7 @@ def draw_comparison(prediction: Mapping[str, Any], measurement: Measurement) -> 
     predicted, measured = predicted_timeline(prediction), measured_timeline(measurement)
     activities = predicted_activity(predicted), measured_activity(measurement)
     both = sorted(activities[0].keys() & activities[1])
-    shown = both[:_MOST_RANKS]
+    shown = both[:_MAX_RANKS]
     drawings = [draw_timeline("", timeline, shown) for timeline in (predicted, measured)]
     rows = []
     for index, rank in enumerate(shown):

@@ -140,9 +140,9 @@ class LayerSumsCache:
         facts = SCHEDULE_FACTS.get(plan.schedule)
         splits = facts is not None and facts.splits_backward
         key = self._split_of(plan), plan.recompute, plan.recompute_modules, splits
-        if (found := self._sums.get(key)) is None:
-            found = self._sums[key] = self._made(plan, splits=splits)
-        return found
+        if (layer_sums := self._sums.get(key)) is None:
+            layer_sums = self._sums[key] = self._made(plan, splits=splits)
+        return layer_sums
 
     def boundaries(self, plan: ParallelPlan) -> NDArray[np.int64]:
         """``(stages + 1,)``: first layer of each stage, then the number of layers; split as in ``predict``."""

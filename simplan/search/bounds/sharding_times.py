@@ -68,9 +68,9 @@ class ShardingTimes:
         """Collective times of a plan without a pipeline."""
         names = "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel", "ep", "zero_stage", "reshard_after_forward"
         key = tuple(int(rows[name][row]) for name in names)
-        if (found := self._alone.get(key)) is None:
-            found = self._alone[key] = self._of_pass(rows.plan(row))
-        return found
+        if (pass_communications := self._alone.get(key)) is None:
+            pass_communications = self._alone[key] = self._of_pass(rows.plan(row))
+        return pass_communications
 
     def stages(self, rows: Candidates, row: int, boundaries: NDArray[np.int64]) -> Floats:
         """``(2, stages)`` Seconds of all all-gathers and of all reduce-scatters, of a plan with a pipeline."""
@@ -116,11 +116,11 @@ class ShardingTimes:
     def _units_of(self, plan: ParallelPlan) -> tuple[Unit, ...]:
         num_shards = plan.dp_shard * plan.cp
         key = plan.shard, num_shards, plan.expert_shards, plan.pp > 1
-        if (found := self._units.get(key)) is None:
+        if (units := self._units.get(key)) is None:
             layers = self._job.software.layers_of(self._job.model, plan)
-            found = fsdp_units(layers, num_shards, keep_last=plan.pp == 1, expert_shards=plan.expert_shards)
-            self._units[key] = found
-        return found
+            units = fsdp_units(layers, num_shards, keep_last=plan.pp == 1, expert_shards=plan.expert_shards)
+            self._units[key] = units
+        return units
 
     def _communications_s(
         self, plan: ParallelPlan, units: tuple[Unit, ...]

@@ -73,8 +73,8 @@ EASY = settings(deadline=None, suppress_health_check=list(HealthCheck), derandom
 
 
 def whole(document: dict[str, Any]) -> Any:
-    asked = parse_scenario(yaml.safe_dump(document))
-    return predict(asked.job, name="x")
+    scenario = parse_scenario(yaml.safe_dump(document))
+    return predict(scenario.job, name="x")
 
 
 def test_the_plan_says_what_predict_says() -> None:

@@ -53,11 +53,11 @@ def test_a_calibration_of_two_ranks_covers_what_was_asked() -> None:
         budget_s=2.0,
         communication=tuple(CollectiveKind),
     )
-    found = calibrate(request, lambda done, of, what: told.append((done, what)))
+    calibration = calibrate(request, lambda done, of, what: told.append((done, what)))
     keys = {layer.key for shard in (Shard(), halves) for layer in MODEL.layers_of(shard)}
     assert len(keys) == 6
-    assert {timing.key for timing in found.layers} == keys
-    for timing in found.layers:
+    assert {timing.key for timing in calibration.layers} == keys
+    for timing in calibration.layers:
         assert 0 < timing.forward_s.low_s <= timing.forward_s.high_s
         assert timing.forward_s.low_s <= timing.forward_s.mean_s
         assert timing.backward_s.mean_s > 0
@@ -69,14 +69,14 @@ def test_a_calibration_of_two_ranks_covers_what_was_asked() -> None:
         assert timing.reduce_copy_s.mean_s > 0
     sizes = [size * KIB for size in (4, 64, 256, 1024, 4096, 16384)]
     for kind in CollectiveKind:  # on a machine that is slow at the moment the largest are left out
-        timed = sorted(t.num_bytes for t in found.communication if t.kind == kind and t.num_ranks == 2)
+        timed = sorted(t.num_bytes for t in calibration.communication if t.kind == kind and t.num_ranks == 2)
         assert timed, kind
         assert timed == sizes[: len(timed)], kind
-    assert {t.num_ranks for t in found.communication} == {2}
-    assert all(t.seconds.mean_s > 0 for t in found.communication)
+    assert {t.num_ranks for t in calibration.communication} == {2}
+    assert all(t.seconds.mean_s > 0 for t in calibration.communication)
     # a process that has imported torch and trained takes hundreds of MB, and less than the machine
-    assert 100e6 < found.context_bytes < found.memory_bytes
-    cost = CalibratedCost(found, dtype="fp32", optimizer="adamw", num_ranks=2)
+    assert 100e6 < calibration.context_bytes < calibration.memory_bytes
+    cost = CalibratedCost(calibration, dtype="fp32", optimizer="adamw", num_ranks=2)
     assert cost.covers(keys, 2, tuple(CollectiveKind))
     assert cost.reference_s(keys, 2)
     assert cost.reference_s(keys, 3) is None
@@ -96,19 +96,19 @@ def test_a_grid_prices_a_model_that_was_never_timed_and_an_interrupted_one_goes_
         host_copies=True,
         overlap=True,
     )
-    found = calibrate(request)
-    assert found.pending == ()
-    cost = CalibratedCost(found, dtype="fp32", optimizer="adamw", num_ranks=2)
+    calibration = calibrate(request)
+    assert calibration.pending == ()
+    cost = CalibratedCost(calibration, dtype="fp32", optimizer="adamw", num_ranks=2)
     for layer, phase in itertools.product(MODEL.layers, Phase):
         if "embedding" not in layer.key or phase is not Phase.BACKWARD_INPUT:  # tokens have no gradient
             price = cost.compute(LayerWork(layer, phase, 2, layer.num_parameters))
             assert 0 < price.seconds < 1
     larger = cost.compute(LayerWork(MODEL.layers[1], Phase.FORWARD, 32, 0)).seconds
     assert larger > cost.compute(LayerWork(MODEL.layers[1], Phase.FORWARD, 2, 0)).seconds
-    (overlap,) = found.overlaps
-    assert cost.reference_s((), 2) == pytest.approx(found.kernels[0].reference_s)
+    (overlap,) = calibration.overlaps
+    assert cost.reference_s((), 2) == pytest.approx(calibration.kernels[0].reference_s)
     assert min(overlap.compute_slowdown, overlap.communication_slowdown) >= 1
-    assert found.host_copies
+    assert calibration.host_copies
 
     # one part was left to do: it is done, and no other; what was measured is in the file
     file = tmp_path / "calibration.json"
@@ -259,7 +259,7 @@ def test_sample_statistics_by_hand() -> None:
 
 def test_a_request_of_nothing_tells_how_fast_the_machine_is() -> None:
     """2 * 384^3 operations: no core of today does a thousand times as many in a second, or as few, as one."""
-    found = calibrate(CalibrationRequest(shapes=(), num_ranks=2, communication=()))
-    assert found.reference_s is not None
-    assert 1e9 < 2 * 384**3 / found.reference_s < 1e13
-    assert not found.layers
+    calibration = calibrate(CalibrationRequest(shapes=(), num_ranks=2, communication=()))
+    assert calibration.reference_s is not None
+    assert 1e9 < 2 * 384**3 / calibration.reference_s < 1e13
+    assert not calibration.layers

@@ -186,9 +186,11 @@ def predicted_in(job: RunSpec, rank: int, action: str) -> dict[MemoryCategory, i
 def test_peak_is_torchs(strategy: str, name: str, precision: str) -> None:
     job, rank = job_and_rank(strategy, name, precision)
     assert job.model.num_parameters > 100e6
-    found, wanted = predicted_peak(job, rank), account(job, rank)
-    assert found.total_bytes == pytest.approx(wanted.total_bytes, rel=TOTAL)
-    by_category = found.by_category if found.action == wanted.action else predicted_in(job, rank, wanted.action)
+    memory_peak, wanted = predicted_peak(job, rank), account(job, rank)
+    assert memory_peak.total_bytes == pytest.approx(wanted.total_bytes, rel=TOTAL)
+    by_category = (
+        memory_peak.by_category if memory_peak.action == wanted.action else predicted_in(job, rank, wanted.action)
+    )
     assert sum(by_category.values()) == pytest.approx(wanted.total_bytes, rel=TOTAL)
     for category in MemoryCategory:
         pair = by_category[category], wanted.by_category.get(category, 0)
@@ -223,11 +225,11 @@ def test_peak_is_that_of_torchs_mem_tracker(strategy: str, name: str, precision:
             built.step(*batch)
     ((_, snapshot),) = tracker.get_tracker_snapshot("peak").items()
     measured = {str(getattr(key, "value", key)): num_bytes for key, num_bytes in snapshot.items()}
-    found = predicted_peak(job, rank)
-    assert found.total_bytes == pytest.approx(measured["Total"], rel=TOTAL)
+    memory_peak = predicted_peak(job, rank)
+    assert memory_peak.total_bytes == pytest.approx(measured["Total"], rel=TOTAL)
     for category, names in TRACKED.items():
         wanted = sum(measured.get(name, 0) for name in names)
-        assert found.by_category[category] == pytest.approx(wanted, rel=CATEGORY), category
+        assert memory_peak.by_category[category] == pytest.approx(wanted, rel=CATEGORY), category
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,9 @@ def test_a_rehearsed_rank_does_what_the_real_one_does(name: str, tmp_path: Path)
         assert all(time.median_s > 0 for time in rehearsed.actions if "REDUCE_GRAD" not in time.action)
         allocated = real.peak_memory.allocated_bytes
         assert allocated is not None
-        for found in (rehearsed, fake):
-            total = sum(found.peak_by_category.values())
-            assert total == found.peak_memory.allocated_bytes
+        for rehearsal in (rehearsed, fake):
+            total = sum(rehearsal.peak_by_category.values())
+            assert total == rehearsal.peak_memory.allocated_bytes
             assert total * (1 - TOLERANCE) <= allocated <= total * (1 + TOLERANCE) + 2 * block_bytes
         if job.plan.shards_parameters or job.plan.dp == 1:  # without data DDP keeps its first buckets
             assert issued(fake.collectives) == issued(real.collectives)
@@ -80,20 +80,20 @@ def test_a_rank_of_a_job_that_no_machine_holds() -> None:
     plan = {"pp": 4, "tp": 2, "dp_shard": 64, "schedule": "1f1b"}
     job = make_job("1f1b", model=LLAMA, plan={**plan, "zero_stage": 2})
     rank = 234
-    found = rehearse(job, rank, fake=True)
-    assert issued(found.collectives) == [
+    rehearsal = rehearse(job, rank, fake=True)
+    assert issued(rehearsal.collectives) == [
         (action, kind, ranks, num_bytes) for kind, ranks, num_bytes, action in predicted_communications(job)[rank]
     ]
-    assert found.actions == ()
-    assert found.peak_memory.allocated_bytes == sum(found.peak_by_category.values())
+    assert rehearsal.actions == ()
+    assert rehearsal.peak_memory.allocated_bytes == sum(rehearsal.peak_by_category.values())
 
 
 def test_times_are_of_the_own_actions_only() -> None:
     job = job_of("1f1b", num_steps=3)
-    found = rehearse(job, 1, fake=False)
+    rehearsal = rehearse(job, 1, fake=False)
     row = job.parsed_table()[1]
-    assert [time.action for time in found.actions] == [str(a) for a in row if a.kind in TIMED_KINDS]
-    assert all(len(time.seconds) == 3 for time in found.actions)
+    assert [time.action for time in rehearsal.actions] == [str(a) for a in row if a.kind in TIMED_KINDS]
+    assert all(len(time.seconds) == 3 for time in rehearsal.actions)
 
 
 COMPILED = catalog.software("torch").model_copy(update={"compiled": True})

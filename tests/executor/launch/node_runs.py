@@ -118,15 +118,15 @@ def elastic(job: RunSpec, folder: Path, num_nodes: int, fewer: Sequence[int], **
 
 def check_parts(folder: Path, whole: Measurement, num_nodes: list[int], per_node: int = 1) -> Measurement:
     """A run that went on with other nodes lost nothing."""
-    found = measured(folder)
-    assert found.complete
-    plans = [*(part.plan for part in found.earlier), found.job.plan]
+    measurement = measured(folder)
+    assert measurement.complete
+    plans = [*(part.plan for part in measurement.earlier), measurement.job.plan]
     assert [plan.num_devices for plan in plans] == [number * per_node for number in num_nodes]
     losses: list[float] = []
-    for part in found.earlier:
+    for part in measurement.earlier:
         assert part.first_step == len(losses)
         losses += part.losses
         assert part.end_step == len(losses)
-    assert found.first_step == len(losses)
-    assert [*losses, *found.losses] == pytest.approx(whole.losses, rel=1e-9)
-    return found
+    assert measurement.first_step == len(losses)
+    assert [*losses, *measurement.losses] == pytest.approx(whole.losses, rel=1e-9)
+    return measurement

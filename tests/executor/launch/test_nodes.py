@@ -109,17 +109,17 @@ def test_collectives_are_timed_across_hosts(tmp_path: Path) -> None:
             out = tmp_path / f"found{k}.json"
             started.append(start(host, "calibrate", tmp_path / "request.json", "--out", out, "--nodes", nodes))
         assert finished(started, tmp_path) == [(0, ""), (0, "")]
-    found, other = (load(tmp_path / f"found{k}.json") for k in range(2))
-    assert found is not None
+    calibration, other = (load(tmp_path / f"found{k}.json") for k in range(2))
+    assert calibration is not None
     assert other is not None
-    assert found.communication == other.communication
-    assert {(t.kind, t.num_ranks, t.world_size, t.num_nodes) for t in found.communication} == {
+    assert calibration.communication == other.communication
+    assert {(t.kind, t.num_ranks, t.world_size, t.num_nodes) for t in calibration.communication} == {
         (kind, 2, 1, 2) for kind in kinds
     }
-    largest = max((t for t in found.communication if t.kind is CollectiveKind.SEND), key=lambda t: t.num_bytes)
+    largest = max((t for t in calibration.communication if t.kind is CollectiveKind.SEND), key=lambda t: t.num_bytes)
     # bytes cannot be faster than the link they cross, but for those that it lets through at once after a pause
     assert largest.seconds.low_s > (largest.num_bytes - BURST_BYTES) / bandwidth_bytes_per_s
-    cost = CalibratedCost(found, dtype="fp32", optimizer="adamw", num_ranks=1)
+    cost = CalibratedCost(calibration, dtype="fp32", optimizer="adamw", num_ranks=1)
     assert not cost.covers((), 1, kinds), "nothing was timed inside of a node"
 
 
@@ -162,17 +162,17 @@ def test_all_hosts_go_on_from_the_last_checkpoint(
     """A rank is hit twice; each time the ranks of all hosts are started again, and nothing shows in the losses."""
     plain = make_job(**STRATEGIES[strategy], timeout_s=60.0, num_steps=149)
     job = with_checkpoints(plain, tmp_path / "kept", 150, every=10, max_restarts=4)
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     # the undisturbed run is on the same hosts: sums depend on the threads of a rank
     with hosts(2, cores=cores_of(2), own_clocks=True) as made:
-        for asked, folder in ((plain, tmp_path / "whole"), (job, tmp_path / "hit")):
-            started = start_on(made, asked, folder)
-            if asked is job:
+        for spec, folder in ((plain, tmp_path / "whole"), (job, tmp_path / "hit")):
+            started = start_on(made, spec, folder)
+            if spec is job:
                 hit(folder / str(rank), rank, number, 2)
             ended = finished(started, folder)
             assert [code for code, _ in ended] == [0, 0], ended
-            found.append(measured(folder))
-    whole, kept = found
+            measurements.append(measured(folder))
+    whole, kept = measurements
     assert kept.complete
     assert kept.losses == whole.losses
     restarts = [note for note in kept.notes if "; restart " in note]
@@ -222,12 +222,12 @@ def test_one_host_after_the_other_is_lost(tmp_path: Path) -> None:
         made[2].kill_all()
         first, *_ = finished(started, tmp_path)
     assert first == (0, "")
-    found = check_parts(tmp_path, whole, [3, 2, 1])
-    assert [note.split(" after step ")[0] for note in found.notes if " on after step " in note] == [
+    measurement = check_parts(tmp_path, whole, [3, 2, 1])
+    assert [note.split(" after step ")[0] for note in measurement.notes if " on after step " in note] == [
         "2 nodes with 2 ranks go on",
         "1 node with 1 rank goes on",
     ]
-    assert [note.endswith(f"; restart {k} of 2") for k, note in enumerate(found.notes, 1) if "; restart" in note]
+    assert [note.endswith(f"; restart {k} of 2") for k, note in enumerate(measurement.notes, 1) if "; restart" in note]
 
 
 @pytest.mark.slow
@@ -246,8 +246,8 @@ def test_a_host_leaves_and_comes_back(tmp_path: Path) -> None:
         ((came, _),) = finished([again], tmp_path)
     assert (code, came) == (143, 0)
     assert first == last == (0, "")
-    found = check_parts(tmp_path, whole, [3, 2, 3])
-    assert len(found.earlier) == 2
+    measurement = check_parts(tmp_path, whole, [3, 2, 3])
+    assert len(measurement.earlier) == 2
 
 
 @pytest.mark.slow
@@ -277,8 +277,8 @@ def test_pipelines_go_on_without_a_host_that_is_not_needed(tmp_path: Path) -> No
         made[1].kill_all()
         ended = finished(started, tmp_path)
     assert [ended[k] for k in (0, 2, 3)] == [(0, "")] * 3
-    found = check_parts(tmp_path, whole, [4, 2])
-    assert any(note.endswith("; 1 node more without work") for note in found.notes)
+    measurement = check_parts(tmp_path, whole, [4, 2])
+    assert any(note.endswith("; 1 node more without work") for note in measurement.notes)
 
 
 @pytest.mark.slow
@@ -293,9 +293,9 @@ def test_a_host_that_stands_still_is_given_up_and_let_in_again(tmp_path: Path) -
         made[1].signal_all(signal.SIGCONT)
         first, _ = finished(started, tmp_path)
     assert first == (0, "")
-    found = measured(tmp_path)
-    assert found.complete
-    assert found.losses[-1] == pytest.approx(whole.losses[-1], rel=1e-9)
+    measurement = measured(tmp_path)
+    assert measurement.complete
+    assert measurement.losses[-1] == pytest.approx(whole.losses[-1], rel=1e-9)
 
 
 @pytest.mark.slow
@@ -308,6 +308,6 @@ def test_a_run_begins_with_the_hosts_that_are_there(tmp_path: Path) -> None:
         wait_for_step(started, tmp_path / "0" / "on-2-ranks", LOST_AFTER)
         came = [start_node(made[place], place, tmp_path) for place in (3, 2)]
         assert finished([*started, *came], tmp_path) == [(0, "")] * 4
-    found = check_parts(tmp_path, whole, [2, 4])
-    assert "2 nodes with 2 ranks begin" in found.notes
+    measurement = check_parts(tmp_path, whole, [2, 4])
+    assert "2 nodes with 2 ranks begin" in measurement.notes
     assert json.loads((tmp_path / "0" / "measurement.json").read_text())["earlier"][0]["num_nodes"] == 2

@@ -174,8 +174,8 @@ def test_a_run_without_a_number_of_warmup_steps_finds_them(tmp_path: Path) -> No
     job = make_job(num_steps=6, num_warmup_steps=None)
     assert job.num_all_steps == 6 + MIN_STEADY_STEPS
     write_steps(job, [9.0, 5.0, *noisy(0, 9)], tmp_path)
-    found = gather([RunSegment(job)], written_here(tmp_path, 1))
-    assert found.warmup_step_times_s[:2] == (9.0, 5.0)
-    assert len(found.step_times_s) >= MIN_STEADY_STEPS
-    assert found.step_time_s == pytest.approx(1.0, abs=0.03)
-    assert len(found.warmup_step_times_s) + len(found.step_times_s) == 11
+    measurement = gather([RunSegment(job)], written_here(tmp_path, 1))
+    assert measurement.warmup_step_times_s[:2] == (9.0, 5.0)
+    assert len(measurement.step_times_s) >= MIN_STEADY_STEPS
+    assert measurement.step_time_s == pytest.approx(1.0, abs=0.03)
+    assert len(measurement.warmup_step_times_s) + len(measurement.step_times_s) == 11

@@ -87,14 +87,16 @@ def test_workspace_of_foreach_step_is_as_predicted(plan: str, optimizer: str) ->
     job = job_of(plan, {"optimizer": optimizer, "fused_optimizer": fused})
     model = make_model("llama", vocab_size=96, hidden_size=256, num_hidden_layers=2, seq_len=4)
     job = job.model_copy(update={"dtype": "fp32", "model": model})
-    found, predicted = account(job, 0), predicted_peak(job, 0)
+    peak_point, predicted = account(job, 0), predicted_peak(job, 0)
     if optimizer.startswith("adam"):
-        assert found.action == predicted.action == "0OPTIM"
+        assert peak_point.action == predicted.action == "0OPTIM"
         updated = predicted.by_category[MemoryCategory.OPTIMIZER] // 2
-        assert found.by_category[MemoryCategory.WORKSPACE] == pytest.approx(updated, abs=4096)  # activations' tables
-        assert found.total_bytes == pytest.approx(predicted.total_bytes, rel=1e-3)
+        assert peak_point.by_category[MemoryCategory.WORKSPACE] == pytest.approx(
+            updated, abs=4096
+        )  # activations' tables
+        assert peak_point.total_bytes == pytest.approx(predicted.total_bytes, rel=1e-3)
     else:
-        assert found.action != "0OPTIM"
+        assert peak_point.action != "0OPTIM"
         assert predicted.action != "0OPTIM"
 
 
@@ -104,7 +106,7 @@ def test_optimizer_states_are_as_large_as_predicted(plan: str, optimizer: str) -
     """In a dry run; the step allocates nothing else."""
     job = job_of(plan, {"optimizer": optimizer, "clip_grad_norm": CLIP})
     job = job.model_copy(update={"dtype": "fp32"})
-    found, predicted = account(job, 0), predicted_peak(job, 0)
+    peak_point, predicted = account(job, 0), predicted_peak(job, 0)
     states = predicted.by_category.get(MemoryCategory.OPTIMIZER, 0)
-    assert found.by_category.get(MemoryCategory.OPTIMIZER, 0) == pytest.approx(states, abs=400)  # counts of steps
-    assert found.total_bytes == pytest.approx(predicted.total_bytes, rel=0.03)
+    assert peak_point.by_category.get(MemoryCategory.OPTIMIZER, 0) == pytest.approx(states, abs=400)  # counts of steps
+    assert peak_point.total_bytes == pytest.approx(predicted.total_bytes, rel=0.03)

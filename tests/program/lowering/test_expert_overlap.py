@@ -46,10 +46,10 @@ def test_backwards_pair_with_the_forwards_after_them(stage: int, expected: str) 
 
 @pytest.mark.parametrize("expand_all", [False, True])
 def test_only_pairs_have_their_exchanges_beside_the_other_pass(expand_all: bool) -> None:
-    found = collectives(program(overlap=True, expand_all=expand_all), rank=2)
-    hidden = {str(op.action) for op in found if any(isinstance(work, OverlapRemainder) for work in op.work)}
+    ops = collectives(program(overlap=True, expand_all=expand_all), rank=2)
+    hidden = {str(op.action) for op in ops if any(isinstance(work, OverlapRemainder) for work in op.work)}
     assert hidden == {"1B0", "1F1", "1B1", "1F2", "1B2", "1F3"}
-    assert {str(op.action) for op in found} - hidden == {"1F0", "1B3"}
+    assert {str(op.action) for op in ops} - hidden == {"1F0", "1B3"}
 
 
 @pytest.mark.parametrize("expand_all", [False, True])

@@ -34,8 +34,8 @@ def test_a_step_is_longer_by_the_batches_that_stages_wait_for(waits: bool, p: in
         update={"waits_for_batch": waits, "runtime": "xla", "trainer": False}
     )
     plan = {"pp": p, "virtual_stages": v}
-    asked = job_of(model(stages), plan, software=software, num_microbatches=m, precision="fp16")
-    program = lowered(asked, 1, [1] * stages)
+    job = job_of(model(stages), plan, software=software, num_microbatches=m, precision="fp16")
+    program = lowered(job, 1, [1] * stages)
 
     def seconds(op: Op) -> float:
         if op.kind is SpanKind.HOST:
@@ -45,8 +45,8 @@ def test_a_step_is_longer_by_the_batches_that_stages_wait_for(waits: bool, p: in
         return {ActionKind.FORWARD: FORWARD_S, ActionKind.BACKWARD: BACKWARD_S}.get(op.action.kind, 0.0)
 
     steps = m * v + p - 1
-    found = simulate(program, [seconds(op) for op in program.ops])
-    assert found.step_time_s == pytest.approx(steps * (FORWARD_S + BACKWARD_S + waits * BATCH_S))
+    times = simulate(program, [seconds(op) for op in program.ops])
+    assert times.step_time_s == pytest.approx(steps * (FORWARD_S + BACKWARD_S + waits * BATCH_S))
 
 
 @pytest.mark.parametrize(

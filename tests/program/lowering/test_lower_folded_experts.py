@@ -92,15 +92,15 @@ def test_megatron_divides_states_of_experts_on_a_mesh_of_their_own(tp: int, cp: 
     """12 bytes of states a weight: of experts over dp x cp x tp / (ep x etp) ranks, of all others over dp x cp."""
     ring = {"cp": cp, "cp_comm": "a2a"} if cp > 1 else {}
     plan = ParallelPlan.model_validate({"dp_shard": 4, "zero_stage": 1, "tp": tp, "ep": ep, "etp": etp, **ring})
-    found = lowered(job_of(MODEL, plan, software="megatron-core", num_microbatches=2))
+    program = lowered(job_of(MODEL, plan, software="megatron-core", num_microbatches=2))
     layers = MODEL.layers_of(plan.shard)
     own = sum(p.num_elements for layer in layers for p in layer.parameters if p.expert)
     rest = sum(p.num_elements for layer in layers for p in layer.parameters) - own
     assert own * ep * etp == 2 * EXPERTS * EXPERT
     alike = 4 * cp * tp // (ep * etp)
-    for resting in found.persistent_bytes.values():
+    for resting in program.persistent_bytes.values():
         assert resting[MemoryCategory.OPTIMIZER] == pytest.approx(12 * (own / alike + rest / (4 * cp)), abs=12 * 60)
-    reduced = [m for _, m in communications(found, Stream.EXPERT_DATA) if m.kind is CollectiveKind.REDUCE_SCATTER]
+    reduced = [m for _, m in communications(program, Stream.EXPERT_DATA) if m.kind is CollectiveKind.REDUCE_SCATTER]
     assert {len(m.ranks) for m in reduced} == ({alike} if alike > 1 else set())
     assert sum(m.num_bytes for m in reduced) == (4 * own if alike > 1 else 0)
 

@@ -171,9 +171,9 @@ def test_what_is_let_go_of_between_a_second_forward_and_backward_is_gathered_aga
     """Until backward of (3, 1, 4, 4) h^2 twice what comes after them is used: (18, 16, 8, 0) h^2."""
     h2 = 64 * 64
     for limit, again in ((17 * h2, 3 * h2), (9 * h2, 4 * h2), (5 * h2, 8 * h2)):
-        found = _with_lists(limit, recompute="full")
+        program = _with_lists(limit, recompute="full")
         gathered = [
-            op.communication.num_bytes for op in found.ops if op.rank == 0 and "again" in op.name and op.communication
+            op.communication.num_bytes for op in program.ops if op.rank == 0 and "again" in op.name and op.communication
         ]
         assert gathered == [again * 4] * 2
 
@@ -181,18 +181,18 @@ def test_what_is_let_go_of_between_a_second_forward_and_backward_is_gathered_aga
 def test_beside_a_matrix_that_leaves_no_room_nothing_is_gathered() -> None:
     """Then every gather waits for all that was computed before it."""
     for limit, alone in ((64 * 64 * 4, True), (64 * 256 * 4, False)):
-        found = _with_lists(limit)
-        gathers = [i for i, op in enumerate(found.ops) if op.rank == 0 and op.name == "all_gather block 1"]
-        forward = found.ops[gathers[0]]
-        block_0 = next(i for i, op in enumerate(found.ops) if op.rank == 0 and op.name == "block 0")
+        program = _with_lists(limit)
+        gathers = [i for i, op in enumerate(program.ops) if op.rank == 0 and op.name == "all_gather block 1"]
+        forward = program.ops[gathers[0]]
+        block_0 = next(i for i, op in enumerate(program.ops) if op.rank == 0 and op.name == "block 0")
         assert any(wait >= block_0 for wait in forward.waits) == alone
 
 
 def test_copies_are_launched_while_a_gather_moves_bytes_and_before_a_reduction() -> None:
     """A gather waits for the views of its parts, a reduction for the copies too, and the host for the reduction."""
-    found = _with_lists(64 * 64 * 4)
-    ops = [found.ops[index] for index in found.by_rank[0]]
-    names = {index: found.ops[index].name for index in found.by_rank[0]}
+    program = _with_lists(64 * 64 * 4)
+    ops = [program.ops[index] for index in program.by_rank[0]]
+    names = {index: program.ops[index].name for index in program.by_rank[0]}
     gather = next(op for op in ops if op.name == "all_gather block 1")
     assert "list parts block 1" in {names[wait] for wait in gather.waits}
     order = [op.name for op in ops if "block 1" in op.name and "forward" not in op.name]

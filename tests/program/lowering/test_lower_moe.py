@@ -33,8 +33,8 @@ PLACES = EXPERTS * 6  # of a sequence: each expert has 1.5 times its even share 
 
 def program(plan: ParallelPlan, *, m: int = 1, level: int = 2, folded: bool = False, **fields: Any) -> Program:
     folding = fold(RankMapping.of(plan), lambda rank: rank // 4, lambda rank: 0) if folded else None
-    asked = job_of(MODEL.model_copy(update=fields), plan, num_microbatches=m, precision="fp32")
-    return lowered(asked, Lowering(level, folding))
+    job = job_of(MODEL.model_copy(update=fields), plan, num_microbatches=m, precision="fp32")
+    return lowered(job, Lowering(level, folding))
 
 
 def communications(found: Program, stream: Stream, rank: int = 0) -> list[tuple[str, Communication]]:
@@ -197,12 +197,12 @@ def test_megatron_divides_states_of_experts_among_the_ranks_that_have_the_same(
 ) -> None:
     """Also where experts are on fewer ranks than the optimizer is sharded over; torch's ZeRO-1 has whole tensors."""
     plan = ParallelPlan(dp_shard=shards, dp_replicate=replicas, zero_stage=1, ep=2, pp=pp)
-    asked = job_of(MODEL, plan, software="megatron-core", num_microbatches=4)
-    keeps_the_laws(asked)
-    found = lowered(asked)
-    states = sum(resting[MemoryCategory.OPTIMIZER] for resting in found.persistent_bytes.values())
+    job = job_of(MODEL, plan, software="megatron-core", num_microbatches=4)
+    keeps_the_laws(job)
+    program = lowered(job)
+    states = sum(resting[MemoryCategory.OPTIMIZER] for resting in program.persistent_bytes.values())
     assert states == 12 * MODEL.num_parameters * replicas - 12 * (replicas - 1) * 2 * EXPERTS * EXPERT
-    last_rank = communications(found, Stream.EXPERT_DATA, rank=plan.num_devices - 1)
+    last_rank = communications(program, Stream.EXPERT_DATA, rank=plan.num_devices - 1)
     reduced = {communication for _, communication in last_rank if communication.kind is CollectiveKind.REDUCE_SCATTER}
     assert {len(communication.ranks) for communication in reduced} == {plan.dp // 2}
     assert any("sharding one expert over several" in sentence for sentence in problems(MODEL, plan))
@@ -238,16 +238,16 @@ def test_experts_in_8_bits_are_the_software_s_choice() -> None:
     """TE has grouped linear layers, torchao's are not grouped. Megatron Core has matrices with one input as one."""
     low: dict[str, int] = {}
     for name in ("megatron-bridge", "torch"):
-        asked = job_of(MODEL, software=name, precision="fp8")
-        state = asked.software.state(asked.training, asked.plan)
-        work = LayerWork(asked.software.layers_of(MODEL, asked.plan)[2], Phase.FORWARD, 1, 0)
-        text = cost_model(asked, None).compute(work).formula
+        job = job_of(MODEL, software=name, precision="fp8")
+        state = job.software.state(job.training, job.plan)
+        work = LayerWork(job.software.layers_of(MODEL, job.plan)[2], Phase.FORWARD, 1, 0)
+        text = cost_model(job, None).compute(work).formula
         low[name] = int(text.split(" casts")[0].split()[-1])
         resting = persistent_weight_bytes(work.layer, state)
         assert (resting != 0) == (name == "megatron-bridge")
     # an input and a weight each of q, k and v in one, proj, gate and up in one, and down; of q, k, v and proj
     assert low == {"megatron-bridge": 4 * 2, "torch": 4 * 2}
-    form = catalog.software("megatron-bridge").state(asked.training, asked.plan).linear
+    form = catalog.software("megatron-bridge").state(job.training, job.plan).linear
     assert form is not None
     experts = next(gemm for gemm in linears(work.layer, experts=True) if gemm.name == "experts_gate")
     assert kept_weight_bytes(replace(form, weights="microbatch"), experts) == EXPERTS * (H * WIDTH + 4)

@@ -78,9 +78,9 @@ def test_they_are_in_the_last_stage(pp: int, virtual_stages: int) -> None:
 def test_a_stage_may_have_no_block_beside_them() -> None:
     """As Megatron Bridge's layout "Et|(tt|)*30mL" has it."""
     model, plan = MODEL.model_copy(update={"mtp_num_layers": 1}), {"pp": 2, "virtual_stages": 2}
-    found = predict(job_of(model, {**plan, "stage_layers": (2, 2, 2, 0)}, software=CORE))
-    assert [b - a for a, b in pairwise(found.assignment.boundaries)] == [3, 2, 2, 2]
-    assert {"mtp forward", "mtp backward"} <= {term.name for term in found.terms}
+    prediction = predict(job_of(model, {**plan, "stage_layers": (2, 2, 2, 0)}, software=CORE))
+    assert [b - a for a, b in pairwise(prediction.assignment.boundaries)] == [3, 2, 2, 2]
+    assert {"mtp forward", "mtp backward"} <= {term.name for term in prediction.terms}
 
 
 def test_a_pass_needs_what_one_through_a_block_does_beside_gradients_of_what_it_hands_on() -> None:

@@ -296,12 +296,12 @@ def test_level_1_moves_the_same_bytes_in_one_piece() -> None:
 
 
 def test_copies_are_priced_by_the_host_link() -> None:
-    asked = job_of(GPT, SHARDED, cluster="dgx-a100-80gb", precision="fp32")
-    cost = cost_model(asked, None)
-    assert asked.cluster.host_link is not None
+    job = job_of(GPT, SHARDED, cluster="dgx-a100-80gb", precision="fp32")
+    cost = cost_model(job, None)
+    assert job.cluster.host_link is not None
     # PCIe 4 at four fifths of 31 GB/s, each way
     assert cost.host_copy(HostCopy(31 * 10**9, to_host=True)).seconds == pytest.approx(1.25, rel=1e-4)
-    simulated = simulate_program(program(**SHARDED), cost, asked.cluster)
+    simulated = simulate_program(program(**SHARDED), cost, job.cluster)
     priced = {term.name: term.count for term in simulated.program_costs.terms if term.name.startswith("copy")}
     assert set(priced) == {"copy to host", "copy from host"}
 

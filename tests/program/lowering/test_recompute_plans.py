@@ -26,17 +26,17 @@ def predicted(model: ModelSpec, software: str = "megatron-core", **fields: objec
 def test_a_module_that_runs_again_saves_what_it_keeps_of_every_microbatch_in_flight(module: RecomputeModule) -> None:
     """Of the first rank, which has four microbatches in flight in 1F1B, and one more while one runs backward."""
     plain = predicted(DEEPSEEK, ep=2)
-    found = predicted(DEEPSEEK, ep=2, recompute="selective", recompute_modules=(module,))
-    layers = found.job.software.layers_of(found.job.model, found.job.plan)
+    prediction = predicted(DEEPSEEK, ep=2, recompute="selective", recompute_modules=(module,))
+    layers = prediction.job.software.layers_of(prediction.job.model, prediction.job.plan)
     saved_bytes = []
-    for layer in (layers[i] for i in found.assignment.layer_range(0)):
-        kept = recomputation(layer, found.job.plan.recompute, modules=found.job.plan.recompute_modules).saved
+    for layer in (layers[i] for i in prediction.assignment.layer_range(0)):
+        kept = recomputation(layer, prediction.job.plan.recompute, modules=prediction.job.plan.recompute_modules).saved
         gone = [tensor for tensor in layer.saved if tensor.name not in kept]
-        saved_bytes.append(found.job.plan.microbatch_size * sum(tensor.num_bytes(2, 2) for tensor in gone))
-    less = plain.memory[0].allocated_bytes - found.memory[0].allocated_bytes
+        saved_bytes.append(prediction.job.plan.microbatch_size * sum(tensor.num_bytes(2, 2) for tensor in gone))
+    less = plain.memory[0].allocated_bytes - prediction.memory[0].allocated_bytes
     # of one block it may have been made again at the worst point, where running it needs more; the allocator rounds
     assert 4 * sum(saved_bytes) - 1.05 * max(saved_bytes) <= less <= 4.001 * sum(saved_bytes)
-    assert found.step_time_s > plain.step_time_s
+    assert prediction.step_time_s > plain.step_time_s
 
 
 @pytest.mark.parametrize("software", ["torch", "megatron-core"])

@@ -99,10 +99,10 @@ def test_bytes_per_parameter_of_frameworks(name: str, precision: str, plan: dict
 
 def test_gradients_in_16_bits_are_widened_for_the_step() -> None:
     """16 / d of NVIDIA/Megatron-LM at 189e72a, docs/distrib_optimizer.md: 4 bytes more while the optimizer runs."""
-    asked = job_of(
+    job = job_of(
         TINY, {"dp_shard": 4, "zero_stage": 1}, software="megatron-lm-2022", num_microbatches=1, precision="fp16"
     )
-    program = lowered(asked, 1)
+    program = lowered(job, 1)
     [update] = [op for op in program.ops if op.rank == 0 and op.memory and op.name == "0OPTIM"]
     assert [effect.during_bytes for effect in update.memory] == [4 / 4 * TINY.num_parameters]
 
@@ -212,7 +212,7 @@ def test_quantized_inputs_of_split_matrices_are_of_the_own_tokens() -> None:
 def test_quantized_weights_are_held_once_however_many_microbatches_are_under_way(name: str, more: int) -> None:
     """Transformer Engine has two copies in 8 bits beside the weights, or in their place (fp8_param_gather)."""
     jobs = [job_of(TINY, {"pp": 2}, software=name, num_microbatches=4, precision=each) for each in ("bf16", "fp8")]
-    resting = [lowered(asked, 1).persistent_bytes[0][MemoryCategory.PARAMETERS] for asked in jobs]
+    resting = [lowered(job, 1).persistent_bytes[0][MemoryCategory.PARAMETERS] for job in jobs]
     software, plan = jobs[1].software, jobs[1].plan
     state = software.state(jobs[1].training, plan)
     block = keeping_quantized(software.layers_of(TINY, plan)[1], state.linear, joined=True)

@@ -129,10 +129,10 @@ def test_a_block_leaves_the_gradients_of_its_matrices_and_norms(
     model: ModelSpec, state: StateBytes, hidden: float
 ) -> None:
     b, elements = 2, model.seq_len * model.hidden_size
-    found = split(model.layers[1], b, state)
-    assert found.gradients == b * elements * hidden
-    assert found.between_activations == found.activations + found.gradients
-    assert (found.between_logits, found.dropped) == (0, 0)
+    split_footprint = split(model.layers[1], b, state)
+    assert split_footprint.gradients == b * elements * hidden
+    assert split_footprint.between_activations == split_footprint.activations + split_footprint.gradients
+    assert (split_footprint.between_logits, split_footprint.dropped) == (0, 0)
 
 
 def test_a_received_gradient_counts_in_its_buffer_unless_it_is_cast() -> None:
@@ -151,10 +151,10 @@ def test_a_head_has_the_gradients_of_logits_in_place_of_log_probabilities() -> N
     """Which are fp32; the gradients are as wide as matrix products are."""
     b, logits = 2, 1024 * 50257
     for state, width in ((FP32, 4), (AUTOCAST, 2)):
-        found = split(GPT2.layers[-1], b, state)
-        assert found.logits == b * logits * 4
-        assert found.between_logits == b * logits * width
-        assert found.gradients == b * 1024 * 768 * 4  # of the norm
+        split_footprint = split(GPT2.layers[-1], b, state)
+        assert split_footprint.logits == b * logits * 4
+        assert split_footprint.between_logits == b * logits * width
+        assert split_footprint.gradients == b * 1024 * 768 * 4  # of the norm
 
 
 @pytest.mark.parametrize("state", [FP32, AUTOCAST])
