@@ -187,7 +187,7 @@ def stream_words(stream: str) -> str:
     """Name of the communication on a stream; the same for sender and receiver.
 
     >>> stream_words("send_f"), stream_words("data_parallel")
-    ('communications between stages', 'data-parallel communication')
+    ('P2P between stages', 'data-parallel communication')
     """
     return _STREAMS[Stream(stream)]
 

@@ -167,7 +167,7 @@ def test_casts_are_priced_as_torchaos_operations(recipe: Fp8Recipe, weights: tor
     block = with_fp8_linears(nn.Sequential(OrderedDict(up=nn.Linear(k, n, bias=False, dtype=weights))), UP, recipe)
     x = torch.randn(m, k, dtype=torch.bfloat16, requires_grad=True)
     state = StateBytes(parameter=4, gradient=4, activation=2, boundary=2, gathered=weights.itemsize)
-    one_s_per_kernel = changed(MatmulRates(1.0, math.inf, None, PLAIN), kernel_s=1.0)
+    one_s_per_kernel = changed(MatmulRates(1.0, math.inf, None, PLAIN), kernel_overhead_s=1.0)
     form = linear_format("fp8", recipe, "wide", eager=True)
     rates = LinearRates(form, state, one_s_per_kernel, one_s_per_kernel, 1.0)
     with Traffic() as forward, torch.autocast("cpu", torch.bfloat16):
