@@ -11,7 +11,7 @@ help:
 	@echo "make gpu       calibrate, run and rehearse scenarios on one CUDA device, and report (under nine minutes)"
 	@echo "make test      lint, types, the tests that are not slow, and the checked scenarios"
 	@echo "make test-all  the same with the slow tests"
-	@echo "make test-browser  the workbench in a real browser (installs playwright; uses chromium of the system, or its own)"
+	@echo "make test-browser  the dashboard in a real browser (installs playwright; uses chromium of the system, or its own)"
 	@echo "make screenshots   docs/screenshots: every page in light, dark and on a phone"
 	@echo "make bench     the numbers of the benchmark table"
 	@echo "make fit       the catalogue's constants again, fitted on published measurements"

@@ -1,6 +1,6 @@
 """Command ``python -m benchmarks [NAME ...]``: run all or the named benchmarks, and print each result immediately.
 
-A name selects all benchmarks that begin with it: ``workbench`` selects ``workbench-slider`` and so on.
+A name selects all benchmarks that begin with it: ``dashboard`` selects ``dashboard-slider`` and so on.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from benchmarks.accuracy import accuracy
 from benchmarks.closed_forms import closed_forms
 from benchmarks.cold_start import cold_start
 from benchmarks.compiled_speed import compiled_speed
+from benchmarks.dashboard import DASHBOARD
 from benchmarks.engine_speed import engine_speed
 from benchmarks.executor_speed import executor_speed
 from benchmarks.large_plan import large_plan
@@ -24,7 +25,6 @@ from benchmarks.search_speed import search_speed
 from benchmarks.shaped_hosts import shaped_hosts
 from benchmarks.table import HEADER, BenchmarkRow, to_markdown
 from benchmarks.transformers_models import transformers_models
-from benchmarks.workbench import WORKBENCH
 from simplan.cli.terminal.processes import ending_signals_raise
 
 _ALL: dict[str, Callable[[], Iterable[BenchmarkRow]]] = {
@@ -39,7 +39,7 @@ _ALL: dict[str, Callable[[], Iterable[BenchmarkRow]]] = {
     "accuracy": accuracy,
     "shaped-hosts": shaped_hosts,
     "transformers-models": transformers_models,
-    **WORKBENCH,
+    **DASHBOARD,
 }
 _RESULTS = Path(__file__).with_name("RESULTS.md")
 

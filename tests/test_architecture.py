@@ -132,14 +132,14 @@ def test_the_executor_knows_only_what_it_runs(path: Path) -> None:
 
 
 def app_violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
-    """What a module of the workbench must not import; figures, besides, know no Streamlit."""
+    """What a module of the dashboard must not import; figures, besides, know no Streamlit."""
     wrong = {"executor", "torch", "fit", *(("streamlit",) if module.startswith("app.figures") else ())}
     found = imports_of(source, module, is_package=is_package)
     return [f"{module} imports {name}" for name in found if name.split(".")[0] in wrong]
 
 
 @pytest.mark.parametrize("path", python_files("app"), ids=module_name)
-def test_the_workbench_knows_simplan_alone(path: Path) -> None:
+def test_the_dashboard_knows_simplan_alone(path: Path) -> None:
     assert app_violations(path.read_text(), module_name(path), is_package=path.name == "__init__.py") == []
 
 

@@ -17,7 +17,7 @@ from simplan.cli.dashboard import RUN_FLAG
 from simplan.errors import Problem, SpecError
 from simplan.io import write_text
 
-_WORKSPACE = Path("simplan-out") / "workbench"
+_WORKSPACE = Path("simplan-out") / "dashboard"
 _MAX_SHOWN = 4_000
 
 

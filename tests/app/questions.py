@@ -1,4 +1,4 @@
-"""Scenarios that tests of the workbench ask."""
+"""Scenarios that tests of the dashboard ask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the workbench is served: what Streamlit is told exists there, and pages come with the server's address."""
+"""How the dashboard is served: what Streamlit is told exists there, and pages come with the server's address."""
 
 from __future__ import annotations
 

@@ -126,10 +126,10 @@ def test_without_the_flag_nothing_runs(flag: str | None, monkeypatch: pytest.Mon
 def test_a_run_stays_in_the_workspace_and_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(RUN_FLAG, "1")
-    monkeypatch.setattr("app.jobs.run._WORKSPACE", Path("simplan-out") / "workbench")
+    monkeypatch.setattr("app.jobs.run._WORKSPACE", Path("simplan-out") / "dashboard")
     runs = Runs()
     run = runs.start("nonsense: 1", "../../../etc/passwd", 5)
-    assert run.folder.parent == tmp_path / "simplan-out" / "workbench"
+    assert run.folder.parent == tmp_path / "simplan-out" / "dashboard"
     if run.is_going:
         with pytest.raises(SpecError, match="going on"):
             runs.start("nonsense: 1", "x", 5)

@@ -1,4 +1,4 @@
-"""A served workbench and a tab of a browser."""
+"""A served dashboard and a tab of a browser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.browser.serving import browser, serving
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a workbench in a workspace of its own."""
+    """The address of a dashboard in a workspace of its own."""
     with serving(tmp_path_factory.mktemp("workspace")) as (url, _):
         yield url
 

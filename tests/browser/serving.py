@@ -1,4 +1,4 @@
-"""Serves the workbench of this checkout, and starts a browser for it."""
+"""Serves the dashboard of this checkout, and starts a browser for it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DRAWN = """
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, int]]:
-    """The address of a workbench whose workspace is a folder, and its process; it ends with us, however we end."""
+    """The address of a dashboard whose workspace is a folder, and its process; it ends with us, however we end."""
     port = _free_port()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
     command = [sys.executable, "-m", "simplan", "dashboard", "--no-browser", "--port", str(port)]
@@ -48,8 +48,8 @@ def serving(folder: Path) -> Iterator[tuple[str, int]]:
     try:
         deadline_s = time.monotonic() + _PATIENCE_S
         while not _answers(port):
-            assert server.poll() is None, "the workbench has ended"
-            assert time.monotonic() < deadline_s, "the workbench does not answer"
+            assert server.poll() is None, "the dashboard has ended"
+            assert time.monotonic() < deadline_s, "the dashboard does not answer"
             time.sleep(0.1)
         yield f"http://localhost:{port}", server.pid
     finally:

@@ -1,4 +1,4 @@
-"""The workbench without a mouse: Tab reaches everything and leaves it again, and one sees where one is."""
+"""The dashboard without a mouse: Tab reaches everything and leaves it again, and one sees where one is."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def _measured(number: _Number) -> Iterator[BenchmarkRow]:
     """Run a measurement on a separate server; server and browser always end with it."""
     if find_spec("playwright") is None:
         yield BenchmarkRow(
-            "workbench in a browser", "", "not measured: `make test-browser` installs what it needs", ok=True
+            "dashboard in a browser", "", "not measured: `make test-browser` installs what it needs", ok=True
         )
         return
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as (url, pid), browser() as chromium:
@@ -94,7 +94,7 @@ def _first_paint(page: str, chromium: Any, url: str, _: int) -> Iterator[Benchma
     seen = [_load(chromium, address) for _ in range(_ROUNDS + 1)][1:]  # the first load fills the server's caches
     first, whole = ([one[key] / 1e3 for one in seen] for key in ("first_ms", "whole_ms"))
     found = f"{_spread(first)}; all of it drawn {_spread(whole)}"
-    yield BenchmarkRow(f"workbench: {page}, first paint", "under 2 s", found, statistics.median(first) < 2)
+    yield BenchmarkRow(f"dashboard: {page}, first paint", "under 2 s", found, statistics.median(first) < 2)
 
 
 def _load(chromium: Any, address: str) -> dict[str, float]:
@@ -125,7 +125,7 @@ def _slider(chromium: Any, url: str, _: int) -> Iterator[BenchmarkRow]:
             taken_ms.append(tab.evaluate("() => window.answered.ms"))
             settled(tab)
     tab.context.close()
-    what = "workbench: a slider of Plan to the new step time, 64 devices"
+    what = "dashboard: a slider of Plan to the new step time, 64 devices"
     yield BenchmarkRow(what, "under 300 ms", _spread(taken_ms, "ms", 0), statistics.median(taken_ms) < 300)
 
 
@@ -141,7 +141,7 @@ def _search(chromium: Any, url: str, _: int) -> Iterator[BenchmarkRow]:
     longest_s = tab.evaluate("() => window.found.longest_ms") / 1e3
     tab.locator("[data-testid=stMainBlockContainer]").get_by_role("button", name="Stop").click()
     tab.context.close()
-    name = "workbench: search of GPT-3 175B on 1,024 devices"
+    name = "dashboard: search of GPT-3 175B on 1,024 devices"
     yield BenchmarkRow(f"{name}, first plans", "under 2 s", f"{first_s:.2f} s", first_s < 2)
     found = f"another page opens in {other:.2f} s meanwhile; the searching one is busy for {longest_s:.2f} s at most"
     yield BenchmarkRow(f"{name}, responsiveness", "under 2 s", found, other < 2)
@@ -164,7 +164,7 @@ def _users(chromium: Any, url: str, pid: int) -> Iterator[BenchmarkRow]:
     bad = sum(tab.locator("[data-testid=stException]").count() + ("bug of simplan" in tab.content()) for tab in tabs)
     for tab in tabs:
         tab.context.close()
-    what = f"workbench: {_USERS} users open a page each at once"
+    what = f"dashboard: {_USERS} users open a page each at once"
     yield BenchmarkRow(f"{what}: errors", "none", f"{bad}; first paint {_spread(first)}, beside ten browsers", not bad)
     found = f"{(server_s - before[0]) / _USERS:.2f} s a user, its workers {(workers_s - before[1]) / _USERS:.1f} s"
     yield BenchmarkRow(f"{what}: processor time of the server", "", found, ok=True)
@@ -209,5 +209,5 @@ def _spread(values: Sequence[float], unit: str = "s", digits: int = 2) -> str:
 
 _NUMBERS: dict[str, _Number] = {f"open-{page}": partial(_first_paint, page) for page in PAGES}
 _NUMBERS |= {"slider": _slider, "search": _search, "users": _users}
-WORKBENCH = {f"workbench-{name}": partial(_measured, number) for name, number in _NUMBERS.items()}
+DASHBOARD = {f"dashboard-{name}": partial(_measured, number) for name, number in _NUMBERS.items()}
 """Benchmarks by name."""
