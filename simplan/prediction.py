@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pydantic_core import to_jsonable_python
@@ -13,9 +14,13 @@ from simplan.plan.plan import StageAssignment
 from simplan.program.action import Table, format_table
 from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind, Split, Timeline
+from simplan.training import TrainingBudget
 from simplan.units import GIB
 
 PREDICTION_SCHEMA_VERSION = 2
+_OF_TRAINING_RUN = (
+    "days, device-hours and cost of the training: constant step time, no failures, checkpoints or restarts"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,71 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
+    """A whole training at a constant step time, without failures, checkpoints and restarts.
+
+    Attributes:
+        num_tokens: Tokens, padding included; images for image models.
+        num_steps: Optimizer steps; the last one may need fewer tokens.
+        days: Wall time in days.
+        days_interval: 90 % interval of ``days``, from that of the step time; None if that is unknown.
+        device_hours: Hours of all devices together.
+        cost: ``device_hours`` x ``price_per_device_hour``; None without a price.
+        cost_interval: 90 % interval of ``cost``; None without a price or an interval of the step time.
+        price_per_device_hour: Price of one device for one hour, in any currency.
+    """
+
+    num_tokens: float
+    num_steps: int
+    days: float
+    days_interval: tuple[float, float] | None
+    device_hours: float
+    cost: float | None
+    cost_interval: tuple[float, float] | None
+    price_per_device_hour: float | None
+
+
+def training_run(
+    num_tokens: float,
+    step_time_s: float,
+    step_time_interval_s: tuple[float, float] | None,
+    *,
+    tokens_per_step: int,
+    num_devices: int,
+    price_per_device_hour: float | None,
+) -> TrainingRun:
+    """Days, device-hours and cost of a whole training.
+
+    Args:
+        num_tokens: Tokens to train on; images for image models.
+        step_time_s: Seconds of one optimizer step.
+        step_time_interval_s: 90 % interval of the step time in seconds; None if unknown.
+        tokens_per_step: Tokens of an optimizer step, padding included; images for image models.
+        num_devices: Devices that are paid for.
+        price_per_device_hour: Price of one device for one hour, in any currency; None for no cost.
+    """
+    num_steps = math.ceil(num_tokens / tokens_per_step)
+    price = price_per_device_hour
+    hours = num_steps * step_time_s / 3600
+    interval = None
+    if step_time_interval_s is not None:
+        low_s, high_s = step_time_interval_s
+        interval = (num_steps * low_s / 3600, num_steps * high_s / 3600)
+    return TrainingRun(
+        num_tokens=num_tokens,
+        num_steps=num_steps,
+        days=hours / 24,
+        days_interval=None if interval is None else (interval[0] / 24, interval[1] / 24),
+        device_hours=hours * num_devices,
+        cost=None if price is None else hours * num_devices * price,
+        cost_interval=None
+        if price is None or interval is None
+        else (interval[0] * num_devices * price, interval[1] * num_devices * price),
+        price_per_device_hour=price,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """Prediction of one job with a plan.
 
@@ -105,6 +175,7 @@ class Prediction:
         hfu: Hardware FLOPs utilization: ``mfu`` with recomputed FLOPs counted; None as for ``mfu``.
         assumptions: Assumptions, as sentences for the reader.
         reference_s: Seconds of the executor's reference matmul during calibration; None if not timed.
+        training_run: The whole training; None without a number of tokens.
     """
 
     name: str
@@ -127,6 +198,7 @@ class Prediction:
     timeline: Timeline
     assumptions: tuple[str, ...] = ()
     reference_s: float | None = None
+    training_run: TrainingRun | None = None
 
     @property
     def worst_rank(self) -> int:
@@ -162,6 +234,20 @@ class Prediction:
         """Throughput per device, in tokens of packed documents per second, without padding."""
         source = self.job.model.packs or self.job.model
         return self.tokens_per_s_per_device * source.document_share
+
+    def with_budget(self, budget: TrainingBudget) -> Prediction:
+        """Copy with the whole training; this prediction if the budget has no number of tokens."""
+        if budget.num_tokens is None:
+            return self
+        run = training_run(
+            budget.num_tokens,
+            self.step_time_s,
+            self.step_time_interval_s,
+            tokens_per_step=self.job.training.global_batch_size * self.job.model.seq_len,
+            num_devices=self.job.cluster.num_devices,
+            price_per_device_hour=budget.price_per_device_hour,
+        )
+        return replace(self, training_run=run, assumptions=(*self.assumptions, _OF_TRAINING_RUN))
 
     def to_json(self, *, timeline: bool = True) -> dict[str, Any]:
         """JSON document of the prediction; without ``timeline``, it lacks the spans, which are most of it."""
@@ -201,6 +287,7 @@ class Prediction:
             "mfu": self.mfu,
             "mfu_full_attention": self.mfu_full_attention,
             "hfu": self.hfu,
+            **({} if self.training_run is None else {"training_run": to_jsonable_python(self.training_run)}),
             "ranks": [
                 {
                     "rank": memory.rank,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from simplan.base import Count, Positive, Spec
 from simplan.model.low_precision import Fp8Recipe
@@ -105,3 +105,36 @@ class TrainingSpec(Spec):
         """The optimizer with the kernels of its step; LARS and LAMB have one variant."""
         name = self.optimizer if self.fused_optimizer is not False else f"{self.optimizer}_foreach"
         return next((update for update in UPDATES if update == name), self.optimizer)
+
+
+NumTokens = Annotated[float, Field(ge=1, le=1e18)]
+"""Tokens of a whole training."""
+Price = Annotated[float, Field(gt=0, le=1e6)]
+"""Price per device and hour, in any currency."""
+
+
+class TrainingSection(TrainingSpec):
+    """The section ``training`` of a scenario file: what a step depends on, and the length of the whole training.
+
+    Attributes:
+        num_tokens: Tokens of the whole training, padding included; None for a prediction of one step only.
+    """
+
+    num_tokens: NumTokens | None = None
+
+    @property
+    def step(self) -> TrainingSpec:
+        """Keys that a step depends on."""
+        return TrainingSpec(**{name: getattr(self, name) for name in self.model_fields_set - {"num_tokens"}})
+
+
+class TrainingBudget(Spec):
+    """Length and price of a whole training; a step does not depend on them.
+
+    Attributes:
+        num_tokens: As in ``TrainingSection``.
+        price_per_device_hour: Price of one device for one hour, in any currency; None for no cost.
+    """
+
+    num_tokens: NumTokens | None = None
+    price_per_device_hour: Price | None = None

@@ -79,10 +79,13 @@ def format_count(number: float) -> str:
 
     >>> format_count(7_615_616), format_count(124_439_808), format_count(512)
     ('7.62 M', '124 M', '512')
+    >>> format_count(1e15)
+    '1,000 T'
     """
     for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if abs(number) >= factor:
-            return f"{number / factor:.3g} {suffix}"
+            scaled = number / factor
+            return f"{scaled:.3g} {suffix}" if abs(scaled) < 999.5 else f"{scaled:,.0f} {suffix}"
     return f"{number:,.0f}"
 
 

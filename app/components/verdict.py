@@ -99,15 +99,25 @@ def show_numbers(job: Job, headline: Headline, budget: float, price: float | Non
             f"{format_count(budget)} {each}",
             f"{training.days:,.1f} days" if training.days < 1000 else f"{training.days / 365.25:,.1f} years",
             f"{format_count(training.device_hours)} device hours",
-            f"{each} / {each} per second, without failures and checkpoints",
+            f"optimizer steps x step time: {training.num_steps:,} steps"
+            + _of_interval(training.days_interval, "days")
+            + ". Constant step time, no failures, checkpoints or restarts",
         ),
         (
             "Cost",
             "no price" if training.cost is None else format_count(training.cost),
             "set a price in the sidebar" if price is None else f"at {price:g} per device and hour",
-            "device hours x price",
+            "device hours x price" + _of_interval(training.cost_interval),
         ),
     ]
     with st.container(horizontal=True, gap="medium"):
         for label, value, below, about in cells:
             st.metric(label, value, below, delta_color="off", delta_arrow="off", help=about)
+
+
+def _of_interval(interval: tuple[float, float] | None, unit: str = "") -> str:
+    """Words of a 90 % interval; empty while it is unknown."""
+    if interval is None:
+        return ""
+    low, high = map(format_number, interval)
+    return f". 90 % interval {low} to {high} {unit}".rstrip()

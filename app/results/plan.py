@@ -15,7 +15,7 @@ from simplan.explain.part import exposed_s
 from simplan.io import json_text
 from simplan.plan.plan import RankMapping
 from simplan.predict import Simulated, predict_step
-from simplan.prediction import Prediction
+from simplan.prediction import Prediction, TrainingRun, training_run
 from simplan.program.program import Stream
 from simplan.program.timeline import Span, Timeline
 from simplan.report.text import split_parts
@@ -51,21 +51,6 @@ class Headline:
     tokens_per_s: float
     mfu: float | None
     short_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """A full training at a constant step time, without failures and checkpoints.
-
-    Attributes:
-        days: Wall time in days.
-        device_hours: Device hours of all devices.
-        cost: Cost at a price per device and hour; None without a price.
-    """
-
-    days: float
-    device_hours: float
-    cost: float | None
 
 
 def quick_headline(scenario: Scenario) -> Headline | None:
@@ -112,8 +97,8 @@ def headline_of_prediction(prediction: Prediction) -> Headline:
     )
 
 
-def training_of(headline: Headline, num_devices: int, budget: float, price: float | None) -> Training:
-    """Days, device hours and cost to train on a budget.
+def training_of(headline: Headline, num_devices: int, budget: float, price: float | None) -> TrainingRun:
+    """Days, device-hours and cost to train on a budget, as ``simplan predict`` computes them.
 
     Args:
         headline: Headline with the throughput.
@@ -121,9 +106,15 @@ def training_of(headline: Headline, num_devices: int, budget: float, price: floa
         budget: Number of tokens, or of images for models without tokens.
         price: Price per device and hour, in any currency; None for no cost.
     """
-    hours = budget / (headline.tokens_per_s or headline.samples_per_s) / 3600
-    device_hours = hours * num_devices
-    return Training(hours / 24, device_hours, None if price is None else price * device_hours)
+    per_s = headline.tokens_per_s or headline.samples_per_s
+    return training_run(
+        budget,
+        headline.step_time_s,
+        headline.step_time_interval_s,
+        tokens_per_step=round(per_s * headline.step_time_s),
+        num_devices=num_devices,
+        price_per_device_hour=price,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +178,9 @@ def predicted_step(text: str, calibrated_at: int) -> tuple[Prediction, Simulated
     """Prediction together with the simulated step."""
     scenario = parse_scenario(text)
     on_cores = scenario.job.cluster.cores_per_node is not None
-    return predict_step(scenario.job, name=scenario.name, calibration=load(default_path()) if on_cores else None)
+    calibration = load(default_path()) if on_cores else None
+    prediction, simulated = predict_step(scenario.job, name=scenario.name, calibration=calibration)
+    return prediction.with_budget(scenario.budget), simulated
 
 
 def step_parts(prediction: Prediction, rank: int, spans: Sequence[Span]) -> tuple[StepPart, ...]:

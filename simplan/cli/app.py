@@ -19,11 +19,13 @@ from simplan.cli.terminal.options import (
     Endpoint,
     JsonFile,
     MaxRestarts,
+    PriceOption,
     RendezvousConf,
     Resume,
     ScenarioFile,
     ScenarioPaths,
     TimedPrecision,
+    Tokens,
 )
 from simplan.cli.terminal.output import complain
 from simplan.documentation import documentation
@@ -67,12 +69,21 @@ def predict(
     json: AsJson = False,
     trace: Annotated[Path | None, _FILE(help="File for a Perfetto trace (default: none).")] = None,
     output: JsonFile = None,
+    tokens: Tokens = None,
+    price: PriceOption = None,
     calibration: CalibrationFile = None,
 ) -> int:
-    """Predict one plan: memory, step time and its breakdown."""
+    """Predict one plan: memory, step time and its breakdown; with a number of tokens also days and cost."""
     from simplan.cli.commands import predict_command
 
-    return predict_command(scenario, as_json=json, trace=trace, output=output, calibration_file=calibration)
+    return predict_command(
+        scenario,
+        as_json=json,
+        trace=trace,
+        output=output,
+        calibration_file=calibration,
+        budget={"num_tokens": tokens, "price_per_device_hour": price},
+    )
 
 
 @app.command(short_help="Find the best plan of a search space, and show why others lost.")
@@ -102,6 +113,8 @@ def search(
     jobs: Annotated[
         int, typer.Option(min=-1, max=4096, metavar="N", help="Number of processes; -1 for one per core.")
     ] = 1,
+    tokens: Tokens = None,
+    price: PriceOption = None,
     calibration: CalibrationFile = None,
 ) -> int:
     """Find the best plan of a search space, exactly, and show why others lost.
@@ -113,7 +126,13 @@ def search(
 
     objectives = tuple(objective or ()) or (("num_devices",) if fewest_devices else ())
     options = SearchOptions(
-        top=top, objectives=objectives, jobs=jobs or 1, save_plan=save_plan, rank=rank, largest=largest
+        top=top,
+        objectives=objectives,
+        jobs=jobs or 1,
+        save_plan=save_plan,
+        rank=rank,
+        largest=largest,
+        budget={"num_tokens": tokens, "price_per_device_hour": price},
     )
     return search_command(scenario, as_json=json, options=options, calibration_file=calibration)
 

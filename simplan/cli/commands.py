@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from simplan.cli.budget import chosen_budget
 from simplan.cli.calibrations import (
     CalibrationTarget,
     chosen,
@@ -37,10 +39,18 @@ from simplan.scenario.fewer_nodes import scenarios_on_fewer
 
 
 def predict_command(
-    file: Path, *, as_json: bool, trace: Path | None, output: Path | None, calibration_file: Path | None
+    file: Path,
+    *,
+    as_json: bool,
+    trace: Path | None,
+    output: Path | None,
+    calibration_file: Path | None,
+    budget: Mapping[str, float | None],
 ) -> int:
     """``simplan predict``."""
     scenario = load_scenario(file)
+    given = chosen_budget(budget, scenario.job.model, scenario.budget.num_tokens)
+    scenario = replace(scenario, budget=scenario.budget.model_copy(update=given))
     calibration = _calibration_for(scenario, calibration_file)
     prediction, simulated = scenario.predict_step(calibration)
     if output is not None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
+from simplan.cli.budget import chosen_budget
 from simplan.cli.calibrations import read, refuse_unneeded
 from simplan.cli.terminal.output import emphasize, print_json, print_result, say
 from simplan.cli.terminal.progress import ProgressLine
@@ -31,6 +32,7 @@ from simplan.search.largest import QUANTITIES
 from simplan.units import format_time
 
 _INTERRUPTED = 130
+_BUDGET_KEYS = {"num_tokens": "token_budget", "price_per_device_hour": "dollars_per_device_hour"}
 _MANY = 5_000
 """Number of plans above which a search with slow evaluation prints a warning."""
 
@@ -46,6 +48,7 @@ class SearchOptions:
         save_plan: File for the scenario with a ranked plan.
         rank: Rank of the plan to save; None for the best.
         largest: Quantity to maximize instead of searching for the best plan.
+        budget: Fields of ``TrainingBudget``: length and price of the whole training.
     """
 
     top: int | None = None
@@ -54,6 +57,7 @@ class SearchOptions:
     save_plan: Path | None = None
     rank: int | None = None
     largest: str | None = None
+    budget: Mapping[str, float | None] = field(default_factory=dict)
 
 
 def search_command(file: Path, *, as_json: bool, options: SearchOptions, calibration_file: Path | None) -> int:
@@ -156,6 +160,8 @@ def _space(scenario: SearchScenario, options: SearchOptions) -> SearchSpace:
         update |= {"objective": options.objectives[0], "objectives": None}
     elif options.objectives:
         update |= {"objective": options.objectives[0], "objectives": list(options.objectives)}
+    budget = chosen_budget(options.budget, scenario.job.model, scenario.space.token_budget)
+    update |= {_BUDGET_KEYS[name]: value for name, value in budget.items()}
     if not update:
         return scenario.space
     given = scenario.space.model_dump(mode="json", exclude_unset=True)

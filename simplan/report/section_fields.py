@@ -13,7 +13,7 @@ from simplan.model.model import ModelSpec
 from simplan.report.plan_fields import values_of, word_of
 from simplan.search.enumeration import DEFAULT_SCHEDULES, LONG_SEQUENCE
 from simplan.search.space import OBJECTIVES, RANGES, SearchSpace
-from simplan.training import TrainingSpec
+from simplan.training import TrainingSection
 
 _TRAINING = {
     "global_batch_size": "sequences (or images) of an optimizer step, over all devices",
@@ -23,6 +23,7 @@ _TRAINING = {
     "fused_optimizer": "one kernel for the update; false for torch's foreach; default: where such a kernel exists",
     "clip_grad_norm": "maximum norm of the gradients of the model",
     "task": "lora trains adapters of model.lora_rank only; sft computes the same as pretrain",
+    "num_tokens": "tokens of the whole training, for its days and cost; at most 1e18; a step does not depend on it",
 }
 _CLUSTER = {
     "preset": ("a name of `simplan show clusters`; the other keys override its fields", "name"),
@@ -43,6 +44,10 @@ _CLUSTER = {
     "host_memory_bandwidth_bytes_per_s": (
         "host memory bandwidth of all sockets, for updates on the CPU; default: 409.6e9",
         "more than 0",
+    ),
+    "price_per_device_hour": (
+        "price of one device for one hour in any currency, for the cost of training.num_tokens",
+        "more than 0, at most 1e6",
     ),
 }
 _OF_NO_FILE = ("name", "family", "packs", "sources")
@@ -65,7 +70,7 @@ _WRITTEN_OTHERWISE = {"document_lengths": "list of 1 and more; or a mapping with
 
 
 def training_fields() -> list[dict[str, str]]:
-    """Every key of ``training:`` in the order of ``TrainingSpec``."""
+    """Every key of ``training:`` in the order of ``TrainingSection``."""
     return [
         {
             "name": name,
@@ -73,7 +78,7 @@ def training_fields() -> list[dict[str, str]]:
             "what for": _TRAINING[name],
             "values": values_of(field.annotation, field.metadata),
         }
-        for name, field in TrainingSpec.model_fields.items()
+        for name, field in TrainingSection.model_fields.items()
     ]
 
 
@@ -186,8 +191,8 @@ _DEFAULTS = {
         "maximum fraction of the device memory of a plan; at 1 a plan fits, but not tightly",
     ),
     "max_step_time_s": ("", "deadline of a step"),
-    "dollars_per_device_hour": ("", "your price, for the objective cost"),
-    "token_budget": ("", "tokens to train on, for the objective cost"),
+    "dollars_per_device_hour": ("", "your price, for the objective cost; default: cluster.price_per_device_hour"),
+    "token_budget": ("", "tokens to train on, for the objective cost; default: training.num_tokens"),
     "num_devices": ("the cluster's; with the objective num_devices its halves too", "numbers of devices to compare"),
     "recompute_layers": (
         "least",

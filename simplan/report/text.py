@@ -9,7 +9,7 @@ from pathlib import Path
 
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
-from simplan.prediction import Prediction
+from simplan.prediction import Prediction, TrainingRun
 from simplan.program.timeline import Split
 from simplan.report.table import format_ranks, format_table_text
 from simplan.units import (
@@ -85,11 +85,37 @@ def _headline(prediction: Prediction) -> Iterator[str]:
         f"(90 % interval {format_time(low_s)} to {format_time(high_s)})"
     )
     yield f"  throughput   {_throughput(prediction)} per device"
+    if prediction.training_run is not None:
+        yield from _training_run(prediction.training_run)
     yield f"  MFU          {_mfu(prediction)}"
     idle = format_percent(prediction.bubble_fraction)
     yield f"  idle         {idle} of the time between first and last computation (bubble and exposed communication)"
     if prediction.worst_host_bytes:
         yield f"  host memory  {_host_memory(prediction)}"
+
+
+def _training_run(run: TrainingRun) -> Iterator[str]:
+    days = f"{_rounded(run.days)} days{_interval(run.days_interval)}"
+    yield (
+        f"  training     {format_count(run.num_tokens)} tokens in {run.num_steps:,} steps: {days}, "
+        f"{_rounded(run.device_hours)} device-hours"
+    )
+    if run.cost is not None:
+        cost = f"{_rounded(run.cost)}{_interval(run.cost_interval)}"
+        yield f"  cost         {cost} at {format_number(run.price_per_device_hour or 0.0)} per device-hour"
+
+
+def _interval(interval: tuple[float, float] | None) -> str:
+    return "" if interval is None else f" ({' to '.join(map(_rounded, interval))})"
+
+
+def _rounded(value: float) -> str:
+    """Three digits, or all digits before the point.
+
+    >>> _rounded(0.04321), _rounded(44.32), _rounded(17_010.4)
+    ('0.0432', '44.3', '17,010')
+    """
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def _host_memory(prediction: Prediction) -> str:

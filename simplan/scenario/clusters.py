@@ -27,6 +27,7 @@ from simplan.cluster.machine import THIS_MACHINE, this_machine
 from simplan.errors import SpecError
 from simplan.problems import Path
 from simplan.scenario.collecting import Sections
+from simplan.training import Price
 from simplan.units import counted
 
 _PATH: Path = ("cluster", "device")
@@ -107,6 +108,7 @@ class _Cluster(Spec):
     host_memory_bandwidth_bytes_per_s: Positive | None = None
     num_nodes: Count | None = None
     num_devices: Count | None = None
+    price_per_device_hour: Price | None = None
 
 
 def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:

@@ -15,7 +15,7 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.problems import MISSING, Path, find_place, in_file_order, render_value, validate
 from simplan.search import SearchSpace
-from simplan.training import TrainingSpec
+from simplan.training import TrainingSection
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _Found = TypeVar("_Found")
@@ -131,7 +131,7 @@ def _dotted(path: Path) -> str:
     return ".".join(str(part) for part in path)
 
 
-_SECTIONS: dict[str, type[BaseModel]] = {"model": ModelSpec, "training": TrainingSpec, "plan": ParallelPlan}
+_SECTIONS: dict[str, type[BaseModel]] = {"model": ModelSpec, "training": TrainingSection, "plan": ParallelPlan}
 
 _OTHER_WORDS = {
     "plan.microbatch_size": "micro_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu "

@@ -16,7 +16,7 @@ One error reports all problems of a file, with their lines.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ from simplan.base import Spec
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.calibration.format import Calibration
 from simplan.document import Document
-from simplan.errors import SpecError
+from simplan.errors import Problem, SpecError
 from simplan.io import folder_of, read_yaml
 from simplan.job import Job
 from simplan.model.model import ModelSpec
@@ -41,7 +41,7 @@ from simplan.scenario.collecting import Sections
 from simplan.scenario.expectation import Expectation
 from simplan.scenario.sections import read_expectations, read_model, read_software
 from simplan.software.software import SoftwareSpec
-from simplan.training import TrainingSpec
+from simplan.training import TrainingBudget, TrainingSection, TrainingSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,7 @@ class Scenario:
 
     Attributes:
         file: File of the scenario; None when the scenario was made in code.
+        budget: Length and price of the whole training.
 
     Raises:
         SpecError: The job violates rules; the error lists all violations.
@@ -59,9 +60,11 @@ class Scenario:
     job: Job
     expect: tuple[Expectation, ...] = ()
     file: str | None = None
+    budget: TrainingBudget = field(default_factory=TrainingBudget)
 
     def __post_init__(self) -> None:
         check_job(self.job)
+        check_budget(self.budget, self.job.model)
 
     def predict(self, calibration: Calibration | None = None) -> Prediction:
         """Time and memory of one optimizer step.
@@ -81,9 +84,22 @@ class Scenario:
             SpecError: See ``predict``.
         """
         try:
-            return predict_step(self.job, name=self.name, calibration=calibration)
+            prediction, simulated = predict_step(self.job, name=self.name, calibration=calibration)
         except SpecError as error:
             raise error if error.file or self.file is None else error.in_file(self.file) from None
+        return prediction.with_budget(self.budget), simulated
+
+
+def check_budget(budget: TrainingBudget, model: ModelSpec) -> None:
+    """Rejects a number of tokens for a model without tokens.
+
+    Raises:
+        SpecError: The model is one of images.
+    """
+    if budget.num_tokens is not None and model.sample == "image":
+        rule = "is a number of tokens, and the model is one of images"
+        value = f"{budget.num_tokens:g}"
+        raise SpecError(Problem(field="training.num_tokens", value=value, rule=rule, fix="leave it out"))
 
 
 class _File(Spec):
@@ -134,7 +150,7 @@ def scenario_of(parts: ScenarioParts, folder: Path | None) -> Scenario:
     sections.raise_problems()
     assert plan is not None, "what is missing has been refused"
     try:
-        return Scenario(name=parts.name, job=parts.job(plan), expect=expect, file=sections.file)
+        return Scenario(name=parts.name, job=parts.job(plan), expect=expect, file=sections.file, budget=parts.budget)
     except SpecError as error:
         raise sections.in_file(error) from None
 
@@ -150,6 +166,7 @@ class ScenarioParts:
     cluster: ClusterSpec | None
     training: TrainingSpec | None
     software: SoftwareSpec | None
+    budget: TrainingBudget
 
     def job(self, plan: ParallelPlan) -> Job:
         """Job with a plan, once no problem is left."""
@@ -178,10 +195,14 @@ def parts_of(document: Document, file: str) -> ScenarioParts:
     mtp = software is not None and software.mtp
     model = read_model(sections, data["model"], mtp=mtp) if "model" in data else None
     cluster = read_cluster(sections, data["cluster"]) if "cluster" in data else None
-    training = sections.read(TrainingSpec, data["training"], ("training",)) if "training" in data else None
+    section = sections.read(TrainingSection, data["training"], ("training",)) if "training" in data else None
+    training = None if section is None else section.step
     if model is not None and software is not None:
         _refuse_idle_options(sections, data, model, software)
-    return ScenarioParts(data.get("name", Path(file).stem), data, sections, model, cluster, training, software)
+    price = data["cluster"].get("price_per_device_hour") if cluster is not None else None
+    budget = TrainingBudget(num_tokens=section.num_tokens if section else None, price_per_device_hour=price)
+    name = data.get("name", Path(file).stem)
+    return ScenarioParts(name, data, sections, model, cluster, training, software, budget)
 
 
 def _read_plan(sections: Sections, data: dict[str, Any], folder: Path | None) -> ParallelPlan | None:

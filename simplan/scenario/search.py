@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from simplan.cost.calibration.format import Calibration
-from simplan.errors import NotModelledError
+from simplan.errors import SpecError
 from simplan.io import folder_of, read_yaml
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
-from simplan.scenario.file import ScenarioParts, parts_of
+from simplan.scenario.file import ScenarioParts, check_budget, parts_of
 from simplan.search import SearchResult, SearchSpace, search
 from simplan.search.space import that_it_has
+from simplan.training import TrainingBudget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +80,24 @@ def search_of(parts: ScenarioParts) -> SearchScenario:
     if data.get("expect"):
         rule = "is about the prediction of one plan"
         sections.refuse(("expect",), rule, fix="add it to the scenario that --save-plan writes")
-    space = sections.read(SearchSpace, data.get("search", {}), ("search",))
+    space = sections.read(SearchSpace, _with_budget(data.get("search", {}), parts.budget), ("search",))
     sections.raise_problems()
     job = parts.job(ParallelPlan())
     assert space is not None
     try:
+        check_budget(parts.budget, job.model)
         space = that_it_has(job.software, space)
-    except NotModelledError as error:
+    except SpecError as error:
         raise sections.in_file(error) from None
     return SearchScenario(name=parts.name, job=job, space=space, document=data, file=sections.file)
+
+
+def _with_budget(search: Any, budget: TrainingBudget) -> Any:
+    """The section ``search`` with length and price of the training, where the section has none itself."""
+    if not isinstance(search, dict):
+        return search
+    known = {"token_budget": budget.num_tokens, "dollars_per_device_hour": budget.price_per_device_hour}
+    return {key: value for key, value in known.items() if value is not None} | search
 
 
 def plan_document(scenario: SearchScenario, plan: ParallelPlan, folder: Path) -> dict[str, Any]:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import pickle
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
 from app.figures.plan import waterfall_figure
-from app.results.plan import BETWEEN, WITHIN, headline_of_prediction, plan_result, quick_headline, training_of
+from app.results.plan import (
+    BETWEEN,
+    WITHIN,
+    headline_of_prediction,
+    plan_result,
+    prediction_text,
+    quick_headline,
+    training_of,
+)
 from simplan.scenario import parse_scenario
+from simplan.training import TrainingBudget
 from tests.app.figures.drawn import checked
 from tests.app.questions import text_of
 
@@ -64,8 +74,33 @@ def test_quick_and_whole_predictions_say_the_same(name: str) -> None:
 def test_a_whole_training_costs_what_its_hours_cost() -> None:
     headline = headline_of_prediction(plan_result(text_of("fsdp"), 0).prediction)
     day = training_of(headline, 8, headline.tokens_per_s * 86_400, 2.0)
-    assert (day.days, day.device_hours, day.cost) == pytest.approx((1.0, 192.0, 384.0))
+    one_step_days = headline.step_time_s / 86_400
+    assert 1.0 <= day.days <= 1.0 + one_step_days, "whole steps"
+    assert (day.device_hours, day.cost) == pytest.approx((192.0 * day.days, 384.0 * day.days))
     assert training_of(headline, 8, 1e9, None).cost is None
+
+
+def test_page_and_predict_agree_on_the_training() -> None:
+    """Same numbers from the page's rates as from the keys of the scenario, exactly."""
+    text = text_of("fsdp")
+    scenario = parse_scenario(text)
+    scenario = replace(scenario, budget=TrainingBudget(num_tokens=3e11, price_per_device_hour=2.5))
+    prediction = scenario.predict()
+    headline = headline_of_prediction(plan_result(text, 0).prediction)
+    assert prediction.training_run is not None
+    assert training_of(headline, scenario.job.cluster.num_devices, 3e11, 2.5) == prediction.training_run
+
+
+def test_quick_headline_has_no_interval_of_days() -> None:
+    headline = quick_headline(parse_scenario(text_of("fsdp")))
+    assert headline is not None
+    training = training_of(headline, 8, 1e12, 2.0)
+    assert (training.days_interval, training.cost_interval) == (None, None)
+
+
+def test_downloaded_prediction_has_the_training_of_the_keys() -> None:
+    text = text_of("fsdp").replace("training: {", "training: {num_tokens: 1e9, ")
+    assert json.loads(prediction_text(text, 0))["training_run"]["num_tokens"] == 1e9
 
 
 def test_results_travel_between_processes() -> None:

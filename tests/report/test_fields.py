@@ -11,7 +11,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.report.plan_fields import plan_fields
 from simplan.report.section_fields import cluster_fields, model_fields, training_fields
 from simplan.scenario.clusters import _Cluster
-from simplan.training import TrainingSpec
+from simplan.training import TrainingSection
 
 ROWS = {row["name"]: row for row in plan_fields()}
 TRAINING = {row["name"]: row for row in training_fields()}
@@ -20,7 +20,7 @@ MODEL = {row["name"]: row for row in model_fields()}
 
 def test_every_key_is_there_and_says_what_it_is_for() -> None:
     assert list(ROWS) == list(ParallelPlan.model_fields)
-    assert list(TRAINING) == list(TrainingSpec.model_fields)
+    assert list(TRAINING) == list(TrainingSection.model_fields)
     assert {row["name"] for row in cluster_fields()} == set(_Cluster.model_fields)
     made_elsewhere = {"name", "packs", "sources"}
     assert set(MODEL) - {"preset", "hf_config"} == set(ModelSpec.model_fields) - made_elsewhere
@@ -33,12 +33,12 @@ def test_every_key_is_there_and_says_what_it_is_for() -> None:
     ("spec", "name", "values"),
     [
         *((ParallelPlan, name, row["values"]) for name, row in ROWS.items()),
-        *((TrainingSpec, name, row["values"]) for name, row in TRAINING.items()),
+        *((TrainingSection, name, row["values"]) for name, row in TRAINING.items()),
     ],
 )
-def test_values_are_what_a_section_takes(spec: type[ParallelPlan | TrainingSpec], name: str, values: str) -> None:
+def test_values_are_what_a_section_takes(spec: type[ParallelPlan | TrainingSection], name: str, values: str) -> None:
     """Each choice is read, and what is none is not."""
-    needed = {"global_batch_size": 8} if spec is TrainingSpec else {}
+    needed = {"global_batch_size": 8} if spec is TrainingSection else {}
     many = values.startswith("list of ")
     choices = values.removeprefix("list of ").split(", ")
     taken: list[object]

@@ -33,6 +33,18 @@ CalibrationFile = Annotated[
     Path | None,
     typer.Option("--calibration", metavar="FILE", help="Calibration of this machine (default: in the cache folder)."),
 ]
+Tokens = Annotated[
+    float | None,
+    typer.Option(metavar="N", help="Tokens of the whole training, e.g. 1e12 (default: training.num_tokens)."),
+]
+PriceOption = Annotated[
+    float | None,
+    typer.Option(
+        "--price",
+        metavar="P",
+        help="Price per device and hour in any currency (default: cluster.price_per_device_hour).",
+    ),
+]
 Endpoint = Annotated[
     str | None,
     typer.Option(

@@ -14,7 +14,8 @@ from app.state import decode
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict import predict
 from simplan.scenario import parse_scenario
-from simplan.units import format_time
+from simplan.training import TrainingBudget
+from simplan.units import format_number, format_time
 from tests.app.views.pages import SMALL, assert_no_bug, opened, query_of
 
 PLANS = st.fixed_dictionaries(
@@ -84,6 +85,12 @@ def test_the_plan_says_what_predict_says() -> None:
     metrics = {metric.label: metric.value for metric in page.metric}
     assert metrics["Step time"] == format_time(prediction.step_time_s)
     assert metrics["MFU"] == f"{100 * prediction.mfu:.1f} %"
+    run = prediction.with_budget(TrainingBudget(num_tokens=1e12)).training_run
+    days = next(metric for metric in page.metric if metric.label == "1 T tokens")
+    assert days.value == f"{run.days:,.1f} days"
+    assert (
+        f"{run.num_steps:,} steps. 90 % interval {' to '.join(map(format_number, run.days_interval))} days" in days.help
+    )
     assert "**Fits**" in page.success[0].value
     assert len(page.get("plotly_chart")) == 2
 
