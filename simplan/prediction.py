@@ -89,7 +89,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """A whole training at a constant step time, without failures, checkpoints and restarts.
+    """A full training at a constant step time, without failures, checkpoints and restarts.
 
     Attributes:
         num_tokens: Tokens, padding included; images for image models.
@@ -121,7 +121,7 @@ def training_run(
     num_devices: int,
     price_per_device_hour: float | None,
 ) -> TrainingRun:
-    """Days, device-hours and cost of a whole training.
+    """Days, device-hours and cost of a full training.
 
     Args:
         num_tokens: Tokens to train on; images for image models.
@@ -175,7 +175,7 @@ class Prediction:
         hfu: Hardware FLOPs utilization: ``mfu`` with recomputed FLOPs counted; None as for ``mfu``.
         assumptions: Assumptions, as sentences for the reader.
         reference_s: Seconds of the executor's reference matmul during calibration; None if not timed.
-        training_run: The whole training; None without a number of tokens.
+        training_run: The full training; None without a number of tokens.
     """
 
     name: str
@@ -236,7 +236,7 @@ class Prediction:
         return self.tokens_per_s_per_device * source.document_share
 
     def with_budget(self, budget: TrainingBudget) -> Prediction:
-        """Copy with the whole training; this prediction if the budget has no number of tokens."""
+        """Copy with the full training; this prediction if the budget has no number of tokens."""
         if budget.num_tokens is None:
             return self
         run = training_run(

@@ -108,16 +108,16 @@ class TrainingSpec(Spec):
 
 
 NumTokens = Annotated[float, Field(ge=1, le=1e18)]
-"""Tokens of a whole training."""
+"""Tokens of a full training."""
 Price = Annotated[float, Field(gt=0, le=1e6)]
 """Price per device and hour, in any currency."""
 
 
 class TrainingSection(TrainingSpec):
-    """The section ``training`` of a scenario file: what a step depends on, and the length of the whole training.
+    """The section ``training`` of a scenario file: what a step depends on, and the length of the full training.
 
     Attributes:
-        num_tokens: Tokens of the whole training, padding included; None for a prediction of one step only.
+        num_tokens: Tokens of the full training, padding included; None for a prediction of one step only.
     """
 
     num_tokens: NumTokens | None = None
@@ -129,7 +129,7 @@ class TrainingSection(TrainingSpec):
 
 
 class TrainingBudget(Spec):
-    """Length and price of a whole training; a step does not depend on them.
+    """Length and price of a full training; a step does not depend on them.
 
     Attributes:
         num_tokens: As in ``TrainingSection``.

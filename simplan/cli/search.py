@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from simplan.cli.budget import chosen_budget
 from simplan.cli.calibrations import read, refuse_unneeded
+from simplan.cli.terminal.budget import chosen_budget
 from simplan.cli.terminal.output import emphasize, print_json, print_result, say
 from simplan.cli.terminal.progress import ProgressLine
 from simplan.cluster.machine import THIS_MACHINE
@@ -48,7 +48,7 @@ class SearchOptions:
         save_plan: File for the scenario with a ranked plan.
         rank: Rank of the plan to save; None for the best.
         largest: Quantity to maximize instead of searching for the best plan.
-        budget: Fields of ``TrainingBudget``: length and price of the whole training.
+        budget: Fields of ``TrainingBudget``: length and price of the full training.
     """
 
     top: int | None = None

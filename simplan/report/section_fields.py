@@ -23,7 +23,7 @@ _TRAINING = {
     "fused_optimizer": "one kernel for the update; false for torch's foreach; default: where such a kernel exists",
     "clip_grad_norm": "maximum norm of the gradients of the model",
     "task": "lora trains adapters of model.lora_rank only; sft computes the same as pretrain",
-    "num_tokens": "tokens of the whole training, for its days and cost; at most 1e18; a step does not depend on it",
+    "num_tokens": "tokens of the full training, for its days and cost; at most 1e18; a step does not depend on it",
 }
 _CLUSTER = {
     "preset": ("a name of `simplan show clusters`; the other keys override its fields", "name"),

@@ -50,7 +50,7 @@ class Scenario:
 
     Attributes:
         file: File of the scenario; None when the scenario was made in code.
-        budget: Length and price of the whole training.
+        budget: Length and price of the full training.
 
     Raises:
         SpecError: The job violates rules; the error lists all violations.

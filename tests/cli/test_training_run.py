@@ -1,4 +1,4 @@
-"""Days, device-hours and cost of a whole training, against their closed form."""
+"""Days, device-hours and cost of a full training, against their closed form."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_predict_text_shows_days_and_cost_after_throughput(simplan: Simplan, sce
 
 
 def test_predict_without_tokens_shows_no_training_run(simplan: Simplan, scenario: Path) -> None:
-    before = simplan("predict", scenario).stdout
+    before = simplan("predict", written(scenario)).stdout
     assert simplan("predict", written(scenario, price="2.5")).stdout == before
     assert "device-hours" not in before
 

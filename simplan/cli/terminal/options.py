@@ -35,7 +35,7 @@ CalibrationFile = Annotated[
 ]
 Tokens = Annotated[
     float | None,
-    typer.Option(metavar="N", help="Tokens of the whole training, e.g. 1e12 (default: training.num_tokens)."),
+    typer.Option(metavar="N", help="Tokens of the full training, e.g. 1e12 (default: training.num_tokens)."),
 ]
 PriceOption = Annotated[
     float | None,

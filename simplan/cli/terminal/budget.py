@@ -1,4 +1,4 @@
-"""Options ``--tokens`` and ``--price``: length and price of the whole training."""
+"""Options ``--tokens`` and ``--price``: length and price of the full training."""
 
 from __future__ import annotations
 
