@@ -9,7 +9,7 @@ MINIMAL_SCENARIO = """\
 model: {preset: llama3-8b}
 cluster: {preset: dgx-h100}
 training: {global_batch_size: 16}
-plan: {dp_shard: 8}"""
+plan: {dp_shard: 8, recompute: full}"""
 """Complete scenario without optional sections, as a file."""
 
 _SECTIONS = {
