@@ -17,6 +17,7 @@ import simplan
 from simplan import catalog
 from simplan.cli.app import app
 from simplan.cli.listing import listing
+from simplan.cli.terminal.scenario_keys import MINIMAL_SCENARIO
 
 ROOT = Path(__file__).resolve().parents[1]
 _GENERATED = "*This page is written by the program when the site is built"
@@ -26,6 +27,7 @@ _SECTIONS = {
     "training": "Batch, precision, optimizer and task.",
     "plan": "One parallel plan. A scenario has `plan:` or `search:`.",
     "search-space": "The keys of `search:`. A key that is left out has its default range.",
+    "expect": "Keys of an entry of `expect:`, a list of [expectations](../how-to/ci.md), and the metrics.",
 }
 _FIRST_SCREEN = "<!-- first screen of the README -->"
 _PLACES = {
@@ -116,11 +118,13 @@ def _command(name: str, command: Any) -> Iterator[str]:
 def _scenario() -> str:
     parts = [
         "# Scenario file",
-        f"{_GENERATED} by `simplan show model`, `show cluster`, `show training`, `show plan` and `show search-space`.*",
+        f"{_GENERATED} by `simplan show model`, `show cluster`, `show training`, `show plan`, "
+        "`show search-space`, `show expect` and `show scenario`.*",
         "A scenario is a YAML file with these sections, a `name`, `software` (a name of [frameworks](frameworks.md) "
         "or a mapping of `preset` and options) and `expect` (a list of [expectations](../how-to/ci.md)). A key that is "
         "unknown, or a value that is not modeled, is an error that names the line.",
     ]
+    parts += [_listed("scenario"), f"A complete minimal scenario:\n\n```\n{MINIMAL_SCENARIO}\n```"]
     for section, about in _SECTIONS.items():
         parts += [f"## {'search' if section == 'search-space' else section}", about, _listed(section)]
     return "\n\n".join(parts) + "\n"

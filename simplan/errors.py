@@ -131,10 +131,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     'did you mean llama3-8b?'
     >>> did_you_mean("h200-sxm-80gb", ["h100-sxm-80gb", "a100-sxm-80gb"])
     'did you mean h100-sxm-80gb or a100-sxm-80gb?'
+    >>> did_you_mean("nics_per_node", ["devices_per_node", "num_nodes"])
+    'known: devices_per_node, num_nodes'
     >>> did_you_mean("zigzag", ["naive", "gpipe", "1f1b"])
     'known: 1f1b, gpipe, naive'
     """
-    names, small = sorted(set(known)), str(word).lower()
+    names, small = sorted({_bare(name): name for name in sorted(known)}.values()), str(word).lower()
     bare = _bare(small)
     same = [name for name in names if _bare(name) == bare]
     begin = [name for name in names if len(bare) > 2 and _bare(name).startswith(bare)]
@@ -142,7 +144,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     hold = [name for name in names if len(bare) > 2 and bare in _bare(name)]
     held = [name for name in names if len(_bare(name)) > 4 and _bare(name) in bare]
     close = same or difflib.get_close_matches(small, whole or begin or hold, n=4, cutoff=0.0)
-    close = close or difflib.get_close_matches(small, names, n=3, cutoff=0.7) or held
+    similar = difflib.get_close_matches(small, names, n=3, cutoff=0.7)
+    close = close or [name for name in similar if _differs_in_spelling(small, name)] or held
     if close:
         return f"did you mean {' or '.join(close)}?"
     if names and len(names) <= _MAX_LISTED:
@@ -153,3 +156,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def _bare(word: str) -> str:
     """Letters and digits of a word, in lowercase."""
     return "".join(filter(str.isalnum, word.lower()))
+
+
+def _differs_in_spelling(word: str, name: str) -> bool:
+    """False if the parts that two names do not share are different words, as in nics_per_node and devices_per_node."""
+    parts, others = word.split("_"), name.lower().split("_")
+    rest = "_".join(part for part in parts if part not in others)
+    other = "_".join(part for part in others if part not in parts)
+    return not (rest.isalpha() and other.isalpha()) or difflib.SequenceMatcher(None, rest, other).ratio() >= 0.6

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from simplan.base import Count, Positive, Spec
 from simplan.model.low_precision import Fp8Recipe
+from simplan.unmodeled import OPTIMIZERS as OPTIMIZERS_NOT_MODELED
 
 OptimizerName = Literal["adam", "adamw", "sgd", "sgd_momentum", "lars", "lamb"]
 _Foreach = Literal["adam_foreach", "adamw_foreach", "sgd_foreach", "sgd_momentum_foreach"]
@@ -56,9 +57,6 @@ UPDATES: dict[UpdateName, OptimizerFacts] = {
 }
 """Optimizers with fused kernels, and with torch's sequence of kernels (``foreach``), whose bytes are summed."""
 
-NOT_MODELLED = ("8bit", "8-bit", "4bit", "paged", "adafactor", "muon", "lion", "shampoo", "soap", "sophia", "galore")
-"""Parts of the names of optimizers with other states, to tell them from misspelt names."""
-
 LAYERWISE = frozenset(name for name, facts in OPTIMIZERS.items() if facts.num_norms)
 """Optimizers whose step depends on norms."""
 
@@ -68,7 +66,7 @@ Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 
 def _modelled(name: Any) -> Any:
     """Tell optimizers that are not modeled from misspelt names."""
-    if isinstance(name, str) and any(part in name.lower() for part in NOT_MODELLED):
+    if isinstance(name, str) and any(part in name.lower() for part in OPTIMIZERS_NOT_MODELED):
         known = ", ".join(get_args(OptimizerName))
         raise ValueError(f"is an optimizer that is not modelled yet, for it keeps other states; modelled: {known}")
     return name

@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("base", "wording"),
     ("plan",),
     ("model",),
+    ("unmodeled",),
     ("training",),
     ("software",),
     ("cluster",),

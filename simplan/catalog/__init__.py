@@ -26,6 +26,7 @@ from simplan.software.software import SoftwareSpec
 __all__ = [
     "Kind",
     "NodeEntry",
+    "canonical_name",
     "cluster",
     "device",
     "kernel_fields",
@@ -72,12 +73,21 @@ class NodeEntry:
 
 
 def names(kind: Kind) -> tuple[str, ...]:
-    """All names of one kind, in catalog order."""
-    listed = tuple(_parsed(kind)[kind])
+    """All names of one kind, in catalog order, each followed by its aliases."""
+    aliases: dict[str, str] = _parsed(kind).get("aliases", {})
+    listed = tuple(
+        name for entry in _parsed(kind)[kind] for name in (entry, *(key for key in aliases if aliases[key] == entry))
+    )
     if kind == "links":
         links = _parsed("links")
         return (*listed, *(f"{network}-{gbit}gbit" for network in links["networks"] for gbit in links["gbit_per_s"]))
     return (*listed, THIS_MACHINE) if kind == "clusters" else listed
+
+
+def canonical_name(kind: Kind, name: str) -> str:
+    """Name of the entry that ``name`` is an alias of; ``name`` itself for any other name."""
+    aliases: dict[str, str] = _parsed(kind).get("aliases", {})
+    return aliases.get(name, name)
 
 
 @cache
@@ -294,8 +304,9 @@ _INSTEAD: dict[str, str] = {
 def _entry(kind: Kind, name: str) -> dict[str, Any]:
     data = _parsed(kind)
     singular = kind.removesuffix("s")
-    if name in data[kind]:
-        entry: dict[str, Any] = data[kind][name]
+    own_name = canonical_name(kind, name)
+    if own_name in data[kind]:
+        entry: dict[str, Any] = data[kind][own_name]
         return entry
     missing: dict[str, str] = data.get("not_modelled", {})
     if name in missing:
@@ -303,10 +314,17 @@ def _entry(kind: Kind, name: str) -> dict[str, Any]:
         fix = listed if len(data[kind]) <= _MAX_LISTED else f"`simplan show {kind}` lists all"
         rule = f"{missing[name]} is not modelled yet"
         raise NotModelledError(Problem(field=singular, value=name, rule=rule, fix=fix))
-    fix = did_you_mean(name, (*names(kind), *missing)) or f"`simplan show {kind}` lists them"
+    fix = _profiles_of(name) if kind == "software" else ""
+    fix = fix or did_you_mean(name, (*names(kind), *missing)) or f"`simplan show {kind}` lists them"
     if kind in _INSTEAD:
         fix += f"{' ' if fix.endswith('?') else '; '}{_INSTEAD[kind]}"
     raise SpecError(Problem(field=singular, value=name, rule="is not in the catalogue", fix=fix))
+
+
+def _profiles_of(framework: str) -> str:
+    """Fix for the name of a framework without year or variant: all its profiles; empty if none or one matches."""
+    profiles = [name for name in names("software") if len(framework) > 2 and framework.lower() in name]
+    return f"use one of {', '.join(profiles)}" if len(profiles) > 1 else ""
 
 
 def _sources(kind: Kind | Literal["kernels"], sources: dict[str, str]) -> dict[str, str]:

@@ -485,8 +485,8 @@ def show(
         str | None,
         typer.Argument(
             metavar="KIND",
-            help="Kind: devices, links, clusters, models, software, schedules, metrics; and the keys of a scenario's "
-            "model, cluster, training, plan or search-space.",
+            help="Kind: devices, links, clusters, models, software, schedules, metrics, scenario; and the keys of a "
+            "scenario's model, cluster, training, plan, search-space or expect.",
         ),
     ] = None,
     name: Annotated[

@@ -63,8 +63,11 @@ def predict_command(
     here = scenario.job.cluster.id == THIS_MACHINE
     this = as_argument(file)
     run_it = f"simplan run {this}" if here else ""
-    search_it = f"simplan search {this}    with search: {{}} in place of plan:" if prediction.fits is False else ""
-    next_steps = [step for step in (search_it, run_it, f"simplan trace {this} -o trace.json") if step]
+    next_steps = [step for step in (run_it, f"simplan trace {this} -o trace.json") if step]
+    if prediction.fits is False:
+        removed = "plan: and expect:" if scenario.expect else "plan:"
+        search_it = f"in {this}, replace {removed} by search: {{}}; then run simplan search {this}"
+        next_steps = [f"simplan explain {this}", *next_steps, search_it]
     text, line = prediction_text(prediction, next_steps), verdict(prediction)
     print_result(text.replace(line, emphasize(line, prediction.fits), 1))
     return 0

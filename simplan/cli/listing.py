@@ -9,6 +9,7 @@ from typing import Any
 from simplan import catalog
 from simplan.cli.terminal.definitions import definitions
 from simplan.cli.terminal.output import print_json, print_result
+from simplan.cli.terminal.scenario_keys import MINIMAL_SCENARIO, expectation_fields, scenario_sections
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.program.schedules import SCHEDULES
@@ -46,7 +47,8 @@ def listing_text(kind: str) -> str:
     """Entries of a kind as a text table."""
     rows = listing(kind)
     headers = list(rows[0])
-    return format_table_text(headers, [[row[key] for key in headers] for row in rows], indent=0, left=len(headers))
+    table = format_table_text(headers, [[row[key] for key in headers] for row in rows], indent=0, left=len(headers))
+    return f"{table}\n\nMinimal scenario\n{MINIMAL_SCENARIO}" if kind == "scenario" else table
 
 
 def entry(kind: str, name: str) -> dict[str, Any]:
@@ -61,7 +63,8 @@ def entry(kind: str, name: str) -> dict[str, Any]:
         return found
     rows = {row["name"]: row for row in listing(kind)}
     if name not in rows:
-        raise SpecError(Problem(field=kind, value=name, rule="is not known", fix=did_you_mean(name, rows)))
+        fix = _in_catalog(f"{kind}s", name) or did_you_mean(name, rows)
+        raise SpecError(Problem(field=kind, value=name, rule="is not known", fix=fix))
     return dict(rows[name])
 
 
@@ -78,6 +81,12 @@ def entry_text(kind: str, name: str) -> str:
     if sources:
         lines += ["", "Sources", *(f"  {key}: {value}" for key, value in sources.items())]
     return "\n".join(lines)
+
+
+def _in_catalog(kind: str, name: str) -> str:
+    """Command that shows an entry of the catalog; empty if the catalog has no such kind or entry."""
+    found = kind in _ENTRIES and any(row["name"] == name for row in listing(kind))
+    return f"run `simplan show {kind} {name}`" if found else ""
 
 
 def _listing_of(kind: str) -> Callable[[], list[Row]]:
@@ -142,6 +151,7 @@ def _models() -> list[Row]:
             "hidden": str(model.hidden_size),
             "heads": str(model.num_attention_heads),
             "seq_len": str(model.seq_len),
+            "alias of": "" if (same := catalog.canonical_name("models", model.name)) == model.name else same,
         }
         for model in (catalog.model(name) for name in catalog.names("models"))
     ]
@@ -179,11 +189,13 @@ _LISTINGS: dict[str, Callable[[], list[Row]]] = {
     "software": _software,
     "schedules": _schedules,
     "metrics": definitions,
+    "scenario": scenario_sections,
     "model": model_fields,
     "cluster": cluster_fields,
     "training": training_fields,
     "plan": plan_fields,
     "search-space": search_space,
+    "expect": expectation_fields,
 }
 _ENTRIES: dict[str, Callable[[str], Any]] = {
     "devices": catalog.device,

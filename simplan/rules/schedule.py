@@ -99,6 +99,10 @@ def stages_within_layers(job: Job) -> Iterator[Problem]:
     if plan.num_stages > layers + alone:
         rule = f"{plan.num_stages} stages must be at most {_blocks(job)}"
         fix = f"use at most {layers}" if plan.virtual_stages == 1 else "use fewer stages"
+        if plan.stage_layers is None and plan.num_stages <= layers + 2:
+            separate = "embedding" if plan.num_stages == layers + 1 else "embedding and head"
+            ends = "[0, 1, ..., 1]" if plan.num_stages == layers + 1 else "[0, 1, ..., 1, 0]"
+            fix += f", or stage_layers: {ends} with {layers} ones, for separate stages of {separate}"
         yield problem_of(job, _stages_field(plan), rule, fix)
 
 

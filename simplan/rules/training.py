@@ -12,6 +12,7 @@ from simplan.model.families import FAMILIES
 from simplan.model.low_precision import LOW_PRECISIONS, LowPrecision, linear_format, quantized_linears
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.rules.rule import experts_apart, nearest_multiples, not_modelled, problem_of, rule, unmodelled
+from simplan.software.software import SoftwareSpec
 from simplan.training import LAYERWISE
 from simplan.wording import either, nearest_divisors
 
@@ -80,7 +81,11 @@ def sharded_training_modelled(job: Job) -> Iterator[Problem]:
 def _unmodelled_training(job: Job) -> Iterator[Problem]:
     training, software = job.training, job.software
     kinds = software.states(training, job.plan)
-    if training.task == "lora" and not kinds:
+    if training.task == "lora" and not kinds and software.lora_state_bytes:
+        if job.plan.zero_stage in software.zero_stages:  # else the rule of ZeRO stages names the reason
+            what = f"ZeRO-{job.plan.zero_stage} sharding of a model with adapters with {software.id}"
+            yield not_modelled(job, "plan.zero_stage", what, f"use {either(_stages_with_whole_weights(software))}")
+    elif training.task == "lora" and not kinds:
         what = f"training adapters with {software.id}"
         yield not_modelled(job, "training.task", what, "use pretrain or sft")
     has = {*(kinds or software.state_bytes), *software.low_precision}
@@ -88,6 +93,10 @@ def _unmodelled_training(job: Job) -> Iterator[Problem]:
         known = [precision for precision in _PRECISIONS if precision in has]
         what = f"this precision with {software.id}"
         yield not_modelled(job, "training.precision", what, f"use {either(known)}")
+
+
+def _stages_with_whole_weights(software: SoftwareSpec) -> list[int]:
+    return [stage for stage in software.zero_stages if stage < 2]
 
 
 @unmodelled("fused_optimizer is about torch's optimizers")

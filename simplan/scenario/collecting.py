@@ -16,6 +16,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.problems import MISSING, Path, find_place, in_file_order, render_value, validate
 from simplan.search import SearchSpace
 from simplan.training import TrainingSection
+from simplan.unmodeled import unmodeled
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _Found = TypeVar("_Found")
@@ -49,7 +50,10 @@ class Sections:
         result, problems = validate(model, data, self._lines, prefix=path, elsewhere=elsewhere)
         if examples is not None:
             problems = tuple(_with_examples(problems, examples, path)) or problems
-        self._keep(_without_consequences(problems, data, path) if isinstance(data, dict) else problems, modelled=True)
+        left = _without_consequences(problems, data, path) if isinstance(data, dict) else problems
+        named = [_named_unmodeled(problem) for problem in left]
+        self._keep([problem for problem in named if problem not in left], modelled=False)
+        self._keep([problem for problem in named if problem in left], modelled=True)
         return result
 
     @property
@@ -108,6 +112,15 @@ class Sections:
             self._all_unmodelled = False
 
 
+def _named_unmodeled(problem: Problem) -> Problem:
+    """The problem, in the words of the technique if its unknown key or value names one that is not modeled yet."""
+    if not problem.rule.startswith("is not a known"):
+        return problem
+    word = problem.field.rpartition(".")[2] if problem.value is None else problem.value.strip('"')
+    record = unmodeled(word)
+    return problem if record is None else replace(problem, rule=f"{record.what} not modeled yet", fix=record.fix)
+
+
 def _with_examples(problems: Sequence[Problem], examples: Mapping[str, str], path: Path) -> Iterator[Problem]:
     for problem in problems:
         key = problem.field.removeprefix(f"{_dotted(path)}.")
@@ -162,6 +175,8 @@ _OTHER_WORDS = {
     "cluster.num_nodes": "nodes nnodes",
     "cluster.devices_per_node": "gpus_per_node num_gpus_per_node nproc_per_node",
     "cluster.device": "gpu gpu_type accelerator",
+    "cluster.inter_link_gbit_per_device, the network of a node divided by its devices": "nics_per_node num_nics nics "
+    "nic_gbit inter_link_gbit_per_node network_gbit",
     "cluster.device: {preset: ..., memory_bytes: ...}": "memory memory_bytes memory_gb memory_gib gpu_memory",
 }
 """Keys of Megatron-LM, torchtitan, DeepSpeed, Hugging Face and others, by the equivalent key of simplan."""

@@ -117,8 +117,27 @@ def test_a_measured_matmul_rate_is_below_the_peak() -> None:
 def test_parameter_counts_are_the_published_ones(name: str) -> None:
     """To the unit, and as ``tests/model/published_models.yaml`` has them with their sources, unless rounded."""
     published = catalog.published_parameters(name)
-    assert (published in PUBLISHED) == (name not in ROUNDED)
-    assert catalog.model(name).num_parameters == pytest.approx(published, rel=4e-3 if name in ROUNDED else 0, abs=0)
+    rounded = catalog.canonical_name("models", name) in ROUNDED
+    assert (published in PUBLISHED) == (not rounded)
+    assert catalog.model(name).num_parameters == pytest.approx(published, rel=4e-3 if rounded else 0, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [("llama3.1-8b", "llama3-8b"), ("llama3.1-70b", "llama3-70b"), ("gemma-2-9b", "gemma2-9b"), ("gpt2", "gpt2-124m")],
+)
+def test_alias_of_a_model_has_its_shape(alias: str, name: str) -> None:
+    assert catalog.canonical_name("models", alias) == name
+    assert catalog.model(alias) == catalog.model(name).model_copy(update={"name": alias})
+    listed = catalog.names("models")
+    assert listed.index(alias) > listed.index(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3.1-405b", "qwen2.5-7b", "mistral-7b", "gpt-neox-20b", "mixtral-8x7b", "gpt2-xl"]
+)
+def test_model_names_people_type_are_presets(name: str) -> None:
+    assert catalog.model(name).name == name
 
 
 def test_clusters_are_filled_node_by_node() -> None:
@@ -156,6 +175,8 @@ def test_torch_profile() -> None:
         ("cluster", "p6", "cluster = p6: is not in the catalogue; known: dgx-a100-40gb, dgx-a100-80gb, dgx-b200, "
          "dgx-h100, dgx-h200, dgx-v100, gb200-nvl72, this-machine; or give device and devices_per_node in place of a "
          "preset"),
+        ("software", "deepspeed", "software = deepspeed: is not in the catalogue; use one of deepspeed-2021, "
+         "megatron-deepspeed, megatron-deepspeed-2023"),
         ("software", "pytorch", "software = pytorch: is not in the catalogue; did you mean torch"),
     ],
 )  # fmt: skip

@@ -15,6 +15,7 @@ import typer.main
 
 import simplan as package
 from simplan.cli.app import app
+from simplan.scenario import METRICS
 from tests.cli.calls import Simplan, bash, here, refused
 from tests.test_words import PRIVATE_WORDS
 
@@ -64,7 +65,10 @@ def test_a_plan_that_does_not_fit_is_an_answer(simplan: Simplan, scenario: Path)
     result = simplan("predict", scenario)
     assert result.returncode == 0
     assert "does not fit: rank 0 needs" in result.stdout.splitlines()[0]
-    assert f"simplan search {scenario} " in result.stdout.partition("\nNext\n")[2]
+    command, *_, words = result.stdout.partition("\nNext\n")[2].splitlines()
+    assert words == f"  in {scenario}, replace plan: by search: {{}}; then run simplan search {scenario}"
+    assert command == f"  simplan explain {scenario}"
+    assert simplan("explain", scenario).returncode == 0
 
 
 def test_predict_json_is_one_document_and_the_file_is_the_same(
@@ -179,7 +183,9 @@ def test_trace_and_predict_write_the_same_trace(simplan: Simplan, scenario: Path
     assert last_us / 1e6 == pytest.approx(document["otherData"]["step_time_s"], rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["devices", "links", "clusters", "models", "software", "schedules", "metrics"])
+@pytest.mark.parametrize(
+    "kind", ["devices", "links", "clusters", "models", "software", "schedules", "metrics", "expect"]
+)
 def test_show_lists_and_details(kind: str, simplan: Simplan) -> None:
     listed = json.loads(simplan("show", kind, "--json").stdout)["entries"]
     text = simplan("show", kind).stdout.splitlines()
@@ -188,6 +194,31 @@ def test_show_lists_and_details(kind: str, simplan: Simplan) -> None:
     assert text[1].startswith(name)
     assert name in simplan("show", kind, name).stdout
     assert json.loads(simplan("show", kind, name, "--json").stdout)["entry"]
+
+
+def test_show_scenario_ends_with_a_file_that_works(simplan: Simplan, tmp_path: Path) -> None:
+    text = simplan("show", "scenario").stdout
+    for section in ("name", "model", "cluster", "training", "software", "plan", "search", "expect"):
+        assert f"\n{section} " in text
+    file = tmp_path / "minimal.yaml"
+    file.write_text(text.partition("Minimal scenario\n")[2])
+    assert simplan("predict", file).returncode == 0
+
+
+def test_show_expect_has_keys_and_metrics(simplan: Simplan) -> None:
+    rows = {row["name"]: row for row in json.loads(simplan("show", "expect", "--json").stdout)["entries"]}
+    assert {"metric", "value", "min", "max", "rel_tol", "abs_tol", "why", *METRICS} == set(rows)
+    assert (rows["step_time_s"]["unit"], rows["max"]["kind"]) == ("s", "key")
+
+
+@pytest.mark.parametrize(("kind", "name"), [("model", "llama3-8b"), ("cluster", "dgx-h100")])
+def test_show_of_an_entry_by_its_section_names_the_command(kind: str, name: str, simplan: Simplan) -> None:
+    refused(simplan("show", kind, name), f"{kind} = {name}: is not known; run `simplan show {kind}s {name}`")
+
+
+def test_show_models_names_aliases(simplan: Simplan) -> None:
+    rows = {row["name"]: row["alias of"] for row in json.loads(simplan("show", "models", "--json").stdout)["entries"]}
+    assert (rows["llama3.1-8b"], rows["llama3-8b"]) == ("llama3-8b", "")
 
 
 def test_show_tells_sources(simplan: Simplan) -> None:

@@ -70,3 +70,20 @@ def test_families_without_adapters_say_so() -> None:
 def test_software_that_has_no_states_for_adapters_says_so() -> None:
     [found] = problems(GPT, cluster="dgx-a100-80gb", software="nemo-2022", precision="fp16", task="lora")
     assert found.startswith("training.task = lora: training adapters with nemo-2022 is not modelled")
+
+
+@pytest.mark.parametrize(
+    ("software", "sentence"),
+    [
+        ("nemo", "plan.zero_stage = 3: this ZeRO stage with nemo is not modelled yet; use 0 or 1"),
+        (
+            "megatron-bridge",
+            "plan.zero_stage = 3: ZeRO-3 sharding of a model with adapters with megatron-bridge is not modelled yet; "
+            "use 0 or 1",
+        ),
+    ],
+)
+def test_sharded_adapters_are_rejected_for_their_zero_stage(software: str, sentence: str) -> None:
+    llama = catalog.model("llama3-8b").model_copy(update={"lora_rank": 16})
+    assert problems(llama, {"dp_shard": 4}, cluster="dgx-a100-80gb", software=software, task="lora") == [sentence]
+    assert problems(llama, {"tp": 4}, cluster="dgx-a100-80gb", software=software, task="lora") == []

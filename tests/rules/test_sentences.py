@@ -80,7 +80,12 @@ def test_plans_of_llama_pass(plan: dict[str, Any]) -> None:
          "microbatch_size = 2 x 5 = 10; use 20 or 30, or plan.microbatch_size = 4 or 6"),
         ({"dp_replicate": 32}, {}, "training.global_batch_size = 24: must be a multiple of dp x microbatch_size = 32 x "
          "1 = 32; use 32"),
-        ({"pp": 13}, {}, "plan.pp = 13: 13 stages must be at most num_hidden_layers = 12; use at most 12"),
+        ({"pp": 13}, {}, "plan.pp = 13: 13 stages must be at most num_hidden_layers = 12; use at most 12, or "
+         "stage_layers: [0, 1, ..., 1] with 12 ones, for separate stages of embedding"),
+        ({"pp": 2, "virtual_stages": 7, "schedule": "interleaved_1f1b"}, {}, "plan.virtual_stages = 7: 14 stages must "
+         "be at most num_hidden_layers = 12; use fewer stages, or stage_layers: [0, 1, ..., 1, 0] with 12 ones, for "
+         "separate stages of embedding and head"),
+        ({"pp": 15}, {}, "plan.pp = 15: 15 stages must be at most num_hidden_layers = 12; use at most 12"),
         ({"pp": 2, "schedule": "none"}, {}, "plan.schedule = none: a pipeline of 2 ranks needs a schedule; use naive, "
          "gpipe, 1f1b, interleaved_1f1b, zb-h1, zb-h2, zb-1p, zb-2p, zb-v or dualpipe-v"),
         ({"pp": 2, "schedule": "zb-v", "virtual_stages": 1}, {}, "plan.virtual_stages = 1: must be 2 with zb-v, which "

@@ -1,0 +1,93 @@
+"""Names of techniques that users try and simplan does not model yet, each with the nearest modeled setting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simplan.documentation import documentation
+
+
+@dataclass(frozen=True, slots=True)
+class Unmodeled:
+    """One technique.
+
+    Attributes:
+        what: The technique with its verb (``asynchronous SGD is``), as the rule of an error begins.
+        words: Keys and values by which users write the technique, separated by spaces.
+        fix: Nearest modeled setting; empty for none.
+    """
+
+    what: str
+    words: str
+    fix: str = ""
+
+
+_ELASTIC = f"`simplan run` survives failures: {documentation('how-to/elastic')}"
+_RECORDS = (
+    Unmodeled(
+        "asynchronous SGD is",
+        "async async_sgd asynchronous asynchronous_sgd staleness max_staleness stale_gradients hogwild",
+        "use synchronous data parallelism, e.g. plan.dp_replicate",
+    ),
+    Unmodeled(
+        "a parameter server is",
+        "parameter_server parameter_servers num_parameter_servers num_ps",
+        "use all-reduce between replicas, i.e. plan.dp_replicate",
+    ),
+    Unmodeled(
+        "gradient compression is",
+        "gradient_compression grad_compression compression powersgd power_sgd topk_compression top_k_compression "
+        "onebit_adam 1bit_adam one_bit_adam onebitadam zeroplusplus",
+        "use plan.grad_dtype: bf16, which reduces gradients in 16 bits",
+    ),
+    Unmodeled(
+        "local SGD is",
+        "local_sgd localsgd local_steps post_local_sgd sync_every fedavg",
+        "use plan.grad_sync: step, which reduces gradients once per step",
+    ),
+    Unmodeled(
+        "DiLoCo is",
+        "diloco outer_optimizer outer_steps streaming_diloco",
+        "use plan.grad_sync: step, which reduces gradients once per step",
+    ),
+    Unmodeled("preemption is", "preemption preemptions preemptible spot spot_instances", _ELASTIC),
+    Unmodeled(
+        "time lost to failures is",
+        "failures failure failure_rate mtbf mtbf_hours mtbf_s node_failures restart_time_s",
+        _ELASTIC,
+    ),
+    Unmodeled(
+        "a checkpoint interval is",
+        "checkpoint_interval checkpoint_every save_interval save_steps",
+        "`simplan run --checkpoint-every` writes checkpoints",
+    ),
+    Unmodeled(
+        "a slow rank is",
+        "slow_rank slow_ranks slow_node slow_nodes straggler stragglers",
+        "`simplan run` names slow ranks",
+    ),
+    Unmodeled(
+        "QLoRA is",
+        "qlora load_in_4bit load_in_8bit bnb_4bit_quant_type quantization quantization_config nf4 int4",
+        "use training.task: lora with model.lora_rank, whose frozen weights are 16 bits wide",
+    ),
+    Unmodeled(
+        "reinforcement learning is",
+        "rlhf ppo grpo dpo rl reward_model",
+        "use training.task: sft, which has the cost of an update of the policy",
+    ),
+    Unmodeled(
+        "an asynchronous pipeline is",
+        "pipedream pipedream-2bw pipemare async_pipeline weight_stashing",
+        "use plan.schedule: 1f1b",
+    ),
+)
+_BY_WORD = {word: record for record in _RECORDS for word in record.words.split()}
+
+OPTIMIZERS = ("8bit", "8-bit", "4bit", "paged", "adafactor", "muon", "lion", "shampoo", "soap", "sophia", "galore")
+"""Parts of the names of optimizers with other states, to tell them from misspelt names."""
+
+
+def unmodeled(word: str) -> Unmodeled | None:
+    """The technique that a key or value names; None for any other word."""
+    return _BY_WORD.get(word.lower())

@@ -1,0 +1,75 @@
+"""Techniques that simplan does not model are named so, instead of "is not a known key" with all keys."""
+
+from __future__ import annotations
+
+import pytest
+
+from simplan.errors import NotModelledError, SpecError, did_you_mean
+from simplan.scenario.collecting import _OTHER_WORDS, _SECTIONS
+from simplan.scenario.text import parse_scenario, parse_search
+from simplan.unmodeled import _BY_WORD, _RECORDS
+
+SECTIONS = {
+    "model": "preset: gpt2-124m",
+    "cluster": "preset: dgx-h100",
+    "training": "global_batch_size: 8",
+    "plan": "dp_replicate: 8",
+}
+
+
+def refusal(section: str, line: str) -> SpecError:
+    """Error of a scenario with one more line in a section; of the top level for an empty section."""
+    text = "".join(f"{name}: {{{keys}{f', {line}' * (name == section)}}}\n" for name, keys in SECTIONS.items())
+    with pytest.raises(SpecError) as caught:
+        parse_scenario(text + f"{line}\n" * (not section))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("section", "line", "sentence"),
+    [
+        ("plan", "async: true", "plan.async: asynchronous SGD is not modeled yet; use synchronous data parallelism"),
+        ("plan", "async_sgd: true", "plan.async_sgd: asynchronous SGD is not modeled yet; "),
+        ("plan", "parameter_server: 2", "plan.parameter_server: a parameter server is not modeled yet; use all-reduce"),
+        ("plan", "gradient_compression: x", "plan.gradient_compression: gradient compression is not modeled yet; use "
+         "plan.grad_dtype: bf16"),
+        ("plan", "local_sgd: 8", "plan.local_sgd: local SGD is not modeled yet; use plan.grad_sync: step"),
+        ("training", "diloco: {}", "training.diloco: DiLoCo is not modeled yet; "),
+        ("cluster", "preemption: 0.1", "cluster.preemption: preemption is not modeled yet; "),
+        ("", "failures: 3", "failures: time lost to failures is not modeled yet; "),
+        ("training", "qlora: true", "training.qlora: QLoRA is not modeled yet; use training.task: lora with "),
+        ("training", "task: qlora", 'training.task = "qlora": QLoRA is not modeled yet; use training.task: lora with '),
+        ("plan", "schedule: pipedream", 'plan.schedule = "pipedream": an asynchronous pipeline is not modeled yet; '),
+    ],
+)  # fmt: skip
+def test_technique_that_is_not_modeled_is_named(section: str, line: str, sentence: str) -> None:
+    error = refusal(section, line)
+    assert isinstance(error, NotModelledError)
+    [problem] = error.problems
+    assert problem.sentence().startswith(sentence)
+    assert problem.line is not None
+
+
+def test_search_with_a_technique_that_is_not_modeled_names_it() -> None:
+    text = "".join(f"{name}: {{{keys}}}\n" for name, keys in SECTIONS.items() if name != "plan")
+    with pytest.raises(NotModelledError, match="asynchronous SGD is not modeled yet"):
+        parse_search(text + "search: {async: true}\n")
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon", "lion", "shampoo"])
+def test_optimizer_that_is_not_modeled_is_named(name: str) -> None:
+    [problem] = refusal("training", f"optimizer: {name}").problems
+    assert problem.rule.startswith("is an optimizer that is not modelled yet")
+
+
+def test_network_cards_of_a_node_are_no_devices() -> None:
+    [problem] = refusal("cluster", "nics_per_node: 1").problems
+    assert problem.fix.startswith("write cluster.inter_link_gbit_per_device")
+    assert "did you mean" not in did_you_mean("nics_per_node", ["devices_per_node", "num_nodes"])
+
+
+def test_words_of_techniques_are_no_keys_of_simplan() -> None:
+    keys = {key for spec in _SECTIONS.values() for key in spec.model_fields}
+    others = {word for words in _OTHER_WORDS.values() for word in words.split()}
+    assert not _BY_WORD.keys() & (keys | others)
+    assert len(_BY_WORD) == sum(len(record.words.split()) for record in _RECORDS)
