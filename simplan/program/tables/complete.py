@@ -51,7 +51,7 @@ def _misplaced(table: Table, stage: int) -> str:
     rank, action = next((rank, action) for rank, action in ranks if rank != home)
     return (
         f"action {action} is on rank {rank} but stage {stage} has most actions on rank {home}: "
-        "a stage belongs to one rank; move it to that row"
+        "a stage belongs to one rank; move it there"
     )
 
 

@@ -68,7 +68,8 @@ def test_a_stage_may_be_gathered_several_times() -> None:
 def test_communications_of_two_ranks_in_different_order_deadlock() -> None:
     """Each list alone is fine; on an in-order transport rank 0's receive blocks its send."""
     first = FIRST.replace("0F1 0SEND_F1 0RECV_B0 0B0", "0F1 0RECV_B0 0SEND_F1 0B0")
-    with pytest.raises(ProgramError, match="deadlock: rank 0 waits at 0B0; its next transfer with rank 1 is 0RECV_B0"):
+    expected = "deadlock: rank 0 waits at 0B0 for 1SEND_B0 on rank 1; its next transfer with rank 1 is 0RECV_B0"
+    with pytest.raises(ProgramError, match=expected):
         check_table(table(first), 2, 2)
 
 
