@@ -167,6 +167,14 @@ def test_targets_of_make_that_are_written_exist() -> None:
         assert written <= targets, page
 
 
+def test_python_files_that_are_written_exist() -> None:
+    found = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [f"/{file}" for file in found.splitlines()]
+    for page in [*hand_written(), "../CONTRIBUTING.md"]:
+        for written in re.findall(r"`([\w./-]+\.py)`", (DOCS / page).read_text()):
+            assert any(file.endswith(f"/{written}") for file in files), f"{page}: {written}"
+
+
 def test_the_devices_of_the_docs_are_predicted(tmp_path: Path) -> None:
     found = blocks((DOCS / "how-to" / "devices.md").read_text(), "yaml")
     assert len(found) == 2

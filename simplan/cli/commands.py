@@ -28,12 +28,14 @@ from simplan.cost.calibration.store import default_path
 from simplan.errors import Problem, SpecError
 from simplan.explain import difference, explain
 from simplan.io import as_argument, write_json, write_text
+from simplan.job import Job
 from simplan.report.comparison import comparison_text
 from simplan.report.drawings.drawing import draw_pipeline
 from simplan.report.drawings.drawing_svg import drawing_svg
 from simplan.report.explanation import difference_text, explanation_text
 from simplan.report.text import prediction_text, verdict
 from simplan.report.trace import predicted_trace, write_predicted_trace
+from simplan.rules import violations
 from simplan.scenario import Scenario, load_scenario
 from simplan.scenario.fewer_nodes import scenarios_on_fewer
 
@@ -67,10 +69,19 @@ def predict_command(
     if prediction.fits is False:
         removed = "plan: and expect:" if scenario.expect else "plan:"
         search_it = f"in {this}, replace {removed} by search: {{}}; then run simplan search {this}"
-        next_steps = [f"simplan explain {this}", *next_steps, search_it]
+        shard_it = f"in {this}, write plan.grad_sync: microbatch, which accumulates gradients in shards"
+        changes = [shard_it] if _accumulates_unsharded(scenario.job) else []
+        next_steps = [f"simplan explain {this}", *next_steps, *changes, search_it]
     text, line = prediction_text(prediction, next_steps), verdict(prediction)
     print_result(text.replace(line, emphasize(line, prediction.fits), 1))
     return 0
+
+
+def _accumulates_unsharded(job: Job) -> bool:
+    """True if FSDP accumulates unsharded gradients, and ``grad_sync: microbatch`` is possible instead."""
+    plan = job.plan
+    sharded = job.with_plan(plan.model_copy(update={"grad_sync": "microbatch"}))
+    return plan.zero_stage >= 2 and plan.grad_sync == "step" and job.num_microbatches > 1 and not violations(sharded)
 
 
 def explain_command(file: Path, other: Path | None, *, as_json: bool, calibration_file: Path | None) -> int:

@@ -83,10 +83,11 @@ def search_command(file: Path, *, as_json: bool, options: SearchOptions, calibra
     if as_json:
         print_json(result.to_json())
     else:
-        text, line = search_text(result, _next(scenario, result, options)), search_verdict(result)
+        text = search_text(result, _next(scenario, result, options), space.max_memory_fraction)
+        line = search_verdict(result)
         print_result(text.replace(line, emphasize(line, result.best is not None), 1))
     if result.best is not None and options.save_plan is not None:
-        _save_ranked(scenario, result, options.save_plan, options.rank or 1)
+        _save_ranked(scenario, result, options.save_plan, options.rank)
     if result.interrupted:
         return _INTERRUPTED
     return NoFeasiblePlanError.exit_code if result.best is None else 0
@@ -189,19 +190,21 @@ def _check_rank(options: SearchOptions, space: SearchSpace) -> None:
     raise SpecError(Problem(field="--rank", value=str(rank), rule=rule, fix=fix))
 
 
-def _save_ranked(scenario: SearchScenario, result: SearchResult, file: Path, rank: int) -> None:
-    """Write a scenario with a plan of the ranking, the best being rank 1.
+def _save_ranked(scenario: SearchScenario, result: SearchResult, file: Path, given: int | None) -> None:
+    """Write a scenario with a plan of the ranking, the best being rank 1; a given rank is part of its name.
 
     Raises:
         SpecError: The search found fewer plans.
     """
+    rank = given or 1
     if rank > len(result.ranked):
         rule = f"is more than the {len(result.ranked)} ranked plans: no others fit"
         raise SpecError(Problem(field="--rank", value=str(rank), rule=rule, fix=f"use 1 to {len(result.ranked)}"))
     until = " until it was stopped: there may be better ones" if result.interrupted else ""
     command = f"`simplan search {as_argument(scenario.file)}`"
     what = f"The best plan that {command} found" if rank == 1 else f"Plan {rank} of the ranking of {command}"
-    _save(scenario, result.ranked[rank - 1].plan, file, what + until)
+    name = scenario.name if given is None else f"{scenario.name}-{rank}"
+    _save(scenario, result.ranked[rank - 1].plan, file, what + until, name=name)
 
 
 def _save(
@@ -210,8 +213,11 @@ def _save(
     file: Path,
     what: str,
     model: Mapping[str, int] | None = None,
+    name: str | None = None,
 ) -> None:
     document = plan_document(scenario, plan, file.resolve().parent)
+    if name is not None:
+        document["name"] = name
     if model:
         document["model"] = {**document["model"], **model}
     text = yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=120)
@@ -223,7 +229,9 @@ def _next(scenario: SearchScenario, result: SearchResult, options: SearchOptions
     if result.best is None:
         return []
     if options.save_plan is None:
-        return [f"simplan search {as_argument(scenario.file)} --save-plan plan.yaml"]
+        this = f"simplan search {as_argument(scenario.file)}"
+        others = [f"{this} --save-plan plan-2.yaml --rank 2"] if len(result.ranked) > 1 else []
+        return [f"{this} --save-plan plan.yaml", *others]
     here = scenario.job.cluster.id == THIS_MACHINE
     return [f"simplan {command} {options.save_plan}" for command in ("predict", *(["run"] if here else []))]
 

@@ -35,6 +35,8 @@ RESOURCES: Mapping[str, str] = MappingProxyType(
 )
 """Resources that can limit a plan, in words."""
 
+_FRAGMENTATION = "fragmentation is not modeled; max_memory_fraction: 0.95 keeps 5 % free"
+_TIGHT = 5 / 95  # headroom by used memory below which the sentence is shown
 _MAX_POINTS = 20
 _MAX_VALUES = 6
 
@@ -81,11 +83,21 @@ def _values(values: Sequence[object]) -> str:
     return " ".join(words) if len(words) <= _MAX_VALUES else f"{words[0]} to {words[-1]}"
 
 
-def search_text(result: SearchResult, next_steps: Iterable[str] = ()) -> str:
-    """Full search report as text; ``next_steps`` are commands to suggest at the end."""
+def search_text(result: SearchResult, next_steps: Iterable[str] = (), max_memory_fraction: float = 1.0) -> str:
+    """Full search report as text.
+
+    Args:
+        next_steps: Commands to suggest at the end.
+        max_memory_fraction: As in the search space.
+    """
     parts = [f"{result.name}: {search_verdict(result)}"]
     if result.best is not None:
-        parts[0] += "\n" + "\n".join(_best(result.best, result.unit))
+        shown = list(_best(result.best, result.unit))
+        headroom = result.best.headroom_bytes
+        if max_memory_fraction == 1 and headroom is not None and headroom < _TIGHT * result.best.device_bytes:
+            at = next(number for number, line in enumerate(shown, 1) if line.startswith("  memory "))
+            shown.insert(at, f"  {'':11}  {_FRAGMENTATION}")
+        parts[0] += "\n" + "\n".join(shown)
     if len(result.ranked) > 1:
         parts.append(_ranked_table(result))
     if len(result.objectives) == 2 and result.pareto:

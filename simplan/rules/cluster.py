@@ -38,7 +38,9 @@ def devices(job: Job) -> Iterator[Problem]:
     if needed == there:
         return
     fixes = []
-    for key, most in (("dp_replicate", there), ("pp", job.model.num_blocks)):
+    sharded = plan.dp_shard > 1 or (plan.dp_replicate == 1 and 3 in job.software.zero_stages)
+    degrees = (("dp_shard", there if sharded else 0), ("dp_replicate", there), ("pp", job.model.num_blocks))
+    for key, most in degrees:
         others = needed // getattr(plan, key)
         if there % others == 0 and there // others <= most:
             fixes.append(f"{key} = {there // others}")

@@ -40,6 +40,7 @@ _OWN_WORDS = {
     ActivityShare.HOST: "the host",
 }  # names regardless of the action
 _WARMUP = 1.5  # times the median
+_MILLISECONDS = (300, 3000)  # times the predicted step: the log may be in milliseconds
 _SAME_JOB = 0.02  # a throughput and a step time of one job agree within the digits of a log
 
 
@@ -166,7 +167,7 @@ def compare_logged(prediction: Mapping[str, Any], logged: LoggedRun) -> LoggedCo
         interval_holds=low_s <= measured_s <= high_s,
         difference_s=predicted_s - measured_s,
         parts=_unsure_parts(prediction, measured_s - predicted_s),
-        notes=tuple(_notes(prediction, logged)),
+        notes=tuple(_notes(prediction, logged, measured_s)),
     )
 
 
@@ -250,7 +251,10 @@ def _relative_stds(prediction: Mapping[str, Any]) -> dict[SpanKind, float]:
     return {kind: deviation_s[kind] / total_s for kind, total_s in time_s.items() if total_s > 0}
 
 
-def _notes(prediction: Mapping[str, Any], logged: LoggedRun) -> Iterator[str]:
+def _notes(prediction: Mapping[str, Any], logged: LoggedRun, measured_s: float) -> Iterator[str]:
+    ratio = measured_s / prediction["step_time_s"]
+    if _MILLISECONDS[0] <= ratio <= _MILLISECONDS[1]:
+        yield f"the measured step time is {ratio:,.0f} times the predicted one: if the log is in ms, write seconds"
     if number := logged.warmup_steps:
         first = "the first step is" if number == 1 else f"the first {number} steps are"
         yield f"{first} left out as warm-up: more than {_WARMUP:g} times the median"
@@ -340,6 +344,7 @@ def _field(column: str) -> str:
 
 
 YAML_SUFFIXES = (".yaml", ".yml")
+_TEXT_SUFFIXES = (".csv", ".tsv", ".txt", ".log")
 _WHICH_MEMORY = (
     "peak_reserved_gib (what torch's allocator holds), peak_allocated_gib (tensors) or peak_device_gib (nvidia-smi)"
 )
@@ -366,6 +371,9 @@ def parse_measured(text: str, file: str) -> Measurement | LoggedRun:
     Raises:
         SpecError: The text is neither.
     """
+    if file.lower().endswith(_TEXT_SUFFIXES):
+        rule, fix = "is neither YAML nor JSON", "write YAML: step_times_s: [2.41, 2.39, ...]"
+        raise SpecError(Problem(field="", rule=rule, fix=fix), file=file)
     if file.lower().endswith(YAML_SUFFIXES):
         if len(text) > MAX_YAML_BYTES:
             raise SpecError(Problem(field="", rule="is too large for YAML", fix="give it as JSON"), file=file)

@@ -113,6 +113,16 @@ def test_compare_with_two_predictions(simplan: Simplan, scenario: Path, tmp_path
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_compare_with_a_scenario_and_a_table(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
+    predicted, log = tmp_path / "predicted.json", tmp_path / "log.csv"
+    log.write_text("step,time\n1,2.4\n")
+    assert simplan("predict", scenario, "-o", predicted).returncode == 0
+    fix = f"is YAML, and a prediction is JSON; run `simplan predict {scenario} -o prediction.json` first"
+    refused(simplan("compare", scenario, log), f"{scenario}: {fix}")
+    fix = "is neither YAML nor JSON; write YAML: step_times_s: [2.41, 2.39, ...]"
+    refused(simplan("compare", predicted, log), f"{log}: {fix}")
+
+
 @pytest.mark.parametrize("content", ["[1]", '{"schema_version": 2, "kind": "prediction"}'])
 def test_compare_with_broken_files(content: str, simplan: Simplan, tmp_path: Path) -> None:
     broken = tmp_path / "broken.json"

@@ -69,6 +69,22 @@ def test_a_plan_that_does_not_fit_is_an_answer(simplan: Simplan, scenario: Path)
     assert words == f"  in {scenario}, replace plan: by search: {{}}; then run simplan search {scenario}"
     assert command == f"  simplan explain {scenario}"
     assert simplan("explain", scenario).returncode == 0
+    assert "grad_sync" not in result.stdout
+
+
+def test_gradients_in_shards_are_a_next_step_where_they_would_help(simplan: Simplan, scenario: Path) -> None:
+    text = (
+        "model: {preset: llama3-8b}\ncluster: {preset: dgx-h100, num_nodes: 2}\n"
+        "training: {global_batch_size: 64, precision: bf16}\nplan: {dp_shard: 16}\n"
+    )
+    scenario.write_text(text)
+    shards = f"  in {scenario}, write plan.grad_sync: microbatch, which accumulates gradients in shards"
+    assert shards in simplan("predict", scenario).stdout.partition("\nNext\n")[2].splitlines()
+    for plan in ("{dp_shard: 16, microbatch_size: 4}", "{dp_shard: 16, grad_sync: microbatch, microbatch_size: 4}"):
+        scenario.write_text(text.replace("{dp_shard: 16}", plan))
+        result = simplan("predict", scenario)
+        assert result.returncode == 0
+        assert "which accumulates" not in result.stdout
 
 
 def test_predict_json_is_one_document_and_the_file_is_the_same(

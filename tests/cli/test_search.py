@@ -53,6 +53,21 @@ def test_the_report_says_what_is_best_and_why_not_the_others(simplan: Simplan, f
     for words in ("bottleneck", "sensitivity", "Ranked", "Outcomes of", "rejected: split_backward_recompute", "Next"):
         assert words in result.stdout
     assert "\033" not in result.stdout
+    assert f"  simplan search {file} --save-plan plan-2.yaml --rank 2\n" in result.stdout
+    assert "fragmentation" not in result.stdout, "there is much headroom"
+
+
+def test_little_headroom_is_explained(simplan: Simplan, file: Path) -> None:
+    (best, *_) = json.loads(simplan("search", file, "--top", "1", "--json").stdout)["ranked"]
+    least = int(1.04 * 2**30 * best["peak_memory_gib"]["device"])
+    device = f"num_devices: 2, device: {{memory_bytes: {least}}}"
+    text = file.read_text().replace("num_devices: 2", device)
+    file.write_text(text)
+    shown = simplan("search", file, "--top", "1").stdout
+    note = "fragmentation is not modeled; max_memory_fraction: 0.95 keeps 5 % free"
+    assert f"headroom\n               {note}\n" in shown
+    file.write_text(text.replace("top: 3", "top: 3, max_memory_fraction: 0.99"))
+    assert note not in simplan("search", file, "--top", "1").stdout
 
 
 def test_ranked_plans_say_why_they_lost(simplan: Simplan, file: Path) -> None:
@@ -76,7 +91,9 @@ def test_another_ranked_plan_is_saved(simplan: Simplan, file: Path, tmp_path: Pa
     assert (result.returncode, result.stderr) == (0, "wrote plan.yaml\n")
     second = json.loads(result.stdout)["ranked"][1]
     assert json.loads(simplan("predict", "plan.yaml", "--json").stdout)["inputs"]["plan"] == second["plan"]
-    assert (tmp_path / "plan.yaml").read_text().startswith("# Plan 2 of the ranking of `simplan search ")
+    saved = (tmp_path / "plan.yaml").read_text()
+    assert saved.startswith("# Plan 2 of the ranking of `simplan search ")
+    assert yaml.safe_load(saved)["name"] == "small-2"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from simplan import catalog
@@ -61,6 +63,21 @@ def test_a_formula_holds_its_numbers(explained: dict[str, Explanation]) -> None:
     """124,439,808 parameters of GPT-2, of which the head is not tied here and the vocabulary padded."""
     (parameters,) = [part for part in explained["ddp"].memory if part.name == "parameters"]
     assert parameters.formula.startswith(f"{124_439_808 + 50_304 * 768 + 47 * 768:,} parameters x 4 B")
+
+
+def test_formulas_of_compute_evaluate_with_the_slowest_device() -> None:
+    explanation = explain(*predict_step(job_of("gpt2-124m", {"dp_shard": 8}, precision="bf16"), name="test"))
+    (copy,) = [part for part in explanation.time if part.name == "block gather_copy"]
+    numbers = re.fullmatch(
+        r"(\d+) x [\d.]+ us; each (\d) B x ([\d.]+) M parameters / ([\d.]+) TB/s x ([\d.]+) \(slowest of 8\)",
+        copy.formula,
+    )
+    assert numbers is not None, copy.formula
+    count, width, millions, terabytes_per_s, slowest = map(float, numbers.groups())
+    assert slowest > 1
+    assert copy.value == pytest.approx(count * width * millions * 1e6 / (terabytes_per_s * 1e12) * slowest, rel=0.01)
+    (block,) = [part for part in explanation.time if part.name == "block forward"]
+    assert block.formula.endswith(f", all x {slowest:.3f} (slowest of 8)")
 
 
 def test_differences_sum_to_the_difference(explained: dict[str, Explanation]) -> None:

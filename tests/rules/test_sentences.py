@@ -73,7 +73,7 @@ def test_plans_of_llama_pass(plan: dict[str, Any]) -> None:
         ({"dp_replicate": 3}, {"cluster": catalog.cluster("dgx-h100", 8)}, "plan = dp_replicate 3 x pp 1: the plan "
          "needs 3 devices and the cluster has 8; use dp_replicate = 8 or num_devices = 3 without num_nodes"),
         ({"pp": 2}, {"cluster": catalog.cluster("dgx-h100", 16)}, "plan = dp_replicate 1 x pp 2: the plan needs 2 "
-         "devices and the cluster has 16; use dp_replicate = 8 or num_devices = 2 without num_nodes"),
+         "devices and the cluster has 16; use dp_shard = 8, dp_replicate = 8 or num_devices = 2 without num_nodes"),
         ({"dp_replicate": 5}, {}, "training.global_batch_size = 24: must be a multiple of dp x microbatch_size = 5 x 1 "
          "= 5; use 20 or 25"),
         ({"dp_replicate": 2, "microbatch_size": 5}, {}, "training.global_batch_size = 24: must be a multiple of dp x "
@@ -120,6 +120,13 @@ def test_a_violation_names_field_value_rule_and_nearest_values(
     plan: dict[str, Any], parts: dict[str, Any], sentence: str
 ) -> None:
     assert problems(GPT2, plan, **parts) == [sentence]
+
+
+def test_the_number_of_shards_is_the_first_fix_of_a_plan_for_other_devices() -> None:
+    (sentence,) = problems(LLAMA, {"dp_shard": 8, "tp": 2}, cluster=catalog.cluster("dgx-h100", 8))
+    assert sentence.endswith(
+        "the plan needs 16 devices and the cluster has 8; use dp_shard = 4 or num_devices = 16 without num_nodes"
+    )
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,13 @@ def test_a_peak_below_the_parameters_is_noted(prediction: Prediction) -> None:
     assert not any("less than" in note for note in plain.notes)
 
 
+@pytest.mark.parametrize(("factor", "noted"), [(1000.0, True), (310.0, True), (290.0, False), (3100.0, False)])
+def test_a_log_in_milliseconds_is_noted(factor: float, noted: bool, prediction: Prediction) -> None:
+    logged = LoggedRun(step_times_s=(factor * prediction.step_time_s,))
+    notes = compare_logged(prediction.to_json(), logged).notes
+    assert any(note.endswith("if the log is in ms, write seconds") for note in notes) == noted
+
+
 def test_both_may_be_given_when_they_agree(prediction: Prediction) -> None:
     logged = LoggedRun(step_times_s=(1.99, 2.0, 2.02), tokens_per_s_per_device=1024.0)
     assert compare_logged(prediction.to_json(), logged).rows[0].measured == 2.0

@@ -66,6 +66,7 @@ def kernel_cost(
         if rates.fitted_on is None or stack.relative_std is None
         else stack.relative_std,
         slowest=1 + rates.jitter * math.sqrt(2 * math.log(num_devices)),
+        num_devices=num_devices,
         traffic=software.traffic,
         accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,
         low=_low_rates(device, state, lower[0][0], stack) if lower else None,

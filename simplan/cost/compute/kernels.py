@@ -38,6 +38,7 @@ class KernelCost:
         provenance: Source of the matmul rate.
         relative_std: Relative standard deviation of estimates.
         slowest: Time of the slowest device over the mean of all devices.
+        num_devices: Number of these devices, for formulas.
         traffic: See ``FrameworkRates``.
         accumulation_bytes: Bytes read and written per gradient element of a matrix to accumulate it.
         low: Rates of linear layers in the low precision of ``state.linear``; None for none.
@@ -53,6 +54,7 @@ class KernelCost:
     provenance: Provenance
     relative_std: float
     slowest: float = 1.0
+    num_devices: int = 1
     traffic: float = 1.0
     accumulation_bytes: int = 0
     low: MatmulRates | None = None
@@ -68,18 +70,23 @@ class KernelCost:
         norms. Copies, gradient division and the optimizer stream a fixed number of bytes per parameter.
         """
         if width := self._streamed_bytes(work.phase):
-            of_host = " (memory of the host)" if self._host_rate(work) else ""
+            of_host = self._host_rate(work) is not None
+            where = " (memory of the host)" if of_host else self._slowest_words()
             rate = format_rate(self._host_rate(work) or self.matmuls.bytes_per_s)
             return CostEstimate(
                 self.seconds(work),
                 Provenance.DATASHEET,
                 _HOST_STD if of_host else self.relative_std,
-                f"{width} B x {format_count(work.num_parameters)} parameters / {rate}{of_host}",
+                f"{width} B x {format_count(work.num_parameters)} parameters / {rate}{where}",
             )
         relative_std = self.relative_std
         if work.layer.kernels_with(Role.EXPERTS):
             relative_std = max(relative_std, self.matmuls.rates.moe_std)
         return CostEstimate(self.seconds(work), self.provenance, relative_std, self._formula(work))
+
+    def _slowest_words(self) -> str:
+        """Returns the factor of the slowest device for formulas; empty for 1."""
+        return f" x {self.slowest:.3f} (slowest of {self.num_devices})" if self.slowest > 1 else ""
 
     def seconds(self, work: LayerWork) -> float:
         """Returns the seconds of ``cost_estimate`` without a formula."""
@@ -129,7 +136,7 @@ class KernelCost:
         flops = flops * work.microbatch_size + linear.wide_flops
         found, bytes_per_s = [counted(len(low) + len(wide), "kernel")], format_rate(self.matmuls.bytes_per_s)
         if not flops and not linear.flops:
-            return f"{found[0]} at {bytes_per_s}"
+            return f"{found[0]} at {bytes_per_s}{self._slowest_words()}"
         if linear.flops:
             assert self.state.linear is not None
             assert self.low is not None
@@ -140,6 +147,8 @@ class KernelCost:
         if flops:
             found.append(f"{format_count(flops)} FLOPs at up to {format_flop_per_s(self.matmuls.flop_per_s)}")
         found.append(f"the rest at {bytes_per_s}")
+        if self.slowest > 1:
+            found.append(f"all{self._slowest_words()}")
         if work.cuts:
             found.append(
                 f"{work.cuts} x {format_time(self.matmuls.rates.gemm_split_overhead_s)} to cut products into parts"

@@ -161,8 +161,14 @@ def _stuck(table: Table, num_stages: int, num_microbatches: int, placement: dict
                 waiting[receive] = rank
                 break
             position[rank] += 1
+
+    def source(action: Action) -> str:
+        receive = _awaited(action, num_stages, placement)
+        send = receive.other_end if receive is not None else None
+        return f" for {send} on rank {placement[send.stage]}" if send is not None else ""
+
     return [
-        f"deadlock: rank {rank} waits at {row[position[rank]]}"
+        f"deadlock: rank {rank} waits at {row[position[rank]]}{source(row[position[rank]])}"
         + "".join(f"; its next transfer with rank {b} is {q[0]}" for (a, b), q in queues.items() if a == rank and q)
         for rank, row in enumerate(table)
         if position[rank] < len(row)

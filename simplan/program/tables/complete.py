@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from simplan.errors import ProgramError
 from simplan.program.action import Action, ActionKind, Table
+from simplan.program.tables.stalled import misordered_actions, missing_actions
 
 Unshard = Literal["none", "once", "window"]
 """Stages of a rank that FSDP keeps unsharded.
@@ -24,6 +26,7 @@ _Result = tuple[int, ActionKind, int | None]
 """Stage, F or B, and microbatch; B stands for the input gradient of a full backward or of a BACKWARD_INPUT."""
 
 _UNIT_TIME = {_F: 1, _B: 2, _I: 1, _W: 1}
+_SHOWN = 10  # sentences of an error
 _WINDOW = 3  # stages that torch keeps unsharded: one forward, one backward, one ahead
 
 
@@ -37,11 +40,19 @@ def stage_to_rank(table: Table) -> dict[int, int]:
     for rank, row in enumerate(table):
         for action in row:
             if placement.setdefault(action.stage, rank) != rank:
-                raise ProgramError(
-                    f"action {action} is on rank {rank} but stage {action.stage} also has actions on rank "
-                    f"{placement[action.stage]}: a stage belongs to one rank; move them to one row"
-                )
+                raise ProgramError(_misplaced(table, action.stage))
     return placement
+
+
+def _misplaced(table: Table, stage: int) -> str:
+    """Returns a sentence about the first action of a stage that is not on the rank with most actions of the stage."""
+    ranks = [(rank, action) for rank, row in enumerate(table) for action in row if action.stage == stage]
+    [(home, _)] = Counter(rank for rank, _ in ranks).most_common(1)
+    rank, action = next((rank, action) for rank, action in ranks if rank != home)
+    return (
+        f"action {action} is on rank {rank} but stage {stage} has most actions on rank {home}: "
+        "a stage belongs to one rank; move it there"
+    )
 
 
 def last_backwards(table: Table) -> dict[int, Action]:
@@ -108,10 +119,21 @@ def run_rows(compute: Table, duration: Callable[[Action], float], send: float = 
                 made[result] = free[rank]
                 if result in waiting:
                     runnable.append(waiting.pop(result))
-    stuck = [f"rank {r} at {row[position[r]]}" for r, row in enumerate(compute) if position[r] < len(row)]
+    stuck = [(rank, row[position[rank]]) for rank, row in enumerate(compute) if position[rank] < len(row)]
     if stuck:
-        raise ProgramError(f"the actions wait for each other or for actions that never come: {', '.join(stuck)}")
+        wrong = missing_actions(compute) or misordered_actions(compute) or [_deadlock(stuck, placement)]
+        raise ProgramError("\n".join(wrong[:_SHOWN]))
     return actions
+
+
+def _deadlock(stuck: Sequence[tuple[int, Action]], placement: Mapping[int, int]) -> str:
+    """Returns a sentence about ranks at actions whose inputs never come."""
+    waits = []
+    for rank, action in stuck:
+        needed = input_of(action, len(placement))
+        source = f" waits for {Action(*needed)} on rank {placement[needed[0]]}" if needed else ""
+        waits.append(f"rank {rank} at {action}{source}")
+    return f"the actions wait for each other: {', '.join(waits)}"
 
 
 def complete_table(compute: Table, *, unshard: Unshard = "none") -> Table:

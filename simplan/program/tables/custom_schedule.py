@@ -147,9 +147,22 @@ def _of_shape(table: Table, shape: PipelineShape, name: str) -> Table:
             fix = f"use plan.virtual_stages = {len(stages) // len(table)}, or another table"
         raise SpecError(_wrong(name, rule, fix))
     if microbatches != set(range(shape.num_microbatches)):
-        rule = f"has {len(microbatches)} microbatches and a step has {shape.num_microbatches}"
+        rule = f"has {_numbered(sorted(microbatches))}; a step has {_numbered(range(shape.num_microbatches))}"
         raise SpecError(_wrong(name, rule, "change training.global_batch_size or plan.microbatch_size, or the table"))
     return table
+
+
+def _numbered(microbatches: Sequence[int]) -> str:
+    """Numbers of microbatches in words.
+
+    >>> _numbered([1, 2, 3]), _numbered([0]), _numbered([0, 2])
+    ('microbatches 1 to 3', 'microbatch 0', 'microbatches 0, 2')
+    """
+    if len(microbatches) == 1:
+        return f"microbatch {microbatches[0]}"
+    if microbatches and microbatches[-1] - microbatches[0] == len(microbatches) - 1:
+        return f"microbatches {microbatches[0]} to {microbatches[-1]}"
+    return f"microbatches {', '.join(map(str, microbatches)) or 'none'}"
 
 
 def _wrong(name: str, rule: str, fix: str) -> Problem:

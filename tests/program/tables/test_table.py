@@ -111,19 +111,38 @@ def test_a_function_of_a_package_may_give_actions_or_their_text(package: Callabl
         (ONE_F_ONE_B, {"pp": 3}, "has 2 rows, one for each pipeline rank, and pp = 3; use plan.pp = 2"),
         (ONE_F_ONE_B, {"virtual_stages": 2}, "has 2 stages and the plan has 4; use plan.virtual_stages = 1"),
         ("0F0,2F0\n1F0,3F0\n", {}, "has 4 stages and the plan has 2; use plan.virtual_stages = 2"),
-        ("0F0,0B0\n1F0,1B0\n", {}, "has 1 microbatches and a step has 3; change training.global_batch_size"),
+        (
+            "0F0,0B0\n1F0,1B0\n",
+            {},
+            "has microbatch 0; a step has microbatches 0 to 2; change training.global_batch_size",
+        ),
         ("", {}, "has 0 rows"),
         (
             "0F0,0F1,0F2,0B0,0B1,0B2\n0F0,1F1,1F2,1B0,1B1,1B2\n",
             {},
-            "own.csv: action 0F0 (line 1, rank 0, column 1; line 2, rank 1, column 1) is on rank 1 but stage 0 also",
+            "own.csv: action 0F0 (line 1, rank 0, column 1; line 2, rank 1, column 1) is on rank 1 but stage 0 has",
+        ),
+        (
+            "1F0,0F0,0F1,0F2,0B0,0B1,0B2\n1F1,1F2,1B0,1B1,1B2\n",
+            {},
+            "own.csv: action 1F0 (line 1, rank 0, column 1) is on rank 0 but stage 1 has most actions on rank 1",
+        ),
+        (
+            "0F0,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n",
+            {},
+            "own.csv: action 0F1 (line 1, rank 0) is missing",
         ),
         (
             "0B0,0F0,0F1,0F2,0B1,0B2\n\n1F0,1B0,1F1,1B1,1F2,1B2\n",
             {},
-            "own.csv: the actions wait for each other or for actions that never come: "
-            "rank 0 at 0B0 (line 1, rank 0, column 1), rank 1 at 1F0 (line 3, rank 1, column 1)",
+            "own.csv: action 0B0 (line 1, rank 0, column 1) comes before 0F0 (line 1, rank 0, column 2)",
         ),
+        (
+            "0F0,0B0,0F1,0F2,0B1,0B2\n\n1F1,1B1,1F0,1B0,1F2,1B2\n",
+            {},
+            "rank 1 at 1F1 (line 3, rank 1, column 1) waits for 0F1 (line 1, rank 0, column 3) on rank 0",
+        ),
+        (ONE_F_ONE_B.replace("0F0", "0F3"), {}, "has microbatches 0 to 3; a step has microbatches 0 to 2"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(text: str, plan: dict[str, Any], sentence: str, tmp_path: Path) -> None:
