@@ -96,10 +96,11 @@ class LayerSpec:
         tied: Names of parameters that are the same tensor as the embedding's ``wte`` in another layer.
         compiled: The layer is one torch.compile function, whose backward returns all gradients of weights at its end.
         full_recompute_pass: Recomputation re-executes the layer to its end (no early stop), although nothing needs the
-            last results. late_savers: Names of matmuls that save their input after they ran, as autograd functions do.
-            mtp_depth: Multi-token prediction depth: the layer follows the last block and predicts this many tokens
-            further ahead (``simplan.model.families.mtp``); 0 for other layers. needs_input_gradient: Something before
-            the layer is trained.
+            last results.
+        late_savers: Names of matmuls that save their input after they ran, as autograd functions do.
+        mtp_depth: Multi-token prediction depth: the layer follows the last block and predicts this many tokens further
+            ahead (``simplan.model.families.mtp``); 0 for other layers.
+        needs_input_gradient: Something before the layer is trained.
     """
 
     key: str
