@@ -153,7 +153,7 @@ class _AdaptedParallel(ParallelStyle):
         split = _COLUMNS if isinstance(self._style, ColwiseParallel) else _ROWS
         _distribute(b if split is _COLUMNS else a, "weight", device_mesh, split)
         module.lora_a, module.lora_b = a, b
-        module.forward = partial(_product, module, split, device_mesh)  # type: ignore[method-assign]
+        module.forward = partial(_matmul, module, split, device_mesh)  # type: ignore[method-assign]
         return module
 
 
@@ -174,13 +174,13 @@ def with_local_weights(layer: nn.Module, mesh: DeviceMesh) -> None:
         placed = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
         if isinstance(module, nn.Linear) and placed and "forward" not in vars(module):
             split = placed["weight"].placements[0]
-            module.forward = partial(_product, module, split, mesh)  # type: ignore[method-assign]
+            module.forward = partial(_matmul, module, split, mesh)  # type: ignore[method-assign]
         for name, parameter in placed.items():
             part = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
             module.register_parameter(name, part)
 
 
-def _product(linear: nn.Linear, split: Placement, mesh: DeviceMesh, x: DTensor) -> DTensor:
+def _matmul(linear: nn.Linear, split: Placement, mesh: DeviceMesh, x: DTensor) -> DTensor:
     """Output of a tensor-parallel linear layer, whose weights are DTensors or local shards."""
     weight = _as_placed(linear.weight, split, mesh)
     bias = None

@@ -66,7 +66,7 @@ class StateBytes(Spec):
         boundary: Element sent between stages.
         gathered: Weight that FSDP has all-gathered for compute.
         reduced: Gradient during its reduction.
-        product: Weight gradient as its matmul writes it; 0 where matmuls accumulate into the stored gradients.
+        matmul_gradient: Weight gradient as its matmul writes it; 0 where matmuls accumulate into the stored gradients.
         placeholder: Empty tensor that autograd gets for a gradient accumulated in place: one per shape of the blocks'
             matrices, which stays, and one for the head during its backward; 0 for none.
         unaccumulated: Gradient of a microbatch, stored in addition to the wider one that it is added to; 0 for none.
@@ -88,7 +88,7 @@ class StateBytes(Spec):
     boundary: Count
     gathered: Count
     reduced: Count
-    product: Annotated[int, Field(ge=0)]
+    matmul_gradient: Annotated[int, Field(ge=0)]
     placeholder: Annotated[int, Field(ge=0)] = 0
     unaccumulated: Annotated[int, Field(ge=0)] = 0
     flattened: Annotated[int, Field(ge=0)] = 0
@@ -116,9 +116,9 @@ class StateBytes(Spec):
 
         A narrower gradient is upcast first. Matmuls that accumulate into the stored gradients need no kernel.
         """
-        if not self.product:
+        if not self.matmul_gradient:
             return 0
-        widened = self.product + int(self.gradient) if self.product != self.gradient else 0
+        widened = self.matmul_gradient + int(self.gradient) if self.matmul_gradient != self.gradient else 0
         return widened + 3 * int(self.gradient)
 
     def optimizer_bytes(self, optimizer: OptimizerName) -> int:
@@ -136,7 +136,7 @@ class StateBytes(Spec):
             "residual": "activation",
             "gathered": "parameter",
             "reduced": "gradient",
-            "product": "activation",
+            "matmul_gradient": "activation",
         }
         return {key: data[source] for key, source in same.items() if source in data} | data
 
@@ -305,7 +305,7 @@ class SoftwareSpec(Spec):
 
     def layers_of(self, model: ModelSpec, plan: ParallelPlan) -> tuple[LayerSpec, ...]:
         """Layers of a model, as one rank holds and computes them."""
-        style = self.layers.model_copy(
+        implementation = self.layers.model_copy(
             update={
                 "compiled": self.compiled and self.executable,
                 "documents_in_one_call": self.packed_attention == "one_call",
@@ -314,7 +314,7 @@ class SoftwareSpec(Spec):
                 "eight_bit_attention": self.fp8_dot_product_attention,
             }
         )
-        return implemented_layers(self.padded(model, plan).layers_of(plan.shard), style, model.family)
+        return implemented_layers(self.padded(model, plan).layers_of(plan.shard), implementation, model.family)
 
     def padded(self, model: ModelSpec, plan: ParallelPlan) -> ModelSpec:
         """The model with the vocabulary that the framework uses under a plan, perhaps a larger one."""
@@ -327,7 +327,7 @@ class SoftwareSpec(Spec):
         return (num_blocks // num_stages,) * num_stages
 
     @property
-    def cuts_products(self) -> bool:
+    def splits_gemms(self) -> bool:
         """True if tensor-parallel collectives overlap chunks of the matmuls that need or make their tensors."""
         return self.tp_overlap in ("gathers", "all")
 

@@ -125,7 +125,7 @@ def _experts(model: ModelSpec, share: RankShare) -> LayerPart:
         bias = ParameterSpec(f"{name}.bias", (own, columns), expert=shard.experts_apart)
         return matmul(gemm, source, (weight, bias) if model.expert_bias else (weight,))
 
-    there, back = _exchanges(sent * h, own, shard)
+    there, back = _all_to_alls(sent * h, own, shard)
     dispatch = Operator(
         kernel=Pointwise("dispatch", sent * h, sent * h, moves=True),
         reads=(_SOURCE,),
@@ -173,7 +173,7 @@ def _chain(steps: list[Operator], source: str, result: str) -> Iterator[Operator
         source = made.name
 
 
-def _exchanges(elements: int, own: int, shard: Shard) -> tuple[list[Operator], list[Operator]]:
+def _all_to_alls(elements: int, own: int, shard: Shard) -> tuple[list[Operator], list[Operator]]:
     """Operators of dispatch and combine: collectives, and copies from and to the order of ranks.
 
     Capacity slots are copied from tokens. They are copied once more, in expert order, if several experts have slots for
