@@ -70,7 +70,7 @@ def nodes_of(scenario: Scenario, options: RunOptions, rendezvous: NodeRendezvous
     refuse_other_number(scenario, number)
     if rendezvous.is_elastic:
         refuse_unless_it_can_go_on(scenario, least, options.checkpointing)
-    return _nodes(rendezvous, cluster.num_devices // number, _asked(scenario, options))
+    return _nodes(rendezvous, cluster.num_devices // number, _requested(scenario, options))
 
 
 def refuse_other_number(scenario: Scenario, num_nodes: int) -> None:
@@ -172,7 +172,7 @@ def _is_here(host: str) -> bool:
     return False
 
 
-def _asked(scenario: Scenario, options: RunOptions) -> dict[str, str]:
+def _requested(scenario: Scenario, options: RunOptions) -> dict[str, str]:
     """Settings that must be equal on all nodes, with sections as hashes; of a cluster its size and device."""
     cluster, kept = scenario.job.cluster, options.checkpointing
     sections = {
