@@ -186,15 +186,15 @@ def _matmul(linear: nn.Linear, split: Placement, mesh: DeviceMesh, x: DTensor) -
     bias = None
     if linear.bias is not None:
         bias = _as_placed(linear.bias, _COLUMNS if split == _COLUMNS else Replicate(), mesh)
-    product: Any = functional.linear(x, weight, bias)
+    output: Any = functional.linear(x, weight, bias)
     if isinstance(linear, LoraLinear):
         by_columns = split == _COLUMNS
         own = x.to_local(grad_placements=(Partial(),) if by_columns else x.placements)
-        placements = product.placements if by_columns else (Replicate(),)  # all ranks have the gradient of a sum
+        placements = output.placements if by_columns else (Replicate(),)  # all ranks have the gradient of a sum
         narrow = functional.linear(own, _local(linear.lora_a.weight))
-        adapted = linear.adapted(product.to_local(grad_placements=placements), narrow, _local(linear.lora_b.weight))
-        product = DTensor.from_local(adapted, product.device_mesh, product.placements, run_check=False)
-    return product  # type: ignore[no-any-return]
+        adapted = linear.adapted(output.to_local(grad_placements=placements), narrow, _local(linear.lora_b.weight))
+        output = DTensor.from_local(adapted, output.device_mesh, output.placements, run_check=False)
+    return output  # type: ignore[no-any-return]
 
 
 def gather_parts(x: Tensor, peers: Peers, dim: int = _TOKENS) -> Tensor:

@@ -128,7 +128,7 @@ class StateBytes(Spec):
     @model_validator(mode="before")
     @classmethod
     def _dependent_defaults(cls, data: Any) -> Any:
-        """Default widths: residual and product as activation, frozen and gathered as parameter, reduced as gradient."""
+        """Default widths: residual, matmul_gradient = activation; frozen, gathered = parameter; reduced = gradient."""
         if not isinstance(data, dict):
             return data
         same = {

@@ -147,7 +147,7 @@ def _experts(model: ModelSpec, share: RankShare) -> LayerPart:
 
 def _combine(source: str, chosen: int, n: int, h: int) -> Iterator[Operator]:
     """Unpermute the results of the chosen experts, weight them and sum them."""
-    picked, product = Tensor("outputs of chosen experts", chosen * h), Tensor("weighed outputs", chosen * h)
+    picked, weighed = Tensor("outputs of chosen experts", chosen * h), Tensor("weighed outputs", chosen * h)
     weights, dropped = Tensor("weights without dropped tokens", chosen), Tensor("dropped tokens", chosen, MASK_BYTES)
     kernel = Pointwise("combine", 3 * chosen * h, 2 * chosen * h + n * h)
     yield Operator(kernel=kernel, reads=(source,), makes=(picked,), saves=(_PLACES,))
@@ -156,8 +156,8 @@ def _combine(source: str, chosen: int, n: int, h: int) -> Iterator[Operator]:
         reads=(picked.name, weights.name),
         makes=(Tensor(_COMBINED, n * h),),
         saves=(picked.name, weights.name),
-        forward_scratch=(product,),
-        backward_scratch=(product,),
+        forward_scratch=(weighed,),
+        backward_scratch=(weighed,),
     )
 
 

@@ -130,16 +130,18 @@ def _weight_points(
     points, gone, last_gradient = [], 0, 0
     for index, operator in order:
         kept = sum(tensors.saved[root] for root, user in last.items() if user == index)
-        product = gradient = 0
+        matmul_gradient = gradient = 0
         kernel = operator.kernel
         if isinstance(kernel, Gemm):
             copies = tensors.weight_copies.get(kernel.name, 0)
             kept += copies
-            product = gradient = kernel.weight_elements * tensors.state.matmul_gradient
+            matmul_gradient = gradient = kernel.weight_elements * tensors.state.matmul_gradient
             if copies:
                 gradient = kernel.weight_elements * tensors.state.gradient
-                product += max(0, gradient - kept)
-        points.append(PeakPoint(_weight_scratch_bytes(tensors, operator) - gone, gradients=last_gradient + product))
+                matmul_gradient += max(0, gradient - kept)
+        points.append(
+            PeakPoint(_weight_scratch_bytes(tensors, operator) - gone, gradients=last_gradient + matmul_gradient)
+        )
         gone += kept + (left[index].num_bytes if index in left else 0)
         last_gradient = gradient
     return tuple(points), gone
