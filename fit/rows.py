@@ -82,8 +82,8 @@ class FitCosts:
                 return self._of_layer(job, term.work)
             case Communication() as communication:
                 return term.seconds * self._slowdown(job, communication)
-            case OverlapRemainder(communications=communications, beside=beside, taken=taken):
-                assert not taken, "no fitted run overlaps expert dispatch with another microbatch"
+            case OverlapRemainder(communications=communications, beside=beside, sm_fraction=sm_fraction):
+                assert not sm_fraction, "no fitted run overlaps expert dispatch with another microbatch"
                 whole_s = term.seconds + _UNCHANGED._of_layer(job, beside)
                 return max(0.0, whole_s * self._slowdown(job, communications[0]) - self._of_layer(job, beside))
             case OverlapSlowdown():

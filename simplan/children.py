@@ -44,7 +44,7 @@ def exit_code(child: Child, within_s: float | None = None) -> int | None:
             return None
 
 
-def request_full_recompute(child: Child) -> None:
+def terminate_child(child: Child) -> None:
     """Call ``child.terminate()``, which takes the same lock, with signals deferred."""
     with _signals_held():
         child.terminate()

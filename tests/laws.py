@@ -20,13 +20,22 @@ from simplan.sim.memory import memory_peak, peak_position
 _RECEIVES = {Stream.SEND_F: Stream.RECV_F, Stream.SEND_B: Stream.RECV_B}
 
 
+def meetings(program: Program) -> dict[int, tuple[int, ...]]:
+    """Meeting -> indices of its operations."""
+    found: dict[int, list[int]] = {}
+    for index, meeting in enumerate(program.columns.meeting.tolist()):
+        if meeting >= 0:
+            found.setdefault(meeting, []).append(index)
+    return {meeting: tuple(indices) for meeting, indices in found.items()}
+
+
 def check_bytes(program: Program) -> None:
     """Members of a meeting do the same, all that are concerned take part, and what is sent is received.
 
     Args:
         program: With every rank written out.
     """
-    for indices in program.meetings.values():
+    for indices in meetings(program).values():
         members = [program.ops[index] for index in indices]
         ranks = sorted(member.rank for member in members)
         communications = {member.communication for member in members}
@@ -145,7 +154,7 @@ def check_times(simulated: Simulated) -> None:
     for indices in program.streams.values():
         for before, after in pairwise(indices):
             assert end_s[before] <= start_s[after], (program.ops[before], program.ops[after])
-    for indices in program.meetings.values():
+    for indices in meetings(program).values():
         assert len({(start_s[index], end_s[index]) for index in indices}) == 1, program.ops[indices[0]]
 
 

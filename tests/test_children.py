@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from simplan.children import exit_code, request_full_recompute
+from simplan.children import exit_code, terminate_child
 
 
 class _Locked:
@@ -52,7 +52,7 @@ def ending(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
 
 
 @pytest.mark.parametrize("code", [0, None])
-@pytest.mark.parametrize("act", [exit_code, request_full_recompute])
+@pytest.mark.parametrize("act", [exit_code, terminate_child])
 def test_a_signal_does_not_leave_a_child_locked(
     ending: signal.Signals, act: Callable[[_Locked], None], code: int | None
 ) -> None:
@@ -81,5 +81,5 @@ def test_the_exit_code_of_a_process() -> None:
 
 def test_a_process_that_is_asked_to_end_ends() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
-        request_full_recompute(child)
+        terminate_child(child)
         assert exit_code(child) == -signal.SIGTERM

@@ -56,8 +56,7 @@ def _show_start() -> None:
     if scenario.job.cluster.id != THIS_MACHINE:
         st.info(
             f"The scenario is for **{escaped(scenario.job.cluster.id)}**. To run the plan here, choose *this-machine* "
-            "as "
-            "nodes in the sidebar, and a small model."
+            "as nodes in the sidebar, and a small model."
         )
     elif not may_run():
         st.info(

@@ -111,7 +111,7 @@ class _LayerBench:
             # a frozen embedding needs no gradients of its outputs
             self._has_input_gradients = before.kind is not LayerKind.EMBEDDING or before.num_trained > 0
             for number, sizes in enumerate(before.output_shapes):
-                narrow = number in before.product_outputs or shape.model.lora_rank
+                narrow = number in before.matmul_dtype_outputs or shape.model.lora_rank
                 output_dtype = compute_dtype if narrow else dtype
                 self._layer_inputs.append(torch.randn(shape.microbatch_size, *sizes, device=device, dtype=output_dtype))
         self.seconds: dict[str, list[float]] = defaultdict(list)

@@ -189,12 +189,12 @@ class Reference:
         """
         size, dtype = _MATMULS[self._device.type]
         first = torch.full((size, size), 0.5, dtype=dtype, device=self._device)
-        second, matmul = torch.full_like(first, 0.5), torch.empty_like(first)
-        torch.mm(first, second, out=matmul)
+        second, result = torch.full_like(first, 0.5), torch.empty_like(first)
+        torch.mm(first, second, out=result)
         together()
         spent_s, count = 0.0, 0
         while spent_s < _MIN_REFERENCE_S and count < _MAX_MATMULS:
-            spent_s += self._watch(torch.mm, first, second, out=matmul)
+            spent_s += self._watch(torch.mm, first, second, out=result)
             count += 1
         self._seconds.append(spent_s / count)
         return self._seconds[-1]

@@ -1,6 +1,6 @@
 """Activation offload: tensors saved by blocks are in host memory between a block's forward and its backward.
 
-``simplan.program.lowering.offload.ActivationOffload`` models the same copies and documents the time of each: to the
+``simplan.program.lowering.offload.OffloadedActivations`` models the same copies and documents the time of each: to the
 host, free on the device, and back.
 """
 

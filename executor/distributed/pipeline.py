@@ -167,16 +167,16 @@ class _RecordedStage(PipelineStage):
             divide_gradients(self.submod.parameters(), grad_scale_factor)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._messages(ActionKind.RECV_F, fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
+        return self._p2p_ops(ActionKind.RECV_F, fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._messages(ActionKind.RECV_B, bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
+        return self._p2p_ops(ActionKind.RECV_B, bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._messages(ActionKind.SEND_F, fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
+        return self._p2p_ops(ActionKind.SEND_F, fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._messages(ActionKind.SEND_B, bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+        return self._p2p_ops(ActionKind.SEND_B, bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
     def complete_sends(self) -> None:
         """The runtime has waited for all sends of the step."""
@@ -184,7 +184,7 @@ class _RecordedStage(PipelineStage):
             self.recorder.complete(handle)
         self.sends.clear()
 
-    def _messages(self, kind: ActionKind, microbatch: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+    def _p2p_ops(self, kind: ActionKind, microbatch: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         action = Action(self.stage_index, kind, microbatch)
         me = dist.get_rank()
         self.recorder.begin(action)
@@ -205,11 +205,11 @@ class _RecordedStage(PipelineStage):
 class _AloneStage(_RecordedStage):
     """Stage of a rank without peers: received tensors are random, and the warmup vote on known shapes is skipped."""
 
-    def _messages(self, kind: ActionKind, microbatch: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+    def _p2p_ops(self, kind: ActionKind, microbatch: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         for op in ops:
             if kind in (ActionKind.RECV_F, ActionKind.RECV_B) and op.tensor.is_floating_point():
                 op.tensor.detach().normal_()
-        return super()._messages(kind, microbatch, ops)
+        return super()._p2p_ops(kind, microbatch, ops)
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """The shapes are known."""

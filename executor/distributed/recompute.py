@@ -41,7 +41,7 @@ Around = Callable[[], AbstractContextManager[None]]
 """Returns the context around a recomputation, which ends early when torch has all saved tensors."""
 
 _aten = torch.ops.aten
-_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
+_MATMULS = {_aten.mm.default, _aten.addmm.default}
 _ATTENTIONS = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
@@ -128,16 +128,16 @@ class _EverySecondProduct:
     """
 
     def __init__(self, uncounted: tuple[int, int] | None) -> None:
-        self._uncounted, self._num_products = uncounted, 0
+        self._uncounted, self._num_matmuls = uncounted, 0
 
     def __call__(
         self, context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
         """For torch's own checkpointing."""
         del context, kwargs
-        product = operation in _PRODUCTS and tuple(args[-1].shape) != self._uncounted
-        self._num_products += product
-        keeps = operation in _ATTENTIONS or operation in _COLLECTIVES or (product and self._num_products % 2 == 1)
+        is_matmul = operation in _MATMULS and tuple(args[-1].shape) != self._uncounted
+        self._num_matmuls += is_matmul
+        keeps = operation in _ATTENTIONS or operation in _COLLECTIVES or (is_matmul and self._num_matmuls % 2 == 1)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -153,7 +153,7 @@ class _AdaptedParallel(ParallelStyle):
         split = _COLUMNS if isinstance(self._style, ColwiseParallel) else _ROWS
         _distribute(b if split is _COLUMNS else a, "weight", device_mesh, split)
         module.lora_a, module.lora_b = a, b
-        module.forward = partial(_product, module, split, device_mesh)  # type: ignore[method-assign]
+        module.forward = partial(_matmul, module, split, device_mesh)  # type: ignore[method-assign]
         return module
 
 
@@ -174,27 +174,27 @@ def with_local_weights(layer: nn.Module, mesh: DeviceMesh) -> None:
         placed = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
         if isinstance(module, nn.Linear) and placed and "forward" not in vars(module):
             split = placed["weight"].placements[0]
-            module.forward = partial(_product, module, split, mesh)  # type: ignore[method-assign]
+            module.forward = partial(_matmul, module, split, mesh)  # type: ignore[method-assign]
         for name, parameter in placed.items():
             part = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
             module.register_parameter(name, part)
 
 
-def _product(linear: nn.Linear, split: Placement, mesh: DeviceMesh, x: DTensor) -> DTensor:
+def _matmul(linear: nn.Linear, split: Placement, mesh: DeviceMesh, x: DTensor) -> DTensor:
     """Output of a tensor-parallel linear layer, whose weights are DTensors or local shards."""
     weight = _as_placed(linear.weight, split, mesh)
     bias = None
     if linear.bias is not None:
         bias = _as_placed(linear.bias, _COLUMNS if split == _COLUMNS else Replicate(), mesh)
-    product: Any = functional.linear(x, weight, bias)
+    output: Any = functional.linear(x, weight, bias)
     if isinstance(linear, LoraLinear):
         by_columns = split == _COLUMNS
         own = x.to_local(grad_placements=(Partial(),) if by_columns else x.placements)
-        placements = product.placements if by_columns else (Replicate(),)  # all ranks have the gradient of a sum
+        placements = output.placements if by_columns else (Replicate(),)  # all ranks have the gradient of a sum
         narrow = functional.linear(own, _local(linear.lora_a.weight))
-        adapted = linear.adapted(product.to_local(grad_placements=placements), narrow, _local(linear.lora_b.weight))
-        product = DTensor.from_local(adapted, product.device_mesh, product.placements, run_check=False)
-    return product  # type: ignore[no-any-return]
+        adapted = linear.adapted(output.to_local(grad_placements=placements), narrow, _local(linear.lora_b.weight))
+        output = DTensor.from_local(adapted, output.device_mesh, output.placements, run_check=False)
+    return output  # type: ignore[no-any-return]
 
 
 def gather_parts(x: Tensor, peers: Peers, dim: int = _TOKENS) -> Tensor:

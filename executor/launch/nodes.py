@@ -63,9 +63,9 @@ class Rendezvous:
                 wait_for_workers=False,
                 timeout=timedelta(seconds=nodes.join_timeout_s),
             )
-            asked = {**nodes.asked, "torch": str(torch.__version__)}
+            requested = {**nodes.requested, "torch": str(torch.__version__)}
             if job is not None:
-                self._store.set("job", json.dumps({"asked": asked, "job": job}))
+                self._store.set("job", json.dumps({"requested": requested, "job": job}))
             told = json.loads(self._store.get("job"))
         except (RuntimeError, TimeoutError):
             if nodes.leads:
@@ -75,11 +75,11 @@ class Rendezvous:
                 ) from None
             waited = f"no job was found at {nodes.endpoint} within {nodes.join_timeout_s:g} s"
             raise RunError(f"{waited}; run the same command on {nodes.host} too") from None
-        for section in told["asked"] | asked:
-            if told["asked"].get(section) != asked.get(section):
+        for section in told["requested"] | requested:
+            if told["requested"].get(section) != requested.get(section):
                 rule = f"is not what {nodes.host} was asked"
                 fix = "copy the scenario from there, and use equal options and versions"
-                raise SpecError(Problem(field=section, value=asked.get(section), rule=rule, fix=fix))
+                raise SpecError(Problem(field=section, value=requested.get(section), rule=rule, fix=fix))
         self.job: str = told["job"]
         self._store.set_timeout(timedelta(seconds=_ANSWER_S))
 

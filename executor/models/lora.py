@@ -31,9 +31,9 @@ class LoraLinear(nn.Linear):
         return self.adapted(functional.linear(x, self.weight, self.bias), self.lora_a(x), self.lora_b.weight)
 
     @staticmethod
-    def adapted(product: Tensor, narrow: Tensor, b: Tensor) -> Tensor:
+    def adapted(output: Tensor, narrow: Tensor, b: Tensor) -> Tensor:
         """X W^T + b (..., n) with what B makes of x A^T (..., r) added."""
-        return torch.add(product, functional.linear(narrow, b), alpha=_SCALE)
+        return torch.add(output, functional.linear(narrow, b), alpha=_SCALE)
 
 
 def add_adapters(layer: nn.Module, spec: LayerSpec, rank: int) -> None:

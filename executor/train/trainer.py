@@ -297,7 +297,7 @@ class Trainer:
             return [
                 Boundary(
                     (plan.microbatch_size, *shape),
-                    computed if last or number in layer.product_outputs else residual,
+                    computed if last or number in layer.matmul_dtype_outputs else residual,
                 )
                 for number, shape in enumerate(layer.output_shapes)
             ]

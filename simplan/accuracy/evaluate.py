@@ -27,17 +27,19 @@ def predict_runs(
     files: Iterable[ReadFile], *, jobs: int = 1, on_progress: OnProgress = lambda done, of: None
 ) -> list[RunOutcome]:
     """Predict every run from its configuration, in the order of the files, in ``jobs`` processes (-1: one per core)."""
-    listed = [(read.file, run, _question(run, read.recipes)) for read in files for run in read.runs or ()]
-    asked = {_key(question): question for _, _, question in listed if isinstance(question, PublishedJob)}
-    answers = dict(_answers(asked, jobs, on_progress))
+    listed = [(read.file, run, _published_job(run, read.recipes)) for read in files for run in read.runs or ()]
+    jobs_by_key = {
+        _key(published_job): published_job for _, _, published_job in listed if isinstance(published_job, PublishedJob)
+    }
+    predictions = dict(_predictions(jobs_by_key, jobs, on_progress))
     outcomes = []
-    for file, run, question in listed:
-        answer = answers[_key(question)] if isinstance(question, PublishedJob) else question
-        if isinstance(question, PublishedJob) and isinstance(answer, Predicted):
-            answer = replace(answer, notes=question.notes)  # equal requests may have different notes
-            outcomes.append(RunOutcome(file, run, answer))
+    for file, run, published_job in listed:
+        prediction = predictions[_key(published_job)] if isinstance(published_job, PublishedJob) else published_job
+        if isinstance(published_job, PublishedJob) and isinstance(prediction, Predicted):
+            prediction = replace(prediction, notes=published_job.notes)  # equal requests may have different notes
+            outcomes.append(RunOutcome(file, run, prediction))
         else:
-            outcomes.append(RunOutcome(file, run, None, str(answer)))
+            outcomes.append(RunOutcome(file, run, None, str(prediction)))
     return outcomes
 
 
@@ -52,7 +54,7 @@ def sentences(error: Exception) -> str:
     return f"this is a bug of simplan ({type(error).__name__}: {error})"
 
 
-def _question(run: PublishedRun, recipes: Recipes) -> PublishedJob | str:
+def _published_job(run: PublishedRun, recipes: Recipes) -> PublishedJob | str:
     """Prediction request of a run, or the reason for a missing one."""
     try:
         return job_of_published_run(run, recipes)
@@ -60,55 +62,55 @@ def _question(run: PublishedRun, recipes: Recipes) -> PublishedJob | str:
         return sentences(error)
 
 
-def _key(question: PublishedJob) -> str:
+def _key(published_job: PublishedJob) -> str:
     """Key that is equal for equal requests."""
-    job = question.job
+    job = published_job.job
     parts = (
         job.model.model_dump_json(exclude={"name", "sources"}),
         job.cluster.model_dump_json(exclude={"source"}),
         job.training.model_dump_json(),
         job.plan.model_dump_json(),
         job.software.model_dump_json(),
-        str(question.steps_overlap),
+        str(published_job.steps_overlap),
     )
     return sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _answers(
-    asked: dict[str, PublishedJob], jobs: int, on_progress: OnProgress
+def _predictions(
+    jobs_by_key: dict[str, PublishedJob], num_jobs: int, on_progress: OnProgress
 ) -> Iterator[tuple[str, Predicted | str]]:
-    if jobs == 1 or len(asked) <= _FEW:
-        for number, (key, question) in enumerate(asked.items(), 1):
-            yield key, _predict(question)
-            on_progress(number, len(asked))
+    if num_jobs == 1 or len(jobs_by_key) <= _FEW:
+        for number, (key, published_job) in enumerate(jobs_by_key.items(), 1):
+            yield key, _predict(published_job)
+            on_progress(number, len(jobs_by_key))
         return
     from joblib import Parallel, delayed
 
     # longest first, so that no process is still busy when all others are done
-    ordered = sorted(asked.items(), key=lambda item: _work(item[1]), reverse=True)
-    pool = Parallel(n_jobs=jobs, return_as="generator_unordered")
-    for number, found in enumerate(pool(delayed(_answer)(*item) for item in ordered), 1):
+    ordered = sorted(jobs_by_key.items(), key=lambda item: _work(item[1]), reverse=True)
+    pool = Parallel(n_jobs=num_jobs, return_as="generator_unordered")
+    for number, found in enumerate(pool(delayed(_keyed_prediction)(*item) for item in ordered), 1):
         yield found
-        on_progress(number, len(asked))
+        on_progress(number, len(jobs_by_key))
 
 
-def _work(question: PublishedJob) -> int:
+def _work(published_job: PublishedJob) -> int:
     """Approximate number of simulated operations."""
-    plan = question.job.plan
-    microbatches = question.job.num_microbatches if question.steps_overlap else 3 * plan.pp
+    plan = published_job.job.plan
+    microbatches = published_job.job.num_microbatches if published_job.steps_overlap else 3 * plan.pp
     each = 30 * plan.num_stages
     if plan.pp == 1 or plan.cp > 1:
-        each = 60 * question.job.model.num_blocks
+        each = 60 * published_job.job.model.num_blocks
     return each * microbatches
 
 
-def _answer(key: str, question: PublishedJob) -> tuple[str, Predicted | str]:
-    return key, _predict(question)
+def _keyed_prediction(key: str, published_job: PublishedJob) -> tuple[str, Predicted | str]:
+    return key, _predict(published_job)
 
 
-def _predict(question: PublishedJob) -> Predicted | str:
+def _predict(published_job: PublishedJob) -> Predicted | str:
     try:
-        summary = summarize_step(question.job, steps_overlap=question.steps_overlap)
+        summary = summarize_step(published_job.job, steps_overlap=published_job.steps_overlap)
     except Exception as error:
         return sentences(error)
     return Predicted(
@@ -120,7 +122,7 @@ def _predict(question: PublishedJob) -> Predicted | str:
             "device": summary.device_bytes / GIB,
         },
         oom=None if summary.fits is None else not summary.fits,
-        flops=step_flops(question.job),
-        software=question.job.software.id,
+        flops=step_flops(published_job.job),
+        software=published_job.job.software.id,
         notes=(),
     )

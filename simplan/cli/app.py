@@ -187,9 +187,9 @@ def run(
         timeout_s=timeout,
         checkpointing=checkpointing(checkpoint_dir, checkpoint_every, restarts=max_restarts, resume=resume),
     )
-    meeting = NodeRendezvous(numbers_of_nodes(nnodes), rdzv_endpoint, rdzv_conf)
+    rendezvous = NodeRendezvous(numbers_of_nodes(nnodes), rdzv_endpoint, rdzv_conf)
     return run_command(
-        scenario, as_json=json, output=output, calibration_file=calibration, options=options, meeting=meeting
+        scenario, as_json=json, output=output, calibration_file=calibration, options=options, rendezvous=rendezvous
     )
 
 
@@ -320,7 +320,7 @@ def calibrate(
         budget_s=budget,
         calibration_file=calibration,
         wanted=CalibrationTarget(device, tuple(map(str, dtype or ()))),
-        meeting=NodeRendezvous((nnodes, nnodes), rdzv_endpoint, rdzv_conf),
+        rendezvous=NodeRendezvous((nnodes, nnodes), rdzv_endpoint, rdzv_conf),
     )
 
 

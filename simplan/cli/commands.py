@@ -145,17 +145,17 @@ def run_command(
     output: Path | None,
     calibration_file: Path | None,
     options: RunOptions,
-    meeting: NodeRendezvous,
+    rendezvous: NodeRendezvous,
 ) -> int:
     """``simplan run``."""
     scenario = load_scenario(file)
     refuse_other_software(scenario)
     folder = output or default_folder(scenario)
-    nodes = nodes_of(scenario, options, meeting)
+    nodes = nodes_of(scenario, options, rendezvous)
     if nodes is not None and not nodes.leads:
         join(nodes, folder)
         return 0
-    smaller = scenarios_on_fewer(scenario, meeting.nodes[0])[0] if meeting.is_elastic else {}
+    smaller = scenarios_on_fewer(scenario, rendezvous.nodes[0])[0] if rendezvous.is_elastic else {}
     every = [scenario, *smaller.values()]
     needed = is_needed(scenario.job.cluster)
     calibration = ensure(every, calibration_file) if needed else _calibration_for(scenario, calibration_file)
@@ -180,18 +180,18 @@ def calibrate_command(
     budget_s: float,
     calibration_file: Path | None,
     wanted: CalibrationTarget,
-    meeting: NodeRendezvous,
+    rendezvous: NodeRendezvous,
 ) -> int:
     """``simplan calibrate``."""
     scenarios = [scenario for file in files for scenario in scenarios_to_time(file)]
-    if meeting.nodes[1] > 1:
+    if rendezvous.nodes[1] > 1:
         if files:
             rule = "is not timed across nodes: collectives and P2P sends are, for any scenario"
             raise SpecError(Problem(field="SCENARIO", value=str(files[0]), rule=rule, fix="leave it out"))
-        request = request_across(meeting.nodes[1], num_ranks, budget_s, wanted)
-        calibration = measure([request], calibration_file, nodes_to_time(meeting, request))
+        request = request_across(rendezvous.nodes[1], num_ranks, budget_s, wanted)
+        calibration = measure([request], calibration_file, nodes_to_time(rendezvous, request))
     else:
-        refuse_without_nodes(meeting)
+        refuse_without_nodes(rendezvous)
         calibration = measure(requests_for(scenarios, num_ranks, budget_s, wanted), calibration_file)
     where = calibration_file or default_path()
     if as_json:

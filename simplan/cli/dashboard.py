@@ -8,7 +8,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
-from simplan.children import exit_code, request_full_recompute
+from simplan.children import exit_code, terminate_child
 from simplan.cli.terminal.output import say
 from simplan.cli.terminal.processes import ROOT, child_environment, ending_signals_raise
 from simplan.errors import Problem, RunError, SpecError
@@ -42,7 +42,7 @@ def dashboard_command(*, host: str, port: int, browser: bool, allow_run: bool) -
         try:
             code = exit_code(child)
         finally:
-            request_full_recompute(child)
+            terminate_child(child)
             exit_code(child)
     if code:
         raise RunError(f"the server ended with exit code {code}")

@@ -53,24 +53,24 @@ def numbers_of_nodes(text: str) -> tuple[int, int]:
     return least, number
 
 
-def nodes_of(scenario: Scenario, options: RunOptions, meeting: NodeRendezvous) -> Nodes | None:
+def nodes_of(scenario: Scenario, options: RunOptions, rendezvous: NodeRendezvous) -> Nodes | None:
     """The request to the other nodes; None for a run on this machine alone.
 
     Raises:
         SpecError: The options do not fit each other or the scenario.
     """
-    cluster, (least, number) = scenario.job.cluster, meeting.nodes
+    cluster, (least, number) = scenario.job.cluster, rendezvous.nodes
     if number == 1:
         if cluster.num_nodes > 1:
             rule = f"the scenario's cluster has {cluster.num_nodes} nodes"
             fix = f"give --nnodes {cluster.num_nodes} --rdzv-endpoint HOST:PORT on each of them"
             raise SpecError(Problem(field="--nnodes", value="1", rule=rule, fix=fix), file=scenario.file)
-        refuse_without_nodes(meeting)
+        refuse_without_nodes(rendezvous)
         return None
     refuse_other_number(scenario, number)
-    if meeting.is_elastic:
+    if rendezvous.is_elastic:
         refuse_unless_it_can_go_on(scenario, least, options.checkpointing)
-    return _nodes(meeting, cluster.num_devices // number, _asked(scenario, options))
+    return _nodes(rendezvous, cluster.num_devices // number, _requested(scenario, options))
 
 
 def refuse_other_number(scenario: Scenario, num_nodes: int) -> None:
@@ -89,31 +89,35 @@ def refuse_other_number(scenario: Scenario, num_nodes: int) -> None:
         raise SpecError(Problem(field="--nnodes", value=str(num_nodes), rule=rule, fix=fix), file=scenario.file)
 
 
-def nodes_to_time(meeting: NodeRendezvous, request: CalibrationRequest) -> Nodes:
+def nodes_to_time(rendezvous: NodeRendezvous, request: CalibrationRequest) -> Nodes:
     """Request to the nodes of a calibration of inter-node communication.
 
     Raises:
         SpecError: The options do not fit each other.
     """
-    asked = {"calibrate": "collectives and P2P sends", "--ranks": str(request.num_ranks), "--device": request.device}
-    return _nodes(meeting, request.num_ranks, asked | {"--budget": f"{request.budget_s:g}"})
+    requested = {
+        "calibrate": "collectives and P2P sends",
+        "--ranks": str(request.num_ranks),
+        "--device": request.device,
+    }
+    return _nodes(rendezvous, request.num_ranks, requested | {"--budget": f"{request.budget_s:g}"})
 
 
-def refuse_without_nodes(meeting: NodeRendezvous) -> None:
+def refuse_without_nodes(rendezvous: NodeRendezvous) -> None:
     """Rejects options for several nodes in a run on one node.
 
     Raises:
         SpecError: One of them is given.
     """
-    for option, value in {"--rdzv-endpoint": meeting.endpoint, "--rdzv-conf": meeting.conf}.items():
+    for option, value in {"--rdzv-endpoint": rendezvous.endpoint, "--rdzv-conf": rendezvous.conf}.items():
         if value is not None:
             rule = "is about several nodes, and --nnodes is 1"
             raise SpecError(Problem(field=option, value=value, rule=rule, fix="give --nnodes too"))
 
 
-def _nodes(meeting: NodeRendezvous, ranks_per_node: int, asked: dict[str, str]) -> Nodes:
-    host, port = _endpoint(meeting.endpoint)
-    conf, (least, number) = _conf(meeting.conf), meeting.nodes
+def _nodes(rendezvous: NodeRendezvous, ranks_per_node: int, requested: dict[str, str]) -> Nodes:
+    host, port = _endpoint(rendezvous.endpoint)
+    conf, (least, number) = _conf(rendezvous.conf), rendezvous.nodes
     return Nodes(
         min_nodes=least,
         max_nodes=number,
@@ -123,7 +127,7 @@ def _nodes(meeting: NodeRendezvous, ranks_per_node: int, asked: dict[str, str]) 
         leads=_is_here(host) if conf["is_host"] < 0 else conf["is_host"] > 0,
         join_timeout_s=conf["join_timeout"],
         last_call_timeout_s=conf["last_call_timeout"],
-        asked={"--nnodes": f"{least}:{number}", **asked},
+        requested={"--nnodes": f"{least}:{number}", **requested},
     )
 
 
@@ -168,7 +172,7 @@ def _is_here(host: str) -> bool:
     return False
 
 
-def _asked(scenario: Scenario, options: RunOptions) -> dict[str, str]:
+def _requested(scenario: Scenario, options: RunOptions) -> dict[str, str]:
     """Settings that must be equal on all nodes, with sections as hashes; of a cluster its size and device."""
     cluster, kept = scenario.job.cluster, options.checkpointing
     sections = {
@@ -178,7 +182,7 @@ def _asked(scenario: Scenario, options: RunOptions) -> dict[str, str]:
         "software": scenario.job.software.model_dump_json(),
         "cluster": f"{cluster.num_nodes} x {cluster.ranks_per_node} {cluster.device.id}",
     }
-    asked = {section: hashlib.sha256(text.encode()).hexdigest()[:16] for section, text in sections.items()}
+    requested = {section: hashlib.sha256(text.encode()).hexdigest()[:16] for section, text in sections.items()}
     flags: dict[str, object] = {
         "--steps": options.num_steps,
         "--warmup": options.num_warmup_steps,
@@ -187,4 +191,4 @@ def _asked(scenario: Scenario, options: RunOptions) -> dict[str, str]:
     if kept is not None:
         flags |= {"--checkpoint-dir": kept.folder, "--checkpoint-every": kept.every}
         flags |= {"--max-restarts": kept.max_restarts, "--resume": kept.resume}
-    return {"name": scenario.name, **asked, **{flag: str(value) for flag, value in flags.items()}}
+    return {"name": scenario.name, **requested, **{flag: str(value) for flag, value in flags.items()}}

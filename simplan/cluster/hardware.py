@@ -77,7 +77,7 @@ class LinkSpec(Spec):
     Attributes:
         id: Catalog name, e.g. ``nvlink4``.
         bytes_per_s: Datasheet bandwidth in one direction, per device; for a torus, of one of a device's links.
-        latency_s: Time of one step to a neighbor, with buffers of the large-communication protocol.
+        latency_s: Time of one step to a neighbor, with the protocol for large buffers (NCCL's Simple).
         bandwidth_share: Fraction of ``bytes_per_s`` that large buffers achieve.
         launch_s: Time from the start of a collective to its first byte, in addition to the library's own model.
         library: Library whose algorithms run: ``nccl`` (RCCL likewise), ``xla`` on a torus, or ``gloo`` between

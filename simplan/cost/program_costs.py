@@ -115,11 +115,11 @@ def _excess(part: OverlapRemainder, cost: CostModel) -> CostEstimate:
     beside = cost.compute(part.beside)
     moving_s = sum(cost_estimate.seconds for cost_estimate in communications)
     formula = f"{format_time(moving_s)} of communication beyond {format_time(beside.seconds)} of overlapped GEMMs"
-    if part.taken:
-        formula += f", which lose {format_percent(part.taken)} of their throughput"
+    if part.sm_fraction:
+        formula += f", which lose {format_percent(part.sm_fraction)} of their throughput"
     surest = max(communications, key=lambda cost_estimate: cost_estimate.relative_std)
     # GEMMs with the remaining SMs end after the communication, or before it
-    seconds = max(moving_s - beside.seconds, part.taken * moving_s)
+    seconds = max(moving_s - beside.seconds, part.sm_fraction * moving_s)
     return CostEstimate(seconds, surest.provenance, surest.relative_std, formula)
 
 
@@ -171,7 +171,7 @@ def pass_time_s(
             continue
         if segment.beside is not None or not collective.beside:
             hidden_s = 0.0 if segment.beside is None else work_s(segment.beside)
-        exchange_s = communication_s(collective.among(groups[collective.axis]))
-        total_s += max(0.0, exchange_s - hidden_s)
-        hidden_s = max(0.0, hidden_s - exchange_s)
+        collective_s = communication_s(collective.among(groups[collective.axis]))
+        total_s += max(0.0, collective_s - hidden_s)
+        hidden_s = max(0.0, hidden_s - collective_s)
     return total_s

@@ -85,7 +85,7 @@ def _communications(simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
     program, times, by_work = simulated.program, simulated.times, simulated.program_costs.by_work
     computing = []
     moving = []
-    priced: dict[str, dict[CostEstimate, int]] = defaultdict(lambda: defaultdict(int))
+    estimates: dict[str, dict[CostEstimate, int]] = defaultdict(lambda: defaultdict(int))
     busy_s: dict[str, float] = defaultdict(float)
     for index in program.by_rank[rank]:
         op, interval = program.ops[index], (times.start_s[index], times.end_s[index])
@@ -105,9 +105,9 @@ def _communications(simulated: Simulated, rank: int) -> Iterator[ExplainedTerm]:
             moving.append((label, (start_s, start_s + seconds)))
             start_s += seconds
             busy_s[label] += seconds
-            priced[label][term.cost_estimate] += 1
+            estimates[label][term.cost_estimate] += 1
     for label, seconds in exposed_s(computing, moving).items():
-        cost_estimates = sorted(priced[label].items(), key=lambda item: -item[0].seconds * item[1])
+        cost_estimates = sorted(estimates[label].items(), key=lambda item: -item[0].seconds * item[1])
         shown = "; ".join(
             f"{count} x {format_time(cost_estimate.seconds)} = {cost_estimate.formula}"
             for cost_estimate, count in cost_estimates[:2]

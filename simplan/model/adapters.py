@@ -125,9 +125,9 @@ def _matrix(operator: Operator, kernel: Gemm, rank: int, *, propagates: bool) ->
     name, m, n, k, joint = kernel.name, kernel.m, kernel.n, kernel.k, kernel.joint
     roles = operator.roles | {Role.ADAPTER}
     (result,) = operator.makes
-    matmul, low = Tensor(f"{name} product", m * n), Tensor(f"{name}.lora_a output", m * rank)
+    base_output, low = Tensor(f"{name} product", m * n), Tensor(f"{name}.lora_a output", m * rank)
     adapted, scaled = Tensor(f"{name}.lora_b output", m * n), Tensor(f"{name}.lora_b output, scaled", m * n)
-    yield replace(frozen, makes=(matmul,))
+    yield replace(frozen, makes=(base_output,))
     yield replace(
         operator,
         kernel=Gemm(f"{name}.lora_a", m, rank, k, propagates=propagates, joint=joint and f"{joint}.lora_a"),
@@ -147,7 +147,7 @@ def _matrix(operator: Operator, kernel: Gemm, rank: int, *, propagates: bool) ->
     yield Operator(reads=(adapted.name,), makes=(scaled,), in_place=True)
     yield Operator(
         kernel=Pointwise(f"{name}.lora_sum", 2 * m * n, m * n),
-        reads=(matmul.name, scaled.name),
+        reads=(base_output.name, scaled.name),
         makes=(result,),
         passes=True,
         roles=roles,

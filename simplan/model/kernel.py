@@ -75,7 +75,7 @@ class Gemm:
         return 2 * (self.model_rows or self.m) * self.n * self.k
 
     @property
-    def backward_products(self) -> int:
+    def backward_matmuls(self) -> int:
         """Matmuls of backward (dgrad, wgrad), each as large as the forward matmul."""
         return self.trained + self.propagates
 
@@ -277,7 +277,7 @@ def has_backward(kernel: Kernel) -> bool:
     """True if backward runs something for a kernel: a trained weight is in the kernel or upstream of it."""
     match kernel:
         case Gemm():
-            return kernel.backward_products > 0
+            return kernel.backward_matmuls > 0
         case Attention() | Pointwise():
             return kernel.propagates
         case Lookup():

@@ -90,16 +90,17 @@ class LayerSpec:
         outputs: Names of the tensors for the next layer (none for the head: a scalar loss).
         output_shapes: Shapes of ``outputs``, of one sequence; for the head, the shape of the logits.
         passed_outputs: Indices of outputs that are inputs passed on unchanged.
-        product_outputs: Indices of outputs in the precision of matmuls instead of that of the residual stream.
+        matmul_dtype_outputs: Indices of outputs in the precision of matmuls instead of that of the residual stream.
         constants: Lookup tables made once and shared by all layers of this key on a rank.
         buffers: Tables of this layer alone that are neither weights nor saved for backward.
         tied: Names of parameters that are the same tensor as the embedding's ``wte`` in another layer.
         compiled: The layer is one torch.compile function, whose backward returns all gradients of weights at its end.
         full_recompute_pass: Recomputation re-executes the layer to its end (no early stop), although nothing needs the
-            last results. late_savers: Names of matmuls that save their input after they ran, as autograd functions do.
-            mtp_depth: Multi-token prediction depth: the layer follows the last block and predicts this many tokens
-            further ahead (``simplan.model.families.mtp``); 0 for other layers. needs_input_gradient: Something before
-            the layer is trained.
+            last results.
+        late_savers: Names of matmuls that save their input after they ran, as autograd functions do.
+        mtp_depth: Multi-token prediction depth: the layer follows the last block and predicts this many tokens further
+            ahead (``simplan.model.families.mtp``); 0 for other layers.
+        needs_input_gradient: Something before the layer is trained.
     """
 
     key: str
@@ -110,7 +111,7 @@ class LayerSpec:
     outputs: tuple[str, ...] = ()
     output_shapes: tuple[tuple[int, ...], ...] = ()
     passed_outputs: tuple[int, ...] = ()
-    product_outputs: tuple[int, ...] = ()
+    matmul_dtype_outputs: tuple[int, ...] = ()
     constants: tuple[Tensor, ...] = ()
     buffers: tuple[Tensor, ...] = ()
     tied: tuple[str, ...] = ()
@@ -220,7 +221,7 @@ class LayerSpec:
         """Bytes ``(made, passed on)`` of one sequence that the next layer gets."""
         totals = [0, 0]
         for index, shape in enumerate(self.output_shapes if self.output_elements else ()):
-            width = activation_bytes if index in self.product_outputs else residual_bytes
+            width = activation_bytes if index in self.matmul_dtype_outputs else residual_bytes
             totals[index in self.passed_outputs] += math.prod(shape) * width
         return totals[0], totals[1]
 
@@ -247,7 +248,7 @@ class LayerSpec:
         total = 0
         for kernel in self.kernels:
             if isinstance(kernel, Gemm):
-                total += kernel.backward_products * kernel.flops
+                total += kernel.backward_matmuls * kernel.flops
             elif isinstance(kernel, Attention) and kernel.propagates:
                 total += 2 * (kernel.full_flops if full_attention else kernel.flops)
         return total

@@ -79,11 +79,11 @@ def recomputation(
             parts = [index for index in matmuls if _is_summed(layer.kernels[index + 1])]
             sums = [index + 1 for index in parts]  # JAX saves a matmul over ranks as one array, its sum
             found = _keeping(layer, {*matmuls, *sums} - {*parts}, parts)
-            return _without_lone_exchanges(layer, found)
+            return _without_lone_collectives(layer, found)
         case "qkv_proj_offloaded":
             first_attention = min(kernels_where(layer, lambda k: isinstance(k, Attention)))
             on_host = [index for index in _gemms(layer) if index < first_attention]
-            return _without_lone_exchanges(layer, _keeping(layer, (), on_host))
+            return _without_lone_collectives(layer, _keeping(layer, (), on_host))
 
 
 def _keeping(layer: LayerSpec, kept: Iterable[int], elsewhere: Iterable[int] = ()) -> Recomputation:
@@ -103,7 +103,7 @@ def _keeping(layer: LayerSpec, kept: Iterable[int], elsewhere: Iterable[int] = (
     last = max(index for index in range(len(layer.kernels)) if layer.full_recompute_pass or index in remade)
     gemms = [(index, kernel) for index, kernel in enumerate(layer.kernels) if isinstance(kernel, Gemm)]
     if any(not gemm.trained for _, gemm in gemms):  # a frozen weight is such a tensor, too
-        last = max(last, max(index for index, gemm in gemms if gemm.backward_products) - 1)
+        last = max(last, max(index for index, gemm in gemms if gemm.backward_matmuls) - 1)
     skipped = kept.union(elsewhere)
     again = tuple(
         index
@@ -131,7 +131,7 @@ def _is_scattered(kernel: object) -> bool:
     )
 
 
-def _without_lone_exchanges(layer: LayerSpec, kept: Recomputation) -> Recomputation:
+def _without_lone_collectives(layer: LayerSpec, kept: Recomputation) -> Recomputation:
     """Leave out tensor-parallel collectives of matmuls that are not recomputed."""
 
     def runs(index: int) -> bool:

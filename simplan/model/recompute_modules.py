@@ -153,8 +153,8 @@ def _moe_act(layer: LayerSpec) -> Iterator[_Part]:
     *_, before, end = matmuls
     again = tuple(index for index in inside if before < index < end)
     (last,) = (operator for operator, place in _placed(layer) if place == end and operator.kernel is not None)
-    matmul = {last.reads[0]} & {tensor.name for tensor in layer.saved}
-    dropped = matmul | _quantized_inputs(layer, [layer.kernels[end].name]) | _made_at(layer, again)
+    activation = {last.reads[0]} & {tensor.name for tensor in layer.saved}
+    dropped = activation | _quantized_inputs(layer, [layer.kernels[end].name]) | _made_at(layer, again)
     yield _Part(frozenset(dropped), RecomputeGroup(again, end))
 
 

@@ -315,7 +315,7 @@ class RankMapping:
         first = rank - rank % replica
         return tuple(range(first + rank % replica % size, first + replica, size)) if replica % size == 0 else (rank,)
 
-    def exchanging_groups(self, rank: int) -> dict[str, tuple[int, ...]]:
+    def layer_collective_groups(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Ranks of the collectives inside layers, by the axis of ``LayerCollective``."""
         groups = {"tp": self.tp_group, "cp": self.cp_group, "ep": self.ep_group, "etp": self.etp_group}
         return {axis: group(rank) for axis, group in groups.items()}

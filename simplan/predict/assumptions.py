@@ -95,7 +95,7 @@ def _of_costs(job: Job, program_costs: ProgramCosts) -> Iterator[str]:
         )
         yield f"not timed, so priced from datasheets: {', '.join(names)}"
     elif provenances & known:
-        yield _priced_from(cluster, software)
+        yield _source_of_estimates(cluster, software)
         if cluster.device.warning is not None:
             yield f"{cluster.device.id}: {cluster.device.warning}"
     if Provenance.EXTRAPOLATED in provenances:
@@ -161,7 +161,7 @@ def padding_assumption(job: Job) -> tuple[str, ...]:
     )
 
 
-def _priced_from(cluster: ClusterSpec, software: SoftwareSpec) -> str:
+def _source_of_estimates(cluster: ClusterSpec, software: SoftwareSpec) -> str:
     """Source and uncertainty of cost estimates on a device without calibration."""
     name, device = cluster.device.id, cluster.device
     if device.kernels.fitted_on is None:

@@ -195,12 +195,12 @@ def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreU
         return None
     ranks = cluster.ranks_per_node
     threads = max(1, cores // ranks)
-    of_communication = 1.0 if slowdown is None else min(1.0, max(0.0, slowdown * cores / ranks - threads))
+    communication_cores = 1.0 if slowdown is None else min(1.0, max(0.0, slowdown * cores / ranks - threads))
 
     def demand(op: Op) -> float:
         if op.communication is not None and len({cluster.node_of(rank) for rank in op.communication.ranks}) > 1:
             return 0.0
-        return float(threads) if op.stream is Stream.COMPUTE else of_communication
+        return float(threads) if op.stream is Stream.COMPUTE else communication_cores
 
     nodes = [cluster.node_of(op.rank) for op in program.ops]
     return CoreUse(cores, nodes, [demand(op) for op in program.ops], [_connection(op) for op in program.ops])

@@ -68,11 +68,11 @@ def rehearsal_step(prediction: Prediction, simulated: Simulated, rehearsal: Rehe
     """
     assert rehearsal.actions, "a rehearsal without a device has no times"
     kinds = _kinds(prediction, simulated, rehearsal)
-    alone, measured_share = _repriced(prediction, simulated, rehearsal, kinds)
+    alone, measured_share = _with_measured_times(prediction, simulated, rehearsal, kinds)
     program, engine = simulated.program, simulated.engine
-    repriced = apply_overlap_slowdown(program, alone, engine.times)
-    times = engine.times(repriced.durations_s)
-    moved_s = engine.step_times_s(moved_durations_s(program, repriced))
+    measured_costs = apply_overlap_slowdown(program, alone, engine.times)
+    times = engine.times(measured_costs.durations_s)
+    moved_s = engine.step_times_s(moved_durations_s(program, measured_costs))
     spans = timeline(program, times).by_rank()[program.stands_for[rehearsal.rank]]
     return Rehearsed(
         step_time_s=times.step_time_s,
@@ -111,7 +111,7 @@ def _kinds(prediction: Prediction, simulated: Simulated, rehearsal: Rehearsal) -
     return found
 
 
-def _repriced(
+def _with_measured_times(
     prediction: Prediction, simulated: Simulated, rehearsal: Rehearsal, kinds: Mapping[_Key, KindTime]
 ) -> tuple[ProgramCosts, float]:
     """Estimates with measured compute, and the fraction of compute of ranks at the rehearsed pipeline rank."""
@@ -135,8 +135,8 @@ def _repriced(
             deviations_s[index] = kinds[key].relative_std * computing_s
             measured_s += computing_s
         total_s += computing_s
-    repriced = replace(program_costs, durations_s=durations_s, deviations_s=deviations_s)
-    return repriced, measured_s / total_s if total_s else 0.0
+    measured_costs = replace(program_costs, durations_s=durations_s, deviations_s=deviations_s)
+    return measured_costs, measured_s / total_s if total_s else 0.0
 
 
 def _ratios_by_kind(kinds: Mapping[_Key, KindTime]) -> dict[ActionKind, float]:

@@ -116,11 +116,11 @@ def step_terms(job: Job, *, steps_overlap: bool = False) -> tuple[StepTerm, ...]
     shifted by a different amount, below 1e-4 of itself, which makes one path the longest. The sum of ``seconds`` x
     ``times`` is the step time, within 1e-4.
     """
-    pricings: list[ProgramCosts] = []
+    all_costs: list[ProgramCosts] = []
 
     def moved(program: Program, program_costs: ProgramCosts) -> list[_Floats]:
-        pricings.append(program_costs)
-        row_of = {work: row for row, work in enumerate(pricings[0].by_work)}
+        all_costs.append(program_costs)
+        row_of = {work: row for row, work in enumerate(all_costs[0].by_work)}
         by_entry = np.zeros((len(row_of) + 1, len(program.works)))
         for entry in np.unique(program.columns.work).tolist():
             for work in program.works[entry]:
@@ -132,14 +132,14 @@ def step_terms(job: Job, *, steps_overlap: bool = False) -> tuple[StepTerm, ...]
         return [apart_s, *(apart_s + _MOVED * seconds)]
 
     seconds = summarized_step(job, steps_overlap=steps_overlap).seconds(moved, steps_overlap=steps_overlap)
-    cost_estimates: dict[Work | OverlapSlowdown, float] = {
-        work: term.cost_estimate.seconds for work, term in pricings[0].by_work.items()
+    costs: dict[Work | OverlapSlowdown, float] = {
+        work: term.cost_estimate.seconds for work, term in all_costs[0].by_work.items()
     }
-    cost_estimates[OverlapSlowdown()] = max(program_costs.overlap_slowdown for program_costs in pricings)
+    costs[OverlapSlowdown()] = max(program_costs.overlap_slowdown for program_costs in all_costs)
     terms = (
-        StepTerm(work, cost_estimate, float(moved_s - seconds[1]) / (_MOVED * cost_estimate))
-        for (work, cost_estimate), moved_s in zip(cost_estimates.items(), seconds[2:], strict=True)
-        if cost_estimate > 0
+        StepTerm(work, cost_s, float(moved_s - seconds[1]) / (_MOVED * cost_s))
+        for (work, cost_s), moved_s in zip(costs.items(), seconds[2:], strict=True)
+        if cost_s > 0
     )
     least_s = _MIN_OVERLAP * float(seconds[0])
     return tuple(t for t in terms if abs(t.times) > (least_s if isinstance(t.work, OverlapSlowdown) else _MIN_TIMES))

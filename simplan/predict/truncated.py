@@ -138,9 +138,8 @@ class TruncatedStep:
     def at_level1(self) -> TruncatedStep:
         """The step at Level 1: actions as units, without overlap inside them."""
         truncated_step = replace(self, level=1)
-        vars(truncated_step).update(
-            cost=self.cost, assignment=self.assignment, tables=self.tables
-        )  # the same at both levels
+        # the same at both levels
+        vars(truncated_step).update(cost=self.cost, assignment=self.assignment, tables=self.tables)
         return truncated_step
 
     @cached_property

@@ -145,15 +145,15 @@ class OverlapRemainder(NamedTuple):
     """Communication time beyond the overlapped compute, where neither has a separate operation.
 
     Attributes:
-        communications: Communications, executed sequentially.
-        beside: Compute that overlaps with the communications; its own time is counted in its own operation.
-        taken: Fraction of the device's SMs that communication occupies. Overlapped compute takes longer by this
+        communications: Collectives or P2P transfers, executed sequentially.
+        beside: Compute that overlaps with them; its own time is counted in its own operation.
+        sm_fraction: Fraction of the device's SMs that communication occupies. Overlapped compute takes longer by this
             fraction of the overlap time.
     """
 
     communications: tuple[Communication, ...]
     beside: LayerWork
-    taken: float = 0.0
+    sm_fraction: float = 0.0
 
 
 Work = LayerWork | Communication | HostCopy | HostCalls | HostWait | OverlapRemainder
@@ -221,7 +221,7 @@ class Op:
 
     @property
     def communication(self) -> Communication | None:
-        """The communication of an operation that is a single communication; None for any other operation."""
+        """The collective or P2P transfer of an operation that is exactly one; None otherwise."""
         alone = len(self.work) == 1 or self.meeting is not None  # sent parts are all-gathered in the same operation
         if self.stream is not Stream.COMPUTE and alone and isinstance(self.work[0], Communication):
             return self.work[0]
@@ -229,7 +229,7 @@ class Op:
 
     @property
     def communications(self) -> tuple[Communication, ...]:
-        """The communication of an operation and those of the same kind after it; empty if the operation is none."""
+        """All collectives or transfers of an operation that have the kind of the first; empty for compute."""
         first = self.communication
         if first is None:
             return ()
@@ -381,11 +381,6 @@ class Program:
         return {
             (code // len(STREAMS), STREAMS[code % len(STREAMS)]): indices for code, indices in _grouped(codes).items()
         }
-
-    @cached_property
-    def meetings(self) -> dict[int, tuple[int, ...]]:
-        """Meeting -> indices of its operations."""
-        return {meeting: indices for meeting, indices in _grouped(self.columns.meeting).items() if meeting >= 0}
 
 
 def _grouped(values: NDArray[np.int64]) -> dict[int, tuple[int, ...]]:

@@ -63,21 +63,21 @@ def tp_in_node(job: Job) -> Iterator[Problem]:
     """A rule of searches alone."""
     cluster, tp = job.cluster, job.plan.tp
     if cluster.num_nodes > 1 and cluster.devices_per_node % tp:
-        rule = f"must divide the {cluster.devices_per_node} devices of a node, unless search.tp_across_nodes is set"
-        yield problem_of(job, "plan.tp", rule, "use a smaller tp, or search.tp_across_nodes")
+        sentence = f"must divide the {cluster.devices_per_node} devices of a node, unless search.tp_across_nodes is set"
+        yield problem_of(job, "plan.tp", sentence, "use a smaller tp, or search.tp_across_nodes")
 
 
 @rule("CPUs compute in fp32, bf16 or fp8", reads_cluster=True)
 def precision_of_cpus(job: Job) -> Iterator[Problem]:
     device, precision = job.cluster.device, job.training.precision
     if device.kind == "cpu" and precision not in ("fp32", "bf16", "fp8"):
-        rule = f"must be fp32, bf16 or fp8 on a CPU ({device.id}): the others are those of accelerators"
-        yield problem_of(job, "training.precision", rule, "use fp32")
+        sentence = f"must be fp32, bf16 or fp8 on a CPU ({device.id}): the others are those of accelerators"
+        yield problem_of(job, "training.precision", sentence, "use fp32")
 
 
 @unmodelled("other software than torch on this machine is not modelled", reads_cluster=True)
 def software_of_this_machine(job: Job) -> Iterator[Problem]:
     if job.cluster.cores_per_node is not None and not job.software.executable:
-        rule = f"other software than torch on {job.cluster.id}, where times are of what the executor runs, "
-        rule += "is not modelled yet"
-        yield Problem(field="software", value=job.software.id, rule=rule, fix="use torch")
+        sentence = f"other software than torch on {job.cluster.id}, where times are of what the executor runs, "
+        sentence += "is not modelled yet"
+        yield Problem(field="software", value=job.software.id, rule=sentence, fix="use torch")

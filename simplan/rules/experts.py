@@ -42,38 +42,40 @@ def etp_divides(job: Job) -> Iterator[Problem]:
 
 def _without_experts(job: Job, field: str, degree: int, does: str) -> Iterator[Problem]:
     if degree > 1:
-        rule = f"{does} ranks, and models of family {job.model.family} have none"
-        yield problem_of(job, field, rule, "remove it")
+        sentence = f"{does} ranks, and models of family {job.model.family} have none"
+        yield problem_of(job, field, sentence, "remove it")
 
 
 @rule("expert all-to-all that overlaps another microbatch needs experts on several ranks", reads="ep")
 def expert_overlap_ranks(job: Job) -> Iterator[Problem]:
     if job.software.expert_overlap and job.plan.ep == 1:
-        rule = "must be more with software.expert_overlap: with all experts on every rank no token travels"
-        yield problem_of(job, "plan.ep", rule, f"use 2 or more, {_OTHERWISE}")
+        sentence = "must be more with software.expert_overlap: with all experts on every rank no token travels"
+        yield problem_of(job, "plan.ep", sentence, f"use 2 or more, {_OTHERWISE}")
 
 
 @rule("expert all-to-all that overlaps another microbatch needs several stages per rank", reads="ep pp virtual_stages")
 def expert_overlap_stages(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if job.software.expert_overlap and plan.ep > 1 and plan.pp > 1 and plan.virtual_stages == 1:
-        rule = "must be more with software.expert_overlap and pp > 1: the other pass is of another stage of the rank"
-        yield problem_of(job, "plan.virtual_stages", rule, f"use 2 or more, {_OTHERWISE}")
+        sentence = (
+            "must be more with software.expert_overlap and pp > 1: the other pass is of another stage of the rank"
+        )
+        yield problem_of(job, "plan.virtual_stages", sentence, f"use 2 or more, {_OTHERWISE}")
 
 
 @rule("expert all-to-all that overlaps another microbatch needs weights of 16 bits or less", reads="ep")
 def expert_overlap_precision(job: Job) -> Iterator[Problem]:
     if job.software.expert_overlap and job.plan.ep > 1 and job.training.precision in ("fp32", "tf32"):
-        rule = "does not go with software.expert_overlap, which is for weights of 16 bits and less"
-        yield problem_of(job, "training.precision", rule, f"use bf16, {_OTHERWISE}")
+        sentence = "does not go with software.expert_overlap, which is for weights of 16 bits and less"
+        yield problem_of(job, "training.precision", sentence, f"use bf16, {_OTHERWISE}")
 
 
 @rule("expert all-to-all that overlaps another microbatch allows one layer for multi-token prediction")
 def expert_overlap_mtp(job: Job) -> Iterator[Problem]:
     layers = job.model.mtp_num_layers
     if job.software.expert_overlap and layers > 1:
-        rule = "must be at most 1 with software.expert_overlap"
-        yield problem_of(job, "model.mtp_num_layers", rule, f"use 1, {_OTHERWISE}")
+        sentence = "must be at most 1 with software.expert_overlap"
+        yield problem_of(job, "model.mtp_num_layers", sentence, f"use 1, {_OTHERWISE}")
 
 
 @unmodelled("tensor parallelism with experts needs sequence parallelism", reads="tp sequence_parallel")

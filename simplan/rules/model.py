@@ -28,19 +28,19 @@ def rotary_width_even(job: Job) -> Iterator[Problem]:
     rotated = FAMILIES[job.model.family].rotary
     width, part = getattr(job.model, rotated) if rotated else 0, job.model.partial_rotary_factor
     if part < 1 and part * width % 2:
-        rule = f"must be an even part of model.head_dim = {width}: rotary positions turn pairs"
+        sentence = f"must be an even part of model.head_dim = {width}: rotary positions turn pairs"
         near = [f"{2 * pairs / width:g}" for pairs in (part * width // 2, part * width // 2 + 1) if pairs]
-        yield problem_of(job, "model.partial_rotary_factor", rule, f"use {either(near)}")
+        yield problem_of(job, "model.partial_rotary_factor", sentence, f"use {either(near)}")
     elif part == 1 and width % 2:
-        rule = "must be even: rotary positions turn pairs"
-        yield problem_of(job, f"model.{rotated}", rule, f"use {either([d for d in (width - 1, width + 1) if d])}")
+        sentence = "must be even: rotary positions turn pairs"
+        yield problem_of(job, f"model.{rotated}", sentence, f"use {either([d for d in (width - 1, width + 1) if d])}")
 
 
 @rule("packs says where documents were drawn from, and needs document_lengths")
 def packs_need_documents(job: Job) -> Iterator[Problem]:
     if not job.model.document_lengths and job.model.packs is not None:
-        rule = "says where documents were drawn from, and there is no document_lengths"
-        yield Problem(field="model.packs", rule=rule, fix="remove it")
+        sentence = "says where documents were drawn from, and there is no document_lengths"
+        yield Problem(field="model.packs", rule=sentence, fix="remove it")
 
 
 @rule("documents must fit into the sequence, and into the positions of the model")
@@ -51,20 +51,20 @@ def documents_fit(job: Job) -> Iterator[Problem]:
         return
     total, most = sum(lengths), model.max_position_embeddings
     if total > model.seq_len:
-        rule = f"has {total} tokens, and a sequence has seq_len = {model.seq_len}"
-        yield _of_documents(job, rule, f"use shorter documents, or model.seq_len = {total}")
+        sentence = f"has {total} tokens, and a sequence has seq_len = {model.seq_len}"
+        yield _of_documents(job, sentence, f"use shorter documents, or model.seq_len = {total}")
     elif FAMILIES[model.family].position_rows and max(model.segments) > most:
         what = "a document" if max(lengths) > most else "the padding"
-        rule = f"{what} has {max(model.segments)} tokens, and max_position_embeddings = {most}"
-        yield _of_documents(job, rule, f"set model.max_position_embeddings to {max(model.segments)}")
+        sentence = f"{what} has {max(model.segments)} tokens, and max_position_embeddings = {most}"
+        yield _of_documents(job, sentence, f"set model.max_position_embeddings to {max(model.segments)}")
 
 
 @rule("a document needs two tokens, of which one can be predicted from the other")
 def documents_of_two_tokens(job: Job) -> Iterator[Problem]:
     lengths = job.model.document_lengths
     if lengths and max(lengths) == 1:
-        rule = "has no document of two tokens, of which one could be predicted from the other"
-        yield _of_documents(job, rule, "use longer documents")
+        sentence = "has no document of two tokens, of which one could be predicted from the other"
+        yield _of_documents(job, sentence, "use longer documents")
 
 
 @rule("seq_len must be at most max_position_embeddings")
@@ -78,23 +78,25 @@ def positions_for_sequence(job: Job) -> Iterator[Problem]:
 @rule("sliding_window_pattern says which blocks have a window, and needs sliding_window")
 def window_pattern_needs_window(job: Job) -> Iterator[Problem]:
     if job.model.sliding_window_pattern and job.model.sliding_window is None:
-        rule = "says which blocks have a window, and there is no sliding_window"
-        yield problem_of(job, "model.sliding_window_pattern", rule, "give sliding_window, or remove it")
+        sentence = "says which blocks have a window, and there is no sliding_window"
+        yield problem_of(job, "model.sliding_window_pattern", sentence, "give sliding_window, or remove it")
 
 
 @rule("relative_attention_buckets must be a multiple of 4")
 def relative_buckets(job: Job) -> Iterator[Problem]:
     buckets = job.model.relative_attention_buckets
     if buckets % 4:
-        rule = "must be a multiple of 4: each direction has half of them, of which half are for one distance each"
-        yield problem_of(job, "model.relative_attention_buckets", rule, f"use {either(nearest_multiples(buckets, 4))}")
+        sentence = "must be a multiple of 4: each direction has half of them, of which half are for one distance each"
+        yield problem_of(
+            job, "model.relative_attention_buckets", sentence, f"use {either(nearest_multiples(buckets, 4))}"
+        )
 
 
 @rule("a ResNet needs blocks in one stage or more")
 def resnet_needs_depths(job: Job) -> Iterator[Problem]:
     if job.model.family == "resnet" and not job.model.depths:
-        rule = "must name the blocks of one stage or more"
-        yield problem_of(job, "model.depths", rule, "use [3, 4, 6, 3] for ResNet-50")
+        sentence = "must name the blocks of one stage or more"
+        yield problem_of(job, "model.depths", sentence, "use [3, 4, 6, 3] for ResNet-50")
 
 
 @rule("patches must divide an image, and a sequence is its patches and the class token")
@@ -106,8 +108,8 @@ def patches_of_image(job: Job) -> Iterator[Problem]:
     yield from undivided(job, "model.patch_size", "image_size", image)
     patches = (image // patch) ** 2
     if image % patch == 0 and model.seq_len != patches + 1:
-        rule = f"must be the {patches} patches of an image and the class token"
-        yield problem_of(job, "model.seq_len", rule, f"use {patches + 1}, or remove it")
+        sentence = f"must be the {patches} patches of an image and the class token"
+        yield problem_of(job, "model.seq_len", sentence, f"use {patches + 1}, or remove it")
 
 
 @rule("lora_targets says which matrices have adapters, and needs lora_rank")
@@ -116,8 +118,8 @@ def lora_targets_need_rank(job: Job) -> Iterator[Problem]:
     if "lora_rank" not in FAMILIES[model.family].fields or model.lora_rank:
         return
     if model.lora_targets != ModelSpec.model_fields["lora_targets"].default:
-        rule = "says which matrices have adapters, and lora_rank = 0"
-        yield problem_of(job, "model.lora_targets", rule, "give lora_rank, e.g. 16, or remove it")
+        sentence = "says which matrices have adapters, and lora_rank = 0"
+        yield problem_of(job, "model.lora_targets", sentence, "give lora_rank, e.g. 16, or remove it")
 
 
 @rule("lora_targets must name matrices of a block")
@@ -128,8 +130,8 @@ def lora_targets_exist(job: Job) -> Iterator[Problem]:
     known = adapter_targets(family.layers(model, Shard()))
     for target in model.lora_targets:
         if target not in known:
-            rule = f"is no matrix of a block of family {model.family}"
-            yield problem_of(job, "model.lora_targets", rule, f"use {either(known)}", value=target)
+            sentence = f"is no matrix of a block of family {model.family}"
+            yield problem_of(job, "model.lora_targets", sentence, f"use {either(known)}", value=target)
 
 
 @rule("a token can use at most all experts")
@@ -143,16 +145,18 @@ def top_k_within_experts(job: Job) -> Iterator[Problem]:
 def dense_layers_within_layers(job: Job) -> Iterator[Problem]:
     dense, blocks = job.model.num_dense_layers, job.model.num_hidden_layers
     if job.model.num_experts and dense > blocks:
-        rule = f"must be at most num_hidden_layers = {blocks}"
-        yield problem_of(job, "model.num_dense_layers", rule, f"use {blocks}")
+        sentence = f"must be at most num_hidden_layers = {blocks}"
+        yield problem_of(job, "model.num_dense_layers", sentence, f"use {blocks}")
 
 
 @rule("shared_expert_gate weighs a shared expert, and needs one")
 def gate_needs_shared_expert(job: Job) -> Iterator[Problem]:
     model = job.model
     if model.num_experts and model.shared_expert_gate and not model.shared_expert_intermediate_size:
-        rule = "weighs a shared expert, and shared_expert_intermediate_size = 0"
-        yield problem_of(job, "model.shared_expert_gate", rule, "remove it, or give shared_expert_intermediate_size")
+        sentence = "weighs a shared expert, and shared_expert_intermediate_size = 0"
+        yield problem_of(
+            job, "model.shared_expert_gate", sentence, "remove it, or give shared_expert_intermediate_size"
+        )
 
 
 @rule("experts that drop no tokens need places for those of the fullest one")
@@ -161,8 +165,8 @@ def capacity_for_tokens(job: Job) -> Iterator[Problem]:
     if model.num_experts and model.capacity_factor < needed and not model.drop_tokens:
         balanced, fullest = "even balanced experts need", f"the fullest expert needs with expert_imbalance = {needed:g}"
         why = balanced if needed == 1 else fullest
-        rule = f"is less than the {needed:g} that {why}"
-        yield problem_of(job, "model.capacity_factor", rule, f"use {needed:g} or more, or model.drop_tokens = true")
+        sentence = f"is less than the {needed:g} that {why}"
+        yield problem_of(job, "model.capacity_factor", sentence, f"use {needed:g} or more, or model.drop_tokens = true")
 
 
 @unmodelled("training of packed documents with this software is not modelled")
@@ -186,10 +190,10 @@ def mtp_with_adapters(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "model.lora_rank", f"adapters with model.mtp_num_layers = {layers}", "use 0")
 
 
-def _of_documents(job: Job, rule: str, fix: str) -> Problem:
+def _of_documents(job: Job, sentence: str, fix: str) -> Problem:
     lengths = job.model.document_lengths
     shown = f"[{lengths[0]}, {lengths[1]}, ..., {lengths[-1]}]" if len(lengths) > 6 else None
-    return problem_of(job, "model.document_lengths", rule, fix, value=shown)
+    return problem_of(job, "model.document_lengths", sentence, fix, value=shown)
 
 
 _FAMILIES = ("gpt", "llama", "moe")
@@ -234,9 +238,9 @@ def transformers_model(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "model.qkv_bias", what, f"remove it, or {_FIX}")
     heads, width = model.num_attention_heads, model.num_attention_heads * model.head_dim
     if model.family == "gpt" and (width != model.hidden_size or model.num_key_value_heads != heads):
-        rule = "must make up the hidden size in transformers' GPT-2, with as many heads of keys"
+        sentence = "must make up the hidden size in transformers' GPT-2, with as many heads of keys"
         yield problem_of(
-            job, "model.num_attention_heads", rule, f"leave out head_dim and num_key_value_heads, or {_FIX}"
+            job, "model.num_attention_heads", sentence, f"leave out head_dim and num_key_value_heads, or {_FIX}"
         )
 
 

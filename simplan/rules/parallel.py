@@ -35,8 +35,8 @@ def _tp_divides(job: Job, *keys: str) -> Iterator[Problem]:
 @rule("sequence_parallel is about tensor-parallel ranks, and tp = 1", reads="sequence_parallel tp")
 def sequence_parallel_needs_tp(job: Job) -> Iterator[Problem]:
     if job.plan.sequence_parallel and job.plan.tp == 1:
-        rule = "splits tokens over the tensor-parallel ranks, and tp = 1"
-        yield problem_of(job, "plan.sequence_parallel", rule, "use false, or a larger tp")
+        sentence = "splits tokens over the tensor-parallel ranks, and tp = 1"
+        yield problem_of(job, "plan.sequence_parallel", sentence, "use false, or a larger tp")
 
 
 @rule("tp x cp must divide seq_len for sequence parallelism", reads="sequence_parallel tp cp")
@@ -45,36 +45,36 @@ def sequence_parallel_divides_sequence(job: Job) -> Iterator[Problem]:
     if not plan.sequence_parallel or plan.tp == 1 or FAMILIES[model.family].task == "class":
         return
     if model.seq_len % unit:
-        rule = f"must be a multiple of tp x cp = {unit} for sequence parallelism"
+        sentence = f"must be a multiple of tp x cp = {unit} for sequence parallelism"
         fix = f"use {either(nearest_multiples(model.seq_len, unit))}, or plan.sequence_parallel = false"
-        yield problem_of(job, "model.seq_len", rule, fix)
+        yield problem_of(job, "model.seq_len", sentence, fix)
 
 
 @rule("the software has no sequence parallelism", reads="sequence_parallel tp")
 def sequence_parallel_of_software(job: Job) -> Iterator[Problem]:
     if job.plan.sequence_parallel and job.plan.tp > 1 and not job.software.sequence_parallelism:
-        rule = f"is more than {job.software.id} has: its tensor-parallel ranks all have whole norms and sums"
-        yield problem_of(job, "plan.sequence_parallel", rule, "write sequence_parallel: false")
+        sentence = f"is more than {job.software.id} has: its tensor-parallel ranks all have whole norms and sums"
+        yield problem_of(job, "plan.sequence_parallel", sentence, "write sequence_parallel: false")
 
 
 @rule("cp_comm is about context-parallel ranks, and cp = 1", reads="cp cp_comm")
 def cp_comm_needs_cp(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if plan.cp == 1 and plan.cp_comm != "ring":
-        rule = "selects the communication of context-parallel ranks, and cp = 1"
-        yield problem_of(job, "plan.cp_comm", rule, "remove it, or use a larger cp")
+        sentence = "selects the communication of context-parallel ranks, and cp = 1"
+        yield problem_of(job, "plan.cp_comm", sentence, "remove it, or use a larger cp")
 
 
 @rule("2 x cp must divide seq_len", reads="cp")
 def cp_divides_sequence(job: Job) -> Iterator[Problem]:
     cp, model = job.plan.cp, job.model
     if cp > 1 and FAMILIES[model.family].task != "class" and model.seq_len % (2 * cp):
-        rule = (
+        sentence = (
             f"must be a multiple of 2 x cp = {2 * cp}: each rank takes an early and a late part of the sequence, "
             "so that causal attention is spread evenly"
         )
         fix = f"use {either(nearest_multiples(model.seq_len, 2 * cp))}, or another plan.cp"
-        yield problem_of(job, "model.seq_len", rule, fix)
+        yield problem_of(job, "model.seq_len", sentence, fix)
 
 
 @rule("cp x tp must divide the heads for all-to-all", reads="cp cp_comm tp")
@@ -85,10 +85,10 @@ def a2a_divides_heads(job: Job) -> Iterator[Problem]:
     for key in _HEADS:
         heads = getattr(job.model, key)
         if heads % (plan.cp * plan.tp):
-            rule = (
+            sentence = (
                 f"cp x tp = {plan.cp * plan.tp} must divide model.{key} = {heads}: all-to-all trades tokens for heads"
             )
-            yield problem_of(job, "plan.cp", rule, "use plan.cp_comm = ring or all_gather, or a smaller cp")
+            yield problem_of(job, "plan.cp", sentence, "use plan.cp_comm = ring or all_gather, or a smaller cp")
 
 
 @rule("tp must divide the shared expert", reads="tp")

@@ -24,8 +24,10 @@ _DISCARDED: tuple[RecomputeModule, ...] = ("layernorm", "moe_act")
 @rule("expert all-to-all that overlaps another microbatch cannot be recomputed with whole layers", reads="recompute")
 def expert_overlap_recompute(job: Job) -> Iterator[Problem]:
     if job.plan.recompute == "full" and job.software.expert_overlap:
-        rule = "would repeat the expert all-to-all that overlaps another microbatch (software.expert_overlap)"
-        yield problem_of(job, "plan.recompute", rule, "use selective with recompute_modules, or expert_overlap = false")
+        sentence = "would repeat the expert all-to-all that overlaps another microbatch (software.expert_overlap)"
+        yield problem_of(
+            job, "plan.recompute", sentence, "use selective with recompute_modules, or expert_overlap = false"
+        )
 
 
 @rule("recompute_layers must be at most the blocks, and goes with recompute = full", reads="recompute recompute_layers")
@@ -34,11 +36,11 @@ def recompute_layers_of_full(job: Job) -> Iterator[Problem]:
     if plan.recompute_layers is None:
         return
     if plan.recompute_layers > blocks:
-        rule = f"is more than the {blocks} blocks of the model"
-        yield problem_of(job, _LAYERS, rule, "remove it, to recompute all")
+        sentence = f"is more than the {blocks} blocks of the model"
+        yield problem_of(job, _LAYERS, sentence, "remove it, to recompute all")
     if plan.recompute != "full":
-        rule = f"is the number of blocks to recompute in full, and recompute is {plan.recompute}"
-        yield problem_of(job, _LAYERS, rule, "use recompute = full, or remove it")
+        sentence = f"is the number of blocks to recompute in full, and recompute is {plan.recompute}"
+        yield problem_of(job, _LAYERS, sentence, "use recompute = full, or remove it")
 
 
 @rule("recompute_modules names modules for selective recomputation, each once", reads="recompute recompute_modules")
@@ -47,11 +49,11 @@ def recompute_modules_of_selective(job: Job) -> Iterator[Problem]:
     if modules is None:
         return
     if recompute != "selective":
-        rule = f"lists modules of selective recomputation, and recompute is {recompute}"
-        yield problem_of(job, _MODULES, rule, "use recompute = selective, or remove it")
+        sentence = f"lists modules of selective recomputation, and recompute is {recompute}"
+        yield problem_of(job, _MODULES, sentence, "use recompute = selective, or remove it")
     elif not modules or len(set(modules)) < len(modules):
-        rule = "names a module twice" if modules else "names no module"
-        yield problem_of(job, _MODULES, rule, "name each module once, or use recompute = none")
+        sentence = "names a module twice" if modules else "names no module"
+        yield problem_of(job, _MODULES, sentence, "name each module once, or use recompute = none")
 
 
 @rule("recompute_modules must be modules that can be recomputed separately", reads="recompute recompute_modules")
@@ -73,11 +75,11 @@ def _against(module: RecomputeModule, modules: tuple[RecomputeModule, ...], job:
     if whole in modules:
         yield f"is part of {whole}, which is recomputed", "remove it"
     if module in _DISCARDED and training.precision == "fp8" and training.fp8_recipe == "delayed":
-        rule = f"cannot be recomputed with delayed scaling of fp8, in {software.id}"
-        yield rule, "remove it, or use another fp8_recipe"
+        sentence = f"cannot be recomputed with delayed scaling of fp8, in {software.id}"
+        yield sentence, "remove it, or use another fp8_recipe"
     if module == "moe" and software.expert_overlap:
-        rule = "would repeat the expert all-to-all that overlaps another microbatch (software.expert_overlap)"
-        yield rule, "use moe_act and shared_experts, or expert_overlap = false"
+        sentence = "would repeat the expert all-to-all that overlaps another microbatch (software.expert_overlap)"
+        yield sentence, "use moe_act and shared_experts, or expert_overlap = false"
 
 
 def _has(job: Job, module: RecomputeModule) -> bool:
@@ -102,8 +104,8 @@ def recompute_layers_modelled(job: Job) -> Iterator[Problem]:
     if job.plan.recompute_layers is None:
         return
     if not software.recompute_layers:
-        rule = f"is not modelled for {software.id}: it recomputes all blocks or none"
-        yield problem_of(job, _LAYERS, rule, "remove it")
+        sentence = f"is not modelled for {software.id}: it recomputes all blocks or none"
+        yield problem_of(job, _LAYERS, sentence, "remove it")
     if family in ("resnet", "t5"):
         yield problem_of(job, _LAYERS, f"is not modelled for the family {family}", "remove it")
 
@@ -114,5 +116,5 @@ def recompute_modules_modelled(job: Job) -> Iterator[Problem]:
     for module in job.plan.recompute_modules or ():
         if module not in known:
             fix = f"use {either(known)}, or software: megatron-core"
-            rule = f"{job.software.id} does not run this module alone again"
-            yield problem_of(job, _MODULES, rule, fix, value=module)
+            sentence = f"{job.software.id} does not run this module alone again"
+            yield problem_of(job, _MODULES, sentence, fix, value=module)

@@ -90,9 +90,11 @@ unmodelled = partial(rule, modelled=False)
 """As ``rule``, for possible jobs that simplan does not model yet."""
 
 
-def problem_of(job: Job, field: str, rule: str, fix: str, *, value: str | None = None) -> Problem:
+def problem_of(job: Job, field: str, sentence: str, fix: str, *, value: str | None = None) -> Problem:
     """Problem of a field of a job, e.g. ``plan.pp``; ``value`` is the part of its value to show, None for all of it."""
-    return Problem(field=field, value=_shown(attrgetter(field)(job)) if value is None else value, rule=rule, fix=fix)
+    return Problem(
+        field=field, value=_shown(attrgetter(field)(job)) if value is None else value, rule=sentence, fix=fix
+    )
 
 
 def _shown(value: object) -> str:

@@ -17,11 +17,11 @@ from simplan.wording import either, nearest_divisors
 def schedule_goes_with_pipeline(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if plan.pp > 1 and plan.schedule == "none":
-        rule = f"a pipeline of {plan.pp} ranks needs a schedule"
-        yield problem_of(job, "plan.schedule", rule, f"use {either(SCHEDULE_FACTS)}")
+        sentence = f"a pipeline of {plan.pp} ranks needs a schedule"
+        yield problem_of(job, "plan.schedule", sentence, f"use {either(SCHEDULE_FACTS)}")
     if plan.pp == 1 and plan.schedule != "none":
-        rule = "must be none when pp = 1: there is no pipeline"
-        yield problem_of(job, "plan.schedule", rule, "remove it, or use pp = 2 or more")
+        sentence = "must be none when pp = 1: there is no pipeline"
+        yield problem_of(job, "plan.schedule", sentence, "remove it, or use pp = 2 or more")
 
 
 @rule("virtual_stages must be what the schedule takes", reads="pp virtual_stages schedule")
@@ -29,20 +29,20 @@ def virtual_stages_of_schedule(job: Job) -> Iterator[Problem]:
     """Number of virtual stages that a built-in schedule needs; custom schedules define theirs in the action table."""
     plan, facts = job.plan, SCHEDULE_FACTS.get(job.plan.schedule)
     if plan.virtual_stages > 1 and plan.pp == 1:
-        rule = "must be 1 when pp = 1: there is no pipeline"
-        yield problem_of(job, "plan.virtual_stages", rule, "remove it, or use pp = 2 or more")
+        sentence = "must be 1 when pp = 1: there is no pipeline"
+        yield problem_of(job, "plan.virtual_stages", sentence, "remove it, or use pp = 2 or more")
     if facts is None or plan.pp == 1:
         return
     wanted = facts.virtual_stages
     if wanted is None and plan.virtual_stages == 1:
-        rule = "interleaving needs several stages on a rank"
-        yield problem_of(job, "plan.virtual_stages", rule, "use virtual_stages = 2 or more, or schedule = 1f1b")
+        sentence = "interleaving needs several stages on a rank"
+        yield problem_of(job, "plan.virtual_stages", sentence, "use virtual_stages = 2 or more, or schedule = 1f1b")
     elif wanted == 1 and plan.virtual_stages > 1:
-        rule = f"takes one stage a rank, and virtual_stages = {plan.virtual_stages}"
-        yield problem_of(job, "plan.schedule", rule, "use interleaved_1f1b, or virtual_stages = 1")
+        sentence = f"takes one stage a rank, and virtual_stages = {plan.virtual_stages}"
+        yield problem_of(job, "plan.schedule", sentence, "use interleaved_1f1b, or virtual_stages = 1")
     elif wanted is not None and plan.virtual_stages != wanted:
-        rule = f"must be {wanted} with {plan.schedule}, which goes down the ranks and back up"
-        yield problem_of(job, "plan.virtual_stages", rule, "remove it")
+        sentence = f"must be {wanted} with {plan.schedule}, which goes down the ranks and back up"
+        yield problem_of(job, "plan.virtual_stages", sentence, "remove it")
 
 
 @rule("a split backward can recompute the attention core alone", reads="pp schedule recompute recompute_modules")
@@ -51,11 +51,11 @@ def split_backward_recompute(job: Job) -> Iterator[Problem]:
     if not _splits(plan):
         return
     if plan.recompute not in ("none", "selective"):
-        rule = f"would recompute layers in both parts of a backward, which {plan.schedule} splits in two"
-        yield problem_of(job, "plan.recompute", rule, "use none or selective, or schedule = 1f1b")
+        sentence = f"would recompute layers in both parts of a backward, which {plan.schedule} splits in two"
+        yield problem_of(job, "plan.recompute", sentence, "use none or selective, or schedule = 1f1b")
     if plan.recompute_modules not in (None, ("core_attn",)):
-        rule = f"would recompute modules in both parts of a backward, which {plan.schedule} splits in two"
-        yield problem_of(job, "plan.recompute_modules", rule, "remove it, or use schedule = 1f1b")
+        sentence = f"would recompute modules in both parts of a backward, which {plan.schedule} splits in two"
+        yield problem_of(job, "plan.recompute_modules", sentence, "remove it, or use schedule = 1f1b")
 
 
 @rule(
@@ -66,12 +66,12 @@ def split_backward_recompute(job: Job) -> Iterator[Problem]:
 def split_backward_reshard(job: Job) -> Iterator[Problem]:
     plan, software = job.plan, job.software
     if _splits(plan) and plan.shards_parameters and plan.zero_stage == 3 and plan.reshard_after_forward:
-        rule = (
+        sentence = (
             f"torch loses the gradients of parameters that are resharded when a backward is split ({plan.schedule})"
             if software.runtime != "xla"
             else f"with a split backward ({plan.schedule}) is not modelled for {software.id}"
         )
-        yield problem_of(job, "plan.reshard_after_forward", rule, "use reshard_after_forward = false")
+        yield problem_of(job, "plan.reshard_after_forward", sentence, "use reshard_after_forward = false")
 
 
 @rule(
@@ -82,13 +82,13 @@ def split_backward_reshard(job: Job) -> Iterator[Problem]:
 def split_backward_ddp(job: Job) -> Iterator[Problem]:
     plan, software = job.plan, job.software
     if _splits(plan) and _by_torchs_ddp(plan, software):
-        rule = (
+        sentence = (
             "splits backward, and torch's DistributedDataParallel does not reduce what a split backward makes"
             if software.runtime != "xla"
             else f"splits backward, which is not modelled for {software.id} where parameters are whole"
         )
         fix = f"use dp_shard = {plan.dp} and dp_replicate = 1 with zero_stage = 2, or schedule = 1f1b"
-        yield problem_of(job, "plan.schedule", rule, fix)
+        yield problem_of(job, "plan.schedule", sentence, fix)
 
 
 @rule("every stage needs a layer", reads="num_stages stage_layers")
@@ -97,13 +97,13 @@ def stages_within_layers(job: Job) -> Iterator[Problem]:
     split = plan.stage_layers or (1,)
     alone = (split[0] == 0) + (len(split) > 1 and split[-1] == 0)  # stages of the embedding or the head
     if plan.num_stages > layers + alone:
-        rule = f"{plan.num_stages} stages must be at most {_blocks(job)}"
+        sentence = f"{plan.num_stages} stages must be at most {_blocks(job)}"
         fix = f"use at most {layers}" if plan.virtual_stages == 1 else "use fewer stages"
         if plan.stage_layers is None and plan.num_stages <= layers + 2:
             separate = "embedding" if plan.num_stages == layers + 1 else "embedding and head"
             ends = "[0, 1, ..., 1]" if plan.num_stages == layers + 1 else "[0, 1, ..., 1, 0]"
             fix += f", or stage_layers: {ends} with {layers} ones, for separate stages of {separate}"
-        yield problem_of(job, _stages_field(plan), rule, fix)
+        yield problem_of(job, _stages_field(plan), sentence, fix)
 
 
 @rule("stage_layers must deal out all blocks to all stages", reads="num_stages stage_layers")
@@ -112,16 +112,16 @@ def stage_layers_are_all(job: Job) -> Iterator[Problem]:
     if stage_layers is None:
         return
     if len(stage_layers) != stages:
-        rule = f"has {len(stage_layers)} entries and the plan has {stages} stages"
+        sentence = f"has {len(stage_layers)} entries and the plan has {stages} stages"
     elif 0 in stage_layers[1:-1]:
-        rule = "has a stage without layers between others; only the first and the last have something else"
+        sentence = "has a stage without layers between others; only the first and the last have something else"
     elif sum(stage_layers) != layers:
-        rule = f"sums to {sum(stage_layers)} and the model has {_blocks(job)}"
+        sentence = f"sums to {sum(stage_layers)} and the model has {_blocks(job)}"
     else:
         return
     balanced = tuple(layers // stages + (stage < layers % stages) for stage in range(min(stages, 17)))
     fix = f"e.g. {_first_16(balanced)}, or remove it"
-    yield problem_of(job, "plan.stage_layers", rule, fix, value=_first_16(stage_layers))
+    yield problem_of(job, "plan.stage_layers", sentence, fix, value=_first_16(stage_layers))
 
 
 def _first_16(numbers: tuple[int, ...]) -> str:
@@ -134,9 +134,9 @@ def stages_equal(job: Job) -> Iterator[Problem]:
     stages, blocks = plan.num_stages, job.model.num_blocks
     if software.uniform_stages == "always" and plan.stage_layers is None and stages <= blocks and blocks % stages:
         value = plan.pp if plan.virtual_stages == 1 else plan.virtual_stages
-        rule = f"{stages} stages must divide the {blocks} blocks of the model: {software.id} has as many in each"
+        sentence = f"{stages} stages must divide the {blocks} blocks of the model: {software.id} has as many in each"
         fix = f"use {either(nearest_divisors(blocks // (stages // value), value))}, or give stage_layers"
-        yield problem_of(job, _stages_field(plan), rule, fix)
+        yield problem_of(job, _stages_field(plan), sentence, fix)
 
 
 @rule(
@@ -147,13 +147,13 @@ def stages_equal(job: Job) -> Iterator[Problem]:
 def virtual_stages_ddp(job: Job) -> Iterator[Problem]:
     plan, software = job.plan, job.software
     if plan.virtual_stages > 1 and _by_torchs_ddp(plan, software):
-        rule = (
+        sentence = (
             "torch's DistributedDataParallel fails with several stages on a rank"
             if software.runtime != "xla"
             else f"is not modelled for {software.id} where parameters are whole"
         )
         fix = f"use dp_shard = {plan.dp} and dp_replicate = 1 with zero_stage = 3, or virtual_stages = 1"
-        yield problem_of(job, "plan.virtual_stages", rule, fix)
+        yield problem_of(job, "plan.virtual_stages", sentence, fix)
 
 
 @unmodelled("this schedule is not modelled", reads="schedule")
@@ -191,18 +191,18 @@ def split_backward_in_low_precision(job: Job) -> Iterator[Problem]:
     name, precision = job.plan.schedule, job.training.precision
     if precision in job.software.low_precision and _may_split(name):
         what = "a schedule of your own" if is_custom_schedule(name) else "a backward in two parts"
-        rule = (
+        sentence = (
             f"{what} is not modelled with training.precision = {precision}: a linear layer in low "
             "precision is one function of autograd, which makes the gradients of input and weight together"
         )
-        yield problem_of(job, "plan.schedule", rule, "use 1f1b, or precision bf16")
+        yield problem_of(job, "plan.schedule", sentence, "use 1f1b, or precision bf16")
 
 
 @unmodelled("the backward of a compiled block cannot be split", reads="schedule")
 def split_backward_compiled(job: Job) -> Iterator[Problem]:
     if job.software.compiled and job.software.executable and splits_backward(job.plan.schedule):
-        rule = "splits backward, and that of a compiled block is one function with both parts"
-        yield problem_of(job, "plan.schedule", rule, "use 1f1b or interleaved_1f1b, or software.compiled = false")
+        sentence = "splits backward, and that of a compiled block is one function with both parts"
+        yield problem_of(job, "plan.schedule", sentence, "use 1f1b or interleaved_1f1b, or software.compiled = false")
 
 
 @unmodelled("a backward that may be split is not modelled with layers for multi-token prediction", reads="schedule")

@@ -16,8 +16,10 @@ from simplan.wording import either
 def zero_stage_of_shards(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if plan.dp_shard > 1 and plan.zero_stage == 0:
-        rule = f"shards nothing, and dp_shard = {plan.dp_shard}"
-        yield problem_of(job, "plan.zero_stage", rule, f"use 1, 2 or 3, or dp_replicate = {plan.dp} and dp_shard = 1")
+        sentence = f"shards nothing, and dp_shard = {plan.dp_shard}"
+        yield problem_of(
+            job, "plan.zero_stage", sentence, f"use 1, 2 or 3, or dp_replicate = {plan.dp} and dp_shard = 1"
+        )
 
 
 @rule("reshard_after_forward is about sharded parameters", reads="reshard_after_forward shards_parameters")
@@ -25,29 +27,31 @@ def reshard_needs_shards(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if not plan.reshard_after_forward and not plan.shards_parameters:
         none = f"zero_stage = {plan.zero_stage}" if plan.zero_stage < 2 else "there is one shard"
-        rule = f"is about sharded parameters, and {none}"
-        yield problem_of(job, "plan.reshard_after_forward", rule, "remove it, or use zero_stage = 3")
+        sentence = f"is about sharded parameters, and {none}"
+        yield problem_of(job, "plan.reshard_after_forward", sentence, "remove it, or use zero_stage = 3")
 
 
 @rule("bucket_bytes is about DDP's buckets", reads="bucket_bytes shards_parameters")
 def buckets_of_ddp(job: Job) -> Iterator[Problem]:
     if job.plan.shards_parameters and job.plan.bucket_bytes is not None:
-        rule = "is about DDP's buckets; FSDP reduces layer by layer"
-        yield problem_of(job, "plan.bucket_bytes", rule, "remove it, or use zero_stage = 0 or 1")
+        sentence = "is about DDP's buckets; FSDP reduces layer by layer"
+        yield problem_of(job, "plan.bucket_bytes", sentence, "remove it, or use zero_stage = 0 or 1")
 
 
 @rule("bucket_bytes is about reducing gradients while backward runs", reads="bucket_bytes")
 def buckets_need_overlap(job: Job) -> Iterator[Problem]:
     if job.plan.bucket_bytes is not None and not job.software.grad_overlap:
-        rule = f"is about reducing gradients while backward runs, and {job.software.id} reduces all of them after it"
-        yield problem_of(job, "plan.bucket_bytes", rule, "remove it")
+        sentence = (
+            f"is about reducing gradients while backward runs, and {job.software.id} reduces all of them after it"
+        )
+        yield problem_of(job, "plan.bucket_bytes", sentence, "remove it")
 
 
 @rule("bucket_bytes is about data-parallel ranks, and there is one", reads="bucket_bytes dp cp")
 def buckets_of_replicas(job: Job) -> Iterator[Problem]:
     if job.plan.bucket_bytes is not None and job.plan.dp * job.plan.cp == 1:
-        rule = "is about reducing gradients over data-parallel ranks, and there is one"
-        yield problem_of(job, "plan.bucket_bytes", rule, "remove it")
+        sentence = "is about reducing gradients over data-parallel ranks, and there is one"
+        yield problem_of(job, "plan.bucket_bytes", sentence, "remove it")
 
 
 @unmodelled("this precision of gradients is not modelled for the software", reads="grad_dtype")
@@ -108,8 +112,8 @@ def offload_of_sharded_parameters(job: Job) -> Iterator[Problem]:
         fix = "use zero_stage = 3"
     else:
         fix = f"use dp_shard = {plan.dp} in place of dp_replicate" if plan.dp > 1 else "use dp_shard = 2 or more"
-    rule = "is CPUOffloadPolicy of FSDP, and this plan has no parameters that FSDP shards"
-    yield problem_of(job, "plan.offload_optimizer", rule, fix)
+    sentence = "is CPUOffloadPolicy of FSDP, and this plan has no parameters that FSDP shards"
+    yield problem_of(job, "plan.offload_optimizer", sentence, fix)
 
 
 @unmodelled(
@@ -135,8 +139,8 @@ def offload_of_fsdp2(job: Job) -> Iterator[Problem]:
 def offload_layers_of_activations(job: Job) -> Iterator[Problem]:
     layers = job.plan.offload_layers
     if layers is not None and not job.plan.offload_activations:
-        rule = "says of how many blocks activations are moved, and offload_activations is off"
-        yield problem_of(job, "plan.offload_layers", rule, "set offload_activations, or remove it")
+        sentence = "says of how many blocks activations are moved, and offload_activations is off"
+        yield problem_of(job, "plan.offload_layers", sentence, "set offload_activations, or remove it")
 
 
 @rule("what is kept on the host needs a link to it", reads="offload_optimizer offload_activations", reads_cluster=True)
@@ -168,8 +172,8 @@ def offload_of_experts(job: Job) -> Iterator[Problem]:
 def offload_layers_modelled(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if plan.offload_activations and plan.offload_layers is not None and plan.pp > 1:
-        rule = f"a part of the blocks of a pipeline (pp = {plan.pp}) is not modelled yet"
-        yield problem_of(job, "plan.offload_layers", rule, "remove it: then all blocks are moved")
+        sentence = f"a part of the blocks of a pipeline (pp = {plan.pp}) is not modelled yet"
+        yield problem_of(job, "plan.offload_layers", sentence, "remove it: then all blocks are moved")
 
 
 @unmodelled(
@@ -207,8 +211,8 @@ def offload_with_adapters(job: Job) -> Iterator[Problem]:
 @unmodelled("activations on the host are not modelled with compiled blocks", reads="offload_activations")
 def offload_compiled(job: Job) -> Iterator[Problem]:
     if job.software.compiled and job.software.executable and job.plan.offload_activations:
-        rule = "moves tensors that a compiled block keeps for itself, which is not modelled"
-        yield problem_of(job, "plan.offload_activations", rule, "use software.compiled = false")
+        sentence = "moves tensors that a compiled block keeps for itself, which is not modelled"
+        yield problem_of(job, "plan.offload_activations", sentence, "use software.compiled = false")
 
 
 @unmodelled(

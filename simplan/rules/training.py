@@ -35,26 +35,26 @@ def lora_needs_adapters(job: Job) -> Iterator[Problem]:
         return
     having = [name for name, family in FAMILIES.items() if "lora_rank" in family.fields]
     known = job.model.family in having
-    rule = "trains adapters, and " + (
+    sentence = "trains adapters, and " + (
         "model.lora_rank = 0" if known else f"those of family {job.model.family} are not modelled yet"
     )
     fix = "give model.lora_rank, e.g. 16" if known else f"use pretrain, or a model of family {either(having)}"
-    yield problem_of(job, "training.task", rule, fix)
+    yield problem_of(job, "training.task", sentence, fix)
 
 
 @rule("a model with adapters has all other weights frozen, and needs the task lora")
 def adapters_need_lora(job: Job) -> Iterator[Problem]:
     if job.model.lora_rank and job.training.task != "lora":
-        rule = f"trains all weights, and model.lora_rank = {job.model.lora_rank} freezes them"
-        yield problem_of(job, "training.task", rule, "use lora, or remove model.lora_rank")
+        sentence = f"trains all weights, and model.lora_rank = {job.model.lora_rank} freezes them"
+        yield problem_of(job, "training.task", sentence, "use lora, or remove model.lora_rank")
 
 
 @rule("fp8_recipe is for fp8")
 def recipe_of_fp8(job: Job) -> Iterator[Problem]:
     training = job.training
     if training.fp8_recipe is not None and training.precision != "fp8":
-        rule = f"is for training.precision = fp8, not for {training.precision}"
-        yield problem_of(job, "training.fp8_recipe", rule, "remove it")
+        sentence = f"is for training.precision = fp8, not for {training.precision}"
+        yield problem_of(job, "training.fp8_recipe", sentence, "remove it")
 
 
 @unmodelled("adapters in this precision are not modelled for the software")
@@ -105,13 +105,13 @@ def fused_optimizer_of_torch(job: Job) -> Iterator[Problem]:
     training, software = job.training, job.software
     if training.fused_optimizer is None:
         return
-    rule = ""
+    sentence = ""
     if training.optimizer in LAYERWISE:
-        rule = f"is of torch's optimizers, and {training.optimizer} is none: there is one way to compute its step"
+        sentence = f"is of torch's optimizers, and {training.optimizer} is none: there is one way to compute its step"
     elif software.id not in _TORCH_OPTIMIZERS:
-        rule = f"is of torch's optimizers, and {software.id} has its own"
-    if rule:
-        yield problem_of(job, "training.fused_optimizer", rule, "leave it out")
+        sentence = f"is of torch's optimizers, and {software.id} has its own"
+    if sentence:
+        yield problem_of(job, "training.fused_optimizer", sentence, "leave it out")
 
 
 @unmodelled(
@@ -120,8 +120,8 @@ def fused_optimizer_of_torch(job: Job) -> Iterator[Problem]:
 def layerwise_optimizer_modelled(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if job.training.optimizer in LAYERWISE and job.model.num_experts and plan.ep == 1 and experts_apart(plan):
-        rule = "with experts that tensor-parallel ranks do not split (plan.etp = 1) is not modelled yet"
-        yield problem_of(job, "training.optimizer", rule, "use adamw")
+        sentence = "with experts that tensor-parallel ranks do not split (plan.etp = 1) is not modelled yet"
+        yield problem_of(job, "training.optimizer", sentence, "use adamw")
 
 
 @unmodelled("norms of gradients are not modelled where ranks have parts of them in unequal ways", reads="ep")
@@ -134,11 +134,11 @@ def norms_modelled(job: Job) -> Iterator[Problem]:
         asked.append(("training.optimizer", "it", "use adamw"))
     for field, what, fix in asked:
         if ep > 1:
-            rule = f"{what} with experts that are split over ranks (plan.ep = {ep}) is not modelled yet"
-            yield problem_of(job, field, rule, fix)
+            sentence = f"{what} with experts that are split over ranks (plan.ep = {ep}) is not modelled yet"
+            yield problem_of(job, field, sentence, fix)
         if software.optimizer_shards == "elements":
-            rule = f"{what} with {software.id}, whose ranks update parts of flat buffers, is not modelled yet"
-            yield problem_of(job, field, rule, fix)
+            sentence = f"{what} with {software.id}, whose ranks update parts of flat buffers, is not modelled yet"
+            yield problem_of(job, field, sentence, fix)
 
 
 @unmodelled("this precision is not modelled for this model and software")
@@ -150,19 +150,19 @@ def low_precision_modelled(job: Job) -> Iterator[Problem]:
         return
     recipe = training.fp8_recipe
     if recipe is not None and training.precision == "fp8" and recipe not in low.recipes:
-        rule = f"linear layers of {software.id} have no such recipe"
-        yield problem_of(job, "training.fp8_recipe", rule, f"use {either(low.recipes)}")
+        sentence = f"linear layers of {software.id} have no such recipe"
+        yield problem_of(job, "training.fp8_recipe", sentence, f"use {either(low.recipes)}")
     if family in _NOT_IN_LOW_PRECISION:
-        rule = f"is not modelled yet for {family}: {_NOT_IN_LOW_PRECISION[family]}"
-        yield problem_of(job, "training.precision", rule, "use bf16")
+        sentence = f"is not modelled yet for {family}: {_NOT_IN_LOW_PRECISION[family]}"
+        yield problem_of(job, "training.precision", sentence, "use bf16")
 
 
 @unmodelled("precisions of 8 and 4 bits in compiled blocks are not modelled")
 def compiled_low_precision(job: Job) -> Iterator[Problem]:
     software, precision = job.software, job.training.precision
     if software.compiled and software.executable and precision in software.low_precision:
-        rule = "in compiled blocks is not modelled: casts are fused with what is around them"
-        yield problem_of(job, "training.precision", rule, "use bf16, or software.compiled = false")
+        sentence = "in compiled blocks is not modelled: casts are fused with what is around them"
+        yield problem_of(job, "training.precision", sentence, "use bf16, or software.compiled = false")
 
 
 @unmodelled("attention in 8 bits is not modelled for this model, precision or device", reads_cluster=True)
@@ -172,18 +172,18 @@ def low_attention_modelled(job: Job) -> Iterator[Problem]:
     if not job.software.fp8_dot_product_attention:
         return
     if precision not in ("fp8", "mxfp8"):
-        rule = f"is for training.precision = fp8 and mxfp8, and it is {precision}"
-        yield _in_8_bits(rule, "use one of them, " + _WITHOUT)
+        sentence = f"is for training.precision = fp8 and mxfp8, and it is {precision}"
+        yield _in_8_bits(sentence, "use one of them, " + _WITHOUT)
         return
     if precision not in device.kernels.low_attention:
-        rule = f"on {device.id} is not modelled yet: there is no public data on its rate in {precision}"
-        yield _in_8_bits(rule, f"use b200-sxm, gb200, b300-sxm or gb300, {_WITHOUT}")
+        sentence = f"on {device.id} is not modelled yet: there is no public data on its rate in {precision}"
+        yield _in_8_bits(sentence, f"use b200-sxm, gb200, b300-sxm or gb300, {_WITHOUT}")
     if model.family not in _IN_8_BITS:
-        rule = f"of the family {model.family} is not modelled yet"
-        yield _in_8_bits(rule, f"models: {', '.join(_IN_8_BITS)}; {_WITHOUT}")
+        sentence = f"of the family {model.family} is not modelled yet"
+        yield _in_8_bits(sentence, f"models: {', '.join(_IN_8_BITS)}; {_WITHOUT}")
     if model.document_lengths:
-        rule = "of packed documents (model.document_lengths) is not modelled yet"
-        yield _in_8_bits(rule, "remove them, " + _WITHOUT)
+        sentence = "of packed documents (model.document_lengths) is not modelled yet"
+        yield _in_8_bits(sentence, "remove them, " + _WITHOUT)
 
 
 @unmodelled("context parallelism of attention in 8 bits is not modelled", reads="cp")
@@ -193,8 +193,8 @@ def cp_of_low_attention(job: Job) -> Iterator[Problem]:
         yield _in_8_bits(f"with plan.cp = {cp} is not modelled yet: ranks communicate keys", "use cp = 1, " + _WITHOUT)
 
 
-def _in_8_bits(rule: str, fix: str) -> Problem:
-    return Problem(field="software.fp8_dot_product_attention", value="true", rule=rule, fix=fix)
+def _in_8_bits(sentence: str, fix: str) -> Problem:
+    return Problem(field="software.fp8_dot_product_attention", value="true", rule=sentence, fix=fix)
 
 
 @rule(
@@ -230,11 +230,11 @@ def low_precision_sizes(job: Job) -> Iterator[Problem]:
     if uneven:
         per_sequence = uneven[0] // plan.microbatch_size
         whole = multiple // math.gcd(per_sequence, multiple)
-        rule = (
+        sentence = (
             f"gives {uneven[0]} tokens, and the gradients of weights in {form.precision} ({form.recipe}) need a "
             f"multiple of {multiple}"
         )
-        yield problem_of(job, "plan.microbatch_size", rule, f"use a multiple of {whole}")
+        yield problem_of(job, "plan.microbatch_size", sentence, f"use a multiple of {whole}")
 
 
 _MAX_PIPELINE_CELLS = 30_000
@@ -250,8 +250,8 @@ def batch_divides(job: Job) -> Iterator[Problem]:
     if batch % plan.dp == 0:
         sizes = nearest_divisors(batch // plan.dp, plan.microbatch_size)
         fix += f", or plan.microbatch_size = {either(sizes)}"
-    rule = f"must be a multiple of dp x microbatch_size = {plan.dp} x {plan.microbatch_size} = {unit}"
-    yield problem_of(job, "training.global_batch_size", rule, fix)
+    sentence = f"must be a multiple of dp x microbatch_size = {plan.dp} x {plan.microbatch_size} = {unit}"
+    yield problem_of(job, "training.global_batch_size", sentence, fix)
 
 
 @rule(
@@ -267,19 +267,19 @@ def pipeline_cells(job: Job) -> Iterator[Problem]:
     cells = job.num_microbatches * plan.pp
     if cells > _MAX_PIPELINE_CELLS:
         most = _MAX_PIPELINE_CELLS // plan.pp * plan.dp * plan.microbatch_size
-        rule = (
+        sentence = (
             f"gives {cells:,} microbatches x pipeline ranks, more than {_MAX_PIPELINE_CELLS:,}, and schedule "
             f"{plan.schedule} differs with every number of microbatches"
         )
         fix = f"use at most {most}, a larger microbatch_size, or 1f1b" if most else "use fewer pipeline ranks"
-        yield problem_of(job, "training.global_batch_size", rule, fix)
+        yield problem_of(job, "training.global_batch_size", sentence, fix)
 
 
 @rule("grad_sync = microbatch is about data-parallel ranks, and there is one", reads="grad_sync dp cp")
 def grad_sync_of_replicas(job: Job) -> Iterator[Problem]:
     if job.plan.grad_sync == "microbatch" and job.plan.dp * job.plan.cp == 1:
-        rule = "is about reducing gradients over data-parallel ranks, and there is one"
-        yield problem_of(job, "plan.grad_sync", rule, "remove it")
+        sentence = "is about reducing gradients over data-parallel ranks, and there is one"
+        yield problem_of(job, "plan.grad_sync", sentence, "remove it")
 
 
 @unmodelled("gradient reduction after every microbatch of a pipeline is not modelled", reads="grad_sync pp")

@@ -55,7 +55,7 @@ class Nodes(Spec):
         leads: True on the node at ``host``, which has the store and the job.
         join_timeout_s: Seconds to wait for the other nodes.
         last_call_timeout_s: Seconds to wait for further nodes once ``min_nodes`` have joined.
-        asked: Requested settings, by section or option; must be equal on all nodes.
+        requested: Requested settings, by section or option; must be equal on all nodes.
     """
 
     schema_version: Literal[1] = 1
@@ -67,7 +67,7 @@ class Nodes(Spec):
     leads: bool
     join_timeout_s: Positive = 300.0
     last_call_timeout_s: NonNegative = 30.0
-    asked: dict[str, str] = Field(default_factory=dict)
+    requested: dict[str, str] = Field(default_factory=dict)
 
     @property
     def endpoint(self) -> str:

@@ -49,7 +49,7 @@ class _Steps(NamedTuple):
     mesh: FilterStage
     sharding: FilterStage
     pipeline: FilterStage
-    exchanges: FilterStage
+    sequence_and_context: FilterStage
     recompute: FilterStage
     batch: FilterStage
 
@@ -130,16 +130,20 @@ class Enumeration:
     def _inner(self, known: tuple[Any, ...]) -> int:
         """Number of candidates with one mesh, sharding and pipeline."""
         mesh, zero_stage = Mesh(*known[:6]), known[6]
-        return len(self._exchanges(mesh)) * len(self._microbatches(mesh, zero_stage)) * len(self._recomputes())
+        return (
+            len(self._sequence_and_context_options(mesh))
+            * len(self._microbatches(mesh, zero_stage))
+            * len(self._recomputes())
+        )
 
     def _of_pipeline(self, known: tuple[Any, ...], rejected: Counter[str]) -> list[tuple[Any, ...]]:
         """Rows with one mesh, sharding and pipeline."""
         mesh, zero_stage, why_not = Mesh(*known[:6]), known[6], self._why_not
         batches, recomputes = self._microbatches(mesh, zero_stage), self._recomputes()
-        options = [(*known, *collective) for collective in self._exchanges(mesh)]
-        exchanged = list(_allowed(options, why_not.exchanges, len(batches) * len(recomputes), rejected))
+        options = [(*known, *option) for option in self._sequence_and_context_options(mesh)]
+        rows_so_far = list(_allowed(options, why_not.sequence_and_context, len(batches) * len(recomputes), rejected))
         rows: list[tuple[Any, ...]] = []
-        for here in exchanged:
+        for here in rows_so_far:
             options = [(*here, *recompute) for recompute in recomputes]
             kept = list(_allowed(options, why_not.recompute, len(batches), rejected))
             if kept:
@@ -196,7 +200,7 @@ class Enumeration:
             found += [(schedule, v) for v in choices if _in(v, self._space.virtual_stages)]
         return found
 
-    def _exchanges(self, mesh: Mesh) -> list[tuple[bool, str]]:
+    def _sequence_and_context_options(self, mesh: Mesh) -> list[tuple[bool, str]]:
         """Pairs of ``sequence_parallel`` and ``cp_comm``."""
         default = "all_gather" if self._job.cluster.device.kind == "cpu" else "ring"
         splits = (_unique(self._space.sequence_parallel) or (True, False)) if mesh.tp > 1 else (False,)

@@ -19,10 +19,9 @@ _TAKING = (Stream.DATA, Stream.SHARD, Stream.REPLICATE, Stream.EXPERT_DATA)
 
 Tensor-parallel collectives next to chunks of a GEMM run on copy engines or few SMs; the cost of splitting the GEMM
 includes them (``KernelRates.gemm_split_overhead_s``). ``OverlapRemainder`` has the slowdown by expert all-to-all. The
-slowdown by
-context-parallel communication is unknown (no public data)."""
-_EXCHANGING = (Stream.TENSOR, Stream.CONTEXT, Stream.EXPERT)
-_WITHIN = (Stream.COMPUTE, *_EXCHANGING)
+slowdown by context-parallel communication is unknown (no public data)."""
+_LAYER_COLLECTIVE_STREAMS = (Stream.TENSOR, Stream.CONTEXT, Stream.EXPERT)
+_WITHIN = (Stream.COMPUTE, *_LAYER_COLLECTIVE_STREAMS)
 
 
 class _OfRank(NamedTuple):
@@ -86,7 +85,7 @@ class ComputeCommOverlap:
         group[computes] = np.cumsum(new)
         # collectives that follow a compute operation of the same action are part of its group
         leader = np.where(last >= 0, order[last], 0)
-        collectives = program.on_stream(*_EXCHANGING)[order] & (last >= 0)
+        collectives = program.on_stream(*_LAYER_COLLECTIVE_STREAMS)[order] & (last >= 0)
         collectives &= (action[leader] == action[order]) & (columns.rank[leader] == columns.rank[order])
         group[order[collectives]] = group[leader[collectives]]
         found = []

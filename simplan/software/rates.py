@@ -24,8 +24,7 @@ class AttentionEfficiency(Spec):
     Attributes:
         forward, backward: Efficiency in each direction, counting unmasked FLOPs.
         half_rate_keys, head_dim_64_efficiency: ``KernelRates.half_rate_keys`` and ``head_dim_64_efficiency`` measured
-        on this kernel; None for the
-            values of all kernels.
+            on this kernel; None for the values of all kernels.
         sustained: Fraction of these efficiencies achieved in a training step.
     """
 
@@ -53,46 +52,58 @@ class KernelRates(Spec):
     Attributes:
         max_efficiency: Best measured matmul rate as a fraction of peak, for devices without a measurement.
         matmul_efficiency: Matmul rate in a training step as a fraction of the best published rate. Clocks fall with
-            power draw, and shapes are not the best ones. fp8_efficiency: ``matmul_efficiency`` of FP8 matmuls.
-            fp4_efficiency: ``matmul_efficiency`` of FP4 matmuls. bandwidth_efficiency: Memory bandwidth of streaming
-            kernels as a fraction of the datasheet bandwidth. tile_overhead_s: Seconds per GEMM tile of 256 x 128 beyond
-            its multiplications (start and write-out). Smaller tiles take proportionally less. The faster the
-            multiplications, the more it matters. half_rate_k: Inner dimension at which a matmul achieves half of its
-            rate, on devices with an unknown number of SMs. tail_wave_fraction: Cost of the idle part of a last wave of
-            tiles, as a fraction of busy time. Small where tiles are cut to fit, or where clocks rise as SMs idle.
-            attention: Efficiencies by attention kernel; a kernel that is missing does not run on the architecture.
-            low_attention: Attention rates in FP8 relative to BF16, by precision and head_dim; empty without public data
-            on both. half_rate_keys: Average attended keys per query at which fused attention achieves half of its rate.
-            head_dim_64_efficiency: Attention rate at head_dim 64 as a fraction of the rate. softmax_traffic_factor:
-            Bytes of kernels over the scores of unfused attention, relative to what they read and write: dropout
-            sampling and masking keep them from streaming. fp8_any_layout: FP8 matmuls take operands along rows or
-            columns, as BF16 matmuls do. rowwise_efficiency: Rate of FP8 matmuls with rowwise scaling as a fraction of
-            the FP8 rate. aligned: Elements that a dimension should be a multiple of, to be read in full sectors.
-            unaligned_efficiency: Rate of matmuls with a dimension that is no multiple of ``aligned``, as a fraction of
-            the rate. misaligned_slice_efficiency: ``unaligned_efficiency`` for operands that are slices of larger
-            tensors (heads) and so begin inside of sectors. These matmuls run without tensor cores (on an A100 in FP32
-            at 19.5 of 271 TFLOP/s). small_tile_efficiency: Rates of matmuls with tiles of half and of a quarter of the
-            largest, as fractions of the rate. jitter: Standard deviation of a device's compute time, relative to the
-            mean. N devices that synchronize are as slow as the slowest, on average about sqrt(2 ln N) deviations above
-            the mean. kernel_overhead_s: Fixed overhead per kernel in seconds: launch, ramp-up and tail. Kernels that
-            represent several small ones have it, too. stream_overlap: Fraction of the fixed overhead of small kernels
-            on several streams that concurrent kernels hide; 1 for all of it. With this value 108 expert GEMMs timed
-            individually on B200 (tests/cost/products_b200.csv) are within 10% on average. overlap_slowdown: Overlap
-            slowdown: fraction of compute throughput lost while communication overlaps. Communication kernels occupy
-            SMs: 16 of an A100's 108 on a DGX (S. Jeaugey in NVIDIA/nccl issue 689), so 0.15. They also share memory and
-            power. 0 where a network's own engines transfer bytes (TPUs). gemm_split_overhead_s: Seconds per
-            tensor-parallel collective to cut a matmul into chunks that overlap it. Chunks are launched and wait for
-            each other sequentially, and small chunks fill the device less. host_step_overhead_s: Seconds of CPU work of
-            a trainer once per step while devices wait: next batch, reading loss and norms back, logging.
-            host_batch_overhead_s: Seconds of CPU work before a forward where the framework waits for it
+            power draw, and shapes are not the best ones.
+        fp8_efficiency: ``matmul_efficiency`` of FP8 matmuls.
+        fp4_efficiency: ``matmul_efficiency`` of FP4 matmuls.
+        bandwidth_efficiency: Memory bandwidth of streaming kernels as a fraction of the datasheet bandwidth.
+        tile_overhead_s: Seconds per GEMM tile of 256 x 128 beyond its multiplications (start and write-out). Smaller
+            tiles take proportionally less. The faster the multiplications, the more it matters.
+        half_rate_k: Inner dimension at which a matmul achieves half of its rate, on devices with an unknown number of
+            SMs.
+        tail_wave_fraction: Cost of the idle part of a last wave of tiles, as a fraction of busy time. Small where tiles
+            are cut to fit, or where clocks rise as SMs idle.
+        attention: Efficiencies by attention kernel; a kernel that is missing does not run on the architecture.
+        low_attention: Attention rates in FP8 relative to BF16, by precision and head_dim; empty without public data on
+            both.
+        half_rate_keys: Average attended keys per query at which fused attention achieves half of its rate.
+        head_dim_64_efficiency: Attention rate at head_dim 64 as a fraction of the rate.
+        softmax_traffic_factor: Bytes of kernels over the scores of unfused attention, relative to what they read and
+            write: dropout sampling and masking keep them from streaming.
+        fp8_any_layout: FP8 matmuls take operands along rows or columns, as BF16 matmuls do.
+        rowwise_efficiency: Rate of FP8 matmuls with rowwise scaling as a fraction of the FP8 rate.
+        aligned: Elements that a dimension should be a multiple of, to be read in full sectors.
+        unaligned_efficiency: Rate of matmuls with a dimension that is no multiple of ``aligned``, as a fraction of the
+            rate.
+        misaligned_slice_efficiency: ``unaligned_efficiency`` for operands that are slices of larger tensors (heads) and
+            so begin inside of sectors. These matmuls run without tensor cores (on an A100 in FP32 at 19.5 of 271
+            TFLOP/s).
+        small_tile_efficiency: Rates of matmuls with tiles of half and of a quarter of the largest, as fractions of the
+            rate.
+        jitter: Standard deviation of a device's compute time, relative to the mean. N devices that synchronize are as
+            slow as the slowest, on average about sqrt(2 ln N) deviations above the mean.
+        kernel_overhead_s: Fixed overhead per kernel in seconds: launch, ramp-up and tail. Kernels that represent
+            several small ones have it, too.
+        stream_overlap: Fraction of the fixed overhead of small kernels on several streams that concurrent kernels hide;
+            1 for all of it. With this value 108 expert GEMMs timed individually on B200 (tests/cost/products_b200.csv)
+            are within 10% on average.
+        overlap_slowdown: Overlap slowdown: fraction of compute throughput lost while communication overlaps.
+            Communication kernels occupy SMs: 16 of an A100's 108 on a DGX (S. Jeaugey in NVIDIA/nccl issue 689), so
+            0.15. They also share memory and power. 0 where a network's own engines transfer bytes (TPUs).
+        gemm_split_overhead_s: Seconds per tensor-parallel collective to cut a matmul into chunks that overlap it.
+            Chunks are launched and wait for each other sequentially, and small chunks fill the device less.
+        host_step_overhead_s: Seconds of CPU work of a trainer once per step while devices wait: next batch, reading
+            loss and norms back, logging.
+        host_batch_overhead_s: Seconds of CPU work before a forward where the framework waits for it
             (``SoftwareSpec.waits_for_batch``). The GPU starves while the CPU takes the microbatch, copies and
-            broadcasts it, makes masks, and launches again. unfitted_std: Relative standard deviation of step times for
-            a framework or an architecture without in-sample runs. For an unknown architecture it is an assumption:
-            predicted as such, H100, A100 and B200 are 9% faster, 17% slower and 24% faster than with their own
-            constants. moe_std: Relative standard deviation of the time of layers with experts, not fitted: about 90% of
-            150 published runs with experts have an error of at most 1.645 of it. inter_node_std: Relative standard
-            deviation of communication between nodes in training; None for that of collectives timed alone. fitted_on:
-            Runs that constants were fitted on; None if all are priors.
+            broadcasts it, makes masks, and launches again.
+        unfitted_std: Relative standard deviation of step times for a framework or an architecture without in-sample
+            runs. For an unknown architecture it is an assumption: predicted as such, H100, A100 and B200 are 9% faster,
+            17% slower and 24% faster than with their own constants.
+        moe_std: Relative standard deviation of the time of layers with experts, not fitted: about 90% of 150 published
+            runs with experts have an error of at most 1.645 of it.
+        inter_node_std: Relative standard deviation of communication between nodes in training; None for that of
+            collectives timed alone.
+        fitted_on: Runs that constants were fitted on; None if all are priors.
     """
 
     max_efficiency: _Part = 0.77
@@ -144,11 +155,14 @@ class FrameworkRates(Spec):
             operations; fusion lowers it.
         compiled_traffic: ``traffic`` with compiled blocks.
         framework_efficiency: Matmul rate as a fraction of the architecture's rate. It depends on library versions, and
-            on the machines that the framework usually runs on. intra_slowdown: Time of communication inside nodes in
-            training, relative to collectives timed alone: other kernels overlap, and ranks arrive late. inter_slowdown:
-            ``intra_slowdown`` of communication between nodes, on the networks of the machines that the framework
-            usually runs on. relative_std: Relative standard deviation of step times; None without a fit, where
-            ``KernelRates.unfitted_std`` applies. fitted_on: Runs that constants were fitted on; None if all are priors.
+            on the machines that the framework usually runs on.
+        intra_slowdown: Time of communication inside nodes in training, relative to collectives timed alone: other
+            kernels overlap, and ranks arrive late.
+        inter_slowdown: ``intra_slowdown`` of communication between nodes, on the networks of the machines that the
+            framework usually runs on.
+        relative_std: Relative standard deviation of step times; None without a fit, where ``KernelRates.unfitted_std``
+            applies.
+        fitted_on: Runs that constants were fitted on; None if all are priors.
     """
 
     attention_kernel: AttentionKernel = "flash2"

@@ -66,7 +66,7 @@ class StateBytes(Spec):
         boundary: Element sent between stages.
         gathered: Weight that FSDP has all-gathered for compute.
         reduced: Gradient during its reduction.
-        product: Weight gradient as its matmul writes it; 0 where matmuls accumulate into the stored gradients.
+        matmul_gradient: Weight gradient as its matmul writes it; 0 where matmuls accumulate into the stored gradients.
         placeholder: Empty tensor that autograd gets for a gradient accumulated in place: one per shape of the blocks'
             matrices, which stays, and one for the head during its backward; 0 for none.
         unaccumulated: Gradient of a microbatch, stored in addition to the wider one that it is added to; 0 for none.
@@ -88,7 +88,7 @@ class StateBytes(Spec):
     boundary: Count
     gathered: Count
     reduced: Count
-    product: Annotated[int, Field(ge=0)]
+    matmul_gradient: Annotated[int, Field(ge=0)]
     placeholder: Annotated[int, Field(ge=0)] = 0
     unaccumulated: Annotated[int, Field(ge=0)] = 0
     flattened: Annotated[int, Field(ge=0)] = 0
@@ -116,9 +116,9 @@ class StateBytes(Spec):
 
         A narrower gradient is upcast first. Matmuls that accumulate into the stored gradients need no kernel.
         """
-        if not self.product:
+        if not self.matmul_gradient:
             return 0
-        widened = self.product + int(self.gradient) if self.product != self.gradient else 0
+        widened = self.matmul_gradient + int(self.gradient) if self.matmul_gradient != self.gradient else 0
         return widened + 3 * int(self.gradient)
 
     def optimizer_bytes(self, optimizer: OptimizerName) -> int:
@@ -128,7 +128,7 @@ class StateBytes(Spec):
     @model_validator(mode="before")
     @classmethod
     def _dependent_defaults(cls, data: Any) -> Any:
-        """Default widths: residual and product as activation, frozen and gathered as parameter, reduced as gradient."""
+        """Default widths: residual, matmul_gradient = activation; frozen, gathered = parameter; reduced = gradient."""
         if not isinstance(data, dict):
             return data
         same = {
@@ -136,7 +136,7 @@ class StateBytes(Spec):
             "residual": "activation",
             "gathered": "parameter",
             "reduced": "gradient",
-            "product": "activation",
+            "matmul_gradient": "activation",
         }
         return {key: data[source] for key, source in same.items() if source in data} | data
 
@@ -172,47 +172,57 @@ class SoftwareSpec(Spec):
             its sends (torch), or in the ``step``, after all backwards. Reductions without overlap begin there.
         waits_for_batch: Before each forward of a stage the GPU starves while it waits for the microbatch from the host.
         per_rank_tensor_lists: FSDP all-gathers and reduce-scatters matrix by matrix, with a list of one tensor per
-            rank. The CPU makes, checks and copies these tensors sequentially, and the device waits. live_elements:
-            Limit of gathered elements with ``per_rank_tensor_lists``; None for no limit. FSDP prefetches only below the
-            limit. It frees a matrix, and gathers it again, if at least this many elements are used before the matrix.
-            scatter_gather_p2p: Tensor-parallel ranks with equal tensors each send one part to the next stage, which
-            all-gathers the parts. reduces_each_microbatch: With sharded parameters and without a pipeline, gradients
-            are reduced after every microbatch, regardless of ``plan.grad_sync``: there is no memory for unsharded
-            gradients. prefetch_receive_schedules: Schedules in which a pipeline rank posts the receives for its next
-            forward and next backward before the preceding compute. A P2P send then waits only for its sender, and for
-            earlier sends in its direction. ddp_in_pipelines: DDP reduces the gradients of a split backward, and works
-            with several stages per rank. uniform_stages: Blocks per stage without ``stage_layers``: equal numbers
-            ``always`` or ``where_possible``, or a balanced split (``no``). packed_attention: Attention of packed
-            documents: one kernel call for each (``document_calls``), or ``one_call`` for all; None if not modeled.
-            context_bytes: Device memory of the driver context and the communication library, by device kind.
-            zero_stages: Supported values of ``ParallelPlan.zero_stage``. sequence_parallelism: Tensor-parallel ranks
-            can split the tokens of norms and sums as well. optimizer_shards: Unit that ZeRO-1 assigns to ranks.
-            ``parameters``: full parameters, which their owners broadcast after the update (torch's
-            ZeroRedundancyOptimizer). ``elements``: equal numbers of elements of flat buffers, with a reduce-scatter of
-            gradients and an all-gather of updated parameters (Megatron's distributed optimizer, DeepSpeed).
-            overlap_param_gather: With ``elements``, the all-gather of updated parameters overlaps the next forward
-            bucket by bucket, instead of running at the end of the step. tp_overlap: Tensor-parallel collectives that
-            overlap the matmuls next to them in a block: ``none``; in ``backward``, those before and after matrices
-            split by columns; ``gathers``, in both directions except sums; or ``all``, in both directions.
-            expert_dispatch: Dispatch of tokens to experts (``simplan.model.implementations.expert_dispatch``).
-            expert_overlap: The expert all-to-all of a microbatch overlaps the compute of another microbatch, whose
-            backward is next to its forward in the schedule (Megatron Core's overlap_moe_expert_parallel_comm).
-            fused_experts: Activations of experts, and their casts to FP8, are fused into the matmuls before them.
-            fp8_dot_product_attention: The attention core is in FP8 where linear layers are in FP8 or MXFP8.
-            grad_dtypes: Gradient precisions that a plan may request in addition to the framework's own
-            (``plan.grad_dtype``). separate_grad_accumulator: Gradients wider than the framework's own are accumulated
-            in separate buffers, and reduced in the framework's precision. flat_updates: Temporaries of the optimizer
-            are single blocks, which do not fit into memory that layers freed. recompute_modules: Modules of a block
-            that can be recomputed separately, in addition to the attention core. recompute_layers: Recomputation can be
-            limited to the first blocks of every stage. mtp: Multi-token prediction is supported. vocab_multiple:
-            Vocabularies are padded to a multiple of this times ``tp``; 1 for no padding, where ``tp`` has to divide
-            them. Padding rows are stored, computed and communicated like other rows. The model keeps its
+            rank. The CPU makes, checks and copies these tensors sequentially, and the device waits.
+        live_elements: Limit of gathered elements with ``per_rank_tensor_lists``; None for no limit. FSDP prefetches
+            only below the limit. It frees a matrix, and gathers it again, if at least this many elements are used
+            before the matrix.
+        scatter_gather_p2p: Tensor-parallel ranks with equal tensors each send one part to the next stage, which
+            all-gathers the parts.
+        reduces_each_microbatch: With sharded parameters and without a pipeline, gradients are reduced after every
+            microbatch, regardless of ``plan.grad_sync``: there is no memory for unsharded gradients.
+        prefetch_receive_schedules: Schedules in which a pipeline rank posts the receives for its next forward and next
+            backward before the preceding compute. A P2P send then waits only for its sender, and for earlier sends in
+            its direction.
+        ddp_in_pipelines: DDP reduces the gradients of a split backward, and works with several stages per rank.
+        uniform_stages: Blocks per stage without ``stage_layers``: equal numbers ``always`` or ``where_possible``, or a
+            balanced split (``no``).
+        packed_attention: Attention of packed documents: one kernel call for each (``document_calls``), or ``one_call``
+            for all; None if not modeled.
+        context_bytes: Device memory of the driver context and the communication library, by device kind.
+        zero_stages: Supported values of ``ParallelPlan.zero_stage``.
+        sequence_parallelism: Tensor-parallel ranks can split the tokens of norms and sums as well.
+        optimizer_shards: Unit that ZeRO-1 assigns to ranks. ``parameters``: full parameters, which their owners
+            broadcast after the update (torch's ZeroRedundancyOptimizer). ``elements``: equal numbers of elements of
+            flat buffers, with a reduce-scatter of gradients and an all-gather of updated parameters (Megatron's
+            distributed optimizer, DeepSpeed).
+        overlap_param_gather: With ``elements``, the all-gather of updated parameters overlaps the next forward bucket
+            by bucket, instead of running at the end of the step.
+        tp_overlap: Tensor-parallel collectives that overlap the matmuls next to them in a block: ``none``; in
+            ``backward``, those before and after matrices split by columns; ``gathers``, in both directions except sums;
+            or ``all``, in both directions.
+        expert_dispatch: Dispatch of tokens to experts (``simplan.model.implementations.expert_dispatch``).
+        expert_overlap: The expert all-to-all of a microbatch overlaps the compute of another microbatch, whose backward
+            is next to its forward in the schedule (Megatron Core's overlap_moe_expert_parallel_comm).
+        fused_experts: Activations of experts, and their casts to FP8, are fused into the matmuls before them.
+        fp8_dot_product_attention: The attention core is in FP8 where linear layers are in FP8 or MXFP8.
+        grad_dtypes: Gradient precisions that a plan may request in addition to the framework's own
+            (``plan.grad_dtype``).
+        separate_grad_accumulator: Gradients wider than the framework's own are accumulated in separate buffers, and
+            reduced in the framework's precision.
+        flat_updates: Temporaries of the optimizer are single blocks, which do not fit into memory that layers freed.
+        recompute_modules: Modules of a block that can be recomputed separately, in addition to the attention core.
+        recompute_layers: Recomputation can be limited to the first blocks of every stage.
+        mtp: Multi-token prediction is supported.
+        vocab_multiple: Vocabularies are padded to a multiple of this times ``tp``; 1 for no padding, where ``tp`` has
+            to divide them. Padding rows are stored, computed and communicated like other rows. The model keeps its
             ``vocab_size``. Its parameters and FLOPs (and so MFU) exclude padding, which Megatron's own
-            num_floating_point_operations includes. reserve_fraction: Memory that the allocator reserves beyond
-            transient memory, as a fraction of it. trainer: A trainer runs the steps, and loads data, reads results back
-            and logs between them; else a bare loop does. executable: ``simplan run`` can run plans under this profile.
-            not_modelled: Features of the framework that are not modeled; predictions treat them as in torch. sources:
-            Field name -> source of its value.
+            num_floating_point_operations includes.
+        reserve_fraction: Memory that the allocator reserves beyond transient memory, as a fraction of it.
+        trainer: A trainer runs the steps, and loads data, reads results back and logs between them; else a bare loop
+            does.
+        executable: ``simplan run`` can run plans under this profile.
+        not_modelled: Features of the framework that are not modeled; predictions treat them as in torch.
+        sources: Field name -> source of its value.
     """
 
     id: str
@@ -295,7 +305,7 @@ class SoftwareSpec(Spec):
 
     def layers_of(self, model: ModelSpec, plan: ParallelPlan) -> tuple[LayerSpec, ...]:
         """Layers of a model, as one rank holds and computes them."""
-        style = self.layers.model_copy(
+        implementation = self.layers.model_copy(
             update={
                 "compiled": self.compiled and self.executable,
                 "documents_in_one_call": self.packed_attention == "one_call",
@@ -304,7 +314,7 @@ class SoftwareSpec(Spec):
                 "eight_bit_attention": self.fp8_dot_product_attention,
             }
         )
-        return implemented_layers(self.padded(model, plan).layers_of(plan.shard), style, model.family)
+        return implemented_layers(self.padded(model, plan).layers_of(plan.shard), implementation, model.family)
 
     def padded(self, model: ModelSpec, plan: ParallelPlan) -> ModelSpec:
         """The model with the vocabulary that the framework uses under a plan, perhaps a larger one."""
@@ -317,7 +327,7 @@ class SoftwareSpec(Spec):
         return (num_blocks // num_stages,) * num_stages
 
     @property
-    def cuts_products(self) -> bool:
+    def splits_gemms(self) -> bool:
         """True if tensor-parallel collectives overlap chunks of the matmuls that need or make their tensors."""
         return self.tp_overlap in ("gathers", "all")
 

@@ -231,7 +231,7 @@ def issued_as_predicted(measurement: Measurement, program: Program | None = None
     there. Level 2 places both reductions after the layer. In that case, the order is compared only within each group
     and kind.
     """
-    mixed = reduces_between_exchanges(measurement.job.plan)
+    mixed = reduces_between_collectives(measurement.job.plan)
     predicted = predicted_communications(measurement.job, program)
 
     def comparable(found: list[Issued]) -> list[Issued]:
@@ -245,7 +245,7 @@ def issued_as_predicted(measurement: Measurement, program: Program | None = None
     )
 
 
-def reduces_between_exchanges(plan: ParallelPlan) -> bool:
+def reduces_between_collectives(plan: ParallelPlan) -> bool:
     """True if gradients may be reduced between the collectives of a layer."""
     return plan.expert_shards > 1 or (plan.tp * plan.cp * plan.ep > 1 and not plan.shards_parameters)
 

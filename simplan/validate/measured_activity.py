@@ -21,7 +21,7 @@ _SENDS = {ActionKind.SEND_F: 1, ActionKind.SEND_B: -1}  # receiving stage relati
 _COPIES = ("to_host", "from_host")
 
 
-class _Moved(NamedTuple):
+class _KeyedCollective(NamedTuple):
     """A collective or P2P send of one rank, with a key that its members share."""
 
     key: tuple[object, ...]
@@ -32,22 +32,22 @@ class _Moved(NamedTuple):
 def measured_activity(measurement: Measurement) -> dict[int, Activity]:
     """Activity by rank in the representative step of a measurement."""
     mapping = RankMapping.of(measurement.job.plan)
-    moved = {rank.rank: list(_keyed(rank.collectives)) for rank in measurement.ranks}
+    keyed = {rank.rank: list(_keyed(rank.collectives)) for rank in measurement.ranks}
     issued: dict[tuple[object, ...], dict[int, float]] = defaultdict(dict)
-    for rank, changes in moved.items():
-        for each in changes:
+    for rank, collectives in keyed.items():
+        for each in collectives:
             issued[each.key][rank] = each.collective.start_s
-    activities = {rank.rank: _busy_activity(measurement, rank, moved[rank.rank]) for rank in measurement.ranks}
+    activities = {rank.rank: _busy_activity(measurement, rank, keyed[rank.rank]) for rank in measurement.ranks}
     arrived: dict[tuple[object, ...], Transfer] = {}
-    for rank, changes in moved.items():
-        for each in changes:
+    for rank, collectives in keyed.items():
+        for each in collectives:
             _add_transfer(activities[rank], each, issued[each.key], rank, mapping, arrived)
-    for rank, changes in moved.items():
-        _add_sends(activities[rank], changes, arrived)
+    for rank, collectives in keyed.items():
+        _add_sends(activities[rank], collectives, arrived)
     return activities
 
 
-def _keyed(collectives: Iterable[MeasuredCollective]) -> Iterator[_Moved]:
+def _keyed(collectives: Iterable[MeasuredCollective]) -> Iterator[_KeyedCollective]:
     counts: dict[tuple[object, ...], int] = defaultdict(int)
     for collective in collectives:
         action = Action.parse(collective.action)
@@ -55,12 +55,12 @@ def _keyed(collectives: Iterable[MeasuredCollective]) -> Iterator[_Moved]:
         if collective.kind in ("send", "recv"):
             stage = action.stage + _SENDS.get(action.kind, 0)
             forward = action.kind in (ActionKind.SEND_F, ActionKind.RECV_F)
-            key = ("communication", collective.ranks, forward, stage, action.microbatch)
+            key = ("p2p", collective.ranks, forward, stage, action.microbatch)
         counts[key] += 1
-        yield _Moved((*key, counts[key]), collective, action)
+        yield _KeyedCollective((*key, counts[key]), collective, action)
 
 
-def _busy_activity(measurement: Measurement, rank: RankMeasurement, moved: list[_Moved]) -> Activity:
+def _busy_activity(measurement: Measurement, rank: RankMeasurement, keyed: list[_KeyedCollective]) -> Activity:
     """Activity of a rank's actions, without their waits."""
     activity = Activity(idle=ActivityShare.UNEXPLAINED)
     synchronous = measurement.environment.get("backend") != "nccl"
@@ -69,7 +69,7 @@ def _busy_activity(measurement: Measurement, rank: RankMeasurement, moved: list[
     for span in computed_spans(rank):
         inside = [
             each.collective
-            for each in moved
+            for each in keyed
             if each.collective.kind not in ("send", "recv")
             and each.collective.end_s is not None
             and span.start_s <= each.collective.start_s <= span.end_s
@@ -82,7 +82,7 @@ def _busy_activity(measurement: Measurement, rank: RankMeasurement, moved: list[
         activity.waiting += [(low, min(high, span.end_s)) for low, high in still]
         busy = busy_span(span.action, span.kind, span.start_s, span.end_s)
         activity.busy += _without(busy, still)
-    ends = [each.collective.end_s for each in moved if each.collective.kind == "send" and each.collective.end_s]
+    ends = [each.collective.end_s for each in keyed if each.collective.kind == "send" and each.collective.end_s]
     if ends:  # the pipeline waits for all previous sends
         seen_s = max(ends)
         before = [busy.end_s for busy in activity.busy if busy.end_s <= seen_s]
@@ -104,7 +104,7 @@ def _without(busy: Busy, still: list[tuple[float, float]]) -> Iterator[Busy]:
 
 def _add_transfer(
     activity: Activity,
-    each: _Moved,
+    each: _KeyedCollective,
     issued: dict[int, float],
     rank: int,
     mapping: RankMapping,
@@ -131,7 +131,7 @@ def _add_transfer(
         arrived[each.key] = transfer
 
 
-def _add_sends(activity: Activity, moved: list[_Moved], arrived: dict[tuple[object, ...], Transfer]) -> None:
+def _add_sends(activity: Activity, keyed: list[_KeyedCollective], arrived: dict[tuple[object, ...], Transfer]) -> None:
     """Add sends, with the transfer times that their receivers recorded."""
-    transfers = (arrived.get(each.key) for each in moved if each.collective.kind == "send")
+    transfers = (arrived.get(each.key) for each in keyed if each.collective.kind == "send")
     activity.transfers += [transfer for transfer in transfers if transfer is not None]

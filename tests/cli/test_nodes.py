@@ -81,10 +81,10 @@ def test_nodes_are_asked_the_same_about_checkpoints(two: Path) -> None:
     """What a node keeps and goes on from is part of what all must agree on."""
     scenario, meeting = load_scenario(two), NodeRendezvous((2, 2), "a:1")
 
-    def asked(checkpointing: Checkpointing | None) -> dict[str, str]:
+    def requested(checkpointing: Checkpointing | None) -> dict[str, str]:
         nodes = nodes_of(scenario, RunOptions(checkpointing=checkpointing), meeting)
         assert nodes is not None
-        return nodes.asked
+        return nodes.requested
 
     kept = Checkpointing(folder="/kept")
     changes: dict[str, dict[str, Any]] = {
@@ -94,9 +94,11 @@ def test_nodes_are_asked_the_same_about_checkpoints(two: Path) -> None:
         "--resume": {"resume": True},
     }
     for flag, change in changes.items():
-        differing = {key for key, text in asked(kept.model_copy(update=change)).items() if text != asked(kept)[key]}
+        differing = {
+            key for key, text in requested(kept.model_copy(update=change)).items() if text != requested(kept)[key]
+        }
         assert differing == {flag}
-    assert "--checkpoint-dir" not in asked(None)
+    assert "--checkpoint-dir" not in requested(None)
 
 
 def test_numbers_of_nodes() -> None:
@@ -111,23 +113,23 @@ def test_a_run_that_is_to_go_on_without_a_node_must_be_able_to(two: Path) -> Non
     kept = Checkpointing(folder="/kept", max_restarts=1)
     meeting = NodeRendezvous((1, 2), "a:1")
 
-    def asked(file: Path, checkpointing: Checkpointing | None) -> Nodes:
+    def requested(file: Path, checkpointing: Checkpointing | None) -> Nodes:
         nodes = nodes_of(load_scenario(file), RunOptions(checkpointing=checkpointing), meeting)
         assert nodes is not None
         return nodes
 
-    assert (asked(two, kept).min_nodes, asked(two, kept).asked["--nnodes"]) == (1, "1:2")
+    assert (requested(two, kept).min_nodes, requested(two, kept).requested["--nnodes"]) == (1, "1:2")
     rule = "--nnodes = 1:2: goes on without lost nodes from a checkpoint, and each time counts as a restart; add "
     with pytest.raises(SpecError, match=f"^{rule}--checkpoint-dir DIR$"):
-        asked(two, None)
+        requested(two, None)
     with pytest.raises(SpecError, match=f"^{rule}--max-restarts K$"):
-        asked(two, kept.model_copy(update={"max_restarts": 0}))
-    assert asked(two, kept).last_call_timeout_s == 30, "as torchrun's last_call_timeout"
+        requested(two, kept.model_copy(update={"max_restarts": 0}))
+    assert requested(two, kept).last_call_timeout_s == 30, "as torchrun's last_call_timeout"
     split = two.with_name("split.yaml")
     split.write_text(SCENARIO.replace("dp_replicate", "pp"))
     cannot = r"1 node cannot go on with this plan: plan: a replica of the model takes 2 devices \(pp 2\), and 1 are no"
     with pytest.raises(SpecError, match=cannot):
-        asked(split, kept)
+        requested(split, kept)
 
 
 def test_torchruns_own_settings_of_the_rendezvous(two: Path) -> None:

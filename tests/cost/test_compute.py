@@ -201,10 +201,10 @@ def test_fused_attention_reaches_half_its_rate_where_a_query_meets_half_as_many_
 
 def test_gradients_are_added_to_those_that_are_held_in_a_kernel_of_its_own() -> None:
     """bf16 products and fp32 gradients: 2 + 4 to widen, 4 + 4 + 4 to add; none where products do it themselves."""
-    state = STATE.model_copy(update={"product": 2, "gradient": 4})
+    state = STATE.model_copy(update={"matmul_gradient": 2, "gradient": 4})
     assert state.accumulation_bytes == 18
-    assert state.model_copy(update={"product": 4}).accumulation_bytes == 12
-    assert state.model_copy(update={"product": 0}).accumulation_bytes == 0
+    assert state.model_copy(update={"matmul_gradient": 4}).accumulation_bytes == 12
+    assert state.model_copy(update={"matmul_gradient": 0}).accumulation_bytes == 0
     backward = LayerWork(LAYER, Phase.BACKWARD, 1, 0)
     added_s = costs(accumulation_bytes=18).seconds(backward) - RATES.seconds(backward)
     assert added_s == pytest.approx(18 * 4096 * 8192 / 1e12)

@@ -61,8 +61,8 @@ def test_products_at_their_own_rate_and_casts_by_their_bytes(
     forward = priced.cost_estimate(LayerWork(layer(), Phase.FORWARD, 1, 0))
     backward = priced.cost_estimate(LayerWork(layer(), Phase.BACKWARD, 1, 0))
     assert forward.seconds == pytest.approx(POINTWISE_S + FLOPS / 2e14 + forward_bytes / 1e12, rel=2e-4)
-    products_s = (2 - wide_products) * FLOPS / 2e14 + wide_products * FLOPS / 1e14
-    assert backward.seconds == pytest.approx(2 * POINTWISE_S + products_s + backward_bytes / 1e12, rel=2e-4)
+    matmuls_s = (2 - wide_products) * FLOPS / 2e14 + wide_products * FLOPS / 1e14
+    assert backward.seconds == pytest.approx(2 * POINTWISE_S + matmuls_s + backward_bytes / 1e12, rel=2e-4)
     assert f"casts to {precision}" in forward.formula
 
 

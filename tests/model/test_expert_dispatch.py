@@ -9,7 +9,7 @@ import pytest
 
 from simplan import catalog
 from simplan.model.implementations.expert_dispatch import ExpertDispatch
-from simplan.model.implementations.layer_implementation import LayerImplementation, styled
+from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layer
 from simplan.model.layer import Attention, ExpertDraw, LayerCollective, LayerSpec, Pointwise
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
@@ -24,8 +24,10 @@ WHOLE, PLACES = TOKENS * H, TOKENS * TOP_K * H
 WAYS: tuple[ExpertDispatch, ...] = ("copies", "all_to_all", "deepep", "hybridep")
 
 
-def block(way: ExpertDispatch = "copies", *, ep: int = EP, **style: Any) -> LayerSpec:
-    return styled(MODEL.layers_of(Shard(ep=ep))[2], LayerImplementation(expert_dispatch=way, **style), dropout=False)
+def block(way: ExpertDispatch = "copies", *, ep: int = EP, **implementation: Any) -> LayerSpec:
+    return implemented_layer(
+        MODEL.layers_of(Shard(ep=ep))[2], LayerImplementation(expert_dispatch=way, **implementation), dropout=False
+    )
 
 
 def copies(layer: LayerSpec) -> dict[str, tuple[int, int]]:
@@ -86,10 +88,13 @@ def test_every_tensor_that_is_read_has_a_maker(way: ExpertDispatch, ep: int, fus
 
 def test_layers_that_differ_have_keys_that_do() -> None:
     styles: list[dict[str, Any]] = [{}, {"expert_streams": 2}, {"fused_experts": True}]
-    layers = [block(way, **style) for way in WAYS for style in styles]
+    layers = [block(way, **implementation) for way in WAYS for implementation in styles]
     assert len({layer.key for layer in layers}) == len({layer.kernels for layer in layers}) == len(layers)
     dense = MODEL.layers_of(Shard(ep=EP))[1]
-    assert styled(dense, LayerImplementation(expert_dispatch="hybridep", expert_streams=4), dropout=False) is dense
+    assert (
+        implemented_layer(dense, LayerImplementation(expert_dispatch="hybridep", expert_streams=4), dropout=False)
+        is dense
+    )
 
 
 def test_experts_one_by_one_take_a_kernel_more_for_each_round_and_fused_ones_no_cast() -> None:
@@ -104,8 +109,8 @@ def test_experts_one_by_one_take_a_kernel_more_for_each_round_and_fused_ones_no_
         return cost.seconds(LayerWork(layer, phase, 1, 0))
 
     grouped, alone, fused = (
-        block("hybridep", joined_products=True, **style)
-        for style in ({}, {"expert_streams": 2}, {"fused_experts": True, "expert_streams": 2})
+        block("hybridep", fused_gemms=True, **implementation)
+        for implementation in ({}, {"expert_streams": 2}, {"fused_experts": True, "expert_streams": 2})
     )
     kernel_overhead_s = device.kernels.kernel_overhead_s * cost.slowest
     # forward, of gate with up and of down: a product, two orders of scales, and in line casts of input and of weights
@@ -140,7 +145,7 @@ def test_a_bias_that_is_weighed_is_added_in_fp32_and_activations_are_limited_bef
     """Bytes of each value by hand, over what eager torch reads and writes of 16 bits, forward and backward."""
     model = MODEL.model_copy(update={"expert_bias": True})
     plain, apart = (
-        styled(model.layers_of(Shard(ep=EP))[2], LayerImplementation(expert_streams=streams), dropout=False)
+        implemented_layer(model.layers_of(Shard(ep=EP))[2], LayerImplementation(expert_streams=streams), dropout=False)
         for streams in (None, 4)
     )
     passes = [kernel for kernel in apart.kernels if isinstance(kernel, Pointwise) and kernel not in plain.kernels]
@@ -174,7 +179,9 @@ def test_without_biases_nothing_is_added_apart() -> None:
 def test_a_kernel_that_knows_windows_needs_no_table_and_one_that_knows_sinks_no_pass(number: int) -> None:
     """gpt-oss, every second of whose blocks attends in a window."""
     layer = catalog.model("gpt-oss-20b").layers_of(Shard())[1 + number]
-    plain, skipping = (styled(layer, LayerImplementation(skips_keys=skips), dropout=False) for skips in (False, True))
+    plain, skipping = (
+        implemented_layer(layer, LayerImplementation(skips_keys=skips), dropout=False) for skips in (False, True)
+    )
     (core,) = (kernel for kernel in skipping.kernels if isinstance(kernel, Attention))
     assert core.computed_flops == core.flops
     windowed = core.window > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from simplan import catalog
-from simplan.model.implementations.layer_implementation import LayerImplementation, styled
+from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layer
 from simplan.model.layer import LayerCollective, LayerSpec
 from simplan.model.model import ModelSpec
 from simplan.model.recompute import recomputation
@@ -140,9 +140,13 @@ NORMS = {f"norm{number} {what}" for number in (1, 2) for what in ("statistics", 
 PLAN = {"dp_shard": 8, "zero_stage": 1, "ep": 8, "recompute": "selective"}
 
 
-def block(index: int = EXPERTS, style: LayerImplementation | None = None, shard: Shard | None = None) -> LayerSpec:
+def block(
+    index: int = EXPERTS, implementation: LayerImplementation | None = None, shard: Shard | None = None
+) -> LayerSpec:
     layer = DEEPSEEK.layers_of(shard or Shard(ep=4))[index]
-    return styled(layer, style or LayerImplementation(expert_dispatch="all_to_all", fused_gates=True), dropout=False)
+    return implemented_layer(
+        layer, implementation or LayerImplementation(expert_dispatch="all_to_all", fused_gates=True), dropout=False
+    )
 
 
 def dropped(layer: LayerSpec, *modules: RecomputeModule) -> set[str]:
@@ -199,7 +203,9 @@ def test_in_8_bits_products_quantize_what_is_made_again(module: RecomputeModule,
 
 
 def test_an_activation_in_the_product_is_made_again_by_the_backward_of_the_product() -> None:
-    layer = block(style=LayerImplementation(expert_dispatch="all_to_all", fused_gates=True, fused_experts=True))
+    layer = block(
+        implementation=LayerImplementation(expert_dispatch="all_to_all", fused_gates=True, fused_experts=True)
+    )
     assert dropped(layer, "moe_act") == {"experts_gated product"}
     assert runs(layer, "moe_act") == [([], "experts_down")]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from simplan.model.implementations.layer_implementation import LayerImplementation, styled
+from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layer
 from simplan.model.layer import Attention, CollectiveKind, Gemm, LayerCollective, LayerSpec
 from simplan.model.model import ModelSpec
 from simplan.plan.shard import Shard
@@ -59,7 +59,7 @@ def test_matrices_are_split_evenly(family: str) -> None:
 def of_megatron(family: str) -> LayerSpec:
     """A block with sequence parallelism whose tokens are gathered again in backward."""
     block = model_of(family).layers_of(Shard(tp=TP, sequence_parallel=True))[1]
-    return styled(block, LayerImplementation(regathers_tokens=True), dropout=False)
+    return implemented_layer(block, LayerImplementation(regathers_tokens=True), dropout=False)
 
 
 def test_dtensors_save_gathered_tokens() -> None:

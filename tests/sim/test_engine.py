@@ -19,6 +19,7 @@ from simplan.program.timeline import Span, SpanKind, split_of_rank
 from simplan.sim.engine import CoreUse, SharedCores, simulate, timeline
 from simplan.software.software import SoftwareSpec, StateBytes
 from tests.jobs import job_of, lowered, tiny_model
+from tests.laws import meetings
 from tests.program.tables.tables import compute_tables, makespan_s
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -128,7 +129,7 @@ def test_shares_sum_to_the_step_and_streams_keep_their_order(compute: Table, sen
             assert times.end_s[before] <= times.start_s[after]
     for i, (start_s, end_s) in enumerate(zip(times.start_s, times.end_s, strict=True)):
         assert end_s - start_s == pytest.approx(given_s[i])
-    for members in found.meetings.values():
+    for members in meetings(found).values():
         assert len({(times.start_s[i], times.end_s[i]) for i in members}) == 1
 
 

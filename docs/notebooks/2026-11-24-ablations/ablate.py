@@ -109,7 +109,7 @@ def ablations() -> Iterator[Ablation]:
     for name in ("frozen", "gathered"):
         yield Ablation(f"state_bytes.{name}", "parameter", _states(name, lambda state: state.parameter))
     yield Ablation("state_bytes.reduced", "gradient", _states("reduced", lambda state: state.gradient))
-    for name in ("residual", "boundary", "product"):
+    for name in ("residual", "boundary", "matmul_gradient"):
         yield Ablation(f"state_bytes.{name}", "activation", _states(name, lambda state: state.activation))
     for name, field in FrameworkRates.model_fields.items():
         if name not in ("relative_std", "fitted_on"):

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from simplan.children import exit_code, request_full_recompute
+from simplan.children import exit_code, terminate_child
 from simplan.cli.terminal.output import say
 from simplan.errors import Problem, RunError, SpecError
 
@@ -45,7 +45,7 @@ def child_environment() -> dict[str, str]:
 
 def end_child(child: subprocess.Popen[Any], grace_s: float) -> None:
     """Requests a clean stop of a child and its ranks; kills them after a grace period."""
-    request_full_recompute(child)  # heeded also where Ctrl-C is ignored, as a shell's background jobs do
+    terminate_child(child)  # heeded also where Ctrl-C is ignored, as a shell's background jobs do
     if exit_code(child, grace_s) is None:
         os.killpg(child.pid, signal.SIGKILL)
 

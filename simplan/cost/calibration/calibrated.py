@@ -151,9 +151,11 @@ class CalibratedCost:
         timing = self._layers.get((work.layer.key, work.microbatch_size))
         if timing is None:
             return self._untimed_compute(work)
-        return self._priced(work, timing, 1.0, Provenance.CALIBRATED)
+        return self._estimate_from(work, timing, 1.0, Provenance.CALIBRATED)
 
-    def _priced(self, work: LayerWork, timing: LayerTiming, factor: float, provenance: Provenance) -> CostEstimate:
+    def _estimate_from(
+        self, work: LayerWork, timing: LayerTiming, factor: float, provenance: Provenance
+    ) -> CostEstimate:
         sample = _sample(timing, work.phase)
         if sample is None:
             return CostEstimate(0.0, provenance, 0.0, "nothing needs the gradient of the layer's input")
@@ -198,7 +200,7 @@ class CalibratedCost:
         if same:
             nearest = min(same, key=lambda t: abs(t.microbatch_size - work.microbatch_size))
             factor = work.microbatch_size / nearest.microbatch_size
-            return self._priced(work, nearest, factor, Provenance.EXTRAPOLATED)
+            return self._estimate_from(work, nearest, factor, Provenance.EXTRAPOLATED)
         others = sorted({t.dtype for t in self._calibration.kernels})
         grid = f", and its kernels are in {' and '.join(others)} or of ranks with another number of threads"
         raise _missing(
@@ -360,7 +362,7 @@ def _times(layer: LayerSpec, kernel: Kernel, phase: Phase) -> int:
     if phase is Phase.BACKWARD_WEIGHT:
         return int(kernel in weighted_kernels(layer))
     if phase is Phase.BACKWARD:
-        return kernel.backward_products if isinstance(kernel, Gemm) else 2 * has_backward(kernel)
+        return kernel.backward_matmuls if isinstance(kernel, Gemm) else 2 * has_backward(kernel)
     return 1
 
 

@@ -235,8 +235,8 @@ class ShapeRequest(Spec):
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
         """Layers of each rank, with the keys by which their timings are looked up."""
-        style = LayerImplementation(compiled=self.compiled, model_code=self.model_code)
-        return implemented_layers(self.model.layers_of(self.shard), style, self.model.family)
+        implementation = LayerImplementation(compiled=self.compiled, model_code=self.model_code)
+        return implemented_layers(self.model.layers_of(self.shard), implementation, self.model.family)
 
 
 class CalibrationRequest(Spec):

@@ -76,7 +76,7 @@ def refuse_other_device(calibration: Calibration, cluster: ClusterSpec) -> None:
 
 
 def kinds_needed(plan: ParallelPlan, model: ModelSpec, training: TrainingSpec) -> frozenset[CollectiveKind]:
-    """Returns the kinds of all communication of a step; norms over sharded tensors need an all-reduce."""
+    """Returns the kinds of collectives and P2P sends in a step; norms over sharded tensors need an all-reduce."""
     kinds = _of_layers(plan, model) | _of_gradients(plan)
     if model.num_experts and plan.shard.experts_apart and plan.expert_ranks > plan.ep:
         kinds.add(CollectiveKind.ALL_REDUCE)

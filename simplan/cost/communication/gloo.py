@@ -2,13 +2,13 @@
 
 All collectives except broadcast and all-to-all are rings, whose chunks (at most 1 MiB) are pipelined, so a link is busy
 throughout. A reduce-scatter is a full all-reduce of which every rank keeps its part: torch has no other on gloo. Bytes
-sent per rank, over the communication size, for n ranks:
+sent per rank, as a fraction of the buffer size, for n ranks:
 
 - all-reduce and reduce-scatter: 2 (n-1)/n;
 - all-gather and all-to-all: (n-1)/n; an all-to-all takes twice the time of these bytes, an all-gather of two ranks 3/2
   times (below);
 - broadcast: a binomial tree without chunks, in which a sender's transfers share its link: d (d+1)/2 times the
-  communication for depth d, sequentially.
+  buffer for depth d, sequentially.
 
 Two ranks share one connection. On it, a rank's ready-to-receive notice queues behind its own outgoing bytes, and a
 sender waits for that notice. The last rank to arrive knows that the others are ready and sends immediately. If that

@@ -66,7 +66,7 @@ class _Protocol(NamedTuple):
 
 # hwLatencies NVLINK: ring 0.6, 1.9, 3.4 us, tree 0.6, 1.25, 4.0; NET: ring 2.7, 4, 14, tree 5, 8.5, 14.
 # LL: llMaxBws over the bus bandwidth, 0.36 to 0.42 inside a node and 0.11 between. LL128: 0.92, in its text.
-# post_s: getNetOverhead, 1 us to 2 us for each communication, three times for Simple.
+# post_s: getNetOverhead, 1 us to 2 us per call, three times for Simple.
 _LL = _Protocol("LL", 6.6e-6, _Terms(0.18, 0.18, 0.39), _Terms(0.19, 0.36, 0.11), 1e-6)
 _LL128 = _Protocol("LL128", 14.0e-6, _Terms(0.56, 0.37, 0.92), _Terms(0.29, 0.61, 0.92), 1e-6)
 _SIMPLE = _Protocol("Simple", 8.4e-6, _Terms(1.0, 1.18, 1.0), _Terms(1.0, 1.0, 1.0), 3e-6)

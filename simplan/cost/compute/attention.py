@@ -10,7 +10,7 @@ from simplan.model.layer import Attention
 from simplan.software.rates import AttentionEfficiency, LowAttention
 from simplan.software.software import StateBytes
 
-_BACKWARD_PRODUCTS = 2.5  # five matmuls against two, since the scores are recomputed (Dao et al. 2022)
+_BACKWARD_FLOPS_RATIO = 2.5  # five matmuls against two, since the scores are recomputed (Dao et al. 2022)
 _WIDE_HEAD = 128
 _EAGER_PASSES = 4  # scores read and written with a scale or bias, read by the softmax, weights written
 _EAGER_BYTES = 8  # the softmax in fp32, written and read
@@ -95,7 +95,7 @@ class AttentionRates:
             )
             share *= head_dim_64_efficiency ** (_WIDE_HEAD / kernel.head_dim - 1)
         rate = self.flop_per_s * share
-        times = b / rate * (_BACKWARD_PRODUCTS if backward else 1)
+        times = b / rate * (_BACKWARD_FLOPS_RATIO if backward else 1)
         return sum(flops * times + self.matmuls.kernel_overhead_s for flops in kernel.calls)
 
     def _eager_s(self, kernel: Attention, b: int, backward: bool) -> float:
@@ -103,7 +103,7 @@ class AttentionRates:
         heads, queries, width = b * kernel.num_heads, kernel.seq_len, self.state.activation
         keys, scores = kernel.num_keys or queries, b * kernel.num_scores
         dims = (kernel.head_dim, kernel.value_head_dim or kernel.head_dim)
-        matmuls = [product for dim in dims for product in self._products(heads, queries, keys, dim, scores)]
+        matmuls = [matmul for dim in dims for matmul in self._matmuls(heads, queries, keys, dim, scores)]
         made, summed = matmuls[0::2], matmuls[1::2]
         runs = [made[1], summed[1], summed[0], summed[0]] if backward else [made[0], summed[1]]
         if kernel.fused_softmax:
@@ -118,9 +118,9 @@ class AttentionRates:
             passed * self.matmuls.rates.softmax_traffic_factor / self.matmuls.bytes_per_s
             + self.matmuls.kernel_overhead_s
         )
-        return sum(self.matmuls.seconds(product) for product in runs) + passing_s
+        return sum(self.matmuls.seconds(matmul) for matmul in runs) + passing_s
 
-    def _products(self, heads: int, queries: int, keys: int, dim: int, scores: int) -> tuple[Matmul, Matmul]:
+    def _matmuls(self, heads: int, queries: int, keys: int, dim: int, scores: int) -> tuple[Matmul, Matmul]:
         """Returns the matmul that computes scores and the matmul that sums over them."""
         num_bytes = self.state.activation * (scores + heads * (queries + keys) * dim)
         scores_of, sum_over = (queries, keys, dim, heads, num_bytes), (queries, dim, keys, heads, num_bytes)

@@ -150,8 +150,10 @@ class GridCost:
         formula = f"{counted(len(found), 'kernel')} of the grid"
         if sum(outside_s for _, outside_s in outside) > _NEGLIGIBLE * seconds:
             names = ", ".join(dict.fromkeys(name for name, _ in outside))
-            price_std = max(std, _EXTRAPOLATED_STD)
-            return CostEstimate(seconds, Provenance.EXTRAPOLATED, price_std, f"{formula}, larger than timed: {names}")
+            estimate_std = max(std, _EXTRAPOLATED_STD)
+            return CostEstimate(
+                seconds, Provenance.EXTRAPOLATED, estimate_std, f"{formula}, larger than timed: {names}"
+            )
         largest = max(found, key=lambda each: each[1].seconds, default=None)
         if largest is not None and len(found) > 1:
             formula += f", {format_time(largest[1].seconds)} of it {largest[0]}"
@@ -178,7 +180,7 @@ class GridCost:
         backward = phase in ACTIVATION_GRADIENTS
         match kernel:
             case Gemm():
-                yield from self._products(kernel, b, phase)
+                yield from self._matmuls(kernel, b, phase)
             case Attention():
                 if phase is not Phase.BACKWARD_WEIGHT:
                     yield self._attention(kernel, b, backward)
@@ -192,7 +194,7 @@ class GridCost:
             case LayerCollective():
                 raise AssertionError("a collective is no compute")
 
-    def _products(self, kernel: Gemm, b: int, phase: Phase) -> Iterator[GridTime]:
+    def _matmuls(self, kernel: Gemm, b: int, phase: Phase) -> Iterator[GridTime]:
         """Yields times of the forward matmul, or of the two backward matmuls; matmuls of experts run sequentially."""
         for name, sizes in gemm_sizes(kernel, b, phase).items():
             time = self._grid.time(name, sizes)

@@ -47,7 +47,7 @@ def kernel_cost(
     _check(device, precision, wanted)
     rates, stack = device.kernels, software.rates
     (ceiling, provenance), *lower = [_ceiling(device, dtype) for dtype in wanted]
-    matmuls = _product_rates(device, ceiling * rates.matmul_efficiency * stack.framework_efficiency)
+    matmuls = _matmul_rates(device, ceiling * rates.matmul_efficiency * stack.framework_efficiency)
     attention_kernel = rates.kernel_of(stack.attention_kernel)
     return KernelCost(
         matmuls=matmuls,
@@ -70,7 +70,7 @@ def kernel_cost(
         traffic=software.traffic,
         accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,
         low=_low_rates(device, state, lower[0][0], stack) if lower else None,
-        joined=software.layers.joined_products,
+        joined=software.layers.fused_gemms,
         weight_casts=1.0 if state.linear is None or state.linear.weights == "microbatch" else 1 / num_microbatches,
         host_bytes_per_s=host_bytes_per_s,
     )
@@ -82,10 +82,10 @@ def _low_rates(device: DeviceSpec, state: StateBytes, ceiling: float, stack: Fra
     rates = device.kernels
     scaled = rates.rowwise_efficiency if state.linear.recipe.startswith("rowwise") else 1.0
     share = rates.fp4_efficiency if state.linear.element_bits == _FP4_BITS else rates.fp8_efficiency
-    return _product_rates(device, ceiling * share * stack.framework_efficiency * scaled)
+    return _matmul_rates(device, ceiling * share * stack.framework_efficiency * scaled)
 
 
-def _product_rates(device: DeviceSpec, flop_per_s: float) -> MatmulRates:
+def _matmul_rates(device: DeviceSpec, flop_per_s: float) -> MatmulRates:
     bandwidth, rates = device.memory_bandwidth_bytes_per_s, device.kernels
     assert bandwidth is not None
     return MatmulRates(flop_per_s, bandwidth * rates.bandwidth_efficiency, device.num_sms, rates)

@@ -42,7 +42,7 @@ class KernelCost:
         traffic: See ``FrameworkRates``.
         accumulation_bytes: Bytes read and written per gradient element of a matrix to accumulate it.
         low: Rates of linear layers in the low precision of ``state.linear``; None for none.
-        joined: True if matrices with the same input are fused; see ``LayerImplementation.joined_products``.
+        joined: True if matrices with the same input are fused; see ``LayerImplementation.fused_gemms``.
         weight_casts: Fraction of the microbatches in which weights of low-precision linear layers are cast.
         host_bytes_per_s: See ``host_memory_rate``; None for none.
     """
@@ -99,7 +99,7 @@ class KernelCost:
         linear = self._linear_cost(low, work)
         wide_s = sum(self._kernel_s(kernel, work.microbatch_size, work.phase) for kernel in wide)
         return (
-            self.slowest * (wide_s + linear.products_s + linear.casts_s)
+            self.slowest * (wide_s + linear.matmuls_s + linear.casts_s)
             + work.cuts * self.matmuls.rates.gemm_split_overhead_s
         )
 
@@ -126,7 +126,7 @@ class KernelCost:
         rates = LinearRates(self.state.linear, self.state, self.low, self.matmuls, self.traffic, self.weight_casts)
         for kernel in kernels:
             total = total.plus(rates.cost(kernel, work.microbatch_size, work.phase))
-            total = total.plus(LinearCost(products_s=self._weights_s(kernel, work.phase)))
+            total = total.plus(LinearCost(matmuls_s=self._weights_s(kernel, work.phase)))
         return total
 
     def _formula(self, work: LayerWork) -> str:
@@ -174,7 +174,7 @@ class KernelCost:
     def _kernel_s(self, kernel: Kernel, b: int, phase: Phase) -> float:
         match kernel:
             case Gemm():
-                matmuls = self._products(kernel, b, phase)
+                matmuls = self._matmuls(kernel, b, phase)
                 launches_s = self.matmuls.launches_s(kernel.num_groups, kernel.streams)
                 more_s = len(matmuls) * (launches_s - self.matmuls.kernel_overhead_s)
                 return sum(map(self.matmuls.seconds, matmuls)) + more_s + self._weights_s(kernel, phase)
@@ -203,7 +203,7 @@ class KernelCost:
     def _streaming_s(self, num_bytes: float, launches: int = 1) -> float:
         return num_bytes / self.matmuls.bytes_per_s + launches * self.matmuls.kernel_overhead_s
 
-    def _products(self, kernel: Gemm, b: int, phase: Phase) -> list[Matmul]:
+    def _matmuls(self, kernel: Gemm, b: int, phase: Phase) -> list[Matmul]:
         """Returns the forward matmul, or the input-gradient and weight-gradient matmuls of backward."""
         elements = b * (kernel.m * kernel.n + kernel.input_elements) + kernel.weight_elements
         num_bytes = elements * self.state.activation
@@ -231,4 +231,4 @@ def _flops(kernel: Gemm | Attention, phase: Phase) -> int:
     """Returns the FLOPs of a kernel for formulas; attention's backward counts as many matmuls as model FLOPs do."""
     if phase is not Phase.BACKWARD:
         return kernel.computed_flops
-    return kernel.computed_flops * (kernel.backward_products if isinstance(kernel, Gemm) else 2)
+    return kernel.computed_flops * (kernel.backward_matmuls if isinstance(kernel, Gemm) else 2)

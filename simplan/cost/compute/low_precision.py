@@ -27,13 +27,13 @@ class LinearCost(NamedTuple):
     """Cost of linear layers in a pass.
 
     Attributes:
-        products_s, casts_s: Seconds of matmuls and of casts.
+        matmuls_s, casts_s: Seconds of matmuls and of casts.
         cast_bytes: Bytes read and written by casts.
         flops: FLOPs of low-precision matmuls.
         wide_flops: FLOPs of BF16 or FP16 matmuls.
     """
 
-    products_s: float = 0.0
+    matmuls_s: float = 0.0
     casts_s: float = 0.0
     num_casts: int = 0
     cast_bytes: int = 0
@@ -76,7 +76,7 @@ class LinearRates:
                 linear_cost = linear_cost.plus(LinearCost(casts_s=often * cast_s, num_casts=1, cast_bytes=num_bytes))
         for name, sizes in gemm_sizes(gemm, microbatch_size, phase).items():
             wide = name == "linear_weight_gradient" and self.form.wide_weight_gradient
-            linear_cost = linear_cost.plus(self._product(*sizes, gemm.num_groups, gemm.streams, wide=wide))
+            linear_cost = linear_cost.plus(self._matmul(*sizes, gemm.num_groups, gemm.streams, wide=wide))
             if backward and not wide:
                 elements = rows * gemm.k if name == "linear_input_gradient" else gemm.weight_elements
                 linear_cost = linear_cost.plus(self._post_scale(elements))
@@ -113,16 +113,16 @@ class LinearRates:
             return self.low.kernel_overhead_s
         return gemm.num_groups * (_WITH_ONE_SCALE if self.form.finds_largest else 1) * self.low.kernel_overhead_s
 
-    def _product(
+    def _matmul(
         self, rows: float, columns: int, depth: float, groups: int, streams: int, *, wide: bool = False
     ) -> LinearCost:
         """Returns the cost of matmuls of two operands; results are in BF16 or FP16."""
         bits = 8 * self.state.activation if wide else self.form.element_bits
         operands, result = groups * (rows + columns) * depth, groups * rows * columns
-        product = Matmul(rows, columns, depth, groups, operands * bits / 8 + result * self.state.activation)
+        matmul = Matmul(rows, columns, depth, groups, operands * bits / 8 + result * self.state.activation)
         launches_s = self.low.launches_s(groups, streams)
-        seconds = (self.wide if wide else self.low).seconds(product) + launches_s - self.low.kernel_overhead_s
+        seconds = (self.wide if wide else self.low).seconds(matmul) + launches_s - self.low.kernel_overhead_s
         if self.form.orders_scales and not wide:
             seconds += 2 * launches_s
-        flops = round(product.flops)
-        return LinearCost(products_s=seconds, flops=0 if wide else flops, wide_flops=flops if wide else 0)
+        flops = round(matmul.flops)
+        return LinearCost(matmuls_s=seconds, flops=0 if wide else flops, wide_flops=flops if wide else 0)

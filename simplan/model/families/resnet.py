@@ -97,7 +97,7 @@ def _stem(model: ModelSpec) -> LayerSpec:
         inputs=(Tensor("images", pixels, residual=True, elsewhere=True),),
         outputs=("pooled",),
         output_shapes=((channels, pooled, pooled),),
-        product_outputs=(0,),
+        matmul_dtype_outputs=(0,),
     )
 
 
@@ -134,7 +134,7 @@ def _block(model: ModelSpec, form: BlockForm) -> LayerSpec:
         parts,
         inputs=(Tensor("input", c * size**2),),
         output_shapes=((out, small, small),),
-        product_outputs=(0,),
+        matmul_dtype_outputs=(0,),
     )
 
 

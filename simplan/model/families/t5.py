@@ -79,7 +79,7 @@ def _block(
         outputs=(*outputs, tables.name),
         output_shapes=_handed_on(model, stacks),
         passed_outputs=(_ENCODER_STATES if decodes else _DECODER_STATES, _TABLES),
-        product_outputs=(_ENCODER_STATES,) if last or decodes else (),
+        matmul_dtype_outputs=(_ENCODER_STATES,) if last or decodes else (),
     )
 
 

@@ -31,7 +31,7 @@ from simplan.model.layer import ExpertDraw, Gemm, LayerCollective, LayerSpec, Op
 from simplan.model.parts.experts import DOWN, GATE_AND_UP
 
 ExpertDispatch = Literal["copies", "all_to_all", "deepep", "hybridep"]
-TAKEN_SHARE: Mapping[ExpertDispatch, float] = {
+SM_FRACTION: Mapping[ExpertDispatch, float] = {
     "copies": 0.0,
     "all_to_all": 16 / 132,
     "deepep": 20 / 132,
@@ -54,7 +54,7 @@ def dispatched(operators: tuple[Operator, ...], way: ExpertDispatch) -> tuple[Op
         return operators
     tokens, whole = router.m, router.m * router.k
     num_ranks = router.n // gate.num_groups
-    operators = tuple(_summed(operators, whole))
+    operators = tuple(_summed(operators))
     if way == "all_to_all" or num_ranks == 1:
         return tuple(_in_one_kernel(operator, whole) for operator in operators)
     chosen = next(t.elements for o in operators for t in o.makes if t.name == "chosen experts")
@@ -79,7 +79,7 @@ def dispatched(operators: tuple[Operator, ...], way: ExpertDispatch) -> tuple[Op
     return _left_out(found, skipped)
 
 
-def _summed(operators: Iterable[Operator], whole: int) -> Iterator[Operator]:
+def _summed(operators: Iterable[Operator]) -> Iterator[Operator]:
     """Operators with expert results unpermuted and summed in one kernel: the results are already weighted."""
     picked: Operator | None = None
     for operator in operators:

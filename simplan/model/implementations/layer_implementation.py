@@ -1,8 +1,8 @@
 """Framework implementations of transformer layers, where they differ from eager torch modules.
 
-Families of models build their layers as torch would run them (``simplan.model.families``). A style changes what a layer
-saves for backward, and the communication of context-parallel ranks. Unfused attention materializes its scores, dropout
-saves its masks, fused functions save only their inputs. The computed results stay the same.
+Families of models build their layers as torch would run them (``simplan.model.families``). An implementation changes
+the tensors a layer saves for backward, and the communication of context-parallel ranks. Unfused attention materializes
+its scores, dropout saves its masks, fused functions save only their inputs. The computed results stay the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from simplan.model.parts.part import FP32_BYTES, MASK_BYTES
 from simplan.model.share import biases_after_sums, regathered
 
 Loss = Literal["log_probabilities", "probabilities", "gradients", "logits"]
-SplitBackward = Literal["all", "products"]
+SplitBackward = Literal["all", "matmuls"]
 ModelCode = Literal["framework", "transformers"]
 
 COMPILED = "compiled"
@@ -62,7 +62,7 @@ class LayerImplementation(Spec):
         dropout: Families whose models train with dropout after the embedding, after both branches of a block and, in
             unfused attention, on its weights. Masks of one byte per element are saved. A fused kernel samples them
             again.
-        joined_products: Matrices with one input are fused (QKV, gate-up).
+        fused_gemms: Matrices with one input are fused (QKV, gate-up).
         fused_gates: The activation of a gated MLP and its multiplication by the other half are one function, which
             saves its inputs.
         loss: Tensors that the cross-entropy saves. ``log_probabilities``: FP32 logarithms of probabilities, in addition
@@ -103,7 +103,7 @@ class LayerImplementation(Spec):
     model_code: ModelCode = "framework"
     attention: Literal["fused", "unfused"] = "fused"
     dropout: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    joined_products: bool = False
+    fused_gemms: bool = False
     fused_gates: bool = False
     loss: Loss = "log_probabilities"
     repeated_keys: bool = False
@@ -121,49 +121,54 @@ class LayerImplementation(Spec):
     full_recompute_pass: bool = False
 
 
-def implemented_layers(layers: Sequence[LayerSpec], style: LayerImplementation, family: str) -> tuple[LayerSpec, ...]:
-    """Layers of a model in a style; equal layers become one object."""
-    made = {layer.key: styled(layer, style, dropout=family in style.dropout) for layer in {*layers}}
+def implemented_layers(
+    layers: Sequence[LayerSpec], implementation: LayerImplementation, family: str
+) -> tuple[LayerSpec, ...]:
+    """Layers of a model under an implementation; equal layers become one object."""
+    made = {
+        layer.key: implemented_layer(layer, implementation, dropout=family in implementation.dropout)
+        for layer in {*layers}
+    }
     return tuple(made[layer.key] for layer in layers)
 
 
-def styled(layer: LayerSpec, style: LayerImplementation, *, dropout: bool) -> LayerSpec:
-    """One layer in a style; ``dropout`` if the model trains with it."""
-    if style.model_code == "transformers":
+def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, dropout: bool) -> LayerSpec:
+    """One layer under an implementation; ``dropout`` if the model trains with it."""
+    if implementation.model_code == "transformers":
         layer = as_transformers(layer)
     operators, parameters = layer.operators, layer.parameters
-    if style.regathers_tokens:
+    if implementation.regathers_tokens:
         operators, parameters = biases_after_sums(operators, parameters)
         operators = tuple(regathered(operators))
     as_megatron = operators != layer.operators
     saved = operators
-    operators = dispatched(operators, style.expert_dispatch)
-    if style.fused_experts:
+    operators = dispatched(operators, implementation.expert_dispatch)
+    if implementation.fused_experts:
         operators = with_fused_experts(operators)
-    elif style.expert_streams:
-        operators = with_biases_apart(layer, one_by_one(operators, style.expert_streams))
+    elif implementation.expert_streams:
+        operators = with_biases_apart(layer, one_by_one(operators, implementation.expert_streams))
     other_experts = operators != saved
-    operators, skips, attention_words = _with_attention(operators, style, dropout=dropout)
-    compiled = style.compiled and layer.kind is LayerKind.BLOCK
-    if style.fused_gates or compiled:
+    operators, skips, attention_words = _with_attention(operators, implementation, dropout=dropout)
+    compiled = implementation.compiled and layer.kind is LayerKind.BLOCK
+    if implementation.fused_gates or compiled:
         operators = tuple(_with_fused_gates(operators))
     if compiled:
         operators = tuple(_summed_again(operator) for operator in operators)
     if dropout:
         operators = tuple(_with_masks(layer, operators))
-    if style.loss != "log_probabilities":
-        operators = tuple(_with_loss(operators, style.loss))
+    if implementation.loss != "log_probabilities":
+        operators = tuple(_with_loss(operators, implementation.loss))
     constants = layer.constants
-    if skips or (style.gathered_keys == "by_rank" and is_masked_for_gathering(layer)):
+    if skips or (implementation.gathered_keys == "by_rank" and is_masked_for_gathering(layer)):
         constants = tuple(table for table in constants if table.name != MASK)
     # with a split block, the recomputed function is compiled; else recomputation itself is compiled
     split = compiled and any(isinstance(operator.kernel, LayerCollective) for operator in operators)
-    to_end = split or (style.full_recompute_pass and layer.kind is LayerKind.BLOCK)
+    to_end = split or (implementation.full_recompute_pass and layer.kind is LayerKind.BLOCK)
     if not (compiled or to_end or (operators, constants) != (layer.operators, layer.constants)):
         return layer
-    words = ["dropout" * dropout, "gates" * style.fused_gates, style.loss, *attention_words]
-    kernels = "fused" if style.fused_experts else f"{style.expert_streams or 'all'} concurrent"
-    words += [f"experts by {style.expert_dispatch}, {kernels}" * other_experts, "as Megatron" * as_megatron]
+    words = ["dropout" * dropout, "gates" * implementation.fused_gates, implementation.loss, *attention_words]
+    kernels = "fused" if implementation.fused_experts else f"{implementation.expert_streams or 'all'} concurrent"
+    words += [f"experts by {implementation.expert_dispatch}, {kernels}" * other_experts, "as Megatron" * as_megatron]
     words += ["by rank" * (constants != layer.constants), COMPILED * compiled, "to end" * to_end]
     return replace(
         layer,
@@ -177,26 +182,34 @@ def styled(layer: LayerSpec, style: LayerImplementation, *, dropout: bool) -> La
 
 
 def _with_attention(
-    operators: tuple[Operator, ...], style: LayerImplementation, *, dropout: bool
+    operators: tuple[Operator, ...], implementation: LayerImplementation, *, dropout: bool
 ) -> tuple[tuple[Operator, ...], bool, list[str]]:
-    """Operators with the attention of a style, whether its kernel skips keys of a window, and words for the key."""
-    if style.attention == "unfused":
+    """Operators with an implementation's attention, whether its kernel skips keys of a window, and its key's words."""
+    if implementation.attention == "unfused":
         operators = tuple(found for operator in operators for found in unfused(operator, dropout=dropout))
-    if style.repeated_keys:
+    if implementation.repeated_keys:
         operators = tuple(with_repeated_keys(operators))
-    one_call = style.documents_in_one_call and any(is_core(o, lambda core: bool(core.documents)) for o in operators)
+    one_call = implementation.documents_in_one_call and any(
+        is_core(o, lambda core: bool(core.documents)) for o in operators
+    )
     if one_call:
         operators = in_one_call(operators)
-    if style.narrow_values:
+    if implementation.narrow_values:
         operators = with_narrow_values(operators)
-    skips = style.skips_keys and any(is_core(o, lambda core: core.masked and core.window > 0) for o in operators)
-    if style.skips_keys:
+    skips = implementation.skips_keys and any(
+        is_core(o, lambda core: core.masked and core.window > 0) for o in operators
+    )
+    if implementation.skips_keys:
         operators = skipping_keys(operators)
-    eight_bits = style.eight_bit_attention and any(is_core(o) for o in operators)
+    eight_bits = implementation.eight_bit_attention and any(is_core(o) for o in operators)
     if eight_bits:
         operators = tuple(with_core(operator, eight_bits=True) for operator in operators)
-    words = [style.attention, "repeated" * style.repeated_keys, "narrow" * style.narrow_values]
-    words += ["skips" * style.skips_keys, "one call" * one_call, "attention in 8 bits" * eight_bits]
+    words = [
+        implementation.attention,
+        "repeated" * implementation.repeated_keys,
+        "narrow" * implementation.narrow_values,
+    ]
+    words += ["skips" * implementation.skips_keys, "one call" * one_call, "attention in 8 bits" * eight_bits]
     return operators, skips, words
 
 

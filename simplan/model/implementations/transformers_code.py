@@ -89,7 +89,7 @@ def _gelu_new(operator: Operator, kernel: Pointwise) -> Iterator[Operator]:
     half = Tensor("gelu half input", size)
     cubed = Tensor("gelu input for the cube", size, residual=True)
     tanh, one = (Tensor(f"gelu {word}", size, residual=True) for word in ("tanh", "1 + tanh"))
-    matmul = Tensor("gelu product", size, residual=True)
+    gelu = Tensor("gelu product", size, residual=True)
     scratch = Tensor("gelu scratch", size, residual=True)
     yield Operator(
         kernel=replace(kernel, reads=10 * size, writes=8 * size, launches=_GELU_LAUNCHES),
@@ -109,13 +109,13 @@ def _gelu_new(operator: Operator, kernel: Pointwise) -> Iterator[Operator]:
     yield Operator(reads=(tanh.name,), makes=(one,), passes=True, roles=operator.roles)
     yield Operator(
         reads=(half.name, one.name),
-        makes=(matmul,),
+        makes=(gelu,),
         saves=(half.name, one.name),
         saves_for=((half.name, one.name), (one.name, half.name)),
         backward_scratch=(replace(scratch, widened=True),),
         roles=operator.roles,
     )
-    yield cast(matmul.name, operator.makes[0])
+    yield cast(gelu.name, operator.makes[0])
 
 
 def _grouped_experts(
@@ -182,7 +182,7 @@ def _of_experts(tokens: int, chosen: int, gate: Gemm, down: Gemm) -> Iterator[Op
         roles=grouped,
     )
     yield Operator(reads=(output.name,), makes=tuple(halves), splits=True, roles=grouped)
-    activated, matmul = (Tensor(f"experts_{word}", chosen * width) for word in ("silu output", "gated product"))
+    activated, gated = (Tensor(f"experts_{word}", chosen * width) for word in ("silu output", "gated product"))
     yield Operator(
         kernel=Pointwise("experts_silu_multiply", 3 * chosen * width, 2 * chosen * width, like="silu_multiply"),
         reads=(halves[0].name,),
@@ -193,7 +193,7 @@ def _of_experts(tokens: int, chosen: int, gate: Gemm, down: Gemm) -> Iterator[Op
     )
     yield Operator(
         reads=(activated.name, halves[1].name),
-        makes=(matmul,),
+        makes=(gated,),
         saves=(activated.name, halves[1].name),
         saves_for=((activated.name, halves[1].name), (halves[1].name, activated.name)),
         roles=grouped,
@@ -201,9 +201,9 @@ def _of_experts(tokens: int, chosen: int, gate: Gemm, down: Gemm) -> Iterator[Op
     result = Tensor("experts_down output", rows)
     yield Operator(
         kernel=down,
-        reads=(matmul.name,),
+        reads=(gated.name,),
         makes=(result,),
-        saves=(matmul.name, ends.name),
+        saves=(gated.name, ends.name),
         parameters=("experts_down.weight",),
         roles=grouped,
     )

@@ -125,7 +125,7 @@ def _experts(model: ModelSpec, share: RankShare) -> LayerPart:
         bias = ParameterSpec(f"{name}.bias", (own, columns), expert=shard.experts_apart)
         return matmul(gemm, source, (weight, bias) if model.expert_bias else (weight,))
 
-    there, back = _exchanges(sent * h, own, shard)
+    there, back = _all_to_alls(sent * h, own, shard)
     dispatch = Operator(
         kernel=Pointwise("dispatch", sent * h, sent * h, moves=True),
         reads=(_SOURCE,),
@@ -147,7 +147,7 @@ def _experts(model: ModelSpec, share: RankShare) -> LayerPart:
 
 def _combine(source: str, chosen: int, n: int, h: int) -> Iterator[Operator]:
     """Unpermute the results of the chosen experts, weight them and sum them."""
-    picked, product = Tensor("outputs of chosen experts", chosen * h), Tensor("weighed outputs", chosen * h)
+    picked, weighed = Tensor("outputs of chosen experts", chosen * h), Tensor("weighed outputs", chosen * h)
     weights, dropped = Tensor("weights without dropped tokens", chosen), Tensor("dropped tokens", chosen, MASK_BYTES)
     kernel = Pointwise("combine", 3 * chosen * h, 2 * chosen * h + n * h)
     yield Operator(kernel=kernel, reads=(source,), makes=(picked,), saves=(_PLACES,))
@@ -156,8 +156,8 @@ def _combine(source: str, chosen: int, n: int, h: int) -> Iterator[Operator]:
         reads=(picked.name, weights.name),
         makes=(Tensor(_COMBINED, n * h),),
         saves=(picked.name, weights.name),
-        forward_scratch=(product,),
-        backward_scratch=(product,),
+        forward_scratch=(weighed,),
+        backward_scratch=(weighed,),
     )
 
 
@@ -173,7 +173,7 @@ def _chain(steps: list[Operator], source: str, result: str) -> Iterator[Operator
         source = made.name
 
 
-def _exchanges(elements: int, own: int, shard: Shard) -> tuple[list[Operator], list[Operator]]:
+def _all_to_alls(elements: int, own: int, shard: Shard) -> tuple[list[Operator], list[Operator]]:
     """Operators of dispatch and combine: collectives, and copies from and to the order of ranks.
 
     Capacity slots are copied from tokens. They are copied once more, in expert order, if several experts have slots for

@@ -58,13 +58,13 @@ def gated(prefix: str, elements: int, activation: str = "silu") -> LayerPart:
         saves=(gate,),
         gates=True,
     )
-    matmul = Operator(
+    multiply = Operator(
         reads=(made.name, up),
         makes=(Tensor(f"{prefix}gated product", elements),),
         saves=(made.name, up),
         saves_for=((made.name, up), (up, made.name)),
     )
-    return LayerPart(operators=(function, matmul))
+    return LayerPart(operators=(function, multiply))
 
 
 def column_linears(

@@ -61,7 +61,7 @@ def layer_of(
     output_shapes: tuple[tuple[int, ...], ...],
     outputs: tuple[str, ...] = (),
     passed_outputs: tuple[int, ...] = (),
-    product_outputs: tuple[int, ...] = (),
+    matmul_dtype_outputs: tuple[int, ...] = (),
     tied: tuple[str, ...] = (),
     mtp_depth: int = 0,
 ) -> LayerSpec:
@@ -77,7 +77,7 @@ def layer_of(
         outputs=() if kind is LayerKind.HEAD else (outputs or last),
         output_shapes=output_shapes,
         passed_outputs=passed_outputs,
-        product_outputs=product_outputs,
+        matmul_dtype_outputs=matmul_dtype_outputs,
         constants=whole.constants,
         buffers=whole.buffers,
         tied=tied,

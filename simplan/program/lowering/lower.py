@@ -10,7 +10,7 @@ from itertools import count
 import numpy as np
 
 from simplan.job import Job
-from simplan.model.implementations.expert_dispatch import TAKEN_SHARE
+from simplan.model.implementations.expert_dispatch import SM_FRACTION
 from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import StageAssignment
 from simplan.program.action import Action, ActionKind, Table
@@ -189,9 +189,9 @@ class _RankLowering:
         self.hooks = _hooks(stages, self.writer, how)
         self.offload = OffloadedActivations(stages, self.writer, host_waits=how.host_waits)
         self.states = RankStates(stages, rank)
-        self.groups = stages.mapping.exchanging_groups(rank)
+        self.groups = stages.mapping.layer_collective_groups(rank)
         self.overlaps = stages.plan.cp > 1 and stages.plan.cp_comm == "ring" and not how.host_waits
-        self.merged_exchanges: dict[tuple[int, range, str, Phase, bool], tuple[Work, ...]] = {}
+        self.merged_collectives: dict[tuple[int, range, str, Phase, bool], tuple[Work, ...]] = {}
         self.is_paired = self.receives = False
         self.alike = self._alike_stages()
         self.received: list[int] = []  # receives that the pass being lowered needs
@@ -367,13 +367,13 @@ class _RankLowering:
                 label = f"{name} recompute" if segment.recompute else name
                 writer.compute(action, label, work, segment.memory, kind)
             elif not merged and not (paired and segment.collective.axis == "ep"):
-                self._exchange(action, name, segment.collective, before)
+                self._write_collective(action, name, segment.collective, before)
         for axis, stream in _AXIS_STREAM.items() if merged else [("ep", Stream.EXPERT)] if paired else ():
-            collectives = self._exchanges(action.stage, part, axis, script, phase, paired=paired)
+            collectives = self._merged_collectives_over(action.stage, part, axis, script, phase, paired=paired)
             if collectives:
                 writer.exposed(action, stream, f"{name} collectives", collectives)
 
-    def _exchanges(
+    def _merged_collectives_over(
         self, stage: int, part: range, axis: str, script: Sequence[Segment], phase: Phase, *, paired: bool
     ) -> tuple[Work, ...]:
         """Returns the collectives of merged layers over one axis; the same object for equal layers, estimated once.
@@ -381,32 +381,30 @@ class _RankLowering:
         Collectives that overlap with GEMMs, or with another microbatch, contribute only their exposed time.
         """
         key = (stage, part, axis, phase, paired)
-        found = self.merged_exchanges.get(key)
+        found = self.merged_collectives.get(key)
         if found is None:
             collectives: list[Work] = []
-            taken = TAKEN_SHARE[self.stages.software.expert_dispatch]
+            sm_fraction = SM_FRACTION[self.stages.software.expert_dispatch]
             for segment in script:
                 if segment.collective is None or segment.collective.axis != axis:
                     continue
-                communication, last = (
-                    segment.collective.among(self.groups[axis]),
-                    collectives[-1] if collectives else None,
-                )
+                communication = segment.collective.among(self.groups[axis])
+                last = collectives[-1] if collectives else None
                 overlaps_gemms = axis == "tp" and segment.collective.beside and not self.how.host_waits
                 hidden = paired if axis == "ep" else overlaps_gemms
                 if not hidden:
                     collectives.append(communication)
                 elif segment.beside is not None:
                     collectives.append(
-                        OverlapRemainder((communication,), segment.beside, taken if axis == "ep" else 0.0)
+                        OverlapRemainder((communication,), segment.beside, sm_fraction if axis == "ep" else 0.0)
                     )
                 else:
                     assert isinstance(last, OverlapRemainder)
                     collectives[-1] = last._replace(communications=(*last.communications, communication))
-            found = self.merged_exchanges[key] = tuple(collectives)
+            found = self.merged_collectives[key] = tuple(collectives)
         return found
 
-    def _exchange(
+    def _write_collective(
         self, action: Action, name: str, layer_collective: IssuedCollective, before: Sequence[int | None]
     ) -> None:
         """Writes a collective that the next compute waits for; an overlapped one waits only for earlier operations."""

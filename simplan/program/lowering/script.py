@@ -183,7 +183,7 @@ class Scripts:
             return self._pieces(layer, range(end), phase)
         if phase is Phase.BACKWARD_WEIGHT:
             again = [
-                self._exchange(layer, k, k.backward)
+                self._collective_segment(layer, k, k.backward)
                 for k in layer.kernels
                 if isinstance(k, LayerCollective) and _of_weights(k)
             ]
@@ -228,7 +228,7 @@ class Scripts:
                 flush()
                 run += [index for index in group if isinstance(layer.kernels[index], Gemm)]
                 flush()
-                segments[-1] = self._cut_up(segments[-1], kernels, phase)
+                segments[-1] = self._split_gemms(segments[-1], kernels, phase)
             for index in group:
                 kernel = layer.kernels[index]
                 if not isinstance(kernel, LayerCollective):
@@ -242,17 +242,19 @@ class Scripts:
                 if kind is None or (phase is Phase.BACKWARD_INPUT and _of_weights(kernel)):
                     continue
                 flush()
-                product = segments[-1].work[0] if beside and segments[-1].work else None
-                segments.append(self._exchange(layer, kernel, kind, beside=beside)._replace(beside=product))
+                overlapped = segments[-1].work[0] if beside and segments[-1].work else None
+                segments.append(
+                    self._collective_segment(layer, kernel, kind, beside=beside)._replace(beside=overlapped)
+                )
         flush()
         return segments
 
-    def _cut_up(self, products: Segment, kernels: Sequence[Kernel], phase: Phase) -> Segment:
+    def _split_gemms(self, gemms: Segment, kernels: Sequence[Kernel], phase: Phase) -> Segment:
         """Returns the GEMMs, split into chunks for the given collectives if the framework does so."""
-        if not self._stages.software.cuts_products:
-            return products
+        if not self._stages.software.splits_gemms:
+            return gemms
         cuts = sum(_kind(kernel, phase) is not None for kernel in kernels if isinstance(kernel, LayerCollective))
-        return products._replace(work=tuple(work._replace(cuts=cuts) for work in products.work))
+        return gemms._replace(work=tuple(work._replace(cuts=cuts) for work in gemms.work))
 
     def _overlaps(self, layer: LayerSpec, phase: Phase) -> Callable[[Kernel], bool]:
         """Returns a predicate: True for GEMMs of a block and for the collectives that overlap with adjacent GEMMs."""
@@ -281,7 +283,7 @@ class Scripts:
         work = LayerWork(layer, phase, self._stages.plan.microbatch_size, layer.num_parameters, kernels)
         return Segment((work,), recompute=phase is Phase.RECOMPUTE)
 
-    def _exchange(
+    def _collective_segment(
         self, layer: LayerSpec, kernel: LayerCollective, kind: CollectiveKind | None, *, beside: bool = False
     ) -> Segment:
         assert kind is not None

@@ -17,7 +17,7 @@ from simplan.program.action import Table
 from simplan.program.lowering.units import Unit, fsdp_units
 from simplan.program.memory.footprint import LayerFootprint, brought_parameters, layer_footprint, layers_effects
 from simplan.program.memory.low_precision_footprint import keeping_quantized, persistent_weight_bytes
-from simplan.program.memory.split_footprint import SplitFootprint, products_footprint, split_footprint
+from simplan.program.memory.split_footprint import SplitFootprint, matmul_split_footprint, split_footprint
 from simplan.program.program import Communication, LayerWork, MemoryEffect, Phase
 from simplan.program.tables.complete import stage_to_rank
 
@@ -83,7 +83,7 @@ class Stages:
         self.placement = stage_to_rank(table)
         self.num_stages = assignment.num_stages
         self.num_microbatches = training.global_batch_size // (plan.dp * plan.microbatch_size)
-        built, joined = software.layers_of(model, plan), software.layers.joined_products
+        built, joined = software.layers_of(model, plan), software.layers.fused_gemms
         made = {layer: keeping_quantized(layer, self.state.linear, joined=joined) for layer in {*built}}
         if not software.executable:  # the executor's RMSNorm has no kernel on CPUs
             made = {layer: _with_kernels(quantized) for layer, quantized in made.items()}
@@ -129,7 +129,7 @@ class Stages:
         """Returns the tensors that a stage with the given layers sends to the next stage."""
         found = []
         for index, shape in enumerate(layers[-1].output_shapes if layers[-1].output_elements else ()):
-            width = self.state.activation if index in layers[-1].product_outputs else self.state.boundary
+            width = self.state.activation if index in layers[-1].matmul_dtype_outputs else self.state.boundary
             passes = all(index in layer.passed_outputs for layer in layers)
             found.append(StageOutput(math.prod(shape) * self.plan.microbatch_size * width, passes))
         return tuple(found)
@@ -228,8 +228,8 @@ class Stages:
         footprint = layer_footprint(layer, b, state, kept)._replace(left=left)
         if ends[0]:  # the input is a receive buffer, which is counted there
             footprint = footprint._replace(activations=footprint.activations - footprint.input_bytes)
-        if self.software.layers.split_backward == "products":
-            split = cache(partial(products_footprint, layer, b, state, footprint))
+        if self.software.layers.split_backward == "matmuls":
+            split = cache(partial(matmul_split_footprint, layer, b, state, footprint))
         else:
             split = cache(partial(split_footprint, layer, b, state, footprint, receives=ends[1]))
         if ends[1]:  # the output's gradient is in a receive buffer

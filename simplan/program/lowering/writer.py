@@ -28,9 +28,9 @@ class RankWriter:
     Args:
         builder: Receives names, work and effects.
         ordered_communications: True if P2P transfers between two ranks, in either direction, run in order of issue,
-            because they share a communicator and its stream (NCCL). prefetch_receive_schedules: See ``SoftwareSpec``.
-            If True, only transfers of one direction and sender are ordered, and a receive waits for no compute of the
-            rank.
+            because they share a communicator and its stream (NCCL).
+        prefetch_receive_schedules: See ``SoftwareSpec``. If True, only transfers of one direction and sender are
+            ordered, and a receive waits for no compute of the rank.
 
     Attributes:
         stage: Stage of the action being lowered.

@@ -362,7 +362,7 @@ class _Backward:
             return 0
         match kernel:
             case Gemm(trained=True):
-                return kernel.weight_elements * (state.product or (state.placeholder if self._is_head else 0))
+                return kernel.weight_elements * (state.matmul_gradient or (state.placeholder if self._is_head else 0))
             case Lookup(trained=True) if operator.parameters:
                 weight = next(p for p in self._layer.parameters if p.name == operator.parameters[-1])
                 return weight.num_elements * state.residual
@@ -383,10 +383,10 @@ class _Backward:
             return
         has_copy = kernel.name in tensors.weight_copies
         if has_copy and state.weight_copy:
-            both = kernel.weight_elements * (state.product + state.gradient)
+            both = kernel.weight_elements * (state.matmul_gradient + state.gradient)
             yield memory.point(gradients=self._waiting_gradients + both)
         if self._layer.compiled:
-            self._waiting_gradients += kernel.weight_elements * (state.gradient if has_copy else state.product)
+            self._waiting_gradients += kernel.weight_elements * (state.gradient if has_copy else state.matmul_gradient)
 
     def _brought_back(self, operator: Operator) -> Iterator[PeakPoint]:
         """All-gathers inputs of matmuls again, for the gradients of their weights."""

@@ -6,7 +6,7 @@ alone, the log-probabilities, are freed at the end of I. W visits the weights in
 After an operator, W frees the gradient left for it and the tensors that it alone saved; the rest is held until the end
 of W.
 
-The zero-bubble fork of Megatron-LM (Qi et al. 2024, section 3.1) leaves less (``products_footprint``).
+The zero-bubble fork of Megatron-LM (Qi et al. 2024, section 3.1) leaves less (``matmul_split_footprint``).
 """
 
 from __future__ import annotations
@@ -130,16 +130,18 @@ def _weight_points(
     points, gone, last_gradient = [], 0, 0
     for index, operator in order:
         kept = sum(tensors.saved[root] for root, user in last.items() if user == index)
-        product = gradient = 0
+        matmul_gradient = gradient = 0
         kernel = operator.kernel
         if isinstance(kernel, Gemm):
             copies = tensors.weight_copies.get(kernel.name, 0)
             kept += copies
-            product = gradient = kernel.weight_elements * tensors.state.product
+            matmul_gradient = gradient = kernel.weight_elements * tensors.state.matmul_gradient
             if copies:
                 gradient = kernel.weight_elements * tensors.state.gradient
-                product += max(0, gradient - kept)
-        points.append(PeakPoint(_weight_scratch_bytes(tensors, operator) - gone, gradients=last_gradient + product))
+                matmul_gradient += max(0, gradient - kept)
+        points.append(
+            PeakPoint(_weight_scratch_bytes(tensors, operator) - gone, gradients=last_gradient + matmul_gradient)
+        )
         gone += kept + (left[index].num_bytes if index in left else 0)
         last_gradient = gradient
     return tuple(points), gone
@@ -170,7 +172,7 @@ def _last_uses(layer: LayerSpec, tensors: LayerTensors, order: Sequence[int]) ->
     return {root: max(of, key=order.index) for root, of in alone.items() if not layer.tensors[root].logits}
 
 
-def products_footprint(
+def matmul_split_footprint(
     layer: LayerSpec, microbatch_size: int, state: StateBytes, footprint: LayerFootprint
 ) -> SplitFootprint:
     """Computes the memory of a split backward whose second half has only the matmuls for gradients of weights.
@@ -209,7 +211,7 @@ def products_footprint(
         dropped_logits=footprint.logits,
         released=footprint.activations + gradients - dropped,
         input=tuple(points),
-        weight=tuple(PeakPoint(gradients=matrix.weight_elements * state.product) for matrix in matrices),
+        weight=tuple(PeakPoint(gradients=matrix.weight_elements * state.matmul_gradient) for matrix in matrices),
     )
 
 

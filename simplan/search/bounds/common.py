@@ -69,7 +69,7 @@ class Bounds:
             near = np.flatnonzero(of_part <= (np.inf if max_bytes is None else max_bytes))
             if len(near):
                 if self._times is None:
-                    self._times = StepTimeBound(self._job, self._sums.cost_estimates(part.plan(0)))
+                    self._times = StepTimeBound(self._job, self._sums.cost_cache(part.plan(0)))
                 seconds[here[near]] = self._times.seconds(part.take(near), pipeline, ways[near])
         return Bounded(num_bytes, seconds)
 

@@ -157,7 +157,7 @@ class LayerSumsCache:
             )
         return found
 
-    def cost_estimates(self, plan: ParallelPlan) -> CostCache:
+    def cost_cache(self, plan: ParallelPlan) -> CostCache:
         """Cost estimates for a plan."""
         job = self._job.with_plan(plan)
         return CostCache(cost_model(job, self._calibration), sends=job.cluster.cores_per_node is None)
@@ -174,9 +174,9 @@ class LayerSumsCache:
         job = self._job
         alone = {"pp": 1, "virtual_stages": 1, "schedule": "none", "stage_layers": None}
         plan = plan.model_copy(update=alone)
-        cost_estimates = self.cost_estimates(plan)
+        cost_cache = self.cost_cache(plan)
         stages = Stages(job.with_plan(plan), StageAssignment((0, len(job.model.layers))), _WHOLE_MODEL)
-        passes = _PassTimes(job, plan, stages, cost_estimates)
+        passes = _PassTimes(job, plan, stages, cost_cache)
         known: dict[Hashable, tuple[float, ...]] = {}
         rows = []
         for position, layer in enumerate(stages.layers[0]):
@@ -188,8 +188,8 @@ class LayerSumsCache:
         summed = np.concatenate([np.zeros((7, 1)), np.cumsum(fields[:7], axis=1)], axis=1)
         on_host = plan.offload_optimizer
         update = LayerWork(stages.layers[0][1], Phase.OPTIMIZER, plan.microbatch_size, _MANY, on_host=on_host)
-        counts = job.training.optimizer not in LAYERWISE and cost_estimates.sends
-        update_s = cost_estimates.work_s(update) / _MANY if counts else 0.0
+        counts = job.training.optimizer not in LAYERWISE and cost_cache.sends
+        update_s = cost_cache.work_s(update) / _MANY if counts else 0.0
         input_bytes, output_bytes, backward_bytes = fields[7:]
         return LayerSums(summed, input_bytes, output_bytes, backward_bytes, update_s, balance_s.tolist())
 
@@ -224,16 +224,16 @@ class _PassTimes:
         stages: All layers as one stage.
     """
 
-    def __init__(self, job: Job, plan: ParallelPlan, stages: Stages, cost_estimates: CostCache) -> None:
-        self._groups = RankMapping.of(plan).exchanging_groups(0)
+    def __init__(self, job: Job, plan: ParallelPlan, stages: Stages, cost_cache: CostCache) -> None:
+        self._groups = RankMapping.of(plan).layer_collective_groups(0)
         self._hidden = {"cp"} if plan.cp > 1 and plan.cp_comm == "ring" else set()
         if job.software.expert_overlap:
             self._hidden |= {"ep", "etp"}
-        self._size, self._stages, self._scripts, self._prices = (
+        self._size, self._stages, self._scripts, self._cost_cache = (
             plan.microbatch_size,
             stages,
             Scripts(stages),
-            cost_estimates,
+            cost_cache,
         )
 
     def of_layer(self, position: int, *, splits: bool) -> tuple[float, float, float]:
@@ -243,11 +243,13 @@ class _PassTimes:
         backward_s = self._seconds(position, Phase.BACKWARD)
         if splits:
             backward_s = min(backward_s, sum(self._seconds(position, part) for part in _PARTS))
-        return sum(map(self._prices.work_s, works)), self._seconds(position, Phase.FORWARD), backward_s
+        return sum(map(self._cost_cache.work_s, works)), self._seconds(position, Phase.FORWARD), backward_s
 
     def _seconds(self, position: int, phase: Phase) -> float:
         segments = self._scripts.computed(0, position, phase)
-        return pass_time_s(segments, self._groups, self._prices.work_s, self._prices.communication_s, self._hidden)
+        return pass_time_s(
+            segments, self._groups, self._cost_cache.work_s, self._cost_cache.communication_s, self._hidden
+        )
 
 
 class CostCache:

@@ -58,8 +58,8 @@ class _PassCommunications(NamedTuple):
 class ShardingTimes:
     """Cache of FSDP collective times."""
 
-    def __init__(self, job: Job, cost_estimates: CostCache) -> None:
-        self._job, self._prices = job, cost_estimates
+    def __init__(self, job: Job, cost_cache: CostCache) -> None:
+        self._job, self._cost_cache = job, cost_cache
         self._alone: dict[Hashable, _PassCommunications] = {}
         self._by_layer: dict[Hashable, Floats] = {}
         self._units: dict[Hashable, tuple[Unit, ...]] = {}
@@ -127,7 +127,7 @@ class ShardingTimes:
     ) -> tuple[list[float], list[float], list[float]]:
         """By unit, seconds of its all-gather, its reduce-scatter, and its all-reduce among replicas."""
         mapping, state = RankMapping.of(plan), self._job.software.state(self._job.training, plan)
-        replicas, collective_s = mapping.replicate_group(0), self._prices.collective_s
+        replicas, collective_s = mapping.replicate_group(0), self._cost_cache.collective_s
         known: dict[tuple[int, int, bool], tuple[float, float, float]] = {}
         found = []
         for unit in units:

@@ -41,16 +41,16 @@ class StepTimeBound:
     reduce-scatters are serialized on one stream.
 
     Args:
-        cost_estimates: Cost estimates of communication, the same under all plans.
+        cost_cache: Cache of communication times, which all plans share.
     """
 
-    def __init__(self, job: Job, cost_estimates: CostCache) -> None:
-        self._job, self._prices = job, cost_estimates
+    def __init__(self, job: Job, cost_cache: CostCache) -> None:
+        self._job, self._cost_cache = job, cost_cache
         kernels, software = job.cluster.device.kernels, job.software
         self._shares_evenly = software.optimizer_shards == "elements"
-        self._host_s = kernels.host_step_overhead_s if software.trainer and cost_estimates.sends else 0.0
-        self._batch_s = kernels.host_batch_overhead_s if software.waits_for_batch and cost_estimates.sends else 0.0
-        self._sharding = ShardingTimes(job, cost_estimates)
+        self._host_s = kernels.host_step_overhead_s if software.trainer and cost_cache.sends else 0.0
+        self._batch_s = kernels.host_batch_overhead_s if software.waits_for_batch and cost_cache.sends else 0.0
+        self._sharding = ShardingTimes(job, cost_cache)
 
     def seconds(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
         """``(rows,)`` Lower bounds in seconds.
@@ -61,7 +61,7 @@ class StepTimeBound:
         """
         found = np.zeros(len(rows))
         sharded = rows.shards_parameters
-        alone = sharded & (rows["pp"] == 1) & self._prices.sends
+        alone = sharded & (rows["pp"] == 1) & self._cost_cache.sends
         for part in (alone, sharded & ~alone, ~sharded & ~alone):
             here = np.flatnonzero(part)
             if len(here):
@@ -82,7 +82,7 @@ class StepTimeBound:
         work_s = pipeline.of_ranks(forward_s + stages.backward_s)[ways]
         done_s = before_s + many[:, None] * work_s + self._sends_s(rows, hops_s[ways], many)
         scatters_s = None
-        if rows.shards_parameters[0] and self._prices.sends:
+        if rows.shards_parameters[0] and self._cost_cache.sends:
             places = enumerate(ways.tolist())
             units = np.stack([self._sharding.stages(rows, row, pipeline.boundaries[way]) for row, way in places])
             gathers_s, scatters_s = units[:, 0], units[:, 1]
@@ -99,7 +99,7 @@ class StepTimeBound:
         """``(ways, ranks)`` Seconds of one microbatch's P2P send from the first stage of each rank to the next rank."""
         num_ranks, sizes = pipeline.num_ranks, pipeline.stages.output_bytes
         found = np.zeros((len(sizes), num_ranks))
-        if num_ranks == 1 or not self._prices.sends:
+        if num_ranks == 1 or not self._cost_cache.sends:
             return found
         splits = self._job.software.scatter_gather_p2p
         parts = np.ones(len(sizes))
@@ -111,7 +111,7 @@ class StepTimeBound:
         for rank, (source, target) in enumerate(ends):
             pair = by_kind.setdefault(node_of(source) == node_of(target), (source, target))
             values, place = np.unique(sent[:, rank], return_inverse=True)
-            seconds = [self._prices.collective_s(CollectiveKind.SEND, size, pair) for size in values]
+            seconds = [self._cost_cache.collective_s(CollectiveKind.SEND, size, pair) for size in values]
             found[:, rank] = np.array(seconds)[place]
         return found
 
@@ -133,7 +133,7 @@ class StepTimeBound:
         first = slice(0, pipeline.num_ranks)
         trained, experts = (pipeline.of_ranks(of)[ways] for of in (pipeline.stages.trained, pipeline.stages.experts))
         update_s = self._update_s(rows, pipeline, ways, trained, experts)
-        if not self._prices.sends:
+        if not self._cost_cache.sends:
             return _Tail(np.zeros_like(update_s), np.zeros_like(update_s), update_s)
         if scatters_s is not None:
             of_first = scatters_s[:, first]
@@ -217,5 +217,5 @@ class StepTimeBound:
         if len(group) == 1:
             return np.zeros_like(num_bytes)
         sizes, place = np.unique(num_bytes.astype(np.int64), return_inverse=True)
-        found = np.array([self._prices.collective_s(kind, size, group) for size in sizes.tolist()])
+        found = np.array([self._cost_cache.collective_s(kind, size, group) for size in sizes.tolist()])
         return np.asarray(found[place].reshape(num_bytes.shape))

@@ -14,7 +14,7 @@ from executor.distributed import compiling
 from executor.distributed.compiling import compile_blocks
 from executor.run import run_job
 from simplan import catalog
-from simplan.model.implementations.layer_implementation import LayerImplementation, styled
+from simplan.model.implementations.layer_implementation import LayerImplementation, implemented_layer
 from simplan.model.layer import LayerSpec
 from simplan.plan.plan import Recompute
 from simplan.runs.run_spec import RunSpec
@@ -84,7 +84,7 @@ def compiled_run(family: str, recompute: Recompute, precision: str) -> tuple[Lay
     torch._dynamo.reset()
     spec = variant(family)
     run = LayerRun(spec, 1, recompute, precision, prepare=lambda stage: compile_blocks(stage, spec, whole=True))
-    layer = styled(run.layer, LayerImplementation(compiled=True), dropout=False)
+    layer = implemented_layer(run.layer, LayerImplementation(compiled=True), dropout=False)
     assert layer.key != run.layer.key
     return run, layer
 

@@ -23,7 +23,7 @@ from simplan.validate.compare import (
     issued_as_predicted,
     predicted_communications,
     ran_as_predicted,
-    reduces_between_exchanges,
+    reduces_between_collectives,
 )
 from tests.executor.conftest import Run, slow_except
 from tests.executor.train.test_equality import assert_equal_to_one_process, run_in_float64
@@ -88,7 +88,7 @@ def assert_issued_as_predicted(finished_run: Run) -> None:
         found = issued(finished_run.measurement, rank)
         for copies_last in (wide, found):  # hooks reduce gradients in the middle of a backward
             copies_last.sort(key=lambda issue: issue[0].endswith("host"))
-        if reduces_between_exchanges(job.plan):  # a bucket may be full between two exchanges of one layer
+        if reduces_between_collectives(job.plan):  # a bucket may be full between two exchanges of one layer
             wide.sort(key=kind_and_group)
             found.sort(key=kind_and_group)
         assert found == wide

@@ -66,9 +66,11 @@ def test_ddp_on_two_hosts_goes_on_as_ddp_on_one(tmp_path: Path) -> None:
 
 def test_a_node_that_was_asked_something_else_is_told(tmp_path: Path) -> None:
     with hosts(2) as made:
-        started = start_on(made, make_job(dp=2), tmp_path, number=1, join_timeout_s=40.0, asked={"--steps": "2"})
+        started = start_on(made, make_job(dp=2), tmp_path, number=1, join_timeout_s=40.0, requested={"--steps": "2"})
         other = Nodes.model_validate_json((tmp_path / "nodes1.json").read_bytes())
-        (tmp_path / "nodes1.json").write_text(other.model_copy(update={"asked": {"--steps": "3"}}).model_dump_json())
+        (tmp_path / "nodes1.json").write_text(
+            other.model_copy(update={"requested": {"--steps": "3"}}).model_dump_json()
+        )
         ((code, said),) = finished([start_node(made[1], 1, tmp_path)], tmp_path / "1")
         started[0].send_signal(signal.SIGTERM)
         ((led, _),) = finished(started, tmp_path)

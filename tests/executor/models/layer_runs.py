@@ -105,7 +105,7 @@ class LayerRun:
         self._inputs = [inputs.to(dtype) if inputs.is_floating_point() else inputs]
         if index:
             before = layers[index - 1]
-            narrow = before.product_outputs if precision == "autocast" else ()
+            narrow = before.matmul_dtype_outputs if precision == "autocast" else ()
             trained = not (spec.lora_rank and index == 1)
             self._inputs = [
                 torch.randn(BATCH, *shape, dtype=torch.bfloat16 if number in narrow else frozen).requires_grad_(trained)

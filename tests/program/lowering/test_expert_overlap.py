@@ -71,7 +71,7 @@ def test_all_bytes_are_still_sent(expand_all: bool) -> None:
 def test_communications_take_multiprocessors_from_what_is_computed_meanwhile(way: str, expected: float) -> None:
     """Three quarters of the device are left for products while communications move, and all of it from then on."""
     found = program(overlap=True, way=way)
-    taken = {work.taken for op in found.ops for work in op.work if isinstance(work, OverlapRemainder)}
+    taken = {work.sm_fraction for op in found.ops for work in op.work if isinstance(work, OverlapRemainder)}
     assert list(taken) == [pytest.approx(expected)]
     first = next(work for op in collectives(found, 2) for work in op.work if isinstance(work, OverlapRemainder))
     beside, communication = first.beside, first.communications[0]

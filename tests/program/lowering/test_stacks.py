@@ -15,7 +15,7 @@ from simplan.model.recompute import recomputation
 from simplan.plan.plan import ParallelPlan
 from simplan.program.memory.footprint import layer_footprint
 from simplan.program.memory.low_precision_footprint import keeping_quantized, persistent_weight_bytes
-from simplan.program.memory.split_footprint import products_footprint
+from simplan.program.memory.split_footprint import matmul_split_footprint
 from simplan.program.program import LayerWork, MemoryCategory, Op, Phase, Program, Stream
 from simplan.sim.engine import simulate
 from simplan.sim.memory import memory_peak
@@ -63,7 +63,7 @@ def test_a_split_backward_leaves_inputs_and_gradients_of_products() -> None:
     block = software.layers_of(GPT_22B, ParallelPlan())[1]
     state = software.state(FP16, ParallelPlan())
     whole = layer_footprint(block, B, state, recomputation(block, "none"))
-    split = products_footprint(block, B, state, whole)
+    split = matmul_split_footprint(block, B, state, whole)
     assert split.activations == 34 * SBH + 5 * SCORES + STATISTICS
     assert split.between_activations == 32 * SBH
 
