@@ -139,7 +139,7 @@ def _model(run: PublishedRun, software: SoftwareSpec, settings: Settings, notes:
     if like is not None:
         fields |= switches
         said = ", ".join(f"{field} = {value}" for field, value in switches.items())
-        notes.append(f"as the catalogue's {like}, whose sizes it has: {said}")
+        notes.append(f"as the catalog's {like}, whose sizes it has: {said}")
     if run.task == "lora":
         fields |= _adapters(run, settings, notes)
     fields |= settings.given("mtp_num_layers")

@@ -44,12 +44,12 @@ def _of_model(job: Job) -> Iterator[str]:
     if model.family == "deepseek":
         yield "tokens choose among all experts, not among those of a few groups (n_group)"
         if not model.mtp_num_layers:
-            with_it = "" if software.mtp else f", which is all that is modelled with {software.id}"
+            with_it = "" if software.mtp else f", which is all that is modeled with {software.id}"
             yield f"no layer predicts a second token, as mtp_num_layers = 0{with_it}"
     if FAMILIES[model.family].soft_cap:
         yield (
             "scores of attention are tensors, as in Hugging Face's eager attention and in Megatron Bridge: kernels "
-            "that cap them inside (flash-attn from 2.6 on, flex_attention) are not modelled"
+            "that cap them inside (flash-attn from 2.6 on, flex_attention) are not modeled"
         )
 
 
@@ -66,7 +66,7 @@ def _of_plan(job: Job) -> Iterator[str]:
         instead = f"; microbatch would hold their shards only, and reduce {microbatches} times"
         yield (
             f"gradients of {microbatches} microbatches add up whole before they are reduced, as grad_sync = step"
-            + instead * (not plan.shard.experts_apart)  # with which it is not modelled
+            + instead * (not plan.shard.experts_apart)  # with which it is not modeled
         )
     state = software.state(training, plan)
     if state.residual > state.activation:
@@ -77,7 +77,7 @@ def _of_plan(job: Job) -> Iterator[str]:
         )
     if training.precision == "fp16":
         yield (
-            "fp16: of the loss scaler are not modelled its pass over the gradients of a rank (8 bytes each, read and "
+            "fp16: of the loss scaler are not modeled its pass over the gradients of a rank (8 bytes each, read and "
             "written once a step) and steps that it skips"
         )
     if plan.ep == 1 and software.expert_dispatch in ("deepep", "hybridep"):
@@ -111,13 +111,13 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
         yield (
             f"the allocator reserves {share:.0%} more than comes and goes in a step, in whole 2 MiB blocks"
             if share
-            else "reserved memory is allocated memory in whole 2 MiB blocks; fragmentation is not modelled"
+            else "reserved memory is allocated memory in whole 2 MiB blocks; fragmentation is not modeled"
         )
         yield "the device never waits for the host to launch: that counts as a time that every kernel takes"
     if short_bytes:
         yield (
             f"the allocator finds {format_bytes(short_bytes)} less than it would reserve, so it frees blocks and asks "
-            "again; what that takes is not modelled"
+            "again; what that takes is not modeled"
         )
     if software.not_modelled:
         things = counted(len(software.not_modelled), "thing")

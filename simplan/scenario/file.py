@@ -104,7 +104,7 @@ def load_scenario(path: str | Path) -> Scenario:
 
     Raises:
         SpecError: The file cannot be read or is wrong; lists all problems, each with its line. When all of them
-            are options that are not modelled yet, the error is a ``NotModelledError``.
+            are options that are not modeled yet, the error is a ``NotModelledError``.
     """
     return scenario_from(read_yaml(path), path)
 
