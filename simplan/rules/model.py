@@ -1,4 +1,4 @@
-"""Rules between the fields of a model: its sizes, documents, images, adapters, experts and layers for later tokens."""
+"""Rules between the fields of a model, from its sizes to its experts; and limits of Hugging Face transformers' code."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def gate_needs_shared_expert(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "model.shared_expert_gate", rule, "remove it, or give shared_expert_intermediate_size")
 
 
-@rule("experts that drop no tokens need places for those of the fullest one")
+@rule("experts that drop no tokens need capacity for the fullest expert")
 def capacity_for_tokens(job: Job) -> Iterator[Problem]:
     model, needed = job.model, job.model.expert_imbalance
     if model.num_experts and model.capacity_factor < needed and not model.drop_tokens:

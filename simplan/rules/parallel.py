@@ -53,7 +53,7 @@ def sequence_parallel_divides_sequence(job: Job) -> Iterator[Problem]:
 @rule("the software has no sequence parallelism", reads="sequence_parallel tp")
 def sequence_parallel_of_software(job: Job) -> Iterator[Problem]:
     if job.plan.sequence_parallel and job.plan.tp > 1 and not job.software.sequence_parallelism:
-        rule = f"is more than {job.software.id} has: its tensor-parallel ranks all have whole norms and sums"
+        rule = f"{job.software.id} does not support sequence parallelism"
         yield problem_of(job, "plan.sequence_parallel", rule, "write sequence_parallel: false")
 
 

@@ -76,7 +76,7 @@ def split_backward_reshard(job: Job) -> Iterator[Problem]:
 
 @rule(
     "DistributedDataParallel does not reduce what a split backward makes",
-    outside_torch="a split backward of replicas whose parameters are whole is not modeled",
+    outside_torch="a split backward of replicas whose parameters are unsharded is not modeled",
     reads="pp schedule dp cp shards_parameters",
 )
 def split_backward_ddp(job: Job) -> Iterator[Problem]:
@@ -85,7 +85,7 @@ def split_backward_ddp(job: Job) -> Iterator[Problem]:
         rule = (
             "splits backward, and torch's DistributedDataParallel does not reduce what a split backward makes"
             if software.runtime != "xla"
-            else f"splits backward, which is not modeled for {software.id} where parameters are whole"
+            else f"splits backward, which is not modeled for {software.id} where parameters are unsharded"
         )
         fix = f"use dp_shard = {plan.dp} and dp_replicate = 1 with zero_stage = 2, or schedule = 1f1b"
         yield problem_of(job, "plan.schedule", rule, fix)
@@ -137,7 +137,7 @@ def stages_equal(job: Job) -> Iterator[Problem]:
 
 @rule(
     "DistributedDataParallel fails with several stages on a rank",
-    outside_torch="several stages on a rank of replicas whose parameters are whole are not modeled",
+    outside_torch="several stages on a rank of replicas whose parameters are unsharded are not modeled",
     reads="virtual_stages dp cp shards_parameters",
 )
 def virtual_stages_ddp(job: Job) -> Iterator[Problem]:
@@ -146,7 +146,7 @@ def virtual_stages_ddp(job: Job) -> Iterator[Problem]:
         rule = (
             "torch's DistributedDataParallel fails with several stages on a rank"
             if software.runtime != "xla"
-            else f"is not modeled for {software.id} where parameters are whole"
+            else f"is not modeled for {software.id} where parameters are unsharded"
         )
         fix = f"use dp_shard = {plan.dp} and dp_replicate = 1 with zero_stage = 3, or virtual_stages = 1"
         yield problem_of(job, "plan.virtual_stages", rule, fix)

@@ -139,7 +139,7 @@ def offload_layers_of_activations(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "plan.offload_layers", rule, "set offload_activations, or remove it")
 
 
-@rule("what is kept on the host needs a link to it", reads="offload_optimizer offload_activations", reads_cluster=True)
+@rule("offloading needs a host link", reads="offload_optimizer offload_activations", reads_cluster=True)
 def offload_needs_link(job: Job) -> Iterator[Problem]:
     cluster, offloads = job.cluster, job.plan.offload_optimizer or job.plan.offload_activations
     if offloads and cluster.device.kind != "cpu" and cluster.host_link is None:

@@ -20,7 +20,7 @@ _TORCH_OPTIMIZERS = frozenset({"torch", "torchtitan", "torchtitan-2025", "transf
 """Frameworks that use torch.optim's optimizers."""
 
 _NOT_IN_LOW_PRECISION = {
-    "resnet": "its matrix products are convolutions",
+    "resnet": "its matmuls are convolutions",
     "t5": "its memory was never compared with torch's",
 }
 
@@ -154,7 +154,7 @@ def compiled_low_precision(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "training.precision", rule, "use bf16, or software.compiled = false")
 
 
-@unmodelled("attention in 8 bits is not modeled for this model, precision or device", reads_cluster=True)
+@unmodelled("FP8 attention is not modeled for this model, precision or device", reads_cluster=True)
 def low_attention_modelled(job: Job) -> Iterator[Problem]:
     """Support of Transformer Engine's ``fp8_dpa`` (FP8 attention)."""
     model, device, precision = job.model, job.cluster.device, job.training.precision
@@ -175,7 +175,7 @@ def low_attention_modelled(job: Job) -> Iterator[Problem]:
         yield _in_8_bits(rule, "remove them, " + _WITHOUT)
 
 
-@unmodelled("context parallelism of attention in 8 bits is not modeled", reads="cp")
+@unmodelled("context parallelism of FP8 attention is not modeled", reads="cp")
 def cp_of_low_attention(job: Job) -> Iterator[Problem]:
     cp = job.plan.cp
     if job.software.fp8_dot_product_attention and job.training.precision in ("fp8", "mxfp8") and cp > 1:
@@ -187,7 +187,7 @@ def _in_8_bits(rule: str, fix: str) -> Problem:
 
 
 @rule(
-    "matrix products in 8 or 4 bits need sizes that are whole blocks",
+    "FP8 and FP4 matmuls need sizes that are multiples of the scaling block",
     reads="tp sequence_parallel cp cp_comm ep etp microbatch_size",
     after_others=True,
 )

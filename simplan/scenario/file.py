@@ -132,7 +132,7 @@ def scenario_of(parts: ScenarioParts, folder: Path | None) -> Scenario:
     plan = _read_plan(sections, data, folder)
     expect = read_expectations(sections, data.get("expect", ()))
     sections.raise_problems()
-    assert plan is not None, "what is missing has been refused"
+    assert plan is not None, "the missing section plan has raised an error"
     try:
         return Scenario(name=parts.name, job=parts.job(plan), expect=expect, file=sections.file)
     except SpecError as error:

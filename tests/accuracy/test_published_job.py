@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 
 from simplan import catalog
-from simplan.accuracy.framework_defaults import profile_name, stacks
+from simplan.accuracy.framework_defaults import framework_defaults, profile_name
 from simplan.accuracy.published_job import job_of_published_run, layers_of_stages
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.schema import Framework
@@ -93,9 +93,9 @@ def test_what_a_profile_refuses_is_predicted_as_others_have_it_and_said(
 
 def test_every_profile_name_is_known_to_the_catalogue() -> None:
     """As one that there is, or as one that is known to be missing: no other name is a stand-in's."""
-    assert set(stacks()) == set(get_args(Framework))
-    for stack in stacks().values():
-        for name in (*stack.profiles.values(), *stack.combining.values()):
+    assert set(framework_defaults()) == set(get_args(Framework))
+    for framework in framework_defaults().values():
+        for name in (*framework.profiles.values(), *framework.combining.values()):
             with suppress(NotModelledError):
                 assert catalog.software(name).id == name
 

@@ -121,7 +121,7 @@ def test_only_layers_with_attention_are_others() -> None:
     plan, other = ParallelPlan(), BRIDGE.model_copy(update={"fp8_dot_product_attention": True})
     pairs = zip(BRIDGE.layers_of(DEEPSEEK, plan), other.layers_of(DEEPSEEK, plan), strict=True)
     assert [one == two for one, two in pairs] == [True, *[False] * 27, True]
-    assert other.title == "megatron-bridge, all_to_all, attention in 8 bits"
+    assert other.title == "megatron-bridge, all_to_all, FP8 attention"
 
 
 _LAUNCH_S = 3e-6  # of a kernel that is timed over and over

@@ -25,7 +25,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"recompute": "selective_op", "offload_activations": True},
         {},
-        "plan.recompute = selective_op: the executor does not keep single matmuls with activations that are "
+        "plan.recompute = selective_op: the executor does not support selective_op with activations that are "
         "moved to the host; use selective or full, or offload_activations = false",
     ),
     ({**PP, "grad_sync": "microbatch"}, {}, "plan.grad_sync = microbatch: gradient reduction after"),

@@ -196,7 +196,7 @@ def _with_attention(
     if eight_bits:
         operators = tuple(with_core(operator, eight_bits=True) for operator in operators)
     words = [style.attention, "repeated" * style.repeated_keys, "narrow" * style.narrow_values]
-    words += ["skips" * style.skips_keys, "one call" * one_call, "attention in 8 bits" * eight_bits]
+    words += ["skips" * style.skips_keys, "one call" * one_call, "FP8 attention" * eight_bits]
     return operators, skips, words
 
 
