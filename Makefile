@@ -14,7 +14,7 @@ help:
 	@echo "make test-browser  the dashboard in a real browser (installs playwright; uses chromium of the system, or its own)"
 	@echo "make screenshots   docs/screenshots: every page in light, dark and on a phone"
 	@echo "make bench     the numbers of the benchmark table"
-	@echo "make fit       the catalogue's constants again, fitted on published measurements"
+	@echo "make fit       the catalog's constants again, fitted on published measurements"
 	@echo "make docs      the documentation site, in site/"
 	@echo "make lint      ruff and mypy only"
 	@echo "make clean     remove .venv, caches, demo-out, gpu-out and site"

@@ -23,7 +23,7 @@ Modules:
   address. ``app/fields.py`` binds widgets to both. A link contains nothing else: opening a link shows pages and starts
   nothing.
 - ``app/result_cache.py``: scenario -> prediction, cached by the scenario's text for all sessions.
-- ``app/results``: data of pages, computed in worker processes, which ``app/jobs`` runs and ``app/work.py`` awaits.
+- ``app/results``: data of pages, computed in worker processes, which ``app/jobs`` runs and ``app/awaited.py`` awaits.
 - ``app/figures``: figures as pure functions of data, without Streamlit; ``style.py`` has the colors. Figures define no
   colors of text and background: ``show_figure`` leaves them to the light or dark theme.
 - ``app/components``: parts that pages share: metrics, tables, figures with downloads, the scenario form.

@@ -35,9 +35,9 @@ def _warm_up() -> None:
 
     import app.components.plans
     import app.components.published  # noqa: F401
+    from app.awaited import done
     from app.results.plan import plan_result, quick_headline
     from app.state import START, document_text
-    from app.work import done
     from simplan.scenario import parse_scenario
 
     pipeline = START | {"plan": {"tp": 8, "pp": 2, "dp_shard": 4}}

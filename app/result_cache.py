@@ -11,12 +11,12 @@ from typing import Any
 
 import streamlit as st
 
+from app.awaited import awaited, handed_over
 from app.results import plan as plan_results
 from app.results import timeline as timeline_results
 from app.results.plan import Headline, PlanResult, plan_result, quick_headline
 from app.results.timeline import TimelineResult, timeline_result
 from app.state import document_text
-from app.work import awaited, handed_over
 from simplan.cost.calibration.store import default_path
 from simplan.scenario import Scenario, parse_scenario
 

@@ -67,7 +67,7 @@ def _terminated(number: int, frame: FrameType | None) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     from executor.run import run_job, run_on_nodes
-    from simplan.runs.fewer_nodes import Nodes
+    from simplan.runs.elastic import Nodes
     from simplan.runs.run_spec import RunSpec
 
     job = None if args.file is None else _parse(RunSpec, args.file)
@@ -99,7 +99,7 @@ def _environment(args: argparse.Namespace) -> None:
 def _calibrate(args: argparse.Namespace) -> None:
     from executor.calibration.calibrate import calibrate
     from simplan.cost.calibration.format import CalibrationRequest
-    from simplan.runs.fewer_nodes import Nodes
+    from simplan.runs.elastic import Nodes
 
     def report(done: int, of: int, what: str) -> None:
         _report(event="progress", done=done, of=of, what=what)

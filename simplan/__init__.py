@@ -3,7 +3,7 @@
 ::
 
     simplan.load_scenario("plan.yaml").predict()            # a Prediction
-    simplan.load_search("question.yaml").search()           # a SearchResult
+    simplan.load_search("search.yaml").search()             # a SearchResult
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Addresses of the documentation, for messages of installed packages, which hold no documentation."""
+"""Address of a documentation page, for errors of an installed package."""
 
 from __future__ import annotations
 

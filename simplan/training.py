@@ -68,7 +68,7 @@ def _modelled(name: Any) -> Any:
     """Tell optimizers that are not modeled from misspelt names."""
     if isinstance(name, str) and any(part in name.lower() for part in OPTIMIZERS_NOT_MODELED):
         known = ", ".join(get_args(OptimizerName))
-        raise ValueError(f"is an optimizer that is not modelled yet, for it keeps other states; modelled: {known}")
+        raise ValueError(f"is an optimizer that is not modeled yet, for it keeps other states; modeled: {known}")
     return name
 
 

@@ -58,7 +58,7 @@ def job_of(
 
 
 def problems(model: ModelSpec | str, plan: Plan | None = None, **parts: Any) -> list[str]:
-    """Sentences for which a job (see ``job_of``) is refused, by a NotModelledError where all say "is not modelled"."""
+    """Sentences for which a job (see ``job_of``) is refused, by a NotModelledError where all say "is not modeled"."""
     try:
         check_job(job_of(model, plan, **parts))
     except SpecError as error:
@@ -66,7 +66,7 @@ def problems(model: ModelSpec | str, plan: Plan | None = None, **parts: Any) -> 
     else:
         return []
     sentences = [problem.sentence() for problem in refusal.problems]
-    assert isinstance(refusal, NotModelledError) or any("is not modelled" not in sentence for sentence in sentences)
+    assert isinstance(refusal, NotModelledError) or any("is not modeled" not in sentence for sentence in sentences)
     return sentences
 
 

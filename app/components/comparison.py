@@ -7,12 +7,12 @@ from functools import lru_cache
 import streamlit as st
 
 from app import pinned_plans, result_cache, state
+from app.awaited import awaited
 from app.components.elements import csv_text, download, show_figure, show_table
 from app.fields import remembered_choice
 from app.figures.plans import difference_figure, difference_rows, difference_words
 from app.page import escaped, show_problems
 from app.results.plan import predicted_step
-from app.work import awaited
 from simplan.errors import SpecError
 from simplan.explain import Difference, Explanation, difference, explain
 from simplan.plan.plan import ParallelPlan

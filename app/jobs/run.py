@@ -42,9 +42,9 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / "scenario.yaml", text)
         arguments = ["run", str(self.folder / "scenario.yaml"), "-o", str(self.folder), "--steps", str(num_steps)]
-        with (self.folder / "said.txt").open("wb") as said:
+        with (self.folder / "stderr.txt").open("wb") as stderr:
             self._child = python(
-                "-m", "simplan", *arguments, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said
+                "-m", "simplan", *arguments, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr
             )
 
     @property
@@ -66,10 +66,10 @@ class Run:
             return 0
 
     @property
-    def said(self) -> str:
+    def stderr_tail(self) -> str:
         """End of the run's stderr."""
         try:
-            return (self.folder / "said.txt").read_text(encoding="utf-8", errors="replace")[-_MAX_SHOWN:].strip()
+            return (self.folder / "stderr.txt").read_text(encoding="utf-8", errors="replace")[-_MAX_SHOWN:].strip()
         except OSError:
             return ""
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.calibration.store import default_path, load
-from simplan.explain.part import exposed_s
+from simplan.explain.term import exposed_s
 from simplan.io import json_text
 from simplan.plan.plan import RankMapping
 from simplan.predict import Simulated, predict_step

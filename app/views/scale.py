@@ -5,6 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from app import result_cache, state
+from app.awaited import awaited
 from app.components.elements import csv_text, download, show_figure
 from app.components.scenario_form import show_scenario_form
 from app.components.verdict import kept_budget, show_budget
@@ -12,7 +13,6 @@ from app.fields import remembered_choice
 from app.figures.scale import scale_figures, scale_rows, slow_figure, worth_figure
 from app.page import bullets, run_page
 from app.results.scale import AXES, ScalePoint, place_on, slow_ranks, sweep, worth
-from app.work import awaited
 from simplan.scenario import Scenario
 from simplan.units import counted, format_number
 

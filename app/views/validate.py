@@ -78,7 +78,7 @@ def _show_start() -> None:
 def _watch(run: Run) -> Following:
     def progress() -> ProgressBar:
         done = run.steps_done
-        words = f"step {done}" if done else (run.said.splitlines() or ["starting"])[-1]
+        words = f"step {done}" if done else (run.stderr_tail.splitlines() or ["starting"])[-1]
         return ProgressBar(done / (run.num_steps + 2), "stopping the ranks" if run.stopped else words)
 
     place = show_progress(progress(), run.stop)
@@ -91,7 +91,7 @@ def _show_last(run: Run) -> None:
         st.caption(f"Stopped after {run.steps_done} steps; files are in {escaped(str(run.folder))}.")
         return
     if run.failed:
-        last = (run.said.splitlines() or ["the run ended without output"])[-1]
+        last = (run.stderr_tail.splitlines() or ["the run ended without output"])[-1]
         st.warning(escaped(last.removeprefix("error: ")))
         return
     names = ("prediction.json", "measurement.json")

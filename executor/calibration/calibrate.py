@@ -14,7 +14,7 @@ from executor.launch.nodes import Rendezvous
 from executor.launch.watchdog import Beats
 from simplan.cost.calibration.format import Calibration, CalibrationRequest
 from simplan.errors import Problem, RunError, SpecError
-from simplan.runs.fewer_nodes import Nodes
+from simplan.runs.elastic import Nodes
 
 Progress = Callable[[int, int, str], None]
 """Called with the percentage done, 100, and the name of the timed part."""

@@ -191,7 +191,7 @@ def unmodelled_recompute(job: RunSpec) -> Iterator[Problem]:
         )
     if mode == "selective_op":
         for what, fix in _without_selective_op(job):
-            rule = f"the executor does not keep single matmuls {what}"
+            rule = f"the executor does not support selective_op {what}"
             yield Problem(field="plan.recompute", value=mode, rule=rule, fix=f"use selective or full{fix}")
 
 

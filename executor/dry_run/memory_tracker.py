@@ -175,7 +175,7 @@ def _function(code: CodeType) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class PeakPoint:
+class MeasuredPeak:
     """Peak point of a rank's memory in a step.
 
     Attributes:
@@ -208,7 +208,7 @@ class MemoryTracker(Recorder):
         super().close()
         self.storages.period += 1
 
-    def run_steps(self, trainer: Trainer) -> PeakPoint:
+    def run_steps(self, trainer: Trainer) -> MeasuredPeak:
         """Runs steps of a trainer that was built while ``storages`` counted; returns the last one's peak point."""
         job, storages = self._job, self.storages
         worst: list[tuple[Allocation, int, MemoryCategory | None]] = []
@@ -229,7 +229,7 @@ class MemoryTracker(Recorder):
         by_category: Counter[MemoryCategory] = Counter()
         for held, num_bytes, category in worst:
             by_category[category or shapes.category(held)] += num_bytes
-        return PeakPoint(storages.peak_bytes, dict(by_category), str(actions[0]))
+        return MeasuredPeak(storages.peak_bytes, dict(by_category), str(actions[0]))
 
 
 def _known(trainer: Trainer, *, on_host: bool) -> dict[int, MemoryCategory]:

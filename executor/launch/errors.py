@@ -111,7 +111,7 @@ class RankEnd:
             return RanksError(causes[0])
         consequences = [
             *(self._raised(rank) for rank in lost_peer),
-            *(f"rank {rank} was told to end{_at(self.beats.get(rank))}" for rank in terminated),
+            *(f"rank {rank} was terminated{_at(self.beats.get(rank))}" for rank in terminated),
             f"torchrun ended without having run the ranks; their output is in {next(iter(self.logs.values()), '-')}",
         ]
         return RanksError(consequences[0], is_consequence=True)

@@ -207,7 +207,7 @@ def _too_few(launch: RankLaunch) -> str:
     assert launch.rendezvous is not None
     nodes = launch.rendezvous.nodes
     least = nodes.min_nodes if nodes.min_nodes == nodes.max_nodes else f"at least {nodes.min_nodes}"
-    return f"{least} nodes did not meet at {nodes.endpoint} within {nodes.join_timeout_s:g} s"
+    return f"{least} nodes did not join {nodes.endpoint} within {nodes.join_timeout_s:g} s"
 
 
 class _Watch:

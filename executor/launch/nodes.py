@@ -23,7 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from executor.launch.errors import RanksError
 from simplan.errors import Problem, RunError, SpecError
-from simplan.runs.fewer_nodes import Nodes
+from simplan.runs.elastic import Nodes
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _NAME_BYTES = 16  # IFNAMSIZ

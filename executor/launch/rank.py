@@ -115,7 +115,7 @@ class StopRequest:
                 timer.start()
 
     def _end(self) -> None:
-        self._heartbeat.beat(RankState.FINISHED, "ended, as it was told to")
+        self._heartbeat.beat(RankState.FINISHED, "stopped on request")
         os._exit(_TERMINATED)
 
 

@@ -24,7 +24,7 @@ from executor.distributed.recompute import Around, of_block, recompute_block
 from executor.distributed.tensor_parallel import split_layer, with_local_weights
 from executor.models.attention_cores import LayerRequest, StageContext
 from executor.models.blocks import bert_block, gemma2_block, gpt_block, llama_block, mpt_block, neox_block
-from executor.models.ends import (
+from executor.models.embedding_and_head import (
     BertEmbedding,
     CappedHead,
     ClassHead,

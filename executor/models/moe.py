@@ -183,8 +183,8 @@ def check_places(stages: Iterable[nn.Module], spec: ModelSpec, tokens: int) -> N
             Problem(
                 field="model.capacity_factor",
                 value=f"{spec.capacity_factor:g}",
-                rule=f"gives each expert {places} places for a sequence, and expert {int(most.argmax())} of "
-                f"{name.removeprefix('module.')} was asked for {int(most.max())}",
+                rule=f"is capacity {places} per sequence; expert {int(most.argmax())} of "
+                f"{name.removeprefix('module.')} received {int(most.max())}",
                 fix=f"use {int(most.max()) / share:.3g} or more, or model.drop_tokens = true",
             )
         )

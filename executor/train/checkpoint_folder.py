@@ -66,7 +66,7 @@ def check_resume(job: RunSpec) -> list[str]:
         return [*notes, f"no checkpoint in {folder}: beginning at step 1"] if checkpointing.resume else notes
     if not checkpointing.resume:
         rule = f"has checkpoints already, the newest of step {header.step}"
-        fix = "add --resume to go on from it, or name another folder"
+        fix = "add --resume to resume from it, or name another folder"
         raise SpecError(Problem(field="--checkpoint-dir", value=checkpointing.folder, rule=rule, fix=fix))
     problems = list(differences(header, job.model, job.training, job.plan, job.seed, job.dtype))
     if header.step >= job.num_all_steps:

@@ -1,4 +1,4 @@
-"""Software profile of each framework and version, and meaning of its printed figures: ``catalog/stacks.yaml``."""
+"""Software profile of each framework and version, and meaning of its printed figures: ``catalog/frameworks.yaml``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simplan.base import Count, Spec
 from simplan.document import parse_yaml
 from simplan.problems import parse_model
 
-_FILE = "stacks.yaml"
+_FILE = "frameworks.yaml"
 _Year = Annotated[int, Field(ge=0)]
 
 
@@ -47,17 +47,17 @@ class FrameworkDefaults(Spec):
     is_known: bool = True
 
 
-class _StackFile(Spec):
+class _FrameworkFile(Spec):
     meta: dict[str, Any]
-    stacks: dict[Framework, FrameworkDefaults]
+    frameworks: dict[Framework, FrameworkDefaults]
 
 
 @cache
-def stacks() -> Mapping[Framework, FrameworkDefaults]:
+def framework_defaults() -> Mapping[Framework, FrameworkDefaults]:
     """Properties of all frameworks."""
     text = resources.files("simplan.accuracy").joinpath("catalog", _FILE).read_text(encoding="utf-8")
     document = parse_yaml(text, _FILE)
-    return parse_model(_StackFile, document.data, document.lines, _FILE).stacks
+    return parse_model(_FrameworkFile, document.data, document.lines, _FILE).frameworks
 
 
 _YEAR = re.compile(r"\b(?:19|20)[0-9]{2}\b")
@@ -69,15 +69,15 @@ def profile_name(software: RunSoftware, plan: RunPlan) -> str:
 
     A version without a year, or year and month (23.08), counts as recent. If attention is not fused, it counts as 2021.
     """
-    stack, year = stacks()[software.framework], _year(software)
+    framework, year = framework_defaults()[software.framework], _year(software)
     combines = (plan.tp > 1 and plan.pp > 1) or plan.zero_stage == 1
-    profiles = stack.combining if stack.combining and combines else stack.profiles
+    profiles = framework.combining if framework.combining and combines else framework.profiles
     return [name for first, name in profiles.items() if first <= year][-1]
 
 
 def splits_experts(software: RunSoftware) -> bool:
     """True if tensor-parallel ranks shard every expert (etp = tp); False for unsharded experts (etp = 1)."""
-    since = stacks()[software.framework].whole_experts_since
+    since = framework_defaults()[software.framework].whole_experts_since
     return since is None or _year(software) < since
 
 

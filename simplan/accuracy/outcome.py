@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from simplan.accuracy.framework_defaults import stacks
+from simplan.accuracy.framework_defaults import framework_defaults
 from simplan.accuracy.schema import MemoryKind, PublishedRun
 
 
@@ -64,7 +64,7 @@ class RunOutcome:
     @property
     def memory_kind(self) -> MemoryKind:
         """Kind of the measured peak; without one, the kind that the framework prints."""
-        return next(iter(measured_memory_gib(self.run)), stacks()[self.run.software.framework].prints)
+        return next(iter(measured_memory_gib(self.run)), framework_defaults()[self.run.software.framework].prints)
 
     @property
     def memory_errors(self) -> dict[MemoryKind, float]:
@@ -109,6 +109,6 @@ def measured_memory_gib(run: PublishedRun) -> dict[MemoryKind, float]:
     if measured.peak_reserved_gib is not None:
         found["reserved"] = measured.peak_reserved_gib
     if not found and measured.peak_memory_gb_as_printed is not None:
-        stack = stacks()[run.software.framework]
-        found[stack.prints] = measured.peak_memory_gb_as_printed * stack.printed_gb_bytes / 2**30
+        framework = framework_defaults()[run.software.framework]
+        found[framework.prints] = measured.peak_memory_gb_as_printed * framework.printed_gb_bytes / 2**30
     return found

@@ -1,7 +1,7 @@
 """Conversion of a published run to a job: its model, cluster, training, software and plan.
 
-Values that a source does not print are assumed here, each with a note for the reader. Unsupported features raise errors
-later, by the rules that every plan has to pass.
+Values that a source does not print are assumed here, each with a note for the reader. Features without a profile use a
+fallback profile. Unsupported features raise errors later, by the rules that every plan has to pass.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from simplan import catalog
-from simplan.accuracy.framework_defaults import profile_name, splits_experts, stacks
+from simplan.accuracy.framework_defaults import framework_defaults, profile_name, splits_experts
 from simplan.accuracy.recipe import NO_RECIPES, Recipes, Settings, recipes_of, settings_of, with_settings
 from simplan.accuracy.schema import PublishedRun, RunCluster, RunModel, RunPlan
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec
@@ -98,8 +98,8 @@ def job_of_published_run(run: PublishedRun, own: Recipes = NO_RECIPES) -> Publis
 
 def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
     given = run.software
-    stack = stacks()[given.framework]
-    profile = with_stand_ins(catalog.software(profile_name(given, run.plan)), run.plan, notes)
+    framework = framework_defaults()[given.framework]
+    profile = with_fallback_profiles(catalog.software(profile_name(given, run.plan)), run.plan, notes)
     changes: dict[str, object] = {}
     if given.grad_overlap is not None:
         changes["grad_overlap"] = given.grad_overlap
@@ -107,10 +107,10 @@ def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
         changes["tp_overlap"] = "all"
     if given.compile:
         changes["compiled"] = True
-    if not stack.is_known:
+    if not framework.is_known:
         # padding of vocabularies is unknown too; nanotron, for example, pads to a multiple of tp
         changes |= {"rates": profile.rates.model_copy(update=_UNFITTED), "vocab_multiple": 1}
-    fused = stack.fused_attention if given.flash_attention is None else given.flash_attention
+    fused = framework.fused_attention if given.flash_attention is None else given.flash_attention
     if fused is not None:
         changes["layers"] = profile.layers.model_copy(update={"attention": "fused" if fused else "unfused"})
     return profile.model_copy(update=changes)
@@ -139,7 +139,7 @@ def _model(run: PublishedRun, software: SoftwareSpec, settings: Settings, notes:
     if like is not None:
         fields |= switches
         said = ", ".join(f"{field} = {value}" for field, value in switches.items())
-        notes.append(f"as the catalogue's {like}, whose sizes it has: {said}")
+        notes.append(f"as the catalog's {like}, whose sizes it has: {said}")
     if run.task == "lora":
         fields |= _adapters(run, settings, notes)
     fields |= settings.given("mtp_num_layers")
@@ -277,7 +277,7 @@ def _training(run: PublishedRun, software: SoftwareSpec, notes: list[str]) -> Tr
     low = software.low_precision.get("fp8")
     if plan.precision == "fp8" and low is not None:
         printed = plan.fp8_recipe
-        recipe = _recipe(printed) if printed else stacks()[run.software.framework].fp8_recipe
+        recipe = _recipe(printed) if printed else framework_defaults()[run.software.framework].fp8_recipe
         if recipe not in low.recipes:
             notes.append(f"fp8 recipe {recipe}: predicted as {low.recipes[0]}, {software.id} has no such one")
             recipe = low.recipes[0]
@@ -316,7 +316,7 @@ def _plan(run: PublishedRun, settings: Settings, notes: list[str]) -> ParallelPl
         fields["etp"] = given.tp if splits_experts(run.software) else 1
         notes.append(f"plan.etp is not known: {fields['etp']}, as {run.software.framework} of the time has it")
     if given.cp > 1:
-        fields["cp_comm"] = given.cp_comm or stacks()[run.software.framework].cp_comm
+        fields["cp_comm"] = given.cp_comm or framework_defaults()[run.software.framework].cp_comm
     if given.pp > 1 and run.model.family != "t5":  # the assignment of encoder and decoder to stages is unknown
         placement = "loop" if facts is None else facts.placement
         by_rank = given.stage_layers or (run.model.num_hidden_layers // given.pp,) * given.pp
@@ -356,7 +356,7 @@ _AS_WIDE: Mapping[str, str] = MappingProxyType({"fp16": "bf16", "bf16": "fp16", 
 """Precision with the same widths of weights and states."""
 
 
-def with_stand_ins(profile: SoftwareSpec, plan: RunPlan, notes: list[str]) -> SoftwareSpec:
+def with_fallback_profiles(profile: SoftwareSpec, plan: RunPlan, notes: list[str]) -> SoftwareSpec:
     """Add features to a profile that the plan of a run requires; ``notes`` gets a sentence per added feature."""
     if profile.id == _TORCH:
         profile = _torch(profile)

@@ -140,7 +140,7 @@ class Settings(Spec):
         if self.grad_dtype is not None:
             yield f"gradients reduced in {self.grad_dtype}"
         if self.weights is not None:
-            yield "weights held in 8 bits" if self.weights == "stored" else f"weights quantized every {self.weights}"
+            yield "FP8 weights" if self.weights == "stored" else f"weights quantized every {self.weights}"
         for name, width in self.states.items():
             yield f"{name} of {width} bytes a parameter"
         if self.offload_layers is not None:
@@ -163,7 +163,7 @@ class Settings(Spec):
             yield f"tokens brought to experts by {self.expert_dispatch}"
         yield from _switched("expert dispatch overlapped with another microbatch", self.expert_overlap)
         yield from _switched("activations of experts fused into their GEMMs", self.fused_experts)
-        yield from _switched("attention in 8 bits", self.fp8_dot_product_attention)
+        yield from _switched("FP8 attention", self.fp8_dot_product_attention)
 
 
 class Recipe(Spec):

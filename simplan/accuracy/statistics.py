@@ -1,4 +1,4 @@
-"""Error figures over published runs."""
+"""Error figures over published runs, memory verdicts, and the constant-MFU baseline."""
 
 from __future__ import annotations
 

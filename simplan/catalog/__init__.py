@@ -104,7 +104,7 @@ def kernel_fields(architecture: str) -> dict[str, Any]:
     known = ("other", *_parsed("kernels")["architectures"])
     if architecture not in known:
         fix = did_you_mean(architecture, known)
-        raise SpecError(Problem(field="architecture", value=architecture, rule="is not in the catalogue", fix=fix))
+        raise SpecError(Problem(field="architecture", value=architecture, rule="is not in the catalog", fix=fix))
     return {"kernels": kernel_rates(architecture).model_dump(), "sources": _kernel_sources(architecture)}
 
 
@@ -310,15 +310,15 @@ def _entry(kind: Kind, name: str) -> dict[str, Any]:
         return entry
     missing: dict[str, str] = data.get("not_modelled", {})
     if name in missing:
-        listed = f"modelled: {', '.join(data[kind])}"
+        listed = f"modeled: {', '.join(data[kind])}"
         fix = listed if len(data[kind]) <= _MAX_LISTED else f"`simplan show {kind}` lists all"
-        rule = f"{missing[name]} is not modelled yet"
+        rule = f"{missing[name]} is not modeled yet"
         raise NotModelledError(Problem(field=singular, value=name, rule=rule, fix=fix))
     fix = _profiles_of(name) if kind == "software" else ""
     fix = fix or did_you_mean(name, (*names(kind), *missing)) or f"`simplan show {kind}` lists them"
     if kind in _INSTEAD:
         fix += f"{' ' if fix.endswith('?') else '; '}{_INSTEAD[kind]}"
-    raise SpecError(Problem(field=singular, value=name, rule="is not in the catalogue", fix=fix))
+    raise SpecError(Problem(field=singular, value=name, rule="is not in the catalog", fix=fix))
 
 
 def _profiles_of(framework: str) -> str:

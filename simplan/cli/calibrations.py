@@ -28,7 +28,7 @@ from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.io import write_model
 from simplan.model.layer import CollectiveKind
 from simplan.model.low_precision import DEFAULT_RECIPE
-from simplan.runs.fewer_nodes import Nodes
+from simplan.runs.elastic import Nodes
 from simplan.scenario import Scenario, SearchScenario
 from simplan.units import counted
 
@@ -70,7 +70,7 @@ def refuse_unneeded(search: SearchScenario, file: Path | None) -> None:
     problem = Problem(
         field="--calibration",
         value=str(file),
-        rule=f"a search on {search.job.cluster.device.id} devices is not priced from a calibration in this version",
+        rule=f"a search on {search.job.cluster.device.id} devices is not estimated from a calibration in this version",
         fix="leave the option out; `simplan predict --calibration FILE` prices single plans from it",
     )
     raise SpecError(problem, file=search.file)
@@ -262,7 +262,7 @@ def at_the_pace_of_now(calibration: Calibration, scenario: Scenario) -> Calibrat
     request = CalibrationRequest(shapes=(), num_ranks=cluster.ranks_per_node, communication=())
     with tempfile.TemporaryDirectory(prefix="simplan-") as folder:
         result_file = Path(folder) / "calibration.json"
-        _run(request, result_file, "timing a product, to see how fast this machine is now")
+        _run(request, result_file, "timing the reference matmul")
         found = load(result_file)
     if found is None or found.reference_s is None:
         return calibration

@@ -37,7 +37,7 @@ from simplan.report.text import prediction_text, verdict
 from simplan.report.trace import predicted_trace, write_predicted_trace
 from simplan.rules import violations
 from simplan.scenario import Scenario, load_scenario
-from simplan.scenario.fewer_nodes import scenarios_on_fewer
+from simplan.scenario.elastic import scenarios_on_fewer
 
 
 def predict_command(

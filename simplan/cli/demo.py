@@ -66,7 +66,7 @@ def _copy(name: str, folder: Path) -> Path:
 
 def _report(outcomes: list[Outcome], files: list[Path], calibration_file: Path) -> str:
     model, cluster = outcomes[0].prediction.job.model, outcomes[0].prediction.job.cluster
-    headers = ["plan", "predicted", "9 of 10 cases", "measured", "in it", "spread", "error"]
+    headers = ["plan", "predicted", "90 % interval", "measured", "in it", "spread", "error"]
     headers += ["memory predicted", "measured"]
     rows = []
     for outcome in outcomes:
@@ -98,7 +98,7 @@ def _report(outcomes: list[Outcome], files: list[Path], calibration_file: Path) 
             "",
             f"  step time: the median of {len(steps)} steps; spread: half of p10 to p90; "
             "error = (predicted - measured) / measured",
-            "  in it: whether the measured step lies in the interval predicted for 9 of 10 cases",
+            "  in it: yes if the measured step lies in the 90 % interval",
             "  memory: tensors of the rank that needs most",
             f"  actions: {'exactly those' if same else 'NOT those'} that were predicted, in their order",
             "",

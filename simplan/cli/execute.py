@@ -21,11 +21,11 @@ from simplan.prediction import Prediction
 from simplan.report.text import verdict
 from simplan.report.trace import write_measured_trace, write_predicted_trace
 from simplan.runs.checkpoint import Checkpointing
-from simplan.runs.fewer_nodes import Nodes
+from simplan.runs.elastic import Nodes
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from simplan.scenario import Scenario
-from simplan.scenario.fewer_nodes import fewer_nodes, scenarios_on_fewer
+from simplan.scenario.elastic import fewer_nodes, scenarios_on_fewer
 from simplan.units import GIB
 from simplan.validate.compare import Comparison, compare
 

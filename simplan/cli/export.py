@@ -14,7 +14,7 @@ from simplan.interop.launchers import Launch, claim_of, kubernetes_job, slurm_sc
 from simplan.io import write_text
 from simplan.runs.checkpoint import Checkpointing
 from simplan.scenario import Scenario, load_scenario
-from simplan.scenario.fewer_nodes import refuse_unless_it_can_go_on
+from simplan.scenario.elastic import check_elastic
 
 TARGETS = ("kubernetes", "slurm")
 
@@ -77,5 +77,5 @@ def _min_nodes(scenario: Scenario, nodes: str | None, checkpointing: Checkpointi
     refuse_other_number(scenario, number)
     if least == number:
         return None
-    refuse_unless_it_can_go_on(scenario, least, checkpointing)
+    check_elastic(scenario, least, checkpointing)
     return least

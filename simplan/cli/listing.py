@@ -77,7 +77,7 @@ def entry_text(kind: str, name: str) -> str:
     width = max(len(key) for key in shown)
     lines = [f"{key:{width}}  {f'{value:.6g}' if isinstance(value, float) else value}" for key, value in shown.items()]
     if missing:
-        lines += ["", "Not modelled", *(f"  {what}" for what in missing)]
+        lines += ["", "Not modeled", *(f"  {what}" for what in missing)]
     if sources:
         lines += ["", "Sources", *(f"  {key}: {value}" for key, value in sources.items())]
     return "\n".join(lines)
@@ -166,7 +166,7 @@ def _software() -> list[Row]:
             "buckets overlap backward": "yes" if software.grad_overlap else "no",
             "ZeRO stages": ", ".join(map(str, software.zero_stages)),
             "sequence parallelism": "yes" if software.sequence_parallelism else "no",
-            "not modelled": str(len(software.not_modelled) or ""),
+            "not modeled": str(len(software.not_modelled) or ""),
         }
         for software in (catalog.software(name) for name in catalog.names("software"))
     ]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from simplan.cli.execute import RunOptions
 from simplan.cost.calibration.format import CalibrationRequest
 from simplan.errors import Problem, SpecError
-from simplan.runs.fewer_nodes import Nodes
+from simplan.runs.elastic import Nodes
 from simplan.scenario import Scenario
-from simplan.scenario.fewer_nodes import refuse_unless_it_can_go_on
+from simplan.scenario.elastic import check_elastic
 
 _NUMBERS = re.compile(r"(?:(?P<least>[0-9]{1,6}):)?(?P<all>[0-9]{1,6})")
 _ENDPOINT = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\s]+)):(?P<port>[0-9]{1,5})")
@@ -69,7 +69,7 @@ def nodes_of(scenario: Scenario, options: RunOptions, rendezvous: NodeRendezvous
         return None
     refuse_other_number(scenario, number)
     if rendezvous.is_elastic:
-        refuse_unless_it_can_go_on(scenario, least, options.checkpointing)
+        check_elastic(scenario, least, options.checkpointing)
     return _nodes(rendezvous, cluster.num_devices // number, _requested(scenario, options))
 
 

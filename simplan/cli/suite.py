@@ -139,7 +139,7 @@ def _calibrated(files: Sequence[Path], target: Path, deadline_s: float, options:
             limit_s=min(deadline_s - time.monotonic(), 2 * budget_s + 60),
         )
     except (SpecError, _OutOfTimeError) as error:
-        say(f"note: predictions are from the catalogue alone: {error}")
+        say(f"note: predictions are from the catalog alone: {error}")
     return target if target.exists() else None
 
 

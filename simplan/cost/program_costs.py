@@ -1,4 +1,4 @@
-"""Cost estimates of a whole Program: a duration per operation, and the list of estimated terms."""
+"""Costs of a whole Program: durations of operations, the estimated terms, and the time of a pass through layers."""
 
 from __future__ import annotations
 

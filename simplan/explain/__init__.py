@@ -2,6 +2,6 @@
 
 from simplan.explain.difference import Difference, DifferenceRow, difference
 from simplan.explain.explanation import Explanation, explain
-from simplan.explain.part import ExplainedTerm
+from simplan.explain.term import ExplainedTerm
 
 __all__ = ["Difference", "DifferenceRow", "ExplainedTerm", "Explanation", "difference", "explain"]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from simplan.explain.explanation import Explanation
-from simplan.explain.part import ExplainedTerm
+from simplan.explain.term import ExplainedTerm
 
 _CATEGORIES = ("compute", "recompute", "exposed communication", "wait", "host", "optimizer")
 """Groups of terms that sum to the step time."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from simplan.explain.memory import memory_parts
-from simplan.explain.part import ExplainedTerm
+from simplan.explain.term import ExplainedTerm
 from simplan.explain.time import time_parts
 from simplan.predict import Simulated
 from simplan.prediction import Prediction
@@ -97,4 +97,4 @@ def _figures(prediction: Prediction) -> Iterator[ExplainedTerm]:
         full = prediction.mfu_full_attention
         yield ExplainedTerm("figures", "MFU, full attention", full, "", f"{tera(True)} (PaLM's count) / {below}")
     again = prediction.hfu / prediction.mfu
-    yield ExplainedTerm("figures", "HFU", prediction.hfu, "", f"MFU x {again:.4g}, with what is computed again")
+    yield ExplainedTerm("figures", "HFU", prediction.hfu, "", f"MFU x {again:.4g}, including recomputed FLOPs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from simplan.explain.part import ExplainedTerm
+from simplan.explain.term import ExplainedTerm
 from simplan.plan.plan import RankMapping
 from simplan.prediction import Prediction
 from simplan.program.memory.low_precision_footprint import persistent_weight_bytes
@@ -51,7 +51,7 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Explained
     rounding = worst.reserved_bytes - worst.allocated_bytes
     if rounding:
         share = job.software.reserve_fraction
-        more = f", {share:.0%} more than comes and goes," if share else ""
+        more = f", with {share:.0%} of transient memory in addition," if share else ""
         if worst.short_bytes:
             more += f" but {format_bytes(worst.short_bytes)} that the device has not,"
         yield ExplainedTerm(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from simplan.cost.model import CostEstimate
 from simplan.cost.program_costs import CostTerm
-from simplan.explain.part import ExplainedTerm, exposed_s
+from simplan.explain.term import ExplainedTerm, exposed_s
 from simplan.predict import Simulated
 from simplan.prediction import Prediction
 from simplan.program.program import Stream, Work

@@ -38,7 +38,7 @@ def model_fields_from_config(
     word = config.get("model_type")
     if word not in tuple(MODEL_TYPES):  # a list or mapping is not hashable
         value = render_value(word) if word is not None else None
-        rule = "is missing" if word is None else "is a family that is not modelled yet"
+        rule = "is missing" if word is None else "is a family that is not modeled yet"
         error = SpecError if word is None else NotModelledError
         raise error(Problem(field="model_type", value=value, rule=rule, fix=did_you_mean(str(word), MODEL_TYPES)))
     kind = MODEL_TYPES[word]
@@ -89,7 +89,7 @@ def _windows(config: Mapping[str, Any], window: Any, num_layers: Any) -> dict[st
     every = full[0] if full else 0
     known = isinstance(types, list) and set(map(str, types)) <= {_FULL, _IN_WINDOW}
     if not known or (every and full != list(range(every, len(types) + 1, every))):
-        rule = "is not modelled yet"
+        rule = "is not modeled yet"
         fix = f"only {_IN_WINDOW} with {_FULL} in none, every, or every so many layers is"
         raise NotModelledError(Problem(field="layer_types", value=render_value(types), rule=rule, fix=fix))
     if len(types) != num_layers:
@@ -117,11 +117,11 @@ def _refuse_unmodelled(config: Mapping[str, Any], kind: ModelType, length: Any) 
         value = _look_up(config, key)
         if value is not None and value not in values:
             fix = f"only {' or '.join(render_value(v) for v in values)} is" if values else "only a config without it is"
-            problems.append(Problem(field=key, value=render_value(value), rule="is not modelled yet", fix=fix))
+            problems.append(Problem(field=key, value=render_value(value), rule="is not modeled yet", fix=fix))
     window = config.get("sliding_window")
     in_use = window is not None and config.get("use_sliding_window", kind.windows)
     if in_use and not kind.windows and not (isinstance(window, int) and isinstance(length, int) and window >= length):
-        rule = f"a window in some layers is not modelled yet, and sequences of {length} tokens use it"
+        rule = f"a window in some layers is not modeled yet, and sequences of {length} tokens use it"
         fix = f"use seq_len = {window} or less, where the window does nothing"
         problems.append(Problem(field="sliding_window", value=render_value(window), rule=rule, fix=fix))
     if problems:

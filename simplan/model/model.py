@@ -302,7 +302,7 @@ def _other_gate(chosen: str) -> str:
         and ("num_experts" in other.fields) == ("num_experts" in own.fields)
     ]
     of = "experts" if "num_experts" in own.fields else "convolutions" if "depths" in own.fields else "MLPs"
-    rule = f"is not modelled: in family = {chosen} {of} have {'a' if own.gated_mlp else 'no'} gate"
+    rule = f"is not modeled: in family = {chosen} {of} have {'a' if own.gated_mlp else 'no'} gate"
     if not having:
         return f"{rule}; remove it"
     return f"{rule}; remove it, or use family = {either(having)}, whose MLPs have {'none' if own.gated_mlp else 'one'}"

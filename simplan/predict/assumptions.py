@@ -44,12 +44,12 @@ def _of_model(job: Job) -> Iterator[str]:
     if model.family == "deepseek":
         yield "tokens choose among all experts, not among those of a few groups (n_group)"
         if not model.mtp_num_layers:
-            with_it = "" if software.mtp else f", which is all that is modelled with {software.id}"
+            with_it = "" if software.mtp else f", which is all that is modeled with {software.id}"
             yield f"no layer predicts a second token, as mtp_num_layers = 0{with_it}"
     if FAMILIES[model.family].soft_cap:
         yield (
             "scores of attention are tensors, as in Hugging Face's eager attention and in Megatron Bridge: kernels "
-            "that cap them inside (flash-attn from 2.6 on, flex_attention) are not modelled"
+            "that cap them inside (flash-attn from 2.6 on, flex_attention) are not modeled"
         )
 
 
@@ -63,10 +63,10 @@ def _of_plan(job: Job) -> Iterator[str]:
     if microbatches > 1 and software.reduces_every(plan) and plan.grad_sync == "step":
         yield f"sharded gradients are reduced after each of {microbatches} microbatches, as {software.id} does"
     elif plan.shards_parameters and microbatches > 1 and plan.grad_sync == "step":
-        instead = f"; microbatch would hold their shards only, and reduce {microbatches} times"
+        instead = f"; microbatch would store only shards, and reduce {microbatches} times"
         yield (
-            f"gradients of {microbatches} microbatches add up whole before they are reduced, as grad_sync = step"
-            + instead * (not plan.shard.experts_apart)  # with which it is not modelled
+            f"unsharded gradients of {microbatches} microbatches accumulate before reduction, as grad_sync = step"
+            + instead * (not plan.shard.experts_apart)  # with which it is not modeled
         )
     state = software.state(training, plan)
     if state.residual > state.activation:
@@ -77,7 +77,7 @@ def _of_plan(job: Job) -> Iterator[str]:
         )
     if training.precision == "fp16":
         yield (
-            "fp16: of the loss scaler are not modelled its pass over the gradients of a rank (8 bytes each, read and "
+            "fp16: of the loss scaler are not modeled its pass over the gradients of a rank (8 bytes each, read and "
             "written once a step) and steps that it skips"
         )
     if plan.ep == 1 and software.expert_dispatch in ("deepep", "hybridep"):
@@ -93,7 +93,7 @@ def _of_costs(job: Job, program_costs: ProgramCosts) -> Iterator[str]:
         names = sorted(
             {t.name for t in program_costs.terms if t.cost_estimate.provenance in known and t.cost_estimate.seconds > 0}
         )
-        yield f"not timed, so priced from datasheets: {', '.join(names)}"
+        yield f"not timed, so estimated from datasheets: {', '.join(names)}"
     elif provenances & known:
         yield _source_of_estimates(cluster, software)
         if cluster.device.warning is not None:
@@ -109,15 +109,15 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
     if cluster.device.kind != "cpu":
         share = software.reserve_fraction
         yield (
-            f"the allocator reserves {share:.0%} more than comes and goes in a step, in whole 2 MiB blocks"
+            f"the allocator reserves {share:.0%} of transient memory in addition, in whole 2 MiB blocks"
             if share
-            else "reserved memory is allocated memory in whole 2 MiB blocks; fragmentation is not modelled"
+            else "reserved memory is allocated memory in whole 2 MiB blocks; fragmentation is not modeled"
         )
         yield "the device never waits for the host to launch: that counts as a time that every kernel takes"
     if short_bytes:
         yield (
-            f"the allocator finds {format_bytes(short_bytes)} less than it would reserve, so it frees blocks and asks "
-            "again; what that takes is not modelled"
+            f"the allocator finds {format_bytes(short_bytes)} less than it would reserve, so it frees cached "
+            "blocks and retries; that time is not modeled"
         )
     if software.not_modelled:
         things = counted(len(software.not_modelled), "thing")
@@ -165,7 +165,9 @@ def _source_of_estimates(cluster: ClusterSpec, software: SoftwareSpec) -> str:
     """Source and uncertainty of cost estimates on a device without calibration."""
     name, device = cluster.device.id, cluster.device
     if device.kernels.fitted_on is None:
-        return f"{name} is priced from datasheets: no published run on {device.architecture} was seen; a wide interval"
+        return (
+            f"{name} is estimated from datasheets: no published run on {device.architecture} was seen; a wide interval"
+        )
     seen = software.rates.fitted_on is not None
     own = f"and of {software.id}" if seen else f"but none of {software.id}, hence the wide interval"
-    return f"{name} is priced from datasheets and rates fitted on published runs of {device.architecture}, {own}"
+    return f"{name} is estimated from datasheets and rates fitted on published runs of {device.architecture}, {own}"

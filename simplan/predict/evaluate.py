@@ -94,7 +94,7 @@ def predict_step(
         reference_s=_reference_s(step.cost, job),
         assumptions=(
             *assumptions(job, simulated.program_costs, max(m.short_bytes for m in memory) if fits else 0),
-            *packing_assumptions(job, attention_s(job, step.assignment, step.tables[0], step.cost) / step_time_s),
+            *_packing_assumptions(job, attention_s(job, step.assignment, step.tables[0], step.cost) / step_time_s),
             *_simulation_assumptions(extent, calibration),
         ),
     )
@@ -159,7 +159,7 @@ def _terms(step: TruncatedStep) -> tuple[Term, ...]:
     )
 
 
-def packing_assumptions(job: Job, attention_share: float) -> Iterator[str]:
+def _packing_assumptions(job: Job, attention_share: float) -> Iterator[str]:
     """Yield sentences on packed sequences; none if sequences are not packed.
 
     Args:

@@ -198,7 +198,7 @@ def _skipped(outcomes: Iterable[RunOutcome]) -> Iterator[str]:
 def _fallbacks(outcomes: Iterable[RunOutcome]) -> Iterator[str]:
     """Frameworks of published runs that were predicted with a fallback profile, with the number of runs."""
     notes = [note for outcome in outcomes if outcome.predicted is not None for note in outcome.predicted.notes]
-    counts = Counter(note for note in notes if note.startswith("software ") and "not in the catalogue" in note)
+    counts = Counter(note for note in notes if note.startswith("software ") and "not in the catalog" in note)
     for note, number in counts.most_common():
         yield f"  {counted(number, 'run')}: {note.removeprefix('software ')}"
 

@@ -95,7 +95,7 @@ def markdown_summary(files: Iterable[CheckedFile]) -> str:
                 cells = (file.file, case.name, str(case.status), case.message)
                 yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
-    return "\n".join(["| scenario | expectation | result | what |", "| --- | --- | --- | --- |", *rows(), ""])
+    return "\n".join(["| scenario | expectation | result | detail |", "| --- | --- | --- | --- |", *rows(), ""])
 
 
 _LEVELS = {CheckStatus.FAILED: "error", CheckStatus.ERROR: "error", CheckStatus.SKIPPED: "notice"}

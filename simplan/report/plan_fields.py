@@ -49,7 +49,7 @@ def plan_fields() -> list[dict[str, str]]:
         {
             "name": name,
             "default": _DEFAULTS.get(name, word_of(field.default)),
-            "what for": _MEANINGS[name],
+            "description": _MEANINGS[name],
             "values": "`simplan show schedules`" if name == "schedule" else values_of(field.annotation, field.metadata),
         }
         for name, field in ParallelPlan.model_fields.items()

@@ -75,7 +75,7 @@ def training_fields() -> list[dict[str, str]]:
         {
             "name": name,
             "default": "required" if field.is_required() else word_of(field.default),
-            "what for": _TRAINING[name],
+            "description": _TRAINING[name],
             "values": values_of(field.annotation, field.metadata),
         }
         for name, field in TrainingSection.model_fields.items()
@@ -84,7 +84,7 @@ def training_fields() -> list[dict[str, str]]:
 
 def cluster_fields() -> list[dict[str, str]]:
     """Every key of ``cluster:``."""
-    return [{"name": name, "what for": about, "values": values} for name, (about, values) in _CLUSTER.items()]
+    return [{"name": name, "description": about, "values": values} for name, (about, values) in _CLUSTER.items()]
 
 
 def model_fields() -> list[dict[str, str]]:
@@ -106,7 +106,7 @@ def model_fields() -> list[dict[str, str]]:
 
 
 def _row(name: str, about: str, values: str, default: str = "", families: str = "") -> dict[str, str]:
-    return {"name": name, "default": default, "what for": about, "values": values, "families": families}
+    return {"name": name, "default": default, "description": about, "values": values, "families": families}
 
 
 def _default(name: str) -> str:
@@ -209,6 +209,5 @@ def search_space() -> list[dict[str, str]]:
     """
     others = [name for name in SearchSpace.model_fields if name not in RANGES]
     return [
-        {"name": name, "default": _DEFAULTS[name][0], "where, or what for": _DEFAULTS[name][1]}
-        for name in (*RANGES, *others)
+        {"name": name, "default": _DEFAULTS[name][0], "description": _DEFAULTS[name][1]} for name in (*RANGES, *others)
     ]

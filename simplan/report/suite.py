@@ -17,7 +17,7 @@ def suite_markdown(suite: Suite) -> str:
     environment = suite.environment
     about = [str(environment[key]) for key in ("device", "system") if environment.get(key)]
     about += [f"{key} {environment[key]}" for key in ("torch", "cuda", "nccl") if environment.get(key)]
-    source = "the catalogue" if suite.calibration_file is None else f"the catalogue and `{suite.calibration_file}`"
+    source = "the catalog" if suite.calibration_file is None else f"the catalog and `{suite.calibration_file}`"
     parts = [
         "# Predicted against measured on one device",
         f"{', '.join(about)}. Predictions are from {source}. Error = (predicted - measured) / measured.",

@@ -33,7 +33,7 @@ def verdict(prediction: Prediction) -> str:
     needs = f"rank {worst.rank} needs {format_bytes(worst.device_bytes)}"
     capacity = prediction.capacity_bytes
     if prediction.fits is None or capacity is None:
-        return f"{needs}; the catalogue does not know the memory of {prediction.job.cluster.device.id}"
+        return f"{needs}; the catalog does not know the memory of {prediction.job.cluster.device.id}"
     if prediction.host_fits is False:
         return f"does not fit: {_host_memory(prediction)}"
     headroom = capacity - worst.device_bytes

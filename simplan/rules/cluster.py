@@ -16,7 +16,7 @@ def link_within_nodes(job: Job) -> Iterator[Problem]:
     if cluster.num_devices > 1 and cluster.devices_per_node > 1 and cluster.intra_link is None:
         yield Problem(
             field="cluster.intra_link",
-            rule=f"is missing: the catalogue does not say what joins {cluster.device.id} devices of one node",
+            rule=f"is missing: the catalog does not say what joins {cluster.device.id} devices of one node",
             fix="name a link, e.g. pcie4 (`simplan show links` lists them)",
         )
 
@@ -75,9 +75,9 @@ def precision_of_cpus(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "training.precision", sentence, "use fp32")
 
 
-@unmodelled("other software than torch on this machine is not modelled", reads_cluster=True)
+@unmodelled("other software than torch on this machine is not modeled", reads_cluster=True)
 def software_of_this_machine(job: Job) -> Iterator[Problem]:
     if job.cluster.cores_per_node is not None and not job.software.executable:
         sentence = f"other software than torch on {job.cluster.id}, where times are of what the executor runs, "
-        sentence += "is not modelled yet"
+        sentence += "is not modeled yet"
         yield Problem(field="software", value=job.software.id, rule=sentence, fix="use torch")

@@ -85,7 +85,7 @@ def sequence_parallel_of_experts(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "plan.sequence_parallel", what, "use true")
 
 
-@unmodelled("this splitting of experts is not modelled", reads="etp tp")
+@unmodelled("this splitting of experts is not modeled", reads="etp tp")
 def etp_modelled(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if not job.model.num_experts:
@@ -97,7 +97,7 @@ def etp_modelled(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "plan.etp", "splitting experts that have biases", "use 1")
 
 
-@unmodelled("sending tokens once to ranks that split experts is not modelled", reads="etp")
+@unmodelled("sending tokens once to ranks that split experts is not modeled", reads="etp")
 def expert_dispatch_modelled(job: Job) -> Iterator[Problem]:
     dispatch = job.software.expert_dispatch
     if job.model.num_experts and dispatch in ("deepep", "hybridep") and job.plan.etp > 1:

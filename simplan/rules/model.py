@@ -1,4 +1,4 @@
-"""Rules between the fields of a model: its sizes, documents, images, adapters, experts and layers for later tokens."""
+"""Rules between the fields of a model, from its sizes to its experts; and limits of Hugging Face transformers' code."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def gate_needs_shared_expert(job: Job) -> Iterator[Problem]:
         )
 
 
-@rule("experts that drop no tokens need places for those of the fullest one")
+@rule("experts that drop no tokens need capacity for the fullest expert")
 def capacity_for_tokens(job: Job) -> Iterator[Problem]:
     model, needed = job.model, job.model.expert_imbalance
     if model.num_experts and model.capacity_factor < needed and not model.drop_tokens:
@@ -169,21 +169,21 @@ def capacity_for_tokens(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "model.capacity_factor", sentence, f"use {needed:g} or more, or model.drop_tokens = true")
 
 
-@unmodelled("training of packed documents with this software is not modelled")
+@unmodelled("training of packed documents with this software is not modeled")
 def documents_modelled(job: Job) -> Iterator[Problem]:
     if job.model.document_lengths and job.software.packed_attention is None:
         what = f"attention of several documents in a sequence with {job.software.id}"
-        yield _of_documents(job, f"{what} is not modelled yet", "remove it")
+        yield _of_documents(job, f"{what} is not modeled yet", "remove it")
 
 
-@unmodelled("multi-token prediction with this software is not modelled")
+@unmodelled("multi-token prediction with this software is not modeled")
 def mtp_modelled(job: Job) -> Iterator[Problem]:
     if job.model.mtp_num_layers and not job.software.mtp:
         what = f"multi-token prediction with {job.software.id}"
         yield not_modelled(job, "model.mtp_num_layers", what, "use 0, or software: megatron-core")
 
 
-@unmodelled("adapters with layers for multi-token prediction are not modelled")
+@unmodelled("adapters with layers for multi-token prediction are not modeled")
 def mtp_with_adapters(job: Job) -> Iterator[Problem]:
     layers, rank = job.model.mtp_num_layers, job.model.lora_rank
     if layers and rank > 0:
@@ -219,7 +219,7 @@ def _is_transformers(job: Job) -> bool:
     return job.software.layers.model_code == "transformers"
 
 
-@unmodelled("of transformers' models GPT-2, Llama, Qwen2, Qwen3 and Mixtral are modelled")
+@unmodelled("of transformers' models GPT-2, Llama, Qwen2, Qwen3 and Mixtral are modeled")
 def transformers_model(job: Job) -> Iterator[Problem]:
     model = job.model
     if not _is_transformers(job):
@@ -293,7 +293,7 @@ def transformers_split_backward(job: Job) -> Iterator[Problem]:
 
 
 @unmodelled(
-    "transformers' experts are not modelled under autocast, which leaves them in FP32", reads="shards_parameters"
+    "transformers' experts are not modeled under autocast, which leaves them in FP32", reads="shards_parameters"
 )
 def transformers_experts_autocast(job: Job) -> Iterator[Problem]:
     """grouped_mm is on none of autocast's lists (transformers, integrations/moe.py, _grouped_mm)."""

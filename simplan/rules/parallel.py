@@ -53,7 +53,7 @@ def sequence_parallel_divides_sequence(job: Job) -> Iterator[Problem]:
 @rule("the software has no sequence parallelism", reads="sequence_parallel tp")
 def sequence_parallel_of_software(job: Job) -> Iterator[Problem]:
     if job.plan.sequence_parallel and job.plan.tp > 1 and not job.software.sequence_parallelism:
-        sentence = f"is more than {job.software.id} has: its tensor-parallel ranks all have whole norms and sums"
+        sentence = f"{job.software.id} does not support sequence parallelism"
         yield problem_of(job, "plan.sequence_parallel", sentence, "write sequence_parallel: false")
 
 
@@ -105,34 +105,34 @@ def tp_divides_mtp(job: Job) -> Iterator[Problem]:
         yield from undivided(job, "plan.tp", "model.hidden_size", job.model.hidden_size, why)
 
 
-@unmodelled("ring attention on CPU ranks is not modelled", reads="cp cp_comm", reads_cluster=True)
+@unmodelled("ring attention on CPU ranks is not modeled", reads="cp cp_comm", reads_cluster=True)
 def ring_on_cpus(job: Job) -> Iterator[Problem]:
     if job.plan.cp > 1 and job.plan.cp_comm == "ring" and job.cluster.device.kind == "cpu":
         yield not_modelled(job, "plan.cp_comm", "ring attention on CPU ranks", "use all_gather or a2a")
 
 
-@unmodelled("context parallelism of some kinds of attention is not modelled", reads="cp")
+@unmodelled("context parallelism of some kinds of attention is not modeled", reads="cp")
 def cp_of_attention(job: Job) -> Iterator[Problem]:
     words = FAMILIES[job.model.family].whole_attention
     if words and job.plan.cp > 1:
         yield not_modelled(job, "plan.cp", f"context parallelism with {words}", "use 1")
 
 
-@unmodelled("tensor parallelism with a norm over heads of several ranks is not modelled", reads="tp")
+@unmodelled("tensor parallelism with a norm over heads of several ranks is not modeled", reads="tp")
 def tp_of_wide_norms(job: Job) -> Iterator[Problem]:
     if job.model.qk_norm == "projection" and job.plan.tp > 1:
         what = "a norm over heads of several ranks (qk_norm = projection)"
         yield not_modelled(job, "plan.tp", what, "use 1")
 
 
-@unmodelled("tensor parallelism of this model is not modelled", reads="tp")
+@unmodelled("tensor parallelism of this model is not modeled", reads="tp")
 def tp_modelled(job: Job) -> Iterator[Problem]:
     whole = FAMILIES[job.model.family].whole_layers
     if whole and job.plan.tp > 1:
         yield not_modelled(job, "plan.tp", f"tensor parallelism of {whole}", "use 1")
 
 
-@unmodelled("sequence parallelism of this model is not modelled", reads="sequence_parallel tp")
+@unmodelled("sequence parallelism of this model is not modeled", reads="sequence_parallel tp")
 def sequence_parallel_modelled(job: Job) -> Iterator[Problem]:
     family = FAMILIES[job.model.family]
     if job.plan.sequence_parallel and job.plan.tp > 1 and family.task == "class" and not family.whole_layers:
@@ -140,7 +140,7 @@ def sequence_parallel_modelled(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "plan.sequence_parallel", what, "use false")
 
 
-@unmodelled("context parallelism of this model is not modelled", reads="cp")
+@unmodelled("context parallelism of this model is not modeled", reads="cp")
 def cp_modelled(job: Job) -> Iterator[Problem]:
     family = FAMILIES[job.model.family]
     if job.plan.cp == 1:
@@ -156,26 +156,26 @@ def cp_modelled(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "plan.cp", what, "use 1")
 
 
-@unmodelled("ring attention of this model is not modelled", reads="cp cp_comm")
+@unmodelled("ring attention of this model is not modeled", reads="cp cp_comm")
 def ring_modelled(job: Job) -> Iterator[Problem]:
     family = FAMILIES[job.model.family]
     if job.plan.cp == 1 or job.plan.cp_comm != "ring":
         return
     if family.whole_layers or family.task in ("class", "masked_token"):
-        return  # of which no context parallelism is modelled
+        return  # of which no context parallelism is modeled
     if family.alibi or any(job.model.windows):
         what = f"ring attention {'with ALiBi' if family.alibi else 'in a window'}"
         yield not_modelled(job, "plan.cp_comm", what, "use all_gather or a2a")
 
 
-@unmodelled("context parallelism of unfused attention is not modelled", reads="cp")
+@unmodelled("context parallelism of unfused attention is not modeled", reads="cp")
 def cp_of_unfused_attention(job: Job) -> Iterator[Problem]:
     if job.plan.cp > 1 and job.software.layers.attention == "unfused":
         what = f"context parallelism of unfused attention, which {job.software.id} has,"
         yield not_modelled(job, "plan.cp", what, "use 1")
 
 
-@unmodelled("context parallelism of packed documents is not modelled", reads="cp")
+@unmodelled("context parallelism of packed documents is not modeled", reads="cp")
 def cp_of_documents(job: Job) -> Iterator[Problem]:
     if job.model.document_lengths and job.plan.cp > 1:
         what = "context parallelism of several documents in a sequence"

@@ -91,23 +91,23 @@ def _has(job: Job, module: RecomputeModule) -> bool:
     return any(has_module(layer, module) for layer in layers if layer.kind is LayerKind.BLOCK)
 
 
-@unmodelled("this recomputation of this model is not modelled", reads="recompute")
+@unmodelled("this recomputation of this model is not modeled", reads="recompute")
 def recompute_modelled(job: Job) -> Iterator[Problem]:
     if job.model.depths and job.plan.recompute != "none":
         what = "recomputation of batch norms, whose running statistics would count every microbatch twice,"
         yield not_modelled(job, "plan.recompute", what, "use none")
 
 
-@unmodelled("recomputing some blocks is not modelled for this software or model", reads="recompute_layers")
+@unmodelled("recomputing some blocks is not modeled for this software or model", reads="recompute_layers")
 def recompute_layers_modelled(job: Job) -> Iterator[Problem]:
     family, software = job.model.family, job.software
     if job.plan.recompute_layers is None:
         return
     if not software.recompute_layers:
-        sentence = f"is not modelled for {software.id}: it recomputes all blocks or none"
+        sentence = f"is not modeled for {software.id}: it recomputes all blocks or none"
         yield problem_of(job, _LAYERS, sentence, "remove it")
     if family in ("resnet", "t5"):
-        yield problem_of(job, _LAYERS, f"is not modelled for the family {family}", "remove it")
+        yield problem_of(job, _LAYERS, f"is not modeled for the family {family}", "remove it")
 
 
 @unmodelled("the software does not run this module alone again", reads="recompute_modules")

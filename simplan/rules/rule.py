@@ -128,7 +128,7 @@ def nearest_multiples(number: int, unit: int) -> list[int]:
 
 def not_modelled(job: Job, field: str, what: str, fix: str) -> Problem:
     """Problem of a possible setting that simplan does not model yet."""
-    return problem_of(job, field, f"{what} is not modelled yet", fix)
+    return problem_of(job, field, f"{what} is not modeled yet", fix)
 
 
 def experts_apart(plan: ParallelPlan) -> bool:

@@ -60,7 +60,7 @@ def split_backward_recompute(job: Job) -> Iterator[Problem]:
 
 @rule(
     "torch loses gradients of a split backward with reshard_after_forward",
-    outside_torch="a split backward with reshard_after_forward is not modelled",
+    outside_torch="a split backward with reshard_after_forward is not modeled",
     reads="pp schedule shards_parameters reshard_after_forward",
 )
 def split_backward_reshard(job: Job) -> Iterator[Problem]:
@@ -69,14 +69,14 @@ def split_backward_reshard(job: Job) -> Iterator[Problem]:
         sentence = (
             f"torch loses the gradients of parameters that are resharded when a backward is split ({plan.schedule})"
             if software.runtime != "xla"
-            else f"with a split backward ({plan.schedule}) is not modelled for {software.id}"
+            else f"with a split backward ({plan.schedule}) is not modeled for {software.id}"
         )
         yield problem_of(job, "plan.reshard_after_forward", sentence, "use reshard_after_forward = false")
 
 
 @rule(
     "DistributedDataParallel does not reduce what a split backward makes",
-    outside_torch="a split backward of replicas whose parameters are whole is not modelled",
+    outside_torch="a split backward of replicas whose parameters are unsharded is not modeled",
     reads="pp schedule dp cp shards_parameters",
 )
 def split_backward_ddp(job: Job) -> Iterator[Problem]:
@@ -85,7 +85,7 @@ def split_backward_ddp(job: Job) -> Iterator[Problem]:
         sentence = (
             "splits backward, and torch's DistributedDataParallel does not reduce what a split backward makes"
             if software.runtime != "xla"
-            else f"splits backward, which is not modelled for {software.id} where parameters are whole"
+            else f"splits backward, which is not modeled for {software.id} where parameters are unsharded"
         )
         fix = f"use dp_shard = {plan.dp} and dp_replicate = 1 with zero_stage = 2, or schedule = 1f1b"
         yield problem_of(job, "plan.schedule", sentence, fix)
@@ -141,7 +141,7 @@ def stages_equal(job: Job) -> Iterator[Problem]:
 
 @rule(
     "DistributedDataParallel fails with several stages on a rank",
-    outside_torch="several stages on a rank of replicas whose parameters are whole are not modelled",
+    outside_torch="several stages on a rank of replicas whose parameters are unsharded are not modeled",
     reads="virtual_stages dp cp shards_parameters",
 )
 def virtual_stages_ddp(job: Job) -> Iterator[Problem]:
@@ -150,34 +150,34 @@ def virtual_stages_ddp(job: Job) -> Iterator[Problem]:
         sentence = (
             "torch's DistributedDataParallel fails with several stages on a rank"
             if software.runtime != "xla"
-            else f"is not modelled for {software.id} where parameters are whole"
+            else f"is not modeled for {software.id} where parameters are unsharded"
         )
         fix = f"use dp_shard = {plan.dp} and dp_replicate = 1 with zero_stage = 3, or virtual_stages = 1"
         yield problem_of(job, "plan.virtual_stages", sentence, fix)
 
 
-@unmodelled("this schedule is not modelled", reads="schedule")
+@unmodelled("this schedule is not modeled", reads="schedule")
 def schedule_modelled(job: Job) -> Iterator[Problem]:
     if job.plan.schedule == "zb-2p-optsync":
         what = "an optimizer step for which pipeline ranks wait for each other"
         yield not_modelled(job, "plan.schedule", what, "use zb-2p")
 
 
-@unmodelled("a backward in two parts through experts is not modelled", reads="schedule")
+@unmodelled("a backward in two parts through experts is not modeled", reads="schedule")
 def split_backward_of_experts(job: Job) -> Iterator[Problem]:
     if job.model.num_experts and splits_backward(job.plan.schedule):
         what = "a backward in two parts through experts"
         yield not_modelled(job, "plan.schedule", what, "use 1f1b or interleaved_1f1b")
 
 
-@unmodelled("a backward in two parts through convolutions is not modelled", reads="schedule")
+@unmodelled("a backward in two parts through convolutions is not modeled", reads="schedule")
 def split_backward_of_convolutions(job: Job) -> Iterator[Problem]:
     if job.model.depths and splits_backward(job.plan.schedule):
         what = "the memory of convolutions whose backward is in two parts"
         yield not_modelled(job, "plan.schedule", what, "use 1f1b")
 
 
-@unmodelled("a backward that may be in two parts is not modelled with adapters", reads="schedule")
+@unmodelled("a backward that may be in two parts is not modeled with adapters", reads="schedule")
 def split_backward_of_adapters(job: Job) -> Iterator[Problem]:
     name = job.plan.schedule
     if job.model.lora_rank and _may_split(name):
@@ -186,13 +186,13 @@ def split_backward_of_adapters(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "plan.schedule", what, "use 1f1b or interleaved_1f1b")
 
 
-@unmodelled("a backward that may be in two parts is not modelled in 8 or 4 bits", reads="schedule")
+@unmodelled("a backward that may be in two parts is not modeled in 8 or 4 bits", reads="schedule")
 def split_backward_in_low_precision(job: Job) -> Iterator[Problem]:
     name, precision = job.plan.schedule, job.training.precision
     if precision in job.software.low_precision and _may_split(name):
         what = "a schedule of your own" if is_custom_schedule(name) else "a backward in two parts"
         sentence = (
-            f"{what} is not modelled with training.precision = {precision}: a linear layer in low "
+            f"{what} is not modeled with training.precision = {precision}: a linear layer in low "
             "precision is one function of autograd, which makes the gradients of input and weight together"
         )
         yield problem_of(job, "plan.schedule", sentence, "use 1f1b, or precision bf16")
@@ -205,7 +205,7 @@ def split_backward_compiled(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "plan.schedule", sentence, "use 1f1b or interleaved_1f1b, or software.compiled = false")
 
 
-@unmodelled("a backward that may be split is not modelled with layers for multi-token prediction", reads="schedule")
+@unmodelled("a backward that may be split is not modeled with layers for multi-token prediction", reads="schedule")
 def split_backward_of_mtp(job: Job) -> Iterator[Problem]:
     if job.model.mtp_num_layers and _may_split(job.plan.schedule):
         layers = job.model.mtp_num_layers

@@ -54,7 +54,7 @@ def buckets_of_replicas(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "plan.bucket_bytes", sentence, "remove it")
 
 
-@unmodelled("this precision of gradients is not modelled for the software", reads="grad_dtype")
+@unmodelled("this precision of gradients is not modeled for the software", reads="grad_dtype")
 def grad_dtype_modelled(job: Job) -> Iterator[Problem]:
     dtype, known = job.plan.grad_dtype, job.software.grad_dtypes
     if dtype is not None and dtype not in known:
@@ -63,7 +63,7 @@ def grad_dtype_modelled(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "plan.grad_dtype", what, fix)
 
 
-@unmodelled("this ZeRO stage is not modelled for the software", reads="zero_stage dp_shard cp")
+@unmodelled("this ZeRO stage is not modeled for the software", reads="zero_stage dp_shard cp")
 def zero_stage_modelled(job: Job) -> Iterator[Problem]:
     plan, known = job.plan, job.software.zero_stages
     if plan.zero_stage not in known and plan.dp_shard * plan.cp > 1:
@@ -71,7 +71,7 @@ def zero_stage_modelled(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "plan.zero_stage", what, f"use {either(known)}")
 
 
-@unmodelled("sharding embeddings tied over two pipeline ranks is not modelled", reads="shards_parameters pp")
+@unmodelled("sharding embeddings tied over two pipeline ranks is not modeled", reads="shards_parameters pp")
 def tied_embeddings_sharded(job: Job) -> Iterator[Problem]:
     if job.plan.shards_parameters and job.plan.pp > 1 and job.model.tied_embeddings:
         what = "sharding of an embedding whose two copies are on different stages"
@@ -79,7 +79,7 @@ def tied_embeddings_sharded(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "model.tied_embeddings", what, fix)
 
 
-@unmodelled("sharding batch norms in half precision is not modelled", reads="shards_parameters")
+@unmodelled("sharding batch norms in half precision is not modeled", reads="shards_parameters")
 def sharded_precision_modelled(job: Job) -> Iterator[Problem]:
     precision = job.training.precision
     if job.model.depths and job.plan.shards_parameters and precision not in ("fp32", "tf32"):
@@ -87,7 +87,7 @@ def sharded_precision_modelled(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "training.precision", what, "use fp32, or plan.zero_stage = 1")
 
 
-@unmodelled("sharding of parameters with layers for multi-token prediction is not modelled", reads="shards_parameters")
+@unmodelled("sharding of parameters with layers for multi-token prediction is not modeled", reads="shards_parameters")
 def mtp_sharded(job: Job) -> Iterator[Problem]:
     layers = job.model.mtp_num_layers
     if layers and job.plan.shards_parameters:
@@ -117,9 +117,9 @@ def offload_of_sharded_parameters(job: Job) -> Iterator[Problem]:
 
 
 @unmodelled(
-    "an optimizer on the host is modelled of torch's FSDP2 only, without tensor parallelism or 8 bits",
+    "an optimizer on the host is modeled of torch's FSDP2 only, without tensor parallelism or 8 bits",
     reads="offload_optimizer tp",
-    outside_torch="an optimizer on the host is not modelled",
+    outside_torch="an optimizer on the host is not modeled",
 )
 def offload_of_fsdp2(job: Job) -> Iterator[Problem]:
     """Tensor-parallel all-reduces and FP8 casts before all-gathers would run on tensors in host memory."""
@@ -143,19 +143,19 @@ def offload_layers_of_activations(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "plan.offload_layers", sentence, "set offload_activations, or remove it")
 
 
-@rule("what is kept on the host needs a link to it", reads="offload_optimizer offload_activations", reads_cluster=True)
+@rule("offloading needs a host link", reads="offload_optimizer offload_activations", reads_cluster=True)
 def offload_needs_link(job: Job) -> Iterator[Problem]:
     cluster, offloads = job.cluster, job.plan.offload_optimizer or job.plan.offload_activations
     if offloads and cluster.device.kind != "cpu" and cluster.host_link is None:
         yield Problem(
             field="cluster.device.host_link",
-            rule=f"is missing: the catalogue does not say what joins {cluster.device.id} with its host",
+            rule=f"is missing: the catalog does not say what joins {cluster.device.id} with its host",
             fix="name a link, e.g. {preset: " + cluster.device.id + ", host_link: pcie4} (`simplan show links`)",
         )
 
 
 @unmodelled(
-    "optimizer states on the host of experts that ranks share out are not modelled",
+    "optimizer states on the host of experts that ranks share out are not modeled",
     reads="offload_optimizer experts_apart",
 )
 def offload_of_experts(job: Job) -> Iterator[Problem]:
@@ -166,18 +166,18 @@ def offload_of_experts(job: Job) -> Iterator[Problem]:
 
 
 @unmodelled(
-    "activations on the host of a part of the blocks of a pipeline are not modelled",
+    "activations on the host of a part of the blocks of a pipeline are not modeled",
     reads="offload_layers offload_activations pp",
 )
 def offload_layers_modelled(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if plan.offload_activations and plan.offload_layers is not None and plan.pp > 1:
-        sentence = f"a part of the blocks of a pipeline (pp = {plan.pp}) is not modelled yet"
+        sentence = f"a part of the blocks of a pipeline (pp = {plan.pp}) is not modeled yet"
         yield problem_of(job, "plan.offload_layers", sentence, "remove it: then all blocks are moved")
 
 
 @unmodelled(
-    "activations on the host are not modelled of this model, or with this plan",
+    "activations on the host are not modeled of this model, or with this plan",
     reads="offload_activations schedule cp recompute",
 )
 def offload_modelled(job: Job) -> Iterator[Problem]:
@@ -201,22 +201,22 @@ def offload_modelled(job: Job) -> Iterator[Problem]:
         yield _with_it("offload_activations", what, fix)
 
 
-@unmodelled("offloading with adapters is not modelled", reads="offload_optimizer offload_activations")
+@unmodelled("offloading with adapters is not modeled", reads="offload_optimizer offload_activations")
 def offload_with_adapters(job: Job) -> Iterator[Problem]:
     for field in ("offload_optimizer", "offload_activations"):
         if job.model.lora_rank and getattr(job.plan, field):
             yield not_modelled(job, f"plan.{field}", "offloading with adapters (model.lora_rank)", "remove it")
 
 
-@unmodelled("activations on the host are not modelled with compiled blocks", reads="offload_activations")
+@unmodelled("activations on the host are not modeled with compiled blocks", reads="offload_activations")
 def offload_compiled(job: Job) -> Iterator[Problem]:
     if job.software.compiled and job.software.executable and job.plan.offload_activations:
-        sentence = "moves tensors that a compiled block keeps for itself, which is not modelled"
+        sentence = "moves tensors that a compiled block keeps for itself, which is not modeled"
         yield problem_of(job, "plan.offload_activations", sentence, "use software.compiled = false")
 
 
 @unmodelled(
-    "activations on the host with layers for multi-token prediction are not modelled", reads="offload_activations"
+    "activations on the host with layers for multi-token prediction are not modeled", reads="offload_activations"
 )
 def offload_with_mtp(job: Job) -> Iterator[Problem]:
     if job.model.mtp_num_layers and job.plan.offload_activations:
@@ -225,4 +225,4 @@ def offload_with_mtp(job: Job) -> Iterator[Problem]:
 
 
 def _with_it(field: str, what: str, fix: str) -> Problem:
-    return Problem(field=f"plan.{field}", value="true", rule=f"{what} is not modelled yet with it", fix=fix)
+    return Problem(field=f"plan.{field}", value="true", rule=f"{what} is not modeled yet with it", fix=fix)

@@ -21,7 +21,7 @@ _TORCH_OPTIMIZERS = frozenset({"torch", "torchtitan", "torchtitan-2025", "transf
 """Frameworks that use torch.optim's optimizers."""
 
 _NOT_IN_LOW_PRECISION = {
-    "resnet": "its matrix products are convolutions",
+    "resnet": "its matmuls are convolutions",
     "t5": "its memory was never compared with torch's",
 }
 
@@ -36,7 +36,7 @@ def lora_needs_adapters(job: Job) -> Iterator[Problem]:
     having = [name for name, family in FAMILIES.items() if "lora_rank" in family.fields]
     known = job.model.family in having
     sentence = "trains adapters, and " + (
-        "model.lora_rank = 0" if known else f"those of family {job.model.family} are not modelled yet"
+        "model.lora_rank = 0" if known else f"those of family {job.model.family} are not modeled yet"
     )
     fix = "give model.lora_rank, e.g. 16" if known else f"use pretrain, or a model of family {either(having)}"
     yield problem_of(job, "training.task", sentence, fix)
@@ -57,7 +57,7 @@ def recipe_of_fp8(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "training.fp8_recipe", sentence, "remove it")
 
 
-@unmodelled("adapters in this precision are not modelled for the software")
+@unmodelled("adapters in this precision are not modeled for the software")
 def adapters_in_low_precision(job: Job) -> Iterator[Problem]:
     precision = job.training.precision
     low = job.software.low_precision.get(cast(LowPrecision, precision))
@@ -66,13 +66,13 @@ def adapters_in_low_precision(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "training.precision", what, "use bf16")
 
 
-@unmodelled("this task or precision is not modelled for the software", reads="shards_parameters")
+@unmodelled("this task or precision is not modeled for the software", reads="shards_parameters")
 def training_modelled(job: Job) -> Iterator[Problem]:
     if not job.plan.shards_parameters:
         yield from _unmodelled_training(job)
 
 
-@unmodelled("ZeRO-2 and ZeRO-3 of this task and precision are not modelled for the software", reads="shards_parameters")
+@unmodelled("ZeRO-2 and ZeRO-3 of this task and precision are not modeled for the software", reads="shards_parameters")
 def sharded_training_modelled(job: Job) -> Iterator[Problem]:
     if job.plan.shards_parameters:
         yield from _unmodelled_training(job)
@@ -114,17 +114,15 @@ def fused_optimizer_of_torch(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "training.fused_optimizer", sentence, "leave it out")
 
 
-@unmodelled(
-    "an optimizer with norms of layers is not modelled with experts that ranks share out", reads="experts_apart"
-)
+@unmodelled("an optimizer with norms of layers is not modeled with experts that ranks share out", reads="experts_apart")
 def layerwise_optimizer_modelled(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if job.training.optimizer in LAYERWISE and job.model.num_experts and plan.ep == 1 and experts_apart(plan):
-        sentence = "with experts that tensor-parallel ranks do not split (plan.etp = 1) is not modelled yet"
+        sentence = "with experts that tensor-parallel ranks do not split (plan.etp = 1) is not modeled yet"
         yield problem_of(job, "training.optimizer", sentence, "use adamw")
 
 
-@unmodelled("norms of gradients are not modelled where ranks have parts of them in unequal ways", reads="ep")
+@unmodelled("norms of gradients are not modeled where ranks have parts of them in unequal ways", reads="ep")
 def norms_modelled(job: Job) -> Iterator[Problem]:
     training, software, ep = job.training, job.software, job.plan.ep
     asked = []
@@ -134,14 +132,14 @@ def norms_modelled(job: Job) -> Iterator[Problem]:
         asked.append(("training.optimizer", "it", "use adamw"))
     for field, what, fix in asked:
         if ep > 1:
-            sentence = f"{what} with experts that are split over ranks (plan.ep = {ep}) is not modelled yet"
+            sentence = f"{what} with experts that are split over ranks (plan.ep = {ep}) is not modeled yet"
             yield problem_of(job, field, sentence, fix)
         if software.optimizer_shards == "elements":
-            sentence = f"{what} with {software.id}, whose ranks update parts of flat buffers, is not modelled yet"
+            sentence = f"{what} with {software.id}, whose ranks update parts of flat buffers, is not modeled yet"
             yield problem_of(job, field, sentence, fix)
 
 
-@unmodelled("this precision is not modelled for this model and software")
+@unmodelled("this precision is not modeled for this model and software")
 def low_precision_modelled(job: Job) -> Iterator[Problem]:
     """Precisions that software does not have at all are refused by ``training_modelled``."""
     training, family, software = job.training, job.model.family, job.software
@@ -153,19 +151,19 @@ def low_precision_modelled(job: Job) -> Iterator[Problem]:
         sentence = f"linear layers of {software.id} have no such recipe"
         yield problem_of(job, "training.fp8_recipe", sentence, f"use {either(low.recipes)}")
     if family in _NOT_IN_LOW_PRECISION:
-        sentence = f"is not modelled yet for {family}: {_NOT_IN_LOW_PRECISION[family]}"
+        sentence = f"is not modeled yet for {family}: {_NOT_IN_LOW_PRECISION[family]}"
         yield problem_of(job, "training.precision", sentence, "use bf16")
 
 
-@unmodelled("precisions of 8 and 4 bits in compiled blocks are not modelled")
+@unmodelled("precisions of 8 and 4 bits in compiled blocks are not modeled")
 def compiled_low_precision(job: Job) -> Iterator[Problem]:
     software, precision = job.software, job.training.precision
     if software.compiled and software.executable and precision in software.low_precision:
-        sentence = "in compiled blocks is not modelled: casts are fused with what is around them"
+        sentence = "in compiled blocks is not modeled: casts are fused with what is around them"
         yield problem_of(job, "training.precision", sentence, "use bf16, or software.compiled = false")
 
 
-@unmodelled("attention in 8 bits is not modelled for this model, precision or device", reads_cluster=True)
+@unmodelled("FP8 attention is not modeled for this model, precision or device", reads_cluster=True)
 def low_attention_modelled(job: Job) -> Iterator[Problem]:
     """Support of Transformer Engine's ``fp8_dpa`` (FP8 attention)."""
     model, device, precision = job.model, job.cluster.device, job.training.precision
@@ -176,21 +174,21 @@ def low_attention_modelled(job: Job) -> Iterator[Problem]:
         yield _in_8_bits(sentence, "use one of them, " + _WITHOUT)
         return
     if precision not in device.kernels.low_attention:
-        sentence = f"on {device.id} is not modelled yet: there is no public data on its rate in {precision}"
+        sentence = f"on {device.id} is not modeled yet: there is no public data on its rate in {precision}"
         yield _in_8_bits(sentence, f"use b200-sxm, gb200, b300-sxm or gb300, {_WITHOUT}")
     if model.family not in _IN_8_BITS:
-        sentence = f"of the family {model.family} is not modelled yet"
+        sentence = f"of the family {model.family} is not modeled yet"
         yield _in_8_bits(sentence, f"models: {', '.join(_IN_8_BITS)}; {_WITHOUT}")
     if model.document_lengths:
-        sentence = "of packed documents (model.document_lengths) is not modelled yet"
+        sentence = "of packed documents (model.document_lengths) is not modeled yet"
         yield _in_8_bits(sentence, "remove them, " + _WITHOUT)
 
 
-@unmodelled("context parallelism of attention in 8 bits is not modelled", reads="cp")
+@unmodelled("context parallelism of FP8 attention is not modeled", reads="cp")
 def cp_of_low_attention(job: Job) -> Iterator[Problem]:
     cp = job.plan.cp
     if job.software.fp8_dot_product_attention and job.training.precision in ("fp8", "mxfp8") and cp > 1:
-        yield _in_8_bits(f"with plan.cp = {cp} is not modelled yet: ranks communicate keys", "use cp = 1, " + _WITHOUT)
+        yield _in_8_bits(f"with plan.cp = {cp} is not modeled yet: ranks communicate keys", "use cp = 1, " + _WITHOUT)
 
 
 def _in_8_bits(sentence: str, fix: str) -> Problem:
@@ -198,7 +196,7 @@ def _in_8_bits(sentence: str, fix: str) -> Problem:
 
 
 @rule(
-    "matrix products in 8 or 4 bits need sizes that are whole blocks",
+    "FP8 and FP4 matmuls need sizes that are multiples of the scaling block",
     reads="tp sequence_parallel cp cp_comm ep etp microbatch_size",
     after_others=True,
 )
@@ -282,7 +280,7 @@ def grad_sync_of_replicas(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "plan.grad_sync", sentence, "remove it")
 
 
-@unmodelled("gradient reduction after every microbatch of a pipeline is not modelled", reads="grad_sync pp")
+@unmodelled("gradient reduction after every microbatch of a pipeline is not modeled", reads="grad_sync pp")
 def grad_sync_modelled(job: Job) -> Iterator[Problem]:
     if job.plan.grad_sync == "microbatch" and job.plan.pp > 1:
         what = "gradient reduction after every microbatch of a pipeline (torch's pipelines reduce once a step)"
@@ -290,7 +288,7 @@ def grad_sync_modelled(job: Job) -> Iterator[Problem]:
 
 
 @unmodelled(
-    "gradient reduction after every microbatch of experts that ranks share out is not modelled",
+    "gradient reduction after every microbatch of experts that ranks share out is not modeled",
     reads="grad_sync experts_apart",
 )
 def grad_sync_of_experts(job: Job) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan, StageAssignment
 from simplan.program.action import Table, parse_table
 from simplan.runs.checkpoint import Checkpointing
-from simplan.runs.fewer_nodes import FewerNodes
+from simplan.runs.elastic import FewerNodes
 from simplan.software.software import SoftwareSpec
 from simplan.training import TrainingSpec
 

@@ -1,4 +1,4 @@
-"""The section ``cluster`` of a scenario file.
+"""The section ``cluster``, with its devices and links, of a scenario file.
 
 It is a preset with overrides, or given inline::
 

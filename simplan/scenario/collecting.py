@@ -100,7 +100,7 @@ class Sections:
         """Raises the recorded problems, in the order of the file.
 
         Raises:
-            SpecError: There were problems; a NotModelledError when all are options that are not modelled yet.
+            SpecError: There were problems; a NotModelledError when all are options that are not modeled yet.
         """
         if self._problems:
             ordered = sorted(dict.fromkeys(self._problems), key=in_file_order)

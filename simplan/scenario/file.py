@@ -120,7 +120,7 @@ def load_scenario(path: str | Path) -> Scenario:
 
     Raises:
         SpecError: The file cannot be read or is wrong; lists all problems, each with its line. When all of them
-            are options that are not modelled yet, the error is a ``NotModelledError``.
+            are options that are not modeled yet, the error is a ``NotModelledError``.
     """
     return scenario_from(read_yaml(path), path)
 
@@ -148,7 +148,7 @@ def scenario_of(parts: ScenarioParts, folder: Path | None) -> Scenario:
     plan = _read_plan(sections, data, folder)
     expect = read_expectations(sections, data.get("expect", ()))
     sections.raise_problems()
-    assert plan is not None, "what is missing has been refused"
+    assert plan is not None, "the missing section plan has raised an error"
     try:
         return Scenario(name=parts.name, job=parts.job(plan), expect=expect, file=sections.file, budget=parts.budget)
     except SpecError as error:

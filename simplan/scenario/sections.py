@@ -1,4 +1,4 @@
-"""The sections ``model``, ``software`` and ``expect`` of a scenario file.
+"""The sections ``model``, ``software`` and ``expect`` of a scenario file, and the document lengths of a model.
 
 A model is a preset or a Hugging Face configuration with overrides, or given inline::
 

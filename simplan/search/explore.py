@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
-from simplan.search.bounds.common import Bounds
+from simplan.search.bounds.candidate_bounds import Bounds
 from simplan.search.bounds.layer_sums import Floats
 from simplan.search.candidates import Candidates, Column, plan_order
 from simplan.search.enumeration import Enumeration, Mesh

@@ -20,7 +20,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.predict.build import assign_layers, cost_model
 from simplan.rules import violations
 from simplan.rules.recompute import recompute_layers_modelled, recompute_modelled
-from simplan.search.bounds.common import Bounds
+from simplan.search.bounds.candidate_bounds import Bounds
 from simplan.search.candidates import plan_order
 from simplan.search.enumeration import Enumeration
 from simplan.search.evaluate import Evaluator

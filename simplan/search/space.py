@@ -138,7 +138,7 @@ def that_it_has(software: SoftwareSpec, space: SearchSpace) -> SearchSpace:
     for field, values in allowed.items():
         asked = getattr(space, field)
         if any(value not in values for value in asked or ()):
-            rule = f"{software.id} has {field} {either(map(render_value, values))} only, as far as it is modelled"
+            rule = f"{software.id} has {field} {either(map(render_value, values))} only, as far as it is modeled"
             left = [value for value in asked if value in values] or list(values)
             fix = f"write {render_value(left)}, or remove it"
             problems.append(Problem(field=f"search.{field}", value=render_value(list(asked)), rule=rule, fix=fix))

@@ -279,7 +279,7 @@ class SoftwareSpec(Spec):
             "compiled": "compiled" if self.compiled else "",
             "expert_dispatch": self.expert_dispatch if self.expert_dispatch != "copies" else "",
             "expert_overlap": "expert all-to-all overlapped with another microbatch" if self.expert_overlap else "",
-            "fp8_dot_product_attention": "attention in 8 bits" if self.fp8_dot_product_attention else "",
+            "fp8_dot_product_attention": "FP8 attention" if self.fp8_dot_product_attention else "",
             "fused_experts": "fused experts" if self.fused_experts else "",
             "vocab_multiple": "",  # predictions tell it where it changes anything
         }

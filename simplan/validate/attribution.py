@@ -1,4 +1,4 @@
-"""Attribution of the step-time error to terms whose differences sum to the error."""
+"""Attribution of the step-time error to terms along the critical path, whose differences sum to the error."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 
 from simplan import catalog
-from simplan.accuracy.framework_defaults import profile_name, stacks
+from simplan.accuracy.framework_defaults import framework_defaults, profile_name
 from simplan.accuracy.published_job import job_of_published_run, layers_of_stages
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.schema import Framework
@@ -87,15 +87,15 @@ def test_what_a_profile_refuses_is_predicted_as_others_have_it_and_said(
     brief = summarize_step(question.job)
     assert brief.step_time_s > 0
     whole = catalog.software(profile_name(asked.software, asked.plan))
-    with pytest.raises(ValueError, match="is not modelled"):
+    with pytest.raises(ValueError, match="is not modeled"):
         check_job(replace(question.job, software=whole))
 
 
 def test_every_profile_name_is_known_to_the_catalogue() -> None:
     """As one that there is, or as one that is known to be missing: no other name is a stand-in's."""
-    assert set(stacks()) == set(get_args(Framework))
-    for stack in stacks().values():
-        for name in (*stack.profiles.values(), *stack.combining.values()):
+    assert set(framework_defaults()) == set(get_args(Framework))
+    for framework in framework_defaults().values():
+        for name in (*framework.profiles.values(), *framework.combining.values()):
             with suppress(NotModelledError):
                 assert catalog.software(name).id == name
 
@@ -269,7 +269,7 @@ def test_models_have_as_many_parameters_as_their_source_prints() -> None:
 
 
 def test_what_the_schema_has_no_field_for_is_the_catalogues() -> None:
-    """Of a model with just the sizes of one that the catalogue knows."""
+    """Of a model with just the sizes of one that the catalog knows."""
     sizes: dict[str, Any] = {
         "model__family": "moe",
         "model__num_hidden_layers": 36,
@@ -284,10 +284,10 @@ def test_what_the_schema_has_no_field_for_is_the_catalogues() -> None:
     assert question.job.model.attention_sinks
     assert question.job.model.expert_bias
     assert question.job.model.windows[:2] == catalog.model("gpt-oss-120b").windows[:2] == (128, 0)
-    assert any(note.startswith("as the catalogue's gpt-oss-120b, whose sizes it has: ") for note in question.notes)
+    assert any(note.startswith("as the catalog's gpt-oss-120b, whose sizes it has: ") for note in question.notes)
     other = job_of_published_run(run(**{**sizes, "model__vocab_size": 200_064}))
     assert not other.job.model.expert_bias
-    assert not any("catalogue's" in note for note in other.notes)
+    assert not any("catalog's" in note for note in other.notes)
 
 
 @pytest.mark.parametrize("name", ["mistral-7b-v0.1", "mistral-7b-v0.3"])

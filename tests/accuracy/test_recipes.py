@@ -213,4 +213,4 @@ def test_tokens_come_to_experts_as_the_recipe_of_the_container_has_it(
 def test_attention_is_in_8_bits_where_the_recipe_has_it(version: str, device: str, precision: str, found: bool) -> None:
     question = job_of_published_run(qwen(version, device, precision))
     assert question.job.software.fp8_dot_product_attention is found
-    assert ("as its recipe says: attention in 8 bits" in question.notes) is found
+    assert ("as its recipe says: FP8 attention" in question.notes) is found

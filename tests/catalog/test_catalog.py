@@ -163,21 +163,21 @@ def test_torch_profile() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "sentence"),
     [
-        ("device", "h100-sxm-80g", "device = h100-sxm-80g: is not in the catalogue; did you mean h100-sxm-80gb? "
+        ("device", "h100-sxm-80g", "device = h100-sxm-80g: is not in the catalog; did you mean h100-sxm-80gb? "
          "https://simplan.readthedocs.io/how-to/devices/ says how"),
-        ("device", "H100", "device = H100: is not in the catalogue; did you mean h100-sxm-80gb or h100-nvl-94gb or"),
-        ("device", "H20", "device = H20: is not in the catalogue; did you mean h20-sxm-96gb or h20-sxm-141gb? http"),
-        ("device", "MTT-S4000", "device = MTT-S4000: is not in the catalogue; `simplan show devices` lists them; "),
-        ("link", "nvlink", "link = nvlink: is not in the catalogue; did you mean nvlink5"),
-        ("link", "network-0gbit", "link = network-0gbit: is not in the catalogue; did you mean network-50gbit"),
-        ("model", "zzzzz", "model = zzzzz: is not in the catalogue; `simplan show models` lists them"),
-        ("cluster", "dgx-h10", "cluster = dgx-h10: is not in the catalogue; did you mean dgx-h100"),
-        ("cluster", "p6", "cluster = p6: is not in the catalogue; known: dgx-a100-40gb, dgx-a100-80gb, dgx-b200, "
+        ("device", "H100", "device = H100: is not in the catalog; did you mean h100-sxm-80gb or h100-nvl-94gb or"),
+        ("device", "H20", "device = H20: is not in the catalog; did you mean h20-sxm-96gb or h20-sxm-141gb? http"),
+        ("device", "MTT-S4000", "device = MTT-S4000: is not in the catalog; `simplan show devices` lists them; "),
+        ("link", "nvlink", "link = nvlink: is not in the catalog; did you mean nvlink5"),
+        ("link", "network-0gbit", "link = network-0gbit: is not in the catalog; did you mean network-50gbit"),
+        ("model", "zzzzz", "model = zzzzz: is not in the catalog; `simplan show models` lists them"),
+        ("cluster", "dgx-h10", "cluster = dgx-h10: is not in the catalog; did you mean dgx-h100"),
+        ("cluster", "p6", "cluster = p6: is not in the catalog; known: dgx-a100-40gb, dgx-a100-80gb, dgx-b200, "
          "dgx-h100, dgx-h200, dgx-v100, gb200-nvl72, this-machine; or give device and devices_per_node in place of a "
          "preset"),
-        ("software", "deepspeed", "software = deepspeed: is not in the catalogue; use one of deepspeed-2021, "
+        ("software", "deepspeed", "software = deepspeed: is not in the catalog; use one of deepspeed-2021, "
          "megatron-deepspeed, megatron-deepspeed-2023"),
-        ("software", "pytorch", "software = pytorch: is not in the catalogue; did you mean torch"),
+        ("software", "pytorch", "software = pytorch: is not in the catalog; did you mean torch"),
     ],
 )  # fmt: skip
 def test_unknown_names_are_refused_with_the_nearest(kind: str, name: str, sentence: str) -> None:
@@ -191,7 +191,7 @@ def test_unknown_names_are_refused_with_the_nearest(kind: str, name: str, senten
     ("kind", "name", "family"), [("model", "gemma-7b", "the Gemma family"), ("model", "bloom", "the BLOOM family")]
 )
 def test_names_that_are_not_modelled_yet_are_refused_by_name(kind: str, name: str, family: str) -> None:
-    with pytest.raises(NotModelledError, match=f"{kind} = {name}: {family} is not modelled yet; "):
+    with pytest.raises(NotModelledError, match=f"{kind} = {name}: {family} is not modeled yet; "):
         getattr(catalog, kind)(name)
 
 

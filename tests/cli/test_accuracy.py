@@ -51,7 +51,7 @@ def test_the_json_has_what_others_rely_on(new_simplan: Simplan, runs: Path) -> N
     assert by_id["ran-out"]["measured_oom"] is True
     assert by_id["ran-out"]["predicted_step_time_s"] > 0, "a step time is predicted even where nothing fits"
     assert "training adapters with megatron-lm-2022" in by_id["adapters"]["reason"]
-    assert by_id["unheard-of"]["reason"].startswith("device = h1000: is not in the catalogue")
+    assert by_id["unheard-of"]["reason"].startswith("device = h1000: is not in the catalog")
     assert document["overall"]["step_time"].keys() >= OF_STEP_TIME
     assert document["overall"]["peak_memory"]["num"] == 1
     of_file = document["by_file"][str(runs / "some.yaml")]

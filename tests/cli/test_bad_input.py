@@ -18,7 +18,7 @@ CALIBRATION = Calibration(created="2026-01-01T00:00:00Z", device_kind="cpu", num
 # what is replaced in the good scenario, by what, and what the message must hold; tests/bad_input has all sentences
 MISTAKES = {
     "misspelt key": ("num_attention_heads", "num_atention_heads", ":2:", "did you mean num_attention_heads?"),
-    "not modelled": ("pp: 2", "pp: 2, grad_dtype: bf16", ":5:", "is not modelled yet"),
+    "not modeled": ("pp: 2", "pp: 2, grad_dtype: bf16", ":5:", "is not modeled yet"),
     "not YAML": ("plan: {", "plan: }", ":5:", "this is not YAML"),
 }
 
@@ -47,7 +47,7 @@ def test_a_link_to_nothing_says_so(simplan: Simplan, tmp_path: Path) -> None:
 
 
 def test_names_in_files_cannot_steer_a_terminal(simplan: Simplan, scenario: Path) -> None:
-    """Colours pass, as our own do; the sequence that sets a window's title does not."""
+    """Colors pass, as our own do; the sequence that sets a window's title does not."""
     scenario.write_text(scenario.read_text().replace("name: small", r'name: "\e]0;title\a"', 1))
     result = simplan("predict", scenario)
     assert result.stdout.startswith(r"\x1b]0;title\x07: fits")

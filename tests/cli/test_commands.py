@@ -34,7 +34,7 @@ def test_predict_prints_the_verdict_first(simplan: Simplan, scenario: Path) -> N
     assert result.stdout.startswith("small: fits: rank ")
     for word in ("step time", "MFU", "dense bf16 peak", "Step breakdown per rank", "Peak memory per rank", "Next"):
         assert word in result.stdout
-    assert "\033" not in result.stdout, "no colour off a terminal"
+    assert "\033" not in result.stdout, "no color off a terminal"
 
 
 def test_explain_shows_every_term_with_its_formula(simplan: Simplan, new_simplan: Simplan, scenario: Path) -> None:

@@ -23,7 +23,7 @@ def test_draw_prints_a_line_for_each_rank(simplan: Simplan, scenario: Path) -> N
     rows = [line for line in lines if line.startswith("rank ")]
     assert [row.split("│")[0].strip() for row in rows] == ["rank 0", "rank 1"]
     assert {len(row) for row in rows} == {100}, "off a terminal a line has 100 columns"
-    assert "\033" not in result.stdout, "no colour off a terminal"
+    assert "\033" not in result.stdout, "no color off a terminal"
 
 
 def test_width_is_that_of_the_rows(simplan: Simplan, scenario: Path) -> None:

@@ -12,9 +12,9 @@ from simplan.cli.execute import RunOptions
 from simplan.cli.nodes import NodeRendezvous, nodes_of, numbers_of_nodes
 from simplan.errors import SpecError
 from simplan.runs.checkpoint import Checkpointing
-from simplan.runs.fewer_nodes import Nodes
+from simplan.runs.elastic import Nodes
 from simplan.scenario import load_scenario
-from simplan.scenario.fewer_nodes import scenarios_on_fewer
+from simplan.scenario.elastic import scenarios_on_fewer
 from tests.cli.calls import Simplan, refused
 
 SCENARIO = """\

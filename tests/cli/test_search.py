@@ -206,7 +206,7 @@ def test_the_longest_sequence_is_saved_with_its_positions(simplan: Simplan, file
         ("{objectives: [memory, cost, step_time]}", "must have at most 2 values"),
         (
             "{zero_stage: [1, 2]}\nsoftware: megatron-core",
-            "has zero_stage 0 or 1 only, as far as it is modelled; write [1]",
+            "has zero_stage 0 or 1 only, as far as it is modeled; write [1]",
         ),
         ("{stage_layers: [3]}", "write plan.stage_layers in the scenario that --save-plan writes, as a search "),
         ("{recompute_layers: 3}", "search.recompute_layers = 3: is not a known choice; known: all, least"),

@@ -1,4 +1,4 @@
-"""Links of the catalogue: wiring counted again, constants with their sources and within reason."""
+"""Links of the catalog: wiring counted again, constants with their sources and within reason."""
 
 from __future__ import annotations
 

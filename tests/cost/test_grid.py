@@ -178,7 +178,7 @@ def test_any_model_on_a_device_of_the_catalogue_is_priced_from_its_calibration()
     prediction = predict(job_of(model, {"dp_shard": 16}, num_microbatches=1), name="x", calibration=CALIBRATION)
     by_name = {term.name: term.provenance for term in prediction.terms}
     assert (by_name["block forward"], by_name["all_gather over 16 ranks"]) == ("calibrated", "published")
-    said = "not timed, so priced from datasheets: all_gather over 16"
+    said = "not timed, so estimated from datasheets: all_gather over 16"
     assert any(text.startswith(said) for text in prediction.assumptions)
 
 

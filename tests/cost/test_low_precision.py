@@ -131,7 +131,7 @@ def test_products_are_cut_into_parts_for_exchanges_beside_them() -> None:
     cost = rates("fp8")
     cost = replace(cost, matmuls=changed(cost.matmuls, gemm_split_overhead_s=1e-4))
     assert cost.seconds(whole._replace(cuts=2)) == pytest.approx(cost.seconds(whole) + 2e-4)
-    assert "2 x 100.0 us to cut products into parts" in cost.cost_estimate(whole._replace(cuts=2)).formula
+    assert "2 x 100.0 us to split GEMMs into chunks" in cost.cost_estimate(whole._replace(cuts=2)).formula
 
 
 @pytest.mark.parametrize("other", [layer(LayerKind.HEAD), layer(LayerKind.BLOCK, Role.GATING)])

@@ -95,16 +95,16 @@ def test_casts_read_and_write_what_the_kernel_reads(precision: Precision, passes
     ("model", "cluster", "precision", "plan", "said"),
     [
         (LLAMA, "gb200-nvl72", "bf16", {}, "is for training.precision = fp8 and mxfp8, and it is bf16"),
-        (LLAMA, "dgx-h100", "fp8", {}, "on h100-sxm-80gb is not modelled yet: there is no public data"),
+        (LLAMA, "dgx-h100", "fp8", {}, "on h100-sxm-80gb is not modeled yet: there is no public data"),
         (
             catalog.model("gpt3-175b"),
             "gb200-nvl72",
             "mxfp8",
             {},
-            "of the family gpt is not modelled yet; models: llama",
+            "of the family gpt is not modeled yet; models: llama",
         ),
-        (PACKED, "gb200-nvl72", "mxfp8", {}, "of packed documents .* is not modelled yet"),
-        (LLAMA, "gb200-nvl72", "mxfp8", {"cp": 2, "dp_shard": 4}, "with plan.cp = 2 is not modelled yet"),
+        (PACKED, "gb200-nvl72", "mxfp8", {}, "of packed documents .* is not modeled yet"),
+        (LLAMA, "gb200-nvl72", "mxfp8", {"cp": 2, "dp_shard": 4}, "with plan.cp = 2 is not modeled yet"),
     ],
 )
 def test_what_is_not_modelled_is_refused_by_name(
@@ -121,7 +121,7 @@ def test_only_layers_with_attention_are_others() -> None:
     plan, other = ParallelPlan(), BRIDGE.model_copy(update={"fp8_dot_product_attention": True})
     pairs = zip(BRIDGE.layers_of(DEEPSEEK, plan), other.layers_of(DEEPSEEK, plan), strict=True)
     assert [one == two for one, two in pairs] == [True, *[False] * 27, True]
-    assert other.title == "megatron-bridge, all_to_all, attention in 8 bits"
+    assert other.title == "megatron-bridge, all_to_all, FP8 attention"
 
 
 _LAUNCH_S = 3e-6  # of a kernel that is timed over and over

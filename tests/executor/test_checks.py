@@ -25,7 +25,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"recompute": "selective_op", "offload_activations": True},
         {},
-        "plan.recompute = selective_op: the executor does not keep single matmuls with activations that are "
+        "plan.recompute = selective_op: the executor does not support selective_op with activations that are "
         "moved to the host; use selective or full, or offload_activations = false",
     ),
     ({**PP, "grad_sync": "microbatch"}, {}, "plan.grad_sync = microbatch: gradient reduction after"),
@@ -33,7 +33,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {**PP, "dp_shard": 2},
         {},
         "model.tied_embeddings = true: sharding of an embedding whose two copies are on different stages is not "
-        "modelled yet; use model.tied_embeddings = false, or plan.zero_stage = 1",
+        "modeled yet; use model.tied_embeddings = false, or plan.zero_stage = 1",
     ),
     ({"grad_dtype": "bf16"}, {}, "plan.grad_dtype = bf16: the executor keeps gradients in the precision"),
     ({}, {"precision": "mxfp8"}, "training.precision = mxfp8: the executor does not run this precision"),

@@ -8,7 +8,7 @@ import pytest
 
 from simplan import catalog
 from simplan.explain import Explanation, difference, explain
-from simplan.explain.part import exposed_s
+from simplan.explain.term import exposed_s
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import Simulated, predict_step
 from simplan.prediction import Prediction

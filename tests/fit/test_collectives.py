@@ -18,7 +18,7 @@ RECORDS = [record for path in sorted(FOLDER.glob("collectives*.yaml")) for recor
 
 
 def catalogued(record: Record) -> float:
-    """Seconds, by the catalogue as users have it."""
+    """Seconds, by the catalog as users have it."""
 
     def now(link: LinkSpec | None) -> LinkSpec | None:
         return link and catalog.link(link.id)

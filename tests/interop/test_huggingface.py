@@ -218,30 +218,30 @@ def test_the_sequence_length_is_that_given() -> None:
     ("config", "sentence"),
     [
         ({**GPT2, "activation_function": "relu"},
-         'activation_function = "relu": is not modelled yet; only "gelu_new" or'),
-        ({**GPT2, "scale_attn_weights": False}, "scale_attn_weights = false: is not modelled yet; only true is"),
-        ({**GPT2, "add_cross_attention": True}, "add_cross_attention = true: is not modelled yet"),
+         'activation_function = "relu": is not modeled yet; only "gelu_new" or'),
+        ({**GPT2, "scale_attn_weights": False}, "scale_attn_weights = false: is not modeled yet; only true is"),
+        ({**GPT2, "add_cross_attention": True}, "add_cross_attention = true: is not modeled yet"),
         ({**MPT, "ffn_config": {"ffn_type": "mptglu"}},
-         'ffn_config.ffn_type = "mptglu": is not modelled yet; only "mptmlp" or "te_ln_mlp" is'),
-        ({**LLAMA3, "mlp_bias": True}, "mlp_bias = true: is not modelled yet"),
-        ({**LLAMA3, "hidden_act": "gelu"}, 'hidden_act = "gelu": is not modelled yet'),
-        ({**LLAMA3, "num_local_experts": 8}, "num_local_experts = 8: is not modelled yet"),
-        ({**LLAMA3, "quantization_config": {"bits": 4}}, 'quantization_config = {"bits": 4}: is not modelled yet'),
+         'ffn_config.ffn_type = "mptglu": is not modeled yet; only "mptmlp" or "te_ln_mlp" is'),
+        ({**LLAMA3, "mlp_bias": True}, "mlp_bias = true: is not modeled yet"),
+        ({**LLAMA3, "hidden_act": "gelu"}, 'hidden_act = "gelu": is not modeled yet'),
+        ({**LLAMA3, "num_local_experts": 8}, "num_local_experts = 8: is not modeled yet"),
+        ({**LLAMA3, "quantization_config": {"bits": 4}}, 'quantization_config = {"bits": 4}: is not modeled yet'),
         ({**QWEN25, "use_sliding_window": True, "sliding_window": 4096}, "sliding_window = 4096: a window in some "
-         "layers is not modelled yet, and sequences of 32768 tokens"),
-        ({**MPT, "no_bias": False}, "no_bias = false: is not modelled yet; only true is"),
-        ({**MPT, "attn_config": {"alibi": False}}, "attn_config.alibi = false: is not modelled yet; only true is"),
-        ({**BERT, "is_decoder": True}, "is_decoder = true: is not modelled yet; only false is"),
-        ({**VIT, "qkv_bias": False}, "qkv_bias = false: is not modelled yet; only true is"),
+         "layers is not modeled yet, and sequences of 32768 tokens"),
+        ({**MPT, "no_bias": False}, "no_bias = false: is not modeled yet; only true is"),
+        ({**MPT, "attn_config": {"alibi": False}}, "attn_config.alibi = false: is not modeled yet; only true is"),
+        ({**BERT, "is_decoder": True}, "is_decoder = true: is not modeled yet; only false is"),
+        ({**VIT, "qkv_bias": False}, "qkv_bias = false: is not modeled yet; only true is"),
         ({**LLAMA3, "model_type": "minstral"},
-         'model_type = "minstral": is a family that is not modelled yet; did you'),
-        ({**QWEN3_MOE, "decoder_sparse_step": 2}, "decoder_sparse_step = 2: is not modelled yet; only 1 is"),
-        ({**QWEN3_MOE, "mlp_only_layers": [0]}, "mlp_only_layers = [0]: is not modelled yet; only [] is"),
-        ({**OLMOE, "clip_qkv": 8.0}, "clip_qkv = 8.0: is not modelled yet; only a config without it is"),
+         'model_type = "minstral": is a family that is not modeled yet; did you'),
+        ({**QWEN3_MOE, "decoder_sparse_step": 2}, "decoder_sparse_step = 2: is not modeled yet; only 1 is"),
+        ({**QWEN3_MOE, "mlp_only_layers": [0]}, "mlp_only_layers = [0]: is not modeled yet; only [] is"),
+        ({**OLMOE, "clip_qkv": 8.0}, "clip_qkv = 8.0: is not modeled yet; only a config without it is"),
         ({**DEEPSEEK3, "quantization_config": {"fmt": "e4m3"}}, "quantization_config = {"),
-        ({**DEEPSEEK3, "attention_bias": True}, "attention_bias = true: is not modelled yet; only false is"),
+        ({**DEEPSEEK3, "attention_bias": True}, "attention_bias = true: is not modeled yet; only false is"),
         ({**QWEN15, "use_sliding_window": True, "sliding_window": 1024}, "sliding_window = 1024: a window in some"),
-        ({**LLAMA3, "model_type": ["x"]}, 'model_type = ["x"]: is a family that is not modelled yet'),
+        ({**LLAMA3, "model_type": ["x"]}, 'model_type = ["x"]: is a family that is not modeled yet'),
     ],
 )  # fmt: skip
 def test_options_that_change_the_model_are_refused_by_name(config: dict[str, Any], sentence: str) -> None:
@@ -289,7 +289,7 @@ def test_a_bad_config_is_told_in_the_scenario(tmp_path: Path) -> None:
     with pytest.raises(NotModelledError) as caught:
         load_scenario(path)
     assert str(caught.value) == (
-        f'{path}:1:9: model.hf_config = "llama/config.json": mlp_bias = true: is not modelled yet; only false is'
+        f'{path}:1:9: model.hf_config = "llama/config.json": mlp_bias = true: is not modeled yet; only false is'
     )
 
 
@@ -327,7 +327,7 @@ def test_windows_of_some_layers_are_taken(types: list[str], windows: tuple[int, 
     "types", [["full_attention", "sliding_attention"] * 12, ["linear"] * 24, "full_attention", [2]]
 )
 def test_windows_in_another_order_are_refused(types: object) -> None:
-    with pytest.raises(NotModelledError, match=r"layer_types = .*: is not modelled yet; only sliding_attention with"):
+    with pytest.raises(NotModelledError, match=r"layer_types = .*: is not modeled yet; only sliding_attention with"):
         model({**GPT_OSS, "layer_types": types}, 4096)
 
 
@@ -340,7 +340,7 @@ def test_each_layer_has_a_type(types: list[str]) -> None:
 def test_a_checkpoint_in_other_bits_is_refused() -> None:
     with pytest.raises(NotModelledError) as caught:
         model({**GPT_OSS, "quantization_config": {"quant_method": "gptq"}}, 4096)
-    assert str(caught.value) == 'quantization_config.quant_method = "gptq": is not modelled yet; only "mxfp4" is'
+    assert str(caught.value) == 'quantization_config.quant_method = "gptq": is not modeled yet; only "mxfp4" is'
 
 
 def test_experts_must_be_told() -> None:
@@ -369,7 +369,7 @@ def test_layers_for_later_tokens_are_read_where_the_software_has_them() -> None:
     [
         ("megatron-core", "", 1, []),
         ("megatron-core", ", mtp_num_layers: 0", 0, ["no layer predicts a second token, as mtp_num_layers = 0"]),
-        ("torchtitan", "", 0, ["no layer predicts a second token, as mtp_num_layers = 0, which is all that is modelled "
+        ("torchtitan", "", 0, ["no layer predicts a second token, as mtp_num_layers = 0, which is all that is modeled "
                                "with torchtitan"]),
     ],
 )  # fmt: skip

@@ -52,7 +52,7 @@ def test_backward_makes_what_it_has_to() -> None:
         ({"lora_rank": 0, "lora_targets": ["mlp"]}, {}, {}, "model.lora_targets = [mlp]: says which matrices have "
          "adapters, and lora_rank = 0"),
         ({}, {"task": "lora"}, {"pp": 2, "schedule": "zb-h1"}, "plan.schedule = zb-h1: a backward in two parts with "
-         "adapters (model.lora_rank) is not modelled yet"),
+         "adapters (model.lora_rank) is not modeled yet"),
     ],
 )  # fmt: skip
 def test_refused_by_name(changes: Any, training: Any, plan: Any, wanted: str) -> None:
@@ -64,21 +64,21 @@ def test_families_without_adapters_say_so() -> None:
     with pytest.raises(ValueError, match="is for models of family gpt, llama, mpt, gemma2 or neox, and family = bert"):
         ModelSpec(family="bert", vocab_size=100, lora_rank=4, **SIZES)
     bert = ModelSpec(family="bert", vocab_size=100, **SIZES)
-    assert any("those of family bert are not modelled yet" in found for found in problems(bert, task="lora"))
+    assert any("those of family bert are not modeled yet" in found for found in problems(bert, task="lora"))
 
 
 def test_software_that_has_no_states_for_adapters_says_so() -> None:
     [found] = problems(GPT, cluster="dgx-a100-80gb", software="nemo-2022", precision="fp16", task="lora")
-    assert found.startswith("training.task = lora: training adapters with nemo-2022 is not modelled")
+    assert found.startswith("training.task = lora: training adapters with nemo-2022 is not modeled")
 
 
 @pytest.mark.parametrize(
     ("software", "sentence"),
     [
-        ("nemo", "plan.zero_stage = 3: this ZeRO stage with nemo is not modelled yet; use 0 or 1"),
+        ("nemo", "plan.zero_stage = 3: this ZeRO stage with nemo is not modeled yet; use 0 or 1"),
         (
             "megatron-bridge",
-            "plan.zero_stage = 3: ZeRO-3 sharding of a model with adapters with megatron-bridge is not modelled yet; "
+            "plan.zero_stage = 3: ZeRO-3 sharding of a model with adapters with megatron-bridge is not modeled yet; "
             "use 0 or 1",
         ),
     ],

@@ -103,10 +103,10 @@ def test_a_model_is_itself_when_written_and_read_again(family: str) -> None:
         (model_of("vit", num_classes=25), {"tp": 2, "sequence_parallel": False}, "plan.tp = 2: must divide "
          "model.num_classes = 25; use 1 or 5"),
         (model_of("vit"), {"tp": 2}, "plan.sequence_parallel = true: sequence parallelism of patches and a class token "
-         "is not modelled yet; use false"),
-        (model_of("vit"), {"cp": 2}, "plan.cp = 2: context parallelism of patches and a class token is not modelled"),
+         "is not modeled yet; use false"),
+        (model_of("vit"), {"cp": 2}, "plan.cp = 2: context parallelism of patches and a class token is not modeled"),
         (model_of("bert"), {"cp": 2}, "plan.cp = 2: context parallelism of a loss over masked tokens"),
-        (model_of("mpt"), {"cp": 2}, "plan.cp_comm = ring: ring attention with ALiBi is not modelled yet; use "
+        (model_of("mpt"), {"cp": 2}, "plan.cp_comm = ring: ring attention with ALiBi is not modeled yet; use "
          "all_gather or a2a"),
         (model_of("llama", sliding_window=8), {"cp": 2}, "plan.cp_comm = ring: ring attention in a window is not"),
     ],
@@ -207,19 +207,19 @@ def test_a_gate_is_said_as_the_layers_have_it(family: str) -> None:
     has = any(name.endswith("gate.weight") for name in names)
     assert own.gated_mlp is has is FAMILIES[family].gated_mlp
     assert ModelSpec.model_validate({"family": family, **SMALL[family], "gated_mlp": has}) == own
-    with pytest.raises(SpecError, match=f"^model.gated_mlp = {str(not has).lower()}: is not modelled: in family = "):
+    with pytest.raises(SpecError, match=f"^model.gated_mlp = {str(not has).lower()}: is not modeled: in family = "):
         parse_model(ModelSpec, {"family": family, **SMALL[family], "gated_mlp": not has}, prefix=("model",))
 
 
 @pytest.mark.parametrize(
     ("family", "gated", "sentence"),
     [
-        ("llama", False, "false: is not modelled: in family = llama MLPs have a gate; remove it, or use family = gpt, "
+        ("llama", False, "false: is not modeled: in family = llama MLPs have a gate; remove it, or use family = gpt, "
          "mpt or neox, whose MLPs have none"),
-        ("gpt", True, "true: is not modelled: in family = gpt MLPs have no gate; remove it, or use family = llama "
+        ("gpt", True, "true: is not modeled: in family = gpt MLPs have no gate; remove it, or use family = llama "
          "or gemma2, whose MLPs have one"),
-        ("moe", False, "false: is not modelled: in family = moe experts have a gate; remove it"),
-        ("vit", True, "true: is not modelled: in family = vit MLPs have no gate; remove it"),
+        ("moe", False, "false: is not modeled: in family = moe experts have a gate; remove it"),
+        ("vit", True, "true: is not modeled: in family = vit MLPs have no gate; remove it"),
     ],
 )  # fmt: skip
 def test_a_gate_that_a_family_cannot_have_or_lack_is_refused(family: str, gated: bool, sentence: str) -> None:

@@ -121,10 +121,10 @@ def gpt(**fields: Any) -> ModelSpec:
         ({"precision": "mxfp8", "fp8_recipe": "rowwise"}, {}, LLAMA, "training.fp8_recipe = rowwise: is for "
          "training.precision = fp8, not for mxfp8; remove it"),
         ({"precision": "fp8"}, {"pp": 4, "schedule": "zb-h1"}, LLAMA, "plan.schedule = zb-h1: a backward in two parts "
-         "is not modelled with training.precision = fp8: a linear layer in low precision is one function of autograd, "
+         "is not modeled with training.precision = fp8: a linear layer in low precision is one function of autograd, "
          "which makes the gradients of input and weight together; use 1f1b, or precision bf16"),
-        ({"precision": "fp8"}, {}, catalog.model("resnet-50"), "training.precision = fp8: is not modelled yet for "
-         "resnet: its matrix products are convolutions; use bf16"),
+        ({"precision": "fp8"}, {}, catalog.model("resnet-50"), "training.precision = fp8: is not modeled yet for "
+         "resnet: its matmuls are convolutions; use bf16"),
         ({"precision": "fp8"}, {}, gpt(intermediate_size=4100), "model = 4100 inputs of down: linear layers in fp8 "
          "(tensorwise) need sizes that are multiples of 16; use training.precision = bf16"),
         ({"precision": "nvfp4"}, {}, gpt(), "plan.microbatch_size = 1: gives 320 tokens, and the gradients of weights "

@@ -252,21 +252,21 @@ def test_refused(fields: dict[str, Any], plan: dict[str, Any], sentence: str) ->
     ("family", "plan", "sentence"),
     [
         ("moe", {"dp_shard": 4, "zero_stage": 1, "ep": 2}, "plan.ep = 2: sharding one expert over several of the "
-         "dp_shard = 4 ranks is not modelled yet; use a multiple of 4, or a smaller dp_shard"),
+         "dp_shard = 4 ranks is not modeled yet; use a multiple of 4, or a smaller dp_shard"),
         ("moe", {"dp_shard": 3, "dp_replicate": 2, "ep": 2}, "plan.ep = 2: experts over 2 ranks, some of them of other "
-         "replicas than others, is not modelled yet; use 1 or 3, or a multiple of 3"),
+         "replicas than others, is not modeled yet; use 1 or 3, or a multiple of 3"),
         ("moe", {"tp": 2, "sequence_parallel": False}, "plan.sequence_parallel = false: tensor parallelism with "
-         "experts but without sequence parallelism, by which ranks route local tokens, is not modelled yet; use true"),
+         "experts but without sequence parallelism, by which ranks route local tokens, is not modeled yet; use true"),
         ("moe", {"tp": 4, "etp": 2}, "plan.etp = 2: splitting experts among other numbers of ranks than attention is "
-         "not modelled yet; use 1 or 4"),
+         "not modeled yet; use 1 or 4"),
         ("moe", {"tp": 2, "dp_shard": 2, "zero_stage": 1, "ep": 2}, "plan.ep = 2: sharding one expert over several of "
-         "the dp_shard x tp = 4 ranks is not modelled yet; use a multiple of 4, or a smaller dp_shard"),
-        ("deepseek", {"cp": 2}, "plan.cp = 2: context parallelism with multi-head latent attention is not modelled "
+         "the dp_shard x tp = 4 ranks is not modeled yet; use a multiple of 4, or a smaller dp_shard"),
+        ("deepseek", {"cp": 2}, "plan.cp = 2: context parallelism with multi-head latent attention is not modeled "
          "yet; use 1"),
         ("moe", {"dp_replicate": 2, "ep": 2, "grad_sync": "microbatch"}, "plan.grad_sync = microbatch: gradient "
-         "reduction after every microbatch with ep > 1 is not modelled yet; use step"),
+         "reduction after every microbatch with ep > 1 is not modeled yet; use step"),
         ("moe", {"pp": 2, "schedule": "zb-h1"}, "plan.schedule = zb-h1: a backward in two parts through experts is not "
-         "modelled yet; use 1f1b or interleaved_1f1b"),
+         "modeled yet; use 1f1b or interleaved_1f1b"),
     ],
 )  # fmt: skip
 def test_not_modelled(family: str, plan: dict[str, Any], sentence: str) -> None:

@@ -156,9 +156,9 @@ def test_it_is_not_in_4_bits() -> None:
 @pytest.mark.parametrize(
     ("software", "sizes", "training", "plan", "sentence"),
     [
-        ("torch", {}, {}, {}, "model.mtp_num_layers = 1: multi-token prediction with torch is not modelled yet; use 0"),
-        ("torchtitan", {}, {}, {}, "multi-token prediction with torchtitan is not modelled yet"),
-        ("nemo", {}, {}, {}, "multi-token prediction with nemo is not modelled yet; use 0, or software: megatron-core"),
+        ("torch", {}, {}, {}, "model.mtp_num_layers = 1: multi-token prediction with torch is not modeled yet; use 0"),
+        ("torchtitan", {}, {}, {}, "multi-token prediction with torchtitan is not modeled yet"),
+        ("nemo", {}, {}, {}, "multi-token prediction with nemo is not modeled yet; use 0, or software: megatron-core"),
         ("megatron-bridge", {}, {}, {"zero_stage": 3}, "plan.zero_stage = 3: sharding of parameters with model.mtp"),
         ("megatron-core", {}, {}, {"pp": 2, "dp_shard": 1, "schedule": "zb-h1"}, "plan.schedule = zb-h1: a custom "
          "schedule"),

@@ -17,7 +17,7 @@ FAMILIES_NOT_YET = {"gemma": 6, "gpt_neox": 9, "bloom": 5, "phi": 1}
 """Rows of families that cannot be built yet."""
 
 BERT_PARTS = ("pooler", "mlm_head", "nsp_head")
-"""Keys that say which parts of BERT were counted; ours is for masked language modelling, so it has the second only."""
+"""Keys that say which parts of BERT were counted; ours is for masked language modeling, so it has the second only."""
 
 
 def model_of(row: dict[str, Any]) -> ModelSpec:

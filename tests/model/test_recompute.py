@@ -271,7 +271,7 @@ def test_how_a_plan_says_it_in_words() -> None:
         ("megatron-core", {"recompute_layers": 2}, "recompute_layers", "recompute is selective"),
         ("megatron-core", {"recompute": "full", "recompute_layers": 5}, "recompute_layers", "more than the 4 blocks"),
         ("torch", {"recompute_modules": ("moe_act",)}, "recompute_modules", "torch does not run this module alone"),
-        ("maxtext", {"recompute": "full", "recompute_layers": 1}, "recompute_layers", "is not modelled for maxtext"),
+        ("maxtext", {"recompute": "full", "recompute_layers": 1}, "recompute_layers", "is not modeled for maxtext"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(software: str, changes: dict[str, object], field: str, said: str) -> None:

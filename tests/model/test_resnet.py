@@ -52,8 +52,8 @@ def test_throughput_is_in_images() -> None:
 @pytest.mark.parametrize(
     ("plan", "training", "sentence"),
     [
-        ({"tp": 2, "sequence_parallel": False}, {}, "plan.tp = 2: tensor parallelism of convolutions is not modelled"),
-        ({"cp": 2}, {}, "plan.cp = 2: context parallelism of convolutions is not modelled"),
+        ({"tp": 2, "sequence_parallel": False}, {}, "plan.tp = 2: tensor parallelism of convolutions is not modeled"),
+        ({"cp": 2}, {}, "plan.cp = 2: context parallelism of convolutions is not modeled"),
         ({"recompute": "selective"}, {}, "plan.recompute = selective: recomputation of batch norms"),
         ({"recompute": "full"}, {}, "plan.recompute = full: recomputation of batch norms"),
         ({"dp_shard": 2}, {"precision": "bf16"}, "training.precision = bf16: a batch norm whose weights FSDP casts"),

@@ -121,7 +121,7 @@ def test_defaults() -> None:
     ("plan", "sentence"),
     [
         ({"tp": 2, "sequence_parallel": False}, "plan.tp = 2: tensor parallelism of an encoder and a decoder is not"),
-        ({"cp": 2}, "plan.cp = 2: context parallelism of an encoder and a decoder is not modelled yet; use 1"),
+        ({"cp": 2}, "plan.cp = 2: context parallelism of an encoder and a decoder is not modeled yet; use 1"),
         ({"pp": 2, "dp_shard": 2}, "model.tied_embeddings = true: sharding of an embedding whose two copies"),
     ],
 )

@@ -1,4 +1,4 @@
-"""How well two colours are told apart: WCAG 2.2."""
+"""How well two colors are told apart: WCAG 2.2."""
 
 from __future__ import annotations
 

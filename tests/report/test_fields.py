@@ -25,7 +25,7 @@ def test_every_key_is_there_and_says_what_it_is_for() -> None:
     made_elsewhere = {"name", "packs", "sources"}
     assert set(MODEL) - {"preset", "hf_config"} == set(ModelSpec.model_fields) - made_elsewhere
     for row in (*ROWS.values(), *TRAINING.values(), *MODEL.values(), *cluster_fields()):
-        assert row["what for"], row
+        assert row["description"], row
         assert row["values"], row
 
 
@@ -78,9 +78,9 @@ def test_families_are_those_that_have_the_field() -> None:
 
 
 def test_what_a_key_is_for_is_the_first_sentence_of_its_docstring() -> None:
-    assert MODEL["num_hidden_layers"]["what for"] == "blocks"
-    assert MODEL["top_k"]["what for"] == "Hugging Face's num_experts_per_tok"
-    assert MODEL["hidden_size"]["what for"] == "as in Hugging Face's config.json"
+    assert MODEL["num_hidden_layers"]["description"] == "blocks"
+    assert MODEL["top_k"]["description"] == "Hugging Face's num_experts_per_tok"
+    assert MODEL["hidden_size"]["description"] == "as in Hugging Face's config.json"
     assert MODEL["capacity_factor"]["values"] == "more than 0"
 
 

@@ -115,11 +115,17 @@ def test_whole_gradients_under_fsdp_are_noted() -> None:
         prediction = predict(job_of("gpt2-124m", {"dp_shard": 8, "grad_sync": grad_sync}, num_microbatches=4))
         held.append(prediction.memory[0].by_category[MemoryCategory.GRADIENTS])
         said.append(
-            [text for text in prediction.assumptions if text.startswith("gradients of 4 microbatches add up whole")]
+            [
+                text
+                for text in prediction.assumptions
+                if text.startswith("unsharded gradients of 4 microbatches accumulate")
+            ]
         )
     assert held[0] - held[1] > 0.8 * 4 * 124.4e6
     assert [len(texts) for texts in said] == [1, 0]
-    assert not any("add up whole" in text for text in assumptions(plan={"dp_shard": 8}, num_microbatches=1))
+    assert not any(
+        "accumulate before reduction" in text for text in assumptions(plan={"dp_shard": 8}, num_microbatches=1)
+    )
     each = predict(job_of("gpt2-124m", {"dp_shard": 8}, software="torchtitan", num_microbatches=4))
     assert each.memory[0].by_category[MemoryCategory.GRADIENTS] <= held[1]
     assert "sharded gradients are reduced after each of 4 microbatches, as torchtitan does" in each.assumptions

@@ -107,12 +107,12 @@ def test_plans_of_llama_pass(plan: dict[str, Any]) -> None:
          "gives 16,000,000 microbatches x pipeline ranks, more than 30,000, and schedule zb-1p differs with every "
          "number of microbatches; use at most 7500, a larger microbatch_size, or 1f1b"),
         ({"pp": 2, "schedule": "zb-2p-optsync"}, {}, "plan.schedule = zb-2p-optsync: an optimizer step for which "
-         "pipeline ranks wait for each other is not modelled yet; use zb-2p"),
+         "pipeline ranks wait for each other is not modeled yet; use zb-2p"),
         ({"pp": 2, "dp_replicate": 2, "grad_sync": "microbatch"}, {}, "plan.grad_sync = microbatch: gradient reduction "
-         "after every microbatch of a pipeline (torch's pipelines reduce once a step) is not modelled yet; use step"),
+         "after every microbatch of a pipeline (torch's pipelines reduce once a step) is not modeled yet; use step"),
         ({"pp": 2, "dp_shard": 2}, {}, "model.tied_embeddings = true: sharding of an embedding whose two copies are on "
-         "different stages is not modelled yet; use model.tied_embeddings = false, or plan.zero_stage = 1"),
-        ({"grad_dtype": "bf16"}, {}, "plan.grad_dtype = bf16: another dtype for gradients with torch is not modelled "
+         "different stages is not modeled yet; use model.tied_embeddings = false, or plan.zero_stage = 1"),
+        ({"grad_dtype": "bf16"}, {}, "plan.grad_dtype = bf16: another dtype for gradients with torch is not modeled "
          "yet; remove it"),
     ],
 )  # fmt: skip
@@ -269,19 +269,19 @@ def test_plans_that_offload_pass(plan: dict[str, Any]) -> None:
         ({**STATES, "dp_shard": 1}, {}, "no parameters that FSDP shards; use dp_shard = 2 or more"),
         ({**STATES, "dp_shard": 1, "dp_replicate": 4}, {}, "shards; use dp_shard = 4 in place of dp_replicate"),
         ({**STATES, "zero_stage": 1}, {}, "this plan has no parameters that FSDP shards; use zero_stage = 3"),
-        ({**STATES, "tp": 2}, {"model": "llama3-8b"}, "tensor parallelism (tp = 2) is not modelled yet with it; use tp "
+        ({**STATES, "tp": 2}, {"model": "llama3-8b"}, "tensor parallelism (tp = 2) is not modeled yet with it; use tp "
          "= 1"),
-        (STATES, {"precision": "fp8"}, "training.precision = fp8 is not modelled yet with it; use bf16"),
+        (STATES, {"precision": "fp8"}, "training.precision = fp8 is not modeled yet with it; use bf16"),
         ({**STATES, "ep": 2, "dp_replicate": 2}, {"model": "mixtral-8x7b"}, "plan.offload_optimizer = true: states of "
-         "experts of which other ranks have others is not modelled"),
-        (ACTIVATIONS, {"model": "t5-small"}, "activations of the family t5 is not modelled"),
+         "experts of which other ranks have others is not modeled"),
+        (ACTIVATIONS, {"model": "t5-small"}, "activations of the family t5 is not modeled"),
         (ACTIVATIONS, {"model": "mistral-7b-v0.1"}, "attention in a window"),
-        ({**ACTIVATIONS, "pp": 2, "schedule": "zb-h1"}, {}, "a backward in two parts (zb-h1) is not modelled"),
-        ({**ACTIVATIONS, "pp": 2, "schedule": "mine.csv"}, {}, "a schedule of your own is not modelled"),
-        ({**ACTIVATIONS, "cp": 2, "cp_comm": "all_gather"}, {}, "context parallelism (cp = 2) is not modelled"),
+        ({**ACTIVATIONS, "pp": 2, "schedule": "zb-h1"}, {}, "a backward in two parts (zb-h1) is not modeled"),
+        ({**ACTIVATIONS, "pp": 2, "schedule": "mine.csv"}, {}, "a schedule of your own is not modeled"),
+        ({**ACTIVATIONS, "cp": 2, "cp_comm": "all_gather"}, {}, "context parallelism (cp = 2) is not modeled"),
         ({**ACTIVATIONS, "recompute": "qkv_proj_offloaded"}, {}, "which has transfers of its own"),
         ({"offload_layers": 2}, {}, "plan.offload_layers = 2: says of how many blocks activations are moved"),
-        ({**ACTIVATIONS, "offload_layers": 2, "pp": 2}, {}, "blocks of a pipeline (pp = 2) is not modelled yet"),
+        ({**ACTIVATIONS, "offload_layers": 2, "pp": 2}, {}, "blocks of a pipeline (pp = 2) is not modeled yet"),
     ],
 )  # fmt: skip
 def test_offloading_that_is_not_modelled(plan: dict[str, Any], parts: dict[str, Any], sentence: str) -> None:
@@ -311,7 +311,7 @@ def test_host_links_have_the_bandwidth_of_their_generation(device: str, bytes_pe
 
 def test_another_framework_is_refused_by_name() -> None:
     [found] = problems(GPT2, STATES, cluster="dgx-a100-80gb", software="llm-foundry")
-    assert re.search(r"software llm-foundry is not modelled yet with it; use .* torch \(or", found)
+    assert re.search(r"software llm-foundry is not modeled yet with it; use .* torch \(or", found)
 
 
 def test_buckets_are_refused_where_nothing_is_reduced_in_buckets() -> None:

@@ -153,7 +153,7 @@ def test_this_machine(tmp_path: Path) -> None:
          "devices_per_node"),
         ("{device: l40s, num_devices: 4}", "case.yaml:2:1: cluster.devices_per_node: is missing; add devices_per_node: "
          "4 if they are in one node"),
-        ("{device: mi250, devices_per_node: 2}", "case.yaml:2:1: cluster.intra_link: is missing: the catalogue does "
+        ("{device: mi250, devices_per_node: 2}", "case.yaml:2:1: cluster.intra_link: is missing: the catalog does "
          "not say what joins mi250 devices of one node; name a link, e.g. pcie4 (`simplan show links` lists them)"),
         ("{device: a100-sxm-80gb, devices_per_node: 1, num_nodes: 2}", "case.yaml:2:1: "
          "cluster.inter_link_gbit_per_device: is missing: 2 nodes need a network; give the network bandwidth of a node "
@@ -163,7 +163,7 @@ def test_this_machine(tmp_path: Path) -> None:
         ("{preset: dgx-h100, intra_link: {bytes_per_s: 0, latency_s: 0}, num_devices: 2}", "case.yaml:2:42: "
          "cluster.intra_link.bytes_per_s = 0: must be greater than 0"),
         ("{preset: dgx-h100, intra_link: nvlink9, num_devices: 2}", "case.yaml:2:29: cluster.intra_link = nvlink9: is "
-         "not in the catalogue; did you mean nvlink5 or nvlink4 or nvlink3?"),
+         "not in the catalog; did you mean nvlink5 or nvlink4 or nvlink3?"),
         ("{preset: dgx-h100, inter_link: efa-400gbit, inter_link_gbit_per_device: 100, num_devices: 16}",
          'case.yaml:2:29: cluster.inter_link = "efa-400gbit": is given twice, with inter_link_gbit_per_device; ' "give "
          "one of the two"),
@@ -251,8 +251,8 @@ def test_widths_that_some_layer_has_are_taken(tmp_path: Path, model: str) -> Non
 def test_an_optimizer_that_is_not_modelled_is_no_misspelt_adamw(tmp_path: Path, name: str) -> None:
     text = MODEL + TWO + REST.replace("24}", f"24, optimizer: {name}}}")
     assert refusal(tmp_path, text) == (
-        f'case.yaml:3:35: training.optimizer = "{name}": is an optimizer that is not modelled yet, for it keeps other '
-        "states; modelled: adam, adamw, sgd, sgd_momentum, lars, lamb"
+        f'case.yaml:3:35: training.optimizer = "{name}": is an optimizer that is not modeled yet, for it keeps other '
+        "states; modeled: adam, adamw, sgd, sgd_momentum, lars, lamb"
     )
 
 

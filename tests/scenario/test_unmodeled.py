@@ -59,7 +59,7 @@ def test_search_with_a_technique_that_is_not_modeled_names_it() -> None:
 @pytest.mark.parametrize("name", ["adafactor", "muon", "lion", "shampoo"])
 def test_optimizer_that_is_not_modeled_is_named(name: str) -> None:
     [problem] = refusal("training", f"optimizer: {name}").problems
-    assert problem.rule.startswith("is an optimizer that is not modelled yet")
+    assert problem.rule.startswith("is an optimizer that is not modeled yet")
 
 
 def test_network_cards_of_a_node_are_no_devices() -> None:

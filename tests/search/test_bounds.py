@@ -12,7 +12,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.rules import violations
 from simplan.search import SearchSpace
-from simplan.search.bounds.common import Bounds
+from simplan.search.bounds.candidate_bounds import Bounds
 from simplan.search.candidates import FIELDS, Candidates, categories
 from simplan.search.space import that_it_has
 from tests.search.jobs import FAMILIES, plans_of, small_job

@@ -1,4 +1,4 @@
-"""What each modelled behaviour buys: errors over published runs with it, and with it switched off.
+"""What each modeled behaviour buys: errors over published runs with it, and with it switched off.
 
     python docs/notebooks/2026-11-24-ablations/ablate.py scenarios/published/*.yaml --json ablations.json
 
@@ -278,7 +278,7 @@ def _rows(asked: list[tuple[str, PublishedRun, PublishedJob, Figures]], ablation
 
 
 def _differing(field: str) -> int | None:
-    """Profiles of the catalogue that have the field at another value than its default; None of what is in none."""
+    """Profiles of the catalog that have the field at another value than its default; None of what is in none."""
     profiles = [catalog.software(name) for name in catalog.names("software")]
     group, _, name = field.rpartition(".")
     if group in ("kernels", "plan", "model"):

@@ -151,7 +151,7 @@ class KernelCost:
             found.append(f"all{self._slowest_words()}")
         if work.cuts:
             found.append(
-                f"{work.cuts} x {format_time(self.matmuls.rates.gemm_split_overhead_s)} to cut products into parts"
+                f"{work.cuts} x {format_time(self.matmuls.rates.gemm_split_overhead_s)} to split GEMMs into chunks"
             )
         return ", ".join(found)
 

@@ -209,7 +209,7 @@ def _with_attention(
         "repeated" * implementation.repeated_keys,
         "narrow" * implementation.narrow_values,
     ]
-    words += ["skips" * implementation.skips_keys, "one call" * one_call, "attention in 8 bits" * eight_bits]
+    words += ["skips" * implementation.skips_keys, "one call" * one_call, "FP8 attention" * eight_bits]
     return operators, skips, words
 
 

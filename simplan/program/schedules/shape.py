@@ -1,4 +1,4 @@
-"""Pipeline shapes and stage times, the inputs of a schedule; the type of schedules; numbering of microbatches."""
+"""Pipeline shapes and stage times, and the ends, spans and bubble rate of action tables."""
 
 from __future__ import annotations
 

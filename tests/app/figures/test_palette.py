@@ -1,4 +1,4 @@
-"""Colours as people see them who miss one kind of cone."""
+"""Colors as people see them who miss one kind of cone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEEN = {
 XYZ = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
 WHITE = (0.95047, 1.0, 1.08883)
 GIVEN = (MemoryCategory.PARAMETERS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER, MemoryCategory.ACTIVATIONS)
-"""Their colours are those of the Ultra-Scale Playbook; two of them are alike to who sees no red."""
+"""Their colors are those of the Ultra-Scale Playbook; two of them are alike to who sees no red."""
 
 
 def _lab(colour: str, seen: str) -> np.ndarray:

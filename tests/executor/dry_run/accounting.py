@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from executor.dry_run.memory_tracker import MemoryTracker, PeakPoint
+from executor.dry_run.memory_tracker import MeasuredPeak, MemoryTracker
 from executor.dry_run.rehearse import fake_rank
 from executor.launch.watchdog import Unwatched
 from executor.profiling.recorder import Recorder, make_clock
@@ -78,7 +78,7 @@ def peaks(
     return predicted_peak(job, rank).total_bytes, account(job, rank).total_bytes
 
 
-def account(job: RunSpec, rank: int) -> PeakPoint:
+def account(job: RunSpec, rank: int) -> MeasuredPeak:
     """Torch's own memory of a rank in a step."""
     tracker = MemoryTracker(job, rank, CPU)
     with fake_rank(job, rank, tracker) as trainer:

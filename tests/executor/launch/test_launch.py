@@ -28,7 +28,7 @@ LOST = (4.0, "Connection closed by peer [127.0.0.1]:1234")  # before BOOM, as cl
         ({0: -15, 1: 1}, {1: BOOM}, "rank 1 raised RuntimeError: boom; the traceback is in "),
         ({0: -15, 1: 3}, {}, "rank 1 ended with exit code 3; its output is in "),
         ({0: -15, 1: -9}, {}, "rank 1 was killed by signal 9"),
-        ({0: -15}, {}, "rank 0 was told to end"),
+        ({0: -15}, {}, "rank 0 was terminated"),
         ({0: 143, 1: 3}, {}, "rank 1 ended with exit code 3; its output is in "),
         # ranks that lost their peer: victims of a kill, of an error, of a silent exit
         ({0: 1, 1: -9}, {0: LOST}, "rank 1 was killed by signal 9"),

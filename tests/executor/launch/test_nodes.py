@@ -20,7 +20,7 @@ from simplan.cost.calibration.calibrated import CalibratedCost
 from simplan.cost.calibration.format import CalibrationRequest
 from simplan.cost.calibration.store import load
 from simplan.model.layer import CollectiveKind
-from simplan.runs.fewer_nodes import Nodes
+from simplan.runs.elastic import Nodes
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from tests.executor.conftest import make_job, make_model
@@ -130,7 +130,7 @@ def test_a_node_that_does_not_come(tmp_path: Path) -> None:
     with hosts(2) as made:
         started = start_on(made, make_job(dp=2), tmp_path, number=1, join_timeout_s=2.0)
         ((code, said),) = finished(started, tmp_path)
-    assert (code, said) == (4, f"2 nodes did not meet at {made[0].address}:{PORT} within 2 s\n")
+    assert (code, said) == (4, f"2 nodes did not join {made[0].address}:{PORT} within 2 s\n")
 
 
 def hit(folder: Path, rank: int, number: signal.Signals, times: int) -> None:

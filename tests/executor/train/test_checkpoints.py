@@ -149,7 +149,7 @@ def test_a_run_that_may_not_go_on_is_refused(tmp_path: Path) -> None:
 
     assert refused() == (
         f"--checkpoint-dir = {tmp_path / 'kept'}: has checkpoints already, the newest of step 2; "
-        "add --resume to go on from it, or name another folder"
+        "add --resume to resume from it, or name another folder"
     )
     other = job.training.model_copy(update={"optimizer": "sgd"})
     assert refused(**resume(training=other)) == (

@@ -8,7 +8,7 @@ from simplan.errors import Problem, SpecError
 from simplan.predict import run_spec_of
 from simplan.prediction import Prediction
 from simplan.runs.checkpoint import Checkpointing
-from simplan.runs.fewer_nodes import FewerNodes, on_fewer_devices
+from simplan.runs.elastic import FewerNodes, on_fewer_devices
 from simplan.scenario import Scenario
 from simplan.units import counted
 
@@ -26,7 +26,7 @@ def scenario_on(scenario: Scenario, num_nodes: int) -> Scenario:
     return replace(scenario, job=fewer, expect=())
 
 
-def refuse_unless_it_can_go_on(scenario: Scenario, min_nodes: int, checkpointing: Checkpointing | None) -> None:
+def check_elastic(scenario: Scenario, min_nodes: int, checkpointing: Checkpointing | None) -> None:
     """Checks ``--nnodes MIN:MAX``.
 
     Raises:

@@ -8,7 +8,7 @@ import pytest
 
 from simplan.errors import SpecError
 from simplan.plan.plan import ParallelPlan
-from simplan.runs.fewer_nodes import on_fewer_devices
+from simplan.runs.elastic import on_fewer_devices
 
 
 @pytest.mark.parametrize(

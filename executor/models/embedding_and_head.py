@@ -1,4 +1,4 @@
-"""First and last layers."""
+"""Embeddings and heads of each family."""
 
 from __future__ import annotations
 
