@@ -73,16 +73,10 @@ def show_numbers(job: Job, headline: Headline, budget: float, price: float | Non
     images = job.model.sample == "image"
     rate = headline.samples_per_s if images else headline.tokens_per_s
     each = "images" if images else "tokens"
-    interval = "interval pending"
-    if headline.step_time_interval_s is not None:
-        interval = " to ".join(map(format_time, headline.step_time_interval_s))
+    limits_s = headline.step_time_interval_s
+    interval = " to ".join(map(format_time, limits_s)) if limits_s else "interval pending"
     cells = [
-        (
-            "Step time",
-            format_time(headline.step_time_s),
-            interval,
-            f"{meaning('step_time_s')}. Below it the 90 % interval, which {meaning('interval')}",
-        ),
+        ("Step time", format_time(headline.step_time_s), interval, f"{meaning('step_time_s')}; {meaning('interval')}"),
         (
             f"{each.capitalize()} per second",
             f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",

@@ -11,7 +11,7 @@ _REPORTED = {
     "split: wait": "bubble, or a late peer, also inside a collective",
     "split: host": "CPU-bound time",
     "split: optimizer": "the optimizer step; the six shares exclude each other and sum to the step",
-    "interval": "90% interval, from the uncertainty of each cost",
+    "interval": "90 % interval, from the uncertainty of each cost",
     "allocated": "memory held by tensors",
     "reserved": "memory held by the caching allocator: allocated, rounded and fragmented",
     "device": "memory in use on the device: reserved, and the context of driver and communication library",
