@@ -10,7 +10,7 @@ from simplan.accuracy.evaluate import predict_runs
 from simplan.accuracy.profiled import predict_from_profiles, read_profiles
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.result import Accuracy
-from simplan.cli.drawing import refuse_other_suffix
+from simplan.cli.terminal.drawing import refuse_other_suffix
 from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.progress import ProgressLine
 from simplan.io import write_text

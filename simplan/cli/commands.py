@@ -16,11 +16,11 @@ from simplan.cli.calibrations import (
     request_across,
     requests_for,
 )
-from simplan.cli.drawing import print_drawing, refuse_other_suffix
 from simplan.cli.execute import RunOptions, default_folder, execute, join, refuse_other_software
 from simplan.cli.nodes import NodeRendezvous, nodes_of, nodes_to_time, refuse_without_nodes
 from simplan.cli.search import scenarios_to_time
 from simplan.cli.terminal.budget import chosen_budget
+from simplan.cli.terminal.drawing import print_drawing, refuse_other_suffix
 from simplan.cli.terminal.output import emphasize, print_json, print_result, say
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration

@@ -269,7 +269,7 @@ def test_models_have_as_many_parameters_as_their_source_prints() -> None:
 
 
 def test_what_the_schema_has_no_field_for_is_the_catalogues() -> None:
-    """Of a model with just the sizes of one that the catalog knows."""
+    """The model has exactly the sizes of one that the catalog knows."""
     sizes: dict[str, Any] = {
         "model__family": "moe",
         "model__num_hidden_layers": 36,

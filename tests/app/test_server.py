@@ -1,4 +1,4 @@
-"""How the dashboard is served: what Streamlit is told exists there, and pages come with the server's address."""
+"""Serving of the dashboard: Streamlit's options exist, and pages come with the server's address."""
 
 from __future__ import annotations
 

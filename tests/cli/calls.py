@@ -1,4 +1,4 @@
-"""What tests of the command line share."""
+"""Helpers that tests of the command line share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def refused(result: CompletedProcess[str], *parts: str) -> None:
 
 
 def bash(command: str, environment: Mapping[str, str]) -> CompletedProcess[str]:
-    """What a line of shell prints, and how it ends."""
+    """Output and exit code of a line of shell."""
     return subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, env=environment, check=False, timeout=240
     )

@@ -1,4 +1,4 @@
-"""What each modeled behaviour buys: errors over published runs with it, and with it switched off.
+"""Value of each modeled behaviour: errors over published runs with it, and with it switched off.
 
     python docs/notebooks/2026-11-24-ablations/ablate.py scenarios/published/*.yaml --json ablations.json
 

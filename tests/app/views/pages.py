@@ -46,7 +46,7 @@ def opened_in_session(page: str, document: Mapping[str, Any], view: Mapping[str,
 
 
 def complaints(test: AppTest) -> list[str]:
-    """What it shows of exceptions and errors."""
+    """Exceptions and errors that the page shows."""
     return [str(element.value) for element in (*test.exception, *test.error)]
 
 
