@@ -12,9 +12,6 @@ from types import MappingProxyType
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.job import Job
 from simplan.rules import cluster, experts, model, parallel, recompute, schedule, sharding, training
-from simplan.rules import model as transformers
-from simplan.rules import sharding as offload
-from simplan.rules import training as batch
 from simplan.rules.rule import Rule
 
 _COULD_NOT_BE: tuple[Rule, ...] = (
@@ -24,19 +21,19 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     model.lora_targets_exist, model.top_k_within_experts, model.dense_layers_within_layers,
     model.gate_needs_shared_expert, model.capacity_for_tokens, training.lora_needs_adapters,
     training.adapters_need_lora, cluster.link_within_nodes, cluster.network_between_nodes, cluster.devices,
-    cluster.precision_of_cpus, training.recipe_of_fp8, batch.batch_divides,
+    cluster.precision_of_cpus, training.recipe_of_fp8, training.batch_divides,
     schedule.schedule_goes_with_pipeline, schedule.virtual_stages_of_schedule,
     schedule.split_backward_recompute, schedule.split_backward_reshard, schedule.split_backward_ddp,
-    schedule.stages_within_layers, schedule.stage_layers_are_all, batch.pipeline_cells,
+    schedule.stages_within_layers, schedule.stage_layers_are_all, training.pipeline_cells,
     parallel.tp_divides_heads, parallel.tp_divides_sizes, parallel.sequence_parallel_needs_tp,
     parallel.sequence_parallel_divides_sequence, parallel.sequence_parallel_of_software,
     parallel.cp_comm_needs_cp, parallel.cp_divides_sequence, parallel.a2a_divides_heads, experts.ep_divides,
     experts.etp_divides, parallel.tp_divides_shared_expert, sharding.zero_stage_of_shards,
     sharding.reshard_needs_shards, sharding.buckets_of_ddp, sharding.buckets_need_overlap,
-    sharding.buckets_of_replicas, batch.grad_sync_of_replicas, schedule.stages_equal,
+    sharding.buckets_of_replicas, training.grad_sync_of_replicas, schedule.stages_equal,
     schedule.virtual_stages_ddp, experts.expert_overlap_ranks, experts.expert_overlap_stages,
     experts.expert_overlap_precision, experts.expert_overlap_mtp, parallel.tp_divides_mtp,
-    offload.offload_of_sharded_parameters, offload.offload_layers_of_activations, offload.offload_needs_link,
+    sharding.offload_of_sharded_parameters, sharding.offload_layers_of_activations, sharding.offload_needs_link,
     recompute.expert_overlap_recompute, recompute.recompute_layers_of_full,
     recompute.recompute_modules_of_selective, recompute.recompute_modules_apart,
 )  # fmt: skip
@@ -45,22 +42,22 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     parallel.ring_on_cpus, schedule.schedule_modelled, sharding.grad_dtype_modelled,
     sharding.zero_stage_modelled, experts.sequence_parallel_of_experts, experts.etp_modelled,
     parallel.cp_of_attention, schedule.split_backward_of_experts, experts.expert_dispatch_modelled,
-    experts.ep_within_replicas, experts.ep_covers_shards, batch.grad_sync_of_experts, parallel.tp_of_wide_norms,
-    batch.grad_sync_modelled, sharding.tied_embeddings_sharded, parallel.tp_modelled,
+    experts.ep_within_replicas, experts.ep_covers_shards, training.grad_sync_of_experts, parallel.tp_of_wide_norms,
+    training.grad_sync_modelled, sharding.tied_embeddings_sharded, parallel.tp_modelled,
     parallel.sequence_parallel_modelled, parallel.cp_modelled, parallel.ring_modelled,
     parallel.cp_of_unfused_attention, recompute.recompute_modelled, sharding.sharded_precision_modelled,
-    schedule.split_backward_of_convolutions, offload.offload_of_fsdp2, offload.offload_of_experts,
-    offload.offload_layers_modelled, offload.offload_modelled, recompute.recompute_layers_modelled,
+    schedule.split_backward_of_convolutions, sharding.offload_of_fsdp2, sharding.offload_of_experts,
+    sharding.offload_layers_modelled, sharding.offload_modelled, recompute.recompute_layers_modelled,
     recompute.recompute_modules_modelled, parallel.cp_of_documents, model.documents_modelled,
-    schedule.split_backward_of_adapters, training.adapters_in_low_precision, offload.offload_with_adapters,
+    schedule.split_backward_of_adapters, training.adapters_in_low_precision, sharding.offload_with_adapters,
     training.training_modelled, training.sharded_training_modelled, cluster.software_of_this_machine,
     training.fused_optimizer_of_torch, training.layerwise_optimizer_modelled, training.norms_modelled,
     training.low_precision_modelled, schedule.split_backward_in_low_precision, schedule.split_backward_compiled,
-    offload.offload_compiled, training.compiled_low_precision, model.mtp_modelled, model.mtp_with_adapters,
-    sharding.mtp_sharded, schedule.split_backward_of_mtp, offload.offload_with_mtp,
-    training.low_attention_modelled, transformers.transformers_model, transformers.transformers_splits,
-    transformers.transformers_recompute, transformers.transformers_split_backward,
-    transformers.transformers_experts_autocast, training.cp_of_low_attention,
+    sharding.offload_compiled, training.compiled_low_precision, model.mtp_modelled, model.mtp_with_adapters,
+    sharding.mtp_sharded, schedule.split_backward_of_mtp, sharding.offload_with_mtp,
+    training.low_attention_modelled, model.transformers_model, model.transformers_splits,
+    model.transformers_recompute, model.transformers_split_backward,
+    model.transformers_experts_autocast, training.cp_of_low_attention,
 )  # fmt: skip
 
 RULES: tuple[Rule, ...] = (*_COULD_NOT_BE, *_NOT_MODELLED, training.low_precision_sizes)

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from app import awaited as tasks
-from app import result_cache
+from app import awaited, result_cache
 from app.jobs.job import WORKERS, BackgroundJob, page_jobs
 from app.jobs.messages import Done, Report, TaskRequest
 from simplan.errors import NotModelledError, Problem, RunError, SpecError
@@ -41,16 +40,16 @@ def _fresh() -> Iterator[None]:
 
 
 def test_what_was_asked_is_not_asked_again() -> None:
-    assert [tasks.awaited("doubling", double, 3) for _ in range(3)] == [6, 6, 6]
-    assert tasks.awaited("doubling", double, value=4) == 8
+    assert [awaited.awaited("doubling", double, 3) for _ in range(3)] == [6, 6, 6]
+    assert awaited.awaited("doubling", double, value=4) == 8
     assert CALLS == [3, 4]
 
 
 def test_what_is_handed_over_is_not_kept() -> None:
-    assert [tasks.handed_over(double, 3) for _ in range(2)] == [6, 6]
+    assert [awaited.handed_over(double, 3) for _ in range(2)] == [6, 6]
     assert CALLS == [3, 3]
     with pytest.raises(SpecError):
-        tasks.handed_over(refuse, SpecError)
+        awaited.handed_over(refuse, SpecError)
 
 
 def test_large_files_are_made_where_pages_do_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +68,7 @@ def test_large_files_are_made_where_pages_do_not_wait_for_them(monkeypatch: pyte
 @pytest.mark.parametrize("kind", [SpecError, NotModelledError])
 def test_refusals_arrive_as_they_were(kind: type[SpecError]) -> None:
     with pytest.raises(kind) as caught:
-        tasks.awaited("refusing", refuse, kind)
+        awaited.awaited("refusing", refuse, kind)
     assert type(caught.value) is kind
     assert [problem.field for problem in caught.value.problems] == ["plan.pp", "plan.tp"]
     assert caught.value.file == "x"
@@ -78,7 +77,7 @@ def test_refusals_arrive_as_they_were(kind: type[SpecError]) -> None:
 def test_a_bug_is_not_kept() -> None:
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
-            tasks.awaited("failing", fail)
+            awaited.awaited("failing", fail)
 
 
 @pytest.mark.slow
@@ -87,13 +86,13 @@ def test_processes_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv(WORKERS, "1")
     with pytest.raises(SpecError, match="must be 2"):
-        tasks.awaited("refusing", refuse, SpecError)
+        awaited.awaited("refusing", refuse, SpecError)
     with pytest.raises(RunError, match="ended"):
-        tasks.awaited("ending", os._exit, 1)
-    assert tasks.awaited("doubling", double, 5) == 10
+        awaited.awaited("ending", os._exit, 1)
+    assert awaited.awaited("doubling", double, 5) == 10
     with pytest.raises(RunError, match="ZeroDivisionError"):
-        tasks.awaited("failing", fail)
-    assert tasks.awaited("asking", os.getpid) == tasks.done(os.getpid), "one worker, asked again"
+        awaited.awaited("failing", fail)
+    assert awaited.awaited("asking", os.getpid) == awaited.done(os.getpid), "one worker, asked again"
 
 
 def test_what_nobody_waits_for_is_not_begun() -> None:
