@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,7 @@ def search_command(
             jobs=options.jobs,
             on_progress=watch.show,
         )
+    result = replace(result, assumptions=scenario.assumptions)
     if as_json:
         print_json(result.to_json())
     else:
