@@ -139,8 +139,8 @@ def test_this_machine(tmp_path: Path) -> None:
          "of devices_per_node = 8, and num_nodes = 3; remove num_nodes for 40 devices, or num_devices for 24"),
         ("{device: l40s, num_devices: 8, num_nodes: 2}", "case.yaml:2:1: cluster.devices_per_node: is missing; add "
          "devices_per_node: 4"),
-        ("{preset: this-machine, num_nodes: 2}", "case.yaml:2:1: cluster.inter_link_gbit_per_device: is needed to join "
-         "several nodes; give the Gbit/s of each rank"),
+        ("{preset: this-machine, num_nodes: 2}", "case.yaml:2:1: cluster.nic_gbit: is needed to join several nodes; "
+         "give the Gbit/s of the network card of each node"),
         ("{preset: this-machine, num_nodes: 2, num_devices: 3, inter_link_gbit_per_device: 1}", "case.yaml:2:47: "
          "cluster.num_devices = 3: must be a multiple of num_nodes = 2, as all nodes run as many ranks; use 2 or 4"),
         ("{preset: this-machine, num_nodes: 2, device: h200-sxm}", "case.yaml:2:33: cluster.num_nodes = 2: "
@@ -156,8 +156,8 @@ def test_this_machine(tmp_path: Path) -> None:
         ("{device: mi250, devices_per_node: 2}", "case.yaml:2:1: cluster.intra_link: is missing: the catalog does "
          "not say what joins mi250 devices of one node; name a link, e.g. pcie4 (`simplan show links` lists them)"),
         ("{device: a100-sxm-80gb, devices_per_node: 1, num_nodes: 2}", "case.yaml:2:1: "
-         "cluster.inter_link_gbit_per_device: is missing: 2 nodes need a network; give the network bandwidth of a node "
-         "divided by its devices, Gbit/s"),
+         "cluster.nic_gbit: is missing: 2 nodes need a network; give nics_per_node and nic_gbit (Gbit/s of one network "
+         "card), or inter_link_gbit_per_device"),
         ("{preset: dgx-h100, device: {memory_byte: 3}, num_devices: 2}", "case.yaml:2:38: cluster.device.memory_byte: "
          "is not a known key; did you mean memory_bytes?"),
         ("{preset: dgx-h100, intra_link: {bytes_per_s: 0, latency_s: 0}, num_devices: 2}", "case.yaml:2:42: "
@@ -167,6 +167,13 @@ def test_this_machine(tmp_path: Path) -> None:
         ("{preset: dgx-h100, inter_link: efa-400gbit, inter_link_gbit_per_device: 100, num_devices: 16}",
          'case.yaml:2:29: cluster.inter_link = "efa-400gbit": is given twice, with inter_link_gbit_per_device; ' "give "
          "one of the two"),
+        ("{device: l40s, devices_per_node: 4, num_nodes: 2, nics_per_node: 4, nic_gbit: 10, "
+         "inter_link_gbit_per_node: 20}", "case.yaml:2:77: cluster.nic_gbit = 10: is 10 Gbit/s per device, and "
+         "inter_link_gbit_per_node is 5; a node has 4 devices; keep one of the two"),
+        ("{device: l40s, devices_per_node: 4, num_nodes: 2, nics_per_node: 4}", "case.yaml:2:59: "
+         "cluster.nics_per_node: is given without the rate of a card; give nic_gbit, the Gbit/s of one card"),
+        ("{preset: dgx-h100, num_nodes: 2, nics_per_node: 4, inter_link: efa-400gbit}", "case.yaml:2:43: "
+         "cluster.inter_link = \"efa-400gbit\": is given twice, with nics_per_node; give one of the two"),
         ("{preset: this-machine, inter_link: efa-400gbit}", "case.yaml:2:33: cluster.inter_link: has no meaning for "
          "this-machine, which is one node; remove it"),
     ],
