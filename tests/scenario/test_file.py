@@ -168,11 +168,11 @@ def test_this_machine(tmp_path: Path) -> None:
          'case.yaml:2:29: cluster.inter_link = "efa-400gbit": is given twice, with inter_link_gbit_per_device; ' "give "
          "one of the two"),
         ("{device: l40s, devices_per_node: 4, num_nodes: 2, nics_per_node: 4, nic_gbit: 10, "
-         "inter_link_gbit_per_node: 20}", "case.yaml:2:77: cluster.nic_gbit = 10: is 10 Gbit/s per device, and "
+         "inter_link_gbit_per_node: 20}", "case.yaml:2:78: cluster.nic_gbit = 10: is 10 Gbit/s per device, and "
          "inter_link_gbit_per_node is 5; a node has 4 devices; keep one of the two"),
-        ("{device: l40s, devices_per_node: 4, num_nodes: 2, nics_per_node: 4}", "case.yaml:2:59: "
+        ("{device: l40s, devices_per_node: 4, num_nodes: 2, nics_per_node: 4}", "case.yaml:2:60: "
          "cluster.nics_per_node: is given without the rate of a card; give nic_gbit, the Gbit/s of one card"),
-        ("{preset: dgx-h100, num_nodes: 2, nics_per_node: 4, inter_link: efa-400gbit}", "case.yaml:2:43: "
+        ("{preset: dgx-h100, num_nodes: 2, nics_per_node: 4, inter_link: efa-400gbit}", "case.yaml:2:61: "
          "cluster.inter_link = \"efa-400gbit\": is given twice, with nics_per_node; give one of the two"),
         ("{preset: this-machine, inter_link: efa-400gbit}", "case.yaml:2:33: cluster.inter_link: has no meaning for "
          "this-machine, which is one node; remove it"),

@@ -14,19 +14,10 @@ import pytest
 
 from tests.cli.calls import Simplan, refused
 
-ONE_LINE = [
-    "llama3-8b",
-    "--cluster",
-    "dgx-h100",
-    "--num-nodes",
-    "8",
-    "--tp",
-    "8",
-    "--dp-shard",
-    "8",
-    "--global-batch-size",
-    "128",
-]
+ONE_LINE = (
+    *("llama3-8b", "--cluster", "dgx-h100", "--num-nodes", "8", "--tp", "8", "--dp-shard", "8"),
+    *("--global-batch-size", "128"),
+)
 
 
 def test_one_line_predicts_and_writes_its_scenario(simplan: Simplan, tmp_path: Path) -> None:
@@ -47,8 +38,6 @@ def test_one_line_predicts_and_writes_its_scenario(simplan: Simplan, tmp_path: P
 
 
 def test_suggested_commands_have_the_options(simplan: Simplan) -> None:
-    result = simplan("predict", "gpt2-124m", "--gpus", "2", "--set", "plan.recompute=full", "--set", "search=", "-h")
-    assert result.returncode == 0
     result = simplan("predict", "gpt2-124m", "--gpus", "2", "--set", "plan.recompute=full")
     assert "links        intra-node nvlink4, 450 GB/s per device\n" in result.stdout
     command = result.stdout.partition("\nNext\n")[2].split("\n")[0]
@@ -65,7 +54,11 @@ def test_too_large_plan_suggests_a_search_that_works(simplan: Simplan) -> None:
 
 
 def test_search_takes_options_as_ranges(simplan: Simplan) -> None:
-    result = simplan("search", "gpt2-124m", "--gpus", "8", "--global-batch-size", "16", "--tp", "2", "--json")
+    result = simplan(
+        "search",
+        "llama3.2-1b",
+        *["--gpus", "8", "--global-batch-size", "16", "--tp", "2", "--seq-len", "512", "--json"],
+    )
     document = json.loads(result.stdout)
     assert {plan["plan"]["tp"] for plan in document["ranked"]} == {2}
     assert document["inputs"]["search"]["tp"] == [2]
@@ -77,23 +70,19 @@ def test_search_takes_options_as_ranges(simplan: Simplan) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("--tp 3", "gpt2-124m: --tp = 3: must divide model.hidden_size"),
+        ("--tp 3", "gpt2-124m: --tp = 3: must divide model.vocab_size = 50257"),
         ("--recompute ful", 'gpt2-124m: --recompute = "ful": is not a known choice; did you mean full?'),
         ("--cluster dgx-h10", "gpt2-124m: --cluster = dgx-h10: is not in the catalog; did you mean dgx-h100?"),
         ("--set plan.tp", "--set = plan.tp: must be KEY=VALUE; write e.g. --set plan.tp=4"),
         ("--set plan.tp=x", 'gpt2-124m: plan.tp = "x": must be a whole number'),
-        ("--set plan.tpp=4", "gpt2-124m: plan.tpp: is not a known key; did you mean tp?"),
+        ("--set plan.recomput=full", "gpt2-124m: plan.recomput: is not a known key; did you mean recompute"),
         ("--tp 2 --set plan.tp=4", "plan.tp: is given twice, also with --tp; give one of the two"),
         ("--set plan.tp=4 --set plan.tp=2", "plan.tp: is given twice, also with --set; give one of the two"),
     ],
 )
 def test_errors_name_options_as_typed(simplan: Simplan, arguments: str, sentence: str) -> None:
     result = simplan("predict", "gpt2-124m", *arguments.split())
-    refused(result)
-    if arguments != "--tp 3":
-        assert f"error: {sentence}" in result.stderr
-    else:
-        assert "gpt2-124m: --tp = 3: must divide" in result.stderr
+    refused(result, sentence)
 
 
 def test_other_commands_take_a_model_and_set(simplan: Simplan) -> None:
