@@ -159,7 +159,7 @@ def init(
 
 
 @app.command(short_help="Run a plan on this machine, and compare it with its prediction.")
-@takes_scenario(options=False)
+@takes_scenario()
 def run(
     scenario: ScenarioRequest,
     json: AsJson = False,
@@ -216,7 +216,7 @@ def run(
 
 
 @app.command(short_help="Run one rank of a job of any size alone on a local device.")
-@takes_scenario(options=False)
+@takes_scenario()
 def rehearse(
     scenario: ScenarioRequest,
     rank: Annotated[
@@ -469,7 +469,7 @@ def draw(
 
 
 @app.command(short_help="Write a Slurm batch script, or a Kubernetes PyTorchJob.")
-@takes_scenario(options=False)
+@takes_scenario()
 def export(
     scenario: ScenarioRequest,
     to: Annotated[str, typer.Option("--to", metavar="TARGET", help="Target: slurm or kubernetes.")],

@@ -110,6 +110,38 @@ def test_a_network_by_name(tmp_path: Path) -> None:
     assert (link.bytes_per_s, link.bandwidth_share) == (1e9, 0.5)
 
 
+@pytest.mark.parametrize(
+    ("network", "num_cards"),
+    [
+        ("inter_link: tcp-10gbit", 1),
+        ("nics_per_node: 2, inter_link: tcp-5gbit", 2),
+        ("nic_gbit: 10", 1),
+        ("nics_per_node: 4, nic_gbit: 2.5", 4),
+        ("inter_link_gbit_per_node: 10", None),
+        ("inter_link_gbit_per_device: 2.5, inter_link_gbit_per_node: 10", None),
+    ],
+)
+def test_devices_of_a_node_share_its_network_cards(tmp_path: Path, network: str, num_cards: int | None) -> None:
+    """10 Gbit/s are 1.25 GB/s for a node of four, and a quarter of that for each of them."""
+    text = f"cluster: {{device: rtx-4090, devices_per_node: 4, intra_link: pcie4, num_nodes: 2, {network}}}\n"
+    cluster = load(tmp_path, MODEL + text + REST.replace("replicate: 2", "replicate: 8")).job.cluster
+    assert cluster.inter_link is not None
+    assert cluster.inter_link.bytes_per_s == pytest.approx(1.25e9 / 4)
+    assert cluster.links["inter_node"] == {
+        "name": cluster.inter_link.id,
+        "bytes_per_s_per_device": pytest.approx(1.25e9 / 4),
+        "bytes_per_s_per_node": pytest.approx(1.25e9),
+        "nics_per_node": num_cards,
+    }
+
+
+def test_fewer_cards_than_a_preset_has(tmp_path: Path) -> None:
+    text = "cluster: {preset: dgx-h100, num_nodes: 2, nics_per_node: 4}\n"
+    cluster = load(tmp_path, MODEL + text + REST.replace("replicate: 2", "replicate: 8, pp: 2")).job.cluster
+    assert cluster.inter_link is not None
+    assert cluster.inter_link.bytes_per_s == catalog.link("network-200gbit").bytes_per_s
+
+
 def test_a_preset_with_another_device_takes_its_link(tmp_path: Path) -> None:
     cluster = load(
         tmp_path, MODEL + TWO.replace("num_devices", "device: v100-sxm2-32gb, num_devices") + REST

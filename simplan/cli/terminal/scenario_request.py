@@ -99,7 +99,7 @@ class ScenarioRequest:
     @property
     def is_file(self) -> bool:
         """True if SCENARIO is a scenario file rather than a model."""
-        return self.source.is_file() and self.source.suffix != ".json"
+        return self.source.exists() and not self.source.is_dir() and self.source.suffix != ".json"
 
     def argument(self, *, without: str = "") -> str:
         """SCENARIO and its options for a suggested command.
@@ -174,12 +174,11 @@ class ScenarioRequest:
 
 
 def takes_scenario(
-    *, options: bool = True, writes: bool = False, required: bool = True
+    *, writes: bool = False, required: bool = True
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Decorator of a command whose first parameter is a ``ScenarioRequest``: adds SCENARIO and its options.
+    """Decorator of a command whose first parameter is a ``ScenarioRequest``: adds SCENARIO and the options.
 
     Args:
-        options: True for the options of ``OVERRIDES``; all commands have ``--set``.
         writes: True for ``--write-scenario``.
         required: False to pass ``NO_SCENARIO`` if SCENARIO is not given.
     """
@@ -187,7 +186,7 @@ def takes_scenario(
     def decorate(command: Callable[..., int]) -> Callable[..., int]:
         signature = inspect.signature(command, eval_str=True)
         first, *rest = signature.parameters.values()
-        added = [*(override.parameter for override in OVERRIDES if options), _keyword("set", _SET)]
+        added = [*(override.parameter for override in OVERRIDES), _keyword("set", _SET)]
         if writes:
             added.append(_keyword("write_scenario", _WRITE))
 
