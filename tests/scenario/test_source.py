@@ -162,7 +162,9 @@ def test_search_of_a_model_takes_ranges(tmp_path: Path) -> None:
                         | {"search.tp": [4, 8]})  # fmt: skip
     assert (found.job, found.space) == (wanted.job, wanted.space)
     file.write_text(FILE)
-    assert search_from(file, {"search.tp": [4, 8]}).space == wanted.space, "a range replaces the plan of a file"
+    replaced = search_from(file, {"search.tp": [4, 8]})
+    assert replaced.space == wanted.space, "a range replaces the plan of a file"
+    assert replaced.assumptions[0] == f"plan of {file}: replaced by search"
 
 
 @pytest.mark.parametrize("source", ["llama3-8b", "config.json", "table.yaml"])
