@@ -149,7 +149,7 @@ def test_errors_name_overrides_as_they_were_typed(tmp_path: Path) -> None:
     )
     assert "plan.recomput: is not a known key; did you mean recompute" in refusal(file, {"plan.recomput": 3})
     assert refusal(file, {"gpus": 3}).endswith("gpus: is not a known key; write cluster.num_devices")
-    assert refusal(file, {"training.precision.x": 3}).endswith('training.precision = {"x": 3}: must be text')
+    assert 'training.precision = {"x": 3}: is not a known choice' in refusal(file, {"training.precision.x": 3})
     both = {"num_microbatches": 2, "training.global_batch_size": 8}
     assert "num_microbatches = 2: is given twice, with training.global_batch_size" in refusal(file, both)
 
