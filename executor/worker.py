@@ -28,6 +28,7 @@ from executor.calibration.timing import Reference
 from executor.distributed.mesh import ParallelDims
 from executor.distributed.precision import allow_tf32
 from executor.launch.errors import out_of_memory_explained
+from executor.launch.nodes import listening_store
 from executor.launch.rank import PARENT_VARIABLE, RankFiles, StopRequest, folder_of, live_as_rank
 from executor.launch.watchdog import Heartbeat, RankState
 from executor.profiling.memory import forget_peaks, peak_allocated_bytes, peak_memory
@@ -81,9 +82,13 @@ def start_rank(device: torch.device, timeout_s: float, num_ranks: int | None = N
     """
     rank, world_size = int(os.environ["RANK"]), num_ranks or int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=2 * timeout_s + 60)
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     common: Store
-    common, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if rank == 0 and not is_agents and PARENT_VARIABLE in os.environ:  # MASTER_ADDR is an address of this node
+        common = listening_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
+    else:
+        common, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    if is_agents:
         # torch 2.13 keeps the agents' store over restarts, with the addresses of ranks that are gone
         common = PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", common)
     nccl = "cpu:gloo,cuda:nccl" if on_host else "nccl"

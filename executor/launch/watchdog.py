@@ -9,6 +9,7 @@ other ranks wait.
 
 from __future__ import annotations
 
+import io
 import json
 import mmap
 import os
@@ -163,10 +164,18 @@ def _doing(beat: Beat | None) -> str:
     return f"in {beat.doing}" if is_action(beat.doing) else beat.doing
 
 
+class _BuiltinsUnpickler(pickle.Unpickler):
+    """Reads dicts, lists, texts and numbers, so that a file in the folder of a run cannot run code here."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Refuses every class."""
+        raise pickle.UnpicklingError(f"a dump has no {module}.{name}")
+
+
 def read_dump(path: Path) -> Mapping[str, Any] | None:
     """Reads a rank's dump of torch's Flight Recorder (a pickled dict); None when there is none or half of one."""
     try:
-        dump = pickle.loads(path.read_bytes())
+        dump = _BuiltinsUnpickler(io.BytesIO(path.read_bytes())).load()
     except (OSError, EOFError, pickle.UnpicklingError):
         return None
     return dump if isinstance(dump, dict) else None
