@@ -311,12 +311,20 @@ class _Watch:
         pids = [beat.pid for beat in beats.values() if beat is not None]
         if pids and not any(is_ours(pid) for pid in pids):
             return  # torchrun has ended them, and waits for other nodes
-        stall = self._by_flight_recorder(beats) or stall
+        stall = self._stopped(beats) or self._by_flight_recorder(beats) or stall
         beat = beats[stall.rank]
         if beat is None:
             raise RanksError(stall.sentence)
         if _signal_ours(beat.pid, signal.SIGKILL):
             self._stall, self._stalled_s = stall, time.monotonic()
+
+    def _stopped(self, beats: Beats) -> Stall | None:
+        """The hang by a rank that somebody has stopped (SIGSTOP, a debugger), whatever it was waiting for then."""
+        for rank, beat in beats.items():
+            if beat is not None and is_ours(beat.pid) and _status(beat.pid)[0] in ("T", "t"):
+                sentence = f"rank {rank} was stopped by a signal, and made no progress for {self._launch.timeout_s:g} s"
+                return Stall(rank, sentence)
+        return None
 
     def _by_flight_recorder(self, beats: Beats) -> Stall | None:
         """The hang by the ranks' dumps, which have collectives on CUDA, on the CPU with TORCH_FR_BUFFER_SIZE."""
@@ -345,14 +353,20 @@ def _signal_ours(pid: int, number: signal.Signals) -> bool:
 def is_ours(pid: int) -> bool:
     """True for a process that this one or a child of it has started; a heartbeat file may name any process."""
     while pid > 1:
-        try:
-            status = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            return False
-        pid = int(status.rpartition(")")[2].split()[1])  # the parent; the name before it may have brackets
+        pid = _status(pid)[1]
         if pid == os.getpid():
             return True
     return False
+
+
+def _status(pid: int) -> tuple[str, int]:
+    """State of a process, and its parent; 0 where there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "", 0
+    state, parent, *_ = text.rpartition(")")[2].split()  # the name before it may have brackets
+    return state, int(parent)
 
 
 @contextmanager
