@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from simplan.base import Count, NonNegative, Positive, Spec
+from simplan.base import Count, NonNegative, NumDevices, Rate, Seconds, Spec
 from simplan.software.rates import KernelRates
-from simplan.units import MIB
+from simplan.units import MIB, format_flop_per_s
 
 Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8"]
 HostBytes = Annotated[int, Field(ge=1, le=10**15)]
@@ -39,9 +40,9 @@ class DeviceSpec(Spec):
     id: str
     kind: Literal["gpu", "tpu", "cpu", "other"] = "gpu"
     memory_bytes: Count | None = None
-    memory_bandwidth_bytes_per_s: Positive | None = None
-    peak_flop_per_s: dict[Dtype, Positive] = Field(default_factory=dict)
-    matmul_flop_per_s: dict[Dtype, Positive] = Field(default_factory=dict)
+    memory_bandwidth_bytes_per_s: Rate | None = None
+    peak_flop_per_s: dict[Dtype, Rate] = Field(default_factory=dict)
+    matmul_flop_per_s: dict[Dtype, Rate] = Field(default_factory=dict)
     architecture: str = "other"
     num_sms: Count | None = None
     kernels: KernelRates = KernelRates()
@@ -49,6 +50,21 @@ class DeviceSpec(Spec):
     host_link: str | None = None
     sources: dict[str, str] = Field(default_factory=dict)
     warning: str | None = None
+
+    @model_validator(mode="after")
+    def _measured_below_peak(self) -> Self:
+        """No matmul is faster than its device.
+
+        Raises:
+            ValueError: A measured rate exceeds the peak.
+        """
+        for dtype, rate in self.matmul_flop_per_s.items():
+            if rate > self.peak_flop_per_s.get(dtype, math.inf):
+                peak = format_flop_per_s(self.peak_flop_per_s[dtype])
+                raise ValueError(
+                    f"matmul_flop_per_s of {dtype} is {format_flop_per_s(rate)}, more than its peak of {peak}"
+                )
+        return self
 
 
 class Spread(Spec):
@@ -94,10 +110,10 @@ class LinkSpec(Spec):
     """
 
     id: str
-    bytes_per_s: Positive
-    latency_s: NonNegative
+    bytes_per_s: Rate
+    latency_s: Seconds
     bandwidth_share: _Part = 0.8
-    launch_s: NonNegative = 0.0
+    launch_s: Seconds = 0.0
     library: Literal["nccl", "xla", "gloo"] = "nccl"
     switch_share: _Part | None = None
     part_of_node: dict[Count, dict[Count, _Part]] = Field(default_factory=dict)
@@ -132,13 +148,13 @@ class ClusterSpec(Spec):
 
     id: str
     device: DeviceSpec
-    devices_per_node: Count
-    num_devices: Count
+    devices_per_node: NumDevices
+    num_devices: NumDevices
     intra_link: LinkSpec | None = None
     inter_link: LinkSpec | None = None
     host_link: LinkSpec | None = None
     host_memory_bytes: HostBytes | None = None
-    host_memory_bandwidth_bytes_per_s: Positive | None = None
+    host_memory_bandwidth_bytes_per_s: Rate | None = None
     cores_per_node: Count | None = None
     source: str = ""
 

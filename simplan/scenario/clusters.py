@@ -18,10 +18,12 @@ between machines like this one it is Ethernet with TCP.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from simplan import catalog
-from simplan.base import Count, Positive, Spec
+from simplan.base import MAX_DEVICES, NumDevices, Rate, Spec
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec, HostBytes, LinkSpec
 from simplan.cluster.machine import THIS_MACHINE, this_machine
 from simplan.errors import SpecError
@@ -30,6 +32,8 @@ from simplan.scenario.collecting import Sections
 from simplan.training import Price
 from simplan.units import counted
 
+Gbit = Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)]
+"""Bandwidth in Gbit/s, from 1 Mbit/s."""
 _PATH: Path = ("cluster", "device")
 _ANY = "h100-sxm-80gb"  # base for reading the other fields if the device is unknown
 _MIN_PLAUSIBLE: dict[str, tuple[float, str]] = {
@@ -100,14 +104,14 @@ class _Cluster(Spec):
 
     preset: Any = None
     device: Any = None
-    devices_per_node: Count | None = None
+    devices_per_node: NumDevices | None = None
     intra_link: Any = None
     inter_link: Any = None
-    inter_link_gbit_per_device: Positive | None = None
+    inter_link_gbit_per_device: Gbit | None = None
     host_memory_bytes: HostBytes | None = None
-    host_memory_bandwidth_bytes_per_s: Positive | None = None
-    num_nodes: Count | None = None
-    num_devices: Count | None = None
+    host_memory_bandwidth_bytes_per_s: Rate | None = None
+    num_nodes: NumDevices | None = None
+    num_devices: NumDevices | None = None
     price_per_device_hour: Price | None = None
 
 
@@ -252,6 +256,10 @@ def _link(sections: Sections, path: Path, data: Any) -> LinkSpec | None:
 def _num_devices(sections: Sections, section: _Cluster, per_node: int) -> int:
     """Devices of the job: as given, or full nodes, one without either."""
     nodes, devices = section.num_nodes, section.num_devices
+    if nodes is not None and nodes * per_node > MAX_DEVICES + per_node:
+        rule = f"makes {nodes * per_node:,} devices; a job has at most {MAX_DEVICES:,}"
+        sections.refuse(("cluster", "num_nodes"), rule, value=nodes, fix=f"use {MAX_DEVICES // per_node:,} or less")
+        return 1
     if nodes is None or devices is None:
         return devices or per_node * (nodes or 1)
     needed = -(-devices // per_node)
