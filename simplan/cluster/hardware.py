@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from simplan.base import Count, NonNegative, NumDevices, Rate, Seconds, Spec
 from simplan.software.rates import KernelRates
-from simplan.units import MIB, format_flop_per_s
+from simplan.units import MIB
 
 Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8"]
 HostBytes = Annotated[int, Field(ge=1, le=10**15)]
@@ -50,21 +49,6 @@ class DeviceSpec(Spec):
     host_link: str | None = None
     sources: dict[str, str] = Field(default_factory=dict)
     warning: str | None = None
-
-    @model_validator(mode="after")
-    def _measured_below_peak(self) -> Self:
-        """No matmul is faster than its device.
-
-        Raises:
-            ValueError: A measured rate exceeds the peak.
-        """
-        for dtype, rate in self.matmul_flop_per_s.items():
-            if rate > self.peak_flop_per_s.get(dtype, math.inf):
-                peak = format_flop_per_s(self.peak_flop_per_s[dtype])
-                raise ValueError(
-                    f"matmul_flop_per_s of {dtype} is {format_flop_per_s(rate)}, more than its peak of {peak}"
-                )
-        return self
 
 
 class Spread(Spec):

@@ -30,7 +30,7 @@ from simplan.errors import SpecError
 from simplan.problems import Path
 from simplan.scenario.collecting import Sections
 from simplan.training import Price
-from simplan.units import counted
+from simplan.units import counted, format_flop_per_s
 
 Gbit = Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)]
 """Bandwidth in Gbit/s, from 1 Mbit/s."""
@@ -65,6 +65,8 @@ def read_device(sections: Sections, data: Any, default: DeviceSpec | None) -> De
     base = default.model_dump() if default else {"id": "inline"}
     device = sections.read(DeviceSpec, {**base, **_implied(given, default), **given}, _PATH)
     _refuse_implausible(sections, given)
+    if device is not None:
+        _refuse_faster_than_peak(sections, device)
     link = base.get("host_link") if "host_link" not in given else given["host_link"]
     if isinstance(link, str):
         sections.look_up((*_PATH, "host_link"), catalog.link, link)
@@ -97,6 +99,16 @@ def _refuse_implausible(sections: Sections, given: dict[str, Any]) -> None:
             if isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < least:
                 path = (*_PATH, field) if key is None else (*_PATH, field, key)
                 sections.refuse(path, "is less than any device has", value=number, fix=f"write it in {unit}")
+
+
+def _refuse_faster_than_peak(sections: Sections, device: DeviceSpec) -> None:
+    """Records a problem for each measured matmul rate above the peak."""
+    for dtype, rate in device.matmul_flop_per_s.items():
+        peak = device.peak_flop_per_s.get(dtype)
+        if peak is not None and rate > peak:
+            rule = f"is more than the peak of {format_flop_per_s(peak)}"
+            path = (*_PATH, "matmul_flop_per_s", dtype)
+            sections.refuse(path, rule, value=rate, fix=f"measure again, or give peak_flop_per_s.{dtype} too")
 
 
 class _Cluster(Spec):
