@@ -17,9 +17,9 @@ from executor.profiling.results import RunSegment, gather, written_here
 from executor.train.checkpoint_folder import check_resume, newest_checkpoint
 from simplan.errors import RunError, SimplanError
 from simplan.io import write_whole
-from simplan.lock import exclusive
 from simplan.runs.checkpoint import Checkpointing
 from simplan.runs.elastic import Nodes
+from simplan.runs.lock import exclusive
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from simplan.units import counted

@@ -28,7 +28,6 @@ from executor.calibration.timing import Reference
 from executor.distributed.mesh import ParallelDims
 from executor.distributed.precision import allow_tf32
 from executor.launch.errors import out_of_memory_explained
-from executor.launch.nodes import listening_store
 from executor.launch.rank import PARENT_VARIABLE, RankFiles, StopRequest, folder_of, live_as_rank
 from executor.launch.watchdog import Heartbeat, RankState
 from executor.profiling.memory import forget_peaks, peak_allocated_bytes, peak_memory
@@ -85,6 +84,8 @@ def start_rank(device: torch.device, timeout_s: float, num_ranks: int | None = N
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     common: Store
     if rank == 0 and not is_agents and PARENT_VARIABLE in os.environ:  # MASTER_ADDR is an address of this node
+        from executor.launch.nodes import listening_store
+
         common = listening_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
     else:
         common, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))

@@ -26,10 +26,10 @@ from simplan.cost.calibration.format import (
 from simplan.cost.calibration.store import default_path, kinds_needed, load, save
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.io import write_model
-from simplan.lock import exclusive
 from simplan.model.layer import CollectiveKind
 from simplan.model.low_precision import DEFAULT_RECIPE
 from simplan.runs.elastic import Nodes
+from simplan.runs.lock import exclusive
 from simplan.scenario import Scenario, SearchScenario
 from simplan.units import counted
 

@@ -36,7 +36,6 @@ from simplan.errors import Problem, SpecError
 from simplan.explain import difference, explain
 from simplan.io import as_argument, write_json, write_text
 from simplan.job import Job
-from simplan.lock import exclusive
 from simplan.report.comparison import comparison_text
 from simplan.report.drawings.drawing import draw_pipeline
 from simplan.report.drawings.drawing_svg import drawing_svg
@@ -44,6 +43,7 @@ from simplan.report.explanation import difference_text, explanation_text
 from simplan.report.text import prediction_text, verdict
 from simplan.report.trace import predicted_trace, write_predicted_trace
 from simplan.rules import violations
+from simplan.runs.lock import exclusive
 from simplan.scenario import Scenario, load_scenario
 from simplan.scenario.elastic import scenarios_on_fewer
 

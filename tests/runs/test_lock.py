@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from simplan.errors import SpecError
-from simplan.lock import exclusive
+from simplan.runs.lock import exclusive
 
 HOLD = """
 import sys
 from pathlib import Path
-from simplan.lock import exclusive
+from simplan.runs.lock import exclusive
 with exclusive(Path(sys.argv[1]), "--output", is_file=sys.argv[2] == "file"):
     print("held", flush=True)
     sys.stdin.read()
