@@ -40,7 +40,7 @@ cluster: {preset: this-machine, num_devices: 2}
 training: {global_batch_size: 8, precision: fp32}
 plan: {pp: 2, schedule: 1f1b}
 """
-_ENDLESS = ("--steps", "1000000", "--warmup", "1")
+_ENDLESS = ("--steps", "100000", "--warmup", "1")
 _HEAD = """\
 # What happens when something breaks
 
