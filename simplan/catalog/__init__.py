@@ -285,6 +285,8 @@ def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
         fields["rates"] = entry.get("rates", {}) | fitted
         fields["sources"] = {"rates": ""} | fields["sources"]
         fields["sources"]["rates"] = f"{fields['sources']['rates']}; fitted on {fitted['fitted_on']}".removeprefix("; ")
+    spreads = _parsed("memory_fitted")
+    fields["memory_spread"] = spreads["unfitted"] | spreads["software"].get(name, {})
     return SoftwareSpec.model_validate(fields)
 
 
