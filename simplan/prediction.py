@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ _OF_TRAINING_RUN = (
 MemoryKind = Literal["allocated", "reserved", "device"]
 """Kind of a peak: tensors, memory of the caching allocator, or memory in use on the device."""
 MemoryVerdict = Literal["fits", "fits, tight", "likely does not fit", "does not fit"]
-"""Verdict on device memory: the prediction says if it fits, and its 90% interval if that is certain."""
+"""Verdict on device memory: in the second and third, the 90% interval of the peak reaches over the device memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +84,14 @@ class RankMemory:
         }
 
 
-def memory_verdict(memory: Iterable[RankMemory], capacity_bytes: int | None) -> MemoryVerdict | None:
-    """Verdict on the device memory of ranks; None if the memory of a device is unknown."""
+def memory_verdict(worst: RankMemory, capacity_bytes: int | None) -> MemoryVerdict | None:
+    """Verdict on the peak-memory rank of a plan; None if the memory of a device is unknown."""
     if capacity_bytes is None:
         return None
-    ranks = list(memory)
-    lows, highs = zip(*(rank.device_interval_bytes for rank in ranks), strict=True)
-    if all(rank.device_bytes <= capacity_bytes for rank in ranks):
-        return "fits" if max(highs) <= capacity_bytes else "fits, tight"
-    return "does not fit" if max(lows) > capacity_bytes else "likely does not fit"
+    low, high = worst.device_interval_bytes
+    if worst.device_bytes <= capacity_bytes:
+        return "fits" if high <= capacity_bytes else "fits, tight"
+    return "does not fit" if low > capacity_bytes else "likely does not fit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +242,7 @@ class Prediction:
     @property
     def memory_verdict(self) -> MemoryVerdict | None:
         """Verdict on the device memory; None if that is unknown."""
-        return memory_verdict(self.memory, self.capacity_bytes)
+        return memory_verdict(self.worst_memory, self.capacity_bytes)
 
     @property
     def worst_host_bytes(self) -> int:

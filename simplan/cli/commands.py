@@ -86,7 +86,8 @@ def predict_command(
         changes = [shard_it] if _accumulates_unsharded(scenario.job) else []
         next_steps = [f"simplan explain {this}", *next_steps, *changes, search_it]
     text, line = prediction_text(prediction, next_steps), verdict(prediction)
-    print_result(text.replace(line, emphasize(line, prediction.fits), 1))
+    certain = {"fits": True, "does not fit": False}.get(prediction.memory_verdict or "")
+    print_result(text.replace(line, emphasize(line, certain), 1))
     return 0
 
 

@@ -83,9 +83,7 @@ def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = 
     return _with_intervals(memory, peaks, software.memory_spread, has_allocator=True)
 
 
-def _with_intervals(
-    memory: RankMemory, peaks: RankPeaks, spread: MemorySpread, *, has_allocator: bool
-) -> RankMemory:
+def _with_intervals(memory: RankMemory, peaks: RankPeaks, spread: MemorySpread, *, has_allocator: bool) -> RankMemory:
     """Memory of a rank with 90% intervals of its peaks, lognormal as those of step times.
 
     The relative width is that of the peak with the full allocator reserve. Lower ends start from the peak without the

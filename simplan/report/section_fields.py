@@ -193,8 +193,8 @@ _DEFAULTS = {
     "objectives": ("", "two objectives: Pareto front, ranked by the first"),
     "top": ("5", "plans to rank"),
     "max_memory_fraction": (
-        "1",
-        "maximum fraction of the device memory of a plan; at 1 a plan fits, but not tightly",
+        "0.95",
+        "maximum fraction of the device memory of a plan, allocator reserve included; 1 keeps no memory free",
     ),
     "max_step_time_s": ("", "deadline of a step"),
     "dollars_per_device_hour": ("", "your price, for the objective cost; default: cluster.price_per_device_hour"),
