@@ -11,7 +11,7 @@ import pytest
 from simplan import catalog
 from simplan.model.model import ModelSpec
 from simplan.predict import predict
-from simplan.prediction import Prediction
+from simplan.prediction import MemoryKind, Prediction
 from simplan.program.program import MemoryCategory
 from simplan.report.comparison import comparison_text
 from simplan.report.text import prediction_text, verdict
@@ -33,7 +33,7 @@ def assumptions(model: ModelSpec | str = "gpt2-124m", plan: Plan | None = None, 
 
 
 def with_need(prediction: Prediction, device_bytes: int) -> Prediction:
-    interval = {"device": (int(0.9 * device_bytes), int(1.1 * device_bytes))}
+    interval: dict[MemoryKind, tuple[int, int]] = {"device": (int(0.9 * device_bytes), int(1.1 * device_bytes))}
     memory = tuple(replace(m, device_bytes=device_bytes - m.rank, interval_bytes=interval) for m in prediction.memory)
     capacity = 80 * GIB
     return replace(prediction, memory=memory, capacity_bytes=capacity, fits=device_bytes <= capacity)
