@@ -20,7 +20,7 @@ from simplan.cluster.machine import THIS_MACHINE, this_machine
 from simplan.documentation import documentation
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.model.model import ModelSpec
-from simplan.software.rates import KernelRates
+from simplan.software.rates import KernelRates, MemorySpread
 from simplan.software.software import SoftwareSpec
 
 __all__ = [
@@ -285,9 +285,16 @@ def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
         fields["rates"] = entry.get("rates", {}) | fitted
         fields["sources"] = {"rates": ""} | fields["sources"]
         fields["sources"]["rates"] = f"{fields['sources']['rates']}; fitted on {fitted['fitted_on']}".removeprefix("; ")
-    spreads = _parsed("memory_fitted")
-    fields["memory_spread"] = spreads["unfitted"] | spreads["software"].get(name, {})
+    own = _parsed("memory_fitted")["software"].get(name, {})
+    fields["memory_spread"] = _parsed("memory_fitted")["unfitted"] | own
+    source = f"fitted on {own['fitted_on']}" if own else "as of published peaks whose source and profile are left out"
+    fields["sources"] = {**fields["sources"], "memory_spread": source}
     return SoftwareSpec.model_validate(fields)
+
+
+def unfitted_memory_spread() -> MemorySpread:
+    """Uncertainty of peak memory under a framework without published peaks of its own."""
+    return MemorySpread.model_validate(_parsed("memory_fitted")["unfitted"])
 
 
 def _software_files() -> dict[str, Any]:

@@ -90,7 +90,7 @@ def headroom_words(result: SearchResult) -> str:
     if number := result.space.in_headroom:
         plans = f"up to {number:,} rejected plans fit" if number > 1 else "1 rejected plan may fit"
         left_out = f"{plans} without it (--max-memory-fraction 1)"
-    return f"{format_percent(free)} of the device memory is kept free; {left_out}"
+    return f"{100 * free:.3g} % of the device memory is kept free; {left_out}"
 
 
 def search_text(result: SearchResult, next_steps: Iterable[str] = ()) -> str:

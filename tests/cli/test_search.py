@@ -54,7 +54,7 @@ def test_the_report_says_what_is_best_and_why_not_the_others(simplan: Simplan, f
         assert words in result.stdout
     assert "\033" not in result.stdout
     assert f"  simplan search {file} --save-plan plan-2.yaml --rank 2\n" in result.stdout
-    assert "5.0 % of the device memory is kept free; no plan is rejected for it" in result.stdout
+    assert "5 % of the device memory is kept free; no plan is rejected for it" in result.stdout
 
 
 def test_search_keeps_5_percent_of_memory_free(simplan: Simplan, file: Path) -> None:
@@ -67,7 +67,7 @@ def test_search_keeps_5_percent_of_memory_free(simplan: Simplan, file: Path) -> 
     assert all(plan["peak_memory_gib"]["device"] * 2**30 <= 0.95 * 1.04 * needed for plan in free["ranked"])
     assert free["space"]["in_headroom"] > 0
     shown = simplan("search", file, "--top", "1").stdout
-    assert "5.0 % of the device memory is kept free; " in shown
+    assert "5 % of the device memory is kept free; " in shown
     assert "without it (--max-memory-fraction 1)\n" in shown
     whole = json.loads(simplan("search", file, "--max-memory-fraction", "1", "--json").stdout)
     assert whole["best"]["plan"] == best["plan"]
