@@ -9,8 +9,10 @@ from dataclasses import replace
 from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
+from simplan.problems import render_value
 from simplan.search.explore import first_fit
-from simplan.search.jobs import with_num_devices
+from simplan.search.fixes import OUTSIDE_OF_SEARCHES, fitting
+from simplan.search.jobs import capacity_bytes, with_num_devices
 from simplan.search.result import NearestMiss, RequestChange
 from simplan.search.space import SearchSpace, given_ranges, that_it_has
 from simplan.units import format_bytes, format_time
@@ -32,7 +34,7 @@ def changes(
         if (seconds := miss.step_time_s) is not None:
             words = f"allow max_step_time_s = {_rounded_up(seconds):g}: the fastest plan takes {format_time(seconds)}"
             return (RequestChange(what="max_step_time_s", value=seconds, words=words, plan=miss.plan),)
-    found = [_memory(job, space, misses)]
+    found = [_memory(job, space, misses), *_outside_of_searches(job, space, misses, calibration)]
     found += [tried(job, space, calibration) for tried in (_recompute, _ranges, _batch, _devices)]
     return tuple(change for change in found if change is not None)
 
@@ -61,6 +63,19 @@ def _memory(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> Re
     there = job.cluster.device.memory_bytes
     words = f"devices with {format_bytes(needed)} of memory instead of {format_bytes(there or 0)}"
     return RequestChange(what="memory_bytes", value=needed, words=words, plan=miss.plan)
+
+
+def _outside_of_searches(
+    job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...], calibration: Calibration | None
+) -> Iterator[RequestChange]:
+    """Settings that no search varies, such as offloading, with which the nearest miss fits."""
+    capacity = capacity_bytes(job, space)
+    if not misses or capacity is None or misses[0].num_devices != job.cluster.num_devices:
+        return
+    for tried in fitting(job.with_plan(misses[0].plan), capacity, calibration, OUTSIDE_OF_SEARCHES):
+        words = ", ".join(f"{setting}: {render_value(value)}" for setting, value in tried.changes.items())
+        plan, (setting, *_) = tried.job.plan, tried.changes
+        yield RequestChange(what=setting, value=render_value(tried.changes[setting]), words=words, plan=plan)
 
 
 def _recompute(job: Job, space: SearchSpace, calibration: Calibration | None) -> RequestChange | None:
