@@ -9,10 +9,11 @@ from dataclasses import replace
 from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
+from simplan.predict import predict
 from simplan.problems import render_value
 from simplan.search.explore import first_fit
-from simplan.search.fixes import OUTSIDE_OF_SEARCHES, fitting
-from simplan.search.jobs import capacity_bytes, with_num_devices
+from simplan.search.fixes import OUTSIDE_OF_SEARCHES, fixes
+from simplan.search.jobs import with_num_devices
 from simplan.search.result import NearestMiss, RequestChange
 from simplan.search.space import SearchSpace, given_ranges, that_it_has
 from simplan.units import format_bytes, format_time
@@ -68,14 +69,19 @@ def _memory(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> Re
 def _outside_of_searches(
     job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...], calibration: Calibration | None
 ) -> Iterator[RequestChange]:
-    """Settings that no search varies, such as offloading, with which the nearest miss fits."""
-    capacity = capacity_bytes(job, space)
-    if not misses or capacity is None or misses[0].num_devices != job.cluster.num_devices:
-        return
-    for tried in fitting(job.with_plan(misses[0].plan), capacity, calibration, OUTSIDE_OF_SEARCHES):
-        words = ", ".join(f"{setting}: {render_value(value)}" for setting, value in tried.changes.items())
-        plan, (setting, *_) = tried.job.plan, tried.changes
-        yield RequestChange(what=setting, value=render_value(tried.changes[setting]), words=words, plan=plan)
+    """Settings that no search varies, such as offloading, with which the nearest of the misses fits."""
+    for miss in misses:
+        if miss.num_devices != job.cluster.num_devices:
+            continue
+        prediction = predict(job.with_plan(miss.plan), calibration=calibration)
+        limit = space.max_memory_fraction
+        found = fixes(prediction, calibration, max_memory_fraction=limit, kinds=OUTSIDE_OF_SEARCHES)
+        for fix in found:
+            what, value = list(fix.changes.items())[-1]
+            words = ", ".join(f"{setting}: {render_value(value)}" for setting, value in fix.changes.items())
+            yield RequestChange(what=what, value=render_value(value), words=words, plan=fix.job.plan)
+        if found:
+            return
 
 
 def _recompute(job: Job, space: SearchSpace, calibration: Calibration | None) -> RequestChange | None:

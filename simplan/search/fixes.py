@@ -27,6 +27,10 @@ _RECOMPUTE = ("selective", "selective_op", "full")
 """Recomputation by saved memory, least first; a framework without a value rejects it by its rules."""
 
 
+Kind = Callable[[Job], Iterator[Job]]
+"""One kind of change: yields changed jobs, smallest change first; they may violate rules."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
     """A change of one or two settings with which a job fits.
@@ -80,7 +84,14 @@ class _Tried:
         return "cluster.num_devices" in self.changes, "training.task" in self.changes, self.step_time_s or 0.0
 
 
-def fixes(prediction: Prediction, calibration: Calibration | None = None, *, top: int = 5) -> tuple[Fix, ...]:
+def fixes(
+    prediction: Prediction,
+    calibration: Calibration | None = None,
+    *,
+    top: int = 5,
+    max_memory_fraction: float = 1.0,
+    kinds: Iterable[Kind] | None = None,
+) -> tuple[Fix, ...]:
     """Find the smallest changes with which a predicted job fits; of each kind of change, the smallest one that does.
 
     Pairs of changes are shown if no single change is enough, or if they are faster than all that are. Changes on the
@@ -90,15 +101,19 @@ def fixes(prediction: Prediction, calibration: Calibration | None = None, *, top
         prediction: Prediction of a job that does not fit.
         calibration: As for ``predict``.
         top: Number of fixes to return.
+        max_memory_fraction: Device memory that a fix may use, as a fraction of all.
+        kinds: Kinds of changes; None for all, and for pairs of them.
 
     Returns:
         Fixes; empty if the prediction fits, the device memory is unknown, or no change is enough.
     """
-    capacity = prediction.capacity_bytes
-    if capacity is None or (prediction.fits and prediction.host_fits is not False):
+    if prediction.capacity_bytes is None:
+        return ()
+    capacity = int(prediction.capacity_bytes * max_memory_fraction)
+    if prediction.worst_memory.device_bytes <= capacity and prediction.host_fits is not False:
         return ()
     found: list[Fix] = []
-    for tried in fitting(prediction.job, capacity, calibration):
+    for tried in _fitting(prediction.job, capacity, calibration, kinds):
         changed = predict(tried.job, calibration=calibration)
         device_bytes, step_time_s = changed.worst_memory.wanted_bytes, changed.step_time_s
         if device_bytes <= capacity and changed.host_fits is not False:
@@ -122,20 +137,10 @@ def _shown(found: list[Fix], top: int) -> tuple[Fix, ...]:
     return (*same[: top - len(more)], *more)
 
 
-def fitting(
-    job: Job,
-    capacity_bytes: int,
-    calibration: Calibration | None = None,
-    kinds: Iterable[Callable[[Job], Iterator[Job]]] | None = None,
+def _fitting(
+    job: Job, capacity_bytes: int, calibration: Calibration | None, kinds: Iterable[Kind] | None
 ) -> list[_Tried]:
-    """Changed jobs that fit on their devices, smallest change first.
-
-    Args:
-        job: A job that does not fit.
-        capacity_bytes: Usable device memory in bytes.
-        calibration: As for ``predict``.
-        kinds: Kinds of changes; None for all, and for pairs of them that no single change is as fast as.
-    """
+    """Changed jobs that fit on their devices, best first."""
     # per kind, the change that fits, or else the one that needs least
     best: list[_Tried] = []
     budget = _MAX_TRIED
@@ -279,7 +284,7 @@ def _no_offload(job: Job) -> Iterator[Job]:
             yield _with(job, **{name: False}, **({"offload_layers": None} if name == "offload_activations" else {}))
 
 
-def _of_axis(axis: str) -> Callable[[Job], Iterator[Job]]:
+def _of_axis(axis: str) -> Kind:
     """More ranks along an axis of the mesh, taken from data parallelism."""
 
     def grown(job: Job) -> Iterator[Job]:
@@ -342,11 +347,11 @@ def _lora(job: Job) -> Iterator[Job]:
         yield replace(job, model=model, training=job.training.model_copy(update={"task": "lora"}))
 
 
-OUTSIDE_OF_SEARCHES: tuple[Callable[[Job], Iterator[Job]], ...] = (_offload_optimizer, _offload_activations, _lora)
+OUTSIDE_OF_SEARCHES: tuple[Kind, ...] = (_offload_optimizer, _offload_activations, _lora)
 """Kinds of changes that no search varies."""
 
-KINDS: tuple[Callable[[Job], Iterator[Job]], ...] = (
+KINDS: tuple[Kind, ...] = (
     _grad_sync, _reshard, _sequence_parallel, _fused_optimizer, _microbatch, _recompute, _zero_stage, _of_axis("tp"),
     _of_axis("pp"), _of_axis("cp"), _ep, _no_offload, *OUTSIDE_OF_SEARCHES, _twice_the_devices,
 )  # fmt: skip
-"""Kinds of changes. Each yields changed jobs, smallest change first; they may violate rules."""
+"""All kinds of changes."""
