@@ -10,7 +10,6 @@ from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
-from simplan.problems import render_value
 from simplan.search.explore import first_fit
 from simplan.search.fixes import OUTSIDE_OF_SEARCHES, fixes
 from simplan.search.jobs import with_num_devices
@@ -78,8 +77,7 @@ def _outside_of_searches(
         found = fixes(prediction, calibration, max_memory_fraction=limit, kinds=OUTSIDE_OF_SEARCHES)
         for fix in found:
             what, value = list(fix.changes.items())[-1]
-            words = ", ".join(f"{setting}: {render_value(value)}" for setting, value in fix.changes.items())
-            yield RequestChange(what=what, value=render_value(value), words=words, plan=fix.job.plan)
+            yield RequestChange(what=what, value=str(value), words=fix.words, plan=fix.job.plan)
         if found:
             return
 

@@ -13,6 +13,7 @@ from simplan.job import Job
 from simplan.predict import predict
 from simplan.predict.step_summary import evaluate_step
 from simplan.prediction import Prediction
+from simplan.problems import render_value
 from simplan.rules import RULES, SEARCH_RULES, violations
 from simplan.search.jobs import with_num_devices
 from simplan.units import GIB
@@ -51,6 +52,16 @@ class Fix:
     step_time_change: float
     device_bytes: int
     headroom_bytes: int
+
+    @property
+    def words(self) -> str:
+        """The changes as lines of a scenario file: ``plan.recompute: full, plan.tp: 8``."""
+        return ", ".join(f"{setting}: {_written(value)}" for setting, value in self.changes.items())
+
+    @property
+    def options(self) -> str:
+        """The changes as options of a command: ``--set plan.recompute=full --set plan.tp=8``."""
+        return " ".join(f"--set {setting}={_written(value)}" for setting, value in self.changes.items())
 
     @property
     def more_devices(self) -> bool:
@@ -128,6 +139,10 @@ def fixes(
                 )
             )
     return _shown(found, top)
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else render_value(value)
 
 
 def _shown(found: list[Fix], top: int) -> tuple[Fix, ...]:
