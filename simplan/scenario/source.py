@@ -26,9 +26,10 @@ from simplan.plan.plan import ParallelPlan
 from simplan.problems import render_value
 from simplan.rules import violations
 from simplan.scenario.collecting import Sections
-from simplan.scenario.file import Scenario, ScenarioParts, parts_of, scenario_of
+from simplan.scenario.file import Scenario, ScenarioParts, parts_of, relocated, scenario_of
 from simplan.scenario.search import SearchScenario, search_of
 from simplan.scenario.sections import read_software
+from simplan.scenario.writing import scenario_text
 
 NUM_MICROBATCHES = "num_microbatches"
 """Override that is no key of a file: microbatches of a data-parallel rank, which set the global batch size."""
@@ -137,6 +138,19 @@ class Source:
         except SpecError as error:
             raise self._as_typed(error) from None
         return replace(search, assumptions=assumed(self.assumptions))
+
+    def text(self, folder: Path, header: str = "") -> str:
+        """The document as a complete scenario file for a folder, with comments on assumed values.
+
+        Args:
+            header: Comment at the top.
+        """
+        document = relocated(self.document.data, folder_of(self.file), folder)
+        notes = {
+            tuple(assumption.key.split(".")): "assumed" + (f": {assumption.why}" if assumption.why else "")
+            for assumption in self.assumptions
+        }
+        return scenario_text({"name": Path(self.file).stem} | document, header, notes)
 
     def _as_typed(self, error: SpecError) -> SpecError:
         def typed(problem: Problem) -> Problem:

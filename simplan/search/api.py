@@ -18,7 +18,7 @@ from simplan.search.enumeration import empty_space
 from simplan.search.explain import explain_plan, more_memory
 from simplan.search.explore import Exploration
 from simplan.search.incumbents import Group, Incumbents, Timed
-from simplan.search.jobs import check_without_plan, with_num_devices
+from simplan.search.jobs import check_without_plan
 from simplan.search.objective import Goal
 from simplan.search.partial_recompute import search_partial_recompute
 from simplan.search.result import EquivalentPlans, NearestMiss, RankedPlan, SearchExplanation, SearchResult, SpaceCount
@@ -105,7 +105,7 @@ class _Search:
         self._confirmed: set[ParallelPlan] = set()
         self._on_progress = on_progress or (lambda _: None)
         sizes = sorted(set(space.num_devices or _default_sizes(space, job)))
-        sized = {size: with_num_devices(job, size) for size in sizes}
+        sized = {size: job.with_num_devices(size) for size in sizes}
         for asked in sized.values():
             check_without_plan(asked, space)
         if "cost" in space.goals and job.model.sample == "image":
@@ -203,6 +203,7 @@ class _Search:
             nearest_misses=self._misses(),
             interrupted=interrupted,
             unit="images" if job.model.sample == "image" else "tokens",
+            links=job.cluster.links,
             inputs={
                 "model": job.model.model_dump(mode="json"),
                 "cluster": job.cluster.model_dump(mode="json"),

@@ -15,7 +15,6 @@ from simplan.predict.step_summary import evaluate_step
 from simplan.prediction import Prediction
 from simplan.problems import render_value
 from simplan.rules import RULES, SEARCH_RULES, violations
-from simplan.search.jobs import with_num_devices
 from simplan.units import GIB
 from simplan.wording import divisors
 
@@ -57,11 +56,6 @@ class Fix:
     def words(self) -> str:
         """The changes as lines of a scenario file: ``plan.recompute: full, plan.tp: 8``."""
         return ", ".join(f"{setting}: {_written(value)}" for setting, value in self.changes.items())
-
-    @property
-    def options(self) -> str:
-        """The changes as options of a command: ``--set plan.recompute=full --set plan.tp=8``."""
-        return " ".join(f"--set {setting}={_written(value)}" for setting, value in self.changes.items())
 
     @property
     def more_devices(self) -> bool:
@@ -190,7 +184,7 @@ def _pairs(job: Job, singles: list[_Tried], capacity_bytes: int, calibration: Ca
     apart = [(one, other) for one, other in combinations(singles, 2) if not one.changes.keys() & other.changes.keys()]
     for one, other in sorted(apart, key=both)[:_MAX_PAIRS]:
         try:
-            changed = _changed(one.job, other.changes)
+            changed = one.job.with_changes(other.changes)
         except SpecError:
             continue
         tried = _try(job, changed, capacity_bytes, calibration)
@@ -225,12 +219,6 @@ def _changes(job: Job, other: Job) -> dict[str, Any]:
     }
     there, wanted = job.cluster.num_devices, other.cluster.num_devices
     return found if there == wanted else {"cluster.num_devices": wanted} | found
-
-
-def _changed(job: Job, changes: Mapping[str, Any]) -> Job:
-    """Job with other settings; a cluster that grows past a node has the link of its preset."""
-    others = {key: value for key, value in changes.items() if key != "cluster.num_devices"}
-    return with_num_devices(job, changes.get("cluster.num_devices", job.cluster.num_devices)).with_changes(others)
 
 
 def _with(job: Job, **fields: Any) -> Job:
@@ -344,7 +332,7 @@ def _twice_the_devices(job: Job) -> Iterator[Job]:
     if job.cluster.cores_per_node is not None:
         return
     try:
-        more = with_num_devices(job, 2 * job.cluster.num_devices)
+        more = job.with_num_devices(2 * job.cluster.num_devices)
     except SpecError:
         return
     if more.cluster.num_nodes > 1 and more.cluster.inter_link is None:
