@@ -28,6 +28,14 @@ class Job:
     plan: ParallelPlan
     software: SoftwareSpec
 
+    def __repr__(self) -> str:
+        """Short form of the parts: names and numbers that tell jobs apart."""
+        cluster, training = self.cluster, self.training
+        return (
+            f"Job({self.model.name}, {cluster.num_devices} x {cluster.device.id}, {self.plan!r}, "
+            f"global_batch_size={training.global_batch_size}, {training.precision}, {self.software.title})"
+        )
+
     @property
     def num_microbatches(self) -> int:
         """Microbatches per step and data-parallel rank: global_batch_size / (dp x microbatch_size)."""

@@ -10,7 +10,7 @@ from pydantic_core import to_jsonable_python
 
 from simplan.plan.plan import ParallelPlan
 from simplan.search.space import Objective
-from simplan.units import GIB
+from simplan.units import GIB, format_time
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -206,7 +206,7 @@ class RequestChange:
     plan: ParallelPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SearchResult:
     """Best plans of a space, and counts of and reasons for the others.
 
@@ -235,6 +235,13 @@ class SearchResult:
     unit: str = "tokens"
     links: Mapping[str, Any] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Number of plans and the best one, in one line."""
+        best = "no plan is feasible"
+        if self.best is not None:
+            best = f"best {format_time(self.best.step_time_s)} a step with {self.best.plan!r}"
+        return f"SearchResult({self.name}: {self.space.total:,} plans, {len(self.ranked)} ranked, {best})"
 
     @property
     def best(self) -> RankedPlan | None:
