@@ -7,7 +7,7 @@
     simplan.search(job, {"tp": [1, 2, 4, 8]})               # a SearchResult: the best plans of a space
     simplan.sweep(job, {"plan.microbatch_size": [1, 2]})    # a pandas.DataFrame
 
-All names of ``__all__`` are loaded on first access, so that ``import simplan`` is fast; ``__init__.pyi`` has their types.
+Names of ``__all__`` are loaded on first access, so that ``import simplan`` is fast. ``__init__.pyi`` has their types.
 """
 
 from __future__ import annotations
