@@ -34,6 +34,7 @@ def compare(
     """
     file = str(measured) if isinstance(measured, str | Path) else None
     run = read_measured(Path(measured)) if isinstance(measured, str | Path) else measured
+    document: Prediction | Mapping[str, Any]
     if isinstance(prediction, str | Path):
         prediction_file, document = str(prediction), read_prediction(Path(prediction))
     else:

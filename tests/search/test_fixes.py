@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,8 @@ from simplan.search import SearchSpace, fixes, search
 from simplan.training import TrainingSpec
 
 
-def job_of(plan: ParallelPlan, *, model: str = "llama3-8b", num_devices: int = 8, **training: object) -> Job:
-    fields = {"global_batch_size": 64} | training
+def job_of(plan: ParallelPlan, *, model: str = "llama3-8b", num_devices: int = 8, **training: Any) -> Job:
+    fields: dict[str, Any] = {"global_batch_size": 64} | training
     cluster = catalog.cluster("dgx-h100", num_devices)
     return Job(catalog.model(model), cluster, TrainingSpec(**fields), plan, catalog.software("torch"))
 
