@@ -139,8 +139,27 @@ def search(
     return search_command(scenario, as_json=json, options=options, calibration_file=calibration)
 
 
+@app.command(short_help="Write a first scenario, and name the next command.")
+@takes_scenario(required=False)
+def init(
+    scenario: ScenarioRequest,
+    output: Annotated[Path, _FILE("--output", "-o", help="File for the scenario.")] = Path("scenario.yaml"),
+    search: Annotated[bool, typer.Option("--search", help="A search for the best plan instead of one plan.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Permission to overwrite the file.")] = False,
+    json: AsJson = False,
+) -> int:
+    """Write a first scenario, complete and with comments, and name the next command.
+
+    Values that are not given are assumed, and listed. On a terminal, without SCENARIO, questions ask for the model, the
+    cluster and the batch.
+    """
+    from simplan.cli.init import init_command
+
+    return init_command(scenario, file=output, searches=search, force=force, as_json=json)
+
+
 @app.command(short_help="Run a plan on this machine, and compare it with its prediction.")
-@takes_scenario(options=False)
+@takes_scenario()
 def run(
     scenario: ScenarioRequest,
     json: AsJson = False,
@@ -197,7 +216,7 @@ def run(
 
 
 @app.command(short_help="Run one rank of a job of any size alone on a local device.")
-@takes_scenario(options=False)
+@takes_scenario()
 def rehearse(
     scenario: ScenarioRequest,
     rank: Annotated[
@@ -450,7 +469,7 @@ def draw(
 
 
 @app.command(short_help="Write a Slurm batch script, or a Kubernetes PyTorchJob.")
-@takes_scenario(options=False)
+@takes_scenario()
 def export(
     scenario: ScenarioRequest,
     to: Annotated[str, typer.Option("--to", metavar="TARGET", help="Target: slurm or kubernetes.")],

@@ -41,6 +41,7 @@ def _section(section: str, value: Any, notes: Mapping[tuple[str, ...], str]) -> 
     keys = f"  # keys: {command}" if command else ""
     if isinstance(value, dict) and value:
         yield f"{_key(section)}:{keys}"
+        value = {"preset": value["preset"]} | value if "preset" in value else value
         yield from (f"  {_key(key)}: {flow_text(each)}{noted((section, key))}" for key, each in value.items())
     elif section == "expect" and isinstance(value, list | tuple) and value:
         yield f"{section}:"

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from simplan.scenario import Scenario, SearchScenario
     from simplan.scenario.source import Source
 
+NO_SCENARIO = Path()
+"""Value of SCENARIO that is not given."""
 _NUM_MICROBATCHES = "num_microbatches"
 
 
@@ -97,7 +99,7 @@ class ScenarioRequest:
     @property
     def is_file(self) -> bool:
         """True if SCENARIO is a scenario file rather than a model."""
-        return self.source.is_file() and self.source.suffix != ".json"
+        return self.source.exists() and not self.source.is_dir() and self.source.suffix != ".json"
 
     def argument(self, *, without: str = "") -> str:
         """SCENARIO and its options for a suggested command.
@@ -135,7 +137,7 @@ class ScenarioRequest:
         """
         from simplan.scenario.source import read_source
 
-        source = read_source(self._source, self.overrides, self.names)
+        source = read_source(str(self.source), self.overrides, self.names)
         scenario = source.scenario()
         self._write(source)
         return scenario
@@ -147,24 +149,31 @@ class ScenarioRequest:
             SpecError: See ``scenario``.
         """
         from simplan.scenario.source import read_source
+
+        source = read_source(str(self.source), *self.overrides_for(searches=True), searches=True)
+        search = source.search()
+        self._write(source)
+        return search
+
+    def overrides_for(self, *, searches: bool) -> tuple[dict[str, Any], dict[str, str]]:
+        """Overrides and their names for one plan, or for a search, where options of a plan are ranges.
+
+        Raises:
+            SpecError: ``--set`` gives a key of the plan, for a search.
+        """
         from simplan.search import SearchSpace
 
         overrides, names = {}, {}
         for key, value in self.overrides.items():
             section, _, name = key.partition(".")
-            if section == "plan" and self.names[key] == key:
-                rule = "is about one plan, and a search has ranges of plans"
-                raise SpecError(Problem(field=key, rule=rule, fix=f"set search.{name}"))
-            moved = f"search.{name}" if section == "plan" and name in SearchSpace.model_fields else key
+            moved = key
+            if searches and section == "plan":
+                if self.names[key] == key:
+                    rule = "is about one plan, and a search has ranges of plans"
+                    raise SpecError(Problem(field=key, rule=rule, fix=f"set search.{name}"))
+                moved = f"search.{name}" if name in SearchSpace.model_fields else key
             overrides[moved], names[moved] = value, self.names[key]
-        source = read_source(self._source, overrides, names, searches=True)
-        search = source.search()
-        self._write(source)
-        return search
-
-    @property
-    def _source(self) -> str:
-        return str(self.source)
+        return overrides, names
 
     def _write(self, source: Source) -> None:
         if self.write is None:
@@ -180,18 +189,20 @@ class ScenarioRequest:
         say(f"wrote {self.write}")
 
 
-def takes_scenario(*, options: bool = True, writes: bool = False) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Decorator of a command whose first parameter is a ``ScenarioRequest``: adds SCENARIO and its options.
+def takes_scenario(
+    *, writes: bool = False, required: bool = True
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Decorator of a command whose first parameter is a ``ScenarioRequest``: adds SCENARIO and the options.
 
     Args:
-        options: True for the options of ``OVERRIDES``; all commands have ``--set``.
         writes: True for ``--write-scenario``.
+        required: False to pass ``NO_SCENARIO`` if SCENARIO is not given.
     """
 
     def decorate(command: Callable[..., int]) -> Callable[..., int]:
         signature = inspect.signature(command, eval_str=True)
         first, *rest = signature.parameters.values()
-        added = [*(override.parameter for override in OVERRIDES if options), _keyword("set", _SET)]
+        added = [*(override.parameter for override in OVERRIDES), _keyword("set", _SET)]
         if writes:
             added.append(_keyword("write_scenario", _WRITE))
 
@@ -201,7 +212,8 @@ def takes_scenario(*, options: bool = True, writes: bool = False) -> Callable[[C
             request = _request(arguments.pop(first.name), given)
             return command(request, **arguments)
 
-        argument = inspect.Parameter(first.name, inspect.Parameter.KEYWORD_ONLY, annotation=_SCENARIO)
+        default = inspect.Parameter.empty if required else NO_SCENARIO
+        argument = inspect.Parameter(first.name, inspect.Parameter.KEYWORD_ONLY, annotation=_SCENARIO, default=default)
         keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in rest]
         parameters = [argument, *keywords, *added]
         with_request.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
