@@ -84,7 +84,13 @@ def test_every_function_is_documented_and_typed() -> None:
 def test_a_name_a_file_and_a_mapping_make_the_same_job(job: simplan.Job, tmp_path: Path) -> None:
     file = tmp_path / "fsdp.yaml"
     file.write_text(str(FSDP).replace("'", ""))
-    keys = {"cluster": "dgx-h100", "num_nodes": 1, "seq_len": 8192, "global_batch_size": 64, "precision": "bf16"}
+    keys: dict[str, Any] = {
+        "cluster": "dgx-h100",
+        "num_nodes": 1,
+        "seq_len": 8192,
+        "global_batch_size": 64,
+        "precision": "bf16",
+    }
     named = simplan.make_job("llama3-8b", **keys, dp_shard=8, grad_sync="microbatch")
     assert job == simplan.make_job(file) == named == simplan.load_scenario(file).job
     assert simplan.make_job(FSDP, {"plan.grad_sync": "step"}).plan.grad_sync == "step"
