@@ -88,11 +88,6 @@ class Assumption:
         return f"{self.key} = {value}" + (f" ({self.why})" if self.why else "")
 
 
-def assumed(assumptions: tuple[Assumption, ...]) -> tuple[str, ...]:
-    """Sentence with all assumed values; empty for none."""
-    return ("not given, so assumed: " + "; ".join(map(str, assumptions)),) if assumptions else ()
-
-
 Assume = Callable[[str, str, Any, str], None]
 """Sets section, key and value of a missing key, with the origin of the value."""
 
@@ -104,12 +99,20 @@ class Source:
     Attributes:
         file: Name in errors; files that the document names are relative to its folder.
         overrides: Override -> name in errors.
+        replaced: Sentence about sections of the file that overrides replace, if there are any.
     """
 
     document: Document
     file: str
     assumptions: tuple[Assumption, ...]
     overrides: Mapping[str, str]
+    replaced: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the reader: sections that were replaced, and values that were assumed."""
+        listed = "; ".join(map(str, self.assumptions))
+        return (*self.replaced, *((f"not given, so assumed: {listed}",) if listed else ()))
 
     def parts(self) -> ScenarioParts:
         """Sections of the document, except plan and search.
@@ -130,7 +133,7 @@ class Source:
             scenario = scenario_of(self.parts(), file.resolve().parent)
         except SpecError as error:
             raise self._as_typed(error) from None
-        return replace(scenario, assumptions=assumed(self.assumptions))
+        return replace(scenario, assumptions=self.notes)
 
     def search(self) -> SearchScenario:
         """Search of the document.
@@ -142,7 +145,7 @@ class Source:
             search = search_of(self.parts())
         except SpecError as error:
             raise self._as_typed(error) from None
-        return replace(search, assumptions=assumed(self.assumptions))
+        return replace(search, assumptions=self.notes)
 
     def text(self, folder: Path, header: str = "") -> str:
         """The document as a complete scenario file for a folder, with comments on assumed values.
@@ -262,17 +265,20 @@ def read_source(
     number = given.pop(NUM_MICROBATCHES, None)
     data: Any = document.data
     assumptions: list[Assumption] = []
+    replaced: list[str] = []
     if given and isinstance(data, dict):
         chosen = "search" if searches else "plan"
         if any(key.partition(".")[0] == chosen for key in given) and chosen not in data:
-            data = {key: value for key, value in data.items() if key not in ("plan", "search", "expect")}
+            dropped = [key for key in ("plan", "search", "expect") if key in data]
+            replaced = [f"{' and '.join(dropped)} of {file}: replaced by {chosen}"] if dropped else []
+            data = {key: value for key, value in data.items() if key not in dropped}
             is_whole = False
         data = _overridden(data, given, typed, file)
     if not is_whole and isinstance(data, dict):
         data, assumptions = _completed(data, file, number, searches=searches)
     if number is not None:
         data = _with_batch(data, file, number, given, typed, searches=searches)
-    return Source(Document(data, _lines(document, given)), file, tuple(assumptions), typed)
+    return Source(Document(data, _lines(document, given)), file, tuple(assumptions), typed, tuple(replaced))
 
 
 def _read(source: str | Path | Mapping[str, Any]) -> tuple[Document, str, bool]:

@@ -149,7 +149,7 @@ def test_errors_name_overrides_as_they_were_typed(tmp_path: Path) -> None:
     )
     assert "plan.recomput: is not a known key; did you mean recompute" in refusal(file, {"plan.recomput": 3})
     assert refusal(file, {"gpus": 3}).endswith("gpus: is not a known key; write cluster.num_devices")
-    assert refusal(file, {"training.precision.x": 3}).endswith('training.precision = {"x": 3}: must be text')
+    assert 'training.precision = {"x": 3}: is not a known choice' in refusal(file, {"training.precision.x": 3})
     both = {"num_microbatches": 2, "training.global_batch_size": 8}
     assert "num_microbatches = 2: is given twice, with training.global_batch_size" in refusal(file, both)
 
@@ -162,7 +162,9 @@ def test_search_of_a_model_takes_ranges(tmp_path: Path) -> None:
                         | {"search.tp": [4, 8]})  # fmt: skip
     assert (found.job, found.space) == (wanted.job, wanted.space)
     file.write_text(FILE)
-    assert search_from(file, {"search.tp": [4, 8]}).space == wanted.space, "a range replaces the plan of a file"
+    replaced = search_from(file, {"search.tp": [4, 8]})
+    assert replaced.space == wanted.space, "a range replaces the plan of a file"
+    assert replaced.assumptions[0] == f"plan of {file}: replaced by search"
 
 
 @pytest.mark.parametrize("source", ["llama3-8b", "config.json", "table.yaml"])
