@@ -69,6 +69,7 @@ def search_command(
     """``simplan search``."""
     scenario, command = request.search(), f"simplan search {request.argument()}"
     space = _space(scenario, options)
+    scenario = replace(scenario, space=space)
     _check_rank(options, space)
     refuse_unneeded(scenario, calibration_file)
     calibration = read(calibration_file) if scenario.job.cluster.cores_per_node is not None else None

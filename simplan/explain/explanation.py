@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from simplan.cost.calibration.format import Calibration
 from simplan.explain.memory import memory_parts
 from simplan.explain.term import ExplainedTerm
 from simplan.explain.time import time_parts
-from simplan.predict import Simulated
+from simplan.predict import Simulated, predict_step
 from simplan.prediction import Prediction
 from simplan.program.timeline import Split
 from simplan.units import counted, format_flop_per_s, format_number, format_time
@@ -48,8 +49,18 @@ class Explanation:
         return {"schema_version": 1, "kind": "explanation", **asdict(self)}
 
 
-def explain(prediction: Prediction, simulated: Simulated) -> Explanation:
-    """Break down a prediction, given its simulated step."""
+def explain(
+    prediction: Prediction, simulated: Simulated | None = None, *, calibration: Calibration | None = None
+) -> Explanation:
+    """Break down a prediction into terms that sum to its step time and its memory.
+
+    Args:
+        prediction: A prediction.
+        simulated: Its simulated step; None to simulate it again.
+        calibration: As for ``predict``, to simulate again.
+    """
+    if simulated is None:
+        prediction, simulated = predict_step(prediction.job, name=prediction.name, calibration=calibration)
     rank = max(range(len(prediction.splits)), key=lambda r: (_busy_s(prediction.splits[r]), -r))
     worst = prediction.worst_memory
     return Explanation(

@@ -113,7 +113,7 @@ def _refuse_faster_than_peak(sections: Sections, device: DeviceSpec) -> None:
             sections.refuse(path, rule, value=rate, fix=f"measure again, or give peak_flop_per_s.{dtype} too")
 
 
-class _Cluster(Spec):
+class ClusterSection(Spec):
     """The section ``cluster`` as written; ``device`` and the links are a name or a mapping."""
 
     preset: Any = None
@@ -146,13 +146,15 @@ def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
     """The section ``cluster``: ``preset`` with overrides, or inline; None, after recording problems, when invalid."""
     before = sections.num_problems
     section = (
-        sections.read(_Cluster, data, ("cluster",)) if sections.is_mapping(data, ("cluster",), "dgx-h100") else None
+        sections.read(ClusterSection, data, ("cluster",))
+        if sections.is_mapping(data, ("cluster",), "dgx-h100")
+        else None
     )
     cluster = None if section is None else _cluster(sections, section)
     return cluster if sections.num_problems == before else None
 
 
-def _cluster(sections: Sections, section: _Cluster) -> ClusterSpec | None:
+def _cluster(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
     if section.preset == THIS_MACHINE:
         return _this_machine(sections, section)
     entry: catalog.NodeEntry | None = None
@@ -193,7 +195,7 @@ def _cluster(sections: Sections, section: _Cluster) -> ClusterSpec | None:
     return catalog.make_cluster(node, _num_devices(sections, section, per_node))
 
 
-def _this_machine(sections: Sections, section: _Cluster) -> ClusterSpec | None:
+def _this_machine(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
     """CPU ranks of this machine, or its accelerators when the section names a device."""
     num_nodes = section.num_nodes or 1
     of_one = ("devices_per_node", "host_memory_bytes", "host_memory_bandwidth_bytes_per_s")
@@ -221,7 +223,7 @@ def _this_machine(sections: Sections, section: _Cluster) -> ClusterSpec | None:
     return cluster.model_copy(update={"intra_link": _intra_link(sections, section, cluster.device, None)})
 
 
-def _machines_like_this(sections: Sections, section: _Cluster, num_nodes: int) -> ClusterSpec | None:
+def _machines_like_this(sections: Sections, section: ClusterSection, num_nodes: int) -> ClusterSpec | None:
     """Several nodes like this one, joined by Ethernet."""
     ranks = section.num_devices or num_nodes
     if ranks % num_nodes:
@@ -238,7 +240,7 @@ def _machines_like_this(sections: Sections, section: _Cluster, num_nodes: int) -
     return cluster.model_copy(update={"nics_per_node": nics_per_node})
 
 
-def _accelerators_here(sections: Sections, section: _Cluster) -> ClusterSpec | None:
+def _accelerators_here(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
     device = read_device(sections, section.device, None)
     if device is None:
         return None
@@ -248,7 +250,7 @@ def _accelerators_here(sections: Sections, section: _Cluster) -> ClusterSpec | N
 
 
 def _intra_link(
-    sections: Sections, section: _Cluster, device: DeviceSpec, entry: catalog.NodeEntry | None
+    sections: Sections, section: ClusterSection, device: DeviceSpec, entry: catalog.NodeEntry | None
 ) -> LinkSpec | None:
     """The link between devices of a node."""
     if section.intra_link is not None:
@@ -261,7 +263,7 @@ def _intra_link(
 
 
 def _inter_link(
-    sections: Sections, section: _Cluster, entry: catalog.NodeEntry | None, per_node: int, kind: str = "network"
+    sections: Sections, section: ClusterSection, entry: catalog.NodeEntry | None, per_node: int, kind: str = "network"
 ) -> tuple[LinkSpec | None, int | None]:
     """The link between nodes, and the network cards of a node; None for unknown ones.
 
@@ -294,7 +296,7 @@ def _inter_link(
     return catalog.network_link(gbit, kind), section.nics_per_node or preset or (1 if "nic_gbit" in rates else None)
 
 
-def _network_rates(section: _Cluster, entry: catalog.NodeEntry | None, per_node: int) -> dict[str, float]:
+def _network_rates(section: ClusterSection, entry: catalog.NodeEntry | None, per_node: int) -> dict[str, float]:
     """Gbit/s per device by the key that gives it."""
     rates = {}
     if section.inter_link_gbit_per_device is not None:
@@ -310,7 +312,7 @@ def _network_rates(section: _Cluster, entry: catalog.NodeEntry | None, per_node:
     return rates
 
 
-def _named_network(sections: Sections, section: _Cluster, per_node: int) -> tuple[LinkSpec | None, int | None]:
+def _named_network(sections: Sections, section: ClusterSection, per_node: int) -> tuple[LinkSpec | None, int | None]:
     """The link of ``inter_link``: of a device, or of one card per node."""
     name = section.inter_link
     if isinstance(name, str):
@@ -333,7 +335,7 @@ def _link(sections: Sections, path: Path, data: Any) -> LinkSpec | None:
     return sections.read(LinkSpec, {"id": "inline", **catalog.unmeasured_link(), **data}, path)
 
 
-def _num_devices(sections: Sections, section: _Cluster, per_node: int) -> int:
+def _num_devices(sections: Sections, section: ClusterSection, per_node: int) -> int:
     """Devices of the job: as given, or full nodes, one without either."""
     nodes, devices = section.num_nodes, section.num_devices
     if nodes is not None and nodes * per_node > MAX_DEVICES + per_node:

@@ -66,6 +66,10 @@ class Scenario:
     budget: TrainingBudget = field(default_factory=TrainingBudget)
     assumptions: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        """Name and job, in one line."""
+        return f"Scenario({self.name}: {self.job!r})"
+
     def __post_init__(self) -> None:
         check_job(self.job)
         check_budget(self.budget, self.job.model)

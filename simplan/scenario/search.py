@@ -113,6 +113,12 @@ def plan_document(scenario: SearchScenario, plan: ParallelPlan, folder: Path) ->
     if plan.num_devices != scenario.job.cluster.num_devices:
         kept = {key: value for key, value in document["cluster"].items() if key != "num_nodes"}
         document["cluster"] = kept | {"num_devices": plan.num_devices}
+    for section, key, value in (
+        ("training", "num_tokens", scenario.space.token_budget),
+        ("cluster", "price_per_device_hour", scenario.space.dollars_per_device_hour),
+    ):
+        if value is not None:
+            document[section] = document[section] | {key: value}
     return {"name": scenario.name, **document, "plan": plan_section(plan)}
 
 

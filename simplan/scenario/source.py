@@ -17,19 +17,24 @@ from pathlib import Path
 from typing import Any
 
 from simplan import catalog
+from simplan.base import Spec
 from simplan.document import Document
 from simplan.document import Path as KeyPath
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.interop.model_types import MODEL_TYPES
 from simplan.io import folder_of, read_json, read_yaml
+from simplan.job import Job
+from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.problems import render_value
 from simplan.rules import violations
+from simplan.scenario.clusters import ClusterSection
 from simplan.scenario.collecting import Sections
 from simplan.scenario.file import Scenario, ScenarioParts, parts_of, relocated, scenario_of
 from simplan.scenario.search import SearchScenario, search_of
 from simplan.scenario.sections import read_software
 from simplan.scenario.writing import scenario_text
+from simplan.training import TrainingSection
 
 NUM_MICROBATCHES = "num_microbatches"
 """Override that is no key of a file: microbatches of a data-parallel rank, which set the global batch size."""
@@ -183,6 +188,47 @@ def scenario_from(
         SpecError: There is no such file or model, or the scenario is wrong; lists all problems.
     """
     return read_source(source, overrides, names).scenario()
+
+
+def make_job(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, **keys: Any) -> Job:
+    """Job of a model's name, a file or a mapping.
+
+    ::
+
+        make_job("llama3-8b", cluster="dgx-h100", num_nodes=8, tp=8, global_batch_size=128)
+        make_job("fsdp.yaml", {"plan.tp": 2})
+
+    Args:
+        source, overrides: As for ``scenario_from``.
+        keys: Overrides without their section; ``cluster`` is the preset.
+
+    Raises:
+        SpecError: See ``scenario_from``; or no section or several have a key.
+    """
+    full = {_full_key(key): key for key in keys}
+    merged = {**(overrides or {}), **{name: keys[key] for name, key in full.items()}}
+    return scenario_from(source, merged, full).job
+
+
+def _full_key(key: str) -> str:
+    """Dotted key of a key without its section."""
+    if key in ("software", NUM_MICROBATCHES):
+        return key
+    if key == "cluster":
+        return "cluster.preset"
+    sections: dict[str, type[Spec]] = {
+        "plan": ParallelPlan,
+        "training": TrainingSection,
+        "cluster": ClusterSection,
+        "model": ModelSpec,
+    }
+    having = [section for section, spec in sections.items() if key in spec.model_fields]
+    if len(having) == 1:
+        return f"{having[0]}.{key}"
+    known = [name for spec in sections.values() for name in spec.model_fields]
+    fix = f'give {{"{having[0]}.{key}": ...}}' if having else did_you_mean(key, known)
+    rule = f"is a key of {' and '.join(having)}" if having else "is no key of a scenario"
+    raise SpecError(Problem(field=key, rule=rule, fix=fix))
 
 
 def search_from(

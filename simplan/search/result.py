@@ -11,7 +11,7 @@ from pydantic_core import to_jsonable_python
 from simplan.plan.plan import ParallelPlan
 from simplan.prediction import MemoryVerdict
 from simplan.search.space import Objective
-from simplan.units import GIB
+from simplan.units import GIB, format_time
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -205,7 +205,8 @@ class RequestChange:
 
     Attributes:
         what: Kind of change: ``num_devices``, ``max_memory_fraction``, ``memory_bytes``, ``global_batch_size``,
-            ``recompute``, ``ranges`` or ``max_step_time_s``.
+            ``recompute``, ``ranges`` or ``max_step_time_s``, or a setting that no search varies, such as
+            ``plan.offload_optimizer``.
         words: The change as a phrase for reports.
         plan: A plan that is feasible after the change.
     """
@@ -216,7 +217,7 @@ class RequestChange:
     plan: ParallelPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SearchResult:
     """Best plans of a space, and counts of and reasons for the others.
 
@@ -247,6 +248,13 @@ class SearchResult:
     unit: str = "tokens"
     links: Mapping[str, Any] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Number of plans and the best one, in one line."""
+        best = "no plan is feasible"
+        if self.best is not None:
+            best = f"best {format_time(self.best.step_time_s)} a step with {self.best.plan!r}"
+        return f"SearchResult({self.name}: {self.space.total:,} plans, {len(self.ranked)} ranked, {best})"
 
     @property
     def best(self) -> RankedPlan | None:

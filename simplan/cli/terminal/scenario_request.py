@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -112,6 +112,22 @@ class ScenarioRequest:
         kept = {key: value for key, value in self.overrides.items() if not without or key.split(".")[0] != without}
         options = (_option(key, self.names[key], value) for key, value in kept.items())
         return " ".join([as_argument(self.source), *options])
+
+    def with_overrides(self, changes: Mapping[str, Any]) -> ScenarioRequest:
+        """Copy with more overrides, which replace those of the same keys."""
+        replaced = "cluster.num_nodes" if "cluster.num_devices" in changes else ""
+        overrides = {key: value for key, value in self.overrides.items() if key != replaced} | dict(changes)
+        known = {override.key: override.names[0] for override in OVERRIDES}
+        names = {key: self.names.get(key) or known.get(key, key) for key in overrides}
+        return replace(self, overrides=overrides, names=names)
+
+    def with_batch(self, global_batch_size: int) -> ScenarioRequest:
+        """Copy that says the batch of its scenario, if that depends on the plan."""
+        if self.is_file and _NUM_MICROBATCHES not in self.overrides:
+            return self
+        others = {key: value for key, value in self.overrides.items() if key != _NUM_MICROBATCHES}
+        request = replace(self, overrides=others)
+        return request.with_overrides({"training.global_batch_size": global_batch_size})
 
     def scenario(self) -> Scenario:
         """The scenario; writes it to the file of ``--write-scenario``.
