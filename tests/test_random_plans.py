@@ -145,7 +145,6 @@ def keeps_the_laws(job: Job) -> None:
                 held=held,
                 reduced=state.reduced,
                 evenly=evenly,
-                each_microbatch=software.reduces_every(plan) and plan.pp == 1,
             )
             merged = lowered(Lowering(level, folding, expand_all=False, host_waits=host_waits))
             assert merged.times.step_time_s == pytest.approx(folded.times.step_time_s, rel=1e-9)
