@@ -27,8 +27,8 @@ class ParallelPlan(Spec):
     (``interleaved_1f1b`` if ``virtual_stages`` is above 1), else ``none``. ``virtual_stages`` is 2 with schedules that
     need two stages per rank.
 
-    ``grad_sync`` says when data-parallel ranks reduce gradients: once per ``step``, or after every ``microbatch``. ``None``
-    is ``microbatch`` for FSDP without a pipeline and ``step`` otherwise, as in torch (``reduces_every_microbatch``).
+    ``grad_sync`` says when data-parallel ranks reduce gradients: once per ``step``, or after every ``microbatch``.
+    ``None`` is ``microbatch`` for FSDP without a pipeline, else ``step``, as in torch (``reduces_every_microbatch``).
 
     ``schedule`` is a schedule of simplan, one from an installed package, or a CSV file with an action table. ``None``
     in ``grad_dtype`` and ``bucket_bytes`` means the framework's own value. ``stage_layers`` is the number of blocks per

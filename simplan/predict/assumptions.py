@@ -61,7 +61,8 @@ def _of_plan(job: Job) -> Iterator[str]:
         yield f"zero_stage = {plan.zero_stage} shards nothing, as dp_shard = 1{instead}"
     microbatches = job.num_microbatches
     if plan.shards_parameters and microbatches > 1 and plan.reduces_every_microbatch:
-        yield f"sharded gradients are reduced after each of {microbatches} microbatches, as {software.id} does by default"
+        how = f"as {software.id} does by default"
+        yield f"sharded gradients are reduced after each of {microbatches} microbatches, {how}"
     elif plan.shards_parameters and microbatches > 1:
         why = f"in pipelines of {software.id}" if plan.grad_sync is None else "as grad_sync = step"
         yield f"unsharded gradients of {microbatches} microbatches accumulate before reduction, {why}"
