@@ -54,7 +54,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero 1 replicated": {"dp_shard": 2, "dp_replicate": 2, "zero_stage": 1},
     "zero 2": {"dp_shard": 4, "zero_stage": 2},
     "fsdp": {"dp_shard": 4},
-    "fsdp every microbatch": {"dp_shard": 4, "grad_sync": "microbatch"},
+    "fsdp once a step": {"dp_shard": 4, "grad_sync": "step"},
     "fsdp without reshard": {"dp_shard": 4, "reshard_after_forward": False},
     "hsdp": {"dp_shard": 2, "dp_replicate": 2},
     "hsdp with groups within a node and across nodes": {"dp_replicate": 2, "dp_shard": 3, "tp": 2},
