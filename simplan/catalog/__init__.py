@@ -47,7 +47,7 @@ Kind = Literal["devices", "links", "clusters", "models", "software"]
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_LISTED = 24
-_OF_KERNELS = ("rates", "reserve_fraction")
+_OF_KERNELS = ("rates", "reserve_fraction", "compiled_reserve_fraction")
 """Fields of a software profile that ``rates_of`` takes from another profile."""
 _NETWORK = re.compile(r"([a-z]+)-([0-9]+(?:\.[0-9]+)?)gbit")
 

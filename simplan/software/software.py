@@ -155,9 +155,9 @@ class SoftwareSpec(Spec):
         layers: Implementation of the layers.
         rates: Efficiency of kernels under the framework.
         rates_of: Profile with the same kernels and the same allocator, on which runs were published: ``rates`` and
-            ``reserve_fraction`` are that profile's. None for a profile with its own.
-        compiled: Blocks are compiled, which fuses memory-bound kernels. If the profile is ``executable``, blocks save
-            for backward what torch.compile saves, else what uncompiled blocks save.
+            the reserve of the allocator are that profile's. None for a profile with its own.
+        compiled: Blocks are compiled, which fuses memory-bound kernels. With ``runtime`` torch, blocks save for
+            backward what torch.compile saves.
         options: Fields that a scenario may set.
         runtime: Implementation of data parallelism, pipelines and FSDP, with its limits. ``torch``: DDP rebuilds its
             buckets before the second step and briefly holds both sets. A pipeline rank has one receive buffer per
@@ -220,6 +220,8 @@ class SoftwareSpec(Spec):
             ``vocab_size``. Its parameters and FLOPs (and so MFU) exclude padding, which Megatron's own
             num_floating_point_operations includes.
         reserve_fraction: Memory that the allocator reserves beyond transient memory, as a fraction of it.
+        compiled_reserve_fraction: ``reserve_fraction`` with compiled blocks, which make fewer temporary tensors; None
+            for the same.
         trainer: A trainer runs the steps, and loads data, reads results back and logs between them; else a bare loop
             does.
         executable: ``simplan run`` can run plans under this profile.
@@ -270,6 +272,7 @@ class SoftwareSpec(Spec):
     mtp: bool = False
     vocab_multiple: Annotated[int, Field(ge=1, le=100_000)] = 1
     reserve_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    compiled_reserve_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
     trainer: bool = False
     executable: bool = False
     not_modelled: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -321,11 +324,18 @@ class SoftwareSpec(Spec):
             return self.traffic
         return FrameworkRates().compiled_traffic if self.compiled else 1.0
 
+    @property
+    def allocator_reserve(self) -> float:
+        """Memory that the allocator reserves beyond transient memory, as a fraction of it."""
+        compiled = self.compiled_reserve_fraction if self.compiled else None
+        return self.reserve_fraction if compiled is None else compiled
+
     def layers_of(self, model: ModelSpec, plan: ParallelPlan) -> tuple[LayerSpec, ...]:
         """Layers of a model, as one rank holds and computes them."""
         implementation = self.layers.model_copy(
             update={
-                "compiled": self.compiled and self.executable,
+                "compiled": self.compiled and self.runtime == "torch",
+                "compiled_in_parts": self.executable,
                 "documents_in_one_call": self.packed_attention == "one_call",
                 "expert_dispatch": self.expert_dispatch,
                 "fused_experts": self.fused_experts,
