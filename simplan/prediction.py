@@ -260,6 +260,7 @@ class Prediction:
                 **to_jsonable_python({part: getattr(job, part) for part in ("model", "cluster", "training", "plan")}),
                 "software": job.software.title,
             },
+            "links": job.cluster.links,
             "stage_boundaries": list(self.assignment.boundaries),
             "num_microbatches": job.num_microbatches,
             "num_parameters": job.model.num_parameters,

@@ -8,14 +8,14 @@ from typing import Any
 
 from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.errors import Problem, SpecError
-from simplan.io import MAX_JSON_BYTES, as_argument, read_json, read_text, write_text
-from simplan.prediction import PREDICTION_SCHEMA_VERSION
+from simplan.io import MAX_JSON_BYTES, as_argument, read_text, write_text
 from simplan.report.comparison import comparison_text, logged_text
 from simplan.report.drawings.comparison_drawing import draw_comparison
 from simplan.report.drawings.comparison_svg import comparison_html, comparison_svg
 from simplan.runs.measurement import Measurement
 from simplan.validate.compare import Comparison, compare
 from simplan.validate.logged import YAML_SUFFIXES, LoggedComparison, LoggedRun, compare_logged, parse_measured
+from simplan.validate.prediction_file import read_prediction
 
 _WRITERS = {".svg": comparison_svg, ".html": comparison_html}
 
@@ -28,15 +28,9 @@ def compare_command(prediction_file: Path, measurement_file: Path, *, as_json: b
     if prediction_file.suffix.lower() in YAML_SUFFIXES and prediction_file.is_file():
         fix = f"run `simplan predict {as_argument(prediction_file)} -o prediction.json` first"
         raise SpecError(Problem(field="", rule="is YAML, and a prediction is JSON", fix=fix), file=str(prediction_file))
-    prediction = read_json(prediction_file, schema_version=PREDICTION_SCHEMA_VERSION, kind="prediction")
+    prediction = read_prediction(prediction_file)
     measured = parse_measured(read_text(measurement_file, MAX_JSON_BYTES), str(measurement_file))
-    try:
-        comparison = _compared(prediction, measured, str(measurement_file))
-    except KeyError as error:
-        problem = Problem(
-            field=str(error.args[0]), rule="is missing", fix="write the file with `simplan predict -o FILE`"
-        )
-        raise SpecError(problem, file=str(prediction_file)) from None
+    comparison = _compared(prediction, measured, str(measurement_file))
     if plot is not None:
         if isinstance(measured, LoggedRun):
             fix = "leave it out, or measure with `simplan run`"

@@ -29,6 +29,7 @@ class Explanation:
         memory_action: Action during the peak; empty for between steps.
         memory: Terms in bytes.
         figures: Derived figures with their formulas.
+        links: ``ClusterSpec.links``.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Explanation:
     memory_action: str
     memory: tuple[ExplainedTerm, ...]
     figures: tuple[ExplainedTerm, ...]
+    links: dict[str, dict[str, Any] | None]
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
@@ -60,6 +62,7 @@ def explain(prediction: Prediction, simulated: Simulated) -> Explanation:
         memory_action=worst.peak_action,
         memory=tuple(memory_parts(prediction, simulated.program)),
         figures=tuple(_figures(prediction)),
+        links=prediction.job.cluster.links,
     )
 
 

@@ -203,6 +203,7 @@ class _Search:
             nearest_misses=self._misses(),
             interrupted=interrupted,
             unit="images" if job.model.sample == "image" else "tokens",
+            links=job.cluster.links,
             inputs={
                 "model": job.model.model_dump(mode="json"),
                 "cluster": job.cluster.model_dump(mode="json"),

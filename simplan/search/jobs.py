@@ -63,9 +63,10 @@ def with_num_devices(job: Job, num_devices: int) -> Job:
     update: dict[str, object] = {"num_devices": num_devices}
     if num_devices > cluster.devices_per_node and cluster.inter_link is None:
         if cluster.id in catalog.names("clusters"):
-            update["inter_link"] = catalog.cluster(cluster.id, num_devices).inter_link
+            larger = catalog.cluster(cluster.id, num_devices)
+            update |= {"inter_link": larger.inter_link, "nics_per_node": larger.nics_per_node}
     elif num_devices <= cluster.devices_per_node:
-        update["inter_link"] = None
+        update |= {"inter_link": None, "nics_per_node": None}
     return replace(job, cluster=cluster.model_copy(update=update))
 
 

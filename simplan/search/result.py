@@ -219,6 +219,8 @@ class SearchResult:
         changes: Changes that make a plan feasible; empty if a plan was found.
         interrupted: True if the search was stopped: ranking and counts then cover only the evaluated candidates.
         unit: Unit of throughput: ``tokens`` or ``images``.
+        links: ``ClusterSpec.links`` of the job; a plan of fewer devices may lack one.
+        assumptions: Sentences about values that were not given.
     """
 
     name: str
@@ -231,6 +233,8 @@ class SearchResult:
     interrupted: bool = False
     inputs: Mapping[str, Any] = field(default_factory=dict)
     unit: str = "tokens"
+    links: Mapping[str, Any] = field(default_factory=dict)
+    assumptions: tuple[str, ...] = ()
 
     @property
     def best(self) -> RankedPlan | None:
@@ -276,6 +280,8 @@ class SearchResult:
             "kind": "search",
             "name": self.name,
             "inputs": dict(self.inputs),
+            "links": dict(self.links),
+            "assumptions": list(self.assumptions),
             "objectives": list(self.objectives),
             "best": ranked[0] if ranked else None,
             "ranked": ranked,
