@@ -30,17 +30,29 @@ div[data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; }
 [data-testid=stHeaderActionElements] a { display: none; }  /* an address has no room for headings */
 #MainMenu, footer, div[data-testid="stDecoration"], [data-testid="stAppDeployButton"] { display: none; }
 .stStatusWidget:has([data-testid="stStatusWidgetRunningIcon"]) { display: none; }
+[data-testid=stHeading] h1 { padding: 0; }
+.copy-link { font: inherit; color: inherit; background: none; border: 1px solid; border-radius: 4px; cursor: pointer;
+  padding: 0.25rem 0.75rem; white-space: nowrap; opacity: 0.85; }
+/* Contrast of 4.5:1 at least: captions, texts of figures that are not inside of a bar, and text on the primary color. */
+[data-testid=stCaptionContainer], [data-testid=stCaptionContainer] :not(a, a *) {
+  color: light-dark(#4f5a66, #b3bcc6) !important; opacity: 1; }
+.js-plotly-plot :is(.xtick, .ytick, .y2tick, .y3tick, .y4tick) text, .js-plotly-plot :is([class$=title], .slider-label),
+.js-plotly-plot :is(.annotation-text, .legend2text, .updatemenu-item-text, .bartext-outside) {
+  fill: light-dark(#4f5a66, #b3bcc6) !important; }
+[data-testid=stBaseButton-primary]:not(:disabled), [data-testid=stBaseButton-primary]:not(:disabled) *,
+[data-tag], [data-tag] * { color: light-dark(#ffffff, #12171d) !important; }
 @media (max-width: 640px) { .block-container { padding-left: 0.8rem; padding-right: 0.8rem; } }
 @media (hover: none) { .js-plotly-plot:not(:hover) .modebar { opacity: 0; pointer-events: none; } }
 </style>
 """
-"""Style beyond ``theme.toml``: denser, fewer decorations, and a ring around the focus."""
+"""Style beyond ``theme.toml``: denser, fewer decorations, a ring around the focus, and contrast."""
+
+_COPY_LINK = '<button type="button" class="copy-link" aria-live="polite">Copy link</button>'
+"""``head.html`` copies the address when it is pressed: a button of Streamlit would run the page again."""
 
 
 def main() -> None:
     """Runs the requested page."""
-    st.set_page_config(page_title="simplan", page_icon=_ICON, layout="wide", menu_items={"About": _ABOUT})
-    st.html(_STYLE)
     state.open_link()
     pages = [
         st.Page(_PAGES / "plan.py", title="Plan", icon=":material/fact_check:", default=True),
@@ -50,7 +62,14 @@ def main() -> None:
         st.Page(_PAGES / "validate.py", title="Validate", icon=":material/straighten:"),
         st.Page(_PAGES / "learn.py", title="Learn", icon=":material/school:"),
     ]
-    st.navigation(pages, position="top").run()
+    page = st.navigation(pages, position="top")
+    title = f"{page.title} - simplan"
+    st.set_page_config(page_title=title, page_icon=_ICON, layout="wide", menu_items={"About": _ABOUT})
+    st.html(_STYLE)
+    with st.container(horizontal=True, horizontal_alignment="distribute", vertical_alignment="center"):
+        st.title(page.title, width="content")
+        st.html(_COPY_LINK, width="content")
+    page.run()
 
 
 if __name__ == "__main__":
