@@ -33,7 +33,7 @@ div[data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; }
 [data-testid=stHeading] h1 { padding: 0; }
 .copy-link { font: inherit; color: inherit; background: none; border: 1px solid; border-radius: 4px; cursor: pointer;
   padding: 0.25rem 0.75rem; white-space: nowrap; opacity: 0.85; }
-/* Contrast of 4.5:1 at least: captions, texts of figures that are not inside of a bar, and text on the primary color. */
+/* Contrast of 4.5:1 at least: captions, text of figures outside of bars, and text on the primary color. */
 [data-testid=stCaptionContainer], [data-testid=stCaptionContainer] :not(a, a *) {
   color: light-dark(#4f5a66, #b3bcc6) !important; opacity: 1; }
 .js-plotly-plot :is(.xtick, .ytick, .y2tick, .y3tick, .y4tick) text, .js-plotly-plot :is([class$=title], .slider-label),

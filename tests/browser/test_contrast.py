@@ -22,7 +22,8 @@ CONTRASTS = """
     const [r, g, b] = colour.map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
     return 0.2126 * r + 0.7152 * g + 0.0722 * b
   }
-  const besides = (outer, inner) => outer.height < 40 && outer.top > (inner.top + inner.bottom) / 2  // above a slider's thumb
+  // the value of a slider is above the thumb that contains it
+  const besides = (outer, inner) => outer.height < 40 && outer.top > (inner.top + inner.bottom) / 2
   const paper = (at, box) => {
     if (!at) return [255, 255, 255, 1]
     const below = paper(at.parentElement, box)
@@ -32,9 +33,10 @@ CONTRASTS = """
   const found = []
   const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT)
   while (walk.nextNode()) {
-    const at = walk.currentNode.parentElement, words = walk.currentNode.textContent.trim(), box = at.getBoundingClientRect()
+    const at = walk.currentNode.parentElement, words = walk.currentNode.textContent.trim()
+    const box = at.getBoundingClientRect()
     if (!words || box.width < 2 || box.height < 2 || !at.checkVisibility({ visibilityProperty: true })) continue
-    if (at.closest("script, style, noscript, [disabled], [aria-disabled=true], [data-testid=stIconMaterial], canvas")) continue
+    if (at.closest("script, style, noscript, canvas, [disabled], [data-testid=stIconMaterial]")) continue
     const style = getComputedStyle(at), drawn = at.closest("svg") && at.matches("text, tspan")
     let ink = rgba(drawn ? style.fill : style.color), below = paper(at, box)
     const own = at.closest(".point") && at.closest(".point").querySelector("path")
