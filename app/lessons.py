@@ -176,8 +176,8 @@ LESSONS: Mapping[str, Lesson] = {
             "The peak-memory rank stores {now.activations} of activations, of all microbatches that are in flight on "
             "it; it needs {now.memory} and {now.fits}.",
         ),
-        attempt="Compare the schedules at 32 microbatches. GPipe has about the bubble of 1F1B, but stores the activations "
-        "of all microbatches. Interleaved 1F1B and ZB-H1 shorten the bubble, and store more than 1F1B.",
+        attempt="Compare the schedules at 32 microbatches. GPipe has about the bubble of 1F1B, but stores the "
+        "activations of all microbatches. Interleaved 1F1B and ZB-H1 shorten the bubble, and store more than 1F1B.",
         source="Huang et al. 2019, arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473",
     ),
     "cp": Lesson(
@@ -195,8 +195,8 @@ LESSONS: Mapping[str, Lesson] = {
             "A step of the same 16 sequences takes {now.step}, against {first.step}; {now.exposed_share} of it is "
             "exposed communication.",
         ),
-        attempt="Choose 8,192 tokens. Attention is then short and hides less of the ring, and the plan fits without context "
-        "parallelism.",
+        attempt="Choose 8,192 tokens. Attention is then short and hides less of the ring, and the plan fits without "
+        "context parallelism.",
         source="Liu et al. 2023, arXiv:2310.01889; Llama team 2024, arXiv:2407.21783, section 3.3",
     ),
     "ep": Lesson(
@@ -229,7 +229,8 @@ LESSONS: Mapping[str, Lesson] = {
             "Llama 3 8B on 8 GPUs with recompute {x}: {now.memory} per GPU, against {first.memory} with none; it "
             "{now.fits}.",
             "Activations take {now.activations} instead of {first.activations}.",
-            "Recomputation takes {now.recompute} ({now.recompute_share}) of a step of {now.step}, against {first.step}.",
+            "Recomputation takes {now.recompute} ({now.recompute_share}) of a step of {now.step}; without it a step takes "
+            "{first.step}.",
             "MFU is {now.mfu} instead of {first.mfu}: it counts only the FLOPs of the model.",
         ),
         attempt="Look at selective: it recomputes the core of attention. FlashAttention already stores almost nothing "

@@ -53,8 +53,8 @@ def why_bubble(one: Lesson) -> str:
     p, m, v = one.num_ranks, one.num_microbatches, one.virtual_stages
     both = one.times.forward + one.times.backward
     fill = (
-        f"The first microbatch reaches rank {p - 1} only after {p - 1} other forwards, and its gradient returns to rank "
-        f"0 only after {p - 1} other backwards."
+        f"The first microbatch reaches rank {p - 1} only after {p - 1} other forwards, and its gradient returns to "
+        f"rank 0 only after {p - 1} other backwards."
     )
     if one.name == "naive":
         return f"{fill} Nothing else runs in between, so that one rank of {p} works at a time."
@@ -69,8 +69,8 @@ def why_bubble(one: Lesson) -> str:
             "rank make it shorter, and send more activations between ranks."
         )
     return (
-        f"{fill} Each rank therefore idles (p-1)(F+B) = {(p - 1) * both:g} units next to m(F+B) = {m * both:g} of work. "
-        "More microbatches make the fraction smaller, not the bubble shorter."
+        f"{fill} Each rank therefore idles (p-1)(F+B) = {(p - 1) * both:g} units next to m(F+B) = {m * both:g} of "
+        "work. More microbatches make the fraction smaller, not the bubble shorter."
     )
 
 
