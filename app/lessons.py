@@ -229,8 +229,8 @@ LESSONS: Mapping[str, Lesson] = {
             "Llama 3 8B on 8 GPUs with recompute {x}: {now.memory} per GPU, against {first.memory} with none; it "
             "{now.fits}.",
             "Activations take {now.activations} instead of {first.activations}.",
-            "Recomputation takes {now.recompute} ({now.recompute_share}) of a step of {now.step}; without it a step takes "
-            "{first.step}.",
+            "Recomputation takes {now.recompute} ({now.recompute_share}) of a step of {now.step}; without it a step "
+            "takes {first.step}.",
             "MFU is {now.mfu} instead of {first.mfu}: it counts only the FLOPs of the model.",
         ),
         attempt="Look at selective: it recomputes the core of attention. FlashAttention already stores almost nothing "

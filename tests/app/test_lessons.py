@@ -41,9 +41,8 @@ def test_every_plan_of_a_lesson_has_numbers(name: str) -> None:
     step, memory = (checked(draw([*plans.values()], "x")) for draw in (step_stacks, memory_stacks))
     heights = [sum(trace.y[0] for trace in figure.data if trace.type == "bar") for figure in (step, memory)]
     shown = plans[one.axis.values[0]].headline
-    assert heights[0] == pytest.approx(shown.step_time_s, rel=1e-6) or heights[0] == pytest.approx(
-        1e3 * shown.step_time_s, rel=1e-6
-    )
+    unit_s = 1e-3 if "ms" in step.layout.yaxis.title.text else 1.0
+    assert heights[0] * unit_s == pytest.approx(shown.step_time_s)
     assert heights[1] == pytest.approx(shown.device_bytes / 2**30)
 
 
@@ -100,11 +99,8 @@ def test_other_lessons_claim_what_is_predicted() -> None:
     assert experts[16].split_s["exposed communication"] > experts[8].split_s["exposed communication"]
     assert experts[8].split_s["compute"] < experts[1].split_s["compute"]
     again = plans_of("recompute")
-    saved = [
-        held(plan, MemoryCategory.ACTIVATIONS) / held(again["none"], MemoryCategory.ACTIVATIONS)
-        for plan in again.values()
-    ]
-    assert saved == pytest.approx([1, 1, 0.05], abs=0.01)
+    activations = [held(plan, MemoryCategory.ACTIVATIONS) for plan in again.values()]
+    assert [kept / activations[0] for kept in activations] == pytest.approx([1, 1, 0.05], abs=0.01)
 
 
 def test_link_of_a_lesson_is_its_plan() -> None:
