@@ -121,7 +121,7 @@ LESSONS: Mapping[str, Lesson] = {
             "All GPUs together train on {now.rate} tokens/s.",
         ),
         attempt="Choose 16 GPUs and the slowest network. One all-reduce of all gradients must pass it in every step, "
-        "whatever the batch: with a larger batch per GPU, or gradient accumulation, it weighs less.",
+        "regardless of the batch: with a larger batch per GPU, or gradient accumulation, it weighs less.",
         source="Li et al. 2020, arXiv:2006.15704",
     ),
     "zero": Lesson(

@@ -15,7 +15,7 @@ _ABOUT = "simplan predicts time and memory of distributed training, and says how
 
 _STYLE = """
 <style>
-.block-container { max-width: 1500px; padding-top: 3.6rem; padding-bottom: 3rem; }
+.block-container { max-width: 1500px; padding-top: 4.2rem; padding-bottom: 3rem; }
 div[data-testid="stVerticalBlock"] { gap: 0.6rem; }
 div[data-testid="stMetric"] { padding: 0; }
 div[data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; }
@@ -32,7 +32,8 @@ div[data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; }
 .stStatusWidget:has([data-testid="stStatusWidgetRunningIcon"]) { display: none; }
 [data-testid=stHeading] h1 { padding: 0; }
 .copy-link { font: inherit; color: inherit; background: none; border: 1px solid; border-radius: 4px; cursor: pointer;
-  padding: 0.25rem 0.75rem; white-space: nowrap; opacity: 0.85; }
+  padding: 0.1rem 0.6rem; margin: 1px; white-space: nowrap; }
+[data-testid=stHtml]:has(.copy-link) { font-size: 0.9rem; overflow: visible; }
 /* Contrast of 4.5:1 at least: captions, text of figures outside of bars, and text on the primary color. */
 [data-testid=stCaptionContainer], [data-testid=stCaptionContainer] :not(a, a *) {
   color: light-dark(#4f5a66, #b3bcc6) !important; opacity: 1; }
@@ -58,6 +59,7 @@ def main() -> None:
         st.Page(_PAGES / "plan.py", title="Plan", icon=":material/fact_check:", default=True),
         st.Page(_PAGES / "search.py", title="Search", icon=":material/search:"),
         st.Page(_PAGES / "timeline.py", title="Timeline", icon=":material/view_timeline:"),
+        st.Page(_PAGES / "compare.py", title="Compare", icon=":material/compare_arrows:"),
         st.Page(_PAGES / "scale.py", title="Scale", icon=":material/monitoring:"),
         st.Page(_PAGES / "validate.py", title="Validate", icon=":material/straighten:"),
         st.Page(_PAGES / "learn.py", title="Learn", icon=":material/school:"),

@@ -103,7 +103,7 @@ def show_lesson(name: str) -> None:
     for column, word, draw in ((one, "memory", memory_stacks), (two, "step", step_stacks)):
         with column:
             alt = f"{word.capitalize()} over {lesson.axis.label}"
-            show_figure(draw(plans, lesson.axis.label), f"{lesson.title} {word}", alt=alt)
+            show_figure(draw(plans, lesson.axis.label, _words(chosen)), f"{lesson.title} {word}", alt=alt)
     for plan in plans:
         if plan.refused:
             st.caption(escaped(f"{lesson.axis.label} {plan.name}: {plan.refused}"))

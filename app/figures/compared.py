@@ -14,12 +14,13 @@ _HEIGHT_PX = 340
 _NOTHING = "None of these plans has a prediction."
 
 
-def memory_stacks(plans: Sequence[ComparedPlan], title: str) -> Figure:
+def memory_stacks(plans: Sequence[ComparedPlan], title: str, chosen: str = "") -> Figure:
     """Memory of each plan's peak-memory rank by category, with the capacity of its devices as a dashed line.
 
     Args:
         plans: Plans; refused ones have no bar.
         title: Title of the x axis.
+        chosen: Name of the plan to emphasize; empty for none.
     """
     shown = [(plan, memory_bars([plan.memory])[0]) for plan in plans if plan.memory is not None]
     if not shown:
@@ -54,15 +55,17 @@ def memory_stacks(plans: Sequence[ComparedPlan], title: str) -> Figure:
     ]
     if lines:
         traces.append(scatter(x=[None], y=[None], mode="lines", line=CAPACITY, name="device memory"))  # for the legend
-    return _stacks(traces, names, title, "GiB at the peak", shapes=lines)
+    most = max([one.device_bytes for _, one in shown] + [limit or 0 for limit in limits])
+    return _stacks(traces, names, title, "GiB at the peak", chosen, most / GIB, shapes=lines)
 
 
-def step_stacks(plans: Sequence[ComparedPlan], title: str) -> Figure:
+def step_stacks(plans: Sequence[ComparedPlan], title: str, chosen: str = "") -> Figure:
     """Step of each plan by part, with the 90 % interval of the step time.
 
     Args:
         plans: Plans; refused ones have no bar.
         title: Title of the x axis.
+        chosen: Name of the plan to emphasize; empty for none.
     """
     shown = [(plan, plan.headline) for plan in plans if plan.headline is not None]
     if not shown:
@@ -109,16 +112,27 @@ def step_stacks(plans: Sequence[ComparedPlan], title: str) -> Figure:
             hovertemplate="90 % interval %{customdata[0]}<extra>%{x}</extra>",
         )
     )
-    return _stacks(traces, names, title, f"step time, {unit}")
+    most_s = max(high_s for _, high_s in limits_s)
+    return _stacks(traces, names, title, f"step time, {unit}", chosen, most_s / unit_s)
 
 
-def _stacks(traces: list[dict[str, Any]], names: Sequence[str], x: str, y: str, **layout: Any) -> Figure:
+def _stacks(
+    traces: list[dict[str, Any]], names: Sequence[str], x: str, y: str, chosen: str, most: float, **layout: Any
+) -> Figure:
+    words = [f"<b>{name}</b>" if name == chosen else name for name in names]
     return figure(
         traces,
         height=_HEIGHT_PX,
         barmode="stack",
         bargap=0.35,
-        xaxis={"title": x, "type": "category", "showgrid": False, "range": [-0.5, len(names) - 0.5]},
-        yaxis={"title": y, "rangemode": "tozero"},
+        xaxis={
+            "title": x,
+            "type": "category",
+            "showgrid": False,
+            "range": [-0.5, len(names) - 0.5],
+            "tickvals": list(names),
+            "ticktext": words,
+        },
+        yaxis={"title": y, "range": [0, 1.06 * most]},
         **layout,
     )
