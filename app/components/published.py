@@ -60,6 +60,11 @@ _FORMS = {
 }
 
 
+def has_published() -> bool:
+    """True in a checkout of the repository; an installed package contains no published runs."""
+    return bool(_sources(_FITTED))
+
+
 def show_published() -> Following | None:
     """Select box for a source of runs, and the errors of its predictions."""
     names, held_out, validation = map(_sources, (_FITTED, _HELD_OUT, _VALIDATION))

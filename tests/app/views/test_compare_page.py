@@ -21,7 +21,7 @@ A100 = {**SMALL, "cluster": {"preset": "dgx-a100-80gb", "num_devices": 8}, "plan
 def table_of(page: Any) -> dict[str, list[str]]:
     """Cells of the table of numbers by row."""
     [text] = [shown.value for shown in page.markdown if "| step time" in shown.value]
-    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.replace("\\", "").splitlines()]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.replace("\\", "").splitlines()]
     return {row[0]: row[1:] for row in rows}
 
 
