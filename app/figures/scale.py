@@ -93,7 +93,7 @@ def _panel(
 ) -> Figure:
     x = [row["value"] for row in rows]
     ticks = {"tickvals": x, "ticktext": [format_number(value) for value in x], "tickangle": 0}
-    xaxis = {"type": "log", "title": label.partition(",")[0], **ticks}
+    xaxis = {"type": "log", "title": label, **ticks}
     above = {"x": 0.5, "xref": "paper", "xanchor": "center", "y": 1.0, "yref": "paper", "yanchor": "bottom"}
     note = {"text": title, "showarrow": False, "font": {"size": 13}, **above}
     axes = {"xaxis": xaxis, "yaxis": {"rangemode": "tozero"}}

@@ -85,7 +85,7 @@ def test_a_broken_upload_gives_a_sentence(page: Any, served: str, tmp_path: Path
     file = tmp_path / "prediction.json"
     file.write_text(content)
     opened(page, f"{served}/validate?{SMALL}&v.held=measured&v.prediction=file")
-    page.locator(".st-key-prediction-file input[type=file], .st-key-prediction_file input[type=file]").set_input_files(str(file))
+    page.locator(".st-key-prediction-file input[type=file]").set_input_files(str(file))
     page.get_by_text(words, exact=False).first.wait_for()
     assert page.locator("[data-testid=stException]").count() == 0
 
