@@ -163,8 +163,8 @@ LESSONS: Mapping[str, Lesson] = {
     "pp": Lesson(
         title="Pipeline parallelism",
         idea="The layers are split into stages on different ranks, and the batch into microbatches that pass through "
-        "them. A stage sends its activations to the next one, which takes few bytes. At the start and end of a step, "
-        "ranks wait for each other: the bubble.",
+        "them. A stage only sends its output to the next one. At the start and end of a step, ranks wait for each "
+        "other: the bubble.",
         axis=Knob("Microbatches", (4, 8, 16, 32), 8),
         other=Knob("Schedule", ("1f1b", "gpipe", "interleaved_1f1b", "zb-h1"), "1f1b"),
         scenario=_pp,

@@ -125,6 +125,7 @@ def _stacks(
         height=_HEIGHT_PX,
         barmode="stack",
         bargap=0.35,
+        legend={"entrywidth": 125},  # two columns on a phone
         xaxis={
             "title": x,
             "type": "category",

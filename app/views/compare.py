@@ -155,7 +155,7 @@ def _show_table(
     for letter, plan in plans.items():
         if plan.refused:
             st.warning(f"**{letter}**: {escaped(plan.refused)}")
-    with st.container(horizontal=True):
+    with st.container(horizontal=True, vertical_alignment="center"):
         table = [{"scenario": letter, **_numbers(plan)} for letter, plan in plans.items() if not plan.refused]
         download("Comparison", "comparison of scenarios", "csv", csv_text(table))
         for letter, document in documents.items():
@@ -179,7 +179,7 @@ def _cells(
         "throughput",
         "per device",
         "devices",
-        "days",
+        "days of training",
         "cost",
     ]
     if head is None:

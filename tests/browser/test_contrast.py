@@ -60,7 +60,7 @@ def test_text_of_every_page_has_enough_contrast(chromium: Any, served: str, them
     context = chromium.new_context(color_scheme=theme, viewport={"width": 1440, "height": 1000})
     page = context.new_page()
     page.set_default_timeout(180_000)
-    pale = {}
+    pale: dict[str, float] = {}
     for name in PAGES:
         opened(page, f"{served}/{'' if name == 'plan' else name}?{SMALL}")
         contrasts = page.evaluate(CONTRASTS)
