@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import streamlit as st
 
@@ -117,7 +119,7 @@ def show_lesson(name: str) -> None:
 
 
 def _choose(knob: Knob, name: str, *, slider: bool = False) -> object:
-    widget = st.select_slider if slider else st.selectbox
+    widget: Callable[..., Any] = st.select_slider if slider else st.selectbox
     return remembered_choice(knob.label, name, knob.values, knob.start, widget=widget, format_func=_words)
 
 

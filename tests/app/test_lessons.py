@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from app.components.lesson import numbers_of, sentences_of
+from app.components.lesson import LessonNumbers, numbers_of, sentences_of
 from app.figures.compared import memory_stacks, step_stacks
 from app.figures.lesson import LessonTimes, lesson
 from app.lessons import LESSONS
 from app.results.compared import ComparedPlan, compared_plans
+from app.results.plan import Headline
 from app.state import decode, document_text
 from simplan.program.program import MemoryCategory
 from tests.app.figures.drawn import checked
@@ -27,20 +28,32 @@ def plans_of(name: str, other: Any = None) -> dict[Any, ComparedPlan]:
 
 
 def held(plan: ComparedPlan, category: MemoryCategory) -> int:
+    assert plan.memory is not None
     return plan.memory.by_category.get(category, 0)
+
+
+def head(plan: ComparedPlan) -> Headline:
+    assert plan.headline is not None, plan.refused
+    return plan.headline
+
+
+def numbers(plan: ComparedPlan) -> LessonNumbers:
+    found = numbers_of(plan)
+    assert found is not None, plan.refused
+    return found
 
 
 @pytest.mark.parametrize("name", LESSONS)
 def test_every_plan_of_a_lesson_has_numbers(name: str) -> None:
     one, plans = LESSONS[name], plans_of(name)
-    first = numbers_of(plans[one.axis.values[0]])
+    first = numbers(plans[one.axis.values[0]])
     for plan in plans.values():
         assert not plan.refused
-        assert sum(plan.split_s.values()) == pytest.approx(plan.headline.step_time_s)
-        assert all(sentences_of(one, numbers_of(plan), first))
+        assert sum(plan.split_s.values()) == pytest.approx(head(plan).step_time_s)
+        assert all(sentences_of(one, numbers(plan), first))
     step, memory = (checked(draw([*plans.values()], "x")) for draw in (step_stacks, memory_stacks))
     heights = [sum(trace.y[0] for trace in figure.data if trace.type == "bar") for figure in (step, memory)]
-    shown = plans[one.axis.values[0]].headline
+    shown = head(plans[one.axis.values[0]])
     unit_s = 1e-3 if "ms" in step.layout.yaxis.title.text else 1.0
     assert heights[0] * unit_s == pytest.approx(shown.step_time_s)
     assert heights[1] == pytest.approx(shown.device_bytes / 2**30)
@@ -51,7 +64,7 @@ def test_states_of_data_parallelism_are_replicated() -> None:
     plan = plans_of("ddp")[16]
     assert held(plan, MemoryCategory.PARAMETERS) == pytest.approx(4 * 1.5577e9, rel=2e-3)
     assert held(plan, MemoryCategory.OPTIMIZER) == 2 * held(plan, MemoryCategory.PARAMETERS)
-    assert plan.headline.device_bytes == plans_of("ddp")[64].headline.device_bytes
+    assert head(plan).device_bytes == head(plans_of("ddp")[64]).device_bytes
     slow = plans_of("ddp", "tcp-10gbit")[16]
     assert slow.split_s["exposed communication"] > 10 * plan.split_s["exposed communication"]
 
@@ -67,7 +80,7 @@ def test_zero_stages_shard_states_by_the_number_of_ranks() -> None:
     for stage, categories in sharded.items():
         for category in categories:
             assert held(plans[stage], category) == pytest.approx(held(plans[0], category) / 8, rel=5e-3)
-    assert [plan.headline.fits for plan in plans.values()] == [False, False, True, True]
+    assert [head(plan).fits for plan in plans.values()] == [False, False, True, True]
 
 
 def test_bubble_of_the_pipeline_lesson_does_not_depend_on_microbatches() -> None:
@@ -87,8 +100,8 @@ def test_context_parallelism_divides_activations() -> None:
             held(plans[1], MemoryCategory.ACTIVATIONS), rel=1e-3
         )
     short, long = (plans_of("cp", length)[4] for length in (8192, 131072))
-    assert short.split_s["exposed communication"] / short.headline.step_time_s > (
-        10 * long.split_s["exposed communication"] / long.headline.step_time_s
+    assert short.split_s["exposed communication"] / head(short).step_time_s > (
+        10 * long.split_s["exposed communication"] / head(long).step_time_s
     )
 
 

@@ -76,7 +76,9 @@ def test_rates_have_units_and_a_faster_link_is_the_same_cluster_with_that_link()
     text = text_of("fsdp")
     scenario = parse_scenario(text)
     assert AXES["intra_link"].words(scenario) == "bandwidth within nodes, GB/s per device"
-    assert place_on(scenario, "intra_link") == scenario.job.cluster.intra_link.bytes_per_s / 1e9
+    link = scenario.job.cluster.intra_link
+    assert link is not None
+    assert place_on(scenario, "intra_link") == link.bytes_per_s / 1e9
     assert place_on(scenario, "compute") == pytest.approx(989, abs=1), "H100 SXM datasheet, BF16 without sparsity"
     figure = scale_figures(scale_rows(sweep(text, "intra_link", False)), "x, GB/s", 1, None)["step time"]
     assert figure["layout"]["xaxis"]["title"] == {"text": "x, GB/s"}

@@ -75,9 +75,8 @@ def test_scenario_with_an_error_is_told_in_its_column() -> None:
     assert "needs 3 devices" in page.warning[0].value
 
 
-SCENARIOS = st.lists(
-    st.sampled_from([LARGER, A100, {}, 7, None, "x", {"model": []}, {**SMALL, "plan": {"pp": 3}}]), max_size=6
-)
+DOCUMENTS: list[Any] = [LARGER, A100, {}, 7, None, "x", {"model": []}, {**SMALL, "plan": {"pp": 3}}]
+SCENARIOS = st.lists(st.sampled_from(DOCUMENTS), max_size=6)
 VIEWS = st.fixed_dictionaries(
     {},
     optional={

@@ -143,7 +143,7 @@ def test_measurement_is_compared_with_the_current_scenario() -> None:
     document = yaml.safe_load((SCENARIOS / "1f1b.yaml").read_text())
     document.pop("expect", None)
     page = opened("validate", document, {"held": "measured"})
-    assert "prediction.json" not in [uploader.label for uploader in page.get("file_uploader")]
+    assert "prediction.json" not in [uploader.label for uploader in page.file_uploader]
     prediction, measurement = made()
     page.file_uploader(key="measurement file").upload("m.json", measurement, "application/json").run()
     assert_no_bug(page)
