@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,8 +118,8 @@ def show_lesson(name: str) -> None:
 
 
 def _choose(knob: Knob, name: str, *, slider: bool = False) -> object:
-    widget: Callable[..., Any] = st.select_slider if slider else st.selectbox
-    return remembered_choice(knob.label, name, knob.values, knob.start, widget=widget, format_func=_words)
+    more: dict[str, Any] = {"widget": st.select_slider} if slider else {}
+    return remembered_choice(knob.label, name, knob.values, knob.start, format_func=_words, **more)
 
 
 def _words(value: object) -> str:
