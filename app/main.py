@@ -54,6 +54,8 @@ _COPY_LINK = '<button type="button" class="copy-link" aria-live="polite">Copy li
 
 def main() -> None:
     """Runs the requested page."""
+    st.set_page_config(page_title="simplan", page_icon=_ICON, layout="wide", menu_items={"About": _ABOUT})
+    st.html(_STYLE)
     state.open_link()
     pages = [
         st.Page(_PAGES / "plan.py", title="Plan", icon=":material/fact_check:", default=True),
@@ -65,9 +67,7 @@ def main() -> None:
         st.Page(_PAGES / "learn.py", title="Learn", icon=":material/school:"),
     ]
     page = st.navigation(pages, position="top")
-    title = f"{page.title} - simplan"
-    st.set_page_config(page_title=title, page_icon=_ICON, layout="wide", menu_items={"About": _ABOUT})
-    st.html(_STYLE)
+    st.set_page_config(page_title=f"{page.title} - simplan")
     with st.container(horizontal=True, horizontal_alignment="distribute", vertical_alignment="center"):
         st.title(page.title, width="content")
         st.html(_COPY_LINK, width="content")
