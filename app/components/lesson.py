@@ -44,6 +44,10 @@ class LessonNumbers:
     logits: str
 
 
+_FITS = {None: "may fit: the memory of the device is unknown", "fits, tight": "fits with little headroom"}
+"""Verdicts on memory inside of a sentence, where they differ from the verdict."""
+
+
 def numbers_of(plan: ComparedPlan) -> LessonNumbers | None:
     """Numbers for the sentences of a lesson; None for a plan without a prediction."""
     head, memory, split_s = plan.headline, plan.memory, plan.split_s
@@ -60,7 +64,7 @@ def numbers_of(plan: ComparedPlan) -> LessonNumbers | None:
         x=plan.name,
         step=format_time(head.step_time_s),
         memory=format_bytes(head.device_bytes),
-        fits="fits" if head.fits else "does not fit",
+        fits=_FITS.get(head.memory_verdict, str(head.memory_verdict)),
         rate=format_count(head.tokens_per_s),
         mfu="unknown" if head.mfu is None else format_percent(head.mfu),
         compute=format_time(split_s["compute"]),

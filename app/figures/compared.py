@@ -55,7 +55,16 @@ def memory_stacks(plans: Sequence[ComparedPlan], title: str, chosen: str = "") -
     ]
     if lines:
         traces.append(scatter(x=[None], y=[None], mode="lines", line=CAPACITY, name="device memory"))  # for the legend
-    most = max([one.device_bytes for _, one in shown] + [limit or 0 for limit in limits])
+    heads = [plan.headline for plan, _ in shown if plan.headline is not None]
+    traces.append(
+        _spread(
+            names,
+            [head.device_bytes / GIB for head in heads],
+            [(low / GIB, high / GIB) for low, high in (head.device_interval_bytes for head in heads)],
+            [" to ".join(map(format_bytes, head.device_interval_bytes)) for head in heads],
+        )
+    )
+    most = max([head.device_interval_bytes[1] for head in heads] + [limit or 0 for limit in limits])
     return _stacks(traces, names, title, "GiB at the peak", chosen, most / GIB, shapes=lines)
 
 
@@ -92,28 +101,40 @@ def step_stacks(plans: Sequence[ComparedPlan], title: str, chosen: str = "") -> 
             )
         )
     limits_s = [headline.step_time_interval_s or (headline.step_time_s,) * 2 for _, headline in shown]
-    spread = {
-        "type": "data",
-        "symmetric": False,
-        "array": [(high - h.step_time_s) / unit_s for (_, high), (_, h) in zip(limits_s, shown, strict=True)],
-        "arrayminus": [(h.step_time_s - low) / unit_s for (low, _), (_, h) in zip(limits_s, shown, strict=True)],
-        "color": MUTED,
-        "thickness": 1.5,
-    }
     traces.append(
-        scatter(
-            x=names,
-            y=[headline.step_time_s / unit_s for _, headline in shown],
-            mode="markers",
-            marker={"size": 5, "color": MUTED},
-            error_y=spread,
-            name="step time, 90 % interval",
-            customdata=[[" to ".join(map(format_time, limits))] for limits in limits_s],
-            hovertemplate="90 % interval %{customdata[0]}<extra>%{x}</extra>",
+        _spread(
+            names,
+            [headline.step_time_s / unit_s for _, headline in shown],
+            [(low_s / unit_s, high_s / unit_s) for low_s, high_s in limits_s],
+            [" to ".join(map(format_time, limits)) for limits in limits_s],
         )
     )
     most_s = max(high_s for _, high_s in limits_s)
     return _stacks(traces, names, title, f"step time, {unit}", chosen, most_s / unit_s)
+
+
+def _spread(
+    names: Sequence[str], values: Sequence[float], limits: Sequence[tuple[float, float]], words: Sequence[str]
+) -> dict[str, Any]:
+    """90 % intervals as lines through the tops of the bars."""
+    error = {
+        "type": "data",
+        "symmetric": False,
+        "array": [high - value for value, (_, high) in zip(values, limits, strict=True)],
+        "arrayminus": [value - low for value, (low, _) in zip(values, limits, strict=True)],
+        "color": MUTED,
+        "thickness": 1.5,
+    }
+    return scatter(
+        x=list(names),
+        y=list(values),
+        mode="markers",
+        marker={"size": 5, "color": MUTED},
+        error_y=error,
+        name="90 % interval",
+        customdata=[[text] for text in words],
+        hovertemplate="90 % interval %{customdata[0]}<extra>%{x}</extra>",
+    )
 
 
 def _stacks(

@@ -18,7 +18,7 @@ class ComparedPlan:
     Attributes:
         name: Label of the plan.
         refused: Error of a plan without a prediction; empty otherwise, and the fields below are set.
-        headline: Step time with interval, memory fit, throughput and MFU; None for a refused plan.
+        headline: Step time and memory with intervals, verdict on memory, throughput and MFU; None for a refused plan.
         num_devices: Number of devices.
         memory: Memory of the peak-memory rank; None for a refused plan.
         split_s: Seconds of the step of the rank with the longest compute time, by part; they sum to the step.

@@ -50,8 +50,8 @@ def show() -> None:
             alt = f"{name.capitalize()} of every scenario by part"
             show_figure(draw([*plans.values()], "scenario"), f"{name} of scenarios", alt=alt)
     st.caption(
-        "Step of the rank with the longest compute time, with the 90 % interval of the step time; memory of the "
-        "peak-memory rank, with the memory of the device as a dashed line."
+        "Step of the rank with the longest compute time, and memory of the peak-memory rank, both with 90 % "
+        "intervals; the memory of the device is a dashed line."
     )
     _show_settings(documents)
     others = [letter for letter, plan in plans.items() if letter != "A" and not plan.refused]
@@ -173,8 +173,9 @@ def _cells(
         "step time",
         "90 % interval",
         "vs A",
-        "fit",
+        "verdict",
         "peak memory",
+        "90 % interval of memory",
         "MFU",
         "throughput",
         "per device",
@@ -193,6 +194,7 @@ def _cells(
         "" if start is None or plan is first else f"{head.step_time_s / start.step_time_s - 1:+.1%}",
         _fit(plan),
         format_bytes(head.device_bytes),
+        " to ".join(map(format_bytes, head.device_interval_bytes)),
         "unknown" if head.mfu is None else format_percent(head.mfu),
         f"{format_number(rate)} {unit}",
         f"{format_number(rate / plan.num_devices)} {unit}",
@@ -208,7 +210,8 @@ def _fit(plan: ComparedPlan) -> str:
     if head is None or head.capacity_bytes is None:
         return "unknown"
     headroom = format_bytes(abs(head.capacity_bytes - head.device_bytes))
-    return f"fits, {headroom} headroom" if head.fits else f"does not fit, {headroom} over"
+    over = head.device_bytes > head.capacity_bytes
+    return f"{head.memory_verdict}: {headroom} {'over' if over else 'headroom'}"
 
 
 def _numbers(plan: ComparedPlan) -> dict[str, object]:
