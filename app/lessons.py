@@ -214,8 +214,8 @@ LESSONS: Mapping[str, Lesson] = {
             "Compute takes {now.compute} instead of {first.compute}: each GPU has fewer experts with more tokens each, "
             "so that the grouped GEMMs are larger.",
         ),
-        attempt="Choose 16 expert-parallel ranks. A group then spans two nodes, and every token's all-to-all passes "
-        "the network instead of NVLink.",
+        attempt="Choose 16 expert-parallel ranks. A group then spans two nodes, and part of the tokens "
+        "pass the network instead of NVLink.",
         source="Lepikhin et al. 2020, arXiv:2006.16668",
     ),
     "recompute": Lesson(

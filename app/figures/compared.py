@@ -10,7 +10,7 @@ from app.figures.style import CAPACITY, MUTED, SPLIT, Figure, bar, empty, figure
 from app.results.compared import ComparedPlan
 from simplan.units import GIB, format_bytes, format_time
 
-_HEIGHT_PX = 340
+_HEIGHT_PX = 430  # a legend in one column, on a phone, takes up to half of it
 _NOTHING = "None of these plans has a prediction."
 
 
@@ -146,7 +146,6 @@ def _stacks(
         height=_HEIGHT_PX,
         barmode="stack",
         bargap=0.35,
-        legend={"entrywidth": 125},  # two columns on a phone
         xaxis={
             "title": x,
             "type": "category",
