@@ -283,6 +283,7 @@ def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
     """
     entry = _entry("software", name)
     fields = {"id": name, **entry, "sources": _sources("software", entry["sources"])}
+    fields["memory_spread"], fields["sources"]["memory_spread"] = _memory_spread(name, entry.get("rates_of"))
     if "rates_of" in entry:
         same = software(entry["rates_of"], textbook=textbook)
         fields |= {field: getattr(same, field) for field in _OF_KERNELS}
@@ -293,11 +294,19 @@ def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
         fields["rates"] = entry.get("rates", {}) | fitted
         fields["sources"] = {"rates": ""} | fields["sources"]
         fields["sources"]["rates"] = f"{fields['sources']['rates']}; fitted on {fitted['fitted_on']}".removeprefix("; ")
-    own = _parsed("memory_fitted")["software"].get(name, {})
-    fields["memory_spread"] = _parsed("memory_fitted")["unfitted"] | own
-    source = f"fitted on {own['fitted_on']}" if own else "as of published peaks whose source and profile are left out"
-    fields["sources"] = {**fields["sources"], "memory_spread": source}
     return SoftwareSpec.model_validate(fields)
+
+
+def _memory_spread(name: str, rates_of: str | None) -> tuple[dict[str, Any], str]:
+    """Uncertainty of peak memory under a framework, and its source; also by the peaks of the profile of its rates."""
+    fitted = _parsed("memory_fitted")
+    owners = [fitted["software"][owner] for owner in (rates_of, name) if owner in fitted["software"]]
+    spread = fitted["unfitted"].copy()
+    for own in owners:
+        spread |= own
+    if not owners:
+        return spread, "as of published peaks whose source and profile are left out"
+    return spread, f"fitted on {' and '.join(own['fitted_on'] for own in owners)}"
 
 
 def unfitted_memory_spread() -> MemorySpread:
