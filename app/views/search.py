@@ -13,11 +13,13 @@ from app.components.comparison import show_comparison
 from app.components.plans import show_plans, show_plans_so_far
 from app.components.progress import Following, ProgressBar, follow, show_progress, stage
 from app.components.scenario_form import show_scenario_form
-from app.fields import remembered_choice, remembered_number
+from app.components.verdict import TOKENS_START, show_budget
+from app.fields import get, remembered_choice, remembered_number
 from app.jobs.job import BackgroundJob, State, searches
 from app.jobs.messages import TaskRequest
 from app.jobs.tasks import SEARCHING, search_plans
 from app.page import escaped, run_page
+from app.result_cache import without_budget
 from simplan.report.search import GOALS, search_verdict
 from simplan.scenario import SearchScenario, parse_search
 from simplan.search import SearchResult
@@ -80,17 +82,14 @@ def _search_section() -> dict[str, Any]:
     if deadline_s:
         section["max_step_time_s"] = deadline_s
     if "cost" in (first, second):
-        section["dollars_per_device_hour"] = remembered_number(
-            "Price, dollars", "dollars", 2.5, least=0.01, help="Per device and hour"
-        )
-        billions = remembered_number("Tokens (billion)", "billions", 1000.0, least=0.001)
-        section["token_budget"] = billions * 1e9
+        show_budget(images=False)
+        section["token_budget"] = get(("training", "num_tokens"), TOKENS_START)
     return section
 
 
 def _document(section: dict[str, Any]) -> dict[str, Any]:
     document = {key: value for key, value in state.document().items() if key not in ("plan", "search", "expect")}
-    return document | {"search": section}
+    return (document if "token_budget" in section else without_budget(document)) | {"search": section}
 
 
 def _show_start(asked: SearchScenario, key: Any, text: str) -> None:
