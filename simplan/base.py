@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic_core import to_jsonable_python
+
+from simplan.problems import parse_model
 
 Count = Annotated[int, Field(ge=1, le=10**12)]
 """A number of things, from 1 to 10**12."""
@@ -46,6 +49,22 @@ class Spec(BaseModel):
         del deep
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**(fields | dict(update or {})))
+
+    def with_changes(self, **changes: Any) -> Self:
+        """Copy with other values of some fields.
+
+        Raises:
+            SpecError: There is no such field, or a value is wrong; lists all problems.
+        """
+        fields = self._without_defaults() | {k: tuple(v) if isinstance(v, list) else v for k, v in changes.items()}
+        try:
+            return type(self)(**fields)
+        except ValidationError:
+            return parse_model(type(self), to_jsonable_python(fields))
+
+    def _without_defaults(self) -> dict[str, Any]:
+        """Values of the fields, except those with a default that depends on other fields."""
+        return {name: getattr(self, name) for name in type(self).model_fields}
 
 
 def _hashable(value: Any) -> Hashable:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from simplan.cluster.hardware import ClusterSpec
+from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.software.software import SoftwareSpec
@@ -37,3 +40,36 @@ class Job:
     def with_plan(self, plan: ParallelPlan) -> Job:
         """Copy of the job with another plan, such as a search candidate."""
         return replace(self, plan=plan)
+
+    def with_changes(self, changes: Mapping[str, Any]) -> Job:
+        """Copy of the job with other values of some settings, named as in a scenario file.
+
+        >>> from simplan import catalog
+        >>> training, cluster = TrainingSpec(global_batch_size=32), catalog.cluster("dgx-h100", 8)
+        >>> job = Job(catalog.model("gpt2-124m"), cluster, training, ParallelPlan(), catalog.software("torch"))
+        >>> job.with_changes({"plan.dp_shard": 8, "training.precision": "fp16"}).plan.zero_stage
+        3
+
+        Args:
+            changes: New value by setting, such as ``{"plan.tp": 8, "training.global_batch_size": 64}``. Other settings
+                follow if they have their default and it depends on these (``ParallelPlan``).
+
+        Raises:
+            SpecError: There is no such setting, or a value is wrong.
+        """
+        by_section: dict[str, dict[str, Any]] = {}
+        for setting, value in changes.items():
+            section, _, name = setting.partition(".")
+            by_section.setdefault(section, {})[name] = value
+        sections = tuple(field.name for field in fields(self))
+        changed = {}
+        for section, values in by_section.items():
+            if section not in sections or "" in values:
+                fix = did_you_mean(section, sections) if section not in sections else f"write {section}.KEY"
+                raise SpecError(Problem(field=section, rule="is no setting of a job", fix=fix))
+            try:
+                changed[section] = getattr(self, section).with_changes(**values)
+            except SpecError as error:
+                problems = [replace(each, field=f"{section}.{each.field}") for each in error.problems]
+                raise type(error)(problems) from None
+        return replace(self, **changed)

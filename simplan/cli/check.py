@@ -26,7 +26,7 @@ from simplan.report.checks import (
     markdown_summary,
 )
 from simplan.scenario import METRICS, Expectation, evaluate, load_scenario
-from simplan.scenario.file import scenario_from
+from simplan.scenario.file import scenario_of_document
 
 _SUFFIXES = (".yaml", ".yml")
 _MEASURED_BY_OTHERS = {"published", "heldout", "validation"}
@@ -101,7 +101,7 @@ def check_file(file: Path, calibration: Calibration | None) -> CheckedFile:
     """Checks one scenario; an invalid scenario becomes a failed case, so that the others continue."""
     try:
         document = read_yaml(file)  # once: it may be a pipe
-        scenario = scenario_from(document, file)
+        scenario = scenario_of_document(document, file)
         if not covers(calibration, scenario):
             reason = "needs this machine's calibration: `simplan check --calibration FILE` takes one"
             cases = [CheckedCase(e.metric, CheckStatus.SKIPPED, reason, e.why) for e in scenario.expect]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,22 +22,23 @@ from simplan.cli.search import scenarios_to_time
 from simplan.cli.terminal.budget import chosen_budget
 from simplan.cli.terminal.drawing import print_drawing, refuse_other_suffix
 from simplan.cli.terminal.output import emphasize, print_json, print_result, say
+from simplan.cli.terminal.progress import ProgressLine
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.store import default_path
 from simplan.errors import Problem, SpecError
 from simplan.explain import difference, explain
 from simplan.io import as_argument, write_json, write_text
-from simplan.job import Job
+from simplan.prediction import Prediction
 from simplan.report.comparison import comparison_text
 from simplan.report.drawings.drawing import draw_pipeline
 from simplan.report.drawings.drawing_svg import drawing_svg
 from simplan.report.explanation import difference_text, explanation_text
 from simplan.report.text import prediction_text, verdict
 from simplan.report.trace import predicted_trace, write_predicted_trace
-from simplan.rules import violations
 from simplan.scenario import Scenario, load_scenario
 from simplan.scenario.elastic import scenarios_on_fewer
+from simplan.search import Fix, fixes
 
 
 def predict_command(
@@ -55,33 +56,39 @@ def predict_command(
     scenario = replace(scenario, budget=scenario.budget.model_copy(update=given))
     calibration = _calibration_for(scenario, calibration_file)
     prediction, simulated = scenario.predict_step(calibration)
+    found = _fixes(prediction, calibration)
+    document = prediction.to_json()
+    if found is not None:
+        document["fixes"] = [fix.to_json() for fix in found]
     if output is not None:
-        write_json(output, prediction.to_json())
+        write_json(output, document)
     if trace is not None:
         write_predicted_trace(trace, prediction, simulated)
     if as_json:
-        print_json(prediction.to_json())
+        print_json(document)
         return 0
-    here = scenario.job.cluster.id == THIS_MACHINE
-    this = as_argument(file)
-    run_it = f"simplan run {this}" if here else ""
-    next_steps = [step for step in (run_it, f"simplan trace {this} -o trace.json") if step]
-    if prediction.fits is False:
-        removed = "plan: and expect:" if scenario.expect else "plan:"
-        search_it = f"in {this}, replace {removed} by search: {{}}; then run simplan search {this}"
-        shard_it = f"in {this}, write plan.grad_sync: microbatch, which accumulates gradients in shards"
-        changes = [shard_it] if _accumulates_unsharded(scenario.job) else []
-        next_steps = [f"simplan explain {this}", *next_steps, *changes, search_it]
-    text, line = prediction_text(prediction, next_steps), verdict(prediction)
+    text, line = prediction_text(prediction, _next(scenario, file, found), found or ()), verdict(prediction)
     print_result(text.replace(line, emphasize(line, prediction.fits), 1))
     return 0
 
 
-def _accumulates_unsharded(job: Job) -> bool:
-    """True if FSDP accumulates unsharded gradients, and ``grad_sync: microbatch`` is possible instead."""
-    plan = job.plan
-    sharded = job.with_plan(plan.model_copy(update={"grad_sync": "microbatch"}))
-    return plan.zero_stage >= 2 and plan.grad_sync == "step" and job.num_microbatches > 1 and not violations(sharded)
+def _fixes(prediction: Prediction, calibration: Calibration | None) -> tuple[Fix, ...] | None:
+    """Changes with which a job fits; None if it fits as it is."""
+    if prediction.fits is not False and prediction.host_fits is not False:
+        return None
+    with ProgressLine("does not fit; trying changes", elsewhere=False):
+        return fixes(prediction, calibration)
+
+
+def _next(scenario: Scenario, file: Path, found: Sequence[Fix] | None) -> list[str]:
+    """Commands to run after a prediction."""
+    this = as_argument(file)
+    steps = [f"simplan run {this}"] if scenario.job.cluster.id == THIS_MACHINE else []
+    steps.append(f"simplan trace {this} -o trace.json")
+    if found is None:
+        return steps
+    changed = [f"simplan predict {this} {found[0].options}"] if found else []
+    return [*changed, f"simplan search {this} --set 'search={{}}'", f"simplan explain {this}", *steps]
 
 
 def explain_command(file: Path, other: Path | None, *, as_json: bool, calibration_file: Path | None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ def search_command(file: Path, *, as_json: bool, options: SearchOptions, calibra
     """``simplan search``."""
     scenario = load_search(file)
     space = _space(scenario, options)
+    scenario = replace(scenario, space=space)
     _check_rank(options, space)
     refuse_unneeded(scenario, calibration_file)
     calibration = read(calibration_file) if scenario.job.cluster.cores_per_node is not None else None

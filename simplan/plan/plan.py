@@ -89,6 +89,21 @@ class ParallelPlan(Spec):
                 filled[name] = tuple(filled[name])
         return filled
 
+    def _without_defaults(self) -> dict[str, Any]:
+        """Values of the fields, except those that ``_dependent_defaults`` would fill in.
+
+        >>> ParallelPlan(pp=2).with_changes(pp=1).schedule
+        'none'
+        >>> ParallelPlan(pp=2, schedule="gpipe").with_changes(pp=4).schedule
+        'gpipe'
+        """
+        fields = super()._without_defaults()
+        for name in ("zero_stage", "sequence_parallel", "virtual_stages", "schedule"):
+            others = {other: value for other, value in fields.items() if other != name}
+            if getattr(ParallelPlan(**others), name) == fields[name]:
+                fields = others
+        return fields
+
     @property
     def dp(self) -> int:
         """Data-parallel ranks: replicas times shards."""

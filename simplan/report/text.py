@@ -12,6 +12,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.prediction import Prediction, TrainingRun
 from simplan.program.timeline import Split
 from simplan.report.table import format_ranks, format_table_text
+from simplan.search import Fix
 from simplan.units import (
     counted,
     format_bytes,
@@ -56,8 +57,14 @@ def short_of_reserve(short_bytes: int) -> str:
     )
 
 
-def prediction_text(prediction: Prediction, next_steps: Iterable[str] = ()) -> str:
-    """Full report of a prediction as text; ``next_steps`` are commands to suggest at the end."""
+def prediction_text(prediction: Prediction, next_steps: Iterable[str] = (), fixes: Sequence[Fix] = ()) -> str:
+    """Full report of a prediction as text.
+
+    Args:
+        prediction: A prediction.
+        next_steps: Commands to suggest at the end.
+        fixes: Changes with which the job fits.
+    """
     parts = [
         f"{prediction.name}: {verdict(prediction)}",
         "\n".join(_headline(prediction)),
@@ -69,7 +76,24 @@ def prediction_text(prediction: Prediction, next_steps: Iterable[str] = ()) -> s
     ]
     if prediction.assumptions:
         parts.append("Assumptions\n" + "\n".join(f"  - {text}" for text in prediction.assumptions))
+    if fixes:
+        parts.append("Smallest changes that fit, each predicted\n" + fixes_table(fixes))
     return "\n\n".join([*parts, *suggestions(next_steps)])
+
+
+def fixes_table(fixes: Sequence[Fix]) -> str:
+    """Table of changes: peak memory, headroom and step time of each."""
+    rows = [
+        [
+            fix.words,
+            format_bytes(fix.device_bytes),
+            format_bytes(fix.headroom_bytes),
+            format_time(fix.step_time_s),
+            f"{100 * fix.step_time_change:+.1f} %",
+        ]
+        for fix in fixes
+    ]
+    return format_table_text(["change", "peak memory", "headroom", "step time", "vs now"], rows)
 
 
 def suggestions(next_steps: Iterable[str]) -> list[str]:

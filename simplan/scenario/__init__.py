@@ -3,6 +3,7 @@
 from simplan.scenario.expectation import METRICS, CheckResult, Expectation, Metric, evaluate
 from simplan.scenario.file import Scenario, load_scenario
 from simplan.scenario.search import SearchScenario, load_search, plan_document, plan_section
+from simplan.scenario.source import read_source, scenario_from, search_from
 from simplan.scenario.text import parse_scenario, parse_search
 
 __all__ = [
@@ -19,4 +20,7 @@ __all__ = [
     "parse_search",
     "plan_document",
     "plan_section",
+    "read_source",
+    "scenario_from",
+    "search_from",
 ]

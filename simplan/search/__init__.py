@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from simplan.search.api import SearchProgress, search
+from simplan.search.fixes import Fix, fixes
 from simplan.search.largest import Largest, largest
 from simplan.search.objective import Goal
 from simplan.search.result import (
@@ -24,6 +25,7 @@ from simplan.search.space import RANGES, SearchSpace
 __all__ = [
     "RANGES",
     "EquivalentPlans",
+    "Fix",
     "Goal",
     "Largest",
     "NearestMiss",
@@ -34,6 +36,7 @@ __all__ = [
     "SearchResult",
     "SearchSpace",
     "SpaceCount",
+    "fixes",
     "largest",
     "search",
 ]

@@ -9,7 +9,9 @@ from dataclasses import replace
 from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
+from simplan.predict import predict
 from simplan.search.explore import first_fit
+from simplan.search.fixes import OUTSIDE_OF_SEARCHES, fixes
 from simplan.search.jobs import with_num_devices
 from simplan.search.result import NearestMiss, RequestChange
 from simplan.search.space import SearchSpace, given_ranges, that_it_has
@@ -32,7 +34,7 @@ def changes(
         if (seconds := miss.step_time_s) is not None:
             words = f"allow max_step_time_s = {_rounded_up(seconds):g}: the fastest plan takes {format_time(seconds)}"
             return (RequestChange(what="max_step_time_s", value=seconds, words=words, plan=miss.plan),)
-    found = [_memory(job, space, misses)]
+    found = [_memory(job, space, misses), *_outside_of_searches(job, space, misses, calibration)]
     found += [tried(job, space, calibration) for tried in (_recompute, _ranges, _batch, _devices)]
     return tuple(change for change in found if change is not None)
 
@@ -61,6 +63,23 @@ def _memory(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> Re
     there = job.cluster.device.memory_bytes
     words = f"devices with {format_bytes(needed)} of memory instead of {format_bytes(there or 0)}"
     return RequestChange(what="memory_bytes", value=needed, words=words, plan=miss.plan)
+
+
+def _outside_of_searches(
+    job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...], calibration: Calibration | None
+) -> Iterator[RequestChange]:
+    """Settings that no search varies, such as offloading, with which the nearest of the misses fits."""
+    for miss in misses:
+        if miss.num_devices != job.cluster.num_devices:
+            continue
+        prediction = predict(job.with_plan(miss.plan), calibration=calibration)
+        limit = space.max_memory_fraction
+        found = fixes(prediction, calibration, max_memory_fraction=limit, kinds=OUTSIDE_OF_SEARCHES)
+        for fix in found:
+            what, value = list(fix.changes.items())[-1]
+            yield RequestChange(what=what, value=str(value), words=fix.words, plan=fix.job.plan)
+        if found:
+            return
 
 
 def _recompute(job: Job, space: SearchSpace, calibration: Calibration | None) -> RequestChange | None:

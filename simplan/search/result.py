@@ -195,7 +195,7 @@ class RequestChange:
 
     Attributes:
         what: Kind of change: ``num_devices``, ``memory_bytes``, ``global_batch_size``, ``recompute``, ``ranges`` or
-            ``max_step_time_s``.
+            ``max_step_time_s``, or a setting that no search varies, such as ``plan.offload_optimizer``.
         words: The change as a phrase for reports.
         plan: A plan that is feasible after the change.
     """
