@@ -56,7 +56,15 @@ def download(label: str, name: str, kind: str, content: str | bytes | Callable[[
     )
 
 
-def show_figure(figure: Figure, name: str, *, alt: str, key: str | None = None, zoom: bool = False) -> None:
+def show_figure(
+    figure: Figure,
+    name: str,
+    *,
+    alt: str,
+    key: str | None = None,
+    zoom: bool = False,
+    on_select: Callable[[], None] | None = None,
+) -> None:
     """A figure of full width, whose camera buttons save SVG and PNG files (``head.html``).
 
     Args:
@@ -65,6 +73,7 @@ def show_figure(figure: Figure, name: str, *, alt: str, key: str | None = None, 
         alt: Alternative text for screen readers.
         key: Widget key, needed if a page shows two equal figures; None otherwise.
         zoom: Zoom with wheel and fingers instead of scrolling the page.
+        on_select: Called after a click on a point; None for a figure without selection. Needs ``key``.
     """
     config = {
         "displaylogo": False,
@@ -72,7 +81,8 @@ def show_figure(figure: Figure, name: str, *, alt: str, key: str | None = None, 
         "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"],
         "toImageButtonOptions": {"format": "svg", "filename": file_name(name)},
     }
-    st.plotly_chart(_Ready(figure), width="stretch", key=key, config=config, alt=alt)
+    selection: dict[str, Any] = {} if on_select is None else {"on_select": on_select, "selection_mode": "points"}
+    st.plotly_chart(_Ready(figure), width="stretch", key=key, config=config, alt=alt, **selection)
 
 
 class _Ready(BaseFigure):  # type: ignore[misc]  # plotly has no types

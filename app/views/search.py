@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from functools import partial
 from typing import Any
@@ -28,8 +29,6 @@ from simplan.search.space import OBJECTIVES
 _STAGES = ("start", "going", "found")
 _TOP = 10
 _DRAW_S, _EXPLAINED_S = 2.5, 1.0
-_SAID_AFTER_S = 4.0
-_LONG_MIN = 3
 
 
 def show() -> Following | None:
@@ -152,19 +151,16 @@ def _progress(job: BackgroundJob) -> ProgressBar:
     if update.doing != SEARCHING:
         return ProgressBar(1.0, f"{update.total:,} plans evaluated; {update.doing}")
     share = update.done / max(1, update.total)
-    return ProgressBar(share, f"{update.done:,} of {update.total:,} plans evaluated{_left(job, share)}")
+    return ProgressBar(share, f"{update.done:,} of {update.total:,} plans evaluated{_left(update.left_s)}")
 
 
-def _left(job: BackgroundJob, share: float) -> str:
-    """Estimated time left; empty in the first seconds."""
-    passed_s = time.monotonic() - job.started_s
-    if passed_s < _SAID_AFTER_S or not share:
+def _left(seconds: float | None) -> str:
+    """Upper estimate of the time left, in words; empty while it is unknown."""
+    if seconds is None:
         return ""
-    minutes = passed_s * (1 - share) / share / 60
-    if minutes < 1:
-        return ", less than a minute left"
-    slowly = "; plans of this framework or model are evaluated individually" if minutes > _LONG_MIN else ""
-    return f", about {minutes:,.0f} min left{slowly}"
+    minutes = math.ceil(seconds / 60)
+    most = "less than a minute" if minutes <= 1 else f"at most {minutes:,} min"
+    return f", {most} left; usually less, since bounds prune most of the rest together"
 
 
 def _show_found(asked: SearchScenario, job: BackgroundJob, key: Any, text: str) -> Following | None:
