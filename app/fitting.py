@@ -67,8 +67,9 @@ def fitted(document: Document) -> Document:
     devices = num_devices(document)
     degrees = [plan.get(key, 1) for key in ("tp", "cp", "pp")]
     stage, replicas = zero_stage(document), plan.get("dp_replicate", 1)
-    if devices is None or not all(is_count(value) for value in (*degrees, replicas)):
+    if not all(is_count(value) for value in (devices, *degrees, replicas)):
         return document
+    assert devices is not None
     used = degrees[0] * degrees[1] * degrees[2]
     if devices % used == 0:
         rest = devices // used

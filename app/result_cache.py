@@ -18,10 +18,17 @@ from app.results.plan import Headline, PlanResult, plan_fixes, plan_result, quic
 from app.results.timeline import TimelineResult, timeline_result
 from app.state import document_text
 from simplan.cost.calibration.store import default_path
+from simplan.errors import Problem, SpecError
 from simplan.scenario import Scenario, parse_scenario
 from simplan.search.fixes import Fix
 
 Document = dict[str, Any]
+
+MAX_DEVICES = 131_072
+"""Maximum number of devices of a plan that pages predict: each rank takes time and memory of the server."""
+
+_MAX_QUICK_DEVICES = 8_192
+_FIX = "use `simplan predict FILE` for larger clusters"
 
 
 def scenario(document: Document) -> Scenario:
@@ -30,7 +37,7 @@ def scenario(document: Document) -> Scenario:
 
 
 def headline(document: Document) -> Headline | None:
-    """Key numbers as a search computes them, in milliseconds; None for ranks that share CPU cores."""
+    """Key numbers as a search computes them; None for ranks that share CPU cores, and for large clusters."""
     return _headline(_key(without_budget(document)))
 
 
@@ -95,9 +102,15 @@ def _key(document: Document) -> str:
 
 @st.cache_resource(max_entries=256, show_spinner=False)
 def _scenario(key: str) -> Scenario:
-    return parse_scenario(document_text(json.loads(key)))
+    found = parse_scenario(document_text(json.loads(key)))
+    devices = found.job.cluster.num_devices
+    if devices > MAX_DEVICES:
+        rule = f"is more than the pages predict, {MAX_DEVICES:,}"
+        raise SpecError(Problem(field="cluster.num_devices", value=f"{devices:,}", rule=rule, fix=_FIX))
+    return found
 
 
 @st.cache_resource(max_entries=256, show_spinner=False)
 def _headline(key: str) -> Headline | None:
-    return quick_headline(_scenario(key))
+    found = _scenario(key)
+    return quick_headline(found) if found.job.cluster.num_devices <= _MAX_QUICK_DEVICES else None

@@ -174,11 +174,11 @@ def _merging_words(results: list[TimelineResult]) -> str:
             words.append(f"{name}{drawn:,} boxes")
             continue
         below = " and ".join(
-            f"{kind} shorter than {format_time(below_s)}"
+            f"{kind} up to {format_time(below_s)}"
             for kind, below_s in zip(("compute", "communication"), result.merged_below_s, strict=True)
             if below_s
         )
-        words.append(f"{name}{result.num_boxes:,} boxes drawn as {drawn:,}; neighbors are one box if together {below}")
+        words.append(f"{name}{result.num_boxes:,} boxes drawn as {drawn:,}: neighbors are merged, {below}")
     return ". ".join(words)
 
 
