@@ -5,6 +5,7 @@ Further keyword arguments of a function are those of the Streamlit widget, e.g. 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,12 +21,12 @@ _MAX_WHOLE = 2**53 - 1  # of a browser
 
 def get(path: Path, default: Any = None) -> Any:
     """Value of the scenario at a path of keys."""
-    data: Any = state.document()
+    data: Any = state.current()
     for key in path:
         if not isinstance(data, dict) or key not in data:
             return default
         data = data[key]
-    return data
+    return copy.deepcopy(data)
 
 
 def put(path: Path, value: Any) -> None:

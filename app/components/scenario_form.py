@@ -46,7 +46,7 @@ _MORE_DEGREES = (
 )
 _MAX_STAGES = 64
 _OWN = "own"
-_NOTES = "form notes"
+_NOTES, _EDITING = "form notes", "form editing"
 _EDITOR_PX = 560
 
 
@@ -63,7 +63,7 @@ def show_scenario_form(*, plan: bool = True) -> None:
 
 def _model() -> None:
     st.markdown("###### Model")
-    inline = "preset" not in section(state.document(), "model")
+    inline = "preset" not in section(state.current(), "model")
     name = get(("model", "name"), "own model") if inline else None
     options = [*([_OWN] if inline else []), *catalog.names("models")]
     key = "form model"
@@ -119,12 +119,12 @@ def _cluster() -> None:
     st.markdown("###### Cluster")
     left, right = st.columns([3, 2])
     with left:
-        if "preset" in section(state.document(), "cluster"):
+        if "preset" in section(state.current(), "cluster"):
             choice("Nodes", ("cluster", "preset"), catalog.names("clusters"), "dgx-h100", then=_mend)
         else:
             st.text_input("Nodes", "see YAML", disabled=True)
     with right:
-        number("Devices", ("cluster", "num_devices"), num_devices(state.document()), then=_after_devices)
+        number("Devices", ("cluster", "num_devices"), num_devices(state.current()), then=_after_devices)
     if get(("cluster", "preset")) == THIS_MACHINE:
         st.caption("Processes on local cores, with costs measured by `simplan calibrate`.")
 
@@ -150,7 +150,7 @@ def _plan() -> None:
     st.markdown("###### Plan")
     for note in st.session_state.pop(_NOTES, ()):
         st.caption(f":material/info: {escaped(note)}")
-    document = state.document()
+    document = state.current()
     left, right = st.columns(2)
     with left:
         _degree("Tensor parallel", "tp", "ranks that split layers")
@@ -184,7 +184,7 @@ def _plan() -> None:
 
 def _degree(label: str, name: str, about: str) -> None:
     """Slider of a degree of parallelism, over the values that devices, model and the other degrees allow."""
-    sizes = degrees_of(state.document(), name)
+    sizes = degrees_of(state.current(), name)
     choice(label, ("plan", name), sizes, 1, slider=True, then=_fit, help=f"{name}: {about}")
 
 
@@ -199,7 +199,7 @@ def _valid_choice(
     then: Callable[[], None] | None = None,
 ) -> None:
     """Select box of a plan key, with the values that the other settings allow; the help names the others."""
-    valid = valid_values(state.document(), name, values)
+    valid = valid_values(state.current(), name, values)
     others = [str(words(value)) for value in values if value not in valid]
     hidden = f"Other settings rule out: {', '.join(others)}" if others else ""
     choice(
@@ -216,7 +216,7 @@ def _valid_choice(
 def _valid_switch(label: str, name: str, *, default: bool) -> None:
     """Switch of a plan key; disabled if the other settings rule its other value out."""
     value = get(("plan", name), default)
-    switch(label, ("plan", name), default, disabled=len(valid_values(state.document(), name, (value, not value))) < 2)
+    switch(label, ("plan", name), default, disabled=len(valid_values(state.current(), name, (value, not value))) < 2)
 
 
 def _fit() -> None:
@@ -235,11 +235,20 @@ def _after_schedule() -> None:
 
 
 def _as_text() -> None:
-    if st.button("Edit as YAML", icon=":material/edit_note:", key="form edit", width="stretch"):
+    st.button("Edit as YAML", icon=":material/edit_note:", key="form edit", width="stretch", on_click=_open_editor)
+    if st.session_state.get(_EDITING):  # a rerun of the page keeps the editor open
         _edit()
 
 
-@st.dialog("Scenario as YAML", width="large")
+def _open_editor() -> None:
+    st.session_state[_EDITING] = True
+
+
+def _close_editor() -> None:
+    st.session_state.pop(_EDITING, None)
+
+
+@st.dialog("Scenario as YAML", width="large", on_dismiss=_close_editor)
 def _edit() -> None:
     """Editor of the full scenario, with the errors of the text and of its values by line."""
     st.caption("Full scenario, including keys that the form does not show.")
@@ -265,5 +274,6 @@ def _take(read: Callable[[], dict[str, Any]]) -> None:
     except SpecError as error:
         show_problems(error, lines=True)
         return
+    _close_editor()
     state.set_document(document)
     st.rerun()

@@ -91,6 +91,7 @@ SETTINGS: Mapping[str, str] = MappingProxyType(
 
 _FAST_TO_SLOW = [[0.0, PLANS[0]], [0.5, PLANS[4]], [1.0, PLANS[1]]]
 _LABEL_CHARS = 44
+_REASONS = {"memory": "needs more memory than a device has"}
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon")
 
 
@@ -317,16 +318,10 @@ def shares_figure(plans: Sequence[tuple[str, RankedPlan]]) -> Figure:
 def space_table(space: SpaceCount) -> list[dict[str, Any]]:
     """Plans of the space by outcome, as table rows; the largest numbers of rejected plans first."""
     rows = [
-        {"plans": number, "outcome": "rejected" if name in space.rejected else name, "reason": _sentence(name, why)}
+        {"plans": number, "outcome": "rejected" if name in space.rejected else name, "reason": _REASONS.get(name, why)}
         for number, name, why in space_rows(space)
     ]
     return sorted(rows, key=lambda row: row["outcome"] != "rejected")
-
-
-def _sentence(name: str, why: str) -> str:
-    """Reason of an outcome in words."""
-    why = {"memory": "needs more memory than a device has"}.get(name, why)
-    return why[:1].upper() + why[1:]
 
 
 def space_figure(space: SpaceCount) -> Figure:
