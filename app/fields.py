@@ -113,6 +113,13 @@ def remembered_choice(label: str, name: str, options: Sequence[Any], default: An
     return st.selectbox(label, options, key=key, on_change=_remember, args=(name, key, default), **more)
 
 
+def remembered_switch(label: str, name: str, **more: Any) -> bool:
+    """Widget for a view value that is true or false, by default false."""
+    key = f"view:{name}"
+    st.session_state[key] = state.view(name) is True
+    return st.toggle(label, key=key, on_change=_remember, args=(name, key, False), **more)
+
+
 def kept_number(name: str, default: float, *, least: float = 0.0, most: float = 1e15) -> float:
     """View value that is a number, without a widget; the default if it is not a number within the limits."""
     value = state.view(name, default)

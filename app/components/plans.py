@@ -8,14 +8,16 @@ from typing import Any
 import streamlit as st
 
 from app import pinned_plans, state
+from app.awaited import awaited
 from app.components.elements import csv_text, download, show_figure, show_table
 from app.components.plan_table import PLAN, select_row, selected_row, show_filters, show_table_of_plans
 from app.definitions import meaning
-from app.fields import remembered_choice
+from app.fields import remembered_choice, remembered_switch
 from app.figures.plans import (
     AXES,
     COLOURS,
     coordinates_figure,
+    importance_figure,
     plan_rows,
     plans_figure,
     shares_figure,
@@ -23,6 +25,8 @@ from app.figures.plans import (
     space_table,
 )
 from app.page import bullets, escaped
+from app.result_cache import without_budget
+from app.results.settings import setting_effects
 from simplan.io import json_text
 from simplan.report.search import RESOURCES, alike_words, besides, largest_first, miss_words, search_plan_words
 from simplan.report.table import format_table_markdown
@@ -47,6 +51,7 @@ def show_plans(asked: SearchScenario, result: SearchResult) -> None:
         with right:
             _show_one(asked, result, rows)
         show_table_of_plans(rows, passing)
+        _show_importance(selected_plan(result, selected_row(len(rows))))
         with st.container(horizontal=True):
             download("Plans", f"{result.name} plans", "csv", csv_text(rows))
             download("Search result", f"{result.name} search", "json", lambda: json_text(result.to_json()))
@@ -121,9 +126,25 @@ def _show_one(asked: SearchScenario, result: SearchResult, rows: list[dict[str, 
     names = [f"{row['rank'] or 'Pareto'}. {row['plan']}" for row in rows]
     about = "Plan shown in detail; a click on a point or on a row selects it"
     number = remembered_choice("Plan", PLAN, range(len(names)), 0, format_func=names.__getitem__, help=about)
-    plan = [*result.ranked, *(plan for plan in result.pareto if plan not in result.ranked)][number]
+    plan = selected_plan(result, number)
     _show_detail(plan, result)
     _show_actions(asked, plan)
+
+
+def selected_plan(result: SearchResult, row: int) -> RankedPlan:
+    """Plan of a row of ``plan_rows``."""
+    return [*result.ranked, *(plan for plan in result.pareto if plan not in result.ranked)][row]
+
+
+def _show_importance(plan: RankedPlan) -> None:
+    """Effect of the settings of the selected plan, predicted on request."""
+    title = "Importance of settings"
+    about = "Step time of the selected plan with one other value of one setting; data parallelism follows the devices"
+    if not remembered_switch(title, "importance", help=about):
+        return
+    text = state.document_text(without_budget(pinned_plans.with_plan(state.document(), plan.plan)))
+    effects = awaited("predicting the plan with other settings", setting_effects, text)
+    show_figure(importance_figure(effects), "importance of settings", alt="Change of the step time by setting")
 
 
 def _show_detail(plan: RankedPlan, result: SearchResult) -> None:

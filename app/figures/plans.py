@@ -10,11 +10,12 @@ from types import MappingProxyType
 from typing import Any
 
 from app.figures.style import CATEGORIES, MUTED, PLANS, SPLIT, Figure, bar, empty, figure, scatter
+from app.results.settings import SettingEffect
 from simplan.explain import DifferenceRow
 from simplan.plan.plan import ParallelPlan
 from simplan.report.search import RESOURCES, alike_words, search_plan_words, space_rows
 from simplan.search import RankedPlan, SearchResult, SpaceCount
-from simplan.units import GIB, format_number
+from simplan.units import GIB, format_bytes, format_number, format_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +278,58 @@ def _order(value: Any) -> tuple[bool, float, str]:
     """Sort key of a setting's values: numbers first."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return (not is_number, value if is_number else 0, str(value))
+
+
+def importance_figure(effects: Sequence[SettingEffect]) -> Figure:
+    """One row per setting with a point for each other value, at the change of the step time; most important first.
+
+    Args:
+        effects: From ``setting_effects``.
+    """
+    if not effects:
+        return empty("No other value of a setting is valid.")
+    spread = {one.key: 0.0 for one in effects}
+    for one in effects:
+        spread[one.key] = max(spread[one.key], abs(one.step_time_change))
+    ordered = sorted(spread, key=lambda key: -spread[key])
+    traces = []
+    for name, fits, colour, symbol in (("fits", True, PLANS[0], "circle"), ("does not fit", False, PLANS[1], "x")):
+        shown = [one for one in effects if (one.fits is not False) is fits]
+        if not shown:
+            continue
+        trace = scatter(
+            name=name,
+            mode="markers+text",
+            x=[100 * one.step_time_change for one in shown],
+            y=[SETTINGS[one.key] for one in shown],
+            text=[str(one.value).lower() if isinstance(one.value, bool) else str(one.value) for one in shown],
+            textposition="top center",
+            textfont={"size": 10},
+            marker={"color": colour, "symbol": symbol, "size": 9},
+            customdata=[
+                [format_time(one.step_time_s), format_bytes(one.device_bytes), f"{one.step_time_change:+.1%}"]
+                for one in shown
+            ],
+            hovertemplate="%{y}: %{text}<br>step time %{customdata[0]} (%{customdata[2]})<br>"
+            "device memory %{customdata[1]}<extra></extra>",
+        )
+        traces.append(trace)
+    zero = {
+        "type": "line",
+        "x0": 0,
+        "x1": 0,
+        "y0": 0,
+        "y1": 1,
+        "yref": "paper",
+        "line": {"color": MUTED, "dash": "dot"},
+    }
+    return figure(
+        traces,
+        height=110 + 40 * len(ordered),
+        shapes=[zero],
+        xaxis={"title": "change of the step time, %"},
+        yaxis=CATEGORIES | {"categoryorder": "array", "categoryarray": [SETTINGS[key] for key in ordered]},
+    )
 
 
 def shares_figure(plans: Sequence[tuple[str, RankedPlan]]) -> Figure:

@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 
+from app.figures.plans import SETTINGS, importance_figure
 from app.fitting import applied, changed, degrees_of, fitted, mended, microbatch_sizes, valid_values
+from app.results.settings import setting_effects
 from app.state import START, document_text
 from simplan import catalog
 from simplan.errors import SpecError
 from simplan.plan.schedules import SCHEDULE_FACTS
-from simplan.predict import predict_step
+from simplan.predict import predict, predict_step
 from simplan.scenario import parse_scenario
 from simplan.search.fixes import fixes
+from tests.app.figures.drawn import checked
+from tests.app.questions import TINY
 
 
 def is_valid(document: dict[str, Any]) -> bool:
@@ -77,3 +81,19 @@ def test_an_applied_fix_is_the_job_that_was_predicted() -> None:
     assert found
     for fix in found:
         assert parse_scenario(document_text(applied(document, fix.changes))).job == fix.job
+
+
+def test_importance_is_the_change_that_predict_has() -> None:
+    document = {**TINY, "plan": {"dp_shard": 4}}
+    base = predict(parse_scenario(document_text(document)).job, name="x")
+    effects = setting_effects(document_text(document))
+    assert {"tp", "pp", "zero_stage", "recompute", "microbatch_size"} <= {one.key for one in effects}
+    for one in effects[:: max(1, len(effects) // 6)]:
+        prediction = predict(parse_scenario(document_text(changed(document, one.key, one.value))).job, name="x")
+        assert one.step_time_s == pytest.approx(prediction.step_time_s, rel=1e-9)
+        assert one.step_time_change == pytest.approx(prediction.step_time_s / base.step_time_s - 1)
+        assert (one.device_bytes, one.fits) == (prediction.worst_memory.device_bytes, prediction.fits)
+    drawn = checked(importance_figure(effects))
+    assert sum(len(trace.x) for trace in drawn.data) == len(effects)
+    most = max(effects, key=lambda one: abs(one.step_time_change))
+    assert drawn.layout.yaxis.categoryarray[0] == SETTINGS[most.key], "the most important setting is on top"

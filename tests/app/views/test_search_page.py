@@ -62,10 +62,10 @@ def test_plans_are_found_filtered_pinned_and_compared() -> None:
     rows = len(table)
     assert {"dp_shard", "tp", "microbatch_size", "zero_stage"} <= set(table.columns)
     assert "plan" not in table.columns, "settings are columns"
-    tp = sorted(set(table["tp"]), key=int)[-1]
-    page.multiselect(key="view:filters.tp").set_value([tp]).run()
-    assert set(page.dataframe[0].value["tp"]) == {tp}
-    page.multiselect(key="view:filters.tp").set_value([]).run()
+    replicas = sorted(set(table["dp_replicate"]), key=int)[-1]
+    page.multiselect(key="view:filters.dp_replicate").set_value([replicas]).run()
+    assert set(page.dataframe[0].value["dp_replicate"]) == {replicas}
+    page.multiselect(key="view:filters.dp_replicate").set_value([]).run()
     assert len(page.dataframe[0].value) == rows
     page.selectbox(key="view:plan").set_value(rows - 1).run()  # a plan of the front that is not ranked
     assert complaints(page) == []
