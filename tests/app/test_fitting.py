@@ -90,8 +90,8 @@ def test_importance_is_the_change_that_predict_has() -> None:
     assert {"tp", "pp", "zero_stage", "recompute", "microbatch_size"} <= {one.key for one in effects}
     for one in effects[:: max(1, len(effects) // 6)]:
         prediction = predict(parse_scenario(document_text(changed(document, one.key, one.value))).job, name="x")
-        assert one.step_time_s == pytest.approx(prediction.step_time_s, rel=1e-9)
-        assert one.step_time_change == pytest.approx(prediction.step_time_s / base.step_time_s - 1)
+        assert one.step_time_s == pytest.approx(prediction.step_time_s, rel=1e-4)
+        assert one.step_time_change == pytest.approx(prediction.step_time_s / base.step_time_s - 1, abs=1e-4)
         assert (one.device_bytes, one.fits) == (prediction.worst_memory.device_bytes, prediction.fits)
     drawn = checked(importance_figure(effects))
     assert sum(len(trace.x) for trace in drawn.data) == len(effects)

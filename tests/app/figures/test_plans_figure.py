@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from app.components.elements import csv_text
+from app.components.plans import selected_plan
 from app.figures.plans import (
     AXES,
     COLOURS,
@@ -44,6 +45,8 @@ def test_every_plan_is_a_row_and_a_point(result: SearchResult) -> None:
     assert len(rows) == len(plans)
     assert [row["rank"] for row in rows[:3]] == [1, 2, 3]
     assert sum(row["on_front"] for row in rows) == len(result.pareto)
+    assert len(rows) > len(result.ranked), "plans of the front are rows, too"
+    assert [selected_plan(result, row).step_time_s for row in range(len(rows))] == [row["step_time_s"] for row in rows]
     figure = checked(plans_figure(rows, "step_time_s", "device_gib", "schedule"))
     expected = sorted((plan.step_time_s, plan.device_bytes / GIB) for plan in plans.values())
     assert sorted(points(figure)) == expected

@@ -67,9 +67,8 @@ def test_plans_are_found_filtered_pinned_and_compared() -> None:
     assert set(page.dataframe[0].value["dp_replicate"]) == {replicas}
     page.multiselect(key="view:filters.dp_replicate").set_value([]).run()
     assert len(page.dataframe[0].value) == rows
-    page.selectbox(key="view:plan").set_value(rows - 1).run()  # a plan of the front that is not ranked
+    page.selectbox(key="view:plan").set_value(rows - 1).run()
     assert complaints(page) == []
-    assert page.selectbox(key="view:plan").options[rows - 1].startswith("Pareto. ")
     button(page, "Pin").click().run()
     button(page, "Compare").click().run()
     assert complaints(page) == []
