@@ -184,12 +184,12 @@ def _crowd(chromium: Any, url: str, _: int) -> Iterator[BenchmarkRow]:
         moved_ms: dict[str, list[float]] = {"bare": [], "cached": [], "uncached": []}
         for number in range(_ROUNDS):
             others = [
-                f"{url}/?{_PLAN.replace('batch_size=128', f'batch_size={512 + 64 * (_CROWD * number + user)}')}"
+                f"{url}/?{_PLAN.replace('batch_size=128', f'batch_size={8 * (32 + _CROWD * number + user)}')}"
                 for user in range(_CROWD)
             ]
             for name, urls in (("bare", [bare] * _CROWD), ("same", [slider] * _CROWD), ("different", others)):
                 opened_s[name] += _open_together(chromium, urls)
-            batch = _PLAN.replace("batch_size=128", f"batch_size={64 * (101 + number)}")
+            batch = _PLAN.replace("batch_size=128", f"batch_size={16 * (9 + number)}")
             moved_ms["bare"] += _move_slider(chromium, bare, "ArrowRight")
             for name in ("uncached", "cached"):  # the same request twice
                 moved_ms[name] += _move_slider(chromium, f"{url}/?{batch}", "ArrowLeft")
@@ -243,6 +243,7 @@ def _open_together(chromium: Any, urls: Sequence[str]) -> list[float]:
 def _move_slider(chromium: Any, url: str, key: str) -> list[float]:
     """Milliseconds from a key press on the slider to another first number on the page."""
     tab = chromium.new_context(viewport=_WINDOW).new_page()
+    tab.set_default_timeout(240_000)
     opened(tab, url)
     tab.locator("[data-testid=stMetricValue]").first.wait_for()
     settled(tab)

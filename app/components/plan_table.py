@@ -10,7 +10,7 @@ import streamlit as st
 
 from app import state
 from app.definitions import meaning
-from app.figures.plans import SETTINGS, settings_of
+from app.figures.plans import SETTINGS, settings_of, written
 from simplan.units import format_number_evenly
 
 PLAN = "plan"
@@ -56,7 +56,7 @@ def show_filters(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     passing = [
         number
         for number, row in enumerate(rows)
-        if all(not values or _written(row.get(key)) in values for key, values in wanted.items())
+        if all(not values or written(row.get(key)) in values for key, values in wanted.items())
     ]
     active = sum(map(bool, wanted.values()))
     title = f"Filters ({len(passing)} of {len(rows)} plans shown)" if active else "Filters"
@@ -90,7 +90,7 @@ def show_table_of_plans(rows: Sequence[Mapping[str, Any]], passing: Sequence[int
     frame = frame[shown]
     frame["rank"] = ["Pareto" if pd.isna(rank) else f"{rank:.0f}" for rank in frame["rank"]]
     for key in settings:
-        frame[key] = [_written(rows[number].get(key)) for number in passing]
+        frame[key] = [written(rows[number].get(key)) for number in passing]
     chosen = selected_row(len(rows))
     key = _key(chosen, passing)
     st.dataframe(
@@ -156,15 +156,8 @@ def _filter(key: str) -> None:
 def _values(rows: Sequence[Mapping[str, Any]], key: str) -> list[str]:
     values = {row.get(key) for row in rows if not isinstance(row.get(key), list)}
     numbers = sorted(value for value in values if isinstance(value, int) and not isinstance(value, bool))
-    others = sorted(_written(value) for value in values - set(numbers))
+    others = sorted(written(value) for value in values - set(numbers))
     return [*map(str, numbers), *others]
-
-
-def _written(value: Any) -> str:
-    """Value of a setting as in a scenario file; empty for None."""
-    if value is None:
-        return ""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _listed(values: Any) -> list[Any]:

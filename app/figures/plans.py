@@ -91,7 +91,7 @@ SETTINGS: Mapping[str, str] = MappingProxyType(
 """Settings of a plan: column heads by key of a row."""
 
 _FAST_TO_SLOW = [[0.0, PLANS[0]], [0.5, PLANS[4]], [1.0, PLANS[1]]]
-_LABEL_CHARS = 44
+_LABEL_CHARS, _CHARS_ACROSS = 44, 120
 _REASONS = {"memory": "needs more memory than a device has"}
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon")
 
@@ -292,6 +292,7 @@ def importance_figure(effects: Sequence[SettingEffect]) -> Figure:
     for one in effects:
         spread[one.key] = max(spread[one.key], abs(one.step_time_change))
     ordered = sorted(spread, key=lambda key: -spread[key])
+    labels = _apart(effects)
     traces = []
     for name, fits, colour, symbol in (("fits", True, PLANS[0], "circle"), ("does not fit", False, PLANS[1], "x")):
         shown = [one for one in effects if (one.fits is not False) is fits]
@@ -302,15 +303,20 @@ def importance_figure(effects: Sequence[SettingEffect]) -> Figure:
             mode="markers+text",
             x=[100 * one.step_time_change for one in shown],
             y=[SETTINGS[one.key] for one in shown],
-            text=[str(one.value).lower() if isinstance(one.value, bool) else str(one.value) for one in shown],
+            text=[labels[one] for one in shown],
             textposition="top center",
             textfont={"size": 10},
             marker={"color": colour, "symbol": symbol, "size": 9},
             customdata=[
-                [format_time(one.step_time_s), format_bytes(one.device_bytes), f"{one.step_time_change:+.1%}"]
+                [
+                    format_time(one.step_time_s),
+                    format_bytes(one.device_bytes),
+                    f"{one.step_time_change:+.1%}",
+                    written(one.value),
+                ]
                 for one in shown
             ],
-            hovertemplate="%{y}: %{text}<br>step time %{customdata[0]} (%{customdata[2]})<br>"
+            hovertemplate="%{y}: %{customdata[3]}<br>step time %{customdata[0]} (%{customdata[2]})<br>"
             "device memory %{customdata[1]}<extra></extra>",
         )
         traces.append(trace)
@@ -330,6 +336,26 @@ def importance_figure(effects: Sequence[SettingEffect]) -> Figure:
         xaxis={"title": "change of the step time, %"},
         yaxis=CATEGORIES | {"categoryorder": "array", "categoryarray": [SETTINGS[key] for key in ordered]},
     )
+
+
+def _apart(effects: Sequence[SettingEffect]) -> dict[SettingEffect, str]:
+    """Labels of the points of each row; empty where a label would cover the one before it."""
+    changes = [one.step_time_change for one in effects]
+    per_char = (max(changes) - min(changes)) / _CHARS_ACROSS
+    labels, ends = dict.fromkeys(effects, ""), dict.fromkeys((one.key for one in effects), -math.inf)
+    for one in sorted(effects, key=lambda one: one.step_time_change):
+        text = written(one.value)
+        half = per_char * (len(text) + 1) / 2
+        if one.step_time_change - half >= ends[one.key]:
+            labels[one], ends[one.key] = text, one.step_time_change + half
+    return labels
+
+
+def written(value: Any) -> str:
+    """Value of a setting as in a scenario file; empty for None."""
+    if value is None:
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def shares_figure(plans: Sequence[tuple[str, RankedPlan]]) -> Figure:
