@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pandas as pd
@@ -33,6 +34,14 @@ def show_table(rows: Sequence[Mapping[str, Any]], *, digits: int | None = None, 
     """
     frame = pd.DataFrame(rows)
     st.dataframe(frame if digits is None else frame.round(digits), hide_index=True, placeholder="", **more)
+
+
+@contextmanager
+def details(label: str, key: str) -> Iterator[bool]:
+    """An expander whose content the server makes only while it is open; yields if it is open."""
+    expander = st.expander(label, key=f"details {key}", on_change="rerun")
+    with expander:
+        yield bool(expander.open)
 
 
 def download(label: str, name: str, kind: str, content: str | bytes | Callable[[], str], *, about: str = "") -> None:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import streamlit as st
 
 from app import state
+from app.components.elements import details
 from app.fields import choice, get, number, put, switch
 from app.fitting import (
     degrees_of,
@@ -93,7 +94,7 @@ def _model() -> None:
             "config.json", type=["json"], key="form config", label_visibility="collapsed", max_upload_size=limit
         )
         about = "Sequence length of the training; a config has the maximum of the model"
-        length = st.number_input("Training tokens", 1, 10**8, 4096, help=about)
+        length = st.number_input("Sequence length", 1, 10**8, 4096, help=about)
         if file is not None and st.button("Use", key="form use config"):
             _take(lambda: state.document() | {"model": config_fields(file.name, file.getvalue(), length)})
 
@@ -171,15 +172,20 @@ def _plan() -> None:
             choice("Stages per rank", ("plan", "virtual_stages"), stages, 2)
     about = "Modules recomputed in backward"
     _valid_choice("Recompute", "recompute", get_args(Recompute), "none", about=about)
-    with st.expander("More options"):
-        for label, name, words in _MORE_DEGREES:
-            choice(label, ("plan", name), degrees_of(document, name), 1, then=_fit, help=f"{name}: {words}")
-        _valid_switch("Sequence parallelism", "sequence_parallel", default=is_above_one(get(("plan", "tp"))))
-        _valid_switch("Reshard after forward", "reshard_after_forward", default=True)
-        about = "Unsharded gradients use memory until they are reduced"
-        _valid_choice("Gradient reduction", "grad_sync", ("step", "microbatch"), "step", about=about)
-        _valid_switch("Offload optimizer", "offload_optimizer", default=False)
-        _valid_switch("Offload activations", "offload_activations", default=False)
+    with details("More options", "options") as is_open:
+        if is_open:
+            _more_options(document)
+
+
+def _more_options(document: dict[str, Any]) -> None:
+    for label, name, words in _MORE_DEGREES:
+        choice(label, ("plan", name), degrees_of(document, name), 1, then=_fit, help=f"{name}: {words}")
+    _valid_switch("Sequence parallelism", "sequence_parallel", default=is_above_one(get(("plan", "tp"))))
+    _valid_switch("Reshard after forward", "reshard_after_forward", default=True)
+    about = "Unsharded gradients use memory until they are reduced"
+    _valid_choice("Gradient reduction", "grad_sync", ("step", "microbatch"), "step", about=about)
+    _valid_switch("Offload optimizer", "offload_optimizer", default=False)
+    _valid_switch("Offload activations", "offload_activations", default=False)
 
 
 def _degree(label: str, name: str, about: str) -> None:

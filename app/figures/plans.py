@@ -189,8 +189,8 @@ def plans_figure(
     for name, plans, ring in (("pinned", set(pinned), "square-open"), ("selected", {selected}, "circle-open")):
         ringed = [row for row in shown if row["plan"] in plans]
         if ringed:
-            marker = {"symbol": ring, "size": 18, "color": MUTED, "line": {"width": 2}}
-            traces.append(trace(ringed, mode="markers", name=name, marker=marker, hoverinfo="skip"))
+            around = {"symbol": ring, "size": 18, "color": MUTED, "line": {"width": 2}}
+            traces.append(trace(ringed, mode="markers", name=name, marker=around, hoverinfo="skip"))
     return figure(traces, height=430, xaxis=_drawn_axis(x), yaxis=_drawn_axis(y))
 
 
@@ -248,7 +248,7 @@ def coordinates_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
         rows: Rows from ``plan_rows``.
     """
     differing = [key for key in settings_of(rows) if len({str(row.get(key)) for row in rows}) > 1]
-    dimensions = []
+    dimensions: list[dict[str, Any]] = []
     for key in differing:
         values = [row.get(key) for row in rows]
         ordered = sorted({str(value): value for value in values}.values(), key=_order)

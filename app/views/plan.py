@@ -9,7 +9,7 @@ from typing import Any
 import streamlit as st
 
 from app import result_cache, state
-from app.components.elements import csv_text, download, show_figure, show_table
+from app.components.elements import csv_text, details, download, show_figure, show_table
 from app.components.scenario_form import show_scenario_form
 from app.components.verdict import budget_of, show_budget, show_numbers, show_verdict
 from app.definitions import meaning
@@ -161,17 +161,20 @@ def _show_step(result: PlanResult) -> None:
 
 
 def _show_details(prediction: Prediction) -> None:
-    with st.expander(f"Cost terms ({len(prediction.terms)})"):
-        terms = sorted(prediction.terms, key=lambda term: -term.seconds * term.count)
-        show_table(list(map(_term_row, terms)), height=320)
-    with st.expander("Ranks"):
-        show_table(_rank_rows(prediction))
-    with st.expander(f"Assumptions ({len(prediction.assumptions)})"):
-        st.markdown(bullets(prediction.assumptions))
-        missing = prediction.job.software.not_modelled
-        if missing:
-            st.markdown(f"Not modeled of {escaped(prediction.job.software.id)}:")
-            st.markdown(bullets(missing))
+    with details(f"Cost terms ({len(prediction.terms)})", "terms") as is_open:
+        if is_open:
+            terms = sorted(prediction.terms, key=lambda term: -term.seconds * term.count)
+            show_table(list(map(_term_row, terms)), height=320)
+    with details("Ranks", "ranks") as is_open:
+        if is_open:
+            show_table(_rank_rows(prediction))
+    with details(f"Assumptions ({len(prediction.assumptions)})", "assumptions") as is_open:
+        if is_open:
+            st.markdown(bullets(prediction.assumptions))
+            missing = prediction.job.software.not_modelled
+            if missing:
+                st.markdown(f"Not modeled of {escaped(prediction.job.software.id)}:")
+                st.markdown(bullets(missing))
 
 
 def _term_row(term: Term) -> dict[str, object]:

@@ -14,6 +14,7 @@ from app.figures.style import ACTIONS, COMMUNICATION
 from app.results import timeline
 from app.results.timeline import timeline_result, trace_text
 from simplan.program.action import ActionKind
+from simplan.program.program import MemoryCategory
 from simplan.report.drawings.drawing import draw_pipeline
 from tests.app.figures.drawn import checked
 from tests.app.questions import predicted, text_of
@@ -89,7 +90,7 @@ def test_many_boxes_are_merged_into_the_whole_step(layers: bool, monkeypatch: py
 def test_a_peak_without_duration_is_drawn() -> None:
     result = timeline_result(text_of("zb-h1"), 0)
     curve = result.memory[0]
-    categories = dict.fromkeys(curve.by_category, (0, 5 * 2**30, 1 * 2**30))
+    categories: dict[MemoryCategory, tuple[int, ...]] = dict.fromkeys(curve.by_category, (0, 5 * 2**30, 1 * 2**30))
     brief = replace(curve, times_s=(0.0, 0.01, 0.01), by_category=categories)
     figure = checked(gantt_figure([replace(result, memory=(brief,))]))
     areas = [trace for trace in figure.data if trace.type == "scatter" and trace.stackgroup]
