@@ -120,6 +120,12 @@ def valid_values(document: Document, key: str, values: Sequence[Any]) -> tuple[A
     return _valid_values(json.dumps(document, default=str), key, tuple(values)) or tuple(values)
 
 
+def plan_value(document: Document, key: str) -> Any:
+    """Value of a plan key, or its default in this plan; None while the plan is invalid."""
+    plan = _plan_of(document)
+    return None if plan is None else getattr(plan, key)
+
+
 def degrees_of(document: Document, key: str) -> tuple[int, ...]:
     """Values of a degree of parallelism that the devices allow."""
     devices = num_devices(document)
@@ -195,19 +201,19 @@ def _smaller(document: Document, key: str, value: Any) -> list[Any]:
 
 @lru_cache(maxsize=512)
 def _valid_values(key_of_document: str, key: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    document, default = json.loads(key_of_document), ParallelPlan.model_fields[key].default
+    document = json.loads(key_of_document)
 
     def is_valid(value: Any) -> bool:
-        candidate = changed(document, key, value)
-        return candidate["plan"].get(key, default) == value and not _violations(candidate, unknown=["unknown"])
+        job = _job(changed(document, key, value))
+        return job is not None and getattr(job.plan, key) == value and not violations(job)
 
     return tuple(value for value in values if is_valid(value))
 
 
-def _violations(document: Document, unknown: Sequence[str] = ()) -> list[str]:
-    """Violated rules of a plan as sentences; ``unknown`` if another section or a value of the plan is invalid."""
+def _violations(document: Document) -> list[str]:
+    """Violated rules of a plan as sentences; none if another section or a value of the plan is invalid."""
     job = _job(document)
-    return list(unknown) if job is None else [problem.sentence() for problem in violations(job)]
+    return [] if job is None else [problem.sentence() for problem in violations(job)]
 
 
 def _job(document: Document) -> Job | None:
@@ -215,8 +221,13 @@ def _job(document: Document) -> Job | None:
     job = _job_without_plan(json.dumps(others, default=str))
     if job is None:
         return None
+    plan = _plan_of(document)
+    return None if plan is None else job.with_plan(plan)
+
+
+def _plan_of(document: Document) -> ParallelPlan | None:
     with suppress(SpecError):
-        return job.with_plan(parse_model(ParallelPlan, document.get("plan") or {}))
+        return parse_model(ParallelPlan, document.get("plan") or {})
     return None
 
 

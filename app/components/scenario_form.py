@@ -19,6 +19,7 @@ from app.fitting import (
     mended,
     microbatch_sizes,
     num_devices,
+    plan_value,
     section,
     valid_values,
     zero_stage,
@@ -180,12 +181,13 @@ def _plan() -> None:
 def _more_options(document: dict[str, Any]) -> None:
     for label, name, words in _MORE_DEGREES:
         choice(label, ("plan", name), degrees_of(document, name), 1, then=_fit, help=f"{name}: {words}")
-    _valid_switch("Sequence parallelism", "sequence_parallel", default=is_above_one(get(("plan", "tp"))))
-    _valid_switch("Reshard after forward", "reshard_after_forward", default=True)
+    _valid_switch("Sequence parallelism", "sequence_parallel")
+    _valid_switch("Reshard after forward", "reshard_after_forward")
     about = "Unsharded gradients use memory until they are reduced"
-    _valid_choice("Gradient reduction", "grad_sync", ("step", "microbatch"), "step", about=about)
-    _valid_switch("Offload optimizer", "offload_optimizer", default=False)
-    _valid_switch("Offload activations", "offload_activations", default=False)
+    syncs = ("step", "microbatch")
+    _valid_choice("Gradient reduction", "grad_sync", syncs, plan_value(document, "grad_sync"), about=about)
+    _valid_switch("Offload optimizer", "offload_optimizer")
+    _valid_switch("Offload activations", "offload_activations")
 
 
 def _degree(label: str, name: str, about: str) -> None:
@@ -219,10 +221,10 @@ def _valid_choice(
     )
 
 
-def _valid_switch(label: str, name: str, *, default: bool) -> None:
+def _valid_switch(label: str, name: str) -> None:
     """Switch of a plan key; disabled if the other settings rule its other value out."""
-    value = get(("plan", name), default)
-    switch(label, ("plan", name), default, disabled=len(valid_values(state.current(), name, (value, not value))) < 2)
+    value = plan_value(state.current(), name) is True
+    switch(label, ("plan", name), value, disabled=len(valid_values(state.current(), name, (value, not value))) < 2)
 
 
 def _fit() -> None:
