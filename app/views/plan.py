@@ -161,7 +161,7 @@ def _show_step(result: PlanResult) -> None:
 
 
 def _show_details(prediction: Prediction) -> None:
-    with details(f"Cost terms ({len(prediction.terms)})", "terms") as is_open:
+    with details(f"Cost breakdown ({len(prediction.terms)} terms)", "terms") as is_open:
         if is_open:
             terms = sorted(prediction.terms, key=lambda term: -term.seconds * term.count)
             show_table(list(map(_term_row, terms)), height=320)
@@ -184,7 +184,7 @@ def _term_row(term: Term) -> dict[str, object]:
         "count per rank": round(term.count, 3),
         "seconds per rank": term.seconds * term.count,
         "source": term.provenance,
-        "std": f"+/- {term.relative_std:.0%}",
+        "uncertainty": f"+/- {term.relative_std:.0%}",
         "formula": term.formula,
     }
 

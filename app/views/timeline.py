@@ -35,7 +35,7 @@ def show() -> None:
             st.caption("Set Pipeline above 1 to compare schedules.")
     with middle:
         boxes = remembered_choice(
-            "Boxes", "boxes", ("action", "layer"), "action", help="One box per action or per layer"
+            "Granularity", "boxes", ("action", "layer"), "action", help="One box per action or per layer"
         )
     start, end = _window()
     layers = boxes == "layer"
