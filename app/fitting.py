@@ -116,7 +116,7 @@ def applied(document: Document, changes: Mapping[str, Any]) -> Document:
 
 
 def valid_values(document: Document, key: str, values: Sequence[Any]) -> tuple[Any, ...]:
-    """Those values of a plan key with which the plan violates no rule; all values if there are none."""
+    """Values of a plan key with which the plan violates no rule; all values if there are none."""
     return _valid_values(json.dumps(document, default=str), key, tuple(values)) or tuple(values)
 
 
