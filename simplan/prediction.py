@@ -15,7 +15,7 @@ from simplan.program.action import Table, format_table
 from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind, Split, Timeline
 from simplan.training import TrainingBudget
-from simplan.units import GIB
+from simplan.units import GIB, format_bytes, format_percent, format_time
 
 PREDICTION_SCHEMA_VERSION = 2
 _OF_TRAINING_RUN = (
@@ -152,7 +152,7 @@ def training_run(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Prediction:
     """Prediction of one job with a plan.
 
@@ -199,6 +199,17 @@ class Prediction:
     assumptions: tuple[str, ...] = ()
     reference_s: float | None = None
     training_run: TrainingRun | None = None
+
+    def __repr__(self) -> str:
+        """Step time, memory of the worst rank and MFU, in one line."""
+        low_s, high_s = self.step_time_interval_s
+        time = f"{format_time(self.step_time_s)} a step ({format_time(low_s)} to {format_time(high_s)})"
+        memory = format_bytes(self.worst_memory.device_bytes)
+        if self.capacity_bytes is not None:
+            fits = self.fits and self.host_fits is not False
+            memory = f"{'fits' if fits else 'does not fit'}: {memory} of {format_bytes(self.capacity_bytes)}"
+        mfu = "" if self.mfu is None else f", MFU {format_percent(self.mfu)}"
+        return f"Prediction({self.name}: {time}, {memory}{mfu})"
 
     @property
     def worst_rank(self) -> int:
@@ -260,6 +271,7 @@ class Prediction:
                 **to_jsonable_python({part: getattr(job, part) for part in ("model", "cluster", "training", "plan")}),
                 "software": job.software.title,
             },
+            "links": job.cluster.links,
             "stage_boundaries": list(self.assignment.boundaries),
             "num_microbatches": job.num_microbatches,
             "num_parameters": job.model.num_parameters,

@@ -122,6 +122,8 @@ def test_snippets_of_a_page_work(page: str, tmp_path: Path, monkeypatch: pytest.
         elif one.note in ("output: begins", "search-output", "predict-output"):
             assert printed.startswith(one.text)
             assert one.text.count("\n") > 3
+        elif one.note == "output: ends":
+            assert printed.endswith(one.text)
 
 
 def read_yaml(text: str, folder: Path, number: int) -> None:

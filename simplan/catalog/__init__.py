@@ -37,6 +37,7 @@ __all__ = [
     "model_fields",
     "names",
     "network_link",
+    "network_of_node",
     "node",
     "published_parameters",
     "software",
@@ -60,6 +61,7 @@ class NodeEntry:
         inter_link: Link between nodes; None when unknown.
         host_memory_bytes: Host memory of the node; None when unknown.
         host_memory_bandwidth_bytes_per_s: Bandwidth of host memory; None when unknown.
+        nics_per_node: Network cards of the node that ``inter_link`` stands for; None when unknown.
     """
 
     id: str
@@ -70,6 +72,7 @@ class NodeEntry:
     source: str = field(default="", compare=False)
     host_memory_bytes: int | None = None
     host_memory_bandwidth_bytes_per_s: float | None = None
+    nics_per_node: int | None = None
 
 
 def names(kind: Kind) -> tuple[str, ...]:
@@ -131,7 +134,11 @@ def kernel_rates(architecture: str, *, textbook: bool = False) -> KernelRates:
 
 @cache
 def link(name: str, *, textbook: bool = False) -> LinkSpec:
-    """A link; ``network-<n>gbit`` is a network of n Gbit/s per device, ``efa-<n>gbit`` one with AWS's EFA transport.
+    """A link.
+
+    ``network-<n>gbit`` is a network of n Gbit/s per device, ``efa-<n>gbit`` one with AWS's EFA transport.
+    ``tcp-<n>gbit`` is one Ethernet card of a node; the link has the rate of a node with one device
+    (``network_of_node``).
 
     With ``textbook``, the priors that a fit starts from, without fitted values (``links_fitted.yaml``).
     """
@@ -139,6 +146,20 @@ def link(name: str, *, textbook: bool = False) -> LinkSpec:
     if match is not None and match[1] in _parsed("links")["networks"] and float(match[2]) > 0:
         return network_link(float(match[2]), match[1], textbook=textbook)
     return _link(name, name, _entry("links", name), textbook=textbook)
+
+
+def network_of_node(name: str, devices_per_node: int, nics_per_node: int = 1) -> LinkSpec | None:
+    """Link that cards of a node are for each of its devices; None if the name is no link of one card per node.
+
+    Args:
+        name: ``tcp-<n>gbit``.
+    """
+    match = _NETWORK.fullmatch(name)
+    networks = _parsed("links")["networks"]
+    if match is None or not networks.get(match[1], {}).get("per_node") or float(match[2]) <= 0:
+        return None
+    shared = network_link(float(match[2]) * nics_per_node / devices_per_node, match[1])
+    return shared.model_copy(update={"id": name})
 
 
 def network_link(gbit_per_device: float, kind: str = "network", *, textbook: bool = False) -> LinkSpec:
@@ -149,6 +170,7 @@ def network_link(gbit_per_device: float, kind: str = "network", *, textbook: boo
         kind: ``network`` for InfiniBand and RoCE, or ``efa``.
     """
     entry = {"bytes_per_s": gbit_per_device * 1e9 / 8, **_parsed("links")["networks"][kind]}
+    entry.pop("per_node", None)
     return _link(f"{kind}-{gbit_per_device:g}gbit", kind, entry, textbook=textbook)
 
 
@@ -194,7 +216,8 @@ def node(name: str) -> NodeEntry:
         device=its_device,
         devices_per_node=entry["devices_per_node"],
         intra_link=None if its_device.intra_link is None else link(its_device.intra_link),
-        inter_link=network_link(entry["inter_link_gbit_per_device"]),
+        inter_link=network_link(entry["nics_per_node"] * entry["nic_gbit"] / entry["devices_per_node"]),
+        nics_per_node=entry["nics_per_node"],
         source=_sources("clusters", {"": entry["source"]})[""],
         host_memory_bytes=entry["host_memory_bytes"],
         host_memory_bandwidth_bytes_per_s=entry["host_memory_bandwidth_bytes_per_s"],
@@ -222,6 +245,7 @@ def make_cluster(entry: NodeEntry, num_devices: int) -> ClusterSpec:
         num_devices=num_devices,
         intra_link=entry.intra_link if entry.devices_per_node > 1 else None,
         inter_link=entry.inter_link if num_devices > entry.devices_per_node else None,
+        nics_per_node=entry.nics_per_node if num_devices > entry.devices_per_node else None,
         host_link=None if entry.device.host_link is None else link(entry.device.host_link),
         host_memory_bytes=entry.host_memory_bytes,
         host_memory_bandwidth_bytes_per_s=entry.host_memory_bandwidth_bytes_per_s,

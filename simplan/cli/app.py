@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 import simplan
+from simplan.cli.terminal import completion
 from simplan.cli.terminal.options import (
     AsJson,
     CalibrationFile,
@@ -22,12 +23,12 @@ from simplan.cli.terminal.options import (
     PriceOption,
     RendezvousConf,
     Resume,
-    ScenarioFile,
     ScenarioPaths,
     TimedPrecision,
     Tokens,
 )
 from simplan.cli.terminal.output import complain
+from simplan.cli.terminal.scenario_request import ScenarioRequest, takes_scenario
 from simplan.documentation import documentation
 from simplan.errors import SimplanError
 
@@ -37,7 +38,6 @@ _SECONDS = partial(typer.Option, max=86_400.0, metavar="SECONDS")
 
 app = typer.Typer(
     name="simplan",
-    add_completion=False,
     pretty_exceptions_enable=False,  # errors are sentences; see main
     rich_markup_mode=None,  # plain help, equal on every terminal
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -50,7 +50,7 @@ def root(
 ) -> None:
     """Plan, predict and prove distributed deep-learning training.
 
-    For example: simplan demo; simplan predict SCENARIO; simplan run SCENARIO; simplan show devices
+    For example: simplan predict llama3-8b --gpus 64 --tp 8; simplan init; simplan demo; simplan show devices
 
     Exit codes: 0 done, 1 an expectation failed, 2 bad usage or bad file, 3 no plan of a search fits, 4 a run failed,
     130 interrupted.
@@ -64,8 +64,9 @@ def root(
 
 
 @app.command(short_help="Predict one plan: memory, step time and its breakdown.")
+@takes_scenario(writes=True)
 def predict(
-    scenario: ScenarioFile,
+    scenario: ScenarioRequest,
     json: AsJson = False,
     trace: Annotated[Path | None, _FILE(help="File for a Perfetto trace (default: none).")] = None,
     output: JsonFile = None,
@@ -87,8 +88,9 @@ def predict(
 
 
 @app.command(short_help="Find the best plan of a search space, and show why others lost.")
+@takes_scenario(writes=True)
 def search(
-    scenario: ScenarioFile,
+    scenario: ScenarioRequest,
     json: AsJson = False,
     top: Annotated[int | None, _COUNT(max=1000, help="Number of plans to rank (default: 5).")] = None,
     objective: Annotated[
@@ -137,9 +139,29 @@ def search(
     return search_command(scenario, as_json=json, options=options, calibration_file=calibration)
 
 
+@app.command(short_help="Write a first scenario, and name the next command.")
+@takes_scenario(required=False)
+def init(
+    scenario: ScenarioRequest,
+    output: Annotated[Path, _FILE("--output", "-o", help="File for the scenario.")] = Path("scenario.yaml"),
+    search: Annotated[bool, typer.Option("--search", help="A search for the best plan instead of one plan.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Permission to overwrite the file.")] = False,
+    json: AsJson = False,
+) -> int:
+    """Write a first scenario, complete and with comments, and name the next command.
+
+    Values that are not given are assumed, and listed. On a terminal, without SCENARIO, questions ask for the model, the
+    cluster and the batch.
+    """
+    from simplan.cli.init import init_command
+
+    return init_command(scenario, file=output, searches=search, force=force, as_json=json)
+
+
 @app.command(short_help="Run a plan on this machine, and compare it with its prediction.")
+@takes_scenario()
 def run(
-    scenario: ScenarioFile,
+    scenario: ScenarioRequest,
     json: AsJson = False,
     output: Annotated[
         Path | None,
@@ -194,8 +216,9 @@ def run(
 
 
 @app.command(short_help="Run one rank of a job of any size alone on a local device.")
+@takes_scenario()
 def rehearse(
-    scenario: ScenarioFile,
+    scenario: ScenarioRequest,
     rank: Annotated[
         str, typer.Option(metavar="RANK", help="Number of the rank, or worst for the peak-memory rank.")
     ] = "worst",
@@ -388,10 +411,16 @@ def accuracy(
 
 
 @app.command(short_help="Show every term of step time and memory, with its formula.")
+@takes_scenario()
 def explain(
-    scenario: ScenarioFile,
+    scenario: ScenarioRequest,
     other: Annotated[
-        Path | None, typer.Argument(metavar="OTHER", help="Second scenario, for the difference of the two.")
+        Path | None,
+        typer.Argument(
+            metavar="OTHER",
+            help="Second scenario, for the difference of the two; options hold for both.",
+            autocompletion=completion.scenarios,
+        ),
     ] = None,
     json: AsJson = False,
     calibration: CalibrationFile = None,
@@ -403,8 +432,9 @@ def explain(
 
 
 @app.command(short_help="Write the predicted step as a trace for Perfetto.")
+@takes_scenario()
 def trace(
-    scenario: ScenarioFile,
+    scenario: ScenarioRequest,
     output: Annotated[Path | None, _FILE("--output", "-o", help="File for the trace.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Trace on stdout, as one JSON document.")] = False,
     calibration: CalibrationFile = None,
@@ -416,8 +446,9 @@ def trace(
 
 
 @app.command(short_help="Draw the predicted step, one row per pipeline rank.")
+@takes_scenario()
 def draw(
-    scenario: ScenarioFile,
+    scenario: ScenarioRequest,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE.svg", help="SVG file for the drawing (default: none)."),
@@ -438,8 +469,9 @@ def draw(
 
 
 @app.command(short_help="Write a Slurm batch script, or a Kubernetes PyTorchJob.")
+@takes_scenario()
 def export(
-    scenario: ScenarioFile,
+    scenario: ScenarioRequest,
     to: Annotated[str, typer.Option("--to", metavar="TARGET", help="Target: slurm or kubernetes.")],
     output: Annotated[Path | None, _FILE("--output", "-o", help="File for the script (default: stdout).")] = None,
     nnodes: Annotated[
@@ -485,12 +517,18 @@ def show(
         str | None,
         typer.Argument(
             metavar="KIND",
+            autocompletion=completion.kinds,
             help="Kind: devices, links, clusters, models, software, schedules, metrics, scenario; and the keys of a "
             "scenario's model, cluster, training, plan, search-space or expect.",
         ),
     ] = None,
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Name of one entry, for all its values with their sources.")
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="Name of one entry, for all its values with their sources.",
+            autocompletion=completion.entries,
+        ),
     ] = None,
     json: AsJson = False,
 ) -> int:

@@ -23,6 +23,7 @@ from simplan.cli.terminal.budget import chosen_budget
 from simplan.cli.terminal.drawing import print_drawing, refuse_other_suffix
 from simplan.cli.terminal.output import emphasize, print_json, print_result, say
 from simplan.cli.terminal.progress import ProgressLine
+from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.store import default_path
@@ -36,13 +37,13 @@ from simplan.report.drawings.drawing_svg import drawing_svg
 from simplan.report.explanation import difference_text, explanation_text
 from simplan.report.text import prediction_text, verdict
 from simplan.report.trace import predicted_trace, write_predicted_trace
-from simplan.scenario import Scenario, load_scenario
+from simplan.scenario import Scenario
 from simplan.scenario.elastic import scenarios_on_fewer
 from simplan.search import Fix, fixes
 
 
 def predict_command(
-    file: Path,
+    request: ScenarioRequest,
     *,
     as_json: bool,
     trace: Path | None,
@@ -51,7 +52,7 @@ def predict_command(
     budget: Mapping[str, float | None],
 ) -> int:
     """``simplan predict``."""
-    scenario = load_scenario(file)
+    scenario = request.scenario()
     given = chosen_budget(budget, scenario.job.model, scenario.budget.num_tokens)
     scenario = replace(scenario, budget=scenario.budget.model_copy(update=given))
     calibration = _calibration_for(scenario, calibration_file)
@@ -67,7 +68,7 @@ def predict_command(
     if as_json:
         print_json(document)
         return 0
-    text, line = prediction_text(prediction, _next(scenario, file, found), found or ()), verdict(prediction)
+    text, line = prediction_text(prediction, _next(scenario, request, found), found or ()), verdict(prediction)
     print_result(text.replace(line, emphasize(line, prediction.fits), 1))
     return 0
 
@@ -80,22 +81,26 @@ def _fixes(prediction: Prediction, calibration: Calibration | None) -> tuple[Fix
         return fixes(prediction, calibration)
 
 
-def _next(scenario: Scenario, file: Path, found: Sequence[Fix] | None) -> list[str]:
+def _next(scenario: Scenario, request: ScenarioRequest, found: Sequence[Fix] | None) -> list[str]:
     """Commands to run after a prediction."""
-    this = as_argument(file)
+    this = request.argument()
     steps = [f"simplan run {this}"] if scenario.job.cluster.id == THIS_MACHINE else []
     steps.append(f"simplan trace {this} -o trace.json")
     if found is None:
         return steps
-    changed = [f"simplan predict {this} {found[0].options}"] if found else []
-    return [*changed, f"simplan search {this} --set 'search={{}}'", f"simplan explain {this}", *steps]
+    same_batch = request.with_batch(scenario.job.training.global_batch_size)
+    changed = [f"simplan predict {same_batch.with_overrides(found[0].changes).argument()}"] if found else []
+    search = same_batch.argument(without="plan") + (" --set 'search={}'" if request.is_file else "")
+    return [*changed, f"simplan search {search}", f"simplan explain {this}", *steps]
 
 
-def explain_command(file: Path, other: Path | None, *, as_json: bool, calibration_file: Path | None) -> int:
+def explain_command(
+    request: ScenarioRequest, other: Path | None, *, as_json: bool, calibration_file: Path | None
+) -> int:
     """``simplan explain``."""
     explained = []
-    for path in (file, *([other] if other else [])):
-        scenario = load_scenario(path)
+    for each in (request, *([replace(request, source=other)] if other else [])):
+        scenario = each.scenario()
         calibration = _calibration_for(
             scenario, calibration_file if is_needed(scenario.job.cluster) or other is None else None
         )
@@ -112,11 +117,13 @@ def explain_command(file: Path, other: Path | None, *, as_json: bool, calibratio
     return 0
 
 
-def trace_command(file: Path, *, as_json: bool, output: Path | None, calibration_file: Path | None) -> int:
+def trace_command(
+    request: ScenarioRequest, *, as_json: bool, output: Path | None, calibration_file: Path | None
+) -> int:
     """``simplan trace``."""
     if output is None and not as_json:
         raise SpecError(Problem(field="--output", rule="is missing", fix="give -o FILE, or --json to print the trace"))
-    scenario = load_scenario(file)
+    scenario = request.scenario()
     calibration = _calibration_for(scenario, calibration_file)
     document = predicted_trace(*scenario.predict_step(calibration))
     if output is not None:
@@ -128,12 +135,12 @@ def trace_command(file: Path, *, as_json: bool, output: Path | None, calibration
 
 
 def draw_command(
-    file: Path, *, as_json: bool, output: Path | None, width: int | None, calibration_file: Path | None
+    request: ScenarioRequest, *, as_json: bool, output: Path | None, width: int | None, calibration_file: Path | None
 ) -> int:
     """``simplan draw``."""
     if output is not None:
         refuse_other_suffix(output)
-    scenario = load_scenario(file)
+    scenario = request.scenario()
     drawing = draw_pipeline(scenario.predict(_calibration_for(scenario, calibration_file)))
     if output is not None:
         write_text(output, drawing_svg(drawing))
@@ -146,7 +153,7 @@ def draw_command(
 
 
 def run_command(
-    file: Path,
+    request: ScenarioRequest,
     *,
     as_json: bool,
     output: Path | None,
@@ -155,7 +162,7 @@ def run_command(
     rendezvous: NodeRendezvous,
 ) -> int:
     """``simplan run``."""
-    scenario = load_scenario(file)
+    scenario = request.scenario()
     refuse_other_software(scenario)
     folder = output or default_folder(scenario)
     nodes = nodes_of(scenario, options, rendezvous)
@@ -217,6 +224,6 @@ def calibrate_command(
 def _calibration_for(scenario: Scenario, file: Path | None) -> Calibration | None:
     calibration = chosen(scenario, file)
     if calibration is not None and not covers(calibration, scenario):
-        this = as_argument(scenario.file or "FILE")
+        this = as_argument(scenario.file) if scenario.file and Path(scenario.file).exists() else "FILE"
         say(f"note: not every layer here was timed itself; `simplan calibrate {this}` times them")
     return calibration

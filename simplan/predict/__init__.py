@@ -5,6 +5,7 @@ from simplan.predict.evaluate import predict, predict_step
 from simplan.predict.memory import rank_memory
 from simplan.predict.sensitivity import MarginalValue, Resource, marginal_values
 from simplan.predict.simulated import Simulated, simulate_program
+from simplan.predict.sweep import sweep
 
 __all__ = [
     "MarginalValue",
@@ -20,4 +21,5 @@ __all__ = [
     "run_spec_of",
     "sharing_of",
     "simulate_program",
+    "sweep",
 ]

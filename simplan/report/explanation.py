@@ -8,6 +8,7 @@ from textwrap import wrap
 
 from simplan.explain import Difference, DifferenceRow, ExplainedTerm, Explanation
 from simplan.report.table import format_table_text
+from simplan.report.text import links_words
 from simplan.units import format_bytes, format_percent, format_time
 
 _WRAP = 118
@@ -27,6 +28,7 @@ def explanation_text(explanation: Explanation) -> str:
             "\n".join(
                 ["Figures", *(f"  {_number(p.value, p.unit)} {p.name} = {p.formula}" for p in explanation.figures)]
             ),
+            *([f"Links\n  {links}"] if (links := links_words(explanation.links)) else []),
         ]
     )
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from simplan.plan.plan import ParallelPlan
 from simplan.report.table import format_table_text
-from simplan.report.text import plan_words, suggestions
+from simplan.report.text import links_words, plan_words, suggestions
 from simplan.search.incumbents import NOISE
 from simplan.search.result import EquivalentPlans, NearestMiss, RankedPlan, SearchResult, SpaceCount
 from simplan.search.space import Objective
@@ -97,6 +97,8 @@ def search_text(result: SearchResult, next_steps: Iterable[str] = (), max_memory
         if max_memory_fraction == 1 and headroom is not None and headroom < _TIGHT * result.best.device_bytes:
             at = next(number for number, line in enumerate(shown, 1) if line.startswith("  memory "))
             shown.insert(at, f"  {'':11}  {_FRAGMENTATION}")
+        if links := links_words(result.links):
+            shown.append(f"  links        {links}")
         parts[0] += "\n" + "\n".join(shown)
     if len(result.ranked) > 1:
         parts.append(_ranked_table(result))
@@ -108,6 +110,8 @@ def search_text(result: SearchResult, next_steps: Iterable[str] = (), max_memory
     if result.changes:
         lines = (f"  - {change.words}: {search_plan_words(change.plan)}" for change in result.changes)
         parts.append("Changes that make a plan feasible, each tried\n" + "\n".join(lines))
+    if result.assumptions:
+        parts.append("Assumptions\n" + "\n".join(f"  - {text}" for text in result.assumptions))
     return "\n\n".join([*parts, *suggestions(next_steps)])
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
@@ -20,6 +21,7 @@ from simplan.units import (
     format_flop_per_s,
     format_number,
     format_percent,
+    format_rate,
     format_time,
 )
 
@@ -201,6 +203,8 @@ def _inputs_of_job(prediction: Prediction) -> Iterator[str]:
         f"{model.num_blocks} layers{mtp}, {_inputs(model)}"
     )
     yield (f"  cluster      {named}{cluster.num_devices} x {cluster.device.id}, {counted(cluster.num_nodes, 'node')}")
+    if links := links_words(cluster.links):
+        yield f"  links        {links}"
     yield (
         f"  training     {counted(training.global_batch_size, model.sample)} per step, {training.precision}, "
         f"{training.update.replace('_foreach', ' (foreach)')}, software {job.software.title}"
@@ -212,6 +216,26 @@ def _inputs_of_job(prediction: Prediction) -> Iterator[str]:
         counts = _in_runs([high - low for low, high in pairwise(bounds)])
         ends = "embedding, head and those for later tokens" if model.mtp_num_layers else "embedding and head"
         yield f"  stages       {counts} layers ({ends} count as one each)"
+
+
+def links_words(links: Mapping[str, Mapping[str, Any] | None]) -> str:
+    """Links of a cluster (``ClusterSpec.links``) with their datasheet bandwidth in one direction; empty without any.
+
+    >>> inter = {"name": "tcp-10gbit", "bytes_per_s_per_device": 3.125e8, "bytes_per_s_per_node": 1.25e9}
+    >>> links_words({"intra_node": None, "inter_node": inter | {"nics_per_node": 1}})
+    'inter-node tcp-10gbit, 312 MB/s per device, 1.25 GB/s per node (1 x 10 Gbit/s)'
+    """
+    words = []
+    if (intra := links.get("intra_node")) is not None:
+        words.append(f"intra-node {intra['name']}, {format_rate(intra['bytes_per_s_per_device'])} per device")
+    if (inter := links.get("inter_node")) is not None:
+        per_node, cards = inter["bytes_per_s_per_node"], inter["nics_per_node"]
+        of_cards = f" ({cards} x {per_node * 8e-9 / cards:g} Gbit/s)" if cards else ""
+        words.append(
+            f"inter-node {inter['name']}, {format_rate(inter['bytes_per_s_per_device'])} per device, "
+            f"{format_rate(per_node)} per node{of_cards}"
+        )
+    return "; ".join(words)
 
 
 def _in_runs(numbers: Sequence[int]) -> str:

@@ -4,16 +4,18 @@ It is a preset with overrides, or given inline::
 
     cluster: {preset: dgx-h100, num_devices: 12}
     cluster: {preset: this-machine, num_devices: 2}
-    cluster: {preset: this-machine, num_devices: 4, num_nodes: 2, inter_link_gbit_per_device: 10}
+    cluster: {preset: this-machine, num_devices: 4, num_nodes: 2, nic_gbit: 10}
     cluster:
       device: {preset: a100-sxm-80gb, memory_bytes: 60000000000}
       devices_per_node: 4
       intra_link: pcie4
-      inter_link_gbit_per_device: 100
+      nics_per_node: 2
+      nic_gbit: 100
       num_nodes: 2
 
-``inter_link_gbit_per_device`` describes InfiniBand or RoCE; ``inter_link`` names another network, e.g. efa-400gbit;
-between machines like this one it is Ethernet with TCP.
+The network is that of a node (``inter_link_gbit_per_node``, or ``nics_per_node`` and ``nic_gbit``), or of one of its
+devices (``inter_link_gbit_per_device``): InfiniBand or RoCE. ``inter_link`` names another network, e.g. efa-400gbit, or
+tcp-10gbit for one Ethernet card per node. Between machines like this one it is Ethernet with TCP.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ def _refuse_implausible(sections: Sections, given: dict[str, Any]) -> None:
                 sections.refuse(path, "is less than any device has", value=number, fix=f"write it in {unit}")
 
 
-class _Cluster(Spec):
+class ClusterSection(Spec):
     """The section ``cluster`` as written; ``device`` and the links are a name or a mapping."""
 
     preset: Any = None
@@ -104,6 +106,9 @@ class _Cluster(Spec):
     intra_link: Any = None
     inter_link: Any = None
     inter_link_gbit_per_device: Positive | None = None
+    inter_link_gbit_per_node: Positive | None = None
+    nics_per_node: Count | None = None
+    nic_gbit: Positive | None = None
     host_memory_bytes: HostBytes | None = None
     host_memory_bandwidth_bytes_per_s: Positive | None = None
     num_nodes: Count | None = None
@@ -111,17 +116,29 @@ class _Cluster(Spec):
     price_per_device_hour: Price | None = None
 
 
+_NETWORK_KEYS = (
+    "inter_link",
+    "inter_link_gbit_per_device",
+    "inter_link_gbit_per_node",
+    "nics_per_node",
+    "nic_gbit",
+)
+"""Keys of the network between nodes."""
+
+
 def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
     """The section ``cluster``: ``preset`` with overrides, or inline; None, after recording problems, when invalid."""
     before = sections.num_problems
     section = (
-        sections.read(_Cluster, data, ("cluster",)) if sections.is_mapping(data, ("cluster",), "dgx-h100") else None
+        sections.read(ClusterSection, data, ("cluster",))
+        if sections.is_mapping(data, ("cluster",), "dgx-h100")
+        else None
     )
     cluster = None if section is None else _cluster(sections, section)
     return cluster if sections.num_problems == before else None
 
 
-def _cluster(sections: Sections, section: _Cluster) -> ClusterSpec | None:
+def _cluster(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
     if section.preset == THIS_MACHINE:
         return _this_machine(sections, section)
     entry: catalog.NodeEntry | None = None
@@ -146,12 +163,14 @@ def _cluster(sections: Sections, section: _Cluster) -> ClusterSpec | None:
     if device is None:
         return None
     per_node = section.devices_per_node or (entry.devices_per_node if entry else 0)
+    inter_link, nics_per_node = _inter_link(sections, section, entry, per_node)
     node = catalog.NodeEntry(
         id=entry.id if entry else "inline",
         device=device,
         devices_per_node=per_node,
         intra_link=_intra_link(sections, section, device, entry),
-        inter_link=_inter_link(sections, section, entry),
+        inter_link=inter_link,
+        nics_per_node=nics_per_node,
         source=entry.source if entry else "the scenario",
         host_memory_bytes=section.host_memory_bytes or (entry.host_memory_bytes if entry else None),
         host_memory_bandwidth_bytes_per_s=section.host_memory_bandwidth_bytes_per_s
@@ -160,11 +179,11 @@ def _cluster(sections: Sections, section: _Cluster) -> ClusterSpec | None:
     return catalog.make_cluster(node, _num_devices(sections, section, per_node))
 
 
-def _this_machine(sections: Sections, section: _Cluster) -> ClusterSpec | None:
+def _this_machine(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
     """CPU ranks of this machine, or its accelerators when the section names a device."""
     num_nodes = section.num_nodes or 1
     of_one = ("devices_per_node", "host_memory_bytes", "host_memory_bandwidth_bytes_per_s")
-    for key in of_one if num_nodes > 1 else (*of_one, "inter_link", "inter_link_gbit_per_device"):
+    for key in of_one if num_nodes > 1 else (*of_one, *_NETWORK_KEYS):
         if getattr(section, key) is not None:
             rule = "has no meaning for this-machine" + ("" if num_nodes > 1 else ", which is one node")
             sections.refuse(("cluster", key), rule, fix="remove it")
@@ -188,7 +207,7 @@ def _this_machine(sections: Sections, section: _Cluster) -> ClusterSpec | None:
     return cluster.model_copy(update={"intra_link": _intra_link(sections, section, cluster.device, None)})
 
 
-def _machines_like_this(sections: Sections, section: _Cluster, num_nodes: int) -> ClusterSpec | None:
+def _machines_like_this(sections: Sections, section: ClusterSection, num_nodes: int) -> ClusterSpec | None:
     """Several nodes like this one, joined by Ethernet."""
     ranks = section.num_devices or num_nodes
     if ranks % num_nodes:
@@ -196,15 +215,16 @@ def _machines_like_this(sections: Sections, section: _Cluster, num_nodes: int) -
         fix = f"use {ranks - ranks % num_nodes or num_nodes} or {ranks - ranks % num_nodes + num_nodes}"
         sections.refuse(("cluster", "num_devices"), rule, value=ranks, fix=fix)
         return None
-    if section.inter_link is None and section.inter_link_gbit_per_device is None:
+    if all(getattr(section, key) is None for key in _NETWORK_KEYS):
         rule = "is needed to join several nodes"
-        sections.refuse(("cluster", "inter_link_gbit_per_device"), rule, fix="give the Gbit/s of each rank")
+        sections.refuse(("cluster", "nic_gbit"), rule, fix="give the Gbit/s of the network card of each node")
         return None
-    inter_link = _inter_link(sections, section, None, "tcp")
-    return this_machine(ranks, catalog.link("loopback"), num_nodes=num_nodes, inter_link=inter_link)
+    inter_link, nics_per_node = _inter_link(sections, section, None, ranks // num_nodes, "tcp")
+    cluster = this_machine(ranks, catalog.link("loopback"), num_nodes=num_nodes, inter_link=inter_link)
+    return cluster.model_copy(update={"nics_per_node": nics_per_node})
 
 
-def _accelerators_here(sections: Sections, section: _Cluster) -> ClusterSpec | None:
+def _accelerators_here(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
     device = read_device(sections, section.device, None)
     if device is None:
         return None
@@ -214,7 +234,7 @@ def _accelerators_here(sections: Sections, section: _Cluster) -> ClusterSpec | N
 
 
 def _intra_link(
-    sections: Sections, section: _Cluster, device: DeviceSpec, entry: catalog.NodeEntry | None
+    sections: Sections, section: ClusterSection, device: DeviceSpec, entry: catalog.NodeEntry | None
 ) -> LinkSpec | None:
     """The link between devices of a node."""
     if section.intra_link is not None:
@@ -227,19 +247,69 @@ def _intra_link(
 
 
 def _inter_link(
-    sections: Sections, section: _Cluster, entry: catalog.NodeEntry | None, kind: str = "network"
-) -> LinkSpec | None:
-    """The link between nodes; ``kind`` is the network that a bandwidth in Gbit/s stands for."""
-    gbit = section.inter_link_gbit_per_device
+    sections: Sections, section: ClusterSection, entry: catalog.NodeEntry | None, per_node: int, kind: str = "network"
+) -> tuple[LinkSpec | None, int | None]:
+    """The link between nodes, and the network cards of a node; None for unknown ones.
+
+    Args:
+        per_node: Devices of a node, which share its cards.
+        kind: Network that a bandwidth in Gbit/s stands for.
+    """
+    rates = _network_rates(section, entry, per_node)
     if section.inter_link is not None:
-        if gbit is not None:
-            rule = "is given twice, with inter_link_gbit_per_device"
+        if rates:
+            rule = f"is given twice, with {next(iter(rates))}"
             sections.refuse(("cluster", "inter_link"), rule, value=section.inter_link, fix="give one of the two")
-            return None
-        return _link(sections, ("cluster", "inter_link"), section.inter_link)
-    if gbit is not None:
-        return catalog.network_link(gbit, kind)
-    return entry.inter_link if entry else None
+            return None, None
+        return _named_network(sections, section, per_node)
+    if not rates:
+        if section.nics_per_node is not None:
+            fix = "give nic_gbit, the Gbit/s of one card"
+            sections.refuse(("cluster", "nics_per_node"), "is given without the rate of a card", fix=fix)
+        same = entry is not None and per_node == entry.devices_per_node
+        return (entry.inter_link if entry else None), (entry.nics_per_node if entry and same else None)
+    (first, gbit), *others = rates.items()
+    for key, other in others:
+        if abs(other - gbit) > 1e-9 * gbit:
+            rule = f"is {other:g} Gbit/s per device, and {first} is {gbit:g}; a node has {counted(per_node, 'device')}"
+            value = getattr(section, key)
+            shown = int(value) if float(value).is_integer() else value
+            sections.refuse(("cluster", key), rule, value=shown, fix="keep one of the two")
+            return None, None
+    preset = entry.nics_per_node if entry and "nic_gbit" in rates else None
+    return catalog.network_link(gbit, kind), section.nics_per_node or preset or (1 if "nic_gbit" in rates else None)
+
+
+def _network_rates(section: ClusterSection, entry: catalog.NodeEntry | None, per_node: int) -> dict[str, float]:
+    """Gbit/s per device by the key that gives it."""
+    rates = {}
+    if section.inter_link_gbit_per_device is not None:
+        rates["inter_link_gbit_per_device"] = section.inter_link_gbit_per_device
+    if section.inter_link_gbit_per_node is not None:
+        rates["inter_link_gbit_per_node"] = section.inter_link_gbit_per_node / per_node
+    if section.nic_gbit is not None:
+        cards = section.nics_per_node or (entry.nics_per_node if entry else None) or 1
+        rates["nic_gbit"] = section.nic_gbit * cards / per_node
+    elif section.nics_per_node and entry is not None and entry.nics_per_node and entry.inter_link is not None:
+        node_gbit = entry.inter_link.bytes_per_s * 8e-9 * entry.devices_per_node
+        rates["nics_per_node"] = node_gbit / entry.nics_per_node * section.nics_per_node / per_node
+    return rates
+
+
+def _named_network(sections: Sections, section: ClusterSection, per_node: int) -> tuple[LinkSpec | None, int | None]:
+    """The link of ``inter_link``: of a device, or of one card per node."""
+    name = section.inter_link
+    if isinstance(name, str):
+        cards = section.nics_per_node or 1
+        shared = catalog.network_of_node(name, per_node, cards)
+        if shared is not None:
+            return shared, cards
+    if section.nics_per_node is not None:
+        rule = "is for links of one card per node, such as tcp-10gbit, and for nic_gbit"
+        fix = "give nic_gbit in place of inter_link"
+        sections.refuse(("cluster", "nics_per_node"), rule, value=section.nics_per_node, fix=fix)
+        return None, None
+    return _link(sections, ("cluster", "inter_link"), name), None
 
 
 def _link(sections: Sections, path: Path, data: Any) -> LinkSpec | None:
@@ -249,7 +319,7 @@ def _link(sections: Sections, path: Path, data: Any) -> LinkSpec | None:
     return sections.read(LinkSpec, {"id": "inline", **catalog.unmeasured_link(), **data}, path)
 
 
-def _num_devices(sections: Sections, section: _Cluster, per_node: int) -> int:
+def _num_devices(sections: Sections, section: ClusterSection, per_node: int) -> int:
     """Devices of the job: as given, or full nodes, one without either."""
     nodes, devices = section.num_nodes, section.num_devices
     if nodes is None or devices is None:

@@ -66,6 +66,10 @@ class Scenario:
     budget: TrainingBudget = field(default_factory=TrainingBudget)
     assumptions: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        """Name and job, in one line."""
+        return f"Scenario({self.name}: {self.job!r})"
+
     def __post_init__(self) -> None:
         check_job(self.job)
         check_budget(self.budget, self.job.model)
@@ -222,7 +226,7 @@ def _read_plan(sections: Sections, data: dict[str, Any], folder: Path | None) ->
     plan = sections.read(ParallelPlan, data["plan"], ("plan",)) if "plan" in data else None
     if plan is None or folder is None or not is_table_file(plan.schedule):
         return plan
-    return plan.model_copy(update={"schedule": str(folder / plan.schedule)})
+    return plan.model_copy(update={"schedule": os.path.normpath(folder / plan.schedule)})
 
 
 _NAMED_FILES = (("model", "hf_config"), ("model", "document_lengths", "file"), ("plan", "schedule"))

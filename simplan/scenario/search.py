@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,8 @@ class SearchScenario:
         Raises:
             SpecError: See ``simplan.search.search``.
         """
-        return search(self.job, self.space, name=self.name, calibration=calibration, jobs=jobs)
+        result = search(self.job, self.space, name=self.name, calibration=calibration, jobs=jobs)
+        return replace(result, assumptions=self.assumptions)
 
 
 def load_search(path: str | Path) -> SearchScenario:

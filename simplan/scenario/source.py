@@ -17,18 +17,24 @@ from pathlib import Path
 from typing import Any
 
 from simplan import catalog
+from simplan.base import Spec
 from simplan.document import Document
 from simplan.document import Path as KeyPath
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.interop.model_types import MODEL_TYPES
 from simplan.io import folder_of, read_json, read_yaml
+from simplan.job import Job
+from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.problems import render_value
 from simplan.rules import violations
+from simplan.scenario.clusters import ClusterSection
 from simplan.scenario.collecting import Sections
-from simplan.scenario.file import Scenario, ScenarioParts, parts_of, scenario_of
+from simplan.scenario.file import Scenario, ScenarioParts, parts_of, relocated, scenario_of
 from simplan.scenario.search import SearchScenario, search_of
 from simplan.scenario.sections import read_software
+from simplan.scenario.writing import scenario_text
+from simplan.training import TrainingSection
 
 NUM_MICROBATCHES = "num_microbatches"
 """Override that is no key of a file: microbatches of a data-parallel rank, which set the global batch size."""
@@ -82,11 +88,6 @@ class Assumption:
         return f"{self.key} = {value}" + (f" ({self.why})" if self.why else "")
 
 
-def assumed(assumptions: tuple[Assumption, ...]) -> tuple[str, ...]:
-    """Sentence with all assumed values; empty for none."""
-    return ("not given, so assumed: " + "; ".join(map(str, assumptions)),) if assumptions else ()
-
-
 Assume = Callable[[str, str, Any, str], None]
 """Sets section, key and value of a missing key, with the origin of the value."""
 
@@ -98,12 +99,20 @@ class Source:
     Attributes:
         file: Name in errors; files that the document names are relative to its folder.
         overrides: Override -> name in errors.
+        replaced: Sentence about sections of the file that overrides replace, if there are any.
     """
 
     document: Document
     file: str
     assumptions: tuple[Assumption, ...]
     overrides: Mapping[str, str]
+    replaced: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the reader: sections that were replaced, and values that were assumed."""
+        listed = "; ".join(map(str, self.assumptions))
+        return (*self.replaced, *((f"not given, so assumed: {listed}",) if listed else ()))
 
     def parts(self) -> ScenarioParts:
         """Sections of the document, except plan and search.
@@ -124,7 +133,7 @@ class Source:
             scenario = scenario_of(self.parts(), file.resolve().parent)
         except SpecError as error:
             raise self._as_typed(error) from None
-        return replace(scenario, assumptions=assumed(self.assumptions))
+        return replace(scenario, assumptions=self.notes)
 
     def search(self) -> SearchScenario:
         """Search of the document.
@@ -136,7 +145,20 @@ class Source:
             search = search_of(self.parts())
         except SpecError as error:
             raise self._as_typed(error) from None
-        return replace(search, assumptions=assumed(self.assumptions))
+        return replace(search, assumptions=self.notes)
+
+    def text(self, folder: Path, header: str = "") -> str:
+        """The document as a complete scenario file for a folder, with comments on assumed values.
+
+        Args:
+            header: Comment at the top.
+        """
+        document = relocated(self.document.data, folder_of(self.file), folder)
+        notes = {
+            tuple(assumption.key.split(".")): "assumed" + (f": {assumption.why}" if assumption.why else "")
+            for assumption in self.assumptions
+        }
+        return scenario_text({"name": Path(self.file).stem} | document, header, notes)
 
     def _as_typed(self, error: SpecError) -> SpecError:
         def typed(problem: Problem) -> Problem:
@@ -166,6 +188,47 @@ def scenario_from(
         SpecError: There is no such file or model, or the scenario is wrong; lists all problems.
     """
     return read_source(source, overrides, names).scenario()
+
+
+def make_job(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, **keys: Any) -> Job:
+    """Job of a model's name, a file or a mapping.
+
+    ::
+
+        make_job("llama3-8b", cluster="dgx-h100", num_nodes=8, tp=8, global_batch_size=128)
+        make_job("fsdp.yaml", {"plan.tp": 2})
+
+    Args:
+        source, overrides: As for ``scenario_from``.
+        keys: Overrides without their section; ``cluster`` is the preset.
+
+    Raises:
+        SpecError: See ``scenario_from``; or no section or several have a key.
+    """
+    full = {_full_key(key): key for key in keys}
+    merged = {**(overrides or {}), **{name: keys[key] for name, key in full.items()}}
+    return scenario_from(source, merged, full).job
+
+
+def _full_key(key: str) -> str:
+    """Dotted key of a key without its section."""
+    if key in ("software", NUM_MICROBATCHES):
+        return key
+    if key == "cluster":
+        return "cluster.preset"
+    sections: dict[str, type[Spec]] = {
+        "plan": ParallelPlan,
+        "training": TrainingSection,
+        "cluster": ClusterSection,
+        "model": ModelSpec,
+    }
+    having = [section for section, spec in sections.items() if key in spec.model_fields]
+    if len(having) == 1:
+        return f"{having[0]}.{key}"
+    known = [name for spec in sections.values() for name in spec.model_fields]
+    fix = f'give {{"{having[0]}.{key}": ...}}' if having else did_you_mean(key, known)
+    rule = f"is a key of {' and '.join(having)}" if having else "is no key of a scenario"
+    raise SpecError(Problem(field=key, rule=rule, fix=fix))
 
 
 def search_from(
@@ -202,17 +265,20 @@ def read_source(
     number = given.pop(NUM_MICROBATCHES, None)
     data: Any = document.data
     assumptions: list[Assumption] = []
+    replaced: list[str] = []
     if given and isinstance(data, dict):
         chosen = "search" if searches else "plan"
         if any(key.partition(".")[0] == chosen for key in given) and chosen not in data:
-            data = {key: value for key, value in data.items() if key not in ("plan", "search", "expect")}
+            dropped = [key for key in ("plan", "search", "expect") if key in data]
+            replaced = [f"{' and '.join(dropped)} of {file}: replaced by {chosen}"] if dropped else []
+            data = {key: value for key, value in data.items() if key not in dropped}
             is_whole = False
         data = _overridden(data, given, typed, file)
     if not is_whole and isinstance(data, dict):
         data, assumptions = _completed(data, file, number, searches=searches)
     if number is not None:
         data = _with_batch(data, file, number, given, typed, searches=searches)
-    return Source(Document(data, _lines(document, given)), file, tuple(assumptions), typed)
+    return Source(Document(data, _lines(document, given)), file, tuple(assumptions), typed, tuple(replaced))
 
 
 def _read(source: str | Path | Mapping[str, Any]) -> tuple[Document, str, bool]:

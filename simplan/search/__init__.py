@@ -1,11 +1,4 @@
-"""Search over parallel plans: the best plans, and why the others lost.
-
-The package is callable: ``simplan.search(job)`` calls ``simplan.search.search``.
-"""
-
-import sys
-from types import ModuleType
-from typing import Any
+"""Search over parallel plans: the best plans, and why the others lost."""
 
 from simplan.search.api import SearchProgress, search
 from simplan.search.fixes import Fix, fixes
@@ -40,13 +33,3 @@ __all__ = [
     "largest",
     "search",
 ]
-
-
-class _Callable(ModuleType):
-    """Module type that makes the package callable as ``search``."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> SearchResult:
-        return search(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _Callable

@@ -12,7 +12,6 @@ from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.search.explore import first_fit
 from simplan.search.fixes import OUTSIDE_OF_SEARCHES, fixes
-from simplan.search.jobs import with_num_devices
 from simplan.search.result import NearestMiss, RequestChange
 from simplan.search.space import SearchSpace, given_ranges, that_it_has
 from simplan.units import format_bytes, format_time
@@ -129,7 +128,7 @@ def _devices(job: Job, space: SearchSpace, calibration: Calibration | None) -> R
     there = job.cluster.num_devices
     for doublings in range(1, _MAX_DOUBLINGS + 1):
         more = there * 2**doublings
-        asked = with_num_devices(job, more)
+        asked = job.with_num_devices(more)
         if asked.cluster.num_nodes > 1 and asked.cluster.inter_link is None:
             return None
         plan = first_fit(asked, space, calibration)

@@ -10,12 +10,12 @@ from typing import Any
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import SpecError
 from simplan.job import Job
+from simplan.plan.plan import DEPENDENT
 from simplan.predict import predict
 from simplan.predict.step_summary import evaluate_step
 from simplan.prediction import Prediction
 from simplan.problems import render_value
 from simplan.rules import RULES, SEARCH_RULES, violations
-from simplan.search.jobs import with_num_devices
 from simplan.units import GIB
 from simplan.wording import divisors
 
@@ -57,11 +57,6 @@ class Fix:
     def words(self) -> str:
         """The changes as lines of a scenario file: ``plan.recompute: full, plan.tp: 8``."""
         return ", ".join(f"{setting}: {_written(value)}" for setting, value in self.changes.items())
-
-    @property
-    def options(self) -> str:
-        """The changes as options of a command: ``--set plan.recompute=full --set plan.tp=8``."""
-        return " ".join(f"--set {setting}={_written(value)}" for setting, value in self.changes.items())
 
     @property
     def more_devices(self) -> bool:
@@ -190,7 +185,7 @@ def _pairs(job: Job, singles: list[_Tried], capacity_bytes: int, calibration: Ca
     apart = [(one, other) for one, other in combinations(singles, 2) if not one.changes.keys() & other.changes.keys()]
     for one, other in sorted(apart, key=both)[:_MAX_PAIRS]:
         try:
-            changed = _changed(one.job, other.changes)
+            changed = one.job.with_changes(other.changes)
         except SpecError:
             continue
         tried = _try(job, changed, capacity_bytes, calibration)
@@ -224,13 +219,11 @@ def _changes(job: Job, other: Job) -> dict[str, Any]:
         if getattr(mine, name) != getattr(theirs, name)
     }
     there, wanted = job.cluster.num_devices, other.cluster.num_devices
-    return found if there == wanted else {"cluster.num_devices": wanted} | found
-
-
-def _changed(job: Job, changes: Mapping[str, Any]) -> Job:
-    """Job with other settings; a cluster that grows past a node has the link of its preset."""
-    others = {key: value for key, value in changes.items() if key != "cluster.num_devices"}
-    return with_num_devices(job, changes.get("cluster.num_devices", job.cluster.num_devices)).with_changes(others)
+    found = found if there == wanted else {"cluster.num_devices": wanted} | found
+    implied, plan = job.with_changes(found).plan, other.plan  # a default that would follow the others is said, too
+    return found | {
+        f"plan.{name}": getattr(plan, name) for name in DEPENDENT if getattr(implied, name) != getattr(plan, name)
+    }
 
 
 def _with(job: Job, **fields: Any) -> Job:
@@ -273,6 +266,12 @@ def _recompute(job: Job) -> Iterator[Job]:
         yield _with(job, recompute=mode, recompute_modules=None, recompute_layers=None)
 
 
+def _schedule(job: Job) -> Iterator[Job]:
+    """The schedule with the fewest microbatches in flight."""
+    if job.plan.pp > 1 and job.plan.schedule != "1f1b":
+        yield _with(job, schedule="1f1b", virtual_stages=1, stage_layers=None)
+
+
 def _zero_stage(job: Job) -> Iterator[Job]:
     """Higher ZeRO stages, over the replicas too if there are any."""
     plan = job.plan
@@ -300,12 +299,12 @@ def _no_offload(job: Job) -> Iterator[Job]:
 
 
 def _of_axis(axis: str) -> Kind:
-    """More ranks along an axis of the mesh, taken from data parallelism."""
+    """More ranks along an axis of the mesh, taken from data parallelism; for tp, else from the pipeline."""
 
     def grown(job: Job) -> Iterator[Job]:
         factor = 2
         while factor <= _MAX_AXIS:
-            for source in ("dp_replicate", "dp_shard"):
+            for source in ("dp_replicate", "dp_shard", "pp") if axis == "tp" else ("dp_replicate", "dp_shard"):
                 there = getattr(job.plan, source)
                 if there % factor == 0:
                     yield _on_axis(job, axis, factor, {source: there // factor})
@@ -323,8 +322,10 @@ def _on_axis(job: Job, axis: str, factor: int, fields: Mapping[str, Any]) -> Job
         update["sequence_parallel"] = job.software.sequence_parallelism
     if axis == "pp" and plan.pp == 1:
         update["schedule"] = "1f1b"
-    if axis == "pp":
+    if "pp" in update:
         update["stage_layers"] = None
+    if update.get("pp") == 1:
+        update |= {"schedule": "none", "virtual_stages": 1}
     if plan.etp == plan.tp > 1 and axis == "tp":
         update["etp"] = update["tp"]
     if update.get("dp_shard") == 1 and plan.cp == 1 and axis != "cp":
@@ -344,7 +345,7 @@ def _twice_the_devices(job: Job) -> Iterator[Job]:
     if job.cluster.cores_per_node is not None:
         return
     try:
-        more = with_num_devices(job, 2 * job.cluster.num_devices)
+        more = job.with_num_devices(2 * job.cluster.num_devices)
     except SpecError:
         return
     if more.cluster.num_nodes > 1 and more.cluster.inter_link is None:
@@ -366,7 +367,7 @@ OUTSIDE_OF_SEARCHES: tuple[Kind, ...] = (_offload_optimizer, _offload_activation
 """Kinds of changes that no search varies."""
 
 KINDS: tuple[Kind, ...] = (
-    _grad_sync, _reshard, _sequence_parallel, _fused_optimizer, _microbatch, _recompute, _zero_stage, _of_axis("tp"),
-    _of_axis("pp"), _of_axis("cp"), _ep, _no_offload, *OUTSIDE_OF_SEARCHES, _twice_the_devices,
+    _grad_sync, _reshard, _sequence_parallel, _fused_optimizer, _schedule, _microbatch, _recompute, _zero_stage,
+    _of_axis("tp"), _of_axis("pp"), _of_axis("cp"), _ep, _no_offload, *OUTSIDE_OF_SEARCHES, _twice_the_devices,
 )  # fmt: skip
 """All kinds of changes."""

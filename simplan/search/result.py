@@ -10,7 +10,7 @@ from pydantic_core import to_jsonable_python
 
 from simplan.plan.plan import ParallelPlan
 from simplan.search.space import Objective
-from simplan.units import GIB
+from simplan.units import GIB, format_time
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -206,7 +206,7 @@ class RequestChange:
     plan: ParallelPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SearchResult:
     """Best plans of a space, and counts of and reasons for the others.
 
@@ -219,6 +219,8 @@ class SearchResult:
         changes: Changes that make a plan feasible; empty if a plan was found.
         interrupted: True if the search was stopped: ranking and counts then cover only the evaluated candidates.
         unit: Unit of throughput: ``tokens`` or ``images``.
+        links: ``ClusterSpec.links`` of the job; a plan of fewer devices may lack one.
+        assumptions: Sentences about values that were not given.
     """
 
     name: str
@@ -231,6 +233,15 @@ class SearchResult:
     interrupted: bool = False
     inputs: Mapping[str, Any] = field(default_factory=dict)
     unit: str = "tokens"
+    links: Mapping[str, Any] = field(default_factory=dict)
+    assumptions: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Number of plans and the best one, in one line."""
+        best = "no plan is feasible"
+        if self.best is not None:
+            best = f"best {format_time(self.best.step_time_s)} a step with {self.best.plan!r}"
+        return f"SearchResult({self.name}: {self.space.total:,} plans, {len(self.ranked)} ranked, {best})"
 
     @property
     def best(self) -> RankedPlan | None:
@@ -276,6 +287,8 @@ class SearchResult:
             "kind": "search",
             "name": self.name,
             "inputs": dict(self.inputs),
+            "links": dict(self.links),
+            "assumptions": list(self.assumptions),
             "objectives": list(self.objectives),
             "best": ranked[0] if ranked else None,
             "ranked": ranked,

@@ -12,7 +12,6 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.search import RequestChange, SearchSpace, search
-from simplan.search.jobs import with_num_devices
 from simplan.units import MIB
 from tests.search.jobs import small_job
 
@@ -37,14 +36,14 @@ def test_every_change_makes_a_plan() -> None:
     job = asked_for(1540)
     space = SearchSpace(recompute=("none",), microbatch_size=(4,), schedule=("1f1b",), max_memory_fraction=0.9)
     found = changes_of(job, space)
-    assert set(found) == {"memory_bytes", "recompute", "ranges", "num_devices"}
+    assert set(found) == {"memory_bytes", "plan.offload_activations", "recompute", "ranges", "num_devices"}
     limit = int(1540 * MIB * 0.9)
     memory = found["memory_bytes"]
     assert limit < needs(job, memory.plan) <= float(memory.value) * 0.9 < needs(job, memory.plan) + 1
-    for what in ("recompute", "ranges"):
+    for what in ("plan.offload_activations", "recompute", "ranges"):
         assert needs(job, found[what].plan) <= limit, what
     assert found["recompute"].plan.recompute == "full"
-    more = with_num_devices(job, int(found["num_devices"].value))
+    more = job.with_num_devices(int(found["num_devices"].value))
     assert needs(more, found["num_devices"].plan) <= limit
 
 

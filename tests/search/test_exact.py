@@ -10,7 +10,7 @@ import pytest
 from simplan import catalog
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
-from simplan.search import SearchProgress, SearchResult, SearchSpace, search
+from simplan.search import SearchProgress, SearchResult, SearchSpace, evaluate, search
 from simplan.search.evaluate import Evaluator
 from simplan.units import MIB
 from tests.search.brute_force import Row, every_plan, front, shown
@@ -179,7 +179,7 @@ def test_where_nothing_fits_the_nearest_misses_are_those_that_lack_least() -> No
 
 
 def test_processes_find_and_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("simplan.search.evaluate._ALONE_S", -1.0)
+    monkeypatch.setattr(evaluate, "_ALONE_S", -1.0)
     space = SearchSpace(**SPACE, top=9)
     one, two = found_by(space), found_by(space, jobs=2)
     assert (one.ranked, one.nearest_misses, one.space) == (two.ranked, two.nearest_misses, two.space)

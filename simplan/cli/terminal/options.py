@@ -9,20 +9,17 @@ from typing import Annotated
 import typer
 
 
-def _opened(path: Path) -> Path:
-    """Standard input by its usual sign."""
+def opened(path: Path) -> Path:
+    """File of an argument; standard input for ``-``."""
     return Path("/dev/stdin") if str(path) == "-" else path
 
 
-ScenarioFile = Annotated[
-    Path, typer.Argument(metavar="SCENARIO", help="Scenario file (YAML); - for standard input.", callback=_opened)
-]
 ScenarioPaths = Annotated[
     list[Path],
     typer.Argument(
         metavar="PATH",
         help="Scenario files, or folders of them; - for standard input.",
-        callback=lambda paths: [_opened(path) for path in paths],
+        callback=lambda paths: [opened(path) for path in paths],
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document instead of text.")]
