@@ -21,7 +21,7 @@ from simplan.report.checks import (
     checks_json,
     checks_text,
     count,
-    github_annotations,
+    github_text,
     junit_xml,
     markdown_summary,
 )
@@ -62,7 +62,7 @@ def check_command(
     if as_json:
         print_json(checks_json(checked))
     else:
-        print_result("\n".join([*(github_annotations(checked) if github else ()), checks_text(checked)]))
+        print_result(github_text(checked) if github else checks_text(checked))
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if github and summary:
         with Path(summary).open("a", encoding="utf-8") as stream:

@@ -16,7 +16,14 @@ from simplan.cli.calibrations import (
     request_across,
     requests_for,
 )
-from simplan.cli.execute import RunOptions, default_folder, execute, join, refuse_other_software
+from simplan.cli.execute import (
+    RunOptions,
+    check_before_calibrating,
+    default_folder,
+    execute,
+    join,
+    refuse_other_software,
+)
 from simplan.cli.nodes import NodeRendezvous, nodes_of, nodes_to_time, refuse_without_nodes
 from simplan.cli.search import scenarios_to_time
 from simplan.cli.terminal.budget import chosen_budget
@@ -37,6 +44,7 @@ from simplan.report.drawings.drawing_svg import drawing_svg
 from simplan.report.explanation import difference_text, explanation_text
 from simplan.report.text import prediction_text, verdict
 from simplan.report.trace import predicted_trace, write_predicted_trace
+from simplan.runs.lock import exclusive
 from simplan.scenario import Scenario
 from simplan.scenario.elastic import scenarios_on_fewer
 from simplan.search import Fix, fixes
@@ -169,11 +177,27 @@ def run_command(
     if nodes is not None and not nodes.leads:
         join(nodes, folder)
         return 0
+    with exclusive(folder, "--output"):
+        return _run_alone(
+            scenario, folder, calibration_file, replace(options, nodes=nodes), rendezvous, as_json=as_json
+        )
+
+
+def _run_alone(
+    scenario: Scenario,
+    folder: Path,
+    calibration_file: Path | None,
+    options: RunOptions,
+    rendezvous: NodeRendezvous,
+    *,
+    as_json: bool,
+) -> int:
+    check_before_calibrating(scenario, options)
     smaller = scenarios_on_fewer(scenario, rendezvous.nodes[0])[0] if rendezvous.is_elastic else {}
     every = [scenario, *smaller.values()]
     needed = is_needed(scenario.job.cluster)
     calibration = ensure(every, calibration_file) if needed else _calibration_for(scenario, calibration_file)
-    outcome = execute(scenario, calibration, folder, replace(options, nodes=nodes))
+    outcome = execute(scenario, calibration, folder, options)
     if as_json:
         print_json(outcome.to_json())
         return 0

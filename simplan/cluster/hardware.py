@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from simplan.base import Count, NonNegative, Positive, Spec
+from simplan.base import Count, NonNegative, NumDevices, Rate, Seconds, Spec
 from simplan.software.rates import KernelRates
 from simplan.units import MIB
 
@@ -39,9 +39,9 @@ class DeviceSpec(Spec):
     id: str
     kind: Literal["gpu", "tpu", "cpu", "other"] = "gpu"
     memory_bytes: Count | None = None
-    memory_bandwidth_bytes_per_s: Positive | None = None
-    peak_flop_per_s: dict[Dtype, Positive] = Field(default_factory=dict)
-    matmul_flop_per_s: dict[Dtype, Positive] = Field(default_factory=dict)
+    memory_bandwidth_bytes_per_s: Rate | None = None
+    peak_flop_per_s: dict[Dtype, Rate] = Field(default_factory=dict)
+    matmul_flop_per_s: dict[Dtype, Rate] = Field(default_factory=dict)
     architecture: str = "other"
     num_sms: Count | None = None
     kernels: KernelRates = KernelRates()
@@ -94,10 +94,10 @@ class LinkSpec(Spec):
     """
 
     id: str
-    bytes_per_s: Positive
-    latency_s: NonNegative
+    bytes_per_s: Rate
+    latency_s: Seconds
     bandwidth_share: _Part = 0.8
-    launch_s: NonNegative = 0.0
+    launch_s: Seconds = 0.0
     library: Literal["nccl", "xla", "gloo"] = "nccl"
     switch_share: _Part | None = None
     part_of_node: dict[Count, dict[Count, _Part]] = Field(default_factory=dict)
@@ -133,13 +133,13 @@ class ClusterSpec(Spec):
 
     id: str
     device: DeviceSpec
-    devices_per_node: Count
-    num_devices: Count
+    devices_per_node: NumDevices
+    num_devices: NumDevices
     intra_link: LinkSpec | None = None
     inter_link: LinkSpec | None = None
     host_link: LinkSpec | None = None
     host_memory_bytes: HostBytes | None = None
-    host_memory_bandwidth_bytes_per_s: Positive | None = None
+    host_memory_bandwidth_bytes_per_s: Rate | None = None
     cores_per_node: Count | None = None
     nics_per_node: Count | None = None
     source: str = ""

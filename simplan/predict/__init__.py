@@ -1,6 +1,6 @@
 """Prediction of one plan."""
 
-from simplan.predict.build import build_program, cost_model, folding_of, run_spec_of, sharing_of
+from simplan.predict.build import build_program, cost_model, folding_of, run_dtype, run_spec_of, sharing_of
 from simplan.predict.evaluate import predict, predict_step
 from simplan.predict.memory import rank_memory
 from simplan.predict.sensitivity import MarginalValue, Resource, marginal_values
@@ -18,6 +18,7 @@ __all__ = [
     "predict",
     "predict_step",
     "rank_memory",
+    "run_dtype",
     "run_spec_of",
     "sharing_of",
     "simulate_program",

@@ -34,7 +34,7 @@ from simplan.program.tables.table import plan_table
 from simplan.runs.run_spec import RunSpec
 from simplan.sim.engine import CoreUse
 from simplan.software.software import SoftwareSpec, StateBytes
-from simplan.training import Precision, UpdateName
+from simplan.training import Precision, TrainingSpec, UpdateName
 
 _MAX_OPERATIONS = 120_000  # a larger Level 2 Program expands only layers with communication; its time is the same
 
@@ -63,7 +63,6 @@ def run_spec_of(prediction: Prediction, **options: Any) -> RunSpec:
         options: Further fields of ``RunSpec``; ``dtype`` defaults to the training precision (tf32: fp32, fp8: bf16).
     """
     job = prediction.job
-    precision = job.training.precision
     fields: dict[str, Any] = {
         "name": prediction.name,
         "model": job.model,
@@ -73,9 +72,14 @@ def run_spec_of(prediction: Prediction, **options: Any) -> RunSpec:
         "boundaries": prediction.assignment.boundaries,
         "table": tuple(tuple(row) for row in format_table(prediction.table)),
         "predicted_memory_bytes": tuple(memory.device_bytes for memory in prediction.memory),
-        "dtype": {"tf32": "fp32", "fp8": "bf16"}.get(precision, precision),
+        "dtype": run_dtype(job.training),
     }
     return RunSpec(**(fields | options))
+
+
+def run_dtype(training: TrainingSpec) -> str:
+    """``RunSpec.dtype`` of a training."""
+    return {"tf32": "fp32", "fp8": "bf16"}.get(training.precision, training.precision)
 
 
 def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:

@@ -20,18 +20,22 @@ tcp-10gbit for one Ethernet card per node. Between machines like this one it is 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from simplan import catalog
-from simplan.base import Count, Positive, Spec
+from simplan.base import MAX_DEVICES, NumDevices, Rate, Spec
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec, HostBytes, LinkSpec
 from simplan.cluster.machine import THIS_MACHINE, this_machine
 from simplan.errors import SpecError
 from simplan.problems import Path
 from simplan.scenario.collecting import Sections
 from simplan.training import Price
-from simplan.units import counted
+from simplan.units import counted, format_flop_per_s
 
+Gbit = Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)]
+"""Bandwidth in Gbit/s, from 1 Mbit/s."""
 _PATH: Path = ("cluster", "device")
 _ANY = "h100-sxm-80gb"  # base for reading the other fields if the device is unknown
 _MIN_PLAUSIBLE: dict[str, tuple[float, str]] = {
@@ -63,6 +67,8 @@ def read_device(sections: Sections, data: Any, default: DeviceSpec | None) -> De
     base = default.model_dump() if default else {"id": "inline"}
     device = sections.read(DeviceSpec, {**base, **_implied(given, default), **given}, _PATH)
     _refuse_implausible(sections, given)
+    if device is not None:
+        _refuse_faster_than_peak(sections, device)
     link = base.get("host_link") if "host_link" not in given else given["host_link"]
     if isinstance(link, str):
         sections.look_up((*_PATH, "host_link"), catalog.link, link)
@@ -97,22 +103,32 @@ def _refuse_implausible(sections: Sections, given: dict[str, Any]) -> None:
                 sections.refuse(path, "is less than any device has", value=number, fix=f"write it in {unit}")
 
 
+def _refuse_faster_than_peak(sections: Sections, device: DeviceSpec) -> None:
+    """Records a problem for each measured matmul rate above the peak."""
+    for dtype, rate in device.matmul_flop_per_s.items():
+        peak = device.peak_flop_per_s.get(dtype)
+        if peak is not None and rate > peak:
+            rule = f"is more than the peak of {format_flop_per_s(peak)}"
+            path = (*_PATH, "matmul_flop_per_s", dtype)
+            sections.refuse(path, rule, value=rate, fix=f"measure again, or give peak_flop_per_s.{dtype} too")
+
+
 class ClusterSection(Spec):
     """The section ``cluster`` as written; ``device`` and the links are a name or a mapping."""
 
     preset: Any = None
     device: Any = None
-    devices_per_node: Count | None = None
+    devices_per_node: NumDevices | None = None
     intra_link: Any = None
     inter_link: Any = None
-    inter_link_gbit_per_device: Positive | None = None
-    inter_link_gbit_per_node: Positive | None = None
-    nics_per_node: Count | None = None
-    nic_gbit: Positive | None = None
+    inter_link_gbit_per_device: Gbit | None = None
+    inter_link_gbit_per_node: Gbit | None = None
+    nics_per_node: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    nic_gbit: Gbit | None = None
     host_memory_bytes: HostBytes | None = None
-    host_memory_bandwidth_bytes_per_s: Positive | None = None
-    num_nodes: Count | None = None
-    num_devices: Count | None = None
+    host_memory_bandwidth_bytes_per_s: Rate | None = None
+    num_nodes: NumDevices | None = None
+    num_devices: NumDevices | None = None
     price_per_device_hour: Price | None = None
 
 
@@ -322,6 +338,10 @@ def _link(sections: Sections, path: Path, data: Any) -> LinkSpec | None:
 def _num_devices(sections: Sections, section: ClusterSection, per_node: int) -> int:
     """Devices of the job: as given, or full nodes, one without either."""
     nodes, devices = section.num_nodes, section.num_devices
+    if nodes is not None and nodes * per_node > MAX_DEVICES + per_node:
+        rule = f"makes {nodes * per_node:,} devices; a job has at most {MAX_DEVICES:,}"
+        sections.refuse(("cluster", "num_nodes"), rule, value=nodes, fix=f"use {MAX_DEVICES // per_node:,} or less")
+        return 1
     if nodes is None or devices is None:
         return devices or per_node * (nodes or 1)
     needed = -(-devices // per_node)

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from simplan import catalog
-from simplan.base import Spec
+from simplan.base import Line, Spec
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.calibration.format import Calibration
 from simplan.document import Document
@@ -115,7 +115,7 @@ def check_budget(budget: TrainingBudget, model: ModelSpec) -> None:
 class _File(Spec):
     """The top level of a scenario file; the sections are read one by one."""
 
-    name: Annotated[str, Field(min_length=1, max_length=200)] = "scenario"
+    name: Annotated[Line, Field(min_length=1, max_length=200)] = "scenario"
     model: Any
     cluster: Any
     training: Any

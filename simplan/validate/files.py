@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from simplan.errors import Problem, SpecError
-from simplan.io import MAX_JSON_BYTES, as_argument, read_json, read_text
-from simplan.prediction import PREDICTION_SCHEMA_VERSION, Prediction
+from simplan.io import MAX_JSON_BYTES, as_argument, read_text
+from simplan.prediction import Prediction
 from simplan.runs.measurement import Measurement
+from simplan.validate import prediction_file
 from simplan.validate.compare import Comparison
 from simplan.validate.compare import compare as compare_measured
 from simplan.validate.logged import YAML_SUFFIXES, LoggedComparison, LoggedRun, compare_logged, parse_measured
@@ -36,9 +37,9 @@ def compare(
     run = read_measured(Path(measured)) if isinstance(measured, str | Path) else measured
     document: Prediction | Mapping[str, Any]
     if isinstance(prediction, str | Path):
-        prediction_file, document = str(prediction), read_prediction(Path(prediction))
+        file_of_prediction, document = str(prediction), read_prediction(Path(prediction))
     else:
-        prediction_file, document = "prediction", prediction
+        file_of_prediction, document = "prediction", prediction
     try:
         if isinstance(run, Measurement):
             return compare_measured(document, run)
@@ -48,7 +49,7 @@ def compare(
     except KeyError as error:
         fix = "write the file with `simplan predict -o FILE`"
         problem = Problem(field=str(error.args[0]), rule="is missing", fix=fix)
-        raise SpecError(problem, file=prediction_file) from None
+        raise SpecError(problem, file=file_of_prediction) from None
 
 
 def read_prediction(file: Path) -> dict[str, Any]:
@@ -60,8 +61,7 @@ def read_prediction(file: Path) -> dict[str, Any]:
     if file.suffix.lower() in YAML_SUFFIXES and file.is_file():
         fix = f"run `simplan predict {as_argument(file)} -o prediction.json` first"
         raise SpecError(Problem(field="", rule="is YAML, and a prediction is JSON", fix=fix), file=str(file))
-    document: dict[str, Any] = read_json(file, schema_version=PREDICTION_SCHEMA_VERSION, kind="prediction")
-    return document
+    return prediction_file.read_prediction(file)
 
 
 def read_measured(file: Path) -> Measurement | LoggedRun:

@@ -193,7 +193,7 @@ def test_this_machine(tmp_path: Path) -> None:
         ("{preset: dgx-h100, device: {memory_byte: 3}, num_devices: 2}", "case.yaml:2:38: cluster.device.memory_byte: "
          "is not a known key; did you mean memory_bytes?"),
         ("{preset: dgx-h100, intra_link: {bytes_per_s: 0, latency_s: 0}, num_devices: 2}", "case.yaml:2:42: "
-         "cluster.intra_link.bytes_per_s = 0: must be greater than 0"),
+         "cluster.intra_link.bytes_per_s = 0: must be at least 1"),
         ("{preset: dgx-h100, intra_link: nvlink9, num_devices: 2}", "case.yaml:2:29: cluster.intra_link = nvlink9: is "
          "not in the catalog; did you mean nvlink5 or nvlink4 or nvlink3?"),
         ("{preset: dgx-h100, inter_link: efa-400gbit, inter_link_gbit_per_device: 100, num_devices: 16}",
