@@ -16,6 +16,8 @@ from simplan.units import format_number_evenly
 PLAN = "plan"
 """View value: row of the selected plan."""
 
+_VERDICT = "memory_verdict"
+_LABELS = {_VERDICT: "memory verdict"}
 _FILTERS = "filters"
 _TABLE = "plans table"
 _ROW_PX, _MAX_PX = 36, 456
@@ -47,10 +49,11 @@ def select_row(row: int) -> None:
 
 
 def show_filters(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Filters by the values of settings that differ between plans; returns the rows that pass all of them."""
+    """Filters by memory verdict and by settings that differ between plans; returns the rows that pass all of them."""
     kept = state.view(_FILTERS, {})
     kept = kept if isinstance(kept, dict) else {}
-    options = {key: _values(rows, key) for key in settings_of(rows)}
+    options = {key: _values(rows, key) for key in (*_LABELS, *settings_of(rows))}
+    options[_VERDICT] = [verdict for verdict in options[_VERDICT] if verdict]  # unranked plans have none
     options = {key: values for key, values in options.items() if len(values) > 1}
     wanted = {key: [value for value in _listed(kept.get(key)) if value in values] for key, values in options.items()}
     passing = [
@@ -65,7 +68,13 @@ def show_filters(rows: Sequence[Mapping[str, Any]]) -> list[int]:
             widget = f"view:{_FILTERS}.{key}"
             st.session_state[widget] = wanted[key]
             st.multiselect(
-                SETTINGS[key], values, key=widget, on_change=_filter, args=(key,), placeholder="all", width=200
+                _LABELS.get(key) or SETTINGS[key],
+                values,
+                key=widget,
+                on_change=_filter,
+                args=(key,),
+                placeholder="all",
+                width=200,
             )
     return passing
 
@@ -79,7 +88,8 @@ def show_table_of_plans(rows: Sequence[Mapping[str, Any]], passing: Sequence[int
     """
     frame = pd.DataFrame([rows[number] for number in passing], columns=list(rows[0]))
     settings = settings_of(rows)
-    shown = ["rank", "step_time_s", "vs_best", "device_gib", "headroom_gib", "tokens_per_s_per_device", "mfu"]
+    shown = ["rank", "step_time_s", "vs_best", "device_gib", _VERDICT, "headroom_gib"]
+    shown += ["tokens_per_s_per_device", "mfu"]
     if len({row["num_devices"] for row in rows}) > 1:
         shown.insert(1, "num_devices")
     if any(row["cost_dollars"] is not None for row in rows):
@@ -115,6 +125,7 @@ def _columns(settings: Sequence[str]) -> dict[str, Any]:
         "step_time_s": column.NumberColumn("step time, s", help=meaning("step_time_s")),
         "vs_best": column.NumberColumn("vs best", help="Step time / step time of the best plan - 1"),
         "device_gib": column.NumberColumn("device GiB", help=meaning("device")),
+        _VERDICT: column.TextColumn("memory verdict", help=meaning("memory verdict")),
         "headroom_gib": column.NumberColumn("headroom GiB", help="Below the memory limit of plans"),
         "tokens_per_s_per_device": column.NumberColumn("throughput", help="Tokens or images per second and device"),
         "cost_dollars": column.NumberColumn("cost"),

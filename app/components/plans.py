@@ -28,8 +28,17 @@ from app.page import bullets, escaped
 from app.result_cache import without_budget
 from app.results.settings import setting_effects
 from simplan.io import json_text
-from simplan.report.search import RESOURCES, alike_words, besides, largest_first, miss_words, search_plan_words
+from simplan.report.search import (
+    RESOURCES,
+    alike_words,
+    besides,
+    headroom_words,
+    largest_first,
+    miss_words,
+    search_plan_words,
+)
 from simplan.report.table import format_table_markdown
+from simplan.report.text import memory_interval
 from simplan.scenario import SearchScenario
 from simplan.search import RankedPlan, SearchResult
 from simplan.units import format_bytes, format_number, format_percent, format_time
@@ -160,7 +169,8 @@ def _why(plan: RankedPlan, result: SearchResult) -> list[str]:
     """Explanation of a plan's rank, as sentences."""
     lines = []
     if plan.headroom_bytes is not None:
-        lines.append(f"{format_bytes(plan.headroom_bytes)} headroom below the memory limit of plans.")
+        limit = f"{format_bytes(plan.headroom_bytes)} headroom below the memory limit of plans."
+        lines.append(f"{limit} {words[:1].upper()}{words[1:]}." if (words := headroom_words(result)) else limit)
     if plan.alike.num_plans:
         lines.append(escaped(f"And {alike_words(plan.alike)}."))
     why = plan.explanation
@@ -170,6 +180,8 @@ def _why(plan: RankedPlan, result: SearchResult) -> list[str]:
         return [*lines, words, *_compared(plan, result)]
     low_s, high_s = why.step_time_interval_s
     lines.insert(0, f"90 % interval of the step time: {format_time(low_s)} to {format_time(high_s)}.")
+    if why.memory_verdict is not None:
+        lines.insert(1, f"Memory: **{why.memory_verdict}**, {memory_interval(why.device_interval_bytes)}.")
     words = ", ".join(f"{name} {format_percent(share)}" for name, share in largest_first(why.shares))
     lines.append(f"**Bottleneck**: {words} of the step of rank {why.busiest_rank}, the rank that waits least.")
     if why.saved:

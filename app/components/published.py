@@ -157,7 +157,7 @@ def _show(accuracy: Accuracy, about: str) -> None:
             ("Largest error", _percent(errors.max_ape), "Largest absolute error of step times"),
             ("Bias", _percent(errors.bias), "Mean signed error; positive if predictions are too long"),
             ("Coverage", _percent(overall.step_time.interval_coverage), "Measured steps inside the 90 % interval"),
-            ("Memory error", _percent(overall.peak_memory["all"].mape), "Mean absolute error of peak memory"),
+            ("Memory error", _percent(overall.peak_memory["all"].errors.mape), "Mean absolute error of peak memory"),
         ]
     )
     plot = accuracy_plot(accuracy)

@@ -178,7 +178,7 @@ def _point(value: float, parsed: Callable[[], Scenario]) -> ScalePoint:
         step_time_interval_s=step.step_time_interval_s,
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * tokens,
-        device_bytes=step.device_bytes,
+        device_bytes=step.peak_bytes["device"],
         fits=step.fits,
     )
 

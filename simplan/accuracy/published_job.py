@@ -115,6 +115,7 @@ def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
     if not framework.is_known:
         # padding of vocabularies is unknown too; nanotron, for example, pads to a multiple of tp
         changes |= {"rates": profile.rates.model_copy(update=_UNFITTED), "vocab_multiple": 1}
+        changes |= {"memory_spread": catalog.unfitted_memory_spread()}
     fused = framework.fused_attention if given.flash_attention is None else given.flash_attention
     if fused is not None:
         changes["layers"] = profile.layers.model_copy(update={"attention": "fused" if fused else "unfused"})

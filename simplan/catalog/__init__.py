@@ -20,7 +20,7 @@ from simplan.cluster.machine import THIS_MACHINE, this_machine
 from simplan.documentation import documentation
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.model.model import ModelSpec
-from simplan.software.rates import KernelRates
+from simplan.software.rates import KernelRates, MemorySpread
 from simplan.software.software import SoftwareSpec
 
 __all__ = [
@@ -48,6 +48,8 @@ Kind = Literal["devices", "links", "clusters", "models", "software"]
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_LISTED = 24
+_OF_KERNELS = ("rates", "reserve_fraction", "compiled_reserve_fraction")
+"""Fields of a software profile that ``rates_of`` takes from another profile."""
 _NETWORK = re.compile(r"([a-z]+)-([0-9]+(?:\.[0-9]+)?)gbit")
 
 
@@ -180,7 +182,8 @@ def _link(name: str, kind: str, entry: dict[str, Any], *, textbook: bool) -> Lin
         own = _parsed("links_fitted")["links"].get(kind, {})
         for key in (key for key in own if key in values["sources"]):
             values["sources"][key] = f"fitted, from {entry[key]:g} ({values['sources'][key]})"
-        values |= {**unmeasured_link(entry.get("library", "nccl")), **own}
+        known = {key: entry[key] for key in ("relative_std",) if key in entry}
+        values |= {**unmeasured_link(entry.get("library", "nccl")), **known, **own}
         if "launch_s" in values:
             values["sources"]["launch_s"] = "fitted, one value for all links of GPUs"
     return LinkSpec.model_validate(values)
@@ -280,12 +283,26 @@ def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
     """
     entry = _entry("software", name)
     fields = {"id": name, **entry, "sources": _sources("software", entry["sources"])}
+    if "rates_of" in entry:
+        same = software(entry["rates_of"], textbook=textbook)
+        fields |= {field: getattr(same, field) for field in _OF_KERNELS}
+        fields["sources"] |= {field: f"as {same.id}: {same.sources[field]}" for field in _OF_KERNELS}
+        return SoftwareSpec.model_validate(fields)
     fitted = {} if textbook else _parsed("kernels_fitted")["software"].get(name, {})
     if fitted:
         fields["rates"] = entry.get("rates", {}) | fitted
         fields["sources"] = {"rates": ""} | fields["sources"]
         fields["sources"]["rates"] = f"{fields['sources']['rates']}; fitted on {fitted['fitted_on']}".removeprefix("; ")
+    own = _parsed("memory_fitted")["software"].get(name, {})
+    fields["memory_spread"] = _parsed("memory_fitted")["unfitted"] | own
+    source = f"fitted on {own['fitted_on']}" if own else "as of published peaks whose source and profile are left out"
+    fields["sources"] = {**fields["sources"], "memory_spread": source}
     return SoftwareSpec.model_validate(fields)
+
+
+def unfitted_memory_spread() -> MemorySpread:
+    """Uncertainty of peak memory under a framework without published peaks of its own."""
+    return MemorySpread.model_validate(_parsed("memory_fitted")["unfitted"])
 
 
 def _software_files() -> dict[str, Any]:

@@ -104,6 +104,14 @@ def search(
     fewest_devices: Annotated[
         bool, typer.Option("--fewest-devices", help="Short for --objective num_devices.")
     ] = False,
+    max_memory_fraction: Annotated[
+        float | None,
+        typer.Option(
+            metavar="FRACTION",
+            show_default="0.95",
+            help="Fraction of the device memory that plans may use; 1 keeps none free.",
+        ),
+    ] = None,
     largest: Annotated[
         str | None,
         typer.Option(metavar="QUANTITY", help="Quantity to maximize: seq_len, microbatch_size or num_hidden_layers."),
@@ -129,6 +137,7 @@ def search(
     objectives = tuple(objective or ()) or (("num_devices",) if fewest_devices else ())
     options = SearchOptions(
         top=top,
+        max_memory_fraction=max_memory_fraction,
         objectives=objectives,
         jobs=jobs or 1,
         save_plan=save_plan,

@@ -77,7 +77,8 @@ def predict_command(
         print_json(document)
         return 0
     text, line = prediction_text(prediction, _next(scenario, request, found), found or ()), verdict(prediction)
-    print_result(text.replace(line, emphasize(line, prediction.fits), 1))
+    certain = {"fits": True, "does not fit": False}.get(prediction.memory_verdict or "")
+    print_result(text.replace(line, emphasize(line, certain), 1))
     return 0
 
 

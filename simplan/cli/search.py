@@ -30,7 +30,7 @@ from simplan.search import SearchProgress, SearchResult, SearchSpace, largest, s
 from simplan.search.enumeration import Enumeration
 from simplan.search.jobs import check_without_plan
 from simplan.search.largest import QUANTITIES
-from simplan.units import format_time
+from simplan.units import format_percent, format_time
 
 _INTERRUPTED = 130
 _BUDGET_KEYS = {"num_tokens": "token_budget", "price_per_device_hour": "dollars_per_device_hour"}
@@ -44,6 +44,7 @@ class SearchOptions:
 
     Attributes:
         top: Number of plans to rank.
+        max_memory_fraction: Fraction of the device memory that plans may use.
         objectives: Names of one or two objectives.
         jobs: Number of processes.
         save_plan: File for the scenario with a ranked plan.
@@ -53,6 +54,7 @@ class SearchOptions:
     """
 
     top: int | None = None
+    max_memory_fraction: float | None = None
     objectives: tuple[str, ...] = ()
     jobs: int = 1
     save_plan: Path | None = None
@@ -88,7 +90,7 @@ def search_command(
     if as_json:
         print_json(result.to_json())
     else:
-        text = search_text(result, _next(scenario, command, result, options), space.max_memory_fraction)
+        text = search_text(result, _next(scenario, command, result, options))
         line = search_verdict(result)
         print_result(text.replace(line, emphasize(line, result.best is not None), 1))
     if result.best is not None and options.save_plan is not None:
@@ -148,8 +150,9 @@ def _largest(
         f"{scenario.name}: {quantity} = {found.value:,} is the largest {where} for which a plan fits\n"
         f"  plan         {search_plan_words(found.plan)}\n"
         f"  fits         {_listed(found.fitting)}\n"
-        f"  does not     {_listed(found.failing)}"
-        + (f"\n\nNext\n  simplan predict {options.save_plan}" if options.save_plan else "")
+        f"  does not     {_listed(found.failing)}\n"
+        f"  memory       plans may use {format_percent(space.max_memory_fraction)} of the device memory"
+        " (--max-memory-fraction)" + (f"\n\nNext\n  simplan predict {options.save_plan}" if options.save_plan else "")
     )
     return 0
 
@@ -163,6 +166,8 @@ def _space(scenario: SearchScenario, options: SearchOptions) -> SearchSpace:
     update: dict[str, Any] = {}
     if options.top is not None:
         update["top"] = options.top
+    if options.max_memory_fraction is not None:
+        update["max_memory_fraction"] = options.max_memory_fraction
     if len(options.objectives) == 1:
         update |= {"objective": options.objectives[0], "objectives": None}
     elif options.objectives:

@@ -10,7 +10,7 @@ from typing import Any
 
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
-from simplan.prediction import Prediction, TrainingRun
+from simplan.prediction import MemoryVerdict, Prediction, RankMemory, TrainingRun
 from simplan.program.timeline import Split
 from simplan.report.table import format_ranks, format_table_text
 from simplan.search import Fix
@@ -31,11 +31,12 @@ _STAGES_SHOWN = 16
 
 
 def verdict(prediction: Prediction) -> str:
-    """One line: fits or does not fit, the peak-memory rank and the headroom."""
+    """One line: the verdict on memory, the peak-memory rank and the headroom."""
     worst = prediction.worst_memory
     needs = f"rank {worst.rank} needs {format_bytes(worst.device_bytes)}"
     capacity = prediction.capacity_bytes
-    if prediction.fits is None or capacity is None:
+    words = prediction.memory_verdict
+    if words is None or capacity is None:
         return f"{needs}; the catalog does not know the memory of {prediction.job.cluster.device.id}"
     if prediction.host_fits is False:
         return f"does not fit: {_host_memory(prediction)}"
@@ -45,10 +46,23 @@ def verdict(prediction: Prediction) -> str:
     if prediction.fits and worst.short_bytes:
         tensors = format_bytes(worst.device_bytes - worst.reserved_bytes + worst.allocated_bytes)
         takes = f"tensors and context of rank {worst.rank} take {tensors} of {format_bytes(capacity)}"
-        return f"fits tightly: {takes}; {short_of_reserve(worst.short_bytes)}"
-    if prediction.fits:
-        return f"fits: {of} headroom"
-    return f"does not fit: {of} over"
+        return f"{words}: {takes}; {short_of_reserve(worst.short_bytes)}"
+    return f"{words}: {of} {'headroom' if prediction.fits else 'over'}{_reaches_over(words, worst)}"
+
+
+def _reaches_over(words: MemoryVerdict, worst: RankMemory) -> str:
+    """End of the 90 % interval on the other side of the device memory; empty for a certain verdict."""
+    low, high = map(format_bytes, worst.device_interval_bytes)
+    ends: dict[MemoryVerdict, str] = {
+        "fits, tight": f"; the 90 % interval ends at {high}",
+        "likely does not fit": f"; the 90 % interval starts at {low}",
+    }
+    return ends.get(words, "")
+
+
+def memory_interval(interval_bytes: tuple[int, int]) -> str:
+    """``90 % interval 63.41 GiB to 72.73 GiB``."""
+    return f"90 % interval {' to '.join(map(format_bytes, interval_bytes))}"
 
 
 def short_of_reserve(short_bytes: int) -> str:
@@ -110,6 +124,8 @@ def _headline(prediction: Prediction) -> Iterator[str]:
         f"  step time    {format_time(prediction.step_time_s)}  "
         f"(90 % interval {format_time(low_s)} to {format_time(high_s)})"
     )
+    worst = prediction.worst_memory
+    yield f"  memory       {format_bytes(worst.device_bytes)}  ({memory_interval(worst.device_interval_bytes)})"
     yield f"  throughput   {_throughput(prediction)} per device"
     if prediction.training_run is not None:
         yield from _training_run(prediction.training_run)
@@ -284,7 +300,9 @@ def plan_words(plan: ParallelPlan) -> str:
         parts.append(f"tp {plan.tp}{' with sequence parallelism' if plan.sequence_parallel else ''}")
     if plan.cp > 1:
         parts.append(f"cp {plan.cp} ({plan.cp_comm})")
-    if plan.grad_sync == "microbatch":
+    if plan.grad_sync == "step" and plan.shards_parameters and plan.pp == 1:
+        parts.append("gradients reduced once per step")
+    elif plan.grad_sync == "microbatch" and not plan.shards_parameters:
         parts.append("gradients reduced every microbatch")
     if plan.recompute != "none":
         parts.append(f"recompute {plan.recomputed}")

@@ -202,7 +202,9 @@ class _Search:
                     if number
                 },
                 self._num_partial,
+                counts.in_headroom,
             ),
+            max_memory_fraction=self._space.max_memory_fraction,
             nearest_misses=self._misses(),
             interrupted=interrupted,
             unit="images" if job.model.sample == "image" else "tokens",

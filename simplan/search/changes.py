@@ -33,7 +33,11 @@ def changes(
         if (seconds := miss.step_time_s) is not None:
             words = f"allow max_step_time_s = {_rounded_up(seconds):g}: the fastest plan takes {format_time(seconds)}"
             return (RequestChange(what="max_step_time_s", value=seconds, words=words, plan=miss.plan),)
-    found = [_memory(job, space, misses), *_outside_of_searches(job, space, misses, calibration)]
+    found = [
+        _headroom(job, space, misses),
+        _memory(job, space, misses),
+        *_outside_of_searches(job, space, misses, calibration),
+    ]
     found += [tried(job, space, calibration) for tried in (_recompute, _ranges, _batch, _devices)]
     return tuple(change for change in found if change is not None)
 
@@ -47,6 +51,14 @@ def _rounded_up(seconds: float) -> float:
     digits = 3 - math.floor(math.log10(seconds))
     near = round(seconds, digits)
     return near if near >= seconds else round(near + 10.0**-digits, digits)
+
+
+def _headroom(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> RequestChange | None:
+    """All of the device memory, if the nearest miss fits in it."""
+    if not misses or misses[0].device_bytes > (job.cluster.device.memory_bytes or 0):
+        return None
+    words = f"max_memory_fraction = 1 instead of {space.max_memory_fraction:g}, which keeps no memory free"
+    return RequestChange(what="max_memory_fraction", value=1.0, words=words, plan=misses[0].plan)
 
 
 def _memory(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> RequestChange | None:

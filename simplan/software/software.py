@@ -13,7 +13,7 @@ from simplan.model.implementations.layer_implementation import LayerImplementati
 from simplan.model.layer import LayerSpec
 from simplan.model.low_precision import Fp8Recipe, Kept, LinearFormat, LowPrecision, QuantizedWeights, linear_format
 from simplan.plan.plan import ParallelPlan, RecomputeModule
-from simplan.software.rates import FrameworkRates
+from simplan.software.rates import FrameworkRates, MemorySpread
 from simplan.training import OPTIMIZERS, OptimizerName, TrainingSpec
 
 if TYPE_CHECKING:
@@ -154,8 +154,10 @@ class SoftwareSpec(Spec):
         low_precision: Supported precisions of linear layers below 16 bits; everything else is then as for BF16.
         layers: Implementation of the layers.
         rates: Efficiency of kernels under the framework.
-        compiled: Blocks are compiled, which fuses memory-bound kernels. If the profile is ``executable``, blocks save
-            for backward what torch.compile saves, else what uncompiled blocks save.
+        rates_of: Profile with the same kernels and the same allocator, on which runs were published: ``rates`` and
+            the reserve of the allocator are that profile's. None for a profile with its own.
+        compiled: Blocks are compiled, which fuses memory-bound kernels. With ``runtime`` torch, blocks save for
+            backward what torch.compile saves.
         options: Fields that a scenario may set.
         runtime: Implementation of data parallelism, pipelines and FSDP, with its limits. ``torch``: DDP rebuilds its
             buckets before the second step and briefly holds both sets. A pipeline rank has one receive buffer per
@@ -178,8 +180,8 @@ class SoftwareSpec(Spec):
             before the matrix.
         scatter_gather_p2p: Tensor-parallel ranks with equal tensors each send one part to the next stage, which
             all-gathers the parts.
-        reduces_each_microbatch: With sharded parameters and without a pipeline, gradients are reduced after every
-            microbatch, regardless of ``plan.grad_sync``: there is no memory for unsharded gradients.
+        reduces_each_microbatch: With sharded parameters and without a pipeline, gradients are always reduced after
+            every microbatch; ``plan.grad_sync: step`` is not supported.
         prefetch_receive_schedules: Schedules in which a pipeline rank posts the receives for its next forward and next
             backward before the preceding compute. A P2P send then waits only for its sender, and for earlier sends in
             its direction.
@@ -218,6 +220,9 @@ class SoftwareSpec(Spec):
             ``vocab_size``. Its parameters and FLOPs (and so MFU) exclude padding, which Megatron's own
             num_floating_point_operations includes.
         reserve_fraction: Memory that the allocator reserves beyond transient memory, as a fraction of it.
+        memory_spread: Uncertainty of peak memory.
+        compiled_reserve_fraction: ``reserve_fraction`` with compiled blocks, which make fewer temporary tensors; None
+            for the same.
         trainer: A trainer runs the steps, and loads data, reads results back and logs between them; else a bare loop
             does.
         executable: ``simplan run`` can run plans under this profile.
@@ -233,6 +238,7 @@ class SoftwareSpec(Spec):
     low_precision: dict[LowPrecision, LowPrecisionLinears] = Field(default_factory=dict)
     layers: LayerImplementation = LayerImplementation()
     rates: FrameworkRates = FrameworkRates()
+    rates_of: str | None = None
     compiled: bool = False
     options: Annotated[tuple[SoftwareOption, ...], Field(strict=False)] = ()
     runtime: Literal["torch", "megatron", "xla"] = "torch"
@@ -267,6 +273,8 @@ class SoftwareSpec(Spec):
     mtp: bool = False
     vocab_multiple: Annotated[int, Field(ge=1, le=100_000)] = 1
     reserve_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    memory_spread: MemorySpread = MemorySpread()
+    compiled_reserve_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
     trainer: bool = False
     executable: bool = False
     not_modelled: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -303,11 +311,33 @@ class SoftwareSpec(Spec):
         """Bytes of memory-bound kernels relative to eager torch (``FrameworkRates``)."""
         return self.rates.compiled_traffic if self.compiled else self.rates.traffic
 
+    @property
+    def rates_profile(self) -> str:
+        """Profile whose published runs ``rates`` are fitted on."""
+        return self.rates_of or self.id
+
+    @property
+    def timed_traffic(self) -> float:
+        """``traffic`` relative to kernels of eager torch that a calibration timed.
+
+        These are the kernels of an ``executable`` profile itself. Their fitted efficiency does not apply to them.
+        """
+        if not self.executable:
+            return self.traffic
+        return FrameworkRates().compiled_traffic if self.compiled else 1.0
+
+    @property
+    def allocator_reserve(self) -> float:
+        """Memory that the allocator reserves beyond transient memory, as a fraction of it."""
+        compiled = self.compiled_reserve_fraction if self.compiled else None
+        return self.reserve_fraction if compiled is None else compiled
+
     def layers_of(self, model: ModelSpec, plan: ParallelPlan) -> tuple[LayerSpec, ...]:
         """Layers of a model, as one rank holds and computes them."""
         implementation = self.layers.model_copy(
             update={
-                "compiled": self.compiled and self.executable,
+                "compiled": self.compiled and self.runtime == "torch",
+                "compiled_in_parts": self.executable,
                 "documents_in_one_call": self.packed_attention == "one_call",
                 "expert_dispatch": self.expert_dispatch,
                 "fused_experts": self.fused_experts,
@@ -330,11 +360,6 @@ class SoftwareSpec(Spec):
     def splits_gemms(self) -> bool:
         """True if tensor-parallel collectives overlap chunks of the matmuls that need or make their tensors."""
         return self.tp_overlap in ("gathers", "all")
-
-    def reduces_every(self, plan: ParallelPlan) -> bool:
-        """True if gradients are reduced after every microbatch, not only after the last one."""
-        unasked = self.reduces_each_microbatch and plan.shards_parameters and plan.pp == 1
-        return unasked or plan.grad_sync == "microbatch"
 
     def states(self, training: TrainingSpec, plan: ParallelPlan) -> Mapping[_Wide, StateBytes]:
         """Bytes per element by precision that the framework supports for a training run under a plan."""

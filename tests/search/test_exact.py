@@ -21,6 +21,7 @@ SPACE: dict[str, Any] = {
     "microbatch_size": (1, 2),
     "recompute": ("none", "full"),
     "recompute_layers": "all",
+    "max_memory_fraction": 1.0,
 }
 CAPACITY = 1091 * MIB
 SIZES: dict[str, Any] = {"hidden_size": 512, "vocab_size": 4096, "seq_len": 256}
@@ -105,7 +106,7 @@ def test_so_they_are_with_the_optimizer_on_the_host() -> None:
 
 
 def test_so_they_are_on_nodes_that_are_not_full() -> None:
-    job = small_job(num_devices=12, batch=12, memory_bytes=CAPACITY, num_attention_heads=12, hidden_size=768,
+    job = small_job(num_devices=12, batch=12, memory_bytes=1150 * MIB, num_attention_heads=12, hidden_size=768,
                     num_key_value_heads=12, intermediate_size=768, vocab_size=3072, seq_len=192)  # fmt: skip
     space = SearchSpace.model_validate({**SPACE, "microbatch_size": 1, "recompute": "none", "schedule": "1f1b"})
     inside = fitting(job, space)
@@ -157,8 +158,23 @@ def test_a_deadline_and_less_memory_are_limits() -> None:
     assert (result.best.device_bytes, result.best.step_time_s) == min(within)
     assert counts_add_up(result)
     smallest = min(size for _, size, _ in inside)
-    narrow = found_by(SearchSpace(**SPACE, max_memory_fraction=(smallest + 1) / CAPACITY))
+    narrow = found_by(SearchSpace.model_validate({**SPACE, "max_memory_fraction": (smallest + 1) / CAPACITY}))
     assert {plan.device_bytes for plan in narrow.ranked} == {smallest}
+
+
+def test_default_search_keeps_5_percent_free() -> None:
+    ranges = {key: value for key, value in SPACE.items() if key != "max_memory_fraction"}
+    rows = every_plan(asked_for(), SearchSpace(**SPACE))
+    sizes = sorted({size for _, size, _ in rows})
+    capacity = int(sizes[len(sizes) // 2] / 0.95) + 1
+    result = search(asked_for(capacity=capacity), SearchSpace(**ranges, top=1000), explain=False)
+    assert (result.space.bounded, result.max_memory_fraction) == (0, 0.95)
+    assert result.best is not None
+    assert result.best.step_time_s == best_of([row for row in rows if row[1] <= 0.95 * capacity], 1)[0]
+    in_headroom = sum(0.95 * capacity < size <= capacity for size in (row[1] for row in rows))
+    assert 0 < in_headroom <= result.space.in_headroom < result.space.rejected["memory"]
+    whole = search(asked_for(capacity=capacity), SearchSpace(**SPACE, top=1), explain=False)
+    assert whole.space.in_headroom == 0
 
 
 def test_nothing_within_the_deadline_tells_the_nearest() -> None:
