@@ -40,6 +40,7 @@ cluster: {preset: this-machine, num_devices: 2}
 training: {global_batch_size: 8, precision: fp32}
 plan: {pp: 2, schedule: 1f1b}
 """
+_PLAN = "plan: {pp: 2, schedule: 1f1b}"
 _ENDLESS = ("--steps", "100000", "--warmup", "1")
 _HEAD = """\
 # What happens when something breaks
@@ -203,8 +204,8 @@ def _starve_rank(bench: Bench) -> Ended:
 
 
 def _slow_rank(bench: Bench) -> Ended:
-    """Stopped for four of five milliseconds, a rank computes at a fifth of its speed."""
-    run = bench.start("--steps", "30", "--warmup", "2")
+    """Stopped for four of five milliseconds, a rank computes at a fifth of its speed; the other one has equal work."""
+    run = bench.start("--steps", "30", "--warmup", "2", scenario=_SCENARIO.replace(_PLAN, "plan: {dp_replicate: 2}"))
     try:
         pid = run.rank_pid(1)
         while run.process.poll() is None:

@@ -74,7 +74,7 @@ class Rendezvous:
                 self._store.set("job", json.dumps({"requested": requested, "job": job}))
             told = json.loads(self._store.get("job"))
         except OSError as error:
-            rule = f"cannot be listened on: {error.strerror}"
+            rule = f"cannot be listened on: {os.strerror(error.errno or 0)}"
             raise SpecError(
                 Problem(field="--rdzv-endpoint", value=nodes.endpoint, rule=rule, fix="use another port")
             ) from None

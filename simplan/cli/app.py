@@ -18,6 +18,7 @@ from simplan.cli.terminal.options import (
     CheckpointDir,
     CheckpointEvery,
     Endpoint,
+    FileCommand,
     JsonFile,
     MaxRestarts,
     PriceOption,
@@ -42,6 +43,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help, equal on every terminal
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+_command = partial(app.command, cls=FileCommand)
 
 
 @app.callback(invoke_without_command=True, no_args_is_help=False)
@@ -63,7 +65,7 @@ def root(
         print_result(context.get_help())
 
 
-@app.command(short_help="Predict one plan: memory, step time and its breakdown.")
+@_command(short_help="Predict one plan: memory, step time and its breakdown.")
 @takes_scenario(writes=True)
 def predict(
     scenario: ScenarioRequest,
@@ -87,7 +89,7 @@ def predict(
     )
 
 
-@app.command(short_help="Find the best plan of a search space, and show why others lost.")
+@_command(short_help="Find the best plan of a search space, and show why others lost.")
 @takes_scenario(writes=True)
 def search(
     scenario: ScenarioRequest,
@@ -148,7 +150,7 @@ def search(
     return search_command(scenario, as_json=json, options=options, calibration_file=calibration)
 
 
-@app.command(short_help="Write a first scenario, and name the next command.")
+@_command(short_help="Write a first scenario, and name the next command.")
 @takes_scenario(required=False)
 def init(
     scenario: ScenarioRequest,
@@ -167,7 +169,7 @@ def init(
     return init_command(scenario, file=output, searches=search, force=force, as_json=json)
 
 
-@app.command(short_help="Run a plan on this machine, and compare it with its prediction.")
+@_command(short_help="Run a plan on this machine, and compare it with its prediction.")
 @takes_scenario()
 def run(
     scenario: ScenarioRequest,
@@ -224,7 +226,7 @@ def run(
     )
 
 
-@app.command(short_help="Run one rank of a job of any size alone on a local device.")
+@_command(short_help="Run one rank of a job of any size alone on a local device.")
 @takes_scenario()
 def rehearse(
     scenario: ScenarioRequest,
@@ -259,7 +261,7 @@ def rehearse(
     )
 
 
-@app.command(short_help="Run a folder of scenarios on one device, and report errors.")
+@_command(short_help="Run a folder of scenarios on one device, and report errors.")
 def suite(
     folders: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="Folders of scenarios, or scenario files.")],
     output: Annotated[
@@ -285,7 +287,7 @@ def suite(
     return suite_command(folders, output=output, as_json=json, calibration_file=calibration, options=options)
 
 
-@app.command(short_help="Show the error of a prediction, and the terms that cause it.")
+@_command(short_help="Show the error of a prediction, and the terms that cause it.")
 def compare(
     prediction: Annotated[Path, typer.Argument(metavar="PREDICTION", help="File that predict -o wrote.")],
     measurement: Annotated[
@@ -307,7 +309,7 @@ def compare(
     return compare_command(prediction, measurement, as_json=json, plot=plot)
 
 
-@app.command(short_help="Measure this machine: layers or kernels, and links.")
+@_command(short_help="Measure this machine: layers or kernels, and links.")
 def calibrate(
     scenarios: Annotated[
         list[Path] | None,
@@ -356,7 +358,7 @@ def calibrate(
     )
 
 
-@app.command(short_help="Check scenarios against their expectations, for CI.")
+@_command(short_help="Check scenarios against their expectations, for CI.")
 def check(
     paths: ScenarioPaths,
     json: AsJson = False,
@@ -378,7 +380,7 @@ def check(
     )
 
 
-@app.command(
+@_command(
     short_help="Predict published training runs, and show the errors.",
     epilog=f"Schema of the files: {documentation('reference/published-runs')}",
 )
@@ -419,7 +421,7 @@ def accuracy(
     )
 
 
-@app.command(short_help="Show every term of step time and memory, with its formula.")
+@_command(short_help="Show every term of step time and memory, with its formula.")
 @takes_scenario()
 def explain(
     scenario: ScenarioRequest,
@@ -440,7 +442,7 @@ def explain(
     return explain_command(scenario, other, as_json=json, calibration_file=calibration)
 
 
-@app.command(short_help="Write the predicted step as a trace for Perfetto.")
+@_command(short_help="Write the predicted step as a trace for Perfetto.")
 @takes_scenario()
 def trace(
     scenario: ScenarioRequest,
@@ -454,7 +456,7 @@ def trace(
     return trace_command(scenario, as_json=json, output=output, calibration_file=calibration)
 
 
-@app.command(short_help="Draw the predicted step, one row per pipeline rank.")
+@_command(short_help="Draw the predicted step, one row per pipeline rank.")
 @takes_scenario()
 def draw(
     scenario: ScenarioRequest,
@@ -477,7 +479,7 @@ def draw(
     return draw_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
 
 
-@app.command(short_help="Write a Slurm batch script, or a Kubernetes PyTorchJob.")
+@_command(short_help="Write a Slurm batch script, or a Kubernetes PyTorchJob.")
 @takes_scenario()
 def export(
     scenario: ScenarioRequest,
@@ -520,7 +522,7 @@ def export(
     )
 
 
-@app.command()
+@_command()
 def show(
     kind: Annotated[
         str | None,
@@ -547,7 +549,7 @@ def show(
     return show_command(kind, name, as_json=json)
 
 
-@app.command()
+@_command()
 def dashboard(
     port: Annotated[int, _COUNT(max=65_535, help="Port of the server.")] = 8501,
     host: Annotated[
@@ -567,7 +569,7 @@ def dashboard(
     return dashboard_command(host=host, port=port, browser=not no_browser, allow_run=allow_run)
 
 
-@app.command(short_help="Predict and run a small GPT under five plans, and compare.")
+@_command(short_help="Predict and run a small GPT under five plans, and compare.")
 def demo(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the files.")] = Path(
         "demo-out"

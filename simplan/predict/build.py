@@ -83,13 +83,22 @@ def run_dtype(training: TrainingSpec) -> str:
     return {"tf32": "fp32", "fp8": "bf16"}.get(training.precision, training.precision)
 
 
+MAX_DEALT_RANKS = 64
+"""Ranks that are simulated one by one if ZeRO-1 assigns unequal parameters to them."""
+
+
+def deals_unequal_shards(job: Job) -> bool:
+    """True if ranks update different numbers of parameters, as with torch's ZeroRedundancyOptimizer."""
+    return job.plan.shards_optimizer_only and job.software.optimizer_shards == "parameters"
+
+
 def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     """Folding of ranks with identical work; ranks that share cores are not folded, since they slow each other down.
 
     Args:
         job: The job.
         dealt_alike: True to fold ranks to which ZeRO-1 assigns unequal parameters. The first rank, which has the
-            largest parameter, then represents them.
+            largest parameter, then represents them. Jobs of more than ``MAX_DEALT_RANKS`` are always folded so.
     """
     plan, cluster = job.plan, job.cluster
     mapping = RankMapping.of(plan)
@@ -98,7 +107,7 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     num_shards = plan.dp_shard * plan.cp
     parameters = (p for layer in set(job.software.layers_of(job.model, plan)) for p in layer.parameters)
     uneven = plan.shards_parameters and any(p.partial_gradient and p.shape[0] % num_shards for p in parameters)
-    deals = plan.shards_optimizer_only and job.software.optimizer_shards == "parameters" and not dealt_alike
+    deals = deals_unequal_shards(job) and not dealt_alike and plan.num_devices <= MAX_DEALT_RANKS
     return _kept_folding(mapping, cluster.devices_per_node, deals or uneven)
 
 

@@ -16,7 +16,7 @@ from simplan.model.recompute import recomputation, recompute_of
 from simplan.plan.plan import ParallelPlan, Recompute, StageAssignment
 from simplan.plan.schedules import is_custom_schedule
 from simplan.predict.assumptions import assumptions
-from simplan.predict.build import expands_all, folding_of
+from simplan.predict.build import MAX_DEALT_RANKS, deals_unequal_shards, expands_all, folding_of
 from simplan.predict.simulated import Simulated, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
 from simplan.prediction import Prediction, Term
@@ -102,18 +102,23 @@ def predict_step(
         assumptions=(
             *assumptions(job, simulated.program_costs, max(m.short_bytes for m in memory) if fits else 0),
             *_packing_assumptions(job, attention_s(job, step.assignment, step.tables[0], step.cost) / step_time_s),
-            *_simulation_assumptions(extent, calibration),
+            *_simulation_assumptions(job, extent, calibration),
         ),
     )
     return prediction, simulated
 
 
-def _simulation_assumptions(extent: Extent, calibration: Calibration | None) -> Iterator[str]:
+def _simulation_assumptions(job: Job, extent: Extent, calibration: Calibration | None) -> Iterator[str]:
     """Yield sentences on a truncated step, and on a machine whose speed has changed since its calibration."""
     if extent.period:
         yield (
             f"{extent.simulated} of {extent.whole:,} microbatches are simulated and drawn; the others add as much time "
             "and memory as those in the middle of these"
+        )
+    if deals_unequal_shards(job) and job.cluster.cores_per_node is None and job.plan.num_devices > MAX_DEALT_RANKS:
+        yield (
+            "ZeroRedundancyOptimizer assigns whole parameters to ranks; every rank is shown as the one with the most, "
+            "for which the others wait"
         )
     if calibration is not None and calibration.pace is not None:
         slower = pace_in_words(calibration.pace)

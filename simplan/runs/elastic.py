@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import Annotated, Literal
 
@@ -89,7 +90,7 @@ def refuse_busy_port(nodes: Nodes) -> None:
             (nodes.host, nodes.port), family=socket.AF_INET6 if ":" in nodes.host else socket.AF_INET
         ).close()
     except OSError as error:
-        rule = f"cannot be listened on: {error.strerror}"
+        rule = f"cannot be listened on: {os.strerror(error.errno or 0)}"  # strerror has the address once more
         raise SpecError(
             Problem(field="--rdzv-endpoint", value=nodes.endpoint, rule=rule, fix="use another port")
         ) from None

@@ -65,7 +65,9 @@ def _acquired(lock: Path) -> int | None:
         if _is_file(lock, handle):
             break
         os.close(handle)  # its holder has deleted it meanwhile
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    program = Path(sys.argv[0])
+    name = program.parent.name if program.name == "__main__.py" else program.name  # of python -m simplan
+    command = shlex.join([name, *sys.argv[1:]])
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now():%H:%M:%S}"}
     os.ftruncate(handle, 0)
     os.write(handle, json.dumps({**holder, "command": command[:200]}).encode())

@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer.main
 
+from simplan.cli.app import app
 from simplan.cli.listing import KINDS
+from simplan.cli.terminal.options import OUTPUTS
 from simplan.cli.terminal.output import print_result
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.store import save
@@ -45,6 +48,35 @@ def test_a_link_to_nothing_says_so(simplan: Simplan, tmp_path: Path) -> None:
     link = tmp_path / "link.yaml"
     link.symlink_to("gone.yaml")
     refused(simplan("predict", link), "is a link to gone.yaml, which does not exist")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "predict {0} -o {0}",
+        "predict -o {1} {0}",
+        "predict {0} --trace {0}",
+        "draw {0} -o {0}",
+        "trace {0} -o {1}",
+        "export {0} --to slurm -o {0}",
+        "search {0} --save-plan {0}",
+        "check {0} --junit {0}",
+    ],
+)
+def test_no_output_replaces_its_input(command: str, simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
+    """Under its own name, or under that of a link to it."""
+    link = tmp_path / "link.yaml"
+    link.symlink_to(scenario)
+    before = scenario.read_text()
+    refused(simplan(*command.format(scenario, link).split()), "is the file that the command reads; name another file")
+    assert scenario.read_text() == before
+
+
+def test_every_file_that_a_command_writes_is_one_of_the_outputs() -> None:
+    """Options whose help says ``File for``."""
+    commands = typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
+    options = [param for command in commands for param in command.params if (getattr(param, "help", "") or "")]
+    assert {param.name for param in options if param.help.startswith("File for")} - {"write_scenario"} == OUTPUTS
 
 
 def test_texts_cannot_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
