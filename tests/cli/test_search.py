@@ -35,6 +35,7 @@ name: large
 model: {preset: gpt3-175b}
 cluster: {preset: dgx-a100-80gb, num_nodes: 128}
 training: {global_batch_size: 1536, precision: bf16}
+software: megatron-core
 search: {}
 """
 
