@@ -62,6 +62,7 @@ ALL: Mapping[str, ParameterBounds] = {
     "kernel_overhead_s": ParameterBounds(0.7, 1e-6, 60e-6),
     "overlap_slowdown": ParameterBounds(0.5, 0.01, 0.5),
     "gemm_split_overhead_s": ParameterBounds(0.7, 1e-6, 300e-6),
+    "host_call_s": ParameterBounds(0.5, 1e-6, 50e-6),
     "host_step_overhead_s": ParameterBounds(0.7, 1e-3, 0.1),
     "host_batch_overhead_s": ParameterBounds(0.7, 0.05e-3, 5e-3),
 }

@@ -51,6 +51,8 @@ class KernelRates(Spec):
 
     Attributes:
         max_efficiency: Best measured matmul rate as a fraction of peak, for devices without a measurement.
+        fp32_max_efficiency: ``max_efficiency`` of matmuls in FP32, which run without tensor cores and seldom wait for
+            operands: 14 of 15.7 TFLOP/s on V100 (Markidis et al. 2018, arXiv:1803.04014, figure 6, recalled).
         matmul_efficiency: Matmul rate in a training step as a fraction of the best published rate. Clocks fall with
             power draw, and shapes are not the best ones.
         fp8_efficiency: ``matmul_efficiency`` of FP8 matmuls.
@@ -71,7 +73,8 @@ class KernelRates(Spec):
             write: dropout sampling and masking keep them from streaming.
         fp8_any_layout: FP8 matmuls take operands along rows or columns, as BF16 matmuls do.
         rowwise_efficiency: Rate of FP8 matmuls with rowwise scaling as a fraction of the FP8 rate.
-        aligned: Elements that a dimension should be a multiple of, to be read in full sectors.
+        aligned: Elements of 16 bits that a dimension should be a multiple of, to be read in full sectors; half as many
+            of 32 bits. FP32 matmuls without tensor cores need no alignment.
         unaligned_efficiency: Rate of matmuls with a dimension that is no multiple of ``aligned``, as a fraction of the
             rate.
         misaligned_slice_efficiency: ``unaligned_efficiency`` for operands that are slices of larger tensors (heads) and
@@ -91,6 +94,8 @@ class KernelRates(Spec):
             0.15. They also share memory and power. 0 where a network's own engines transfer bytes (TPUs).
         gemm_split_overhead_s: Seconds per tensor-parallel collective to cut a matmul into chunks that overlap it.
             Chunks are launched and wait for each other sequentially, and small chunks fill the device less.
+        host_call_s: Seconds in which the host issues one operation. Kernels that are shorter than that leave the device
+            waiting.
         host_step_overhead_s: Seconds of CPU work of a trainer once per step while devices wait: next batch, reading
             loss and norms back, logging.
         host_batch_overhead_s: Seconds of CPU work before a forward where the framework waits for it
@@ -107,6 +112,7 @@ class KernelRates(Spec):
     """
 
     max_efficiency: _Part = 0.77
+    fp32_max_efficiency: _Part = 0.9
     matmul_efficiency: _Part = 0.93
     fp8_efficiency: _Part = 0.9
     fp4_efficiency: _Part = 0.6
@@ -130,6 +136,7 @@ class KernelRates(Spec):
     stream_overlap: Annotated[float, Field(ge=0, le=1)] = 0.85
     overlap_slowdown: Annotated[float, Field(ge=0, lt=1)] = 0.15
     gemm_split_overhead_s: NonNegative = 50e-6
+    host_call_s: NonNegative = 8e-6
     host_step_overhead_s: NonNegative = 0.01
     host_batch_overhead_s: NonNegative = 0.5e-3
     unfitted_std: NonNegative = 0.3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from simplan.cost.compute.matmul import Matmul, MatmulRates
+from simplan.cost.compute.matmul import Matmul, MatmulRates, Operands
 from simplan.model.layer import Attention
 from simplan.software.rates import AttentionEfficiency, LowAttention
 from simplan.software.software import StateBytes
@@ -124,4 +124,6 @@ class AttentionRates:
         """Returns the matmul that computes scores and the matmul that sums over them."""
         num_bytes = self.state.activation * (scores + heads * (queries + keys) * dim)
         scores_of, sum_over = (queries, keys, dim, heads, num_bytes), (queries, dim, keys, heads, num_bytes)
-        return Matmul(*scores_of, operands="slices"), Matmul(*sum_over, operands="slices")
+        # heads are slices of wider tensors, which begin inside of a sector if their width is not aligned
+        operands: Operands = "slices" if dim % self.matmuls.rates.aligned else "whole"
+        return Matmul(*scores_of, operands=operands), Matmul(*sum_over, operands=operands)

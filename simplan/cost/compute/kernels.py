@@ -8,6 +8,7 @@ from typing import Literal
 from simplan.cost.compute.attention import AttentionRates
 from simplan.cost.compute.low_precision import LinearCost, LinearRates
 from simplan.cost.compute.matmul import ACTIVATION_GRADIENTS, WEIGHT_GRADIENTS, Matmul, MatmulRates, gemm_sizes
+from simplan.cost.compute.traffic import layer_traffic
 from simplan.cost.model import CostEstimate, Provenance
 from simplan.model.fused_gemms import fused_gemms
 from simplan.model.layer import Attention, Gemm, Kernel, LayerCollective, Lookup, Pointwise, Role, has_backward
@@ -18,7 +19,7 @@ from simplan.software.software import StateBytes
 from simplan.training import UPDATES, UpdateName
 from simplan.units import counted, format_bytes, format_count, format_flop_per_s, format_rate, format_time
 
-_BACKWARD_POINTWISE = 2
+_EAGER_ATTENTION_CALLS = 6
 _BACKWARD = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 _SCALE_BYTES = 8
 _NORM_BYTES = 4
@@ -40,6 +41,8 @@ class KernelCost:
         slowest: Time of the slowest device over the mean of all devices.
         num_devices: Number of these devices, for formulas.
         traffic: See ``FrameworkRates``.
+        compiled: Operators between GEMMs are fused; see ``simplan.cost.compute.traffic``.
+        host_call_s: See ``KernelRates``; 0 where the host launches no single kernels.
         accumulation_bytes: Bytes read and written per gradient element of a matrix to accumulate it.
         low: Rates of linear layers in the low precision of ``state.linear``; None for none.
         joined: True if matrices with the same input are fused; see ``LayerImplementation.fused_gemms``.
@@ -56,6 +59,8 @@ class KernelCost:
     slowest: float = 1.0
     num_devices: int = 1
     traffic: float = 1.0
+    compiled: bool = False
+    host_call_s: float = 0.0
     accumulation_bytes: int = 0
     low: MatmulRates | None = None
     joined: bool = False
@@ -98,10 +103,38 @@ class KernelCost:
         low, wide = self._split(running_kernels(work), work)
         linear = self._linear_cost(low, work)
         wide_s = sum(self._kernel_s(kernel, work.microbatch_size, work.phase) for kernel in wide)
-        return (
-            self.slowest * (wide_s + linear.matmuls_s + linear.casts_s)
-            + work.cuts * self.matmuls.rates.gemm_split_overhead_s
-        )
+        memory_s, memory_launches = self._memory_bound(work)
+        device_s = self.slowest * (wide_s + memory_s + linear.matmuls_s + linear.casts_s)
+        calls = memory_launches + sum(self._host_calls(kernel, work.phase) for kernel in (*low, *wide))
+        return max(device_s, calls * self.host_call_s) + work.cuts * self.matmuls.rates.gemm_split_overhead_s
+
+    def _memory_bound(self, work: LayerWork) -> tuple[float, int]:
+        """Returns seconds and launches of memory-bound kernels, casts and sums of bias gradients."""
+        backward, weights = work.phase in ACTIVATION_GRADIENTS, work.phase in WEIGHT_GRADIENTS
+        total_bytes, launches = 0.0, 0
+        widths = self.state.activation, self.state.residual
+        traffic = layer_traffic(work.layer, *widths, compiled=self.compiled)
+        for index in running_indices(work):
+            own = traffic[index]
+            total_bytes += own.backward_bytes if backward else own.forward_bytes
+            launches += own.backward_launches if backward else own.forward_launches
+            if weights and own.bias_bytes:
+                total_bytes += own.bias_bytes
+                launches += 1
+        num_bytes = work.microbatch_size * total_bytes * self.traffic
+        return num_bytes / self.matmuls.bytes_per_s + launches * self.matmuls.kernel_overhead_s, launches
+
+    def _host_calls(self, kernel: Kernel, phase: Phase) -> int:
+        """Returns the operations that the host issues for a matmul, attention or lookup."""
+        match kernel:
+            case Gemm():
+                matmuls = kernel.propagates + kernel.trained if phase is Phase.BACKWARD else 1
+                casts = bool(self.state.weight_copy) and phase is Phase.FORWARD
+                return max(1, kernel.streams and kernel.num_groups) * matmuls + casts
+            case Attention():
+                return len(kernel.calls) * (_EAGER_ATTENTION_CALLS if kernel.eager else 1)
+            case _:
+                return 1
 
     def _host_rate(self, work: LayerWork) -> float | None:
         """Returns bytes per second for work of a CPU that is not the device; None for work of the device."""
@@ -180,11 +213,8 @@ class KernelCost:
                 return sum(map(self.matmuls.seconds, matmuls)) + more_s + self._weights_s(kernel, phase)
             case Attention():
                 return self.attention.seconds(kernel, b, backward=phase in ACTIVATION_GRADIENTS)
-            case Pointwise(reads=reads, writes=writes, moves=moves, launches=launches):
-                backward = phase in ACTIVATION_GRADIENTS
-                times = _BACKWARD_POINTWISE if backward and not moves else 1
-                num_bytes = b * (reads + writes) * self.state.activation * self.traffic * times
-                return self._streaming_s(num_bytes, launches[backward])
+            case Pointwise():
+                return 0.0  # see ``_memory_bound``
             case Lookup(rows=rows, width=columns):
                 return self._streaming_s(b * rows * columns * (self.state.activation + self.state.gathered))
             case LayerCollective():
@@ -214,17 +244,22 @@ class KernelCost:
 
 def running_kernels(work: LayerWork) -> list[Kernel]:
     """Returns the kernels of a layer that run in a phase, without collectives."""
-    all_kernels = work.layer.kernels
-    indices = range(len(all_kernels)) if work.kernels is None else work.kernels
-    kernels = [all_kernels[index] for index in indices if not isinstance(all_kernels[index], LayerCollective)]
+    return [work.layer.kernels[index] for index in running_indices(work)]
+
+
+def running_indices(work: LayerWork) -> list[int]:
+    """Returns the indices of the kernels of a layer that run in a phase, without collectives."""
+    kernels = work.layer.kernels
+    indices = range(len(kernels)) if work.kernels is None else work.kernels
+    running = [index for index in indices if not isinstance(kernels[index], LayerCollective)]
     if work.phase is Phase.BACKWARD_WEIGHT:
         weighted = weighted_kernels(work.layer)
-        kernels = [kernel for kernel in kernels if kernel in weighted]
+        running = [index for index in running if kernels[index] in weighted]
     elif work.phase is Phase.BACKWARD_INPUT:
-        kernels = [kernel for kernel in kernels if not isinstance(kernel, Lookup)]
+        running = [index for index in running if not isinstance(kernels[index], Lookup)]
     if work.phase in _BACKWARD:
-        kernels = [kernel for kernel in kernels if has_backward(kernel)]
-    return kernels
+        running = [index for index in running if has_backward(kernels[index])]
+    return running
 
 
 def _flops(kernel: Gemm | Attention, phase: Phase) -> int:
