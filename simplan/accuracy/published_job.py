@@ -40,6 +40,9 @@ _SYNCHRONIZED = {"zb-2p-optsync": "zb-2p"}
 _SIZES = frozenset({
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "seq_len",
 })  # fmt: skip
+_SIZES_OF_SOME = frozenset({
+    "num_decoder_layers", "decoder_seq_len", "image_size", "patch_size", "num_classes", "depths", "layer_type",
+})  # fmt: skip
 _SIZES_OF_EXPERTS = ("num_experts", "top_k", "moe_intermediate_size")
 _SWITCHES = (
     "attention_bias", "qkv_bias", "qk_norm", "sliding_window", "sliding_window_pattern", "attention_sinks",
@@ -107,6 +110,8 @@ def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
         changes["tp_overlap"] = "all"
     if given.compile:
         changes["compiled"] = True
+    if given.channels_last is not None:
+        notes.append(f"software.channels_last = {str(given.channels_last).lower()} is not in the prediction")
     if not framework.is_known:
         # padding of vocabularies is unknown too; nanotron, for example, pads to a multiple of tp
         changes |= {"rates": profile.rates.model_copy(update=_UNFITTED), "vocab_multiple": 1}
@@ -120,21 +125,24 @@ def _model(run: PublishedRun, software: SoftwareSpec, settings: Settings, notes:
     given = run.model
     name = _family(given, notes)
     takes = FAMILIES[name].fields
-    fields: dict[str, Any] = given.model_dump(include=set(_SIZES & takes))
-    fields |= {"name": given.name, "family": name, "vocab_size": _vocabulary(run, software, notes)}
+    sizes = given.model_dump(include=set((_SIZES | _SIZES_OF_SOME) & takes))
+    fields: dict[str, Any] = {"name": given.name, "family": name} | {key: each for key, each in sizes.items() if each}
+    if "vocab_size" in takes:
+        fields |= {"vocab_size": _vocabulary(run, software, notes), **_tied_embeddings(given, notes)}
     if "head_dim" in takes:
         fields["head_dim"] = given.head_dim or _head_dim(given)
     if "gated_mlp" in takes:
         fields["gated_mlp"] = given.gated_mlp
-    if "num_decoder_layers" in takes:
+    if "num_decoder_layers" in takes and given.num_decoder_layers is None:
         notes.append("layers and tokens of the decoder are not known: the same numbers as of the encoder")
-    if given.tied_embeddings is not None:
-        fields["tied_embeddings"] = given.tied_embeddings
-    else:
-        notes.append("model.tied_embeddings is not known: as is usual for the family")
     for part in (given.moe, given.mla):
         if part is not None:
             fields |= {key: value for key, value in part.model_dump().items() if value is not None}
+    if given.max_predictions_per_seq is not None:
+        rest = "all tokens of a sequence have logits"
+        notes.append(
+            f"model.max_predictions_per_seq = {given.max_predictions_per_seq} is not in the prediction: {rest}"
+        )
     switches, like = _switches_of(given, name)
     if like is not None:
         fields |= switches
@@ -170,6 +178,14 @@ def _switches_of(model: RunModel, family: str) -> tuple[dict[str, Any], str | No
     if not ways or not ways[0] or any(way != ways[0] for way in ways):
         return {}, None
     return ways[0], next(iter(found))
+
+
+def _tied_embeddings(given: RunModel, notes: list[str]) -> dict[str, bool]:
+    """Field of ``ModelSpec``; empty, with a note, where it is not known."""
+    if given.tied_embeddings is None:
+        notes.append("model.tied_embeddings is not known: as is usual for the family")
+        return {}
+    return {"tied_embeddings": given.tied_embeddings}
 
 
 def _adapters(run: PublishedRun, settings: Settings, notes: list[str]) -> dict[str, Any]:
@@ -272,6 +288,8 @@ def _training(run: PublishedRun, software: SoftwareSpec, notes: list[str]) -> Tr
         "global_batch_size": plan.global_batch_size,
         "precision": plan.precision,
         "optimizer": plan.optimizer,
+        "fused_optimizer": plan.fused_optimizer,
+        "clip_grad_norm": plan.clip_grad_norm,
         "task": run.task,
     }
     low = software.low_precision.get("fp8")

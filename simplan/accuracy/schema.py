@@ -5,21 +5,25 @@ Every run satisfies three identities:
 - dp_replicate x dp_shard x tp x pp x cp = num_devices
 - num_microbatches x microbatch_size x dp_replicate x dp_shard = global_batch_size
 - stage_layers sum to num_hidden_layers; without stage_layers, pp x virtual_stages divides num_hidden_layers
+
+A run with samples_per_s_per_device satisfies a fourth one, unless it is inconsistent:
+
+- samples_per_s_per_device x step_time_s x num_devices = global_batch_size, within 2%
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from simplan.base import Count, NonNegative, Positive, Spec
 from simplan.cluster.hardware import Dtype
 from simplan.errors import Problem
 from simplan.plan.plan import Recompute
-from simplan.training import Precision
+from simplan.training import OptimizerName, Precision
 
 Framework = Literal[
     "megatron-lm",
@@ -33,6 +37,10 @@ Framework = Literal[
     "fsdp-paper",
     "deepspeed",
     "gpipe",
+    "torch",
+    "transformers",
+    "llm.c",
+    "t5x",
     "other",
 ]
 Task = Literal["pretrain", "sft", "lora"]
@@ -40,10 +48,15 @@ MemoryKind = Literal["allocated", "reserved", "device"]
 """Kind of a published peak: tensors, memory of the caching allocator, or memory in use on the device."""
 
 Zero = Annotated[int, Field(ge=0)]
+_ROUNDING = 0.02  # of printed throughputs and step times
 
 
 class RunSoftware(Spec):
-    """Framework of a run; None for values that the source does not print."""
+    """Framework of a run; None for values that the source does not print.
+
+    Attributes:
+        channels_last: Images and activations are stored with the channels as the fastest dimension.
+    """
 
     framework: Framework
     version: str | None
@@ -51,6 +64,7 @@ class RunSoftware(Spec):
     compile: bool | None
     tp_comm_overlap: bool | None
     grad_overlap: bool | None
+    channels_last: bool | None = None
 
 
 class RunExperts(Spec):
@@ -73,24 +87,75 @@ class RunLatentAttention(Spec):
     v_head_dim: Count
 
 
+_SIZES = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
+    "seq_len",
+)  # fmt: skip
+_NO_TEXT: dict[str, Any] = {"num_key_value_heads": 0, "vocab_size": 0, "seq_len": 0, "gated_mlp": False}
+_NO_TEXT |= {"tied_embeddings": None}
+_ABSENT: dict[str, dict[str, Any]] = {
+    "vit": _NO_TEXT,
+    "resnet": _NO_TEXT
+    | dict.fromkeys(("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"), 0),
+}
+"""Keys that models for images do not have, with the values that stand for that."""
+_IMAGES = ("image_size", "num_classes")
+_OWN: dict[str, tuple[str, ...]] = {
+    "bert": ("max_predictions_per_seq",),
+    "t5": ("num_decoder_layers", "decoder_seq_len"),
+    "vit": (*_IMAGES, "patch_size"),
+    "resnet": (*_IMAGES, "depths", "layer_type"),
+}
+"""Keys that only some families have."""
+_OPTIONAL = ("max_predictions_per_seq", "num_decoder_layers", "decoder_seq_len")
+
+
 class RunModel(Spec):
-    """Shape of the model."""
+    """Shape of the model.
+
+    Attributes:
+        num_hidden_layers, hidden_size, num_attention_heads, num_key_value_heads, intermediate_size, vocab_size,
+            seq_len: At least 1; 0 for what a family does not have (``vit`` and ``resnet``).
+        max_predictions_per_seq: Tokens of a sequence that BERT's head computes logits for; 0 for a small head instead
+            (SQuAD), None for all tokens.
+        num_decoder_layers, decoder_seq_len: Blocks and tokens of T5's decoder.
+        image_size, num_classes: Pixels along each side of an image, and classes; for ``vit`` and ``resnet``.
+        patch_size: Pixels along each side of a patch of a ``vit``.
+        depths, layer_type: Blocks of each stage of a ``resnet``, and their form.
+    """
 
     name: str
-    family: Literal["gpt", "llama", "mpt", "t5", "bert", "moe", "other"]
-    num_hidden_layers: Count
-    hidden_size: Count
-    num_attention_heads: Count
-    num_key_value_heads: Count
-    intermediate_size: Count
-    vocab_size: Count
-    seq_len: Count
+    family: Literal["gpt", "llama", "mpt", "t5", "bert", "vit", "resnet", "moe", "other"]
+    num_hidden_layers: Zero
+    hidden_size: Zero
+    num_attention_heads: Zero
+    num_key_value_heads: Zero
+    intermediate_size: Zero
+    vocab_size: Zero
+    seq_len: Zero
     gated_mlp: bool
     tied_embeddings: bool | None
     head_dim: Count | None = None
     params: Annotated[int, Field(ge=1)] | None = None
+    max_predictions_per_seq: Zero | None = None
+    num_decoder_layers: Count | None = None
+    decoder_seq_len: Count | None = None
+    image_size: Count | None = None
+    patch_size: Count | None = None
+    num_classes: Count | None = None
+    depths: tuple[Count, ...] | None = None
+    layer_type: Literal["basic", "bottleneck"] | None = None
     moe: RunExperts | None = None
     mla: RunLatentAttention | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _absent_keys(cls, data: Any) -> Any:
+        """Fill in the keys that models for images do not have."""
+        if not isinstance(data, dict) or not isinstance(data.get("family"), str):
+            return data
+        depths = data.get("depths")  # a file has lists, and strict mode wants the tuple itself
+        return _ABSENT.get(data["family"], {}) | data | ({"depths": tuple(depths)} if isinstance(depths, list) else {})
 
 
 class RunCluster(Spec):
@@ -113,7 +178,12 @@ class RunCluster(Spec):
 
 
 class RunPlan(Spec):
-    """Parallel plan, batch and precision of a run."""
+    """Parallel plan, batch and precision of a run.
+
+    Attributes:
+        fused_optimizer: As ``TrainingSpec.fused_optimizer``; None if the source does not say.
+        clip_grad_norm: Norm to which gradients are clipped; None for no clipping, or if the source does not say.
+    """
 
     dp_replicate: Count
     dp_shard: Count
@@ -142,16 +212,22 @@ class RunPlan(Spec):
     global_batch_size: Count
     recompute: Recompute
     precision: Precision
-    optimizer: Literal["adam", "adamw", "sgd"]
+    optimizer: OptimizerName
     stage_layers: tuple[Zero, ...] | None = None
     cp_comm: Literal["ring", "all_gather", "a2a"] | None = None
     grad_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     fp8_recipe: str | None = None
     lora_rank: Count | None = None
+    fused_optimizer: bool | None = None
+    clip_grad_norm: Positive | None = None
 
 
 class Measured(Spec):
-    """Measured figures; None for values that the source does not print."""
+    """Measured figures; None for values that the source does not print.
+
+    Attributes:
+        samples_per_s_per_device: Sequences or images, where the source counts those instead of tokens.
+    """
 
     step_time_s: Positive | None
     tokens_per_s_per_device: Positive | None
@@ -161,6 +237,7 @@ class Measured(Spec):
     oom: bool
     model_tflops_per_device_published: Positive | None
     mfu_published: NonNegative | None
+    samples_per_s_per_device: Positive | None = None
 
 
 class PublishedRun(Spec):
@@ -190,6 +267,7 @@ class PublishedRun(Spec):
 
 def identity_problems(run: PublishedRun) -> Iterator[Problem]:
     """Yield inconsistencies of a run, with fields dotted from the run."""
+    yield from _shape_problems(run.model)
     plan, layers = run.plan, run.model.num_hidden_layers
     degrees = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
     yield from _product("cluster.num_devices", run.cluster.num_devices, plan, degrees)
@@ -212,6 +290,39 @@ def identity_problems(run: PublishedRun) -> Iterator[Problem]:
     if run.measured.oom and run.measured.step_time_s is not None:
         rule = "must be null where oom is true: the run ended out of memory"
         yield Problem(field="measured.step_time_s", value=str(run.measured.step_time_s), rule=rule)
+    yield from _throughput_problems(run)
+
+
+def _shape_problems(model: RunModel) -> Iterator[Problem]:
+    """Yield sizes that are 0 or missing, and keys of other families."""
+    absent, own = _ABSENT.get(model.family, {}), _OWN.get(model.family, ())
+    for name in (*_SIZES, *absent):
+        value = getattr(model, name)
+        if name in absent and value != absent[name]:
+            yield Problem(
+                field=f"model.{name}", value=str(value), rule=f"is not for family = {model.family}", fix="remove it"
+            )
+        elif name not in absent and value < 1:
+            yield Problem(field=f"model.{name}", value=str(value), rule="must be at least 1")
+    for name in {name: None for names in _OWN.values() for name in names}:
+        value = getattr(model, name)
+        if value is None and name in own and name not in _OPTIONAL:
+            yield Problem(field=f"model.{name}", rule=f"is missing, and family = {model.family} needs it")
+        elif value is not None and name not in own:
+            yield Problem(
+                field=f"model.{name}", value=str(value), rule=f"is not for family = {model.family}", fix="remove it"
+            )
+
+
+def _throughput_problems(run: PublishedRun) -> Iterator[Problem]:
+    rate, seconds = run.measured.samples_per_s_per_device, run.measured.step_time_s
+    if rate is None or seconds is None or run.quality == "inconsistent":
+        return
+    samples, batch = rate * seconds * run.cluster.num_devices, run.plan.global_batch_size
+    if abs(samples / batch - 1) > _ROUNDING:
+        rule = f"x step_time_s x num_devices = {samples:.4g}, and plan.global_batch_size = {batch}"
+        fix = "correct one of the four"
+        yield Problem(field="measured.samples_per_s_per_device", value=f"{rate:g}", rule=rule, fix=fix)
 
 
 def _product(field: str, value: int, plan: RunPlan, names: Sequence[str]) -> Iterator[Problem]:
