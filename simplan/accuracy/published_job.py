@@ -110,8 +110,8 @@ def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
         changes["tp_overlap"] = "all"
     if given.compile:
         changes["compiled"] = True
-    if given.channels_last is not None:
-        notes.append(f"software.channels_last = {str(given.channels_last).lower()} is not in the prediction")
+    if given.channels_last:
+        changes["channels_last"] = True
     if not framework.is_known:
         # padding of vocabularies is unknown too; nanotron, for example, pads to a multiple of tp
         changes |= {"rates": profile.rates.model_copy(update=_UNFITTED), "vocab_multiple": 1}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _Wide = Literal["fp32", "tf32", "fp16", "bf16"]
 SoftwareOption = Literal[
-    "compiled", "expert_dispatch", "expert_overlap", "fp8_dot_product_attention", "fused_experts", "vocab_multiple"
+    "channels_last", "compiled", "expert_dispatch", "expert_overlap", "fp8_dot_product_attention", "fused_experts", "vocab_multiple"
 ]
 """Fields of a profile that a user can set."""
 TensorOverlap = Literal["none", "backward", "gathers", "all"]
@@ -156,6 +156,8 @@ class SoftwareSpec(Spec):
         rates: Efficiency of kernels under the framework.
         compiled: Blocks are compiled, which fuses memory-bound kernels. If the profile is ``executable``, blocks save
             for backward what torch.compile saves, else what uncompiled blocks save.
+        channels_last: Images and activations of convolutions are stored with channels as the fastest dimension (NHWC),
+            as kernels for tensor cores need them. Else cuDNN transposes them before and after (NCHW, torch's default).
         options: Fields that a scenario may set.
         runtime: Implementation of data parallelism, pipelines and FSDP, with its limits. ``torch``: DDP rebuilds its
             buckets before the second step and briefly holds both sets. A pipeline rank has one receive buffer per
@@ -234,6 +236,7 @@ class SoftwareSpec(Spec):
     layers: LayerImplementation = LayerImplementation()
     rates: FrameworkRates = FrameworkRates()
     compiled: bool = False
+    channels_last: bool = False
     options: Annotated[tuple[SoftwareOption, ...], Field(strict=False)] = ()
     runtime: Literal["torch", "megatron", "xla"] = "torch"
     bucket_bytes: Count
@@ -276,6 +279,7 @@ class SoftwareSpec(Spec):
     def title(self) -> str:
         """Name of the profile, with the options that are set."""
         words: dict[SoftwareOption, str] = {
+            "channels_last": "channels last" if self.channels_last else "",
             "compiled": "compiled" if self.compiled else "",
             "expert_dispatch": self.expert_dispatch if self.expert_dispatch != "copies" else "",
             "expert_overlap": "expert all-to-all overlapped with another microbatch" if self.expert_overlap else "",

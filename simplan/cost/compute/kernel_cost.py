@@ -6,7 +6,7 @@ import math
 
 from simplan.cluster.hardware import DeviceSpec, Dtype
 from simplan.cost.compute.attention import AttentionRates
-from simplan.cost.compute.kernels import KernelCost
+from simplan.cost.compute.kernels import KernelCost, Transposed
 from simplan.cost.compute.matmul import MatmulRates
 from simplan.cost.model import Provenance
 from simplan.errors import Problem, SpecError
@@ -69,6 +69,8 @@ def kernel_cost(
         num_devices=num_devices,
         traffic=software.traffic,
         compiled=software.compiled,
+        winograd=precision == "fp32",
+        transposed=_transposed(precision, software),
         host_call_s=0.0 if software.runtime == "xla" or device.kind != "gpu" else rates.host_call_s,
         accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,
         low=_low_rates(device, state, lower[0][0], stack) if lower else None,
@@ -92,6 +94,13 @@ def _matmul_rates(device: DeviceSpec, flop_per_s: float, aligned: int) -> Matmul
     assert bandwidth is not None
     rates = rates if rates.aligned == aligned else rates.model_copy(update={"aligned": aligned})
     return MatmulRates(flop_per_s, bandwidth * rates.bandwidth_efficiency, device.num_sms, rates)
+
+
+def _transposed(precision: Precision, software: SoftwareSpec) -> Transposed:
+    """Returns the convolutions of a precision whose operands cuDNN transposes."""
+    if software.channels_last or precision == "fp32":
+        return "none"
+    return "weight_gradients" if precision == "tf32" else "all"
 
 
 def _aligned(rates: KernelRates, dtype: Precision) -> int:

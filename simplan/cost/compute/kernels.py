@@ -7,7 +7,14 @@ from typing import Literal
 
 from simplan.cost.compute.attention import AttentionRates
 from simplan.cost.compute.low_precision import LinearCost, LinearRates
-from simplan.cost.compute.matmul import ACTIVATION_GRADIENTS, WEIGHT_GRADIENTS, Matmul, MatmulRates, gemm_sizes
+from simplan.cost.compute.matmul import (
+    ACTIVATION_GRADIENTS,
+    WEIGHT_GRADIENTS,
+    GemmKernel,
+    Matmul,
+    MatmulRates,
+    gemm_sizes,
+)
 from simplan.cost.compute.traffic import layer_traffic
 from simplan.cost.model import CostEstimate, Provenance
 from simplan.model.fused_gemms import fused_gemms
@@ -20,6 +27,11 @@ from simplan.training import UPDATES, UpdateName
 from simplan.units import counted, format_bytes, format_count, format_flop_per_s, format_rate, format_time
 
 _EAGER_ATTENTION_CALLS = 6
+Transposed = Literal["none", "weight_gradients", "all"]
+"""Convolutions before and after which images are transposed."""
+_WINOGRAD = 1.5
+"""Speed of a 3 x 3 convolution with stride 1 in FP32 as Winograd's algorithm, relative to a matmul: 2.25 times fewer
+multiplications, minus transforms (Lavin and Gray 2016, arXiv:1509.09308, section 4.1 and table 5)."""
 _BACKWARD = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 _SCALE_BYTES = 8
 _NORM_BYTES = 4
@@ -42,6 +54,8 @@ class KernelCost:
         num_devices: Number of these devices, for formulas.
         traffic: See ``FrameworkRates``.
         compiled: Operators between GEMMs are fused; see ``simplan.cost.compute.traffic``.
+        winograd: Convolutions of 3 x 3 with stride 1 run as Winograd's algorithm (FP32).
+        transposed: Convolutions whose operands and results are transposed, since they are stored channels first.
         host_call_s: See ``KernelRates``; 0 where the host launches no single kernels.
         accumulation_bytes: Bytes read and written per gradient element of a matrix to accumulate it.
         low: Rates of linear layers in the low precision of ``state.linear``; None for none.
@@ -60,6 +74,8 @@ class KernelCost:
     num_devices: int = 1
     traffic: float = 1.0
     compiled: bool = False
+    winograd: bool = False
+    transposed: Transposed = "none"
     host_call_s: float = 0.0
     accumulation_bytes: int = 0
     low: MatmulRates | None = None
@@ -210,7 +226,8 @@ class KernelCost:
                 matmuls = self._matmuls(kernel, b, phase)
                 launches_s = self.matmuls.launches_s(kernel.num_groups, kernel.streams)
                 more_s = len(matmuls) * (launches_s - self.matmuls.kernel_overhead_s)
-                return sum(map(self.matmuls.seconds, matmuls)) + more_s + self._weights_s(kernel, phase)
+                extra_s = self._weights_s(kernel, phase) + self._transposes_s(kernel, b, phase)
+                return sum(map(self.matmuls.seconds, matmuls)) + more_s + extra_s
             case Attention():
                 return self.attention.seconds(kernel, b, backward=phase in ACTIVATION_GRADIENTS)
             case Pointwise():
@@ -238,8 +255,28 @@ class KernelCost:
         elements = b * (kernel.m * kernel.n + kernel.input_elements) + kernel.weight_elements
         num_bytes = elements * self.state.activation
         operands: Literal["whole", "padded"] = "padded" if kernel.image_elements else "whole"
-        sizes = gemm_sizes(kernel, b, phase).values()
-        return [Matmul(*each, kernel.num_groups, num_bytes, operands) for each in sizes]
+        sizes = gemm_sizes(kernel, b, phase)
+        speeds = {name: _WINOGRAD if self.winograd and _fits_winograd(kernel, name) else 1.0 for name in sizes}
+        return [
+            Matmul(rows, columns, depth / speeds[name], kernel.num_groups, num_bytes, operands)
+            for name, (rows, columns, depth) in sizes.items()
+        ]
+
+    def _transposes_s(self, kernel: Gemm, b: int, phase: Phase) -> float:
+        """Returns the seconds to transpose input and output of each matmul of a convolution."""
+        if not kernel.image_elements or self.transposed == "none":
+            return 0.0
+        num_bytes = 2 * b * (kernel.m * kernel.n + kernel.image_elements) * self.state.activation
+        matmuls = len(gemm_sizes(kernel, b, phase))
+        if self.transposed == "weight_gradients":
+            matmuls = int(phase in WEIGHT_GRADIENTS)
+        return matmuls * self._streaming_s(num_bytes, 2)
+
+
+def _fits_winograd(kernel: Gemm, name: GemmKernel) -> bool:
+    """True for outputs and gradients of inputs of a 3 x 3 convolution with stride 1."""
+    is_weight_gradient = name == "linear_weight_gradient"
+    return not is_weight_gradient and kernel.image_elements > 0 and kernel.k * kernel.m == 9 * kernel.image_elements
 
 
 def running_kernels(work: LayerWork) -> list[Kernel]:
