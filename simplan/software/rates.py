@@ -160,7 +160,8 @@ class FrameworkRates(Spec):
             an older one.
         traffic: Bytes of memory-bound kernels, as a fraction of what eager torch reads and writes for the same
             operations; fusion lowers it.
-        compiled_traffic: ``traffic`` with compiled blocks.
+        compiled_traffic: Bytes of memory-bound kernels with compiled blocks, as a fraction of those of fused groups
+            (``simplan.cost.compute.traffic``).
         framework_efficiency: Matmul rate as a fraction of the architecture's rate. It depends on library versions, and
             on the machines that the framework usually runs on.
         intra_slowdown: Time of communication inside nodes in training, relative to collectives timed alone: other
@@ -174,7 +175,7 @@ class FrameworkRates(Spec):
 
     attention_kernel: AttentionKernel = "flash2"
     traffic: Positive = 1.0
-    compiled_traffic: Positive = 0.7
+    compiled_traffic: Positive = 1.0
     framework_efficiency: Positive = 1.0
     intra_slowdown: Positive = 1.0
     inter_slowdown: Positive = 1.0

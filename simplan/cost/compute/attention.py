@@ -12,8 +12,8 @@ from simplan.software.software import StateBytes
 
 _BACKWARD_FLOPS_RATIO = 2.5  # five matmuls against two, since the scores are recomputed (Dao et al. 2022)
 _WIDE_HEAD = 128
-_EAGER_PASSES = 4  # scores read and written with a scale or bias, read by the softmax, weights written
-_EAGER_BYTES = 8  # the softmax in fp32, written and read
+_SCALE_PASSES = 2  # scores read and written with a scale
+_WIDE_PASSES = (2, 3)  # a separate softmax has the width of the residual stream: FP32 under autocast
 _SOFTMAX_PASSES = (2, 3)  # one fused kernel reads scores and writes weights; backward reads two and writes one
 _DROPOUT_PASSES = 2
 _SOFT_CAP_PASSES = (6, 7)  # scaled, tanh, scaled again; the tanh of backward reads its output as well
@@ -106,18 +106,20 @@ class AttentionRates:
         matmuls = [matmul for dim in dims for matmul in self._matmuls(heads, queries, keys, dim, scores)]
         made, summed = matmuls[0::2], matmuls[1::2]
         runs = [made[1], summed[1], summed[0], summed[0]] if backward else [made[0], summed[1]]
-        if kernel.fused_softmax:
-            passed = scores * width * _SOFTMAX_PASSES[backward]
-        else:
-            passed = scores * (_EAGER_PASSES * width + _EAGER_BYTES) * (2 if backward else 1)
+        passes = _DROPOUT_PASSES * width + _MASK_BYTES if kernel.dropout else 0
         if kernel.soft_cap:
-            passed += scores * _SOFT_CAP_PASSES[backward] * width
-        if kernel.dropout:
-            passed += scores * (_DROPOUT_PASSES * width + _MASK_BYTES)
-        passing_s = (
-            passed * self.matmuls.rates.softmax_traffic_factor / self.matmuls.bytes_per_s
-            + self.matmuls.kernel_overhead_s
-        )
+            passes += _SOFT_CAP_PASSES[backward] * width
+        if kernel.fused_softmax:
+            passes += width * _SOFTMAX_PASSES[backward]
+            factor, launches = self.matmuls.rates.softmax_traffic_factor, 1
+        else:
+            wide = self.state.residual
+            casts = 2 * (width + wide) if wide != width else 0
+            is_masked = not backward and (kernel.causal or kernel.dropout)  # models of images mask nothing
+            passes += _SCALE_PASSES * width * (1 + is_masked) + casts + _WIDE_PASSES[backward] * wide
+            factor, launches = self.traffic, 2 + bool(casts) * 2 + kernel.dropout
+        passed = scores * passes * factor
+        passing_s = passed / self.matmuls.bytes_per_s + launches * self.matmuls.kernel_overhead_s
         return sum(self.matmuls.seconds(matmul) for matmul in runs) + passing_s
 
     def _matmuls(self, heads: int, queries: int, keys: int, dim: int, scores: int) -> tuple[Matmul, Matmul]:

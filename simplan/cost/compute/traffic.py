@@ -16,7 +16,7 @@ from simplan.model.kernel import LOSS, Attention, Gemm, Pointwise
 from simplan.model.layer import LayerSpec, Operator
 from simplan.model.operator import saved_by
 
-_BACKWARD_PASSES = 2  # of forward's bytes: backward also reads a saved tensor per gradient, and adds gradients at forks
+_BACKWARD_PASSES = 2  # of forward's bytes, for kernels that stand for several
 _LOSS_PASSES = 2
 """Passes over the logits of a compiled loss: maximum and sum in forward; logits read and gradients written in
 backward."""
@@ -101,21 +101,63 @@ class _Widths:
 
 
 def _eager(layer: LayerSpec, widths: _Widths) -> Iterator[tuple[int, KernelTraffic]]:
-    """Yields index and traffic of every memory-bound kernel, and of every cast."""
-    within: Operator | None = None  # unfused attention, whose cost includes the operators on scores
-    for place, operator in zip(layer.places, layer.operators, strict=True):
+    """Yields index and traffic of every memory-bound kernel, and of casts and copies that are kernels as well."""
+    within = False  # in unfused attention, whose cost includes the operators on scores
+    forked = _forked_bytes(layer, widths)
+    for place, operator, fork_bytes in zip(layer.places, layer.operators, forked, strict=True):
         kernel = operator.kernel
         if kernel is not None:
-            within = operator if isinstance(kernel, Attention) and kernel.eager else None
+            within = isinstance(kernel, Attention) and kernel.eager
+        if fork_bytes:
+            yield place, KernelTraffic(backward_bytes=fork_bytes, backward_launches=1)
         if isinstance(kernel, Pointwise):
             num_bytes = kernel.reads * widths.mean(operator.reads) + kernel.writes * widths.mean(
                 tensor.name for tensor in operator.makes[:1]
             )
-            times = 1 if kernel.moves else _BACKWARD_PASSES
-            yield place, KernelTraffic(num_bytes, times * num_bytes, 0.0, *kernel.launches)
-        elif within is None and widths.is_copy(operator):
-            num_bytes = widths.of(operator.reads[0]) + widths.of(operator.makes[0].name)
-            yield place, KernelTraffic(num_bytes, num_bytes, 0.0, 1, 1)
+            if kernel.moves or kernel.launches[0] > 1 or not operator.makes:
+                backward_bytes = num_bytes * (1 if kernel.moves else _BACKWARD_PASSES)
+            else:
+                backward_bytes = _gradient_bytes(layer, operator, widths)
+            yield place, KernelTraffic(num_bytes, backward_bytes, 0.0, *kernel.launches)
+        elif kernel is None and not within:
+            if widths.is_copy(operator):
+                num_bytes = widths.of(operator.reads[0]) + widths.of(operator.makes[0].name)
+                yield place, KernelTraffic(num_bytes, num_bytes, 0.0, 1, 1)
+            elif operator.splits:
+                yield place, KernelTraffic(backward_bytes=2 * widths.of(operator.reads[0]), backward_launches=1)
+            elif not operator.is_cast:
+                yield place, KernelTraffic(backward_bytes=_gradient_bytes(layer, operator, widths), backward_launches=1)
+
+
+def _gradient_bytes(layer: LayerSpec, operator: Operator, widths: _Widths) -> int:
+    """Returns the bytes of an operator's backward: gradients of results and saved tensors read, gradients written.
+
+    Gradients of a sum are the gradient of its result, cast where widths differ. Weights of norms take another pass over
+    gradients and saved tensors. A loss fills a tensor with the gradients of log-probabilities first, and reads it.
+    """
+    result = operator.makes[0]
+    gradients = widths.of(result.name)
+    inputs = layer.needed.intersection(operator.reads)
+    if operator.passes:
+        width = gradients / result.elements
+        return sum(
+            gradients + widths.of(name) for name in inputs if widths.of(name) < width * layer.tensors[name].elements
+        )
+    read_bytes = gradients + widths.num_bytes(saved_by(operator, layer.needed))
+    if operator.kernel is not None and operator.kernel.name == LOSS:
+        read_bytes += 2 * gradients
+    return (2 if operator.parameters else 1) * read_bytes + widths.num_bytes(inputs)
+
+
+def _forked_bytes(layer: LayerSpec, widths: _Widths) -> list[int]:
+    """Returns the bytes, by operator, to add gradients of tensors that several operators read: two read, one written."""
+    found = []
+    seen: set[str] = set()
+    for operator in layer.operators:
+        names = layer.needed.intersection(operator.reads)
+        found.append(3 * sum(widths.of(name) for name in names & seen))
+        seen |= names
+    return found
 
 
 def _fused(layer: LayerSpec, widths: _Widths) -> Iterator[tuple[int, KernelTraffic]]:
