@@ -110,7 +110,7 @@ def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
         changes["grad_overlap"] = given.grad_overlap
     if given.tp_comm_overlap:
         changes["tp_overlap"] = "all"
-    if given.compile:
+    if given.compile or (given.compile is None and framework.compiled):
         changes["compiled"] = True
     if given.version is not None and "Apex O2" in given.version:
         changes["state_bytes"] = profile.state_bytes | {"fp16": _APEX_O2}

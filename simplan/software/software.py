@@ -312,6 +312,7 @@ class SoftwareSpec(Spec):
         implementation = self.layers.model_copy(
             update={
                 "compiled": self.compiled and self.executable,
+                "fused_softmax": self.compiled or self.layers.fused_softmax,
                 "documents_in_one_call": self.packed_attention == "one_call",
                 "expert_dispatch": self.expert_dispatch,
                 "fused_experts": self.fused_experts,

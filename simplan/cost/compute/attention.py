@@ -12,9 +12,8 @@ from simplan.software.software import StateBytes
 
 _BACKWARD_FLOPS_RATIO = 2.5  # five matmuls against two, since the scores are recomputed (Dao et al. 2022)
 _WIDE_HEAD = 128
-_SCALE_PASSES = 2  # scores read and written with a scale
-_WIDE_PASSES = (2, 3)  # a separate softmax has the width of the residual stream: FP32 under autocast
-_SOFTMAX_PASSES = (2, 3)  # one fused kernel reads scores and writes weights; backward reads two and writes one
+_SCALE_PASSES = 2  # scores read and written with a scale, and again with a mask
+_SOFTMAX_PASSES = (2, 3)  # reads scores and writes weights; backward reads two and writes one
 _DROPOUT_PASSES = 2
 _SOFT_CAP_PASSES = (6, 7)  # scaled, tanh, scaled again; the tanh of backward reads its output as well
 _MASK_BYTES = 1
@@ -106,21 +105,29 @@ class AttentionRates:
         matmuls = [matmul for dim in dims for matmul in self._matmuls(heads, queries, keys, dim, scores)]
         made, summed = matmuls[0::2], matmuls[1::2]
         runs = [made[1], summed[1], summed[0], summed[0]] if backward else [made[0], summed[1]]
-        passes = _DROPOUT_PASSES * width + _MASK_BYTES if kernel.dropout else 0
-        if kernel.soft_cap:
-            passes += _SOFT_CAP_PASSES[backward] * width
-        if kernel.fused_softmax:
-            passes += width * _SOFTMAX_PASSES[backward]
-            factor, launches = self.matmuls.rates.softmax_traffic_factor, 1
-        else:
-            wide = self.state.residual
-            casts = 2 * (width + wide) if wide != width else 0
-            is_masked = not backward and (kernel.causal or kernel.dropout)  # models of images mask nothing
-            passes += _SCALE_PASSES * width * (1 + is_masked) + casts + _WIDE_PASSES[backward] * wide
-            factor, launches = self.traffic, 2 + bool(casts) * 2 + kernel.dropout
+        passes, launches = self._score_passes(kernel, backward)
+        masks = kernel.fused_softmax or kernel.causal or kernel.dropout  # models of images have none
+        factor = self.matmuls.rates.softmax_traffic_factor if masks else self.traffic
         passed = scores * passes * factor
         passing_s = passed / self.matmuls.bytes_per_s + launches * self.matmuls.kernel_overhead_s
         return sum(self.matmuls.seconds(matmul) for matmul in runs) + passing_s
+
+    def _score_passes(self, kernel: Attention, backward: bool) -> tuple[int, int]:
+        """Returns bytes read and written per score by kernels between the matmuls, and the number of these kernels.
+
+        Without a fused softmax, torch scales scores, fills masked ones and computes the softmax in the precision of the
+        residual stream, which under autocast takes a cast before and after it.
+        """
+        width, wide = self.state.activation, self.state.residual
+        passes, launches = (_DROPOUT_PASSES * width + _MASK_BYTES, 1) if kernel.dropout else (0, 0)
+        if kernel.soft_cap:
+            passes += _SOFT_CAP_PASSES[backward] * width
+        if kernel.fused_softmax:
+            return passes + width * _SOFTMAX_PASSES[backward], launches + 1
+        casts = 2 if wide != width else 0
+        scales = 2 if kernel.causal or kernel.dropout else 1
+        passes += scales * _SCALE_PASSES * width + casts * (width + wide) + _SOFTMAX_PASSES[backward] * wide
+        return passes, launches + scales + casts + 1
 
     def _matmuls(self, heads: int, queries: int, keys: int, dim: int, scores: int) -> tuple[Matmul, Matmul]:
         """Returns the matmul that computes scores and the matmul that sums over them."""
