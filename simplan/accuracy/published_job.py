@@ -112,9 +112,13 @@ def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
         changes["tp_overlap"] = "all"
     if given.compile or (given.compile is None and framework.compiled):
         changes["compiled"] = True
-    if given.version is not None and "Apex O2" in given.version:
+    version = given.version or ""
+    if "Apex O2" in version:
         changes["state_bytes"] = profile.state_bytes | {"fp16": _APEX_O2}
         notes.append("Apex O2: weights and all activations in fp16, with fp32 master weights")
+    if "NVFuser" in version:
+        changes["compiled"] = True
+        notes.append("operators that NVFuser fuses: as torch.compile fuses them")
     if given.channels_last:
         changes["channels_last"] = True
     if not framework.is_known:
