@@ -55,6 +55,7 @@ ALL: Mapping[str, ParameterBounds] = {
     "half_rate_keys": ParameterBounds(0.5, 30.0, 2000.0),
     "head_dim_64_efficiency": ParameterBounds(0.1, 0.4, 1.0),
     "misaligned_slice_efficiency": ParameterBounds(0.3, 0.02, 1.0),
+    "transpose_bytes_per_s": ParameterBounds(0.5, 2e9, 50e9),
     "tail_wave_fraction": ParameterBounds(0.5, 0.05, 1.0),
     "softmax_traffic_factor": ParameterBounds(0.3, 0.7, 3.0),
     "rowwise_efficiency": ParameterBounds(0.15, 0.4, 1.0),

@@ -59,8 +59,9 @@ _UNFITTED = {
     "relative_std": None,
     "fitted_on": None,
 }
-_APEX_O2 = StateBytes(parameter=2, gradient=2, master=4, activation=2, boundary=2)
-"""NVIDIA/apex, docs/source/amp.rst, opt level O2: FP16 weights with FP32 master copies; functions are not patched."""
+_SIXTEEN_BITS = StateBytes(parameter=2, gradient=2, master=4, activation=2, boundary=2)
+"""Widths of Apex's level O2, which patches no function (NVIDIA/apex, docs/source/amp.rst), and of llm.c
+(karpathy/llm.c, train_gpt2.cu: floatX is bf16, master weights are fp32)."""
 _RECIPES = {"tensorwise": "tensorwise", "rowwise_with_gw_hp": "rowwise_with_gw_hp", "rowwise": "rowwise"}
 
 
@@ -113,9 +114,9 @@ def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
     if given.compile or (given.compile is None and framework.compiled):
         changes["compiled"] = True
     version = given.version or ""
-    if "Apex O2" in version:
-        changes["state_bytes"] = profile.state_bytes | {"fp16": _APEX_O2}
-        notes.append("Apex O2: weights and all activations in fp16, with fp32 master weights")
+    if "Apex O2" in version or given.framework == "llm.c":
+        changes["state_bytes"] = profile.state_bytes | {"fp16": _SIXTEEN_BITS, "bf16": _SIXTEEN_BITS}
+        notes.append("weights and all activations in 16 bits, with fp32 master weights")
     if "NVFuser" in version:
         changes["compiled"] = True
         notes.append("operators that NVFuser fuses: as torch.compile fuses them")

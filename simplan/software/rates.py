@@ -80,6 +80,8 @@ class KernelRates(Spec):
         misaligned_slice_efficiency: ``unaligned_efficiency`` for operands that are slices of larger tensors (heads) and
             so begin inside of sectors. These matmuls run without tensor cores (on an A100 in FP32 at 19.5 of 271
             TFLOP/s).
+        transpose_bytes_per_s: Bytes that one SM reads and writes per second while it transposes images: less than its
+            part of the bandwidth of the fastest memories.
         small_tile_efficiency: Rates of matmuls with tiles of half and of a quarter of the largest, as fractions of the
             rate.
         jitter: Standard deviation of a device's compute time, relative to the mean. N devices that synchronize are as
@@ -130,6 +132,7 @@ class KernelRates(Spec):
     aligned: Annotated[int, Field(ge=1)] = 8
     unaligned_efficiency: _Part = 0.55
     misaligned_slice_efficiency: _Part = 0.08
+    transpose_bytes_per_s: Positive = 10e9
     small_tile_efficiency: tuple[_Part, _Part] = (0.9, 0.75)
     jitter: NonNegative = 0.01
     kernel_overhead_s: NonNegative = 10e-6

@@ -270,7 +270,11 @@ class KernelCost:
         matmuls = len(gemm_sizes(kernel, b, phase))
         if self.transposed == "weight_gradients":
             matmuls = int(phase in WEIGHT_GRADIENTS)
-        return matmuls * self._streaming_s(num_bytes, 2)
+        rates = self.matmuls
+        bytes_per_s = rates.bytes_per_s
+        if rates.num_sms is not None:
+            bytes_per_s = min(bytes_per_s, rates.num_sms * rates.rates.transpose_bytes_per_s)
+        return matmuls * (num_bytes / bytes_per_s + 2 * rates.kernel_overhead_s)
 
 
 def _fits_winograd(kernel: Gemm, name: GemmKernel) -> bool:
