@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
 _Wide = Literal["fp32", "tf32", "fp16", "bf16"]
 SoftwareOption = Literal[
-    "channels_last", "compiled", "expert_dispatch", "expert_overlap", "fp8_dot_product_attention", "fused_experts", "vocab_multiple"
+    "channels_last",
+    "compiled",
+    "expert_dispatch",
+    "expert_overlap",
+    "fp8_dot_product_attention",
+    "fused_experts",
+    "vocab_multiple",
 ]
 """Fields of a profile that a user can set."""
 TensorOverlap = Literal["none", "backward", "gathers", "all"]

@@ -99,7 +99,7 @@ class AttentionRates:
 
     def _eager_s(self, kernel: Attention, b: int, backward: bool) -> float:
         """Returns the seconds of two batched matmuls, four in backward, and of kernels over the scores between them."""
-        heads, queries, width = b * kernel.num_heads, kernel.seq_len, self.state.activation
+        heads, queries = b * kernel.num_heads, kernel.seq_len
         keys, scores = kernel.num_keys or queries, b * kernel.num_scores
         dims = (kernel.head_dim, kernel.value_head_dim or kernel.head_dim)
         matmuls = [matmul for dim in dims for matmul in self._matmuls(heads, queries, keys, dim, scores)]

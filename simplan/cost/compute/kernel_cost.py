@@ -47,7 +47,9 @@ def kernel_cost(
     _check(device, precision, wanted)
     rates, stack = device.kernels, software.rates
     (ceiling, provenance), *lower = [_ceiling(device, dtype) for dtype in wanted]
-    matmuls = _matmul_rates(device, ceiling * rates.matmul_efficiency * stack.framework_efficiency, _aligned(rates, wanted[0]))
+    matmuls = _matmul_rates(
+        device, ceiling * rates.matmul_efficiency * stack.framework_efficiency, _aligned(rates, wanted[0])
+    )
     attention_kernel = rates.kernel_of(stack.attention_kernel)
     return KernelCost(
         matmuls=matmuls,

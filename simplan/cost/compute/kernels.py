@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from simplan.cost.compute.attention import AttentionRates
@@ -18,7 +19,17 @@ from simplan.cost.compute.matmul import (
 from simplan.cost.compute.traffic import layer_traffic
 from simplan.cost.model import CostEstimate, Provenance
 from simplan.model.fused_gemms import fused_gemms
-from simplan.model.layer import Attention, Gemm, Kernel, LayerCollective, Lookup, Pointwise, Role, has_backward
+from simplan.model.layer import (
+    Attention,
+    Gemm,
+    Kernel,
+    LayerCollective,
+    LayerSpec,
+    Lookup,
+    Pointwise,
+    Role,
+    has_backward,
+)
 from simplan.model.low_precision import quantized_linears
 from simplan.program.memory.split_footprint import weighted_kernels
 from simplan.program.program import LayerWork, Phase
@@ -126,18 +137,9 @@ class KernelCost:
 
     def _memory_bound(self, work: LayerWork) -> tuple[float, int]:
         """Returns seconds and launches of memory-bound kernels, casts and sums of bias gradients."""
-        backward, weights = work.phase in ACTIVATION_GRADIENTS, work.phase in WEIGHT_GRADIENTS
-        total_bytes, launches = 0.0, 0
         widths = self.state.activation, self.state.residual
-        traffic = layer_traffic(work.layer, *widths, compiled=self.compiled)
-        for index in running_indices(work):
-            own = traffic[index]
-            total_bytes += own.backward_bytes if backward else own.forward_bytes
-            launches += own.backward_launches if backward else own.forward_launches
-            if weights and own.bias_bytes:
-                total_bytes += own.bias_bytes
-                launches += 1
-        num_bytes = work.microbatch_size * total_bytes * self.traffic
+        num_bytes, launches = _memory_bound(work.layer, work.phase, work.kernels, widths, self.compiled)
+        num_bytes *= work.microbatch_size * self.traffic
         return num_bytes / self.matmuls.bytes_per_s + launches * self.matmuls.kernel_overhead_s, launches
 
     def _host_calls(self, kernel: Kernel, phase: Phase) -> int:
@@ -281,6 +283,24 @@ def _fits_winograd(kernel: Gemm, name: GemmKernel) -> bool:
     """True for outputs and gradients of inputs of a 3 x 3 convolution with stride 1."""
     is_weight_gradient = name == "linear_weight_gradient"
     return not is_weight_gradient and kernel.image_elements > 0 and kernel.k * kernel.m == 9 * kernel.image_elements
+
+
+@lru_cache(maxsize=4096)
+def _memory_bound(
+    layer: LayerSpec, phase: Phase, kernels: tuple[int, ...] | None, widths: tuple[int, int], compiled: bool
+) -> tuple[float, int]:
+    """Returns bytes for one sequence, and launches, of the memory-bound kernels that run in a phase."""
+    backward, weights = phase in ACTIVATION_GRADIENTS, phase in WEIGHT_GRADIENTS
+    num_bytes, launches = 0.0, 0
+    traffic = layer_traffic(layer, *widths, compiled=compiled)
+    for index in running_indices(LayerWork(layer, phase, 1, 0, kernels)):
+        own = traffic[index]
+        num_bytes += own.backward_bytes if backward else own.forward_bytes
+        launches += own.backward_launches if backward else own.forward_launches
+        if weights and own.bias_bytes:
+            num_bytes += own.bias_bytes
+            launches += 1
+    return num_bytes, launches
 
 
 def running_kernels(work: LayerWork) -> list[Kernel]:

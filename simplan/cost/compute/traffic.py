@@ -1,9 +1,9 @@
 """Memory traffic and launches of the kernels of a layer, from the tensors that its operators read and make.
 
-Eager code runs one kernel per operator, which reads and writes whole tensors. Autocast keeps the residual stream and the
-loss in FP32, and every cast between two widths is a separate kernel. A compiler fuses the operators between two GEMMs:
-only tensors from outside of the group, tensors used outside of it and tensors saved for backward pass through memory
-(Ansel et al. 2024, PyTorch 2, section 4.4).
+Eager code runs one kernel per operator, which reads and writes whole tensors. Autocast keeps the residual stream and
+the loss in FP32, and every cast between two widths is a separate kernel. A compiler fuses the operators between two
+GEMMs: only tensors from outside of the group, tensors used outside of it and tensors saved for backward pass through
+memory (Ansel et al. 2024, PyTorch 2, section 4.4).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def layer_traffic(
     """
     found = [KernelTraffic()] * len(layer.kernels)
     widths = _Widths(layer, activation_bytes, residual_bytes)
-    for place, traffic in (_fused(layer, widths) if compiled else _eager(layer, widths)):
+    for place, traffic in _fused(layer, widths) if compiled else _eager(layer, widths):
         found[place] = found[place].plus(traffic)
     for place, operator in zip(layer.places, layer.operators, strict=True):
         if isinstance(operator.kernel, Gemm) and len(operator.parameters) > 1:
@@ -150,7 +150,7 @@ def _gradient_bytes(layer: LayerSpec, operator: Operator, widths: _Widths) -> in
 
 
 def _forked_bytes(layer: LayerSpec, widths: _Widths) -> list[int]:
-    """Returns the bytes, by operator, to add gradients of tensors that several operators read: two read, one written."""
+    """Returns the bytes, by operator, to add up gradients of tensors that several operators read."""
     found = []
     seen: set[str] = set()
     for operator in layer.operators:

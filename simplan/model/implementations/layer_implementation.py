@@ -189,7 +189,9 @@ def _with_attention(
     """Operators with an implementation's attention, whether its kernel skips keys of a window, and its key's words."""
     if implementation.attention == "unfused":
         operators = tuple(
-            found for operator in operators for found in unfused(operator, dropout=dropout, fused_softmax=implementation.fused_softmax)
+            found
+            for operator in operators
+            for found in unfused(operator, dropout=dropout, fused_softmax=implementation.fused_softmax)
         )
     if implementation.repeated_keys:
         operators = tuple(with_repeated_keys(operators))
@@ -210,6 +212,7 @@ def _with_attention(
         operators = tuple(with_core(operator, eight_bits=True) for operator in operators)
     words = [
         implementation.attention,
+        "separate softmax" * (implementation.attention == "unfused" and not implementation.fused_softmax),
         "repeated" * implementation.repeated_keys,
         "narrow" * implementation.narrow_values,
     ]
