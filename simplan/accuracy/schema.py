@@ -320,7 +320,7 @@ def _throughput_problems(run: PublishedRun) -> Iterator[Problem]:
         return
     samples, batch = rate * seconds * run.cluster.num_devices, run.plan.global_batch_size
     if abs(samples / batch - 1) > _ROUNDING:
-        rule = f"x step_time_s x num_devices = {samples:.4g}, and plan.global_batch_size = {batch}"
+        rule = f"times step_time_s and num_devices it is {samples:.4g}, and plan.global_batch_size = {batch}"
         fix = "correct one of the four"
         yield Problem(field="measured.samples_per_s_per_device", value=f"{rate:g}", rule=rule, fix=fix)
 

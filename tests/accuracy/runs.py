@@ -34,6 +34,21 @@ quality: good
 """)
 
 
+RESNET = yaml.safe_load("""
+{name: resnet-50, family: resnet, depths: [3, 4, 6, 3], layer_type: bottleneck, image_size: 224, num_classes: 1000}
+""")
+VIT = yaml.safe_load("""
+{name: vit-b16, family: vit, num_hidden_layers: 12, hidden_size: 768, num_attention_heads: 12, intermediate_size: 3072,
+  image_size: 224, patch_size: 16, num_classes: 1000}
+""")
+T5 = yaml.safe_load("""
+{name: t5-small, family: t5, num_hidden_layers: 6, hidden_size: 512, num_attention_heads: 8, num_key_value_heads: 8,
+  head_dim: 64, intermediate_size: 2048, vocab_size: 32128, seq_len: 512, num_decoder_layers: 6, decoder_seq_len: 114,
+  gated_mlp: false, tied_embeddings: true}
+""")
+"""Shapes of models, without the keys that models for images do not have."""
+
+
 def run_data(id: str = "run-1", **changes: Any) -> dict[str, Any]:  # noqa: A002 - the key's name
     """A run as data; ``model__seq_len=512`` changes a key of a section."""
     data = copy.deepcopy(_RUN) | {"id": id}

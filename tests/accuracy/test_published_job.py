@@ -18,7 +18,7 @@ from simplan.errors import NotModelledError, SpecError
 from simplan.predict.step_summary import summarize_step
 from simplan.rules import check_job
 from simplan.software.software import SoftwareSpec
-from tests.accuracy.runs import run
+from tests.accuracy.runs import RESNET, T5, VIT, run
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "scenarios" / "published"
 
@@ -126,6 +126,40 @@ def test_what_a_source_does_not_say_is_filled_in_and_noted() -> None:
     notes = "\n".join(question.notes)
     for words in ("inter_link_gbit_per_device is not known: 200", "padded to 1024", "tied_embeddings is not known"):
         assert words in notes
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [(RESNET, 25_557_032), (VIT, 86_567_656), (T5, 60_506_624)],
+    ids=["resnet", "vit", "t5"],
+)
+def test_images_and_pairs_of_texts_are_of_models_as_large_as_published(model: dict[str, Any], parameters: int) -> None:
+    """torchvision's num_params; T5-small as its checkpoint. The decoder has tokens of its own."""
+    plan: dict[str, Any] = {
+        "pp": 1,
+        "schedule": "none",
+        "dp_replicate": 4,
+        "global_batch_size": 64,
+        "precision": "fp16",
+    }
+    plan |= {"optimizer": "sgd_momentum", "fused_optimizer": False, "clip_grad_norm": 1.0}
+    asked = run(model=model, software__framework="torch", **{f"plan__{key}": value for key, value in plan.items()})
+    question = job_of_published_run(asked)
+    assert question.job.model.num_parameters == parameters
+    assert question.job.model.decoder_seq_len == model.get("decoder_seq_len", 0)
+    training = question.job.training
+    assert (training.update, training.clip_grad_norm) == ("sgd_momentum_foreach", 1.0)
+    assert question.notes == (), "nothing of it is assumed"
+    assert summarize_step(question.job).step_time_s > 0
+
+
+def test_what_a_prediction_lacks_of_small_models_is_said() -> None:
+    resnet = run(model=RESNET, software__channels_last=True, plan__pp=1, plan__schedule="none", plan__dp_replicate=4)
+    assert "software.channels_last = true is not in the prediction" in job_of_published_run(resnet).notes
+    bert = job_of_published_run(
+        run(model__family="bert", model__max_predictions_per_seq=20, software__framework="torch")
+    )
+    assert any(note.startswith("model.max_predictions_per_seq = 20 is not in the prediction") for note in bert.notes)
 
 
 def test_a_vocabulary_is_padded_as_the_software_does_else_as_far_as_tp_needs() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from simplan.accuracy.reading import read_published
 from simplan.errors import SpecError
-from tests.accuracy.runs import run_data, write_runs
+from tests.accuracy.runs import RESNET, run_data, write_runs
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "scenarios" / "published"
 HELD_OUT = PUBLISHED.with_name("heldout")
@@ -46,6 +46,13 @@ def test_a_folder_is_read_with_its_other_files(tmp_path: Path) -> None:
          "layers of every pipeline rank"),
         ({"plan__lora_rank": 8}, "run-1: plan.lora_rank = 8: is for task = lora; remove it"),
         ({"measured__oom": True}, "run-1: measured.step_time_s = 0.02: must be null where oom is true"),
+        ({"measured__samples_per_s_per_device": 410.0}, "run-1: measured.samples_per_s_per_device = 410: times "
+         "step_time_s and num_devices it is 32.8, and plan.global_batch_size = 32; correct one of the four"),
+        ({"model__hidden_size": 0}, "run-1: model.hidden_size = 0: must be at least 1"),
+        ({"model__patch_size": 16}, "run-1: model.patch_size = 16: is not for family = gpt; remove it"),
+        ({"model": RESNET | {"seq_len": 256}}, "run-1: model.seq_len = 256: is not for family = resnet; remove it"),
+        ({"model": {"name": "r", "family": "resnet", "image_size": 224, "num_classes": 10, "layer_type": "basic"}},
+         "run-1: model.depths: is missing, and family = resnet needs it"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_a_sentence(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
@@ -65,17 +72,26 @@ def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
 
 
 def test_runs_that_are_held_out_are_no_others() -> None:
-    """None has an id, or a source, of those that constants are fitted on."""
-    held, seen = (
-        [run for read in read_published([folder]) for run in read.runs or ()] for folder in (HELD_OUT, PUBLISHED)
-    )
-    assert len(held) == 237
-    assert not {run.id for run in held} & {run.id for run in seen}
-    assert not {run.source.split(":")[0] for run in held} & {run.source.split(":")[0] for run in seen}
+    """None has an id or a source of those that constants are fitted on; of small models, a source, model and device."""
+
+    def origins(folder: Path) -> dict[str, tuple[str, ...]]:
+        found: dict[str, tuple[str, ...]] = {}
+        for read in read_published([folder]):
+            for run in read.runs or ():
+                origin: tuple[str, ...] = (run.source.split(":")[0],)
+                if Path(read.file).stem.startswith("small_models_"):
+                    origin += (run.model.name, run.cluster.device)
+                found[run.id] = origin
+        return found
+
+    held, seen = origins(HELD_OUT), origins(PUBLISHED)
+    assert len(held) == 339
+    assert not held.keys() & seen.keys()
+    assert not set(held.values()) & set(seen.values())
 
 
 def test_the_runs_of_this_project_add_up() -> None:
     files = read_published([PUBLISHED])
-    assert sum(len(read.runs or ()) for read in files) == 413
+    assert sum(len(read.runs or ()) for read in files) == 521
     without = {Path(read.file).stem for read in files if read.runs is None}
     assert {"collectives", "devices", "zero_bubble_profiles"} <= without
