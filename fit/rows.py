@@ -98,12 +98,12 @@ class FitCosts:
         rates = job.software.rates
         field = "inter_slowdown" if between_nodes(job.cluster, communication) else "intra_slowdown"
         before: float = getattr(rates, field)
-        return self._values.get(f"{job.software.id}.{field}", before) / before
+        return self._values.get(f"{job.software.rates_profile}.{field}", before) / before
 
     def _of_layer(self, job: Job, work: LayerWork) -> float:
         plan, training, software = job.plan, job.training, job.software
-        state = (training.precision, training.fp8_recipe, training.optimizer, training.task)
-        way = (plan.shards_parameters, plan.grad_dtype, software.id, software.compiled)
+        state = (training.precision, training.fp8_recipe, training.update, software.state(training, plan))
+        way = (plan.shards_parameters, software.id, software.compiled, software.channels_last)
         device = job.cluster.device
         numbers = (job.cluster.num_devices, job.num_microbatches)
         key = (device.id, *device.matmul_flop_per_s.items(), *numbers, *state, *way)
@@ -155,7 +155,7 @@ def _changed_device(device: DeviceSpec, values: Values) -> DeviceSpec:
 
 def _changed_software(software: SoftwareSpec, values: Values) -> SoftwareSpec:
     """Software profile with its constants."""
-    rates = software.rates.model_copy(update=_of(software.id, SOFTWARE, values))
+    rates = software.rates.model_copy(update=_of(software.rates_profile, SOFTWARE, values))
     return software.model_copy(update={"rates": rates})
 
 

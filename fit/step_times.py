@@ -117,7 +117,7 @@ def constants_of(rows: Sequence[FitRow]) -> list[Constant]:
         for field in SOFTWARE:
             unused = "traffic" if row.question.job.software.compiled else "compiled_traffic"
             if field != unused:
-                by_name[row.question.job.software.id, field].append(index)
+                by_name[row.question.job.software.rates_profile, field].append(index)
         for field in ALL:
             by_name["", field].append(index)
     return [_constant(owner, field, indices) for (owner, field), indices in sorted(by_name.items())]
@@ -196,7 +196,7 @@ def _lines(values: Values, rows: Sequence[FitRow], spread: SpreadEstimate, unsee
             yield f"    attention: {{{', '.join(kernels)}}}"
         yield f'    fitted_on: "{_ids(own)}"'
     yield "software:"
-    for owner, own in _by(rows, lambda row: row.question.job.software.id):
+    for owner, own in _by(rows, lambda row: row.question.job.software.rates_profile):
         yield f"  {owner}:"
         yield from _fields(owner, SOFTWARE, values)
         yield f"    relative_std: {spread.computing[owner]:.3f}"

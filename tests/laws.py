@@ -65,7 +65,6 @@ def check_reductions(
     held: int = 4,
     reduced: int = 4,
     evenly: bool = False,
-    each_microbatch: bool = False,
 ) -> None:
     """Every gradient that a rank holds is reduced over all ranks that must agree on it, once a step or a microbatch.
 
@@ -77,11 +76,11 @@ def check_reductions(
         num_microbatches: Of a step.
         held, reduced: Bytes of a gradient that is held and that is reduced; torch's are fp32 in every precision.
         evenly: Where optimizer states are sharded and nothing else, ranks reduce and scatter what they share evenly.
-        each_microbatch: The software reduces after every microbatch, whatever the plan says.
     """
     evenly &= plan.shards_optimizer_only
     kind = CollectiveKind.REDUCE_SCATTER if evenly else CollectiveKind.ALL_REDUCE
-    times = num_microbatches if plan.grad_sync == "microbatch" or each_microbatch else 1
+    by_default = "microbatch" if plan.zero_stage >= 2 and plan.dp_shard * plan.cp > 1 and plan.pp == 1 else "step"
+    times = num_microbatches if (plan.grad_sync or by_default) == "microbatch" else 1
     num_shards = plan.dp_shard * plan.cp
     for rank in program.ranks:
         moved: Counter[tuple[Stream, CollectiveKind]] = Counter()

@@ -157,7 +157,7 @@ def _plan() -> None:
         switch("Sequence parallelism", ("plan", "sequence_parallel"), _is_above_one(get(("plan", "tp"))))
         switch("Reshard after forward", ("plan", "reshard_after_forward"), default=True)
         about = "Unsharded gradients use memory until they are reduced"
-        choice("Gradient reduction", ("plan", "grad_sync"), ("step", "microbatch"), "step", help=about)
+        choice("Gradient reduction", ("plan", "grad_sync"), ("step", "microbatch"), _grad_sync(), help=about)
         switch("Offload optimizer", ("plan", "offload_optimizer"), default=False)
         switch("Offload activations", ("plan", "offload_activations"), default=False)
 
@@ -171,6 +171,13 @@ def _degree(label: str, name: str, about: str) -> None:
 
 def _zero_stage() -> int:
     return 3 if _is_above_one(get(("plan", "dp_shard"))) else 0
+
+
+def _grad_sync() -> str:
+    """The default of ``ParallelPlan.grad_sync``."""
+    shards = any(_is_above_one(get(("plan", key))) for key in ("dp_shard", "cp"))
+    stage = get(("plan", "zero_stage"), _zero_stage())
+    return "microbatch" if shards and stage in (2, 3) and not _is_above_one(get(("plan", "pp"))) else "step"
 
 
 def _fit() -> None:

@@ -103,7 +103,7 @@ class Trainer:
                 self._num_microbatches,
                 loss=loss,
                 complete_gradients=self._completion(index),
-                sync_each=plan.grad_sync == "microbatch",
+                sync_each=plan.reduces_every_microbatch,
                 recorder=recorder,
             )
         else:

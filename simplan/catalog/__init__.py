@@ -47,6 +47,8 @@ Kind = Literal["devices", "links", "clusters", "models", "software"]
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_LISTED = 24
+_OF_KERNELS = ("rates", "reserve_fraction")
+"""Fields of a software profile that ``rates_of`` takes from another profile."""
 _NETWORK = re.compile(r"([a-z]+)-([0-9]+(?:\.[0-9]+)?)gbit")
 
 
@@ -256,6 +258,11 @@ def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
     """
     entry = _entry("software", name)
     fields = {"id": name, **entry, "sources": _sources("software", entry["sources"])}
+    if "rates_of" in entry:
+        same = software(entry["rates_of"], textbook=textbook)
+        fields |= {field: getattr(same, field) for field in _OF_KERNELS}
+        fields["sources"] |= {field: f"as {same.id}: {same.sources[field]}" for field in _OF_KERNELS}
+        return SoftwareSpec.model_validate(fields)
     fitted = {} if textbook else _parsed("kernels_fitted")["software"].get(name, {})
     if fitted:
         fields["rates"] = entry.get("rates", {}) | fitted

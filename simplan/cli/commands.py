@@ -35,7 +35,6 @@ from simplan.report.drawings.drawing_svg import drawing_svg
 from simplan.report.explanation import difference_text, explanation_text
 from simplan.report.text import prediction_text, verdict
 from simplan.report.trace import predicted_trace, write_predicted_trace
-from simplan.rules import violations
 from simplan.scenario import Scenario, load_scenario
 from simplan.scenario.elastic import scenarios_on_fewer
 
@@ -69,7 +68,7 @@ def predict_command(
     if prediction.fits is False:
         removed = "plan: and expect:" if scenario.expect else "plan:"
         search_it = f"in {this}, replace {removed} by search: {{}}; then run simplan search {this}"
-        shard_it = f"in {this}, write plan.grad_sync: microbatch, which accumulates gradients in shards"
+        shard_it = f"in {this}, remove plan.grad_sync: step, so that gradients accumulate in shards"
         changes = [shard_it] if _accumulates_unsharded(scenario.job) else []
         next_steps = [f"simplan explain {this}", *next_steps, *changes, search_it]
     text, line = prediction_text(prediction, next_steps), verdict(prediction)
@@ -78,10 +77,9 @@ def predict_command(
 
 
 def _accumulates_unsharded(job: Job) -> bool:
-    """True if FSDP accumulates unsharded gradients, and ``grad_sync: microbatch`` is possible instead."""
+    """True if FSDP accumulates unsharded gradients, although it would reduce every microbatch by default."""
     plan = job.plan
-    sharded = job.with_plan(plan.model_copy(update={"grad_sync": "microbatch"}))
-    return plan.zero_stage >= 2 and plan.grad_sync == "step" and job.num_microbatches > 1 and not violations(sharded)
+    return plan.shards_parameters and plan.pp == 1 and plan.grad_sync == "step" and job.num_microbatches > 1
 
 
 def explain_command(file: Path, other: Path | None, *, as_json: bool, calibration_file: Path | None) -> int:

@@ -27,6 +27,9 @@ class ParallelPlan(Spec):
     (``interleaved_1f1b`` if ``virtual_stages`` is above 1), else ``none``. ``virtual_stages`` is 2 with schedules that
     need two stages per rank.
 
+    ``grad_sync`` says when data-parallel ranks reduce gradients: once per ``step``, or after every ``microbatch``.
+    ``None`` is ``microbatch`` for FSDP without a pipeline, else ``step``, as in torch (``reduces_every_microbatch``).
+
     ``schedule`` is a schedule of simplan, one from an installed package, or a CSV file with an action table. ``None``
     in ``grad_dtype`` and ``bucket_bytes`` means the framework's own value. ``stage_layers`` is the number of blocks per
     stage, ``None`` for a balanced split. Its first and last entries may be 0, for stages with the embedding or the head
@@ -61,7 +64,7 @@ class ParallelPlan(Spec):
     recompute_modules: tuple[RecomputeModule, ...] | None = None
     recompute_layers: Count | None = None
     stage_layers: tuple[Annotated[int, Field(ge=0, le=10**12)], ...] | None = None
-    grad_sync: Literal["step", "microbatch"] = "step"
+    grad_sync: Literal["step", "microbatch"] | None = None
     grad_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     bucket_bytes: Count | None = None
     offload_optimizer: bool = False
@@ -132,6 +135,18 @@ class ParallelPlan(Spec):
     def shards_parameters(self) -> bool:
         """True for FSDP: parameters and gradients are sharded over the shard group."""
         return self.zero_stage >= 2 and self.dp_shard * self.cp > 1
+
+    @property
+    def reduces_every_microbatch(self) -> bool:
+        """True if gradients are reduced after every microbatch, not only after the last one.
+
+        By default, FSDP reduces in every backward, so that gradients accumulate in shards (torch 2.13,
+        torch/distributed/fsdp/_fully_shard/_fully_shard.py, ``set_requires_gradient_sync``). In pipelines torch turns
+        that off until the end of the step (torch/distributed/pipelining/stage.py, ``backward_maybe_with_nosync``).
+        """
+        if self.grad_sync is None:
+            return self.shards_parameters and self.pp == 1
+        return self.grad_sync == "microbatch"
 
     @property
     def shards_optimizer_only(self) -> bool:

@@ -60,14 +60,12 @@ def _of_plan(job: Job) -> Iterator[str]:
         instead = f": dp_shard = {plan.dp} in place of dp_replicate shards" if plan.dp > 1 else ""
         yield f"zero_stage = {plan.zero_stage} shards nothing, as dp_shard = 1{instead}"
     microbatches = job.num_microbatches
-    if microbatches > 1 and software.reduces_every(plan) and plan.grad_sync == "step":
-        yield f"sharded gradients are reduced after each of {microbatches} microbatches, as {software.id} does"
-    elif plan.shards_parameters and microbatches > 1 and plan.grad_sync == "step":
-        instead = f"; microbatch would store only shards, and reduce {microbatches} times"
-        yield (
-            f"unsharded gradients of {microbatches} microbatches accumulate before reduction, as grad_sync = step"
-            + instead * (not plan.shard.experts_apart)  # with which it is not modeled
-        )
+    if plan.shards_parameters and microbatches > 1 and plan.reduces_every_microbatch:
+        how = f"as {software.id} does by default"
+        yield f"sharded gradients are reduced after each of {microbatches} microbatches, {how}"
+    elif plan.shards_parameters and microbatches > 1:
+        why = f"in pipelines of {software.id}" if plan.grad_sync is None else "as grad_sync = step"
+        yield f"unsharded gradients of {microbatches} microbatches accumulate before reduction, {why}"
     state = software.state(training, plan)
     if state.residual > state.activation:
         name = "FP16" if training.precision == "fp16" else "BF16"
@@ -95,7 +93,7 @@ def _of_costs(job: Job, program_costs: ProgramCosts) -> Iterator[str]:
         )
         yield f"not timed, so estimated from datasheets: {', '.join(names)}"
     elif provenances & known:
-        yield _source_of_estimates(cluster, software)
+        yield _source_of_estimates(cluster, software, of_transformer=not job.model.depths)
         if cluster.device.warning is not None:
             yield f"{cluster.device.id}: {cluster.device.warning}"
     if Provenance.EXTRAPOLATED in provenances:
@@ -161,13 +159,19 @@ def padding_assumption(job: Job) -> tuple[str, ...]:
     )
 
 
-def _source_of_estimates(cluster: ClusterSpec, software: SoftwareSpec) -> str:
+def _source_of_estimates(cluster: ClusterSpec, software: SoftwareSpec, *, of_transformer: bool) -> str:
     """Source and uncertainty of cost estimates on a device without calibration."""
     name, device = cluster.device.id, cluster.device
     if device.kernels.fitted_on is None:
         return (
             f"{name} is estimated from datasheets: no published run on {device.architecture} was seen; a wide interval"
         )
-    seen = software.rates.fitted_on is not None
-    own = f"and of {software.id}" if seen else f"but none of {software.id}, hence the wide interval"
+    if software.rates.fitted_on is None:
+        own = f"but none of {software.id}, hence the wide interval"
+    elif not of_transformer:
+        own = "but none of convolutions, hence the wide interval"
+    else:
+        own = f"and of {software.rates_profile}" + f", with the kernels of {software.id}" * (
+            software.rates_of is not None
+        )
     return f"{name} is estimated from datasheets and rates fitted on published runs of {device.architecture}, {own}"

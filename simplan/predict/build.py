@@ -33,6 +33,7 @@ from simplan.program.tables.partition import assign_stage_layers, balanced_assig
 from simplan.program.tables.table import plan_table
 from simplan.runs.run_spec import RunSpec
 from simplan.sim.engine import CoreUse
+from simplan.software.rates import FrameworkRates
 from simplan.software.software import SoftwareSpec, StateBytes
 from simplan.training import Precision, UpdateName
 
@@ -141,17 +142,24 @@ def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
         mixed=way_of_mixing(training.precision, sharded=plan.shards_parameters),
         cluster=cluster,
         otherwise=None if cluster.cores_per_node is not None else _datasheet_cost(job),
-        traffic=software.traffic,
+        traffic=software.timed_traffic,
     )
 
 
 def _datasheet_cost(job: Job) -> AnalyticCost:
-    training, plan, software = job.training, job.plan, job.software
+    training, plan = job.training, job.plan
+    software = _of_convolutions(job.software) if job.model.depths else job.software
     state = software.state(training, plan)
     # weight casts done once per step are spread over its microbatches
     num_microbatches = job.num_microbatches if state.linear is not None else 1
     precision, update = training.precision, training.update
     return _kept_cost(job.cluster, precision, state, update, software, plan.shards_parameters, num_microbatches)
+
+
+@lru_cache(maxsize=16)
+def _of_convolutions(software: SoftwareSpec) -> SoftwareSpec:
+    """Profile with prior rates: all published runs that rates are fitted on train transformers."""
+    return software.model_copy(update={"rates": FrameworkRates()})
 
 
 @lru_cache(maxsize=16)

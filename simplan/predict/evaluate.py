@@ -251,5 +251,5 @@ def _waiting(plan: ParallelPlan, microbatches: int) -> tuple[int, int]:
     b = plan.microbatch_size
     if plan.pp > 1:
         return plan.dp * microbatches, b
-    every = plan.shards_parameters or plan.grad_sync == "microbatch" or plan.ep > 1
+    every = plan.shards_parameters or plan.reduces_every_microbatch or plan.ep > 1
     return plan.dp, b if every else b * microbatches

@@ -27,7 +27,7 @@ _MEANINGS: dict[str, str] = {
     "recompute_modules": "for selective: modules of a block, named as in Megatron Core; default: attention core",
     "recompute_layers": "for full: number of first blocks per stage; default: all",
     "stage_layers": "blocks per stage, in order; default: equal under Megatron and NeMo, else balanced",
-    "grad_sync": "when sharded gradients are reduced: once per step, or per microbatch, which saves memory",
+    "grad_sync": "when gradients are reduced: once per step, or per microbatch, which lets FSDP accumulate in shards",
     "grad_dtype": "dtype of gradient reduction; default: that of the framework",
     "bucket_bytes": "gradients that are reduced together; default: that of the framework",
     "offload_optimizer": "FSDP's CPUOffloadPolicy: parameter shards, gradients and optimizer states in host memory",
@@ -39,6 +39,7 @@ _DEFAULTS = {
     "sequence_parallel": "true where tp > 1, else false",
     "schedule": "1f1b where pp > 1, else none",
     "virtual_stages": "1, or the number of the schedule",
+    "grad_sync": "microbatch for FSDP without a pipeline, else step",
 }
 """Defaults that depend on other fields."""
 

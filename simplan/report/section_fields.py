@@ -180,8 +180,8 @@ _DEFAULTS = {
         "of recompute selective: lists of modules to recompute together, where the software has them",
     ),
     "grad_sync": (
-        "step, microbatch at zero_stage 2 and 3, else step",
-        "where pp = 1 and a step has several microbatches",
+        "microbatch, step at zero_stage 2 and 3, else step",
+        "where pp = 1, a step has several microbatches and the software has both",
     ),
     "objective": ("step_time", ", ".join(OBJECTIVES)),
     "objectives": ("", "two objectives: Pareto front, ranked by the first"),

@@ -236,7 +236,9 @@ def plan_words(plan: ParallelPlan) -> str:
         parts.append(f"tp {plan.tp}{' with sequence parallelism' if plan.sequence_parallel else ''}")
     if plan.cp > 1:
         parts.append(f"cp {plan.cp} ({plan.cp_comm})")
-    if plan.grad_sync == "microbatch":
+    if plan.grad_sync == "step" and plan.shards_parameters and plan.pp == 1:
+        parts.append("gradients reduced once per step")
+    elif plan.grad_sync == "microbatch" and not plan.shards_parameters:
         parts.append("gradients reduced every microbatch")
     if plan.recompute != "none":
         parts.append(f"recompute {plan.recomputed}")

@@ -280,6 +280,14 @@ def grad_sync_of_replicas(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "plan.grad_sync", sentence, "remove it")
 
 
+@rule("the framework reduces sharded gradients after every microbatch", reads="grad_sync shards_parameters pp")
+def grad_sync_of_shards(job: Job) -> Iterator[Problem]:
+    plan, software = job.plan, job.software
+    if plan.grad_sync == "step" and software.reduces_each_microbatch and plan.shards_parameters and plan.pp == 1:
+        sentence = f"{software.id} reduces sharded gradients after every microbatch"
+        yield problem_of(job, "plan.grad_sync", sentence, "remove it")
+
+
 @unmodelled("gradient reduction after every microbatch of a pipeline is not modeled", reads="grad_sync pp")
 def grad_sync_modelled(job: Job) -> Iterator[Problem]:
     if job.plan.grad_sync == "microbatch" and job.plan.pp > 1:
@@ -289,10 +297,11 @@ def grad_sync_modelled(job: Job) -> Iterator[Problem]:
 
 @unmodelled(
     "gradient reduction after every microbatch of experts that ranks share out is not modeled",
-    reads="grad_sync experts_apart",
+    reads="grad_sync experts_apart shards_parameters",
 )
 def grad_sync_of_experts(job: Job) -> Iterator[Problem]:
     plan = job.plan
-    if job.model.num_experts and experts_apart(plan) and plan.grad_sync == "microbatch":
+    reduces = plan.grad_sync == "microbatch" and not plan.shards_parameters
+    if job.model.num_experts and experts_apart(plan) and reduces:
         what = "gradient reduction after every microbatch with " + ("ep > 1" if plan.ep > 1 else "tp > 1 and etp = 1")
         yield not_modelled(job, "plan.grad_sync", what, "use step")

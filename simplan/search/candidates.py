@@ -37,7 +37,7 @@ def categories(recompute_modules: Sequence[tuple[str, ...]] = ()) -> Categories:
             "schedule": ("none", *SCHEDULE_FACTS),
             "recompute": get_args(Recompute),
             "recompute_modules": (None, *recompute_modules),
-            "grad_sync": ("step", "microbatch"),
+            "grad_sync": (None, "step", "microbatch"),
         }
     )
 
@@ -126,6 +126,12 @@ class Candidates:
     def shards_parameters(self) -> NDArray[np.bool_]:
         """See ``ParallelPlan``."""
         return np.asarray((self["zero_stage"] >= 2) & (self.num_shards > 1))
+
+    @property
+    def reduces_every_microbatch(self) -> NDArray[np.bool_]:
+        """See ``ParallelPlan``."""
+        by_default = self.has("grad_sync", None) & self.shards_parameters & (self["pp"] == 1)
+        return np.asarray(by_default | self.has("grad_sync", "microbatch"))
 
     @property
     def shards_optimizer_only(self) -> NDArray[np.bool_]:

@@ -78,12 +78,11 @@ class Enumeration:
 
     def __init__(self, space: SearchSpace, job: Job) -> None:
         self._space, self._job = space, job
-        self._reduces_each = job.software.reduces_each_microbatch  # regardless of the plan
         self._values = categories(space.recompute_modules or ())
         self.filter = PlanFilter(job, RULES if space.tp_across_nodes else (*RULES, *SEARCH_RULES))
         self._why_not = _Steps(*self.filter.stages(*_STEPS))
         assert not self._why_not.batch.reads & {*_STEPS[4].split()}, "batches are checked for one recomputation"
-        [self._why_not_each] = PlanFilter(job, _OF_REDUCTION).stages(f"{_STEPS[0]} grad_sync")
+        [self._why_not_sync] = PlanFilter(job, _OF_REDUCTION).stages(f"{_STEPS[0]} zero_stage grad_sync")
         self.meshes = list(self._meshes())
 
     @property
@@ -207,19 +206,22 @@ class Enumeration:
         ways = (_unique(self._space.cp_comm) or (default,)) if mesh.cp > 1 else ("ring",)
         return list(product(splits, ways))
 
-    def _microbatches(self, mesh: Mesh, zero_stage: int) -> list[tuple[int, str]]:
+    def _microbatches(self, mesh: Mesh, zero_stage: int) -> list[tuple[int, str | None]]:
         """Pairs of microbatch size and ``grad_sync``.
 
-        By default, reductions per microbatch are tried where unsharded gradients would otherwise stay in memory.
+        By default, FSDP without a pipeline is also tried with one reduction per step, for slow networks.
         """
         dp, batch = mesh.dp_replicate * mesh.dp_shard, self._job.training.global_batch_size
-        sizes, syncs = self._microbatch_sizes(mesh), _unique(self._space.grad_sync)
-        if not syncs:
-            sharded = zero_stage >= 2 and mesh.dp_shard * mesh.cp > 1
-            syncs = ("step", "microbatch") if sharded and not self._reduces_each else ("step",)
-        if self._why_not_each((*mesh, "microbatch")) is not None:
-            syncs = ("step",)
-        return [(size, sync) for size in sizes for sync in (syncs if batch >= 2 * dp * size else ("step",))]
+        sizes, syncs = self._microbatch_sizes(mesh), self._grad_syncs(mesh, zero_stage)
+        return [(size, sync) for size in sizes for sync in (syncs if batch >= 2 * dp * size else (None,))]
+
+    def _grad_syncs(self, mesh: Mesh, zero_stage: int) -> tuple[str | None, ...]:
+        """Values of ``grad_sync`` with several microbatches; the plan's default is None."""
+        in_shards = zero_stage >= 2 and mesh.dp_shard * mesh.cp > 1 and mesh.pp == 1
+        default = "microbatch" if in_shards else "step"
+        asked = _unique(self._space.grad_sync) or (("microbatch", "step") if in_shards else ("step",))
+        allowed = [sync for sync in asked if self._why_not_sync((*mesh, zero_stage, sync)) is None]
+        return tuple(None if sync == default else sync for sync in allowed) or (None,)
 
     def _microbatch_sizes(self, mesh: Mesh) -> list[int]:
         """Divisors of the local batch; 1 if the batch cannot be split evenly among data-parallel ranks."""

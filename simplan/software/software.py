@@ -160,6 +160,8 @@ class SoftwareSpec(Spec):
         low_precision: Supported precisions of linear layers below 16 bits; everything else is then as for BF16.
         layers: Implementation of the layers.
         rates: Efficiency of kernels under the framework.
+        rates_of: Profile with the same kernels and the same allocator, on which runs were published: ``rates`` and
+            ``reserve_fraction`` are that profile's. None for a profile with its own.
         compiled: Blocks are compiled, which fuses memory-bound kernels. If the profile is ``executable``, blocks save
             for backward what torch.compile saves, else what uncompiled blocks save.
         channels_last: Images and activations of convolutions are stored with channels as the fastest dimension (NHWC),
@@ -186,8 +188,8 @@ class SoftwareSpec(Spec):
             before the matrix.
         scatter_gather_p2p: Tensor-parallel ranks with equal tensors each send one part to the next stage, which
             all-gathers the parts.
-        reduces_each_microbatch: With sharded parameters and without a pipeline, gradients are reduced after every
-            microbatch, regardless of ``plan.grad_sync``: there is no memory for unsharded gradients.
+        reduces_each_microbatch: With sharded parameters and without a pipeline, gradients are always reduced after
+            every microbatch; ``plan.grad_sync: step`` is not supported.
         prefetch_receive_schedules: Schedules in which a pipeline rank posts the receives for its next forward and next
             backward before the preceding compute. A P2P send then waits only for its sender, and for earlier sends in
             its direction.
@@ -241,6 +243,7 @@ class SoftwareSpec(Spec):
     low_precision: dict[LowPrecision, LowPrecisionLinears] = Field(default_factory=dict)
     layers: LayerImplementation = LayerImplementation()
     rates: FrameworkRates = FrameworkRates()
+    rates_of: str | None = None
     compiled: bool = False
     channels_last: bool = False
     options: Annotated[tuple[SoftwareOption, ...], Field(strict=False)] = ()
@@ -313,6 +316,21 @@ class SoftwareSpec(Spec):
         """Bytes of memory-bound kernels relative to eager torch (``FrameworkRates``)."""
         return self.rates.compiled_traffic if self.compiled else self.rates.traffic
 
+    @property
+    def rates_profile(self) -> str:
+        """Profile whose published runs ``rates`` are fitted on."""
+        return self.rates_of or self.id
+
+    @property
+    def timed_traffic(self) -> float:
+        """``traffic`` relative to kernels of eager torch that a calibration timed.
+
+        These are the kernels of an ``executable`` profile itself. Their fitted efficiency does not apply to them.
+        """
+        if not self.executable:
+            return self.traffic
+        return FrameworkRates().compiled_traffic if self.compiled else 1.0
+
     def layers_of(self, model: ModelSpec, plan: ParallelPlan) -> tuple[LayerSpec, ...]:
         """Layers of a model, as one rank holds and computes them."""
         implementation = self.layers.model_copy(
@@ -341,11 +359,6 @@ class SoftwareSpec(Spec):
     def splits_gemms(self) -> bool:
         """True if tensor-parallel collectives overlap chunks of the matmuls that need or make their tensors."""
         return self.tp_overlap in ("gathers", "all")
-
-    def reduces_every(self, plan: ParallelPlan) -> bool:
-        """True if gradients are reduced after every microbatch, not only after the last one."""
-        unasked = self.reduces_each_microbatch and plan.shards_parameters and plan.pp == 1
-        return unasked or plan.grad_sync == "microbatch"
 
     def states(self, training: TrainingSpec, plan: ParallelPlan) -> Mapping[_Wide, StateBytes]:
         """Bytes per element by precision that the framework supports for a training run under a plan."""

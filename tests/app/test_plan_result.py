@@ -56,11 +56,11 @@ def test_tiers_are_those_of_the_nodes() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["tensor-fsdp", "zb-h1", "interleaved", "pipeline-hsdp", "reduced often", "lora", "offload-optimizer", "zb-2p"],
+    ["tensor-fsdp", "zb-h1", "interleaved", "pipeline-hsdp", "reduced once", "lora", "offload-optimizer", "zb-2p"],
 )
 def test_quick_and_whole_predictions_say_the_same(name: str) -> None:
-    reduced_often = text_of("fsdp").replace("plan: {", "plan: {grad_sync: microbatch, ")
-    text = reduced_often if name == "reduced often" else text_of(name)
+    reduced_once = text_of("fsdp").replace("plan: {", "plan: {grad_sync: step, ")
+    text = reduced_once if name == "reduced once" else text_of(name)
     headline = quick_headline(parse_scenario(text))
     assert headline is not None
     early = asdict(headline)

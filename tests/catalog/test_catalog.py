@@ -160,6 +160,20 @@ def test_torch_profile() -> None:
         assert torch.state_bytes[precision].boundary == torch.state_bytes[precision].parameter == 4
 
 
+@pytest.mark.parametrize("name", ["torch", "transformers"])
+def test_torch_has_the_kernels_and_the_allocator_of_torchtitan(name: str) -> None:
+    """Except on a calibrated device, where torch's own kernels were timed."""
+    software, same = catalog.software(name), catalog.software("torchtitan")
+    assert same.rates.fitted_on is not None
+    assert (software.rates, software.reserve_fraction) == (same.rates, same.reserve_fraction)
+    assert software.sources["rates"] == f"as torchtitan: {same.sources['rates']}"
+    prior = catalog.software(name, textbook=True)
+    assert prior.rates == catalog.software("torchtitan", textbook=True).rates
+    for compiled in (False, True):
+        now, before = (one.model_copy(update={"compiled": compiled}) for one in (software, prior))
+        assert now.timed_traffic == before.timed_traffic == before.traffic != now.traffic
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "sentence"),
     [

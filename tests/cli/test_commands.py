@@ -75,16 +75,16 @@ def test_a_plan_that_does_not_fit_is_an_answer(simplan: Simplan, scenario: Path)
 def test_gradients_in_shards_are_a_next_step_where_they_would_help(simplan: Simplan, scenario: Path) -> None:
     text = (
         "model: {preset: llama3-8b}\ncluster: {preset: dgx-h100, num_nodes: 2}\n"
-        "training: {global_batch_size: 64, precision: bf16}\nplan: {dp_shard: 16}\n"
+        "training: {global_batch_size: 64, precision: bf16}\nplan: {dp_shard: 16, grad_sync: step}\n"
     )
     scenario.write_text(text)
-    shards = f"  in {scenario}, write plan.grad_sync: microbatch, which accumulates gradients in shards"
+    shards = f"  in {scenario}, remove plan.grad_sync: step, so that gradients accumulate in shards"
     assert shards in simplan("predict", scenario).stdout.partition("\nNext\n")[2].splitlines()
-    for plan in ("{dp_shard: 16, microbatch_size: 4}", "{dp_shard: 16, grad_sync: microbatch, microbatch_size: 4}"):
-        scenario.write_text(text.replace("{dp_shard: 16}", plan))
+    for plan in ("{dp_shard: 16, grad_sync: step, microbatch_size: 4}", "{dp_shard: 16, microbatch_size: 2}"):
+        scenario.write_text(text.replace("{dp_shard: 16, grad_sync: step}", plan))
         result = simplan("predict", scenario)
-        assert result.returncode == 0
-        assert "which accumulates" not in result.stdout
+        assert "does not fit" in result.stdout
+        assert "in shards" not in result.stdout
 
 
 def test_predict_json_is_one_document_and_the_file_is_the_same(

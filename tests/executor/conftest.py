@@ -137,7 +137,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "zero1-2-gpt-tied": ("none", {}, ZERO1),
     "zero3-2-llama": ("none", LLAMA_96, FSDP),
     "zero3-2-gpt-tied": ("none", {}, FSDP),
-    "zero2-2-every-microbatch-llama": ("none", LLAMA, {**ZERO2, "grad_sync": "microbatch"}),
+    "zero2-2-once-a-step-llama": ("none", LLAMA, {**ZERO2, "grad_sync": "step"}),
     "naive-pp2-llama": ("naive", LLAMA, PP),
     "gpipe-pp2-llama-tied": ("gpipe", {**LLAMA, "tied_embeddings": True}, PP),
     "1f1b-pp2-gpt-tied": ("1f1b", {}, PP),
@@ -197,11 +197,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**INTERLEAVED, **OFFLOAD, "recompute": "selective"},
     ),
     "zero3-2-optimizer-on-host-gpt-tied": ("none", {}, {**FSDP, **ON_HOST}),
-    "zero2-2-every-microbatch-optimizer-on-host-llama": (
-        "none",
-        LLAMA,
-        {**ZERO2, **ON_HOST, "grad_sync": "microbatch"},
-    ),
+    "zero2-2-once-a-step-optimizer-on-host-llama": ("none", LLAMA, {**ZERO2, **ON_HOST, "grad_sync": "step"}),
     "hsdp-2x2-optimizer-on-host-llama": ("none", LLAMA, {**HSDP, **ON_HOST}),
     "1f1b-pp2-zero3-2-optimizer-on-host-llama": ("1f1b", LLAMA, {**PP, **FSDP, **ON_HOST}),
     "tp2-offload-llama": ("none", LLAMA_96, {**OFFLOAD, "tp": 2}),
@@ -221,7 +217,7 @@ QUICK = (
     "zero3-2-offload-llama",
     "1f1b-pp2-offload-gpt-tied",
     "zero3-2-optimizer-on-host-gpt-tied",
-    "zero2-2-every-microbatch-optimizer-on-host-llama",
+    "zero2-2-once-a-step-optimizer-on-host-llama",
 )
 """A sample of the strategies for every run of the tests; all others are slow, four ranks most of all."""
 

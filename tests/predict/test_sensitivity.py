@@ -81,6 +81,7 @@ def test_a_link_is_worth_its_time_on_the_path() -> None:
             # large ones go round a ring with protocol Simple, small reductions twice with LL, at 0.39 of the rate
             laps, share = (2, 0.39) if op.communication.kind == "all_reduce" else (1, 1.0)
             moved_s += laps * 7 / 8 * op.communication.num_bytes / (450e9 * link.bandwidth_share * share)
+    moved_s *= prediction.job.software.rates.intra_slowdown
     assert values[Resource.INTRA_LINK] * prediction.step_time_s == pytest.approx(moved_s * (1 / 1.01 - 1))
 
 

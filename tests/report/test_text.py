@@ -126,9 +126,11 @@ def test_whole_gradients_under_fsdp_are_noted() -> None:
     assert not any(
         "accumulate before reduction" in text for text in assumptions(plan={"dp_shard": 8}, num_microbatches=1)
     )
-    each = predict(job_of("gpt2-124m", {"dp_shard": 8}, software="torchtitan", num_microbatches=4))
-    assert each.memory[0].by_category[MemoryCategory.GRADIENTS] <= held[1]
-    assert "sharded gradients are reduced after each of 4 microbatches, as torchtitan does" in each.assumptions
+    for software in ("torch", "torchtitan"):
+        each = predict(job_of("gpt2-124m", {"dp_shard": 8}, software=software, num_microbatches=4))
+        assert each.memory[0].by_category[MemoryCategory.GRADIENTS] <= held[1]
+        how = f"as {software} does by default"
+        assert f"sharded gradients are reduced after each of 4 microbatches, {how}" in each.assumptions
 
 
 @pytest.mark.parametrize("software", ["torch", "megatron-core"])

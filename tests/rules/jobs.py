@@ -124,7 +124,7 @@ def plans(draw: st.DrawFn, *, wild: bool = True) -> dict[str, Any]:
         "schedule": schedule,
         "microbatch_size": rarely(1, 2, 3),
         "recompute": rarely("none", "selective", "full", "selective_op", share=1),
-        "grad_sync": rarely("step", "microbatch"),
+        "grad_sync": rarely(None, "step", "microbatch"),
         "recompute_modules": rarely(None, ("core_attn",), ("mlp",), ("moe_act", "moe"), ("layernorm", "layernorm"), ()),
     }
     fields["sequence_parallel"] = rarely(fields["tp"] > 1, fields["tp"] == 1)

@@ -67,6 +67,15 @@ def test_plans_of_llama_pass(plan: dict[str, Any]) -> None:
     assert problems(LLAMA, plan) == []
 
 
+def test_frameworks_that_reduce_every_microbatch_reject_step() -> None:
+    plan = {"dp_shard": 2, "grad_sync": "step"}
+    assert problems(LLAMA, plan, software="torchtitan") == [
+        "plan.grad_sync = step: torchtitan reduces sharded gradients after every microbatch; remove it"
+    ]
+    assert problems(LLAMA, plan) == []
+    assert problems(LLAMA, {**plan, "pp": 2}, software="torchtitan") == []
+
+
 @pytest.mark.parametrize(
     ("plan", "parts", "sentence"),
     [

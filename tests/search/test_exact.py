@@ -105,7 +105,7 @@ def test_so_they_are_with_the_optimizer_on_the_host() -> None:
 
 
 def test_so_they_are_on_nodes_that_are_not_full() -> None:
-    job = small_job(num_devices=12, batch=12, memory_bytes=CAPACITY, num_attention_heads=12, hidden_size=768,
+    job = small_job(num_devices=12, batch=12, memory_bytes=1150 * MIB, num_attention_heads=12, hidden_size=768,
                     num_key_value_heads=12, intermediate_size=768, vocab_size=3072, seq_len=192)  # fmt: skip
     space = SearchSpace.model_validate({**SPACE, "microbatch_size": 1, "recompute": "none", "schedule": "1f1b"})
     inside = fitting(job, space)

@@ -236,7 +236,7 @@ class FsdpHooks(Hooks):
 
     @property
     def _synchronizes(self) -> bool:
-        return self.is_last_backward or self.stages.software.reduces_every(self.stages.plan)
+        return self.is_last_backward or self.stages.plan.reduces_every_microbatch
 
     def gather(self, action: Action, index: int, waits: Sequence[int | None], *, in_background: bool = False) -> None:
         """Issues the all-gather of a unit, and before it the copy from the host if parameters are offloaded."""

@@ -96,7 +96,7 @@ class DdpHooks(Hooks):
             self._limits = (plan.bucket_bytes, plan.bucket_bytes)
         else:
             self._limits = (software.bucket_bytes, software.first_bucket_bytes)
-        self._waits_late = software.waits_for_gradients == "step" and plan.grad_sync != "microbatch"
+        self._waits_late = software.waits_for_gradients == "step" and not plan.reduces_every_microbatch
         self._overlaps = software.grad_overlap
         self._reducing: list[int] = []  # pending reductions of the last stage
         self._gathers = shares and software.overlap_param_gather
@@ -183,7 +183,7 @@ class DdpHooks(Hooks):
 
     @property
     def _reduces(self) -> bool:
-        return self.is_last_backward or self.stages.plan.grad_sync == "microbatch"
+        return self.is_last_backward or self.stages.plan.reduces_every_microbatch
 
 
 class Bucket(NamedTuple):

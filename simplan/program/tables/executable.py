@@ -99,11 +99,12 @@ def _unsynchronized(table: Table, plan: ParallelPlan) -> Iterator[str]:
     if plan.pp > 1 or not _replicates(plan):
         return
     compute = [action for action in table[0] if action.kind.is_compute]
-    reduced = [a for a in compute if a.kind is ActionKind.BACKWARD] if plan.grad_sync == "microbatch" else compute[-1:]
+    every = plan.reduces_every_microbatch
+    reduced = [a for a in compute if a.kind is ActionKind.BACKWARD] if every else compute[-1:]
     prepared = {after: before for before, after in pairwise(compute)}
     for backward in reduced:
         if prepared.get(backward) != Action(backward.stage, ActionKind.FORWARD, backward.microbatch):
-            which = "every" if plan.grad_sync == "microbatch" else "the last"
+            which = "every" if every else "the last"
             rule = "must directly follow its forward, where DDP prepares the reduction"
             yield f"action {backward}: {which} backward {rule}"
             return

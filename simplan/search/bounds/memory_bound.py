@@ -134,10 +134,8 @@ class MemoryBound:
     def _gathered_bytes(self, rows: Candidates, trained: Floats, instants: Instants, state: StateBytes) -> Floats:
         """``(rows, instants)`` FSDP bytes: accumulated unsharded gradients, and unsharded weights."""
         software, in_pipeline = self._job.software, int(rows["pp"][0]) > 1
-        reduces_every = rows.has("grad_sync", "microbatch")
-        if software.reduces_each_microbatch and not in_pipeline:
-            reduces_every = np.ones_like(reduces_every)
-        found = np.where(reduces_every[:, None], 0, trained @ instants.adding_up.T * state.gradient)
+        accumulated = trained @ instants.adding_up.T * state.gradient
+        found = np.where(rows.reduces_every_microbatch[:, None], 0, accumulated)
         if software.per_rank_tensor_lists:
             return found
         all_stages = trained @ instants.used.T

@@ -189,10 +189,10 @@ class StepTimeBound:
 
     def _alone_s(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Floats:
         """``(rows,)`` Bounds of FSDP without a pipeline."""
-        stages, software = pipeline.stages, self._job.software
+        stages = pipeline.stages
         update_s = self._update_s(rows, pipeline, ways, stages.trained[ways], stages.experts[ways])[:, 0]
         many = self._job.training.global_batch_size // (rows.dp * rows["microbatch_size"])
-        each = rows.has("grad_sync", "microbatch") | software.reduces_each_microbatch
+        each = rows.reduces_every_microbatch
         batch_s = self._batch_s
         found = np.zeros(len(rows))
         for row, way in enumerate(ways.tolist()):

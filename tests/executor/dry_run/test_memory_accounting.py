@@ -74,7 +74,7 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, int]] = {
     "zero2-accumulation": ({**FSDP, "zero_stage": 2}, 3, 0),
     "zero3": (FSDP, 1, 0),
     "zero3-accumulation": (FSDP, 2, 0),
-    "zero3-every-microbatch": ({**FSDP, "grad_sync": "microbatch"}, 2, 0),
+    "zero3-once-a-step": ({**FSDP, "grad_sync": "step"}, 2, 0),
     "selective_layer": ({"recompute": "selective_layer", "microbatch_size": 4}, 1, 0),
     "full-first-block": ({"recompute": "full", "recompute_layers": 1, "microbatch_size": 4}, 1, 0),
     "pp-full-first-block": ({**PP, "schedule": "1f1b", "recompute": "full", "recompute_layers": 1}, 3, 1),
@@ -118,7 +118,7 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, int]] = {
     "offload-interleaved": ({**OFFLOAD, **INTERLEAVED, "microbatch_size": 4}, 4, 0),
     "zero3-optimizer-on-host": ({**FSDP, **ON_HOST}, 1, 0),
     "zero2-accumulation-optimizer-on-host": ({**FSDP, **ON_HOST, "zero_stage": 2}, 3, 0),
-    "zero3-every-microbatch-optimizer-on-host": ({**FSDP, **ON_HOST, "grad_sync": "microbatch"}, 2, 0),
+    "zero3-once-a-step-optimizer-on-host": ({**FSDP, **ON_HOST, "grad_sync": "step"}, 2, 0),
     "1f1b-zero3-optimizer-on-host": ({**PP, **ON_HOST, "dp_shard": 2}, 4, 0),
     "dualpipe-v-first": ({**PP, "schedule": "dualpipe-v", "virtual_stages": 2}, 4, 0),
 }

@@ -105,7 +105,7 @@ RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "zero2": ("none", {"family": "llama", "lora_targets": ("q", "v")}, {"dp_shard": 2, "zero_stage": 2}),
     "zero3": ("none", {"family": "llama"}, {"dp_shard": 2}),
     "zero3-tied": ("none", {}, {"dp_shard": 2}),
-    "zero3-every-microbatch": ("none", {"family": "mpt"}, {"dp_shard": 2, "grad_sync": "microbatch"}),
+    "zero3-once-a-step": ("none", {"family": "mpt"}, {"dp_shard": 2, "grad_sync": "step"}),
     "1f1b": ("1f1b", {}, {"pp": 2}),
     "1f1b-packed": ("1f1b", {"family": "llama", "document_lengths": (7, 2, 5)}, {"pp": 2}),
     "zero3-packed": ("none", {"family": "llama", "document_lengths": (7, 2, 5)}, {"dp_shard": 2}),

@@ -73,8 +73,8 @@ def test_tied_weights_are_one_unit_that_stays() -> None:
 
 
 def test_gradients_are_reduced_once_a_step_or_every_microbatch() -> None:
-    once = issued(program(ParallelPlan(dp_shard=2, zero_stage=2), m=3))
-    each = issued(program(ParallelPlan(dp_shard=2, zero_stage=2, grad_sync="microbatch"), m=3))
+    once = issued(program(ParallelPlan(dp_shard=2, zero_stage=2, grad_sync="step"), m=3))
+    each = issued(program(ParallelPlan(dp_shard=2, zero_stage=2), m=3))
     assert sum("reduce_scatter" in line for line in once) == 4
     assert all(line.startswith("0B2") for line in once if "reduce_scatter" in line)
     assert sum("reduce_scatter" in line for line in each) == 12
@@ -93,14 +93,14 @@ def test_a_pipeline_gathers_stages_and_reduces_at_the_end() -> None:
 
 @pytest.mark.parametrize("m", [1, 3])
 def test_bytes_of_a_step(m: int) -> None:
-    """ZeRO-3 moves every parameter twice a microbatch (but the head, which stays) and every gradient once a step."""
+    """In a microbatch, ZeRO-3 moves every parameter twice (but the head, which stays) and every gradient once."""
     found = program(ParallelPlan(dp_shard=2), m=m)
     communications = [op.communication for op in found.ops if op.rank == 0 and op.communication]
     gathered = sum(communication.num_bytes for communication in communications if communication.kind == "all_gather")
     reduced = sum(communication.num_bytes for communication in communications if communication.kind == "reduce_scatter")
     parameters, head = model().num_parameters, model().layers[-1].num_parameters
     assert gathered == 4 * m * (2 * parameters - head)
-    assert reduced == 4 * parameters
+    assert reduced == 4 * m * parameters
 
 
 def test_rows_that_do_not_divide_are_padded() -> None:

@@ -162,9 +162,9 @@ def gathers(found: Program) -> list[Communication]:
     ("microbatches", "plan", "fetched", "offloaded"),
     [
         (1, {}, FORWARD + BACKWARD, [*BLOCKS, ROOT]),
-        (2, {}, 2 * (FORWARD + BACKWARD), [*BLOCKS, ROOT]),
-        (2, {"zero_stage": 2}, 2 * FORWARD, [*BLOCKS, ROOT]),
-        (2, {"grad_sync": "microbatch"}, 2 * (FORWARD + BACKWARD), 2 * [*BLOCKS, ROOT]),
+        (2, {}, 2 * (FORWARD + BACKWARD), 2 * [*BLOCKS, ROOT]),
+        (2, {"zero_stage": 2}, 2 * FORWARD, 2 * [*BLOCKS, ROOT]),
+        (2, {"grad_sync": "step"}, 2 * (FORWARD + BACKWARD), [*BLOCKS, ROOT]),
         (1, {"dp_replicate": 2}, FORWARD + BACKWARD, [*BLOCKS, ROOT]),
     ],
 )
@@ -196,7 +196,7 @@ def test_the_host_has_all_that_is_sharded() -> None:
     on_device = (MemoryCategory.PARAMETERS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER)
     assert [resting[category] for category in on_device] == [0, 0, 0]
     assert host_peak_bytes(found, 0) == 16 * elements
-    often = program(2, grad_sync="microbatch", **SHARDED)  # gradients of a unit come once more, and are added
+    often = program(2, **SHARDED)  # gradients of a unit come once more, and are added
     assert host_peak_bytes(often, 0) == 16 * elements + BLOCKS[0]
     foreach = program(fused_optimizer=False, **SHARDED)  # Adam's step makes a tensor as large as all parameters
     assert host_peak_bytes(foreach, 0) == 20 * elements
@@ -245,7 +245,7 @@ def test_a_reduction_is_behind_the_copy_of_the_one_before(plan: dict[str, Any], 
 
 def test_the_device_waits_where_the_host_adds_to_gradients() -> None:
     """Backward of a block and each copy as long: beside each other the first time, after each other the second."""
-    found = program(2, grad_sync="microbatch", **SHARDED)
+    found = program(2, **SHARDED)
 
     def duration_s(op: Op) -> float:
         of_block = op.name.startswith("block") and op.action.kind is ActionKind.BACKWARD and bool(op.work)
