@@ -8,6 +8,7 @@ from simplan.cluster.hardware import DeviceSpec, Dtype
 from simplan.cost.compute.attention import AttentionRates
 from simplan.cost.compute.kernels import KernelCost, Transposed
 from simplan.cost.compute.matmul import MatmulRates
+from simplan.cost.compute.traffic import KernelSet
 from simplan.cost.model import Provenance
 from simplan.errors import Problem, SpecError
 from simplan.software.rates import AttentionEfficiency, FrameworkRates, KernelRates
@@ -70,7 +71,7 @@ def kernel_cost(
         slowest=1 + rates.jitter * math.sqrt(2 * math.log(num_devices)),
         num_devices=num_devices,
         traffic=software.traffic,
-        compiled=software.compiled,
+        kernel_set=_kernel_set(software),
         winograd=precision == "fp32",
         transposed=_transposed(precision, software),
         host_call_s=0.0 if software.runtime == "xla" or device.kind != "gpu" else rates.host_call_s,
@@ -96,6 +97,13 @@ def _matmul_rates(device: DeviceSpec, flop_per_s: float, aligned: int) -> Matmul
     assert bandwidth is not None
     rates = rates if rates.aligned == aligned else rates.model_copy(update={"aligned": aligned})
     return MatmulRates(flop_per_s, bandwidth * rates.bandwidth_efficiency, device.num_sms, rates)
+
+
+def _kernel_set(software: SoftwareSpec) -> KernelSet:
+    """Returns the kernels of memory-bound operators."""
+    if software.compiled:
+        return "compiled"
+    return "composed" if software.runtime == "torch" else "single"
 
 
 def _transposed(precision: Precision, software: SoftwareSpec) -> Transposed:

@@ -16,7 +16,7 @@ from simplan.cost.compute.matmul import (
     MatmulRates,
     gemm_sizes,
 )
-from simplan.cost.compute.traffic import layer_traffic
+from simplan.cost.compute.traffic import KernelSet, layer_traffic
 from simplan.cost.model import CostEstimate, Provenance
 from simplan.model.fused_gemms import fused_gemms
 from simplan.model.layer import (
@@ -64,7 +64,7 @@ class KernelCost:
         slowest: Time of the slowest device over the mean of all devices.
         num_devices: Number of these devices, for formulas.
         traffic: See ``FrameworkRates``.
-        compiled: Operators between GEMMs are fused; see ``simplan.cost.compute.traffic``.
+        kernel_set: Kernels of memory-bound operators (``simplan.cost.compute.traffic``).
         winograd: Convolutions of 3 x 3 with stride 1 run as Winograd's algorithm (FP32).
         transposed: Convolutions whose operands and results are transposed, since they are stored channels first.
         host_call_s: See ``KernelRates``; 0 where the host launches no single kernels.
@@ -84,7 +84,7 @@ class KernelCost:
     slowest: float = 1.0
     num_devices: int = 1
     traffic: float = 1.0
-    compiled: bool = False
+    kernel_set: KernelSet = "single"
     winograd: bool = False
     transposed: Transposed = "none"
     host_call_s: float = 0.0
@@ -138,7 +138,7 @@ class KernelCost:
     def _memory_bound(self, work: LayerWork) -> tuple[float, int]:
         """Returns seconds and launches of memory-bound kernels, casts and sums of bias gradients."""
         widths = self.state.activation, self.state.residual
-        num_bytes, launches = _memory_bound(work.layer, work.phase, work.kernels, widths, self.compiled)
+        num_bytes, launches = _memory_bound(work.layer, work.phase, work.kernels, widths, self.kernel_set)
         num_bytes *= work.microbatch_size * self.traffic
         return num_bytes / self.matmuls.bytes_per_s + launches * self.matmuls.kernel_overhead_s, launches
 
@@ -287,12 +287,12 @@ def _fits_winograd(kernel: Gemm, name: GemmKernel) -> bool:
 
 @lru_cache(maxsize=4096)
 def _memory_bound(
-    layer: LayerSpec, phase: Phase, kernels: tuple[int, ...] | None, widths: tuple[int, int], compiled: bool
+    layer: LayerSpec, phase: Phase, kernels: tuple[int, ...] | None, widths: tuple[int, int], kernel_set: KernelSet
 ) -> tuple[float, int]:
     """Returns bytes for one sequence, and launches, of the memory-bound kernels that run in a phase."""
     backward, weights = phase in ACTIVATION_GRADIENTS, phase in WEIGHT_GRADIENTS
     num_bytes, launches = 0.0, 0
-    traffic = layer_traffic(layer, *widths, compiled=compiled)
+    traffic = layer_traffic(layer, *widths, kernel_set)
     for index in running_indices(LayerWork(layer, phase, 1, 0, kernels)):
         own = traffic[index]
         num_bytes += own.backward_bytes if backward else own.forward_bytes

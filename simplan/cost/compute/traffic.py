@@ -10,16 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from simplan.model.kernel import LOSS, Attention, Gemm, Pointwise
 from simplan.model.layer import LayerSpec, Operator
 from simplan.model.operator import saved_by
 
 _BACKWARD_PASSES = 2  # of forward's bytes, for kernels that stand for several
+_COMPOSED_BYTES = (4, 28)
+"""Bytes per element of a norm of single operations: 4 per byte of the element, and 28 in FP32. These are an upcast,
+square, mean, scale, downcast and weights (torch 2.6, torch.nn.functional.rms_norm). Backward is twice that."""
+_COMPOSED_LAUNCHES = (6, 16)
 _LOSS_PASSES = 2
 """Passes over the logits of a compiled loss: maximum and sum in forward; logits read and gradients written in
 backward."""
+
+
+KernelSet = Literal["single", "composed", "compiled"]
+"""Kernels of memory-bound operators: ``single``, one for each; ``composed``, several for norms without one of their own;
+or ``compiled``, one for each group between GEMMs."""
 
 
 class KernelTraffic(NamedTuple):
@@ -45,18 +54,18 @@ class KernelTraffic(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def layer_traffic(
-    layer: LayerSpec, activation_bytes: int, residual_bytes: int, *, compiled: bool
+    layer: LayerSpec, activation_bytes: int, residual_bytes: int, kernels: KernelSet
 ) -> tuple[KernelTraffic, ...]:
     """Returns the traffic of each kernel of a layer.
 
     Args:
         layer: The layer.
         activation_bytes, residual_bytes: Bytes per element of activations and of the residual stream.
-        compiled: True if operators between GEMMs are fused.
+        kernels: See ``KernelSet``.
     """
     found = [KernelTraffic()] * len(layer.kernels)
     widths = _Widths(layer, activation_bytes, residual_bytes)
-    for place, traffic in _fused(layer, widths) if compiled else _eager(layer, widths):
+    for place, traffic in _fused(layer, widths) if kernels == "compiled" else _eager(layer, widths, kernels):
         found[place] = found[place].plus(traffic)
     for place, operator in zip(layer.places, layer.operators, strict=True):
         if isinstance(operator.kernel, Gemm) and len(operator.parameters) > 1:
@@ -100,7 +109,7 @@ class _Widths:
         return name if storage is None or storage.elements != self._layer.tensors[name].elements else storage.name
 
 
-def _eager(layer: LayerSpec, widths: _Widths) -> Iterator[tuple[int, KernelTraffic]]:
+def _eager(layer: LayerSpec, widths: _Widths, kernels: KernelSet) -> Iterator[tuple[int, KernelTraffic]]:
     """Yields index and traffic of every memory-bound kernel, and of casts and copies that are kernels as well."""
     within = False  # in unfused attention, whose cost includes the operators on scores
     forked = _forked_bytes(layer, widths)
@@ -114,6 +123,10 @@ def _eager(layer: LayerSpec, widths: _Widths) -> Iterator[tuple[int, KernelTraff
             num_bytes = kernel.reads * widths.mean(operator.reads) + kernel.writes * widths.mean(
                 tensor.name for tensor in operator.makes[:1]
             )
+            if operator.composed and kernels == "composed":
+                num_bytes = kernel.writes * (_COMPOSED_BYTES[0] * widths.mean(operator.reads) + _COMPOSED_BYTES[1])
+                yield place, KernelTraffic(num_bytes, _BACKWARD_PASSES * num_bytes, 0.0, *_COMPOSED_LAUNCHES)
+                continue
             if kernel.moves or kernel.launches[0] > 1 or not operator.makes:
                 backward_bytes = num_bytes * (1 if kernel.moves else _BACKWARD_PASSES)
             else:
