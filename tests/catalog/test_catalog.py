@@ -107,10 +107,11 @@ def test_consumer_cards_have_half_the_rate_when_they_add_up_in_32_bits() -> None
 
 
 def test_a_measured_matmul_rate_is_below_the_peak() -> None:
+    """GeForce cards run at higher clocks than the boost clock for which their peak is published."""
     for name in catalog.names("devices"):
-        device = catalog.device(name)
+        device, most = catalog.device(name), 1.1 if name.startswith("rtx-") else 1.0
         for dtype, rate in device.matmul_flop_per_s.items():
-            assert rate < device.peak_flop_per_s[dtype], name
+            assert rate < most * device.peak_flop_per_s[dtype], name
 
 
 @pytest.mark.parametrize("name", catalog.names("models"))

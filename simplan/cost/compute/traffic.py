@@ -27,8 +27,8 @@ backward."""
 
 
 KernelSet = Literal["single", "composed", "compiled"]
-"""Kernels of memory-bound operators: ``single``, one for each; ``composed``, several for norms without one of their own;
-or ``compiled``, one for each group between GEMMs."""
+"""Kernels of memory-bound operators: ``single``, one for each; ``composed``, several for norms that have none; or
+``compiled``, one for each group between GEMMs."""
 
 
 class KernelTraffic(NamedTuple):
@@ -138,7 +138,7 @@ def _eager(layer: LayerSpec, widths: _Widths, kernels: KernelSet) -> Iterator[tu
                 yield place, KernelTraffic(num_bytes, num_bytes, 0.0, 1, 1)
             elif operator.splits:
                 yield place, KernelTraffic(backward_bytes=2 * widths.of(operator.reads[0]), backward_launches=1)
-            elif not operator.is_cast:
+            elif not operator.is_cast and isinstance(layer.kernels[place], Pointwise):
                 yield place, KernelTraffic(backward_bytes=_gradient_bytes(layer, operator, widths), backward_launches=1)
 
 
