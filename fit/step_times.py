@@ -199,8 +199,17 @@ def _lines(values: Values, rows: Sequence[FitRow], spread: SpreadEstimate, unsee
     for owner, own in _by(rows, lambda row: row.question.job.software.rates_profile):
         yield f"  {owner}:"
         yield from _fields(owner, SOFTWARE, values)
-        yield f"    relative_std: {spread.computing[owner]:.3f}"
-        yield f'    fitted_on: "{_ids(own)}"'
+        yield from _spread(owner, own, spread)
+    for owner, own in _by(rows, lambda row: row.question.job.software.id):
+        if own[0].question.job.software.rates_of is not None:
+            yield f"  {owner}:"
+            yield from _spread(owner, own, spread)
+
+
+def _spread(owner: str, rows: Sequence[FitRow], spread: SpreadEstimate) -> Iterator[str]:
+    """Lines on the uncertainty of a profile; its runs are those that it has itself or that it shares the rates of."""
+    yield f"    relative_std: {spread.computing.get(owner, spread.common):.3f}"
+    yield f'    fitted_on: "{_ids(rows)}"'
 
 
 def _fields(owner: str, fields: Iterable[str], values: Values) -> Iterator[str]:

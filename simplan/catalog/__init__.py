@@ -47,7 +47,7 @@ Kind = Literal["devices", "links", "clusters", "models", "software"]
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_LISTED = 24
-_OF_KERNELS = ("rates", "reserve_fraction")
+_OF_KERNELS = ("rates", "reserve_fraction", "compiled_reserve_fraction")
 """Fields of a software profile that ``rates_of`` takes from another profile."""
 _NETWORK = re.compile(r"([a-z]+)-([0-9]+(?:\.[0-9]+)?)gbit")
 
@@ -261,6 +261,8 @@ def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
     if "rates_of" in entry:
         same = software(entry["rates_of"], textbook=textbook)
         fields |= {field: getattr(same, field) for field in _OF_KERNELS}
+        own = {} if textbook else _parsed("kernels_fitted")["software"].get(name, {})
+        fields["rates"] = same.rates.model_copy(update=own)
         fields["sources"] |= {field: f"as {same.id}: {same.sources[field]}" for field in _OF_KERNELS}
         return SoftwareSpec.model_validate(fields)
     fitted = {} if textbook else _parsed("kernels_fitted")["software"].get(name, {})

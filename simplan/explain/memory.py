@@ -50,7 +50,7 @@ def memory_parts(prediction: Prediction, program: Program) -> Iterator[Explained
         yield ExplainedTerm(str(category), str(category), num_bytes, "bytes", formula)
     rounding = worst.reserved_bytes - worst.allocated_bytes
     if rounding:
-        share = job.software.reserve_fraction
+        share = job.software.allocator_reserve
         more = f", with {share:.0%} of transient memory in addition," if share else ""
         if worst.short_bytes:
             more += f" but {format_bytes(worst.short_bytes)} that the device has not,"

@@ -105,13 +105,13 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
     """Sentences on the device, its allocator, the framework and the links."""
     cluster, software = job.cluster, job.software
     if cluster.device.kind != "cpu":
-        share = software.reserve_fraction
+        share = software.allocator_reserve
         yield (
             f"the allocator reserves {share:.0%} of transient memory in addition, in whole 2 MiB blocks"
             if share
             else "reserved memory is allocated memory in whole 2 MiB blocks; fragmentation is not modeled"
         )
-        yield "the device never waits for the host to launch: that counts as a time that every kernel takes"
+        yield "a layer takes at least as long as the host needs to issue its kernels; loading data takes no time"
     if short_bytes:
         yield (
             f"the allocator finds {format_bytes(short_bytes)} less than it would reserve, so it frees cached "

@@ -67,10 +67,10 @@ def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = 
     if cluster.device.kind == "cpu":
         return RankMemory(0, {}, allocated, allocated, allocated + context_bytes, "", {})
     if software.flat_updates:
-        wanted = peaks.resting + (1 + software.reserve_fraction) * peaks.passes + peaks.update
+        wanted = peaks.resting + (1 + software.allocator_reserve) * peaks.passes + peaks.update
         reserved = whole_blocks(int(max(allocated, wanted)))
     else:
-        reserved = whole_blocks(int(allocated + software.reserve_fraction * max(0, allocated - peaks.resting)))
+        reserved = whole_blocks(int(allocated + software.allocator_reserve * max(0, allocated - peaks.resting)))
     short, capacity = 0, cluster.device.memory_bytes
     if capacity is not None:
         short = min(max(0, reserved + context_bytes - capacity), reserved - whole_blocks(allocated))

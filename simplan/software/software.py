@@ -34,6 +34,10 @@ TensorOverlap = Literal["none", "backward", "gathers", "all"]
 """Tensor-parallel collectives that overlap matmuls."""
 
 
+_COMPILED_PASSES = 0.7
+"""Bytes of memory-bound kernels with compiled blocks, relative to eager kernels that a calibration timed."""
+
+
 class LowPrecisionLinears(Spec):
     """Linear layers in one low precision, as a framework implements them.
 
@@ -160,10 +164,11 @@ class SoftwareSpec(Spec):
         low_precision: Supported precisions of linear layers below 16 bits; everything else is then as for BF16.
         layers: Implementation of the layers.
         rates: Efficiency of kernels under the framework.
-        rates_of: Profile with the same kernels and the same allocator, on which runs were published: ``rates`` and
-            ``reserve_fraction`` are that profile's. None for a profile with its own.
-        compiled: Blocks are compiled, which fuses memory-bound kernels. If the profile is ``executable``, blocks save
-            for backward what torch.compile saves, else what uncompiled blocks save.
+        rates_of: Profile with the same kernels and the same allocator, on which runs were published: ``rates`` and the
+            reserve of the allocator are that profile's, fitted on the runs of both; the uncertainty is not. None for
+            a profile with its own.
+        compiled: Blocks are compiled, which fuses memory-bound kernels. With ``runtime`` torch, blocks save for
+            backward what torch.compile saves.
         channels_last: Images and activations of convolutions are stored with channels as the fastest dimension (NHWC),
             as kernels for tensor cores need them. Else cuDNN transposes them before and after (NCHW, torch's default).
         options: Fields that a scenario may set.
@@ -228,6 +233,8 @@ class SoftwareSpec(Spec):
             ``vocab_size``. Its parameters and FLOPs (and so MFU) exclude padding, which Megatron's own
             num_floating_point_operations includes.
         reserve_fraction: Memory that the allocator reserves beyond transient memory, as a fraction of it.
+        compiled_reserve_fraction: ``reserve_fraction`` with compiled blocks, which make fewer temporary tensors; None
+            for the same.
         trainer: A trainer runs the steps, and loads data, reads results back and logs between them; else a bare loop
             does.
         executable: ``simplan run`` can run plans under this profile.
@@ -279,6 +286,7 @@ class SoftwareSpec(Spec):
     mtp: bool = False
     vocab_multiple: Annotated[int, Field(ge=1, le=100_000)] = 1
     reserve_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    compiled_reserve_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
     trainer: bool = False
     executable: bool = False
     not_modelled: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -329,13 +337,20 @@ class SoftwareSpec(Spec):
         """
         if not self.executable:
             return self.traffic
-        return FrameworkRates().compiled_traffic if self.compiled else 1.0
+        return _COMPILED_PASSES if self.compiled else 1.0
+
+    @property
+    def allocator_reserve(self) -> float:
+        """Memory that the allocator reserves beyond transient memory, as a fraction of it."""
+        compiled = self.compiled_reserve_fraction if self.compiled else None
+        return self.reserve_fraction if compiled is None else compiled
 
     def layers_of(self, model: ModelSpec, plan: ParallelPlan) -> tuple[LayerSpec, ...]:
         """Layers of a model, as one rank holds and computes them."""
         implementation = self.layers.model_copy(
             update={
-                "compiled": self.compiled and self.executable,
+                "compiled": self.compiled and self.runtime == "torch",
+                "compiled_in_parts": self.executable,
                 "fused_softmax": self.compiled or self.layers.fused_softmax,
                 "documents_in_one_call": self.packed_attention == "one_call",
                 "expert_dispatch": self.expert_dispatch,

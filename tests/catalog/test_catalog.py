@@ -166,7 +166,8 @@ def test_torch_has_the_kernels_and_the_allocator_of_torchtitan(name: str) -> Non
     """Except on a calibrated device, where torch's own kernels were timed."""
     software, same = catalog.software(name), catalog.software("torchtitan")
     assert same.rates.fitted_on is not None
-    assert (software.rates, software.reserve_fraction) == (same.rates, same.reserve_fraction)
+    assert software.rates == same.rates
+    assert software.allocator_reserve == same.allocator_reserve > 0
     assert software.sources["rates"] == f"as torchtitan: {same.sources['rates']}"
     prior = catalog.software(name, textbook=True)
     assert prior.rates == catalog.software("torchtitan", textbook=True).rates

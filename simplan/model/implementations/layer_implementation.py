@@ -96,6 +96,8 @@ class LayerImplementation(Spec):
             middle of a block from the branch that is added, if the branch is narrower. Inputs of matmuls with weights
             are saved, as backward would have to write them to memory anyway (the partitioner of torch 2.13,
             torch/_functorch/config.py: ban_recompute_materialized_backward).
+        compiled_in_parts: Compiled blocks with collectives are several graphs, between which recomputation is eager
+            (simplan's executor); else one (torchtitan: fullgraph=True). Set from the profile.
         full_recompute_pass: Recomputation re-executes a block to its end, as in an autograd function that calls the
             block (Megatron's CheckpointFunction, torch's reentrant checkpoint); else up to the last tensor that is
             needed.
@@ -120,6 +122,7 @@ class LayerImplementation(Spec):
     eight_bit_attention: bool = Field(default=False, exclude=True)
     regathers_tokens: bool = False
     compiled: bool = False
+    compiled_in_parts: bool = Field(default=False, exclude=True)
     full_recompute_pass: bool = False
 
 
@@ -164,7 +167,8 @@ def implemented_layer(layer: LayerSpec, implementation: LayerImplementation, *, 
     if skips or (implementation.gathered_keys == "by_rank" and is_masked_for_gathering(layer)):
         constants = tuple(table for table in constants if table.name != MASK)
     # with a split block, the recomputed function is compiled; else recomputation itself is compiled
-    split = compiled and any(isinstance(operator.kernel, LayerCollective) for operator in operators)
+    in_parts = compiled and implementation.compiled_in_parts
+    split = in_parts and any(isinstance(operator.kernel, LayerCollective) for operator in operators)
     to_end = split or (implementation.full_recompute_pass and layer.kind is LayerKind.BLOCK)
     if not (compiled or to_end or (operators, constants) != (layer.operators, layer.constants)):
         return layer

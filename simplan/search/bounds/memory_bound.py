@@ -32,7 +32,7 @@ class MemoryBound:
         self._context_bytes = int(software.context_bytes.get(job.cluster.device.kind, 0))
         if job.cluster.cores_per_node is not None:  # known only from a calibration
             self._context_bytes = 0
-        self._reserve = 1 + (0.0 if job.cluster.device.kind == "cpu" else software.reserve_fraction)
+        self._reserve = 1 + (0.0 if job.cluster.device.kind == "cpu" else software.allocator_reserve)
 
     def bytes(self, rows: Candidates, pipeline: Pipeline, ways: Column) -> Column:
         """``(rows,)`` Lower bounds in bytes.
