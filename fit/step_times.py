@@ -58,7 +58,7 @@ def main() -> None:
         rows = load_rows(arguments.runs, values)
         if not number:
             textbook = log_errors(rows, values)
-        values = fit(rows, values)
+        values = values | fit(rows, values)
     print("\n".join(constants_text(constants_of(rows), values)))
     tables = {"textbook": textbook, "fitted": log_errors(rows, values)}
     priors = {constant.name: constant.textbook for constant in constants_of(rows)}
@@ -153,7 +153,7 @@ def constants_of(rows: Sequence[FitRow]) -> list[Constant]:
             unused = "traffic" if row.question.job.software.compiled else "compiled_traffic"
             if field != unused:
                 by_name[row.question.job.software.rates_profile, field].append(index)
-        for field in ALL:
+        for field in _common_fields(row):
             by_name["", field].append(index)
     return [_constant(owner, field, indices) for (owner, field), indices in sorted(by_name.items())]
 
@@ -172,6 +172,29 @@ def _architecture_fields(row: FitRow) -> list[str]:
         field for field in ARCHITECTURE if field not in ("fp8_efficiency", "fp4_efficiency") or field == low
     ]
     return fields if row.attention_kernel is None else [*fields, row.attention_kernel]
+
+
+def _common_fields(row: FitRow) -> list[str]:
+    """Common constants that a run depends on; the others have no derivative."""
+    job = row.question.job
+    software, recipe = job.software, job.training.fp8_recipe or ""
+    scores = software.layers.attention == "unfused" or job.model.family in ("t5", "gemma2")
+    used = {
+        "gemm_split_overhead_s": software.tp_overlap != "none",
+        "half_rate_keys": not job.model.depths,
+        "head_dim_64_efficiency": not job.model.depths,
+        "misaligned_slice_efficiency": scores,
+        "softmax_traffic_factor": scores,
+        "tile_overhead_s": job.cluster.device.num_sms is not None,
+        "tail_wave_fraction": job.cluster.device.num_sms is not None,
+        "rowwise_efficiency": recipe.startswith("rowwise"),
+        "jitter": job.cluster.num_devices > 1,
+        "overlap_slowdown": job.cluster.num_devices > 1,
+        "transpose_bytes_per_s": bool(job.model.depths),
+        "host_step_overhead_s": software.trainer,
+        "host_batch_overhead_s": software.waits_for_batch,
+    }
+    return [field for field in ALL if used.get(field, True)]
 
 
 def _constant(owner: str, field: str, rows: Sequence[int]) -> Constant:
