@@ -89,7 +89,7 @@ class FitCosts:
             case OverlapSlowdown():
                 return self._values.get("overlap_slowdown", term.seconds)
             case HostWait(reason=reason):
-                return self._values.get(f"{reason}_s", term.seconds)
+                return self._values.get(f"host_{reason}_overhead_s", term.seconds)
             case _:
                 return term.seconds
 
