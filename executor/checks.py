@@ -117,6 +117,10 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
         ),
         "plan.tp": (fp8 and plan.tp > 1, not_split.format("matrices")),
         "plan.cp": (fp8 and plan.cp > 1, not_split.format("sequences")),
+        "software.channels_last": (
+            software.channels_last,
+            "the executor stores images channels first; use false",
+        ),
         "software": (
             no_transformers or not software.executable,
             "needs Hugging Face transformers, which is not installed; pip install 'simplan[transformers]', or use torch"

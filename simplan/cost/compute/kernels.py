@@ -154,6 +154,8 @@ class KernelCost:
                 return max(1, kernel.streams and kernel.num_groups) * matmuls + casts
             case Attention():
                 return len(kernel.calls) * (_EAGER_ATTENTION_CALLS if kernel.eager else 1)
+            case Pointwise():
+                return 0  # see ``_memory_bound``
             case _:
                 return 1
 
