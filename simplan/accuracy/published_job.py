@@ -347,7 +347,7 @@ def _plan(run: PublishedRun, settings: Settings, notes: list[str]) -> ParallelPl
         notes.append(f"plan.etp is not known: {fields['etp']}, as {run.software.framework} of the time has it")
     if given.cp > 1:
         fields["cp_comm"] = given.cp_comm or framework_defaults()[run.software.framework].cp_comm
-    if given.pp > 1 and run.model.family != "t5":  # the assignment of encoder and decoder to stages is unknown
+    if given.pp > 1 and run.model.family not in ("t5", "resnet"):  # which of their blocks are in a stage is unknown
         placement = "loop" if facts is None else facts.placement
         by_rank = given.stage_layers or (run.model.num_hidden_layers // given.pp,) * given.pp
         fields["stage_layers"] = layers_of_stages(by_rank, virtual_stages, placement)

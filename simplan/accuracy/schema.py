@@ -91,12 +91,10 @@ _SIZES = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
     "seq_len",
 )  # fmt: skip
-_NO_TEXT: dict[str, Any] = {"num_key_value_heads": 0, "vocab_size": 0, "seq_len": 0, "gated_mlp": False}
-_NO_TEXT |= {"tied_embeddings": None}
+_NO_TEXT = {"gated_mlp": False, "tied_embeddings": None}
 _ABSENT: dict[str, dict[str, Any]] = {
-    "vit": _NO_TEXT,
-    "resnet": _NO_TEXT
-    | dict.fromkeys(("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"), 0),
+    "vit": dict.fromkeys(("num_key_value_heads", "vocab_size", "seq_len"), 0) | _NO_TEXT,
+    "resnet": dict.fromkeys(_SIZES, 0) | _NO_TEXT,
 }
 """Keys that models for images do not have, with the values that stand for that."""
 _IMAGES = ("image_size", "num_classes")
