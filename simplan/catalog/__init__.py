@@ -160,7 +160,8 @@ def _link(name: str, kind: str, entry: dict[str, Any], *, textbook: bool) -> Lin
         own = _parsed("links_fitted")["links"].get(kind, {})
         for key in (key for key in own if key in values["sources"]):
             values["sources"][key] = f"fitted, from {entry[key]:g} ({values['sources'][key]})"
-        values |= {**unmeasured_link(entry.get("library", "nccl")), **own}
+        known = {key: entry[key] for key in ("relative_std",) if key in entry}
+        values |= {**unmeasured_link(entry.get("library", "nccl")), **known, **own}
         if "launch_s" in values:
             values["sources"]["launch_s"] = "fitted, one value for all links of GPUs"
     return LinkSpec.model_validate(values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -109,8 +109,15 @@ def difference(first: Explanation, second: Explanation) -> Difference:
 
 
 def _lined_up(first: Iterable[ExplainedTerm], second: Iterable[ExplainedTerm]) -> tuple[DifferenceRow, ...]:
-    """Rows by group, largest difference first; terms of the same name are summed."""
-    ones, others = _by_name(first), _by_name(second)
+    """Rows by group, largest difference first; terms of the same name are summed.
+
+    Layers are cut at their collectives (``block forward: q to proj``), so that plans may have other parts. The parts of
+    a layer are summed where the two sides have different ones.
+    """
+    first, second = tuple(first), tuple(second)
+    parts = [_parts_by_layer(side) for side in (first, second)]
+    differ = {layer for layer in parts[0].keys() & parts[1].keys() if parts[0][layer] != parts[1][layer]}
+    ones, others = _by_name(first, differ), _by_name(second, differ)
     groups = list(dict.fromkeys(group for group, _ in (*ones, *others)))
     rows = []
     for key in dict.fromkeys((*ones, *others)):
@@ -129,8 +136,25 @@ def _lined_up(first: Iterable[ExplainedTerm], second: Iterable[ExplainedTerm]) -
     return tuple(sorted(rows, key=lambda row: (groups.index(row.group), -abs(row.difference))))
 
 
-def _by_name(parts: Iterable[ExplainedTerm]) -> dict[tuple[str, str], list[ExplainedTerm]]:
+def _by_name(
+    terms: Iterable[ExplainedTerm], merged: Collection[tuple[str, str]]
+) -> dict[tuple[str, str], list[ExplainedTerm]]:
+    """Terms by group and name, or by group and layer for layers in ``merged``."""
     found: dict[tuple[str, str], list[ExplainedTerm]] = {}
-    for part in parts:
-        found.setdefault((part.group, part.name), []).append(part)
+    for term in terms:
+        layer = (term.group, _layer(term))
+        found.setdefault(layer if layer in merged else (term.group, term.name), []).append(term)
     return found
+
+
+def _parts_by_layer(terms: Iterable[ExplainedTerm]) -> dict[tuple[str, str], set[str]]:
+    """Names of the terms of each group and layer."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for term in terms:
+        found.setdefault((term.group, _layer(term)), set()).add(term.name)
+    return found
+
+
+def _layer(term: ExplainedTerm) -> str:
+    """Name without the part of the layer."""
+    return term.name.partition(": ")[0]

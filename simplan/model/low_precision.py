@@ -67,7 +67,9 @@ class LinearFormat:
             casts, and copies operands that its kernel needs in another memory layout.
         orders_scales: Matmuls need block scales in another layout than casts write: a small kernel reorders them for
             each operand (TE, common/swizzle and pytorch/csrc/extensions/gemm.cpp; torchao, to_blocked).
-        multiple: Required divisor of rows, columns and tokens.
+        multiple: Required divisor of rows, columns and tokens. For quantized operands, the last 128 x 128 block of
+            Transformer Engine may be incomplete (NVIDIA/TransformerEngine at 03328ccb,
+            tests/pytorch/test_float8_blockwise_gemm_exact.py: 320 x 64 and 64 x 336); torchao's is assumed not to be.
         experts: Grouped GEMMs of experts are quantized as well.
     """
 
@@ -157,8 +159,10 @@ def linear_format(
         eager: Casts to FP8 run in eager mode, for recipes without separate kernels.
     """
     name = (recipe or DEFAULT_RECIPE) if precision == "fp8" else precision
+    form = _FORMATS[precision, name]
+    multiple = _FP8.multiple if name == "blockwise" and kept == "quantized" else form.multiple
     eager = eager and name in TORCHAO_RECIPES
-    return replace(_FORMATS[precision, name], kept=kept, weights=weights, experts=experts, eager=eager)
+    return replace(form, kept=kept, weights=weights, experts=experts, eager=eager, multiple=multiple)
 
 
 def linears(layer: LayerSpec, *, experts: bool = False) -> list[Gemm]:

@@ -89,6 +89,21 @@ def test_differences_sum_to_the_difference(explained: dict[str, Explanation]) ->
     assert all(row.difference == 0 for row in difference(first, first).time)
 
 
+def test_layers_cut_at_collectives_are_compared_as_a_whole(explained: dict[str, Explanation]) -> None:
+    """Tensor-parallel ranks compute a block in parts, and a rank of its own at once: no row lacks its partner."""
+    first, second = explained["ddp"], explained["tensor"]
+    assert any(term.name.startswith("block forward: ") for term in second.time)
+    rows = {row.name: row for row in difference(first, second).time if row.group == "compute"}
+    blocks = [name for name in rows if name.startswith(("block forward", "block backward"))]
+    assert sorted(blocks) == ["block backward", "block forward"]
+    for name in blocks:
+        sums = [sum(term.value for term in side.time if term.name.startswith(name)) for side in (first, second)]
+        assert [rows[name].first, rows[name].second] == pytest.approx(sums)
+        assert min(sums) > 0
+    same = {row.name for row in difference(second, second).time}
+    assert same == {term.name for term in second.time}
+
+
 def test_categories_are_the_splits_and_name_the_main_reason(explained: dict[str, Explanation]) -> None:
     """FSDP recomputes all blocks here; DDP recomputes nothing."""
     first, second = explained["ddp"], explained["fsdp"]
