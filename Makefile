@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gpu test test-all test-browser screenshots lint bench fit docs clean
+.PHONY: help demo gpu faults test test-all test-browser screenshots lint bench fit docs clean
 
 help:
 	@echo "make demo      calibrate, predict, run and compare a small GPT on this machine (under five minutes)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-browser  the dashboard in a real browser (installs playwright; uses chromium of the system, or its own)"
 	@echo "make screenshots   docs/screenshots: every page in light, dark and on a phone"
 	@echo "make bench     the numbers of the benchmark table"
+	@echo "make faults    break real runs, and write docs/reference/faults.md: what each said and left (ten minutes)"
 	@echo "make fit       the catalog's constants again, fitted on published measurements"
 	@echo "make docs      the documentation site, in site/"
 	@echo "make lint      ruff and mypy only"
@@ -55,9 +56,13 @@ docs: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 
+faults: $(READY)
+	$(BIN)/python -m benchmarks.faults
+
 fit: $(READY)
 	$(BIN)/python -m fit.collectives scenarios/published/collectives*.yaml --write
 	$(BIN)/python -m fit.step_times scenarios/published --write
+	$(BIN)/python -m fit.peak_memory scenarios/published --write
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

@@ -27,6 +27,7 @@ Modules:
 - ``app/figures``: figures as pure functions of data, without Streamlit; ``style.py`` has the colors. Figures define no
   colors of text and background: ``show_figure`` leaves them to the light or dark theme.
 - ``app/components``: parts that pages share: metrics, tables, figures with downloads, the scenario form.
+- ``app/lessons.py``: content of the lessons on the page Learn, as data.
 - ``app/definitions.py``: definitions of terms, from simplan itself; every number shows its definition as help.
 
 ``app`` imports ``simplan`` and never ``executor``, and ``simplan`` never imports ``app``: the command line starts it as

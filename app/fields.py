@@ -100,12 +100,29 @@ def switch(label: str, path: Path, default: bool) -> None:
     st.toggle(label, key=key, on_change=_store, args=(path, key, None))
 
 
-def remembered_choice(label: str, name: str, options: Sequence[Any], default: Any, **more: Any) -> Any:
-    """Widget for one of several view values."""
+def remembered_choice(
+    label: str,
+    name: str,
+    options: Sequence[Any],
+    default: Any,
+    *,
+    widget: Callable[..., Any] = st.selectbox,
+    **more: Any,
+) -> Any:
+    """Widget for one of several view values.
+
+    Args:
+        label: Label of the widget.
+        name: Name of the view value.
+        options: Values to choose from.
+        default: Value without a stored one.
+        widget: Streamlit's function for the widget, e.g. ``st.select_slider``.
+        more: Further arguments of the widget.
+    """
     value = state.view(name, default)
     key = f"view:{name}"
     st.session_state[key] = value if _is_among(value, options) else default
-    return st.selectbox(label, options, key=key, on_change=_remember, args=(name, key, default), **more)
+    return widget(label, options, key=key, on_change=_remember, args=(name, key, default), **more)
 
 
 def kept_number(name: str, default: float, *, least: float = 0.0, most: float = 1e15) -> float:

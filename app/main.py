@@ -15,7 +15,7 @@ _ABOUT = "simplan predicts time and memory of distributed training, and says how
 
 _STYLE = """
 <style>
-.block-container { max-width: 1500px; padding-top: 3.6rem; padding-bottom: 3rem; }
+.block-container { max-width: 1500px; padding-top: 4.2rem; padding-bottom: 3rem; }
 div[data-testid="stVerticalBlock"] { gap: 0.6rem; }
 div[data-testid="stMetric"] { padding: 0; }
 div[data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; }
@@ -30,11 +30,26 @@ div[data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; }
 [data-testid=stHeaderActionElements] a { display: none; }  /* an address has no room for headings */
 #MainMenu, footer, div[data-testid="stDecoration"], [data-testid="stAppDeployButton"] { display: none; }
 .stStatusWidget:has([data-testid="stStatusWidgetRunningIcon"]) { display: none; }
+[data-testid=stHeading] h1 { padding: 0; }
+.copy-link { font: inherit; color: inherit; background: none; border: 1px solid; border-radius: 4px; cursor: pointer;
+  padding: 0.1rem 0.6rem; margin: 1px; white-space: nowrap; }
+[data-testid=stHtml]:has(.copy-link) { font-size: 0.9rem; overflow: visible; }
+/* Contrast of 4.5:1 at least: captions, text of figures outside of bars, and text on the primary color. */
+[data-testid=stCaptionContainer], [data-testid=stCaptionContainer] :not(a, a *) {
+  color: light-dark(#4f5a66, #b3bcc6) !important; opacity: 1; }
+.js-plotly-plot :is(.xtick, .ytick, .y2tick, .y3tick, .y4tick) text, .js-plotly-plot :is([class$=title], .slider-label),
+.js-plotly-plot :is(.annotation-text, .legend2text, .updatemenu-item-text, .bartext-outside) {
+  fill: light-dark(#4f5a66, #b3bcc6) !important; }
+[data-testid=stBaseButton-primary]:not(:disabled), [data-testid=stBaseButton-primary]:not(:disabled) *,
+[data-tag], [data-tag] * { color: light-dark(#ffffff, #12171d) !important; }
 @media (max-width: 640px) { .block-container { padding-left: 0.8rem; padding-right: 0.8rem; } }
 @media (hover: none) { .js-plotly-plot:not(:hover) .modebar { opacity: 0; pointer-events: none; } }
 </style>
 """
-"""Style beyond ``theme.toml``: denser, fewer decorations, and a ring around the focus."""
+"""Style beyond ``theme.toml``: denser, fewer decorations, a ring around the focus, and contrast."""
+
+_COPY_LINK = '<button type="button" class="copy-link" aria-live="polite">Copy link</button>'
+"""``head.html`` copies the address when it is pressed: a button of Streamlit would run the page again."""
 
 
 def main() -> None:
@@ -46,11 +61,17 @@ def main() -> None:
         st.Page(_PAGES / "plan.py", title="Plan", icon=":material/fact_check:", default=True),
         st.Page(_PAGES / "search.py", title="Search", icon=":material/search:"),
         st.Page(_PAGES / "timeline.py", title="Timeline", icon=":material/view_timeline:"),
+        st.Page(_PAGES / "compare.py", title="Compare", icon=":material/compare_arrows:"),
         st.Page(_PAGES / "scale.py", title="Scale", icon=":material/monitoring:"),
         st.Page(_PAGES / "validate.py", title="Validate", icon=":material/straighten:"),
         st.Page(_PAGES / "learn.py", title="Learn", icon=":material/school:"),
     ]
-    st.navigation(pages, position="top").run()
+    page = st.navigation(pages, position="top")
+    st.set_page_config(page_title=f"{page.title} - simplan")
+    with st.container(horizontal=True, horizontal_alignment="distribute", vertical_alignment="center"):
+        st.title(page.title, width="content")
+        st.html(_COPY_LINK, width="content")
+    page.run()
 
 
 if __name__ == "__main__":

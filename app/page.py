@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable
 
 import streamlit as st
 
 from app import state
+from simplan.documentation import DOCUMENTATION_URL
 from simplan.errors import NotModelledError, SimplanError, SpecError
 
 Following = Callable[[], None]
@@ -51,6 +53,20 @@ def bullets(texts: Iterable[str]) -> str:
     return "\n".join(f"- {escaped(text)}" for text in texts)
 
 
+_AUTOLINK = re.compile(r"https?(?=://)|www(?=\.)|(?=@)", re.IGNORECASE)
+_WORD_JOINER = "\u2060"
+
+
 def escaped(text: str) -> str:
-    """Text as Markdown that shows it as it is."""
+    """Text as Markdown that shows it as it is.
+
+    Addresses in names do not become links: an invisible character breaks them, since GitHub's Markdown links escaped
+    addresses as well. Links to simplan's documentation stay links.
+    """
+    parts = re.split(f"({re.escape(DOCUMENTATION_URL)}/[a-z/-]*)", text)
+    parts[::2] = [_AUTOLINK.sub(rf"\g<0>{_WORD_JOINER}", part) for part in parts[::2]]
+    return "".join(map(_escaped, parts))
+
+
+def _escaped(text: str) -> str:
     return "".join(f"\\{character}" if character in r"\`*_{}[]()<>#+-!|~$:" else character for character in text)

@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
+from app.guard import Guard
 from simplan.cli.terminal.output import say
 from simplan.cli.terminal.processes import ending_signals_raise
 
@@ -51,7 +52,9 @@ def serve(host: str, port: int, *, browser: bool, then: Callable[[], None]) -> N
 
     for name in ("uvicorn.access", "uvicorn.error"):  # a filter, since Streamlit sets the log levels itself
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
-    application = st.App(_FOLDER / "main.py", middleware=[Middleware(FirstPage)])
+    names = st.get_option("browser.serverAddress")  # STREAMLIT_BROWSER_SERVER_ADDRESS, behind a proxy
+    guard = Middleware(Guard, host=host, names=(names,) if names else ())
+    application = st.App(_FOLDER / "main.py", middleware=[guard, Middleware(FirstPage)])
     config = uvicorn.Config(
         application,
         host=host,
@@ -72,6 +75,8 @@ def settings(host: str, port: int) -> dict[str, str | int | bool]:
         "server.headless": True,
         "server.maxUploadSize": _MAX_UPLOAD_MIB,
         "server.fileWatcherType": "none",
+        "server.enableCORS": False,  # the guard compares origins
+        "server.enableXsrfProtection": False,
         "runner.magicEnabled": False,
         "browser.gatherUsageStats": False,
         "client.showErrorDetails": "none",

@@ -15,10 +15,10 @@ from simplan.documentation import documentation
 from simplan.errors import Problem, SpecError
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.io import MAX_YAML_BYTES, parse_json
-from simplan.prediction import PREDICTION_SCHEMA_VERSION
 from simplan.runs.measurement import Measurement
 from simplan.validate.compare import Comparison, compare
 from simplan.validate.logged import LoggedComparison, LoggedRun, compare_logged, parse_measured
+from simplan.validate.prediction_file import parse_prediction
 
 MAX_BYTES = 32 * 2**20
 _MAX_CONFIG_BYTES = 2 * 2**20
@@ -64,7 +64,7 @@ def published_of(name: str, content: bytes) -> ReadFile:
 
 def prediction_of(name: str, content: bytes) -> dict[str, Any]:
     """The document of a prediction."""
-    return parse_json(text_of(name, content), name, schema_version=PREDICTION_SCHEMA_VERSION, kind="prediction")
+    return parse_prediction(text_of(name, content), name)
 
 
 def measured_of(name: str, content: bytes) -> Measurement | LoggedRun:

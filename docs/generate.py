@@ -75,7 +75,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def first_screen() -> str:
     """The README from below its title to its installation, with links as on the home page."""
     text = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n")[2].partition("## Install")[0]
-    return _relinked(text.replace("([below](#predict-one-plan))", "([tutorial](docs/tutorials/first-search.md))"))
+    return _relinked(text)
 
 
 def _command_line() -> str:

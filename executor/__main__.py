@@ -21,7 +21,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from executor.launch.rank import die_with_parent
-from simplan.errors import Problem, SimplanError, SpecError
+from simplan.errors import Problem, RunError, SimplanError, SpecError
 
 _INTERRUPTED = 130
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -55,6 +55,9 @@ def main(argv: list[str] | None = None) -> int:
     except SimplanError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
+    except OSError as error:
+        sys.stderr.write(f"{error.filename or args.out} cannot be written or read: {error.strerror or error}\n")
+        return RunError.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return _INTERRUPTED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from executor.profiling.results import RunSegment, gather, written_here
 from executor.train.checkpoint_folder import check_resume, newest_checkpoint
 from simplan.errors import RunError, SimplanError
 from simplan.io import write_whole
+from simplan.runs.checkpoint import Checkpointing
 from simplan.runs.elastic import Nodes
+from simplan.runs.lock import exclusive
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from simplan.units import counted
@@ -52,7 +55,8 @@ def run_job(
     """
     check_job(job)
     run = _Run(job, out_dir.resolve(), on_progress, on_note, None)
-    run.launch(check_resume(job), rank_module)
+    with _owned(job.checkpointing):
+        run.launch(check_resume(job), rank_module)
     assert run.measurement is not None
     return run.measurement
 
@@ -76,13 +80,21 @@ def run_on_nodes(
         SpecError, ProgramError, RunError: As ``run_job``; or nodes did not come, or have another request.
     """
     resuming: list[str] = []
-    if job is not None:
-        for plan in (job, *map(job.on_nodes, job.fewer_nodes)):
-            check_job(plan, nodes.ranks_per_node)
-        resuming = check_resume(job)
-    rendezvous = Rendezvous(nodes, None if job is None else job.model_dump_json())
-    run = _Run(RunSpec.model_validate_json(rendezvous.job), out_dir.resolve(), on_progress, on_note, rendezvous)
-    run.launch(resuming, rank_module)
+    with _owned(None if job is None else job.checkpointing):
+        if job is not None:
+            for plan in (job, *map(job.on_nodes, job.fewer_nodes)):
+                check_job(plan, nodes.ranks_per_node)
+            resuming = check_resume(job)
+        rendezvous = Rendezvous(nodes, None if job is None else job.model_dump_json())
+        run = _Run(RunSpec.model_validate_json(rendezvous.job), out_dir.resolve(), on_progress, on_note, rendezvous)
+        run.launch(resuming, rank_module)
+
+
+def _owned(checkpointing: Checkpointing | None) -> AbstractContextManager[None]:
+    """The folder of checkpoints, for this run alone; the leading node takes it for all nodes."""
+    if checkpointing is None:
+        return nullcontext()
+    return exclusive(Path(checkpointing.folder), "--checkpoint-dir")
 
 
 @dataclass(slots=True)
@@ -109,8 +121,11 @@ class _Run:
         """Runs this node's ranks, and collects the measurement of all ranks."""
         for note in notes:
             self._note(note)
+        with exclusive(self.out_dir, "--output", role=".ranks"):
+            self._launch(rank_module)
+
+    def _launch(self, rank_module: str) -> None:
         job, out_dir, rendezvous = self.job, self.out_dir, self.rendezvous
-        out_dir.mkdir(parents=True, exist_ok=True)
         job_file = out_dir / "job.json"
         write_whole(job_file, job.model_dump_json(indent=1))
         for old in out_dir.rglob("rank*.jsonl"):

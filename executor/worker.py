@@ -81,9 +81,15 @@ def start_rank(device: torch.device, timeout_s: float, num_ranks: int | None = N
     """
     rank, world_size = int(os.environ["RANK"]), num_ranks or int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=2 * timeout_s + 60)
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     common: Store
-    common, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if rank == 0 and not is_agents and PARENT_VARIABLE in os.environ:  # MASTER_ADDR is an address of this node
+        from executor.launch.nodes import listening_store
+
+        common = listening_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
+    else:
+        common, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    if is_agents:
         # torch 2.13 keeps the agents' store over restarts, with the addresses of ranks that are gone
         common = PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", common)
     nccl = "cpu:gloo,cuda:nccl" if on_host else "nccl"

@@ -2,26 +2,77 @@
 
 ::
 
-    simplan.load_scenario("plan.yaml").predict()            # a Prediction
-    simplan.load_search("search.yaml").search()             # a SearchResult
+    job = simplan.make_job("llama3-8b", {"cluster.num_devices": 64, "plan.tp": 8})
+    simplan.predict(job)                                    # a Prediction: time and memory of a step
+    simplan.search(job, {"tp": [1, 2, 4, 8]})               # a SearchResult: the best plans of a space
+    simplan.sweep(job, {"plan.microbatch_size": [1, 2]})    # a pandas.DataFrame
+
+Names of ``__all__`` are loaded on first access, so that ``import simplan`` is fast. ``__init__.pyi`` has their types.
 """
 
+from __future__ import annotations
+
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.2.0"
 
-_FROM = {"load_scenario": "simplan.scenario", "load_search": "simplan.scenario"}
+__all__ = [
+    "Fix",
+    "Job",
+    "Prediction",
+    "Scenario",
+    "SearchResult",
+    "SearchSpace",
+    "SimplanError",
+    "SpecError",
+    "compare",
+    "explain",
+    "fixes",
+    "load_scenario",
+    "load_search",
+    "make_job",
+    "predict",
+    "search",
+    "sweep",
+]
+
+_MODULES = {
+    "simplan.errors": "SimplanError SpecError",
+    "simplan.explain": "explain",
+    "simplan.job": "Job",
+    "simplan.predict": "predict sweep",
+    "simplan.prediction": "Prediction",
+    "simplan.scenario": "Scenario load_scenario load_search make_job",
+    "simplan.search": "Fix SearchResult SearchSpace fixes search",
+    "simplan.validate.files": "compare",
+}
+"""Modules of the public names."""
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
-def __getattr__(name: str) -> Any:
-    """Import the public API on first access, so that ``import simplan`` is fast."""
-    if name in _FROM:
-        return getattr(import_module(_FROM[name]), name)
-    if name == "search":
-        return import_module("simplan.search")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+class _Package(ModuleType):
+    """Package in which ``predict``, ``search`` and ``explain`` are functions, although its folders have these names.
+
+    ``from simplan.predict import ...`` imports from the folder.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_MODULE_OF[name]), name)
+        super().__setattr__(name, value)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute, except for the folder of a public name, which Python's import system sets."""
+        if name not in _MODULE_OF or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
 
 
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_FROM])
+sys.modules[__name__].__class__ = _Package

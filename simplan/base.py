@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Hashable, Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic_core import to_jsonable_python
+
+from simplan.problems import parse_model
 
 Count = Annotated[int, Field(ge=1, le=10**12)]
 """A number of things, from 1 to 10**12."""
+MAX_DEVICES = 10**6
+NumDevices = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
+"""A number of devices or nodes; no cluster has more."""
+Rate = Annotated[float, Field(ge=1, le=1e21, allow_inf_nan=False)]
+"""Bytes or FLOPs per second, from 1 to a thousand times what the fastest rack does."""
+Seconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
+"""Duration of one operation, up to an hour."""
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _in_one_line(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    line = " ".join(value.split())
+    if any(unicodedata.category(character) == "Cc" for character in line):
+        raise ValueError("must not have control characters")
+    return line
+
+
+Line = Annotated[str, BeforeValidator(_in_one_line), Field(max_length=10_000)]
+"""A text that is printed in one line: line ends become spaces, and other control characters are refused."""
 
 
 class Spec(BaseModel):
@@ -46,6 +70,22 @@ class Spec(BaseModel):
         del deep
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**(fields | dict(update or {})))
+
+    def with_changes(self, **changes: Any) -> Self:
+        """Copy with other values of some fields.
+
+        Raises:
+            SpecError: There is no such field, or a value is wrong; lists all problems.
+        """
+        fields = self._without_defaults() | {k: tuple(v) if isinstance(v, list) else v for k, v in changes.items()}
+        try:
+            return type(self)(**fields)
+        except ValidationError:
+            return parse_model(type(self), to_jsonable_python(fields))
+
+    def _without_defaults(self) -> dict[str, Any]:
+        """Values of the fields, except those with a default that depends on other fields."""
+        return {name: getattr(self, name) for name in type(self).model_fields}
 
 
 def _hashable(value: Any) -> Hashable:

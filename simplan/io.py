@@ -7,10 +7,13 @@ read or written raises a ``SpecError``.
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import math
 import os
+import secrets
 import shlex
+import stat
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -218,21 +221,28 @@ def write_text(path: Path, text: str) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Write UTF-8 text atomically: to a temporary file in the same folder, synced, then renamed.
 
-    If writing fails, for instance on a full disk, the old content stays. A device or pipe is written to directly.
+    If writing fails, for instance on a full disk, the old content stays. A file keeps its permissions. A device or pipe
+    is written to directly.
 
     Raises:
         OSError: The file cannot be written.
     """
-    target = path.resolve()
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, "its links form a loop")
     if target.exists() and not target.is_file():
         target.write_text(text, encoding="utf-8", newline="")
         return
-    temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}.tmp")
+    # a new file with a random name, so that no link of another user is followed
+    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        with temporary.open("w", encoding="utf-8", newline="") as stream:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as stream:
+            if target.exists():
+                os.fchmod(handle, stat.S_IMODE(target.stat().st_mode))
             stream.write(text)
             stream.flush()
-            os.fsync(stream.fileno())
+            os.fsync(handle)
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)

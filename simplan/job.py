@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+from simplan import catalog
 from simplan.cluster.hardware import ClusterSpec
+from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.software.software import SoftwareSpec
@@ -24,6 +28,14 @@ class Job:
     plan: ParallelPlan
     software: SoftwareSpec
 
+    def __repr__(self) -> str:
+        """Short form of the parts: names and numbers that tell jobs apart."""
+        cluster, training = self.cluster, self.training
+        return (
+            f"Job({self.model.name}, {cluster.num_devices} x {cluster.device.id}, {self.plan!r}, "
+            f"global_batch_size={training.global_batch_size}, {training.precision}, {self.software.title})"
+        )
+
     @property
     def num_microbatches(self) -> int:
         """Microbatches per step and data-parallel rank: global_batch_size / (dp x microbatch_size)."""
@@ -37,3 +49,57 @@ class Job:
     def with_plan(self, plan: ParallelPlan) -> Job:
         """Copy of the job with another plan, such as a search candidate."""
         return replace(self, plan=plan)
+
+    def with_num_devices(self, num_devices: int) -> Job:
+        """Copy on another number of devices of the cluster.
+
+        A cluster that grows past one node without an ``inter_link`` gets the link of its catalog preset.
+        """
+        cluster = self.cluster
+        if num_devices == cluster.num_devices:
+            return self
+        if cluster.cores_per_node is not None:  # the fraction of CPU memory per rank depends on the number of ranks
+            return replace(self, cluster=catalog.cluster(cluster.id, num_devices))
+        update: dict[str, object] = {"num_devices": num_devices}
+        if num_devices > cluster.devices_per_node and cluster.inter_link is None:
+            if cluster.id in catalog.names("clusters"):
+                larger = catalog.cluster(cluster.id, num_devices)
+                update |= {"inter_link": larger.inter_link, "nics_per_node": larger.nics_per_node}
+        elif num_devices <= cluster.devices_per_node:
+            update |= {"inter_link": None, "nics_per_node": None}
+        return replace(self, cluster=cluster.with_changes(**update))
+
+    def with_changes(self, changes: Mapping[str, Any]) -> Job:
+        """Copy of the job with other values of some settings, named as in a scenario file.
+
+        >>> from simplan import catalog
+        >>> training, cluster = TrainingSpec(global_batch_size=32), catalog.cluster("dgx-h100", 8)
+        >>> job = Job(catalog.model("gpt2-124m"), cluster, training, ParallelPlan(), catalog.software("torch"))
+        >>> job.with_changes({"plan.dp_shard": 8, "training.precision": "fp16"}).plan.zero_stage
+        3
+
+        Args:
+            changes: New value by setting, such as ``{"plan.tp": 8, "training.global_batch_size": 64}``. Other settings
+                follow if they have their default and it depends on these (``ParallelPlan``).
+
+        Raises:
+            SpecError: There is no such setting, or a value is wrong.
+        """
+        by_section: dict[str, dict[str, Any]] = {}
+        for setting, value in changes.items():
+            section, _, name = setting.partition(".")
+            by_section.setdefault(section, {})[name] = value
+        job, sections = self, tuple(field.name for field in fields(self))
+        if "num_devices" in by_section.get("cluster", {}):
+            job = self.with_num_devices(by_section["cluster"].pop("num_devices"))
+        changed = {}
+        for section, values in by_section.items():
+            if section not in sections or "" in values:
+                fix = did_you_mean(section, sections) if section not in sections else f"write {section}.KEY"
+                raise SpecError(Problem(field=section, rule="is no setting of a job", fix=fix))
+            try:
+                changed[section] = getattr(job, section).with_changes(**values)
+            except SpecError as error:
+                problems = [replace(each, field=f"{section}.{each.field}") for each in error.problems]
+                raise type(error)(problems) from None
+        return replace(job, **changed)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 from pydantic_core import to_jsonable_python
 
@@ -15,12 +15,18 @@ from simplan.program.action import Table, format_table
 from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind, Split, Timeline
 from simplan.training import TrainingBudget
-from simplan.units import GIB
+from simplan.units import GIB, format_bytes, format_percent, format_time
 
 PREDICTION_SCHEMA_VERSION = 2
 _OF_TRAINING_RUN = (
     "days, device-hours and cost of the training: constant step time, no failures, checkpoints or restarts"
 )
+
+
+MemoryKind = Literal["allocated", "reserved", "device"]
+"""Kind of a peak: tensors, memory of the caching allocator, or memory in use on the device."""
+MemoryVerdict = Literal["fits", "fits, tight", "likely does not fit", "does not fit"]
+"""Verdict on device memory: in the second and third, the 90% interval of the peak reaches over the device memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,8 @@ class RankMemory:
         host_bytes: Peak bytes in host memory of offloaded tensors; on a CPU they count as device memory too.
         short_bytes: Bytes that the allocator would reserve additionally on a larger device. Here it frees unused blocks
             and retries, which costs time and is no failure.
+        interval_bytes: 90% interval by kind of peak: allocated, reserved, device. Upper ends include ``short_bytes``,
+            so they may exceed the device memory.
     """
 
     rank: int
@@ -49,11 +57,22 @@ class RankMemory:
     activations_in_flight: dict[int, int]
     host_bytes: int = 0
     short_bytes: int = 0
+    interval_bytes: dict[MemoryKind, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def wanted_bytes(self) -> int:
         """Device bytes on a device with room for the full allocator reserve."""
         return self.device_bytes + self.short_bytes
+
+    @property
+    def device_interval_bytes(self) -> tuple[int, int]:
+        """90% interval of the device bytes that the rank needs; without width if it has none."""
+        return self.interval_bytes.get("device", (self.device_bytes, self.wanted_bytes))
+
+    @property
+    def interval_gib(self) -> dict[str, list[float]]:
+        """90% intervals of the peak as JSON, GiB."""
+        return {kind: [low / GIB, high / GIB] for kind, (low, high) in self.interval_bytes.items()}
 
     @property
     def peak_gib(self) -> dict[str, float]:
@@ -63,6 +82,16 @@ class RankMemory:
             "reserved": self.reserved_bytes / GIB,
             "device": self.device_bytes / GIB,
         }
+
+
+def memory_verdict(worst: RankMemory, capacity_bytes: int | None) -> MemoryVerdict | None:
+    """Verdict on the peak-memory rank of a plan; None if the memory of a device is unknown."""
+    if capacity_bytes is None:
+        return None
+    low, high = worst.device_interval_bytes
+    if worst.device_bytes <= capacity_bytes:
+        return "fits" if high <= capacity_bytes else "fits, tight"
+    return "does not fit" if low > capacity_bytes else "likely does not fit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +181,7 @@ def training_run(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Prediction:
     """Prediction of one job with a plan.
 
@@ -200,6 +229,17 @@ class Prediction:
     reference_s: float | None = None
     training_run: TrainingRun | None = None
 
+    def __repr__(self) -> str:
+        """Step time, memory of the worst rank and MFU, in one line."""
+        low_s, high_s = self.step_time_interval_s
+        time = f"{format_time(self.step_time_s)} a step ({format_time(low_s)} to {format_time(high_s)})"
+        memory = format_bytes(self.worst_memory.device_bytes)
+        if self.capacity_bytes is not None:
+            fits = self.fits and self.host_fits is not False
+            memory = f"{'fits' if fits else 'does not fit'}: {memory} of {format_bytes(self.capacity_bytes)}"
+        mfu = "" if self.mfu is None else f", MFU {format_percent(self.mfu)}"
+        return f"Prediction({self.name}: {time}, {memory}{mfu})"
+
     @property
     def worst_rank(self) -> int:
         """Peak-memory rank; the lowest of equal ranks."""
@@ -209,6 +249,11 @@ class Prediction:
     def worst_memory(self) -> RankMemory:
         """Memory of the peak-memory rank."""
         return max(self.memory, key=lambda m: (m.device_bytes, m.short_bytes, -m.rank))
+
+    @property
+    def memory_verdict(self) -> MemoryVerdict | None:
+        """Verdict on the device memory; None if that is unknown."""
+        return memory_verdict(self.worst_memory, self.capacity_bytes)
 
     @property
     def worst_host_bytes(self) -> int:
@@ -260,6 +305,7 @@ class Prediction:
                 **to_jsonable_python({part: getattr(job, part) for part in ("model", "cluster", "training", "plan")}),
                 "software": job.software.title,
             },
+            "links": job.cluster.links,
             "stage_boundaries": list(self.assignment.boundaries),
             "num_microbatches": job.num_microbatches,
             "num_parameters": job.model.num_parameters,
@@ -271,8 +317,10 @@ class Prediction:
             "bubble_fraction": self.bubble_fraction,
             "reference_s": self.reference_s,
             "fits": self.fits,
+            "memory_verdict": self.memory_verdict,
             "capacity_gib": None if self.capacity_bytes is None else self.capacity_bytes / GIB,
             "peak_memory_gib": worst.peak_gib,
+            "peak_memory_interval_gib": worst.interval_gib,
             "reserve_short_gib": worst.short_bytes / GIB,
             "host_memory_gib": {
                 "rank": max(memory.host_bytes for memory in self.memory) / GIB,
@@ -294,6 +342,7 @@ class Prediction:
                     "split": {name.removesuffix("_s"): seconds for name, seconds in asdict(split).items()},
                     "memory_gib": {str(key): value / GIB for key, value in memory.by_category.items()},
                     "peak_memory_gib": memory.peak_gib,
+                    "peak_memory_interval_gib": memory.interval_gib,
                     "reserve_short_gib": memory.short_bytes / GIB,
                     "host_memory_gib": memory.host_bytes / GIB,
                     "peak_action": memory.peak_action,

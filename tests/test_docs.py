@@ -122,6 +122,8 @@ def test_snippets_of_a_page_work(page: str, tmp_path: Path, monkeypatch: pytest.
         elif one.note in ("output: begins", "search-output", "predict-output"):
             assert printed.startswith(one.text)
             assert one.text.count("\n") > 3
+        elif one.note == "output: ends":
+            assert printed.endswith(one.text)
 
 
 def read_yaml(text: str, folder: Path, number: int) -> None:
@@ -324,6 +326,7 @@ def test_prose_of_the_accuracy_page_is_what_the_commands_print() -> None:
         f"median and {percent(other['mean_regret'])} on average, with a tau of {other['kendall_tau']:.2f}.",
         f"{published['overall']['peak_memory']['num']} in-sample peaks have a mean error of "
         f"{percent(published['overall']['peak_memory']['mape'])}.",
+        f"The 90% interval contains {100 * published['overall']['peak_memory']['interval_coverage']:.0f} % of them",
         f"are right on {oom['fit'] + oom['oom']} of {sum(oom[name] for name in ('fit', 'oom', 'false_alarms'))} runs",
         f"are right on {held_oom['fit'] + held_oom['oom']} of {held_out['overall']['num_runs']}, without a missed one; "
         f"{by_name['nanotron_h100']['peak_memory']['num']} peaks of nanotron have a mean error of "

@@ -15,7 +15,7 @@ from simplan import catalog
 from simplan.cluster.hardware import DeviceSpec
 from simplan.document import parse_yaml
 from simplan.errors import SpecError
-from simplan.io import parse_model, read_json, read_model, read_yaml, write_json, write_model
+from simplan.io import parse_model, read_json, read_model, read_yaml, write_json, write_model, write_text
 from simplan.plan.plan import ParallelPlan
 from simplan.runs.measurement import Measurement
 
@@ -269,3 +269,34 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
         assert path.is_fifo()
     finally:
         os.close(reader)
+
+
+def test_permissions_stay(tmp_path: Path) -> None:
+    """A secret that only its owner may read stays so."""
+    file = tmp_path / "secret.json"
+    file.touch(0o600)
+    write_text(file, "{}")
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_temporary_names_are_not_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that waits at the temporary file's place is not followed: the name differs every time."""
+    names: list[str] = []
+    replace = Path.replace
+
+    def noting(self: Path, target: Path) -> Path:
+        names.append(self.name)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", noting)
+    for _ in range(2):
+        write_text(tmp_path / "out.json", "{}")
+    assert len(set(names)) == 2
+
+
+def test_a_loop_of_links_is_refused(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.symlink_to(second)
+    second.symlink_to(first)
+    with pytest.raises(SpecError, match="its links form a loop"):
+        write_text(first, "{}")

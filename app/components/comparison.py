@@ -1,4 +1,4 @@
-"""Term-by-term comparison of two plans: ranked plans of a search, or pinned plans."""
+"""Term-by-term comparison of two plans: ranked plans of a search, pinned plans, or scenarios."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def show_comparison(result: object) -> None:
     except SpecError as error:
         show_problems(error)
         return
-    _show(found, key)
+    st.markdown(difference_sentence(found))
+    show_difference(found, key)
 
 
 def _plans(result: object) -> dict[str, ParallelPlan]:
@@ -77,16 +78,36 @@ def _explained(plan: ParallelPlan) -> Explanation:
     return awaited("explaining both plans", explained, *result_cache.worker_inputs(document))
 
 
-def _show(found: Difference, key: str) -> None:
+def difference_sentence(found: Difference, first: str = "The first", second: str = "The second") -> str:
+    """Difference of step time and memory in Markdown, with the groups that make it.
+
+    Args:
+        found: Difference of two explanations.
+        first, second: Subjects of the sentence, e.g. names of the plans.
+    """
     one, two = found.first, found.second
     slower_s, more_bytes = two.step_time_s - one.step_time_s, two.device_bytes - one.device_bytes
     longer, larger = ("longer" if slower_s >= 0 else "shorter"), ("more" if more_bytes >= 0 else "less")
-    st.markdown(
-        f"The second takes **{format_time(abs(slower_s))} {longer}** a step ({slower_s / one.step_time_s:+.1%}): "
-        f"{escaped(', '.join(difference_words(found.time)) or 'nothing differs')}. It uses "
-        f"**{format_bytes(abs(more_bytes))} {larger}** memory on its peak-memory rank: "
-        f"{escaped(', '.join(difference_words(found.memory)) or 'nothing differs')}."
+    than = "" if first == "The first" else f" than {escaped(first)}"
+    time, memory = (
+        escaped(", ".join(difference_words(rows)) or "nothing differs") for rows in (found.time, found.memory)
     )
+    return (
+        f"{escaped(second)} takes **{format_time(abs(slower_s))} {longer}** a step{than} "
+        f"({slower_s / one.step_time_s:+.1%}): {time}. "
+        f"It uses **{format_bytes(abs(more_bytes))} {larger}** memory on its peak-memory rank: {memory}."
+    )
+
+
+def show_difference(found: Difference, key: str, names: tuple[str, str] = ("first plan", "second plan")) -> None:
+    """Figures and a table of the terms of both predictions.
+
+    Args:
+        found: Difference of two explanations.
+        key: Widget key, unique on the page.
+        names: Short names of both.
+    """
+    one, two = found.first, found.second
     panels = (
         ("Time", f"{format_time(one.step_time_s)} and {format_time(two.step_time_s)}", found.time),
         ("Memory", f"{format_bytes(one.device_bytes)} and {format_bytes(two.device_bytes)}", found.memory),
@@ -94,7 +115,7 @@ def _show(found: Difference, key: str) -> None:
     for column, (name, values, terms) in zip(st.columns(2, gap="medium"), panels, strict=True):
         with column:
             st.caption(f"{name}: {values}")
-            figure = difference_figure(terms, ("first plan", "second plan"))
+            figure = difference_figure(terms, names)
             show_figure(
                 figure, f"{name.lower()} of two plans", alt=f"{name} of both plans by part", key=f"{key} {name}"
             )

@@ -7,46 +7,79 @@ from typing import Any
 
 import streamlit as st
 
-from app import uploads
+from app import result_cache, state, uploads
+from app.awaited import awaited
 from app.components.elements import csv_text, download, show_figure, show_metrics, show_table
+from app.components.scenario_form import show_scenario_form
+from app.fields import remembered_choice
 from app.figures.validation import steps_figure, terms_figure
 from app.page import escaped
+from app.results.measured import MeasuredResult, measured_result, result_of_files
 from simplan.io import json_text
 from simplan.report.comparison import candidate_causes
-from simplan.runs.measurement import Measurement
 from simplan.units import format_percent, format_time
 from simplan.validate.compare import Comparison
 from simplan.validate.logged import LoggedComparison, LoggedRun
-from simplan.validate.measured import measured_timeline, predicted_timeline
+
+_SOURCES = {"scenario": "current scenario", "file": "uploaded file"}
+_MAX_UPLOAD_MIB = uploads.MAX_BYTES // 2**20
 
 
 def show_uploaded() -> None:
-    """Uploads of a prediction and of a measurement, and their comparison."""
+    """Comparison of an uploaded measurement with the current scenario's prediction, or with an uploaded one."""
     left, right = st.columns(2)
     with left:
-        prediction = st.file_uploader("prediction.json", type=["json"], key="prediction file")
+        source = remembered_choice("Prediction", "prediction", list(_SOURCES), "scenario", format_func=_SOURCES.get)
+    if source == "scenario":
+        show_scenario_form()
     with right:
         measurement = st.file_uploader(
-            "measurement.json, or values of a log", type=["json", "yaml", "yml"], key="measurement file"
+            "measurement.json, or values of a log",
+            type=["json", "yaml", "yml"],
+            key="measurement file",
+            max_upload_size=_MAX_UPLOAD_MIB,
         )
-    if prediction is None or measurement is None:
+    prediction = None
+    if source == "file":
+        with left:
+            prediction = st.file_uploader(
+                "prediction.json",
+                type=["json"],
+                key="prediction file",
+                max_upload_size=_MAX_UPLOAD_MIB,
+                help="A prediction of thousands of devices may be larger; choose the current scenario instead",
+            )
+    if measurement is None or (source == "file" and prediction is None):
         st.caption(
             "`simplan run SCENARIO -o FOLDER` writes both files. For a run without simplan, write a file with "
             "`step_times_s: [2.41, 2.39, 2.44]` and, if known, `peak_reserved_gib: 71.2`. Files are read as data and "
-            "not stored. Both files must be of the same job."
+            "not stored. Prediction and measurement must be of the same job."
         )
     predicted = None if prediction is None else uploads.prediction_of(prediction.name, prediction.getvalue())
-    measured = None if measurement is None else uploads.measured_of(measurement.name, measurement.getvalue())
-    if predicted is not None and measured is not None:
+    if measurement is None:
+        return
+    content = measurement.getvalue()
+    if source == "scenario":
+        inputs = result_cache.worker_inputs(state.document())
+        result = awaited("comparing", measured_result, *inputs, measurement.name, content)
+        if isinstance(result, LoggedComparison):
+            _show_logged(result)
+        else:
+            show_comparison(result)
+    elif predicted is not None:
+        measured = uploads.measured_of(measurement.name, content)
         if isinstance(measured, LoggedRun):
             show_logged(predicted, measured)
         else:
-            show_comparison_of(predicted, measured)
+            show_comparison(result_of_files(predicted, measured))
 
 
 def show_logged(prediction: dict[str, Any], logged: LoggedRun) -> None:
     """Values of a log next to the prediction: the error, and the terms that could explain it."""
-    comparison = uploads.compared_logged(prediction, logged)
+    _show_logged(uploads.compared_logged(prediction, logged))
+
+
+def _show_logged(comparison: LoggedComparison) -> None:
     show_metrics(_metrics(comparison, comparison.interval_s, "Step time of the log"))
     show_figure(terms_figure(comparison.rows), "errors", alt="Errors next to the spread of the steps")
     st.subheader("Largest uncertainty", help="Parts of the predicted critical path and their standard deviations")
@@ -66,22 +99,14 @@ def show_logged(prediction: dict[str, Any], logged: LoggedRun) -> None:
     _show_downloads(comparison, Parts=parts)
 
 
-def show_comparison_of(prediction: dict[str, Any], measurement: Measurement) -> None:
-    """Prediction and measurement next to each other.
-
-    Args:
-        prediction: JSON document of a prediction.
-        measurement: Measurement of the same job.
-
-    Raises:
-        SpecError: The jobs differ, or the prediction is incomplete.
-    """
-    comparison = uploads.compared(prediction, measurement)
-    median_of = f"Median of {len(measurement.step_times_s)} steps"
+def show_comparison(result: MeasuredResult) -> None:
+    """Prediction and measurement next to each other."""
+    comparison = result.comparison
+    median_of = f"Median of {result.num_steps} steps"
     actions = "as predicted" if comparison.structure_equal else "differ"
     show_metrics(
         [
-            *_metrics(comparison, prediction["step_time_interval_s"], median_of),
+            *_metrics(comparison, result.interval_s, median_of),
             ("Actions", actions, "Actions and collectives, and their order"),
             (
                 "Unexplained",
@@ -95,8 +120,12 @@ def show_comparison_of(prediction: dict[str, Any], measurement: Measurement) -> 
         terms_figure(comparison.rows), "errors by term", alt="Errors of all terms next to the spread of the repeats"
     )
     st.subheader("Predicted and measured step", help="The measured step is the one with the median time")
-    figure = steps_figure(predicted_timeline(prediction), measured_timeline(measurement))
-    show_figure(figure, "predicted and measured step", alt="Both steps on one axis", zoom=True)
+    show_figure(
+        steps_figure(result.predicted, result.measured),
+        "predicted and measured step",
+        alt="Both steps on one axis",
+        zoom=True,
+    )
     rows = [
         {"term": row.name, "predicted": row.predicted, "measured": row.measured, "unit": row.unit}
         | {"error": row.signed_error, "spread": row.spread, "within the spread": row.within_spread}

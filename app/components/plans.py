@@ -23,8 +23,17 @@ from app.figures.plans import (
 )
 from app.page import bullets, escaped
 from simplan.io import json_text
-from simplan.report.search import RESOURCES, alike_words, besides, largest_first, miss_words, search_plan_words
+from simplan.report.search import (
+    RESOURCES,
+    alike_words,
+    besides,
+    headroom_words,
+    largest_first,
+    miss_words,
+    search_plan_words,
+)
 from simplan.report.table import format_table_markdown
+from simplan.report.text import memory_interval
 from simplan.scenario import SearchScenario
 from simplan.search import RankedPlan, SearchResult
 from simplan.units import format_bytes, format_number, format_number_evenly, format_percent, format_time
@@ -36,6 +45,7 @@ _FORMS = {
     "step_time_s": format_number_evenly,
     "vs_best": "{:+.1%}",
     "device_gib": "{:,.2f}",
+    "memory_verdict": str,
     "headroom_gib": "{:,.2f}",
     "tokens_per_s_per_device": "{:,.0f}",
     "cost_dollars": "{:,.0f}",
@@ -138,7 +148,8 @@ def _why(plan: RankedPlan, result: SearchResult) -> list[str]:
     """Explanation of a plan's rank, as sentences."""
     lines = []
     if plan.headroom_bytes is not None:
-        lines.append(f"{format_bytes(plan.headroom_bytes)} headroom below the memory limit of plans.")
+        limit = f"{format_bytes(plan.headroom_bytes)} headroom below the memory limit of plans."
+        lines.append(f"{limit} {words[:1].upper()}{words[1:]}." if (words := headroom_words(result)) else limit)
     if plan.alike.num_plans:
         lines.append(escaped(f"And {alike_words(plan.alike)}."))
     why = plan.explanation
@@ -146,6 +157,8 @@ def _why(plan: RankedPlan, result: SearchResult) -> list[str]:
         return [*lines, "Bottleneck pending."]
     low_s, high_s = why.step_time_interval_s
     lines.insert(0, f"90 % interval of the step time: {format_time(low_s)} to {format_time(high_s)}.")
+    if why.memory_verdict is not None:
+        lines.insert(1, f"Memory: **{why.memory_verdict}**, {memory_interval(why.device_interval_bytes)}.")
     words = ", ".join(f"{name} {format_percent(share)}" for name, share in largest_first(why.shares))
     lines.append(f"**Bottleneck**: {words} of the step of rank {why.busiest_rank}, the rank that waits least.")
     if why.saved:
@@ -183,8 +196,8 @@ def _show_actions(asked: SearchScenario, plan: RankedPlan) -> None:
 
 def _show_ranked(rows: list[dict[str, Any]]) -> None:
     frame = pd.DataFrame(rows)
-    shown = ["rank", "plan", "step_time_s", "vs_best", "device_gib", "headroom_gib", "tokens_per_s_per_device"]
-    shown += ["mfu", "limit", "limit_share", "help", "help_share"]
+    shown = ["rank", "plan", "step_time_s", "vs_best", "device_gib", "memory_verdict", "headroom_gib"]
+    shown += ["tokens_per_s_per_device", "mfu", "limit", "limit_share", "help", "help_share"]
     if frame["alike"].notna().any():
         shown += ["alike", "alike_differ_in"]
     if frame["num_devices"].nunique() > 1:
@@ -206,6 +219,7 @@ def _show_ranked(rows: list[dict[str, Any]]) -> None:
             "step_time_s": column.NumberColumn("step time, s", help=meaning("step_time_s")),
             "vs_best": column.NumberColumn("vs best", help="Step time / step time of the best plan - 1"),
             "device_gib": column.NumberColumn("device GiB", help=meaning("device")),
+            "memory_verdict": column.TextColumn("memory verdict", help=meaning("memory verdict")),
             "headroom_gib": column.NumberColumn("headroom GiB", help="Below the memory limit of plans"),
             "tokens_per_s_per_device": column.NumberColumn("throughput", help="Tokens or images per second and device"),
             "cost_dollars": column.NumberColumn("dollars"),

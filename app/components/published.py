@@ -60,6 +60,11 @@ _FORMS = {
 }
 
 
+def has_published() -> bool:
+    """True in a checkout of the repository; an installed package contains no published runs."""
+    return bool(_sources(_FITTED))
+
+
 def show_published() -> Following | None:
     """Select box for a source of runs, and the errors of its predictions."""
     names, held_out, validation = map(_sources, (_FITTED, _HELD_OUT, _VALIDATION))
@@ -157,7 +162,7 @@ def _show(accuracy: Accuracy, about: str) -> None:
             ("Largest error", _percent(errors.max_ape), "Largest absolute error of step times"),
             ("Bias", _percent(errors.bias), "Mean signed error; positive if predictions are too long"),
             ("Coverage", _percent(overall.step_time.interval_coverage), "Measured steps inside the 90 % interval"),
-            ("Memory error", _percent(overall.peak_memory["all"].mape), "Mean absolute error of peak memory"),
+            ("Memory error", _percent(overall.peak_memory["all"].errors.mape), "Mean absolute error of peak memory"),
         ]
     )
     plot = accuracy_plot(accuracy)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import streamlit as st
 
 from app.definitions import meaning
 from app.fields import kept_number, remembered_number
 from app.results.plan import Headline, training_of
 from simplan.job import Job
-from simplan.report.text import short_of_reserve
+from simplan.prediction import MemoryVerdict
+from simplan.report.text import memory_interval, short_of_reserve
 from simplan.units import format_bytes, format_count, format_number, format_percent, format_time
 
 _LIMITS = {"least": 0.001, "most": 1e9}
 _PRICE, _MAX_PRICE = "price", 1e6
+_BANNERS: dict[MemoryVerdict, tuple[Callable[..., object], str]] = {
+    "fits": (st.success, ":material/check_circle:"),
+    "fits, tight": (st.warning, ":material/warning:"),
+    "likely does not fit": (st.error, ":material/warning:"),
+    "does not fit": (st.error, ":material/cancel:"),
+}
+"""Banner and icon by verdict."""
 
 
 def show_verdict(headline: Headline, host_words: str = "") -> None:
@@ -27,19 +37,18 @@ def show_verdict(headline: Headline, host_words: str = "") -> None:
     capacity = headline.capacity_bytes
     if host_words:
         st.error(f"**Does not fit**: {host_words}", icon=":material/cancel:")
-    elif headline.fits is None or capacity is None:
+    elif headline.memory_verdict is None or capacity is None:
         st.warning(f"{needs}; the memory of a device is unknown", icon=":material/help:")
     else:
         headroom = capacity - headline.device_bytes
         share = format_percent(abs(headroom) / capacity)
-        of = f"{needs} of {format_bytes(capacity)}, {format_bytes(abs(headroom))} ({share})"
-        if headline.fits and headline.short_bytes:
+        words = f"{needs} of {format_bytes(capacity)}, {format_bytes(abs(headroom))} ({share}) "
+        words += f"{'over' if headroom < 0 else 'headroom'}; {memory_interval(headline.device_interval_bytes)}"
+        if headroom >= 0 and headline.short_bytes:
             words = f"{rank} uses all of {format_bytes(capacity)}, and {short_of_reserve(headline.short_bytes)}"
-            st.warning(f"**Fits tightly**: {words}", icon=":material/warning:")
-        elif headline.fits:
-            st.success(f"**Fits**: {of} headroom", icon=":material/check_circle:")
-        else:
-            st.error(f"**Does not fit**: {of} over", icon=":material/cancel:")
+        show, icon = _BANNERS[headline.memory_verdict]
+        verdict = headline.memory_verdict
+        show(f"**{verdict[:1].upper()}{verdict[1:]}**: {words}", icon=icon)
 
 
 def kept_budget(*, images: bool) -> tuple[float, float | None]:

@@ -15,7 +15,7 @@ from app.figures.style import ACTIONS, MUTED, Figure, bar, figure, scatter
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.program.action import Action, ActionKind
 from simplan.program.schedules import SCHEDULES, PipelineShape
-from simplan.program.schedules.shape import action_ends_s
+from simplan.program.schedules.shape import StageTimes, action_ends_s
 from simplan.report.drawings.drawing import WORDS
 from simplan.report.drawings.drawing_svg import ink_on
 from simplan.report.drawings.svg import shade
@@ -39,6 +39,28 @@ class LessonBox:
     end: float
 
 
+@dataclass(frozen=True, slots=True)
+class LessonTimes:
+    """Times of every stage for one microbatch, in any unit.
+
+    Attributes:
+        forward: Forward (F).
+        backward_input: Backward for the input (I).
+        backward_weight: Backward for the weights (W).
+        send: Time from the end of an action to the arrival of its result on a neighboring rank.
+    """
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+    send: float = 0.0
+
+    @property
+    def backward(self) -> float:
+        """Full backward (B)."""
+        return self.backward_input + self.backward_weight
+
+
 @dataclass(frozen=True)
 class Lesson:
     """A schedule, step by step.
@@ -49,6 +71,7 @@ class Lesson:
         num_microbatches: Number of microbatches, m.
         virtual_stages: Number of stages per rank, v.
         boxes: Actions by rank, then by time.
+        times: Times of every stage.
     """
 
     name: str
@@ -56,6 +79,7 @@ class Lesson:
     num_microbatches: int
     virtual_stages: int
     boxes: tuple[LessonBox, ...]
+    times: LessonTimes = LessonTimes()
 
     @cached_property
     def length(self) -> float:
@@ -65,7 +89,12 @@ class Lesson:
     @cached_property
     def bubble_fraction(self) -> float:
         """Fraction of ``length`` in which ranks idle, mean over ranks."""
-        return 1 - sum(box.end - box.start for box in self.boxes) / (self.num_ranks * self.length)
+        return self.idle / (self.num_ranks * self.length)
+
+    @cached_property
+    def idle(self) -> float:
+        """Idle time, summed over ranks."""
+        return self.num_ranks * self.length - sum(box.end - box.start for box in self.boxes)
 
     @cached_property
     def most_in_flight(self) -> tuple[int, ...]:
@@ -81,24 +110,30 @@ class Lesson:
         return begun - sum(box.end <= time for box in boxes if box.action.kind in ends)
 
 
-def lesson(name: str, num_ranks: int, num_microbatches: int, virtual_stages: int = 2) -> Lesson:
+def lesson(
+    name: str, num_ranks: int, num_microbatches: int, virtual_stages: int = 2, times: LessonTimes | None = None
+) -> Lesson:
     """Computes the timeline of a schedule.
 
     Args:
         name: Key of ``SCHEDULE_FACTS``.
         num_ranks, num_microbatches: Size of the pipeline and number of microbatches.
         virtual_stages: Stages per rank, for schedules without a fixed number.
+        times: Times of every stage; None for unit times and zero-cost communication.
     """
     stages = SCHEDULE_FACTS[name].virtual_stages or virtual_stages
-    shape = PipelineShape(num_ranks, num_microbatches, stages)
-    table, times = SCHEDULES[name](shape), shape.stage_times
-    ends = action_ends_s(table, times)
+    times = times or LessonTimes()
+    stage_times = StageTimes.equal(
+        num_ranks * stages, times.forward, times.backward_input, times.backward_weight, times.send
+    )
+    table = SCHEDULES[name](PipelineShape(num_ranks, num_microbatches, stages, stage_times))
+    ends = action_ends_s(table, stage_times)
     boxes = tuple(
-        LessonBox(rank, action, ends[action] - times.duration_s(action), ends[action])
+        LessonBox(rank, action, ends[action] - stage_times.duration_s(action), ends[action])
         for rank, row in enumerate(table)
         for action in row
     )
-    return Lesson(name, num_ranks, num_microbatches, stages, boxes)
+    return Lesson(name, num_ranks, num_microbatches, stages, boxes, times)
 
 
 _ROW_PX, _AROUND_PX = 42, 215
@@ -109,7 +144,7 @@ _FRAME_MS = 320
 def lesson_figure(one: Lesson) -> Figure:
     """The full step; playing the figure draws the step from its start."""
     groups = _groups(one)
-    instants = _instants(one.length)
+    instants = _instants(one)
     whole = figure(
         [*_bars(one, groups), _time_line(one)],
         height=_AROUND_PX + _ROW_PX * one.num_ranks,
@@ -119,7 +154,7 @@ def lesson_figure(one: Lesson) -> Figure:
         margin={"t": 40, "r": 110},
         updatemenus=[_buttons()],
         sliders=[_slider(instants)],
-        xaxis={"title": "time, forwards", "range": [0, one.length * 1.002], "showgrid": True},
+        xaxis={"title": "time, units", "range": [0, one.length * 1.002], "showgrid": True},
         yaxis={
             "tickvals": list(range(one.num_ranks)),
             "ticktext": [f"rank {rank}" for rank in range(one.num_ranks)],
@@ -153,12 +188,15 @@ def _groups(one: Lesson) -> list[_Group]:
 
 
 def _until(one: Lesson, groups: Sequence[_Group], time: float) -> list[dict[str, object]]:
-    """Traces of an animation frame: boxes up to its time, and a line at its time."""
+    """Traces of an animation frame: boxes up to its time, and a line at its time.
+
+    A box that has not begun has no width instead of zero width, whose outline would be drawn.
+    """
     several = one.virtual_stages > 1
     bars: list[dict[str, object]] = [
         {
             "type": "bar",
-            "x": [max(0.0, min(box.end, time) - box.start) for box in boxes],
+            "x": [min(box.end, time) - box.start if box.start < time else None for box in boxes],
             "text": [_text(box, several=several) if box.start < time else "" for box in boxes],
         }
         for _, _, boxes in groups
@@ -216,10 +254,11 @@ def _notes(one: Lesson, time: float) -> dict[str, list[dict[str, object]]]:
     return {"annotations": [place | {"y": rank, "text": text} for rank, text in enumerate(texts)]}
 
 
-def _instants(length: float) -> list[float]:
-    """Times of the frames, one per time unit up to a maximum number."""
-    distance = max(1, math.ceil(length / _MAX_FRAMES))
-    return [float(time) for time in range(0, math.ceil(length), distance)] + [length]
+def _instants(one: Lesson) -> list[float]:
+    """Times of the frames: one per time unit, or per shortest action, up to a maximum number."""
+    shortest = min(1.0, *(box.end - box.start for box in one.boxes))
+    num_frames = min(_MAX_FRAMES, math.ceil(one.length / shortest - 1e-9))
+    return [round(one.length * frame / num_frames, 6) for frame in range(num_frames)] + [one.length]
 
 
 def _buttons() -> dict[str, object]:

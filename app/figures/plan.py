@@ -63,7 +63,8 @@ def _words(category: MemoryCategory) -> str:
     return str(category).replace("_", " ")
 
 
-_COLOURS = {_words(category): colour for category, colour in MEMORY.items()}
+MEMORY_COLOURS = {_words(category): colour for category, colour in MEMORY.items()}
+"""Colors by part of the memory, in the order of the stack."""
 
 
 def memory_rows(bars: Sequence[MemoryBar]) -> list[dict[str, object]]:
@@ -80,7 +81,7 @@ def memory_rows(bars: Sequence[MemoryBar]) -> list[dict[str, object]]:
 
 
 def _parts(bars: Sequence[MemoryBar]) -> list[str]:
-    order = [*_COLOURS, RESERVE, "other"]
+    order = [*MEMORY_COLOURS, RESERVE, "other"]
     return [part for part in order if any(bar.parts.get(part) for bar in bars)]
 
 
@@ -101,9 +102,9 @@ def memory_figure(bars: Sequence[MemoryBar], capacity_bytes: int | None) -> Figu
             x=labels,
             y=[value / GIB for value in values],
             marker={
-                "color": _COLOURS.get(part, MUTED),
+                "color": MEMORY_COLOURS.get(part, MUTED),
                 "line": {"width": 0},
-                "pattern": {"shape": "" if part in _COLOURS else "/", "size": 5, "solidity": 0.25},
+                "pattern": {"shape": "" if part in MEMORY_COLOURS else "/", "size": 5, "solidity": 0.25},
             },
             customdata=[
                 [format_bytes(value), f"{value / bar.device_bytes:.1%}", format_bytes(bar.device_bytes), at]

@@ -88,6 +88,7 @@ def _row(rank: int | None, plan: RankedPlan, result: SearchResult, on_front: boo
         "step_time_s": plan.step_time_s,
         "vs_best": plan.step_time_s / best.step_time_s - 1,
         "device_gib": plan.device_bytes / GIB,
+        "memory_verdict": why.memory_verdict if why else None,
         "headroom_gib": None if plan.headroom_bytes is None else plan.headroom_bytes / GIB,
         "tokens_per_s_per_device": plan.tokens_per_s_per_device,
         "mfu": why.mfu if why else None,

@@ -8,6 +8,7 @@ from typing import Any
 from app.figures.style import CATEGORIES, MUTED, PLANS, Figure, across, bar, empty, figure, scatter
 from app.results.scale import DelayedRank, ScalePoint
 from simplan.predict.sensitivity import MarginalValue
+from simplan.prediction import training_run
 from simplan.report.search import RESOURCES
 from simplan.report.table import format_ranks
 from simplan.units import GIB, format_number
@@ -42,7 +43,15 @@ def scale_rows(
             "fits": point.fits,
         }
         if budget is not None and price is not None:
-            row["cost"] = budget / rate / 3600 * point.num_devices * price
+            run = training_run(
+                budget,
+                point.step_time_s,
+                None,
+                tokens_per_step=round(rate * point.step_time_s),
+                num_devices=point.num_devices,
+                price_per_device_hour=price,
+            )
+            row["cost"] = run.cost
         rows.append(row)
     return rows
 
@@ -84,7 +93,7 @@ def _panel(
 ) -> Figure:
     x = [row["value"] for row in rows]
     ticks = {"tickvals": x, "ticktext": [format_number(value) for value in x], "tickangle": 0}
-    xaxis = {"type": "log", "title": label.partition(",")[0], **ticks}
+    xaxis = {"type": "log", "title": label, **ticks}
     above = {"x": 0.5, "xref": "paper", "xanchor": "center", "y": 1.0, "yref": "paper", "yanchor": "bottom"}
     note = {"text": title, "showarrow": False, "font": {"size": 13}, **above}
     axes = {"xaxis": xaxis, "yaxis": {"rangemode": "tozero"}}

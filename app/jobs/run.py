@@ -39,6 +39,7 @@ class Run:
         self.folder = _WORKSPACE.absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{safe}"
         self.num_steps = num_steps
         self.stopped = False
+        self._begun_s = time.monotonic()
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / "scenario.yaml", text)
         arguments = ["run", str(self.folder / "scenario.yaml"), "-o", str(self.folder), "--steps", str(num_steps)]
@@ -64,6 +65,16 @@ class Run:
             return (self.folder / "rank0.steps.jsonl").read_bytes().count(b"\n")
         except OSError:
             return 0
+
+    @property
+    def progress(self) -> tuple[float, str]:
+        """Completed fraction of the current part, calibration or steps, and its description."""
+        if done := self.steps_done:
+            return done / (self.num_steps + 2), f"step {done}"
+        line = (self.stderr_tail.splitlines() or ["starting"])[-1]
+        counted = re.search(r": (\d+) of (\d+)$", line)
+        share = int(counted[1]) / max(1, int(counted[2])) if counted else 0.0
+        return share, f"{line} ({time.monotonic() - self._begun_s:.0f} s)"
 
     @property
     def stderr_tail(self) -> str:

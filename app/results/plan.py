@@ -15,7 +15,8 @@ from simplan.explain.term import exposed_s
 from simplan.io import json_text
 from simplan.plan.plan import RankMapping
 from simplan.predict import Simulated, predict_step
-from simplan.prediction import Prediction, TrainingRun, training_run
+from simplan.predict.memory import device_memory
+from simplan.prediction import MemoryVerdict, Prediction, TrainingRun, memory_verdict, training_run
 from simplan.program.program import Stream
 from simplan.program.timeline import Span, Timeline
 from simplan.report.text import split_parts
@@ -31,9 +32,10 @@ class Headline:
     Attributes:
         step_time_s: Time of one optimizer step.
         step_time_interval_s: 90 % interval of the step time; None until the full prediction is computed.
-        fits: True when the peak memory is within the capacity; None when the capacity is unknown.
+        memory_verdict: Verdict on the peak memory; None when the capacity is unknown.
         worst_rank: Peak-memory rank; None until the full prediction is computed.
         device_bytes: Peak device memory of that rank, in bytes.
+        device_interval_bytes: 90 % interval of ``device_bytes``.
         capacity_bytes: Memory of a device in bytes; None when unknown.
         samples_per_s: Sequences or images per second, all devices together.
         tokens_per_s: Tokens per second, all devices together; 0 for images.
@@ -43,9 +45,10 @@ class Headline:
 
     step_time_s: float
     step_time_interval_s: tuple[float, float] | None
-    fits: bool | None
+    memory_verdict: MemoryVerdict | None
     worst_rank: int | None
     device_bytes: int
+    device_interval_bytes: tuple[int, int]
     capacity_bytes: int | None
     samples_per_s: float
     tokens_per_s: float
@@ -55,13 +58,15 @@ class Headline:
 
 def quick_headline(scenario: Scenario) -> Headline | None:
     """Headline from step time and memory as a search computes them, in milliseconds; None if ranks share cores."""
-    from simplan.predict.step_summary import evaluate_step  # imports numba
+    from simplan.predict.step_summary import summarized_step  # imports numba
 
     job = scenario.job
     if job.cluster.cores_per_node is not None:
         return None
-    device_bytes, step_time_s = evaluate_step(job)
-    assert step_time_s is not None, "there is no limit"
+    step = summarized_step(job, steps_overlap=False)
+    step_time_s = float(step.seconds()[0])
+    memory = [device_memory(peaks, job) for peaks in step.peaks().values()]
+    worst = max(memory, key=lambda rank: rank.wanted_bytes)
     samples_per_s = job.training.global_batch_size / step_time_s
     capacity = job.cluster.device.memory_bytes
     peak = job.cluster.device.peak_flop_per_s.get(job.training.precision)
@@ -69,13 +74,15 @@ def quick_headline(scenario: Scenario) -> Headline | None:
     return Headline(
         step_time_s=step_time_s,
         step_time_interval_s=None,
-        fits=None if capacity is None else device_bytes <= capacity,
+        memory_verdict=memory_verdict(worst, capacity),
         worst_rank=None,
-        device_bytes=device_bytes,
+        device_bytes=worst.device_bytes,
+        device_interval_bytes=worst.device_interval_bytes,
         capacity_bytes=capacity,
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * job.model.seq_len,
         mfu=None if peak is None else flop_per_s / (peak * job.cluster.num_devices),
+        short_bytes=worst.short_bytes,
     )
 
 
@@ -86,9 +93,10 @@ def headline_of_prediction(prediction: Prediction) -> Headline:
     return Headline(
         step_time_s=prediction.step_time_s,
         step_time_interval_s=prediction.step_time_interval_s,
-        fits=prediction.fits,
+        memory_verdict=prediction.memory_verdict,
         worst_rank=worst.rank,
         device_bytes=worst.device_bytes,
+        device_interval_bytes=worst.device_interval_bytes,
         capacity_bytes=prediction.capacity_bytes,
         samples_per_s=prediction.samples_per_s_per_device * devices,
         tokens_per_s=prediction.tokens_per_s_per_device * devices,

@@ -10,6 +10,7 @@ from typing import Any
 
 from app.results.plan import predicted_step
 from app.state import document_text
+from simplan.cluster.hardware import LinkSpec
 from simplan.document import parse_yaml
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.predict import Resource, Simulated, marginal_values
@@ -25,31 +26,52 @@ class ScaleAxis:
     """Axis of a sweep: a number of the scenario, or a rate of the hardware.
 
     Attributes:
-        label: Label of the axis, with unit.
+        label: Name of the axis.
+        unit: Unit of the axis; empty for a count.
         factors: Values of the axis, as factors of the scenario's value.
         path: Keys of a whole number in the scenario; None for a rate of the hardware.
         resource: Rate of the hardware; None for a number of the scenario.
+        unit_size: Bytes or FLOPs per second in the unit of a rate.
     """
 
     label: str
+    unit: str
     factors: tuple[float, ...]
     path: tuple[str, str] | None = None
     resource: Resource | None = None
+    unit_size: float = 1e9
+
+    def words(self, scenario: Scenario) -> str:
+        """Label with unit; a rate that the catalog does not know is relative."""
+        relative = self.resource is not None and _rate(scenario, self.resource) is None
+        return ", ".join(filter(None, (self.label, "relative" if relative else self.unit)))
+
+
+def _rate(scenario: Scenario, resource: Resource) -> float | None:
+    """Rate of one device in bytes or FLOPs per second; None for an unknown one."""
+    cluster = scenario.job.cluster
+    match resource:
+        case Resource.COMPUTE:
+            return cluster.device.peak_flop_per_s.get(scenario.job.training.precision)
+        case Resource.MEMORY_BANDWIDTH:
+            return cluster.device.memory_bandwidth_bytes_per_s
+    link: LinkSpec | None = getattr(cluster, resource)
+    return None if link is None else link.bytes_per_s
 
 
 _FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 _RATES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
 AXES: Mapping[str, ScaleAxis] = MappingProxyType(
     {
-        "devices": ScaleAxis("devices", _FACTORS, ("cluster", "num_devices")),
-        "batch": ScaleAxis("global batch size, sequences", _FACTORS, ("training", "global_batch_size")),
-        "sequence": ScaleAxis("sequence length, tokens", _FACTORS, ("model", "seq_len")),
-        "microbatch": ScaleAxis("microbatch size, sequences", _FACTORS, ("plan", "microbatch_size")),
-        "inter_link": ScaleAxis("bandwidth between nodes, relative", _RATES, resource=Resource.INTER_LINK),
-        "intra_link": ScaleAxis("bandwidth within nodes, relative", _RATES, resource=Resource.INTRA_LINK),
-        "compute": ScaleAxis("FLOP/s of the device, relative", _RATES, resource=Resource.COMPUTE),
+        "devices": ScaleAxis("devices", "", _FACTORS, ("cluster", "num_devices")),
+        "batch": ScaleAxis("global batch size", "sequences", _FACTORS, ("training", "global_batch_size")),
+        "sequence": ScaleAxis("sequence length", "tokens", _FACTORS, ("model", "seq_len")),
+        "microbatch": ScaleAxis("microbatch size", "sequences", _FACTORS, ("plan", "microbatch_size")),
+        "inter_link": ScaleAxis("bandwidth between nodes", "GB/s per device", _RATES, resource=Resource.INTER_LINK),
+        "intra_link": ScaleAxis("bandwidth within nodes", "GB/s per device", _RATES, resource=Resource.INTRA_LINK),
+        "compute": ScaleAxis("dense peak of a device", "TFLOP/s", _RATES, resource=Resource.COMPUTE, unit_size=1e12),
         "memory_bandwidth": ScaleAxis(
-            "memory bandwidth of the device, relative", _RATES, resource=Resource.MEMORY_BANDWIDTH
+            "memory bandwidth of a device", "GB/s", _RATES, resource=Resource.MEMORY_BANDWIDTH
         ),
     }
 )
@@ -82,15 +104,18 @@ class ScalePoint:
 
 
 def place_on(scenario: Scenario, axis: str) -> float:
-    """Value of the scenario on an axis; 1 on axes of rates, which are relative."""
-    job = scenario.job
+    """Value of the scenario on an axis; 1 on the axis of an unknown rate, which is relative."""
+    job, resource = scenario.job, AXES[axis].resource
+    if resource is not None:
+        rate = _rate(scenario, resource)
+        return 1.0 if rate is None else rate / AXES[axis].unit_size
     values = {
         "devices": job.cluster.num_devices,
         "batch": job.training.global_batch_size,
         "sequence": job.model.seq_len,
         "microbatch": job.plan.microbatch_size,
     }
-    return values.get(axis, 1.0)
+    return values[axis]
 
 
 def sweep(text: str, axis: str, batch_follows: bool) -> tuple[ScalePoint, ...]:
@@ -104,7 +129,8 @@ def sweep(text: str, axis: str, batch_follows: bool) -> tuple[ScalePoint, ...]:
     scenario = _own_devices(text)
     resource, path, factors = AXES[axis].resource, AXES[axis].path, AXES[axis].factors
     if resource is not None:
-        return tuple(_with_rate(scenario, resource, factor) for factor in factors)
+        here = place_on(scenario, axis)
+        return tuple(_with_rate(scenario, resource, factor, here * factor) for factor in factors)
     assert path is not None
     section, key = path
     data = parse_yaml(text, "scenario").data
@@ -156,11 +182,11 @@ def _on_devices(data: dict[str, Any], scenario: Scenario, devices: int, *, batch
     return found
 
 
-def _with_rate(scenario: Scenario, resource: Resource, factor: float) -> ScalePoint:
+def _with_rate(scenario: Scenario, resource: Resource, factor: float, value: float) -> ScalePoint:
     cluster = improved(scenario.job.cluster, resource, factor)
     if cluster is None:
-        return ScalePoint(factor, "the cluster has no such link, or its rate is unknown")
-    return _point(factor, lambda: replace(scenario, job=replace(scenario.job, cluster=cluster)))
+        return ScalePoint(value, "the cluster has no such link, or its rate is unknown")
+    return _point(value, lambda: replace(scenario, job=replace(scenario.job, cluster=cluster)))
 
 
 def _point(value: float, parsed: Callable[[], Scenario]) -> ScalePoint:
@@ -178,7 +204,7 @@ def _point(value: float, parsed: Callable[[], Scenario]) -> ScalePoint:
         step_time_interval_s=step.step_time_interval_s,
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * tokens,
-        device_bytes=step.device_bytes,
+        device_bytes=step.peak_bytes["device"],
         fits=step.fits,
     )
 

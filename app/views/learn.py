@@ -1,65 +1,29 @@
-"""Learn: schedules, definitions of terms, and the limits of simplan's model."""
+"""Learn: a lesson on each technique, schedules, definitions of terms, and the limits of simplan's model."""
 
 from __future__ import annotations
 
-from inspect import getdoc
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import streamlit as st
 
-from app.components.elements import csv_text, download, show_figure, show_table
+from app.components.elements import csv_text, download, show_table
+from app.components.lesson import show_lesson
+from app.components.schedule_lesson import show_schedules
 from app.definitions import FORMULAS
 from app.fields import remembered_choice
-from app.figures.lesson import CLOSED_FORMS, Lesson, lesson, lesson_figure
-from app.page import bullets, escaped, run_page
+from app.lessons import LESSONS
+from app.page import bullets, run_page
 from simplan import catalog
 from simplan.cli.terminal.definitions import definitions
-from simplan.plan.schedules import REFUSED_SCHEDULES, SCHEDULE_FACTS
-from simplan.program.schedules import SCHEDULES
-from simplan.units import format_percent
+from simplan.plan.schedules import REFUSED_SCHEDULES
 
 
 def show() -> None:
-    """Schedules, definitions and unmodeled features, as tabs."""
-    schedules, words, missing = st.tabs(["Schedules", "Definitions", "Not modeled"])
-    with schedules:
-        _show_schedules()
-    with words:
-        _show_definitions()
-    with missing:
-        _show_missing()
-
-
-def _show_schedules() -> None:
-    columns = st.columns([2, 1, 1, 1])
-    with columns[0]:
-        name = remembered_choice("Schedule", "lesson", tuple(SCHEDULE_FACTS), "1f1b")
-    with columns[1]:
-        ranks = remembered_choice("Ranks p", "lesson_p", range(2, 9), 4)
-    with columns[2]:
-        microbatches = remembered_choice("Microbatches m", "lesson_m", range(1, 17), 8)
-    facts = SCHEDULE_FACTS[name]
-    stages = 2
-    if facts.virtual_stages is None:
-        with columns[3]:
-            stages = remembered_choice("Stages per rank v", "lesson_v", (2, 3, 4), 2)
-    one = _lesson(name, ranks, microbatches, stages)
-    order = (getdoc(SCHEDULES[name]) or "").split("\n\n")[0]
-    st.markdown(escaped(" ".join(order.split())))
-    show_figure(lesson_figure(one), f"{name} step by step", alt=f"The schedule {name} on {ranks} ranks, step by step")
-    closed = CLOSED_FORMS.get(name) if name != "interleaved_1f1b" or microbatches % ranks == 0 else None
-    formula = f" Closed form {closed}." if closed else ""
-    st.caption(
-        f"Bubble fraction {format_percent(one.bubble_fraction)} of {one.length:g} units.{formula} A forward takes one "
-        "unit on every stage, a backward two (I and W one each), communication none; predictions use actual times. "
-        "White space is the bubble; the number next to each rank is its microbatches in flight."
-    )
-    rows = [{"rank": box.rank, "action": str(box.action), "start": box.start, "end": box.end} for box in one.boxes]
-    download("Table", f"{name} lesson", "csv", csv_text(rows), about="Actions with start and end")
-
-
-@st.cache_data(max_entries=64, show_spinner=False)
-def _lesson(name: str, ranks: int, microbatches: int, stages: int) -> Lesson:
-    return lesson(name, ranks, microbatches, stages)
+    """One topic: a lesson, the schedules, the definitions or the unmodeled features."""
+    titles = {name: title for name, (title, _) in _TOPICS.items()}
+    topic = remembered_choice("Topic", "topic", tuple(titles), "ddp", widget=st.pills, format_func=titles.get)
+    _TOPICS[topic or "ddp"][1]()
 
 
 def _show_definitions() -> None:
@@ -89,6 +53,15 @@ def _show_missing() -> None:
         "data loading: batches are assumed to be available in time",
     )
     st.markdown(f"For all frameworks:\n{bullets(others)}")
+
+
+_TOPICS: Mapping[str, tuple[str, Callable[[], None]]] = {
+    **{name: (one.title, partial(show_lesson, name)) for name, one in LESSONS.items()},
+    "schedules": ("Schedules", show_schedules),
+    "definitions": ("Definitions", _show_definitions),
+    "missing": ("Not modeled", _show_missing),
+}
+"""Title of each topic and the function that shows it, by its name in links."""
 
 
 if __name__ == "__main__":

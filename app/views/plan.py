@@ -20,7 +20,7 @@ from simplan.errors import SimplanError
 from simplan.job import Job
 from simplan.prediction import Prediction, Term
 from simplan.report.table import format_ranks
-from simplan.report.text import microbatch_words, plan_words, split_parts
+from simplan.report.text import links_words, microbatch_words, plan_words, split_parts
 from simplan.units import GIB, counted, format_bytes, format_percent, format_time
 
 _HEAD_START_S = 0.1
@@ -84,6 +84,8 @@ def _show_top(
                 f"{microbatch_words(job.num_microbatches, job.plan.microbatch_size, model.sample)}"
             )
         )
+        if links := links_words(cluster.links):
+            st.caption(escaped(f"Links: {links}"))
 
 
 def _host_words(prediction: Prediction) -> str:

@@ -16,18 +16,12 @@ from app.results.scale import AXES, ScalePoint, place_on, slow_ranks, sweep, wor
 from simplan.scenario import Scenario
 from simplan.units import counted, format_number
 
-_NAMES = {
-    "devices": "devices",
-    "batch": "global batch size",
-    "sequence": "sequence length",
-    "microbatch": "microbatch size",
-    "inter_link": "bandwidth between nodes",
-    "intra_link": "bandwidth within nodes",
-    "compute": "FLOP/s of the device",
-    "memory_bandwidth": "memory bandwidth of the device",
-}
 _BATCH = {"same": "constant (strong scaling)", "follows": "proportional (weak scaling)"}
 _SLOWER = {5: "5 % slower", 10: "10 % slower", 25: "25 % slower", 50: "50 % slower", 100: "half as fast"}
+
+
+def _name(axis: str) -> str:
+    return AXES[axis].label
 
 
 def show() -> None:
@@ -41,7 +35,7 @@ def show() -> None:
     text = state.document_text(document)
     left, right = st.columns(2)
     with left:
-        axis = remembered_choice("Axis", "axis", list(AXES), "devices", format_func=_NAMES.get)
+        axis = remembered_choice("Axis", "axis", list(AXES), "devices", format_func=_name)
     batch = "same"
     if axis == "devices":
         with right:
@@ -64,11 +58,11 @@ def _show_curves(
     unit = "images" if scenario.job.model.sample == "image" else "tokens"
     rows = scale_rows(points, budget, price)
     now = place_on(scenario, axis)
-    figures = scale_figures(rows, AXES[axis].label, now, scenario.job.cluster.device.memory_bytes, unit=unit)
+    figures = scale_figures(rows, AXES[axis].words(scenario), now, scenario.job.cluster.device.memory_bytes, unit=unit)
     for column, (name, figure) in zip(st.columns(len(figures)), figures.items(), strict=True):
         with column:
-            alt = f"{name.capitalize()} over {_NAMES[axis]}"
-            show_figure(figure, f"{scenario.name} {name} over {_NAMES[axis]}", alt=alt)
+            alt = f"{name.capitalize()} over {_name(axis)}"
+            show_figure(figure, f"{scenario.name} {name} over {_name(axis)}", alt=alt)
     words = ["Every point is a prediction of the same plan. Plans marked by a cross do not fit."]
     if axis == "devices":
         words.append("The data-parallel degree follows the number of devices.")
@@ -80,7 +74,7 @@ def _show_curves(
         with st.expander(f"{counted(len(failed), 'value')} without a prediction"):
             st.markdown(bullets(f"{format_number(point.value)}: {point.refused}" for point in failed))
     if rows:
-        download("Curve", f"{scenario.name} over {_NAMES[axis]}", "csv", csv_text(rows))
+        download("Curve", f"{scenario.name} over {_name(axis)}", "csv", csv_text(rows))
 
 
 def _show_slow(text: str) -> None:

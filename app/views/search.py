@@ -20,7 +20,7 @@ from app.jobs.tasks import SEARCHING, search_plans
 from app.page import escaped, run_page
 from simplan.report.search import GOALS, search_verdict
 from simplan.scenario import SearchScenario, parse_search
-from simplan.search import SearchResult
+from simplan.search import SearchResult, SearchSpace
 from simplan.search.space import OBJECTIVES
 
 _STAGES = ("start", "going", "found")
@@ -66,15 +66,16 @@ def _search_section() -> dict[str, Any]:
         "Second objective", f"against-{first}", others, default, format_func=GOALS.get, help="For the Pareto front"
     )
     section: dict[str, Any] = {"objectives": [first, second], "top": _TOP}
+    default_share = 100 * SearchSpace().max_memory_fraction
     share = remembered_number(
         "Memory limit, %",
         "share",
-        100.0,
+        default_share,
         least=1.0,
         most=100.0,
-        help="Maximum fraction of the device memory that a plan may use",
+        help="Maximum fraction of the device memory that a plan may use; the default keeps 5 % free",
     )
-    if share < 100:
+    if share != default_share:
         section["max_memory_fraction"] = share / 100
     deadline_s = remembered_number("Deadline, s", "deadline", 0.0, help="Maximum step time; 0 for none")
     if deadline_s:

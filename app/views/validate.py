@@ -7,13 +7,14 @@ from functools import partial
 import streamlit as st
 
 from app import result_cache, state, uploads
-from app.components.measured import show_comparison_of, show_uploaded
+from app.components.measured import show_comparison, show_uploaded
 from app.components.progress import Following, ProgressBar, follow, show_progress, stage
-from app.components.published import show_published
+from app.components.published import has_published, show_published
 from app.components.scenario_form import show_scenario_form
 from app.fields import remembered_choice
 from app.jobs.run import Run, may_run, runs
 from app.page import escaped, run_page
+from app.results.measured import result_of_files
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.errors import SpecError
 
@@ -27,8 +28,9 @@ _STEPS = (5, 10, 15, 30, 50)
 
 
 def show() -> Following | None:
-    """Comparison of predictions with one of three kinds of measurements."""
-    part = remembered_choice("Measurements", "held", list(_PARTS), "published", format_func=_PARTS.get)
+    """Comparison of predictions with one of three kinds of measurements; published runs first, where there are any."""
+    start = "published" if has_published() else "measured"
+    part = remembered_choice("Measurements", "held", list(_PARTS), start, format_func=_PARTS.get)
     with stage(part, tuple(_PARTS)):
         if part == "published":
             return show_published()
@@ -77,9 +79,8 @@ def _show_start() -> None:
 
 def _watch(run: Run) -> Following:
     def progress() -> ProgressBar:
-        done = run.steps_done
-        words = f"step {done}" if done else (run.stderr_tail.splitlines() or ["starting"])[-1]
-        return ProgressBar(done / (run.num_steps + 2), "stopping the ranks" if run.stopped else words)
+        share, words = run.progress
+        return ProgressBar(share, "stopping the ranks" if run.stopped else words)
 
     place = show_progress(progress(), run.stop)
     return partial(follow, place, lambda: progress() if run.is_going else None)
@@ -102,7 +103,8 @@ def _show_last(run: Run) -> None:
         return
     st.caption(f"Files are in {escaped(str(run.folder))}.")
     try:
-        show_comparison_of(uploads.prediction_of(names[0], prediction), uploads.measurement_of(names[1], measurement))
+        measured = uploads.measurement_of(names[1], measurement)
+        show_comparison(result_of_files(uploads.prediction_of(names[0], prediction), measured))
     except SpecError as error:
         st.warning(escaped(str(error)))
 

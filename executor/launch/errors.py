@@ -112,9 +112,15 @@ class RankEnd:
         consequences = [
             *(self._raised(rank) for rank in lost_peer),
             *(f"rank {rank} was terminated{_at(self.beats.get(rank))}" for rank in terminated),
-            f"torchrun ended without having run the ranks; their output is in {next(iter(self.logs.values()), '-')}",
+            self._without_a_trace(),
         ]
         return RanksError(consequences[0], is_consequence=True)
+
+    def _without_a_trace(self) -> str:
+        steps = max((beat.step for beat in self.beats.values() if beat is not None), default=0)
+        ended = f"the ranks ended after step {steps}, and none says why"
+        where = f"their output is in {next(iter(self.logs.values()), '-')}"
+        return f"{ended if steps else 'torchrun ended without having run the ranks'}; {where}"
 
     def _was_writing(self, rank: int) -> bool:
         beat = self.beats.get(rank)

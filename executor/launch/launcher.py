@@ -27,11 +27,12 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousStateError,
     RendezvousTimeoutError,
+    rendezvous_handler_registry,
 )
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from executor.launch.errors import RankEnd, RanksError, num_kernel_kills
-from executor.launch.nodes import Rendezvous
+from executor.launch.nodes import LOCAL, LOOPBACK, LocalRendezvous, Rendezvous
 from executor.launch.rank import PARENT_VARIABLE, RankFiles
 from executor.launch.watchdog import Beats, Stall, find_stall, late_in_collective, read_beat, read_dump
 from simplan.errors import RunError
@@ -49,6 +50,9 @@ _RANK_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(2**62),
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
+
+_LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # the interface that ranks listen at
+rendezvous_handler_registry.register(LOCAL, lambda parameters: LocalRendezvous())
 
 
 class Start(NamedTuple):
@@ -134,10 +138,10 @@ class Agent:
             max_nodes=1 if nodes is None else nodes.max_nodes,
             nproc_per_node=launch.num_ranks,
             run_id="simplan",
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0" if nodes is None else nodes.endpoint,
+            rdzv_backend=LOCAL if rendezvous is None else "c10d",
+            rdzv_endpoint="" if rendezvous is None else rendezvous.endpoint,
             rdzv_configs={} if rendezvous is None else rendezvous.torchrun_settings(),
-            local_addr="127.0.0.1" if rendezvous is None else rendezvous.address,
+            local_addr=LOOPBACK if rendezvous is None else rendezvous.address,
             max_restarts=launch.max_restarts,
             logs_specs=logs,
             shutdown_timeout=_SHUTDOWN_S,
@@ -156,9 +160,10 @@ def rank_environment(rendezvous: Rendezvous | None = None) -> dict[str, str]:
     path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
     # torchrun would set and announce one thread per rank; the ranks set their own number.
     ours = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", PARENT_VARIABLE: str(os.getpid())}
-    if rendezvous is not None:
-        # With the agents' store, ranks would look for rank 0 of the first round, which may have left.
-        ours |= {**rendezvous.environment, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    if rendezvous is None:
+        return {**_RANK_ENVIRONMENT, **_LOOPBACK_ONLY, **os.environ, **ours}
+    # With the agents' store, ranks would look for rank 0 of the first round, which may have left.
+    ours |= {**rendezvous.environment, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return {**_RANK_ENVIRONMENT, **os.environ, **ours}
 
 
@@ -304,23 +309,29 @@ class _Watch:
         if stall is None:
             return
         pids = [beat.pid for beat in beats.values() if beat is not None]
-        if pids and not any(_is_there(pid) for pid in pids):
+        if pids and not any(is_ours(pid) for pid in pids):
             return  # torchrun has ended them, and waits for other nodes
-        stall = self._by_flight_recorder(beats) or stall
+        stall = self._stopped(beats) or self._by_flight_recorder(beats) or stall
         beat = beats[stall.rank]
         if beat is None:
             raise RanksError(stall.sentence)
-        with suppress(ProcessLookupError):
-            os.kill(beat.pid, signal.SIGKILL)
+        if _signal_ours(beat.pid, signal.SIGKILL):
             self._stall, self._stalled_s = stall, time.monotonic()
+
+    def _stopped(self, beats: Beats) -> Stall | None:
+        """The hang by a rank that somebody has stopped (SIGSTOP, a debugger), whatever it was waiting for then."""
+        for rank, beat in beats.items():
+            if beat is not None and is_ours(beat.pid) and _status(beat.pid)[0] in ("T", "t"):
+                sentence = f"rank {rank} was stopped by a signal, and made no progress for {self._launch.timeout_s:g} s"
+                return Stall(rank, sentence)
+        return None
 
     def _by_flight_recorder(self, beats: Beats) -> Stall | None:
         """The hang by the ranks' dumps, which have collectives on CUDA, on the CPU with TORCH_FR_BUFFER_SIZE."""
         dumps = {rank: files.dump for rank, files in self._files.items()}
         for beat in beats.values():
             if beat is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(beat.pid, signal.SIGUSR1)
+                _signal_ours(beat.pid, signal.SIGUSR1)
         end_s = time.monotonic() + _DUMP_S
         while time.monotonic() < end_s and not all(file.exists() for file in dumps.values()):
             time.sleep(_POLL_S)
@@ -330,12 +341,32 @@ class _Watch:
         return Stall(late.rank, f"no progress for {self._launch.timeout_s:g} s: {late.sentence}")
 
 
-def _is_there(pid: int) -> bool:
+def _signal_ours(pid: int, number: signal.Signals) -> bool:
+    """Sends a signal to a process that this one has started, and to no other; False where there is none."""
+    with suppress(ProcessLookupError):
+        if is_ours(pid):
+            os.kill(pid, number)
+            return True
+    return False
+
+
+def is_ours(pid: int) -> bool:
+    """True for a process that this one or a child of it has started; a heartbeat file may name any process."""
+    while pid > 1:
+        pid = _status(pid)[1]
+        if pid == os.getpid():
+            return True
+    return False
+
+
+def _status(pid: int) -> tuple[str, int]:
+    """State of a process, and its parent; 0 where there is no such process."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "", 0
+    state, parent, *_ = text.rpartition(")")[2].split()  # the name before it may have brackets
+    return state, int(parent)
 
 
 @contextmanager

@@ -1,7 +1,10 @@
-"""The other nodes of a run: a TCPStore on the node at the endpoint, which torchrun's rendezvous uses too.
+"""The stores of a run: on this machine alone, or on the node at the endpoint, which torchrun's rendezvous uses too.
 
 The leading node puts the job into the store, and the other nodes take it from there. At the end every node puts the
 measurements of its ranks there, and the reason of a failure.
+
+torch's stores have no password. Here they listen at one address: the loopback without other nodes, else that of the
+interface on the route to the endpoint.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from datetime import timedelta
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from executor.launch.errors import RanksError
 from simplan.errors import Problem, RunError, SpecError
@@ -31,6 +35,9 @@ _ANYWHERE = "192.0.2.1"  # RFC 5737: nothing is sent there
 _CAUSE_S = 5.0  # for the node with the cause to report it
 _COLLECT_S = 30.0
 _FAILED_S = 12.0  # ranks that another node has stopped wait 5 s for a signal of their own
+LOOPBACK = "127.0.0.1"
+LOCAL = "simplan-local"  # name of the rendezvous without other nodes
+_LOCAL_S = 60.0
 _ANSWER_S = 15  # of the store; without one, the leading node is lost
 
 
@@ -54,25 +61,24 @@ class Rendezvous:
         assert nodes.leads == (job is not None)
         self.nodes = nodes
         interface, self.address = interface_towards(nodes)
+        self._host = listening_address(nodes) if nodes.leads else nodes.host
         self.environment = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
         try:
-            self._store = TCPStore(
-                nodes.host,
-                nodes.port,
-                is_master=nodes.leads,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=nodes.join_timeout_s),
-            )
+            timeout = timedelta(seconds=nodes.join_timeout_s)
+            if nodes.leads:
+                self._store = listening_store(self._host, nodes.port, timeout)
+            else:
+                self._store = TCPStore(nodes.host, nodes.port, wait_for_workers=False, timeout=timeout)
             requested = {**nodes.requested, "torch": str(torch.__version__)}
             if job is not None:
                 self._store.set("job", json.dumps({"requested": requested, "job": job}))
             told = json.loads(self._store.get("job"))
-        except (RuntimeError, TimeoutError):
-            if nodes.leads:
-                rule = "cannot be listened on"
-                raise SpecError(
-                    Problem(field="--rdzv-endpoint", value=nodes.endpoint, rule=rule, fix="use another port")
-                ) from None
+        except OSError as error:
+            rule = f"cannot be listened on: {os.strerror(error.errno or 0)}"
+            raise SpecError(
+                Problem(field="--rdzv-endpoint", value=nodes.endpoint, rule=rule, fix="use another port")
+            ) from None
+        except RuntimeError:
             waited = f"no job was found at {nodes.endpoint} within {nodes.join_timeout_s:g} s"
             raise RunError(f"{waited}; run the same command on {nodes.host} too") from None
         for section in told["requested"] | requested:
@@ -82,6 +88,11 @@ class Rendezvous:
                 raise SpecError(Problem(field=section, value=requested.get(section), rule=rule, fix=fix))
         self.job: str = told["job"]
         self._store.set_timeout(timedelta(seconds=_ANSWER_S))
+
+    @property
+    def endpoint(self) -> str:
+        """Address of the store as ``HOST:PORT``."""
+        return self.nodes.model_copy(update={"host": self._host}).endpoint
 
     def torchrun_settings(self) -> dict[str, str | int]:
         """``rdzv_configs`` of torch's launcher for the existing store."""
@@ -137,11 +148,79 @@ class Rendezvous:
         return collected
 
 
+def listening_store(address: str, port: int, timeout: timedelta) -> TCPStore:
+    """A store that listens at one address; torch's own listens at all of this machine.
+
+    Args:
+        port: 0 for any free port.
+
+    Raises:
+        OSError: The port is in use, or the address is not of this machine.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family)
+    port = listener.getsockname()[1]
+    handle = listener.detach()  # the store closes it
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=handle)
+
+
+class LocalRendezvous(RendezvousHandler):
+    """torchrun's rendezvous on a machine without other nodes: a store on its loopback."""
+
+    def __init__(self) -> None:
+        self._store = listening_store(LOOPBACK, 0, timedelta(seconds=_LOCAL_S))
+        self._is_closed = False
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks use this store as well."""
+        return True
+
+    def get_backend(self) -> str:
+        """Name of this rendezvous."""
+        return LOCAL
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """This node is the only one."""
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
+
+    def is_closed(self) -> bool:
+        """True after ``set_closed``."""
+        return self._is_closed
+
+    def set_closed(self) -> None:
+        """Called when the ranks have ended."""
+        self._is_closed = True
+
+    def num_nodes_waiting(self) -> int:
+        """No node comes."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Name of the run."""
+        return "simplan"
+
+    def shutdown(self) -> bool:
+        """The store ends with this object."""
+        return True
+
+
+def listening_address(nodes: Nodes) -> str:
+    """Address of the leading node at which the other nodes find the store.
+
+    Where its name stands for 127.0.1.1, that is the address of its default route.
+    """
+    address = _route_to(nodes.host)
+    if address.startswith("127.") and not nodes.host.startswith(("127.", "localhost")):
+        with contextlib.suppress(OSError):
+            return _route_to(_ANYWHERE)
+    return address
+
+
 def interface_towards(nodes: Nodes) -> tuple[str, str]:
     """Network interface on the route to the endpoint and this node's address on that interface.
 
-    ``GLOO_SOCKET_IFNAME`` names another interface. Where the name of the leading node stands for 127.0.1.1, its route
-    to itself is the loopback: then the interface is that of its default route.
+    ``GLOO_SOCKET_IFNAME`` names another interface.
 
     Raises:
         SpecError: There is no such interface.
@@ -153,10 +232,7 @@ def interface_towards(nodes: Nodes) -> tuple[str, str]:
             raise SpecError(Problem(field="GLOO_SOCKET_IFNAME", value=interface, rule=rule))
         return interface, address
     try:
-        address = _route_to(nodes.host)
-        if nodes.leads and address.startswith("127.") and not nodes.host.startswith(("127.", "localhost")):
-            with contextlib.suppress(OSError):
-                address = _route_to(_ANYWHERE)
+        address = listening_address(nodes) if nodes.leads else _route_to(nodes.host)
         interface = next((name for _, name in socket.if_nameindex() if _matches(_address_of(name), address)), None)
     except OSError as error:
         rule = f"cannot be reached from here: {error.strerror}"

@@ -9,6 +9,7 @@ other ranks wait.
 
 from __future__ import annotations
 
+import io
 import json
 import mmap
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _RECORD = struct.Struct("<qdqq64s")  # pid, time, step, state, activity
+_START_S = 300.0  # to import torch and build the model on a busy host, whatever silence is allowed later
 _REMOTE_FACTOR = 1.5  # where other nodes have ranks, the node of the one that hangs ends it before this
 
 
@@ -113,7 +115,8 @@ def find_stall(beats: Beats, started_s: float, timeout_s: float, *, others: bool
     """Finds a hang; None while there is none.
 
     A rank may wait longer than ``timeout_s`` for other ranks that still work. A hang is a silence of that length of a
-    rank that does not wait, or of every rank that has not finished.
+    rank that does not wait, or of every rank that has not finished. Before its first step a rank may be silent for
+    five minutes.
 
     Args:
         started_s: Start of the ranks.
@@ -129,8 +132,12 @@ def find_stall(beats: Beats, started_s: float, timeout_s: float, *, others: bool
         beat = beats[rank]
         return beat is not None and beat.state is RankState.WAITING
 
+    def allowed_s(beat: Beat | None) -> float:
+        starts = beat is None or (beat.step == 0 and beat.state is not RankState.WAITING and not is_action(beat.doing))
+        return max(timeout_s, _START_S) if starts else timeout_s
+
     alive = [rank for rank, beat in beats.items() if beat is None or beat.state is not RankState.FINISHED]
-    silent = [rank for rank in alive if silent_s(beats[rank]) > timeout_s]
+    silent = [rank for rank in alive if silent_s(beats[rank]) > allowed_s(beats[rank])]
     if not silent or (len(silent) < len(alive) and all(waits(rank) for rank in silent)):
         return None
     # A rank that waits for a peer is a victim; of the others, the one silent longest stopped first.
@@ -138,7 +145,7 @@ def find_stall(beats: Beats, started_s: float, timeout_s: float, *, others: bool
     rest = "".join(f"; rank {rank} was {_doing(beat)}" for rank, beat in beats.items() if rank != culprit)
     beat = beats[culprit]
     if beat is None:
-        return Stall(culprit, f"rank {culprit} did not start within {timeout_s:g} s{rest}")
+        return Stall(culprit, f"rank {culprit} did not start within {allowed_s(beat):g} s{rest}")
     if waits(culprit):
         if others and silent_s(beat) < _REMOTE_FACTOR * timeout_s:
             return None
@@ -147,7 +154,7 @@ def find_stall(beats: Beats, started_s: float, timeout_s: float, *, others: bool
             culprit, f"no rank{here} made progress for {timeout_s:g} s: rank {culprit} was {_doing(beat)}{rest}"
         )
     where = f"last action {beat.doing} of step {beat.step + 1}" if is_action(beat.doing) else beat.doing
-    return Stall(culprit, f"rank {culprit} made no progress for {timeout_s:g} s ({where}){rest}")
+    return Stall(culprit, f"rank {culprit} made no progress for {allowed_s(beat):g} s ({where}){rest}")
 
 
 def is_action(doing: str) -> bool:
@@ -163,10 +170,18 @@ def _doing(beat: Beat | None) -> str:
     return f"in {beat.doing}" if is_action(beat.doing) else beat.doing
 
 
+class _BuiltinsUnpickler(pickle.Unpickler):
+    """Reads dicts, lists, texts and numbers, so that a file in the folder of a run cannot run code here."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Refuses every class."""
+        raise pickle.UnpicklingError(f"a dump has no {module}.{name}")
+
+
 def read_dump(path: Path) -> Mapping[str, Any] | None:
     """Reads a rank's dump of torch's Flight Recorder (a pickled dict); None when there is none or half of one."""
     try:
-        dump = pickle.loads(path.read_bytes())
+        dump = _BuiltinsUnpickler(io.BytesIO(path.read_bytes())).load()
     except (OSError, EOFError, pickle.UnpicklingError):
         return None
     return dump if isinstance(dump, dict) else None

@@ -1,48 +1,123 @@
-"""A folder of checkpoints: each is complete or absent.
+"""A folder of checkpoints: each is complete or absent, is verified before it is read, and is data only.
 
 A checkpoint is written to a folder with a hidden name, synced file by file, and renamed when all ranks have written. A
-folder with a final name is therefore complete. File sizes in its header reveal later changes.
+folder with a final name is therefore complete. The checksums in its header reveal later changes.
+
+torch.distributed.checkpoint reads its metadata with pickle, which runs what a file says. The reader here accepts only
+the classes of tensors' metadata.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from simplan.errors import Problem, SpecError
+from simplan.errors import Problem, RunError, SpecError
 from simplan.io import write_whole
-from simplan.runs.checkpoint import CheckpointHeader, differences
+from simplan.runs.checkpoint import (
+    HEADER_FILE,
+    CheckpointHeader,
+    check_new_run,
+    damaged_file,
+    differences,
+    file_sha256,
+    readable_headers,
+    step_folder,
+)
 from simplan.runs.run_spec import RunSpec
 
-_HEADER = "checkpoint.json"
 _UNFINISHED = ".unfinished-"
+_METADATA = ".metadata"
+_METADATA_BYTES = 2**30
+_CLASSES = frozenset({
+    ("pathlib", "PosixPath"),
+    ("torch", "Size"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.serialization", "_get_layout"),
+})  # fmt: skip
+"""What the metadata of tensors consists of, besides data types: plain data, none of which acts when it is made."""
 
 
-def step_folder(folder: Path, step: int) -> Path:
-    """Folder of the checkpoint of a number of steps."""
-    return folder / f"step-{step:08d}"
+class _DataUnpickler(pickle.Unpickler):
+    """Reads a pickle of the metadata of tensors; anything else is refused before it is made."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Looks up a class that the pickle names.
+
+        Raises:
+            pickle.UnpicklingError: The metadata of tensors does not have it.
+        """
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and (module, name) not in _CLASSES:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return super().find_class(module, name)
+
+
+class DataReader(FileSystemReader):
+    """torch's reader of checkpoints, without the ability to run code that a file names."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Reads what the checkpoint contains.
+
+        Raises:
+            RunError: The metadata is damaged, or is more than the metadata of tensors.
+        """
+        file = Path(self.path) / _METADATA
+        try:
+            with file.open("rb") as stream:
+                metadata = _DataUnpickler(BytesIO(stream.read(_METADATA_BYTES))).load()
+            names = {str(info.relative_path) for info in metadata.storage_data.values()}
+            is_data = all(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values())
+        except Exception as error:  # a forged pickle raises anything
+            raise RunError(f"{file} is not the metadata of a checkpoint: {error}") from None
+        if not is_data or not isinstance(metadata, Metadata) or any(os.sep in name for name in names):
+            raise RunError(f"{file} describes more than tensors in files of its folder")
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
 
 
 def newest_checkpoint(folder: Path) -> tuple[CheckpointHeader | None, list[str]]:
-    """Header of the newest complete checkpoint, and a note about each newer one that is incomplete."""
-    notes = []
-    for path in sorted(folder.glob("step-*"), reverse=True):
-        try:
-            header = CheckpointHeader.model_validate_json((path / _HEADER).read_bytes())
-        except (OSError, ValidationError):
-            notes.append(f"{path} is passed over: it has no header that can be read")
-            continue
-        wrong = [name for name, size in header.file_bytes.items() if _size(path / name) != size]
-        if wrong or path != step_folder(folder, header.step):
-            notes.append(f"{path} is passed over: {wrong[0] if wrong else 'its name'} is not as it was written")
-            continue
-        return header, notes
+    """Header of the newest intact checkpoint, and a note about each newer one."""
+    headers, notes = readable_headers(folder)
+    for header in headers:
+        why = why_damaged(folder, header, sorted(header.file_sha256))
+        if why is None:
+            return header, notes
+        notes.append(f"{step_folder(folder, header.step)} is passed over: {why}")
     return None, notes
+
+
+def why_damaged(folder: Path, header: CheckpointHeader, names: Sequence[str]) -> str | None:
+    """Reason why a checkpoint cannot be read; None if these files of it and its metadata are as they were written."""
+    path = step_folder(folder, header.step)
+    damaged = damaged_file(path, header, names)
+    if damaged is not None:
+        return f"{damaged} is not as it was written"
+    try:
+        DataReader(path).read_metadata()
+    except RunError as error:
+        return str(error)
+    return None
 
 
 def check_resume(job: RunSpec) -> list[str]:
@@ -62,12 +137,9 @@ def check_resume(job: RunSpec) -> list[str]:
         rule = f"cannot be made: {error.strerror}"
         raise SpecError(Problem(field="--checkpoint-dir", value=checkpointing.folder, rule=rule)) from None
     header, notes = newest_checkpoint(folder)
+    check_new_run(checkpointing, header)
     if header is None:
         return [*notes, f"no checkpoint in {folder}: beginning at step 1"] if checkpointing.resume else notes
-    if not checkpointing.resume:
-        rule = f"has checkpoints already, the newest of step {header.step}"
-        fix = "add --resume to resume from it, or name another folder"
-        raise SpecError(Problem(field="--checkpoint-dir", value=checkpointing.folder, rule=rule, fix=fix))
     problems = list(differences(header, job.model, job.training, job.plan, job.seed, job.dtype))
     if header.step >= job.num_all_steps:
         rule = f"the newest checkpoint has done all {job.num_all_steps} steps of the run already"
@@ -93,6 +165,13 @@ def prune(folder: Path, keep: int) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
+@dataclass(frozen=True)
+class _SumResult(WriteResult):
+    """Result of a write, with the checksum of its file."""
+
+    sha256: str
+
+
 class AtomicWriter(FileSystemWriter):
     """Writes the files of all ranks to a hidden folder, and renames it once all files are on the disk.
 
@@ -108,10 +187,21 @@ class AtomicWriter(FileSystemWriter):
         self._final = step_folder(folder, step)
         self._job, self._step = job, step
 
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's files, and takes their checksums."""
+        results = super().write_data(plan, planner).wait()
+        sums = {name: file_sha256(self.unfinished / name) for name in {r.storage_data.relative_path for r in results}}
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(
+            [_SumResult(r.index, r.size_in_bytes, r.storage_data, sums[r.storage_data.relative_path]) for r in results]
+        )
+        return done
+
     def finish(self, metadata: Any, results: Any) -> None:
         """Called on one rank after all ranks have written."""
         super().finish(metadata, results)
         job, folder = self._job, self.unfinished
+        sums = {result.storage_data.relative_path: result.sha256 for written in results for result in written}
         header = CheckpointHeader(
             step=self._step,
             model=job.model,
@@ -119,11 +209,11 @@ class AtomicWriter(FileSystemWriter):
             plan=job.plan,
             seed=job.seed,
             dtype=job.dtype,
-            file_bytes={path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()},
+            file_sha256={**sums, _METADATA: file_sha256(folder / _METADATA)},
         )
-        write_whole(folder / _HEADER, header.model_dump_json(indent=1))
+        write_whole(folder / HEADER_FILE, header.model_dump_json(indent=1))
         _sync(folder)
-        if self._final.exists():  # of a training that resumed from an earlier step
+        if self._final.exists():  # damaged, or of a training that resumed from an earlier step
             shutil.rmtree(self._final)
         folder.rename(self._final)
         _sync(self._final.parent)
@@ -136,7 +226,3 @@ def _sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None

@@ -18,15 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from executor.launch.rank import RankFiles, StopRequest
 from executor.profiling.recorder import Recorder
-from executor.train.checkpoint_folder import AtomicWriter, drop_unfinished, newest_checkpoint, prune, step_folder
+from executor.train.checkpoint_folder import AtomicWriter, DataReader, drop_unfinished, prune, why_damaged
 from executor.train.training_state import TrainingState
 from simplan.errors import RunError
-from simplan.runs.checkpoint import CheckpointTiming
+from simplan.runs.checkpoint import CheckpointHeader, CheckpointTiming, readable_headers, step_folder
 from simplan.runs.run_spec import RunSpec
 from simplan.units import format_bytes
 
@@ -79,20 +78,21 @@ class RunStateSaver:
             mark.unlink()
 
     def restore(self) -> int:
-        """Reads the newest complete checkpoint; returns the number of steps done, 0 if there is none.
+        """Reads the newest intact checkpoint; returns the number of steps done, 0 if there is none.
 
         Raises:
             RunError: This rank does not see the files of rank 0.
         """
-        header = newest_checkpoint(self._folder)[0] if self._leads else None
-        step: int = self._from_rank_0(0 if header is None else header.step)
-        if step == 0:
-            return 0
-        path = step_folder(self._folder, step)
-        if not path.is_dir():
-            raise RunError(f"{path} is not here, but rank 0 has it: the folder must be one that all nodes share")
-        self._state.restore(FileSystemReader(path), self._group)
-        return step
+        headers: list[CheckpointHeader] = self._from_rank_0(readable_headers(self._folder)[0] if self._leads else None)
+        for header in headers:
+            path = step_folder(self._folder, header.step)
+            if not path.is_dir():
+                raise RunError(f"{path} is not here, but rank 0 has it: the folder must be one that all nodes share")
+            mine = sorted(header.file_sha256)[dist.get_rank() :: dist.get_world_size()]
+            if not self._is_any(why_damaged(self._folder, header, mine) is not None):
+                self._state.restore(DataReader(path), self._group)
+                return header.step
+        return 0
 
     def after_step(self, step: int, losses: list[float], recorder: Recorder, *, is_last: bool) -> None:
         """Saves the state if due after a step, and stops this rank if any rank got a request to stop.
@@ -114,7 +114,7 @@ class RunStateSaver:
         recorder.waiting("taking a checkpoint", step)
         if is_due:
             self._take(step)
-        if is_last or not self._is_any_told():
+        if is_last or not self._is_any(self._stop.is_told()):
             return
         recorder.waiting("taking a checkpoint before stopping", step)
         if self._losses is not None:
@@ -125,10 +125,11 @@ class RunStateSaver:
             raise SystemExit(143)
         raise PeerStoppedError(f"ranks of another node were told to stop after step {step}")
 
-    def _is_any_told(self) -> bool:
-        told = torch.tensor([int(self._stop.is_told())])
-        dist.all_reduce(told, dist.ReduceOp.MAX, self._group)
-        return bool(told)
+    def _is_any(self, here: bool) -> bool:
+        """True where it is true on any rank."""
+        anywhere = torch.tensor([int(here)])
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, self._group)
+        return bool(anywhere)
 
     def _take(self, step: int) -> None:
         """Writes a checkpoint of a number of steps, and deletes old ones once it is complete.

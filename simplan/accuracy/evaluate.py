@@ -116,10 +116,9 @@ def _predict(published_job: PublishedJob) -> Predicted | str:
     return Predicted(
         step_time_s=summary.step_time_s,
         step_time_interval_s=summary.step_time_interval_s,
-        memory_gib={
-            "allocated": summary.allocated_bytes / GIB,
-            "reserved": summary.reserved_bytes / GIB,
-            "device": summary.device_bytes / GIB,
+        memory_gib={kind: num_bytes / GIB for kind, num_bytes in summary.peak_bytes.items()},
+        memory_interval_gib={
+            kind: (low / GIB, high / GIB) for kind, (low, high) in summary.peak_interval_bytes.items()
         },
         oom=None if summary.fits is None else not summary.fits,
         flops=step_flops(published_job.job),

@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from simplan.accuracy.schema import Framework, MemoryKind, RunPlan, RunSoftware
+from simplan.accuracy.schema import Framework, RunPlan, RunSoftware
 from simplan.base import Count, Spec
 from simplan.document import parse_yaml
+from simplan.prediction import MemoryKind
 from simplan.problems import parse_model
 
 _FILE = "frameworks.yaml"

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from simplan.accuracy.framework_defaults import framework_defaults
-from simplan.accuracy.schema import MemoryKind, PublishedRun
+from simplan.accuracy.schema import PublishedRun
+from simplan.prediction import MemoryKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,7 @@ class Predicted:
     Attributes:
         step_time_interval_s: 90% interval of the step time; None if not predicted.
         memory_gib: Peak of the worst rank by kind of figure; empty if only times were predicted.
+        memory_interval_gib: 90% intervals of ``memory_gib``.
         oom: True if the run is predicted not to fit; None if unknown.
         flops: FLOPs of a step, including recomputation, with causal attention counted half.
         notes: Assumed values, and features of the run that the prediction lacks.
@@ -24,6 +26,7 @@ class Predicted:
     step_time_s: float
     step_time_interval_s: tuple[float, float] | None
     memory_gib: dict[MemoryKind, float]
+    memory_interval_gib: dict[MemoryKind, tuple[float, float]]
     oom: bool | None
     flops: float
     software: str
@@ -73,10 +76,20 @@ class RunOutcome:
             return {}
         return {kind: self.predicted.memory_gib[kind] / gib - 1 for kind, gib in measured_memory_gib(self.run).items()}
 
+    def memory_interval_gib(self, kind: MemoryKind) -> tuple[float, float] | None:
+        """90% interval of a peak in GiB; None if not predicted."""
+        return None if self.predicted is None else self.predicted.memory_interval_gib.get(kind)
+
+    def in_memory_interval(self, kind: MemoryKind) -> bool | None:
+        """True if the measured peak of a kind is inside its interval; None if either is missing."""
+        gib, interval_gib = measured_memory_gib(self.run).get(kind), self.memory_interval_gib(kind)
+        return None if gib is None or interval_gib is None else interval_gib[0] <= gib <= interval_gib[1]
+
     def to_json(self) -> dict[str, Any]:
         """Outcome as a part of the JSON document."""
         run, predicted, kind = self.run, self.predicted, self.memory_kind
         interval_s = None if predicted is None else predicted.step_time_interval_s
+        interval_gib = self.memory_interval_gib(kind)
         return {
             "id": run.id,
             "file": self.file,
@@ -88,7 +101,9 @@ class RunOutcome:
             "in_step_time_interval": self.in_interval,
             "step_time_error": self.error,
             "predicted_peak_memory_gib": None if predicted is None else predicted.memory_gib.get(kind),
+            "peak_memory_interval_gib": None if interval_gib is None else list(interval_gib),
             "measured_peak_memory_gib": measured_memory_gib(run).get(kind),
+            "in_peak_memory_interval": self.in_memory_interval(kind),
             "memory_kind": kind,
             "peak_memory_errors": self.memory_errors,
             "predicted_memory_gib": None if predicted is None else predicted.memory_gib,

@@ -108,6 +108,7 @@ def _predicted(run: PublishedRun, recipes: Recipes, profile: StageProfile) -> Pr
         step_time_s=step_time_s,
         step_time_interval_s=(step_time_s - half_width_s, step_time_s + half_width_s),
         memory_gib={},
+        memory_interval_gib={},
         oom=None,
         flops=step_flops(job_of_published_run(run, recipes).job),
         software="profiled stage times",

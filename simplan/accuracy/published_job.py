@@ -125,6 +125,7 @@ def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
     if not framework.is_known:
         # padding of vocabularies is unknown too; nanotron, for example, pads to a multiple of tp
         changes |= {"rates": profile.rates.model_copy(update=_UNFITTED), "vocab_multiple": 1}
+        changes |= {"memory_spread": catalog.unfitted_memory_spread()}
     fused = framework.fused_attention if given.flash_attention is None else given.flash_attention
     layers: dict[str, object] = {} if fused is None else {"attention": "fused" if fused else "unfused"}
     if run.model.family == "bert" and profile.id == _TORCH:

@@ -12,7 +12,7 @@ from simplan.accuracy.outcome import RunOutcome
 from simplan.accuracy.plan_ranking import Choices, choices
 from simplan.accuracy.statistics import (
     ErrorFigures,
-    StepTimeFigures,
+    IntervalFigures,
     Verdicts,
     constant_mfu,
     memory_figures,
@@ -34,16 +34,16 @@ class Figures:
         num_runs, num_skipped: Number of runs, and of runs without a prediction.
         constant_mfu: Errors of the constant-MFU baseline, fitted to the same runs per file, device and
             precision.
-        peak_memory: Errors of memory peaks: ``all``, and by kind of figure.
+        peak_memory: Errors and interval coverage of memory peaks: ``all``, and by kind of figure.
         oom: Counts of correct and wrong out-of-memory predictions.
         choosing: Quality of choices among plans.
     """
 
     num_runs: int
     num_skipped: int
-    step_time: StepTimeFigures
+    step_time: IntervalFigures
     constant_mfu: ErrorFigures
-    peak_memory: dict[str, ErrorFigures]
+    peak_memory: dict[str, IntervalFigures]
     oom: Verdicts
     choosing: Choices
 
@@ -63,7 +63,8 @@ class Figures:
     def to_json(self) -> dict[str, Any]:
         """Part of the JSON document."""
         figures = asdict(self)
-        peak_memory = figures["peak_memory"].pop("all") | {"by_kind": figures["peak_memory"]}
+        by_kind = {kind: own.to_json() for kind, own in self.peak_memory.items()}
+        peak_memory = by_kind.pop("all") | {"by_kind": by_kind}
         return figures | {"step_time": self.step_time.to_json(), "peak_memory": peak_memory, "oom": self.oom.to_json()}
 
 

@@ -44,8 +44,6 @@ Framework = Literal[
     "other",
 ]
 Task = Literal["pretrain", "sft", "lora"]
-MemoryKind = Literal["allocated", "reserved", "device"]
-"""Kind of a published peak: tensors, memory of the caching allocator, or memory in use on the device."""
 
 Zero = Annotated[int, Field(ge=0)]
 _ROUNDING = 0.02  # of printed throughputs and step times

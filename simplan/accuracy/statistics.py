@@ -15,6 +15,7 @@ from simplan.model.layer import Attention, Gemm, LayerKind
 from simplan.model.model import ModelSpec
 from simplan.model.recompute import recomputation, recompute_of
 from simplan.plan.plan import ParallelPlan, StageAssignment
+from simplan.prediction import MemoryKind
 from simplan.program.tables.partition import assign_stage_layers, balanced_assignment
 
 
@@ -52,17 +53,26 @@ class ErrorFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimeFigures:
-    """Errors of step times, and coverage and width of their intervals.
+class IntervalFigures:
+    """Errors of predictions, and coverage and width of their 90% intervals.
 
     Attributes:
-        interval_coverage: Fraction of measured step times inside their 90% intervals; None without runs.
-        median_interval_half_width: Median of half the interval width over the predicted step time; None without runs.
+        interval_coverage: Fraction of measurements inside their intervals; None without any.
+        median_interval_half_width: Median of half the interval width over the prediction; None without any.
     """
 
     errors: ErrorFigures
     interval_coverage: float | None
     median_interval_half_width: float | None
+
+    @classmethod
+    def of(cls, errors: Sequence[float], covered: Sequence[bool], half_widths: Sequence[float]) -> IntervalFigures:
+        """Compute the figures; predictions without an interval have an error only."""
+        return cls(
+            ErrorFigures.of(errors),
+            float(np.mean(covered)) if covered else None,
+            float(np.median(half_widths)) if half_widths else None,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As a part of the JSON document."""
@@ -71,7 +81,7 @@ class StepTimeFigures:
         return errors | figures
 
 
-def step_time_figures(outcomes: Iterable[RunOutcome]) -> StepTimeFigures:
+def step_time_figures(outcomes: Iterable[RunOutcome]) -> IntervalFigures:
     """Figures of the runs with a measured and a predicted step time."""
     errors, covered, half_widths = [], [], []
     for outcome in outcomes:
@@ -82,23 +92,28 @@ def step_time_figures(outcomes: Iterable[RunOutcome]) -> StepTimeFigures:
             low_s, high_s = outcome.predicted.step_time_interval_s
             covered.append(bool(outcome.in_interval))
             half_widths.append((high_s - low_s) / 2 / outcome.predicted.step_time_s)
-    return StepTimeFigures(
-        ErrorFigures.of(errors),
-        float(np.mean(covered)) if covered else None,
-        float(np.median(half_widths)) if half_widths else None,
-    )
+    return IntervalFigures.of(errors, covered, half_widths)
 
 
-def memory_figures(outcomes: Iterable[RunOutcome]) -> dict[str, ErrorFigures]:
+def memory_figures(outcomes: Iterable[RunOutcome]) -> dict[str, IntervalFigures]:
     """Figures of the runs with a measured peak: ``all`` counts each run once; the others are by kind of figure."""
-    found: dict[str, list[float]] = {"all": []}
+    peaks: dict[str, list[tuple[RunOutcome, MemoryKind, float]]] = {"all": []}
     for outcome in outcomes:
         errors = outcome.memory_errors
-        if errors:
-            found["all"].append(next(iter(errors.values())))
+        peaks["all"] += [(outcome, kind, error) for kind, error in [*errors.items()][:1]]
         for kind, error in errors.items():
-            found.setdefault(kind, []).append(error)
-    return {kind: ErrorFigures.of(errors) for kind, errors in found.items()}
+            peaks.setdefault(kind, []).append((outcome, kind, error))
+    return {name: _memory_figures(of_kind) for name, of_kind in peaks.items()}
+
+
+def _memory_figures(peaks: Sequence[tuple[RunOutcome, MemoryKind, float]]) -> IntervalFigures:
+    covered, half_widths = [], []
+    for outcome, kind, _ in peaks:
+        interval_gib = outcome.memory_interval_gib(kind)
+        if outcome.predicted is not None and interval_gib is not None:
+            covered.append(bool(outcome.in_memory_interval(kind)))
+            half_widths.append((interval_gib[1] - interval_gib[0]) / 2 / outcome.predicted.memory_gib[kind])
+    return IntervalFigures.of([error for _, _, error in peaks], covered, half_widths)
 
 
 @dataclass(frozen=True, slots=True)

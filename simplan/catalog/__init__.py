@@ -20,7 +20,7 @@ from simplan.cluster.machine import THIS_MACHINE, this_machine
 from simplan.documentation import documentation
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.model.model import ModelSpec
-from simplan.software.rates import KernelRates
+from simplan.software.rates import KernelRates, MemorySpread
 from simplan.software.software import SoftwareSpec
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "model_fields",
     "names",
     "network_link",
+    "network_of_node",
     "node",
     "published_parameters",
     "software",
@@ -62,6 +63,7 @@ class NodeEntry:
         inter_link: Link between nodes; None when unknown.
         host_memory_bytes: Host memory of the node; None when unknown.
         host_memory_bandwidth_bytes_per_s: Bandwidth of host memory; None when unknown.
+        nics_per_node: Network cards of the node that ``inter_link`` stands for; None when unknown.
     """
 
     id: str
@@ -72,6 +74,7 @@ class NodeEntry:
     source: str = field(default="", compare=False)
     host_memory_bytes: int | None = None
     host_memory_bandwidth_bytes_per_s: float | None = None
+    nics_per_node: int | None = None
 
 
 def names(kind: Kind) -> tuple[str, ...]:
@@ -133,7 +136,11 @@ def kernel_rates(architecture: str, *, textbook: bool = False) -> KernelRates:
 
 @cache
 def link(name: str, *, textbook: bool = False) -> LinkSpec:
-    """A link; ``network-<n>gbit`` is a network of n Gbit/s per device, ``efa-<n>gbit`` one with AWS's EFA transport.
+    """A link.
+
+    ``network-<n>gbit`` is a network of n Gbit/s per device, ``efa-<n>gbit`` one with AWS's EFA transport.
+    ``tcp-<n>gbit`` is one Ethernet card of a node; the link has the rate of a node with one device
+    (``network_of_node``).
 
     With ``textbook``, the priors that a fit starts from, without fitted values (``links_fitted.yaml``).
     """
@@ -141,6 +148,20 @@ def link(name: str, *, textbook: bool = False) -> LinkSpec:
     if match is not None and match[1] in _parsed("links")["networks"] and float(match[2]) > 0:
         return network_link(float(match[2]), match[1], textbook=textbook)
     return _link(name, name, _entry("links", name), textbook=textbook)
+
+
+def network_of_node(name: str, devices_per_node: int, nics_per_node: int = 1) -> LinkSpec | None:
+    """Link that cards of a node are for each of its devices; None if the name is no link of one card per node.
+
+    Args:
+        name: ``tcp-<n>gbit``.
+    """
+    match = _NETWORK.fullmatch(name)
+    networks = _parsed("links")["networks"]
+    if match is None or not networks.get(match[1], {}).get("per_node") or float(match[2]) <= 0:
+        return None
+    shared = network_link(float(match[2]) * nics_per_node / devices_per_node, match[1])
+    return shared.model_copy(update={"id": name})
 
 
 def network_link(gbit_per_device: float, kind: str = "network", *, textbook: bool = False) -> LinkSpec:
@@ -151,6 +172,7 @@ def network_link(gbit_per_device: float, kind: str = "network", *, textbook: boo
         kind: ``network`` for InfiniBand and RoCE, or ``efa``.
     """
     entry = {"bytes_per_s": gbit_per_device * 1e9 / 8, **_parsed("links")["networks"][kind]}
+    entry.pop("per_node", None)
     return _link(f"{kind}-{gbit_per_device:g}gbit", kind, entry, textbook=textbook)
 
 
@@ -197,7 +219,8 @@ def node(name: str) -> NodeEntry:
         device=its_device,
         devices_per_node=entry["devices_per_node"],
         intra_link=None if its_device.intra_link is None else link(its_device.intra_link),
-        inter_link=network_link(entry["inter_link_gbit_per_device"]),
+        inter_link=network_link(entry["nics_per_node"] * entry["nic_gbit"] / entry["devices_per_node"]),
+        nics_per_node=entry["nics_per_node"],
         source=_sources("clusters", {"": entry["source"]})[""],
         host_memory_bytes=entry["host_memory_bytes"],
         host_memory_bandwidth_bytes_per_s=entry["host_memory_bandwidth_bytes_per_s"],
@@ -225,6 +248,7 @@ def make_cluster(entry: NodeEntry, num_devices: int) -> ClusterSpec:
         num_devices=num_devices,
         intra_link=entry.intra_link if entry.devices_per_node > 1 else None,
         inter_link=entry.inter_link if num_devices > entry.devices_per_node else None,
+        nics_per_node=entry.nics_per_node if num_devices > entry.devices_per_node else None,
         host_link=None if entry.device.host_link is None else link(entry.device.host_link),
         host_memory_bytes=entry.host_memory_bytes,
         host_memory_bandwidth_bytes_per_s=entry.host_memory_bandwidth_bytes_per_s,
@@ -259,6 +283,7 @@ def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
     """
     entry = _entry("software", name)
     fields = {"id": name, **entry, "sources": _sources("software", entry["sources"])}
+    fields["memory_spread"], fields["sources"]["memory_spread"] = _memory_spread(name, entry.get("rates_of"))
     if "rates_of" in entry:
         same = software(entry["rates_of"], textbook=textbook)
         fields |= {field: getattr(same, field) for field in _OF_KERNELS}
@@ -272,6 +297,23 @@ def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
         fields["sources"] = {"rates": ""} | fields["sources"]
         fields["sources"]["rates"] = f"{fields['sources']['rates']}; fitted on {fitted['fitted_on']}".removeprefix("; ")
     return SoftwareSpec.model_validate(fields)
+
+
+def _memory_spread(name: str, rates_of: str | None) -> tuple[dict[str, Any], str]:
+    """Uncertainty of peak memory under a framework, and its source; also by the peaks of the profile of its rates."""
+    fitted = _parsed("memory_fitted")
+    owners = [fitted["software"][owner] for owner in (rates_of, name) if owner in fitted["software"]]
+    spread = fitted["unfitted"].copy()
+    for own in owners:
+        spread |= own
+    if not owners:
+        return spread, "as of published peaks whose source and profile are left out"
+    return spread, f"fitted on {' and '.join(own['fitted_on'] for own in owners)}"
+
+
+def unfitted_memory_spread() -> MemorySpread:
+    """Uncertainty of peak memory under a framework without published peaks of its own."""
+    return MemorySpread.model_validate(_parsed("memory_fitted")["unfitted"])
 
 
 def _software_files() -> dict[str, Any]:

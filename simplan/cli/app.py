@@ -11,23 +11,25 @@ from typing import Annotated, Literal
 import typer
 
 import simplan
+from simplan.cli.terminal import completion
 from simplan.cli.terminal.options import (
     AsJson,
     CalibrationFile,
     CheckpointDir,
     CheckpointEvery,
     Endpoint,
+    FileCommand,
     JsonFile,
     MaxRestarts,
     PriceOption,
     RendezvousConf,
     Resume,
-    ScenarioFile,
     ScenarioPaths,
     TimedPrecision,
     Tokens,
 )
 from simplan.cli.terminal.output import complain
+from simplan.cli.terminal.scenario_request import ScenarioRequest, takes_scenario
 from simplan.documentation import documentation
 from simplan.errors import SimplanError
 
@@ -37,11 +39,11 @@ _SECONDS = partial(typer.Option, max=86_400.0, metavar="SECONDS")
 
 app = typer.Typer(
     name="simplan",
-    add_completion=False,
     pretty_exceptions_enable=False,  # errors are sentences; see main
     rich_markup_mode=None,  # plain help, equal on every terminal
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+_command = partial(app.command, cls=FileCommand)
 
 
 @app.callback(invoke_without_command=True, no_args_is_help=False)
@@ -50,7 +52,7 @@ def root(
 ) -> None:
     """Plan, predict and prove distributed deep-learning training.
 
-    For example: simplan demo; simplan predict SCENARIO; simplan run SCENARIO; simplan show devices
+    For example: simplan predict llama3-8b --gpus 64 --tp 8; simplan init; simplan demo; simplan show devices
 
     Exit codes: 0 done, 1 an expectation failed, 2 bad usage or bad file, 3 no plan of a search fits, 4 a run failed,
     130 interrupted.
@@ -63,9 +65,10 @@ def root(
         print_result(context.get_help())
 
 
-@app.command(short_help="Predict one plan: memory, step time and its breakdown.")
+@_command(short_help="Predict one plan: memory, step time and its breakdown.")
+@takes_scenario(writes=True)
 def predict(
-    scenario: ScenarioFile,
+    scenario: ScenarioRequest,
     json: AsJson = False,
     trace: Annotated[Path | None, _FILE(help="File for a Perfetto trace (default: none).")] = None,
     output: JsonFile = None,
@@ -86,9 +89,10 @@ def predict(
     )
 
 
-@app.command(short_help="Find the best plan of a search space, and show why others lost.")
+@_command(short_help="Find the best plan of a search space, and show why others lost.")
+@takes_scenario(writes=True)
 def search(
-    scenario: ScenarioFile,
+    scenario: ScenarioRequest,
     json: AsJson = False,
     top: Annotated[int | None, _COUNT(max=1000, help="Number of plans to rank (default: 5).")] = None,
     objective: Annotated[
@@ -102,6 +106,14 @@ def search(
     fewest_devices: Annotated[
         bool, typer.Option("--fewest-devices", help="Short for --objective num_devices.")
     ] = False,
+    max_memory_fraction: Annotated[
+        float | None,
+        typer.Option(
+            metavar="FRACTION",
+            show_default="0.95",
+            help="Fraction of the device memory that plans may use; 1 keeps none free.",
+        ),
+    ] = None,
     largest: Annotated[
         str | None,
         typer.Option(metavar="QUANTITY", help="Quantity to maximize: seq_len, microbatch_size or num_hidden_layers."),
@@ -127,6 +139,7 @@ def search(
     objectives = tuple(objective or ()) or (("num_devices",) if fewest_devices else ())
     options = SearchOptions(
         top=top,
+        max_memory_fraction=max_memory_fraction,
         objectives=objectives,
         jobs=jobs or 1,
         save_plan=save_plan,
@@ -137,9 +150,29 @@ def search(
     return search_command(scenario, as_json=json, options=options, calibration_file=calibration)
 
 
-@app.command(short_help="Run a plan on this machine, and compare it with its prediction.")
+@_command(short_help="Write a first scenario, and name the next command.")
+@takes_scenario(required=False)
+def init(
+    scenario: ScenarioRequest,
+    output: Annotated[Path, _FILE("--output", "-o", help="File for the scenario.")] = Path("scenario.yaml"),
+    search: Annotated[bool, typer.Option("--search", help="A search for the best plan instead of one plan.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Permission to overwrite the file.")] = False,
+    json: AsJson = False,
+) -> int:
+    """Write a first scenario, complete and with comments, and name the next command.
+
+    Values that are not given are assumed, and listed. On a terminal, without SCENARIO, questions ask for the model, the
+    cluster and the batch.
+    """
+    from simplan.cli.init import init_command
+
+    return init_command(scenario, file=output, searches=search, force=force, as_json=json)
+
+
+@_command(short_help="Run a plan on this machine, and compare it with its prediction.")
+@takes_scenario()
 def run(
-    scenario: ScenarioFile,
+    scenario: ScenarioRequest,
     json: AsJson = False,
     output: Annotated[
         Path | None,
@@ -193,9 +226,10 @@ def run(
     )
 
 
-@app.command(short_help="Run one rank of a job of any size alone on a local device.")
+@_command(short_help="Run one rank of a job of any size alone on a local device.")
+@takes_scenario()
 def rehearse(
-    scenario: ScenarioFile,
+    scenario: ScenarioRequest,
     rank: Annotated[
         str, typer.Option(metavar="RANK", help="Number of the rank, or worst for the peak-memory rank.")
     ] = "worst",
@@ -227,7 +261,7 @@ def rehearse(
     )
 
 
-@app.command(short_help="Run a folder of scenarios on one device, and report errors.")
+@_command(short_help="Run a folder of scenarios on one device, and report errors.")
 def suite(
     folders: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="Folders of scenarios, or scenario files.")],
     output: Annotated[
@@ -253,7 +287,7 @@ def suite(
     return suite_command(folders, output=output, as_json=json, calibration_file=calibration, options=options)
 
 
-@app.command(short_help="Show the error of a prediction, and the terms that cause it.")
+@_command(short_help="Show the error of a prediction, and the terms that cause it.")
 def compare(
     prediction: Annotated[Path, typer.Argument(metavar="PREDICTION", help="File that predict -o wrote.")],
     measurement: Annotated[
@@ -275,7 +309,7 @@ def compare(
     return compare_command(prediction, measurement, as_json=json, plot=plot)
 
 
-@app.command(short_help="Measure this machine: layers or kernels, and links.")
+@_command(short_help="Measure this machine: layers or kernels, and links.")
 def calibrate(
     scenarios: Annotated[
         list[Path] | None,
@@ -324,7 +358,7 @@ def calibrate(
     )
 
 
-@app.command(short_help="Check scenarios against their expectations, for CI.")
+@_command(short_help="Check scenarios against their expectations, for CI.")
 def check(
     paths: ScenarioPaths,
     json: AsJson = False,
@@ -346,7 +380,7 @@ def check(
     )
 
 
-@app.command(
+@_command(
     short_help="Predict published training runs, and show the errors.",
     epilog=f"Schema of the files: {documentation('reference/published-runs')}",
 )
@@ -387,11 +421,17 @@ def accuracy(
     )
 
 
-@app.command(short_help="Show every term of step time and memory, with its formula.")
+@_command(short_help="Show every term of step time and memory, with its formula.")
+@takes_scenario()
 def explain(
-    scenario: ScenarioFile,
+    scenario: ScenarioRequest,
     other: Annotated[
-        Path | None, typer.Argument(metavar="OTHER", help="Second scenario, for the difference of the two.")
+        Path | None,
+        typer.Argument(
+            metavar="OTHER",
+            help="Second scenario, for the difference of the two; options hold for both.",
+            autocompletion=completion.scenarios,
+        ),
     ] = None,
     json: AsJson = False,
     calibration: CalibrationFile = None,
@@ -402,9 +442,10 @@ def explain(
     return explain_command(scenario, other, as_json=json, calibration_file=calibration)
 
 
-@app.command(short_help="Write the predicted step as a trace for Perfetto.")
+@_command(short_help="Write the predicted step as a trace for Perfetto.")
+@takes_scenario()
 def trace(
-    scenario: ScenarioFile,
+    scenario: ScenarioRequest,
     output: Annotated[Path | None, _FILE("--output", "-o", help="File for the trace.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Trace on stdout, as one JSON document.")] = False,
     calibration: CalibrationFile = None,
@@ -415,9 +456,10 @@ def trace(
     return trace_command(scenario, as_json=json, output=output, calibration_file=calibration)
 
 
-@app.command(short_help="Draw the predicted step, one row per pipeline rank.")
+@_command(short_help="Draw the predicted step, one row per pipeline rank.")
+@takes_scenario()
 def draw(
-    scenario: ScenarioFile,
+    scenario: ScenarioRequest,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE.svg", help="SVG file for the drawing (default: none)."),
@@ -437,9 +479,10 @@ def draw(
     return draw_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
 
 
-@app.command(short_help="Write a Slurm batch script, or a Kubernetes PyTorchJob.")
+@_command(short_help="Write a Slurm batch script, or a Kubernetes PyTorchJob.")
+@takes_scenario()
 def export(
-    scenario: ScenarioFile,
+    scenario: ScenarioRequest,
     to: Annotated[str, typer.Option("--to", metavar="TARGET", help="Target: slurm or kubernetes.")],
     output: Annotated[Path | None, _FILE("--output", "-o", help="File for the script (default: stdout).")] = None,
     nnodes: Annotated[
@@ -479,18 +522,24 @@ def export(
     )
 
 
-@app.command()
+@_command()
 def show(
     kind: Annotated[
         str | None,
         typer.Argument(
             metavar="KIND",
+            autocompletion=completion.kinds,
             help="Kind: devices, links, clusters, models, software, schedules, metrics, scenario; and the keys of a "
             "scenario's model, cluster, training, plan, search-space or expect.",
         ),
     ] = None,
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Name of one entry, for all its values with their sources.")
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="Name of one entry, for all its values with their sources.",
+            autocompletion=completion.entries,
+        ),
     ] = None,
     json: AsJson = False,
 ) -> int:
@@ -500,7 +549,7 @@ def show(
     return show_command(kind, name, as_json=json)
 
 
-@app.command()
+@_command()
 def dashboard(
     port: Annotated[int, _COUNT(max=65_535, help="Port of the server.")] = 8501,
     host: Annotated[
@@ -520,7 +569,7 @@ def dashboard(
     return dashboard_command(host=host, port=port, browser=not no_browser, allow_run=allow_run)
 
 
-@app.command(short_help="Predict and run a small GPT under five plans, and compare.")
+@_command(short_help="Predict and run a small GPT under five plans, and compare.")
 def demo(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the files.")] = Path(
         "demo-out"

@@ -29,6 +29,7 @@ from simplan.io import write_model
 from simplan.model.layer import CollectiveKind
 from simplan.model.low_precision import DEFAULT_RECIPE
 from simplan.runs.elastic import Nodes
+from simplan.runs.lock import exclusive
 from simplan.scenario import Scenario, SearchScenario
 from simplan.units import counted
 
@@ -215,11 +216,16 @@ def measure(requests: Iterable[CalibrationRequest], file: Path | None, nodes: No
     Without a file, that of the cache folder is used; without nodes, this machine alone.
 
     Raises:
-        SpecError: torch is missing, or the file cannot be written or is no calibration.
+        SpecError: torch is missing; or the file cannot be written, is no calibration, or another process has it.
         RunError: A rank failed.
     """
     require_executor()
     target = file or default_path()
+    with exclusive(target, "--calibration", is_file=True):  # two at once would lose layers, and slow each other down
+        return _measure(requests, target, nodes)
+
+
+def _measure(requests: Iterable[CalibrationRequest], target: Path, nodes: Nodes | None) -> Calibration:
     total = load(target)
     for asked in requests:
         request = asked.model_copy(update={"pending": total.pending if total is not None else ()})

@@ -21,12 +21,12 @@ from simplan.report.checks import (
     checks_json,
     checks_text,
     count,
-    github_annotations,
+    github_text,
     junit_xml,
     markdown_summary,
 )
 from simplan.scenario import METRICS, Expectation, evaluate, load_scenario
-from simplan.scenario.file import scenario_from
+from simplan.scenario.file import scenario_of_document
 
 _SUFFIXES = (".yaml", ".yml")
 _MEASURED_BY_OTHERS = {"published", "heldout", "validation"}
@@ -62,7 +62,7 @@ def check_command(
     if as_json:
         print_json(checks_json(checked))
     else:
-        print_result("\n".join([*(github_annotations(checked) if github else ()), checks_text(checked)]))
+        print_result(github_text(checked) if github else checks_text(checked))
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if github and summary:
         with Path(summary).open("a", encoding="utf-8") as stream:
@@ -101,7 +101,7 @@ def check_file(file: Path, calibration: Calibration | None) -> CheckedFile:
     """Checks one scenario; an invalid scenario becomes a failed case, so that the others continue."""
     try:
         document = read_yaml(file)  # once: it may be a pipe
-        scenario = scenario_from(document, file)
+        scenario = scenario_of_document(document, file)
         if not covers(calibration, scenario):
             reason = "needs this machine's calibration: `simplan check --calibration FILE` takes one"
             cases = [CheckedCase(e.metric, CheckStatus.SKIPPED, reason, e.why) for e in scenario.expect]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,31 +16,42 @@ from simplan.cli.calibrations import (
     request_across,
     requests_for,
 )
-from simplan.cli.execute import RunOptions, default_folder, execute, join, refuse_other_software
+from simplan.cli.execute import (
+    RunOptions,
+    check_before_calibrating,
+    default_folder,
+    execute,
+    join,
+    refuse_other_software,
+)
 from simplan.cli.nodes import NodeRendezvous, nodes_of, nodes_to_time, refuse_without_nodes
 from simplan.cli.search import scenarios_to_time
 from simplan.cli.terminal.budget import chosen_budget
 from simplan.cli.terminal.drawing import print_drawing, refuse_other_suffix
 from simplan.cli.terminal.output import emphasize, print_json, print_result, say
+from simplan.cli.terminal.progress import ProgressLine
+from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.store import default_path
 from simplan.errors import Problem, SpecError
 from simplan.explain import difference, explain
 from simplan.io import as_argument, write_json, write_text
-from simplan.job import Job
+from simplan.prediction import Prediction
 from simplan.report.comparison import comparison_text
 from simplan.report.drawings.drawing import draw_pipeline
 from simplan.report.drawings.drawing_svg import drawing_svg
 from simplan.report.explanation import difference_text, explanation_text
 from simplan.report.text import prediction_text, verdict
 from simplan.report.trace import predicted_trace, write_predicted_trace
-from simplan.scenario import Scenario, load_scenario
+from simplan.runs.lock import exclusive
+from simplan.scenario import Scenario
 from simplan.scenario.elastic import scenarios_on_fewer
+from simplan.search import Fix, fixes
 
 
 def predict_command(
-    file: Path,
+    request: ScenarioRequest,
     *,
     as_json: bool,
     trace: Path | None,
@@ -49,44 +60,56 @@ def predict_command(
     budget: Mapping[str, float | None],
 ) -> int:
     """``simplan predict``."""
-    scenario = load_scenario(file)
+    scenario = request.scenario()
     given = chosen_budget(budget, scenario.job.model, scenario.budget.num_tokens)
     scenario = replace(scenario, budget=scenario.budget.model_copy(update=given))
     calibration = _calibration_for(scenario, calibration_file)
     prediction, simulated = scenario.predict_step(calibration)
+    found = _fixes(prediction, calibration)
+    document = prediction.to_json()
+    if found is not None:
+        document["fixes"] = [fix.to_json() for fix in found]
     if output is not None:
-        write_json(output, prediction.to_json())
+        write_json(output, document)
     if trace is not None:
         write_predicted_trace(trace, prediction, simulated)
     if as_json:
-        print_json(prediction.to_json())
+        print_json(document)
         return 0
-    here = scenario.job.cluster.id == THIS_MACHINE
-    this = as_argument(file)
-    run_it = f"simplan run {this}" if here else ""
-    next_steps = [step for step in (run_it, f"simplan trace {this} -o trace.json") if step]
-    if prediction.fits is False:
-        removed = "plan: and expect:" if scenario.expect else "plan:"
-        search_it = f"in {this}, replace {removed} by search: {{}}; then run simplan search {this}"
-        shard_it = f"in {this}, remove plan.grad_sync: step, so that gradients accumulate in shards"
-        changes = [shard_it] if _accumulates_unsharded(scenario.job) else []
-        next_steps = [f"simplan explain {this}", *next_steps, *changes, search_it]
-    text, line = prediction_text(prediction, next_steps), verdict(prediction)
-    print_result(text.replace(line, emphasize(line, prediction.fits), 1))
+    text, line = prediction_text(prediction, _next(scenario, request, found), found or ()), verdict(prediction)
+    certain = {"fits": True, "does not fit": False}.get(prediction.memory_verdict or "")
+    print_result(text.replace(line, emphasize(line, certain), 1))
     return 0
 
 
-def _accumulates_unsharded(job: Job) -> bool:
-    """True if FSDP accumulates unsharded gradients, although it would reduce every microbatch by default."""
-    plan = job.plan
-    return plan.shards_parameters and plan.pp == 1 and plan.grad_sync == "step" and job.num_microbatches > 1
+def _fixes(prediction: Prediction, calibration: Calibration | None) -> tuple[Fix, ...] | None:
+    """Changes with which a job fits; None if it fits as it is."""
+    if prediction.fits is not False and prediction.host_fits is not False:
+        return None
+    with ProgressLine("does not fit; trying changes", elsewhere=False):
+        return fixes(prediction, calibration)
 
 
-def explain_command(file: Path, other: Path | None, *, as_json: bool, calibration_file: Path | None) -> int:
+def _next(scenario: Scenario, request: ScenarioRequest, found: Sequence[Fix] | None) -> list[str]:
+    """Commands to run after a prediction."""
+    this = request.argument()
+    steps = [f"simplan run {this}"] if scenario.job.cluster.id == THIS_MACHINE else []
+    steps.append(f"simplan trace {this} -o trace.json")
+    if found is None:
+        return steps
+    same_batch = request.with_batch(scenario.job.training.global_batch_size)
+    changed = [f"simplan predict {same_batch.with_overrides(found[0].changes).argument()}"] if found else []
+    search = same_batch.argument(without="plan") + (" --set 'search={}'" if request.is_file else "")
+    return [*changed, f"simplan search {search}", f"simplan explain {this}", *steps]
+
+
+def explain_command(
+    request: ScenarioRequest, other: Path | None, *, as_json: bool, calibration_file: Path | None
+) -> int:
     """``simplan explain``."""
     explained = []
-    for path in (file, *([other] if other else [])):
-        scenario = load_scenario(path)
+    for each in (request, *([replace(request, source=other)] if other else [])):
+        scenario = each.scenario()
         calibration = _calibration_for(
             scenario, calibration_file if is_needed(scenario.job.cluster) or other is None else None
         )
@@ -103,11 +126,13 @@ def explain_command(file: Path, other: Path | None, *, as_json: bool, calibratio
     return 0
 
 
-def trace_command(file: Path, *, as_json: bool, output: Path | None, calibration_file: Path | None) -> int:
+def trace_command(
+    request: ScenarioRequest, *, as_json: bool, output: Path | None, calibration_file: Path | None
+) -> int:
     """``simplan trace``."""
     if output is None and not as_json:
         raise SpecError(Problem(field="--output", rule="is missing", fix="give -o FILE, or --json to print the trace"))
-    scenario = load_scenario(file)
+    scenario = request.scenario()
     calibration = _calibration_for(scenario, calibration_file)
     document = predicted_trace(*scenario.predict_step(calibration))
     if output is not None:
@@ -119,12 +144,12 @@ def trace_command(file: Path, *, as_json: bool, output: Path | None, calibration
 
 
 def draw_command(
-    file: Path, *, as_json: bool, output: Path | None, width: int | None, calibration_file: Path | None
+    request: ScenarioRequest, *, as_json: bool, output: Path | None, width: int | None, calibration_file: Path | None
 ) -> int:
     """``simplan draw``."""
     if output is not None:
         refuse_other_suffix(output)
-    scenario = load_scenario(file)
+    scenario = request.scenario()
     drawing = draw_pipeline(scenario.predict(_calibration_for(scenario, calibration_file)))
     if output is not None:
         write_text(output, drawing_svg(drawing))
@@ -137,7 +162,7 @@ def draw_command(
 
 
 def run_command(
-    file: Path,
+    request: ScenarioRequest,
     *,
     as_json: bool,
     output: Path | None,
@@ -146,18 +171,34 @@ def run_command(
     rendezvous: NodeRendezvous,
 ) -> int:
     """``simplan run``."""
-    scenario = load_scenario(file)
+    scenario = request.scenario()
     refuse_other_software(scenario)
     folder = output or default_folder(scenario)
     nodes = nodes_of(scenario, options, rendezvous)
     if nodes is not None and not nodes.leads:
         join(nodes, folder)
         return 0
+    with exclusive(folder, "--output"):
+        return _run_alone(
+            scenario, folder, calibration_file, replace(options, nodes=nodes), rendezvous, as_json=as_json
+        )
+
+
+def _run_alone(
+    scenario: Scenario,
+    folder: Path,
+    calibration_file: Path | None,
+    options: RunOptions,
+    rendezvous: NodeRendezvous,
+    *,
+    as_json: bool,
+) -> int:
+    check_before_calibrating(scenario, options)
     smaller = scenarios_on_fewer(scenario, rendezvous.nodes[0])[0] if rendezvous.is_elastic else {}
     every = [scenario, *smaller.values()]
     needed = is_needed(scenario.job.cluster)
     calibration = ensure(every, calibration_file) if needed else _calibration_for(scenario, calibration_file)
-    outcome = execute(scenario, calibration, folder, replace(options, nodes=nodes))
+    outcome = execute(scenario, calibration, folder, options)
     if as_json:
         print_json(outcome.to_json())
         return 0
@@ -208,6 +249,6 @@ def calibrate_command(
 def _calibration_for(scenario: Scenario, file: Path | None) -> Calibration | None:
     calibration = chosen(scenario, file)
     if calibration is not None and not covers(calibration, scenario):
-        this = as_argument(scenario.file or "FILE")
+        this = as_argument(scenario.file) if scenario.file and Path(scenario.file).exists() else "FILE"
         say(f"note: not every layer here was timed itself; `simplan calibrate {this}` times them")
     return calibration

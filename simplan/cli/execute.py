@@ -16,12 +16,12 @@ from simplan.cli.terminal.progress import ProgressLine
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import NotModelledError, Problem, RunError, SpecError
 from simplan.io import read_model, write_json, write_model
-from simplan.predict import Simulated, run_spec_of
+from simplan.predict import Simulated, run_dtype, run_spec_of
 from simplan.prediction import Prediction
 from simplan.report.text import verdict
 from simplan.report.trace import write_measured_trace, write_predicted_trace
-from simplan.runs.checkpoint import Checkpointing
-from simplan.runs.elastic import Nodes
+from simplan.runs.checkpoint import Checkpointing, check_new_run, differences, readable_headers, step_folder
+from simplan.runs.elastic import Nodes, refuse_busy_port
 from simplan.runs.measurement import Measurement
 from simplan.runs.run_spec import RunSpec
 from simplan.scenario import Scenario
@@ -122,8 +122,27 @@ def default_folder(scenario: Scenario) -> Path:
     return Path("simplan-out") / (re.sub(r"[^A-Za-z0-9._-]+", "-", scenario.name).strip(".-") or "run")
 
 
+def check_before_calibrating(scenario: Scenario, options: RunOptions) -> None:
+    """Refuses what a run would refuse after its calibration, which takes half a minute.
+
+    Raises:
+        SpecError: The folder has checkpoints of another training, or the port at the endpoint is in use.
+    """
+    kept, job = options.checkpointing, scenario.job
+    if kept is not None:
+        newest = next(iter(readable_headers(Path(kept.folder))[0]), None)
+        check_new_run(kept, newest)
+        seed = RunSpec.model_fields["seed"].default
+        if newest is not None and (
+            problems := list(differences(newest, job.model, job.training, job.plan, seed, run_dtype(job.training)))
+        ):
+            raise SpecError(problems, file=str(step_folder(Path(kept.folder), newest.step)))
+    if options.nodes is not None:
+        refuse_busy_port(options.nodes)
+
+
 def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, options: RunOptions) -> Outcome:
-    """Predicts, runs, compares, and writes everything to a folder.
+    """Predicts, runs, compares, and writes everything to a folder, which this process has alone.
 
     ``prediction.json``, ``job.json``, ``measurement.json``, ``comparison.json``, ``predicted.trace.json`` and
     ``measured.trace.json``; when the run fails, what was written and measured until then stays. With fewer nodes to go

@@ -9,18 +9,19 @@ from simplan.cli.calibrations import chosen
 from simplan.cli.execute import RunOptions, exported_job, refuse_other_software
 from simplan.cli.nodes import numbers_of_nodes, refuse_other_number
 from simplan.cli.terminal.output import print_json, print_result, say
+from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.interop.launchers import Launch, claim_of, kubernetes_job, slurm_script
 from simplan.io import write_text
 from simplan.runs.checkpoint import Checkpointing
-from simplan.scenario import Scenario, load_scenario
+from simplan.scenario import Scenario
 from simplan.scenario.elastic import check_elastic
 
 TARGETS = ("kubernetes", "slurm")
 
 
 def export_command(
-    file: Path,
+    request: ScenarioRequest,
     *,
     target: str,
     as_json: bool,
@@ -34,12 +35,14 @@ def export_command(
     if target not in TARGETS:
         problem = Problem(field="--to", value=target, rule="is not known", fix=did_you_mean(target, TARGETS))
         raise SpecError(problem)
-    scenario = load_scenario(file)
+    scenario = request.scenario()
     refuse_other_software(scenario)
     cluster = scenario.job.cluster
     if cluster.num_devices % cluster.num_nodes:
         rule = f"must be a multiple of the {cluster.num_nodes} nodes, as all run as many ranks"
-        raise SpecError(Problem(field="cluster.num_devices", value=str(cluster.num_devices), rule=rule), file=str(file))
+        raise SpecError(
+            Problem(field="cluster.num_devices", value=str(cluster.num_devices), rule=rule), file=scenario.file
+        )
     gpus = cluster.ranks_per_node if cluster.device.kind == "gpu" else 0
     least = _min_nodes(scenario, nodes, checkpointing)
     if least is not None and checkpointing is not None and target == "kubernetes":

@@ -117,7 +117,8 @@ def _links() -> list[Row]:
     return [
         {
             "name": link.id,
-            "one direction, per device": format_rate(link.bytes_per_s),
+            "one direction": format_rate(link.bytes_per_s),
+            "per": "node" if catalog.network_of_node(link.id, 1) else "device",
             "reached": format_percent(link.bandwidth_share),
             "reducing in the switch": format_percent(link.switch_share) if link.switch_share else "",
             "a step": format_time(link.latency_s),

@@ -10,6 +10,7 @@ from simplan.cli.execute import RunOptions, refuse_other_software, run_spec_of_s
 from simplan.cli.terminal.output import print_json, print_result
 from simplan.cli.terminal.processes import run_executor
 from simplan.cli.terminal.progress import ProgressLine
+from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.errors import Problem, SpecError
 from simplan.io import read_model, write_json, write_model
 from simplan.prediction import Prediction
@@ -17,14 +18,13 @@ from simplan.report.comparison import rehearsal_text
 from simplan.report.text import verdict
 from simplan.runs.measurement import Rehearsal
 from simplan.runs.run_spec import RunSpec
-from simplan.scenario import load_scenario
 from simplan.validate.rehearsal import compare_rehearsal
 
 _WORST = "worst"
 
 
 def rehearse_command(
-    file: Path,
+    request: ScenarioRequest,
     *,
     rank_asked: str,
     fake: bool,
@@ -34,7 +34,7 @@ def rehearse_command(
     calibration_file: Path | None,
 ) -> int:
     """``simplan rehearse``; the rank is a number, or ``worst`` for the rank with the highest predicted peak memory."""
-    scenario = load_scenario(file)
+    scenario = request.scenario()
     refuse_other_software(scenario)
     needed = is_needed(scenario.job.cluster)
     calibration = ensure([scenario], calibration_file) if needed else chosen(scenario, calibration_file)

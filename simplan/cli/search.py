@@ -5,31 +5,32 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from simplan.cli.calibrations import read, refuse_unneeded
 from simplan.cli.terminal.budget import chosen_budget
 from simplan.cli.terminal.output import emphasize, print_json, print_result, say
 from simplan.cli.terminal.progress import ProgressLine
+from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import NoFeasiblePlanError, Problem, SpecError, did_you_mean
-from simplan.io import as_argument, read_yaml, write_text
+from simplan.io import read_yaml, write_text
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.problems import parse_model
 from simplan.report.search import search_plan_words, search_text, search_verdict
 from simplan.scenario import Scenario, SearchScenario, load_scenario, load_search, plan_document
+from simplan.scenario.writing import scenario_text
 from simplan.search import SearchProgress, SearchResult, SearchSpace, largest, search
 from simplan.search.enumeration import Enumeration
 from simplan.search.jobs import check_without_plan
 from simplan.search.largest import QUANTITIES
-from simplan.units import format_time
+from simplan.units import format_percent, format_time
 
 _INTERRUPTED = 130
 _BUDGET_KEYS = {"num_tokens": "token_budget", "price_per_device_hour": "dollars_per_device_hour"}
@@ -43,6 +44,7 @@ class SearchOptions:
 
     Attributes:
         top: Number of plans to rank.
+        max_memory_fraction: Fraction of the device memory that plans may use.
         objectives: Names of one or two objectives.
         jobs: Number of processes.
         save_plan: File for the scenario with a ranked plan.
@@ -52,6 +54,7 @@ class SearchOptions:
     """
 
     top: int | None = None
+    max_memory_fraction: float | None = None
     objectives: tuple[str, ...] = ()
     jobs: int = 1
     save_plan: Path | None = None
@@ -60,15 +63,18 @@ class SearchOptions:
     budget: Mapping[str, float | None] = field(default_factory=dict)
 
 
-def search_command(file: Path, *, as_json: bool, options: SearchOptions, calibration_file: Path | None) -> int:
+def search_command(
+    request: ScenarioRequest, *, as_json: bool, options: SearchOptions, calibration_file: Path | None
+) -> int:
     """``simplan search``."""
-    scenario = load_search(file)
+    scenario, command = request.search(), f"simplan search {request.argument()}"
     space = _space(scenario, options)
+    scenario = replace(scenario, space=space)
     _check_rank(options, space)
     refuse_unneeded(scenario, calibration_file)
     calibration = read(calibration_file) if scenario.job.cluster.cores_per_node is not None else None
     if options.largest is not None:
-        return _largest(scenario, space, calibration, options, as_json=as_json)
+        return _largest(scenario, command, space, calibration, options, as_json=as_json)
     if note := slow_search(scenario.job, space):
         say(note)
     with _Watch() as watch:
@@ -80,14 +86,15 @@ def search_command(file: Path, *, as_json: bool, options: SearchOptions, calibra
             jobs=options.jobs,
             on_progress=watch.show,
         )
+    result = replace(result, assumptions=scenario.assumptions)
     if as_json:
         print_json(result.to_json())
     else:
-        text = search_text(result, _next(scenario, result, options), space.max_memory_fraction)
+        text = search_text(result, _next(scenario, command, result, options))
         line = search_verdict(result)
         print_result(text.replace(line, emphasize(line, result.best is not None), 1))
     if result.best is not None and options.save_plan is not None:
-        _save_ranked(scenario, result, options.save_plan, options.rank)
+        _save_ranked(scenario, command, result, options.save_plan, options.rank)
     if result.interrupted:
         return _INTERRUPTED
     return NoFeasiblePlanError.exit_code if result.best is None else 0
@@ -112,6 +119,7 @@ def slow_search(job: Job, space: SearchSpace) -> str:
 
 def _largest(
     scenario: SearchScenario,
+    command: str,
     space: SearchSpace,
     calibration: Calibration | None,
     options: SearchOptions,
@@ -131,8 +139,8 @@ def _largest(
             calibration=calibration,
         )
     if options.save_plan is not None:
-        what = f"A plan that fits with {quantity} = {found.value:,}, the largest that `simplan search "
-        what += f"{as_argument(scenario.file)} --largest {quantity}` found; there may be faster ones"
+        what = f"A plan that fits with {quantity} = {found.value:,}, the largest that "
+        what += f"`{command} --largest {quantity}` found; there may be faster ones"
         _save(scenario, found.plan, options.save_plan, what, found.model_fields)
     if as_json:
         print_json(found.to_json())
@@ -142,8 +150,9 @@ def _largest(
         f"{scenario.name}: {quantity} = {found.value:,} is the largest {where} for which a plan fits\n"
         f"  plan         {search_plan_words(found.plan)}\n"
         f"  fits         {_listed(found.fitting)}\n"
-        f"  does not     {_listed(found.failing)}"
-        + (f"\n\nNext\n  simplan predict {options.save_plan}" if options.save_plan else "")
+        f"  does not     {_listed(found.failing)}\n"
+        f"  memory       plans may use {format_percent(space.max_memory_fraction)} of the device memory"
+        " (--max-memory-fraction)" + (f"\n\nNext\n  simplan predict {options.save_plan}" if options.save_plan else "")
     )
     return 0
 
@@ -157,6 +166,8 @@ def _space(scenario: SearchScenario, options: SearchOptions) -> SearchSpace:
     update: dict[str, Any] = {}
     if options.top is not None:
         update["top"] = options.top
+    if options.max_memory_fraction is not None:
+        update["max_memory_fraction"] = options.max_memory_fraction
     if len(options.objectives) == 1:
         update |= {"objective": options.objectives[0], "objectives": None}
     elif options.objectives:
@@ -190,7 +201,7 @@ def _check_rank(options: SearchOptions, space: SearchSpace) -> None:
     raise SpecError(Problem(field="--rank", value=str(rank), rule=rule, fix=fix))
 
 
-def _save_ranked(scenario: SearchScenario, result: SearchResult, file: Path, given: int | None) -> None:
+def _save_ranked(scenario: SearchScenario, command: str, result: SearchResult, file: Path, given: int | None) -> None:
     """Write a scenario with a plan of the ranking, the best being rank 1; a given rank is part of its name.
 
     Raises:
@@ -201,8 +212,7 @@ def _save_ranked(scenario: SearchScenario, result: SearchResult, file: Path, giv
         rule = f"is more than the {len(result.ranked)} ranked plans: no others fit"
         raise SpecError(Problem(field="--rank", value=str(rank), rule=rule, fix=f"use 1 to {len(result.ranked)}"))
     until = " until it was stopped: there may be better ones" if result.interrupted else ""
-    command = f"`simplan search {as_argument(scenario.file)}`"
-    what = f"The best plan that {command} found" if rank == 1 else f"Plan {rank} of the ranking of {command}"
+    what = f"The best plan that `{command}` found" if rank == 1 else f"Plan {rank} of the ranking of `{command}`"
     name = scenario.name if given is None else f"{scenario.name}-{rank}"
     _save(scenario, result.ranked[rank - 1].plan, file, what + until, name=name)
 
@@ -220,18 +230,16 @@ def _save(
         document["name"] = name
     if model:
         document["model"] = {**document["model"], **model}
-    text = yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=120)
-    write_text(file, f"# {what}.\n{text}")
+    write_text(file, scenario_text(document, f"{what}."))
     say(f"wrote {file}")
 
 
-def _next(scenario: SearchScenario, result: SearchResult, options: SearchOptions) -> list[str]:
+def _next(scenario: SearchScenario, command: str, result: SearchResult, options: SearchOptions) -> list[str]:
     if result.best is None:
         return []
     if options.save_plan is None:
-        this = f"simplan search {as_argument(scenario.file)}"
-        others = [f"{this} --save-plan plan-2.yaml --rank 2"] if len(result.ranked) > 1 else []
-        return [f"{this} --save-plan plan.yaml", *others]
+        others = [f"{command} --save-plan plan-2.yaml --rank 2"] if len(result.ranked) > 1 else []
+        return [f"{command} --save-plan plan.yaml", *others]
     here = scenario.job.cluster.id == THIS_MACHINE
     return [f"simplan {command} {options.save_plan}" for command in ("predict", *(["run"] if here else []))]
 

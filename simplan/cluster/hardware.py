@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from simplan.base import Count, NonNegative, Positive, Spec
+from simplan.base import Count, NonNegative, NumDevices, Rate, Seconds, Spec
 from simplan.software.rates import KernelRates
 from simplan.units import MIB
 
@@ -39,9 +39,9 @@ class DeviceSpec(Spec):
     id: str
     kind: Literal["gpu", "tpu", "cpu", "other"] = "gpu"
     memory_bytes: Count | None = None
-    memory_bandwidth_bytes_per_s: Positive | None = None
-    peak_flop_per_s: dict[Dtype, Positive] = Field(default_factory=dict)
-    matmul_flop_per_s: dict[Dtype, Positive] = Field(default_factory=dict)
+    memory_bandwidth_bytes_per_s: Rate | None = None
+    peak_flop_per_s: dict[Dtype, Rate] = Field(default_factory=dict)
+    matmul_flop_per_s: dict[Dtype, Rate] = Field(default_factory=dict)
     architecture: str = "other"
     num_sms: Count | None = None
     kernels: KernelRates = KernelRates()
@@ -94,10 +94,10 @@ class LinkSpec(Spec):
     """
 
     id: str
-    bytes_per_s: Positive
-    latency_s: NonNegative
+    bytes_per_s: Rate
+    latency_s: Seconds
     bandwidth_share: _Part = 0.8
-    launch_s: NonNegative = 0.0
+    launch_s: Seconds = 0.0
     library: Literal["nccl", "xla", "gloo"] = "nccl"
     switch_share: _Part | None = None
     part_of_node: dict[Count, dict[Count, _Part]] = Field(default_factory=dict)
@@ -123,6 +123,7 @@ class ClusterSpec(Spec):
         num_devices: All devices of the job.
         intra_link: Link between devices of one node; None for a node of one device.
         inter_link: Link between nodes, with bandwidth per device; None for a single node.
+        nics_per_node: Network cards of one node that ``inter_link`` stands for; None for unknown, or a single node.
         host_link: Link between each device and host memory; None for unknown, or a CPU.
         host_memory_bytes: Host memory of one node; None for unknown, or a CPU.
         host_memory_bandwidth_bytes_per_s: Datasheet bandwidth of host memory, all sockets together; None for unknown.
@@ -132,14 +133,15 @@ class ClusterSpec(Spec):
 
     id: str
     device: DeviceSpec
-    devices_per_node: Count
-    num_devices: Count
+    devices_per_node: NumDevices
+    num_devices: NumDevices
     intra_link: LinkSpec | None = None
     inter_link: LinkSpec | None = None
     host_link: LinkSpec | None = None
     host_memory_bytes: HostBytes | None = None
-    host_memory_bandwidth_bytes_per_s: Positive | None = None
+    host_memory_bandwidth_bytes_per_s: Rate | None = None
     cores_per_node: Count | None = None
+    nics_per_node: Count | None = None
     source: str = ""
 
     @property
@@ -151,6 +153,25 @@ class ClusterSpec(Spec):
     def ranks_per_node(self) -> int:
         """Devices of the job in a full node."""
         return min(self.devices_per_node, self.num_devices)
+
+    @property
+    def links(self) -> dict[str, dict[str, Any] | None]:
+        """Links of the job as JSON: name and datasheet bandwidth in one direction, bytes per second.
+
+        Keys: ``intra_node``, None without a second device in a node, and ``inter_node``, None for a single node.
+        """
+        found: dict[str, dict[str, Any] | None] = {"intra_node": None, "inter_node": None}
+        if (intra := self.intra_link) is not None and self.ranks_per_node > 1:
+            num_links = 2 * intra.torus_axes if intra.torus_axes else 1
+            found["intra_node"] = {"name": intra.id, "bytes_per_s_per_device": num_links * intra.bytes_per_s}
+        if (inter := self.inter_link) is not None and self.num_nodes > 1:
+            found["inter_node"] = {
+                "name": inter.id,
+                "bytes_per_s_per_device": inter.bytes_per_s,
+                "bytes_per_s_per_node": inter.bytes_per_s * self.devices_per_node,
+                "nics_per_node": self.nics_per_node,
+            }
+        return found
 
     def node_of(self, rank: int) -> int:
         """Node of a rank; ranks fill nodes in order."""

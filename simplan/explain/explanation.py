@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from simplan.cost.calibration.format import Calibration
 from simplan.explain.memory import memory_parts
 from simplan.explain.term import ExplainedTerm
 from simplan.explain.time import time_parts
-from simplan.predict import Simulated
+from simplan.predict import Simulated, predict_step
 from simplan.prediction import Prediction
 from simplan.program.timeline import Split
 from simplan.units import counted, format_flop_per_s, format_number, format_time
@@ -29,6 +30,7 @@ class Explanation:
         memory_action: Action during the peak; empty for between steps.
         memory: Terms in bytes.
         figures: Derived figures with their formulas.
+        links: ``ClusterSpec.links``.
     """
 
     name: str
@@ -40,14 +42,25 @@ class Explanation:
     memory_action: str
     memory: tuple[ExplainedTerm, ...]
     figures: tuple[ExplainedTerm, ...]
+    links: dict[str, dict[str, Any] | None]
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
         return {"schema_version": 1, "kind": "explanation", **asdict(self)}
 
 
-def explain(prediction: Prediction, simulated: Simulated) -> Explanation:
-    """Break down a prediction, given its simulated step."""
+def explain(
+    prediction: Prediction, simulated: Simulated | None = None, *, calibration: Calibration | None = None
+) -> Explanation:
+    """Break down a prediction into terms that sum to its step time and its memory.
+
+    Args:
+        prediction: A prediction.
+        simulated: Its simulated step; None to simulate it again.
+        calibration: As for ``predict``, to simulate again.
+    """
+    if simulated is None:
+        prediction, simulated = predict_step(prediction.job, name=prediction.name, calibration=calibration)
     rank = max(range(len(prediction.splits)), key=lambda r: (_busy_s(prediction.splits[r]), -r))
     worst = prediction.worst_memory
     return Explanation(
@@ -60,6 +73,7 @@ def explain(prediction: Prediction, simulated: Simulated) -> Explanation:
         memory_action=worst.peak_action,
         memory=tuple(memory_parts(prediction, simulated.program)),
         figures=tuple(_figures(prediction)),
+        links=prediction.job.cluster.links,
     )
 
 

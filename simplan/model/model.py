@@ -137,7 +137,7 @@ class ModelSpec(Spec):
     patch_size: Annotated[int, Field(le=10**5)]
     num_channels: Annotated[int, Field(le=10**5)]
     num_classes: Annotated[int, Field(le=10**8)]
-    depths: Annotated[tuple[Count, ...], Field(max_length=8)]
+    depths: Annotated[tuple[Annotated[Count, Field(le=500)], ...], Field(max_length=8)]
     layer_type: Literal["basic", "bottleneck"] = "bottleneck"
     embedding_size: Annotated[int, Field(le=10**5)]
     num_experts: Annotated[int, Field(le=10**5)]

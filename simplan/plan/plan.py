@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple
@@ -17,6 +18,10 @@ from simplan.plan.shard import Shard
 
 Recompute = Literal["none", "selective", "selective_op", "selective_layer", "full", "minimal", "qkv_proj_offloaded"]
 RecomputeModule = Literal["core_attn", "mla_up_proj", "layernorm", "moe_act", "mlp", "moe", "shared_experts"]
+
+
+DEPENDENT = ("zero_stage", "sequence_parallel", "virtual_stages", "schedule")
+"""Fields of a plan with defaults that depend on other fields."""
 
 
 class ParallelPlan(Spec):
@@ -91,6 +96,30 @@ class ParallelPlan(Spec):
             if isinstance(filled.get(name), list):
                 filled[name] = tuple(filled[name])
         return filled
+
+    def _without_defaults(self) -> dict[str, Any]:
+        """Values of the fields, except those that ``_dependent_defaults`` would fill in.
+
+        >>> ParallelPlan(pp=2).with_changes(pp=1).schedule
+        'none'
+        >>> ParallelPlan(pp=2, schedule="gpipe").with_changes(pp=4).schedule
+        'gpipe'
+        """
+        fields = super()._without_defaults()
+        for name in DEPENDENT:
+            others = {other: value for other, value in fields.items() if other != name}
+            if getattr(ParallelPlan(**others), name) == fields[name]:
+                fields = others
+        return fields
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Fields of the short form: those that have another value than their default.
+
+        >>> ParallelPlan(dp_shard=4, tp=2, zero_stage=2)
+        ParallelPlan(dp_shard=4, zero_stage=2, tp=2)
+        """
+        fields = type(self).model_fields
+        yield from ((k, v) for k, v in self._without_defaults().items() if v != fields[k].default)
 
     @property
     def dp(self) -> int:

@@ -35,7 +35,7 @@ from simplan.runs.run_spec import RunSpec
 from simplan.sim.engine import CoreUse
 from simplan.software.rates import FrameworkRates
 from simplan.software.software import SoftwareSpec, StateBytes
-from simplan.training import Precision, UpdateName
+from simplan.training import Precision, TrainingSpec, UpdateName
 
 _MAX_OPERATIONS = 120_000  # a larger Level 2 Program expands only layers with communication; its time is the same
 
@@ -64,7 +64,6 @@ def run_spec_of(prediction: Prediction, **options: Any) -> RunSpec:
         options: Further fields of ``RunSpec``; ``dtype`` defaults to the training precision (tf32: fp32, fp8: bf16).
     """
     job = prediction.job
-    precision = job.training.precision
     fields: dict[str, Any] = {
         "name": prediction.name,
         "model": job.model,
@@ -74,9 +73,23 @@ def run_spec_of(prediction: Prediction, **options: Any) -> RunSpec:
         "boundaries": prediction.assignment.boundaries,
         "table": tuple(tuple(row) for row in format_table(prediction.table)),
         "predicted_memory_bytes": tuple(memory.device_bytes for memory in prediction.memory),
-        "dtype": {"tf32": "fp32", "fp8": "bf16"}.get(precision, precision),
+        "dtype": run_dtype(job.training),
     }
     return RunSpec(**(fields | options))
+
+
+def run_dtype(training: TrainingSpec) -> str:
+    """``RunSpec.dtype`` of a training."""
+    return {"tf32": "fp32", "fp8": "bf16"}.get(training.precision, training.precision)
+
+
+MAX_DEALT_RANKS = 64
+"""Ranks that are simulated one by one if ZeRO-1 assigns unequal parameters to them."""
+
+
+def deals_unequal_shards(job: Job) -> bool:
+    """True if ranks update different numbers of parameters, as with torch's ZeroRedundancyOptimizer."""
+    return job.plan.shards_optimizer_only and job.software.optimizer_shards == "parameters"
 
 
 def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
@@ -85,7 +98,7 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     Args:
         job: The job.
         dealt_alike: True to fold ranks to which ZeRO-1 assigns unequal parameters. The first rank, which has the
-            largest parameter, then represents them.
+            largest parameter, then represents them. Jobs of more than ``MAX_DEALT_RANKS`` are always folded so.
     """
     plan, cluster = job.plan, job.cluster
     mapping = RankMapping.of(plan)
@@ -94,7 +107,7 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     num_shards = plan.dp_shard * plan.cp
     parameters = (p for layer in set(job.software.layers_of(job.model, plan)) for p in layer.parameters)
     uneven = plan.shards_parameters and any(p.partial_gradient and p.shape[0] % num_shards for p in parameters)
-    deals = plan.shards_optimizer_only and job.software.optimizer_shards == "parameters" and not dealt_alike
+    deals = deals_unequal_shards(job) and not dealt_alike and plan.num_devices <= MAX_DEALT_RANKS
     return _kept_folding(mapping, cluster.devices_per_node, deals or uneven)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from simplan.cost.calibration.calibrated import CalibratedCost
 from simplan.cost.calibration.format import Calibration, pace_in_words
 from simplan.cost.model import CostModel
+from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.model.layer import Attention, Gemm, LayerSpec
 from simplan.model.packing import PackStatistics
@@ -15,7 +16,7 @@ from simplan.model.recompute import recomputation, recompute_of
 from simplan.plan.plan import ParallelPlan, Recompute, StageAssignment
 from simplan.plan.schedules import is_custom_schedule
 from simplan.predict.assumptions import assumptions
-from simplan.predict.build import expands_all, folding_of
+from simplan.predict.build import MAX_DEALT_RANKS, deals_unequal_shards, expands_all, folding_of
 from simplan.predict.simulated import Simulated, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
 from simplan.prediction import Prediction, Term
@@ -27,7 +28,7 @@ from simplan.program.tables.custom_schedule import locating
 from simplan.program.tables.executable import check_executable
 from simplan.rules import check_job
 from simplan.sim.engine import timeline
-from simplan.units import format_percent
+from simplan.units import format_flop_per_s, format_percent
 
 
 def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None = None) -> Prediction:
@@ -39,7 +40,8 @@ def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None
         calibration: Timings of the cluster's device; required if the cluster is this machine.
 
     Raises:
-        SpecError: The plan violates rules (all are listed), or a cost estimate is not available.
+        SpecError: The plan violates rules (all are listed), a cost estimate is not available, or the step would exceed
+            the device's peak.
         NotModelledError: The plan uses an option that is not modeled yet.
     """
     return predict_step(job, name=name, calibration=calibration)[0]
@@ -72,6 +74,11 @@ def predict_step(
         None if available is None else sequences_per_s * model.flops_per_sequence(full_attention=full) / available
         for full in (False, True)
     )
+    if peak is not None and mfu is not None and mfu > 1:
+        rule = f"would be exceeded: the model FLOPs of this step take {format_percent(mfu)} of it"
+        fix = "check the peak, and the rates and bandwidths of the device"
+        field = f"cluster.device.peak_flop_per_s.{training.precision}"
+        raise SpecError(Problem(field=field, value=format_flop_per_s(peak), rule=rule, fix=fix))
     prediction = Prediction(
         name=name,
         job=job,
@@ -95,18 +102,23 @@ def predict_step(
         assumptions=(
             *assumptions(job, simulated.program_costs, max(m.short_bytes for m in memory) if fits else 0),
             *_packing_assumptions(job, attention_s(job, step.assignment, step.tables[0], step.cost) / step_time_s),
-            *_simulation_assumptions(extent, calibration),
+            *_simulation_assumptions(job, extent, calibration),
         ),
     )
     return prediction, simulated
 
 
-def _simulation_assumptions(extent: Extent, calibration: Calibration | None) -> Iterator[str]:
+def _simulation_assumptions(job: Job, extent: Extent, calibration: Calibration | None) -> Iterator[str]:
     """Yield sentences on a truncated step, and on a machine whose speed has changed since its calibration."""
     if extent.period:
         yield (
             f"{extent.simulated} of {extent.whole:,} microbatches are simulated and drawn; the others add as much time "
             "and memory as those in the middle of these"
+        )
+    if deals_unequal_shards(job) and job.cluster.cores_per_node is None and job.plan.num_devices > MAX_DEALT_RANKS:
+        yield (
+            "ZeroRedundancyOptimizer assigns whole parameters to ranks; every rank is shown as the one with the most, "
+            "for which the others wait"
         )
     if calibration is not None and calibration.pace is not None:
         slower = pace_in_words(calibration.pace)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
-from simplan.prediction import RankMemory
+from simplan.predict.simulated import NINE_IN_TEN
+from simplan.prediction import MemoryKind, RankMemory
 from simplan.program.program import MemoryCategory, Program
 from simplan.sim.memory import host_peak_bytes, memory_peak, persistent_bytes, step_peaks, whole_blocks
+from simplan.software.rates import MemorySpread
 
 
 class RankPeaks(NamedTuple):
@@ -65,7 +68,8 @@ def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = 
     cluster, software = job.cluster, job.software
     allocated, context_bytes = peaks.allocated, _context_bytes(job, calibration)
     if cluster.device.kind == "cpu":
-        return RankMemory(0, {}, allocated, allocated, allocated + context_bytes, "", {})
+        memory = RankMemory(0, {}, allocated, allocated, allocated + context_bytes, "", {})
+        return _with_intervals(memory, peaks, software.memory_spread, has_allocator=False)
     if software.flat_updates:
         wanted = peaks.resting + (1 + software.allocator_reserve) * peaks.passes + peaks.update
         reserved = whole_blocks(int(max(allocated, wanted)))
@@ -75,7 +79,26 @@ def device_memory(peaks: RankPeaks, job: Job, calibration: Calibration | None = 
     if capacity is not None:
         short = min(max(0, reserved + context_bytes - capacity), reserved - whole_blocks(allocated))
     reserved -= short
-    return RankMemory(0, {}, allocated, reserved, reserved + context_bytes, "", {}, short_bytes=short)
+    memory = RankMemory(0, {}, allocated, reserved, reserved + context_bytes, "", {}, short_bytes=short)
+    return _with_intervals(memory, peaks, software.memory_spread, has_allocator=True)
+
+
+def _with_intervals(memory: RankMemory, peaks: RankPeaks, spread: MemorySpread, *, has_allocator: bool) -> RankMemory:
+    """Memory of a rank with 90% intervals of its peaks, lognormal as those of step times.
+
+    The relative width is that of the peak with the full allocator reserve. Lower ends start from the peak without the
+    part of the reserve that the device has no memory for, upper ends from the peak with it.
+    """
+    transient_bytes = peaks.allocated - peaks.resting
+    intervals: dict[MemoryKind, tuple[int, int]] = {}
+    for kind in get_args(MemoryKind):
+        low = high = getattr(memory, f"{kind}_bytes")
+        if kind != "allocated":
+            high += memory.short_bytes
+        allocated = kind == "allocated" or not has_allocator
+        factor = math.exp(NINE_IN_TEN * spread.relative_std(transient_bytes / max(1, high), allocated=allocated))
+        intervals[kind] = int(low / factor), int(high * factor)
+    return replace(memory, interval_bytes=intervals)
 
 
 def _context_bytes(job: Job, calibration: Calibration | None) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from simplan.predict.build import folding_of
 from simplan.predict.memory import device_memory
 from simplan.predict.simulated import interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, extent_of, predicted_extent
+from simplan.prediction import MemoryKind
 from simplan.program.no_gc import gc_paused
 from simplan.program.program import Program, Work
 from simplan.rules import check_job
@@ -33,15 +35,15 @@ class StepSummary:
 
     Attributes:
         step_time_s, step_time_interval_s: See ``Prediction``.
-        allocated_bytes, reserved_bytes, device_bytes: Largest peak over ranks, each on its own.
+        peak_bytes: By kind of peak, the largest over ranks, each on its own.
+        peak_interval_bytes: 90% intervals of ``peak_bytes``.
         fits: True if the device bytes are within the device memory; None if that is unknown.
     """
 
     step_time_s: float
     step_time_interval_s: tuple[float, float]
-    allocated_bytes: int
-    reserved_bytes: int
-    device_bytes: int
+    peak_bytes: Mapping[MemoryKind, int]
+    peak_interval_bytes: Mapping[MemoryKind, tuple[int, int]]
     fits: bool | None
 
 
@@ -75,14 +77,14 @@ def summarize_step(job: Job, *, steps_overlap: bool = False) -> StepSummary:
     step = summarized_step(job, steps_overlap=steps_overlap)
     step_time_s, *moved_s = step.seconds(moved_durations_s, steps_overlap=steps_overlap).tolist()
     memory = [device_memory(peaks, job) for peaks in step.peaks().values()]
-    device_bytes, capacity = max(rank.device_bytes for rank in memory), job.cluster.device.memory_bytes
+    kinds, capacity = get_args(MemoryKind), job.cluster.device.memory_bytes
+    worst = {kind: max(memory, key=lambda rank: getattr(rank, f"{kind}_bytes")) for kind in kinds}
     return StepSummary(
         step_time_s=step_time_s,
         step_time_interval_s=interval_s(step_time_s, moved_s),
-        allocated_bytes=max(rank.allocated_bytes for rank in memory),
-        reserved_bytes=max(rank.reserved_bytes for rank in memory),
-        device_bytes=device_bytes,
-        fits=None if capacity is None else device_bytes <= capacity,
+        peak_bytes={kind: getattr(rank, f"{kind}_bytes") for kind, rank in worst.items()},
+        peak_interval_bytes={kind: rank.interval_bytes[kind] for kind, rank in worst.items()},
+        fits=None if capacity is None else worst["device"].device_bytes <= capacity,
     )
 
 

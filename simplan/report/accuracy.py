@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from simplan.accuracy.outcome import RunOutcome, measured_memory_gib
 from simplan.accuracy.result import Accuracy, Figures
-from simplan.accuracy.statistics import ErrorFigures
+from simplan.accuracy.statistics import ErrorFigures, IntervalFigures
 from simplan.report.comparison import format_error
 from simplan.report.table import format_table_markdown, format_table_text
 from simplan.units import counted, format_percent, format_time
@@ -74,13 +74,16 @@ def _tables(result: Accuracy) -> Iterator[tuple[str, Table]]:
         headers = ["file", "runs", "skipped", "mean", "median", "p90", "max", "bias", "coverage", "+/-"]
         rows = [[name, *_step_time_cells(figures)] for name, figures in _figures(result)]
         yield title, ([*headers, "constant MFU: mean", "median", "p90"], rows)
-    if overall.peak_memory["all"].num or overall.oom.right is not None:
-        title = "Peak memory: errors in percent, and verdicts fits or does not fit (right: percent of the verdicts)"
-        headers = ["file", "peaks", "mean", "median", "p90", "max", "bias"]
+    if overall.peak_memory["all"].errors.num or overall.oom.right is not None:
+        title = (
+            "Peak memory: errors in percent, coverage and half width of 90 % intervals as above, and verdicts fits or\n"
+            "does not fit (right: percent of the verdicts)"
+        )
+        headers = ["file", "peaks", "mean", "median", "p90", "max", "bias", "coverage", "+/-"]
         rows = [
             [name, *_memory_cells(figures)]
             for name, figures in _figures(result)
-            if figures.peak_memory["all"].num or figures.oom.right is not None
+            if figures.peak_memory["all"].errors.num or figures.oom.right is not None
         ]
         yield title, ([*headers, "right", "fit", "oom", "missed", "false alarms"], rows)
     if overall.choosing.num_groups:
@@ -99,16 +102,20 @@ def _step_time_cells(figures: Figures) -> list[str]:
         str(found.errors.num),
         str(figures.num_skipped),
         *_error_cells(found.errors),
-        _percent(found.interval_coverage, digits=0),
-        _percent(found.median_interval_half_width),
+        *_interval_cells(found),
         *map(_percent, (baseline.mape, baseline.median_ape, baseline.p90_ape)),
     ]
 
 
 def _memory_cells(figures: Figures) -> list[str]:
-    errors, oom = figures.peak_memory["all"], figures.oom
-    counts = map(str, (oom.fit, oom.oom, oom.missed, oom.false_alarms))
-    return [str(errors.num), *_error_cells(errors), _percent(oom.right, digits=0), *counts]
+    peaks, oom = figures.peak_memory["all"], figures.oom
+    return [
+        str(peaks.errors.num),
+        *_error_cells(peaks.errors),
+        *_interval_cells(peaks),
+        _percent(oom.right, digits=0),
+        *map(str, (oom.fit, oom.oom, oom.missed, oom.false_alarms)),
+    ]
 
 
 def _choice_cells(figures: Figures) -> list[str]:
@@ -120,6 +127,11 @@ def _choice_cells(figures: Figures) -> list[str]:
         str(choices.num_pairs),
         "" if choices.kendall_tau is None else f"{choices.kendall_tau:.2f}",
     ]
+
+
+def _interval_cells(figures: IntervalFigures) -> list[str]:
+    """Coverage, and median half width."""
+    return [_percent(figures.interval_coverage, digits=0), _percent(figures.median_interval_half_width)]
 
 
 def _error_cells(errors: ErrorFigures) -> list[str]:
@@ -134,6 +146,7 @@ def run_rows(result: Accuracy) -> list[dict[str, str | int | float | bool | None
     for outcome in result.outcomes:
         row = outcome.to_json()
         low_s, high_s = row.pop("step_time_interval_s") or (None, None)
+        low_gib, high_gib = row.pop("peak_memory_interval_gib") or (None, None)
         memory = row.pop("predicted_memory_gib") or {}
         row.pop("peak_memory_errors")
         row["notes"] = "; ".join(row["notes"])
@@ -141,6 +154,7 @@ def run_rows(result: Accuracy) -> list[dict[str, str | int | float | bool | None
         rows.append(
             row
             | {"step_time_low_s": low_s, "step_time_high_s": high_s}
+            | {"peak_memory_low_gib": low_gib, "peak_memory_high_gib": high_gib}
             | {f"predicted_{kind}_gib": memory.get(kind) for kind in ("allocated", "reserved", "device")}
             | {"framework": run.software.framework, "version": run.software.version, "model": run.model.name}
             | {f"model_{key}": value for key, value in run.model.model_dump(exclude={"name", "moe", "mla"}).items()}

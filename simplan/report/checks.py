@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -99,6 +100,12 @@ def markdown_summary(files: Iterable[CheckedFile]) -> str:
 
 
 _LEVELS = {CheckStatus.FAILED: "error", CheckStatus.ERROR: "error", CheckStatus.SKIPPED: "notice"}
+
+
+def github_text(files: Iterable[CheckedFile]) -> str:
+    """The annotations, then the text, in which GitHub obeys no line: names of files may have any characters."""
+    files, token = tuple(files), secrets.token_hex(16)
+    return "\n".join([*github_annotations(files), f"::stop-commands::{token}", checks_text(files), f"::{token}::"])
 
 
 def github_annotations(files: Iterable[CheckedFile]) -> Iterator[str]:

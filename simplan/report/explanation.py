@@ -8,6 +8,7 @@ from textwrap import wrap
 
 from simplan.explain import Difference, DifferenceRow, ExplainedTerm, Explanation
 from simplan.report.table import format_table_text
+from simplan.report.text import links_words
 from simplan.units import format_bytes, format_percent, format_time
 
 _WRAP = 118
@@ -27,6 +28,7 @@ def explanation_text(explanation: Explanation) -> str:
             "\n".join(
                 ["Figures", *(f"  {_number(p.value, p.unit)} {p.name} = {p.formula}" for p in explanation.figures)]
             ),
+            *([f"Links\n  {links}"] if (links := links_words(explanation.links)) else []),
         ]
     )
 
@@ -69,7 +71,7 @@ def difference_text(difference: Difference) -> str:
             f"{first.name} -> {second.name}: a step {_signed(difference.step_time_s, 's')} "
             f"({format_time(first.step_time_s)} -> {format_time(second.step_time_s)}), "
             f"memory {_signed(needs, 'bytes')} "
-            f"({format_bytes(first.device_bytes)} -> {format_bytes(second.device_bytes)})\n{_main_reason(difference)}",
+            f"({format_bytes(first.device_bytes)} -> {format_bytes(second.device_bytes)})\n{main_reason(difference)}",
             _table(difference.categories),
             f"Time (rank {first.rank} and rank {second.rank}); the differences sum to that of the step",
             _table(difference.time),
@@ -81,7 +83,7 @@ def difference_text(difference: Difference) -> str:
     )
 
 
-def _main_reason(difference: Difference) -> str:
+def main_reason(difference: Difference) -> str:
     """One sentence: the category with most of the difference of the steps, and its largest term."""
     reason = difference.main_category
     if reason is None:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from simplan.plan.plan import ParallelPlan
 from simplan.report.table import format_table_text
-from simplan.report.text import plan_words, suggestions
+from simplan.report.text import links_words, memory_interval, plan_words, suggestions
 from simplan.search.incumbents import NOISE
 from simplan.search.result import EquivalentPlans, NearestMiss, RankedPlan, SearchResult, SpaceCount
 from simplan.search.space import Objective
@@ -35,8 +35,6 @@ RESOURCES: Mapping[str, str] = MappingProxyType(
 )
 """Resources that can limit a plan, in words."""
 
-_FRAGMENTATION = "fragmentation is not modeled; max_memory_fraction: 0.95 keeps 5 % free"
-_TIGHT = 5 / 95  # headroom by used memory below which the sentence is shown
 _MAX_POINTS = 20
 _MAX_VALUES = 6
 
@@ -83,21 +81,28 @@ def _values(values: Sequence[object]) -> str:
     return " ".join(words) if len(words) <= _MAX_VALUES else f"{words[0]} to {words[-1]}"
 
 
-def search_text(result: SearchResult, next_steps: Iterable[str] = (), max_memory_fraction: float = 1.0) -> str:
-    """Full search report as text.
+def headroom_words(result: SearchResult) -> str:
+    """Memory that the search kept free, and the number of plans rejected for it; empty if none was kept free."""
+    free = 1 - result.max_memory_fraction
+    if free <= 0:
+        return ""
+    left_out = "no plan is rejected for it"
+    if number := result.space.in_headroom:
+        plans = f"up to {number:,} rejected plans fit" if number > 1 else "1 rejected plan may fit"
+        left_out = f"{plans} without it (--max-memory-fraction 1)"
+    return f"{100 * free:.3g} % of the device memory is kept free; {left_out}"
 
-    Args:
-        next_steps: Commands to suggest at the end.
-        max_memory_fraction: As in the search space.
-    """
+
+def search_text(result: SearchResult, next_steps: Iterable[str] = ()) -> str:
+    """Full search report as text; ``next_steps`` are commands to suggest at the end."""
     parts = [f"{result.name}: {search_verdict(result)}"]
     if result.best is not None:
-        shown = list(_best(result.best, result.unit))
-        headroom = result.best.headroom_bytes
-        if max_memory_fraction == 1 and headroom is not None and headroom < _TIGHT * result.best.device_bytes:
-            at = next(number for number, line in enumerate(shown, 1) if line.startswith("  memory "))
-            shown.insert(at, f"  {'':11}  {_FRAGMENTATION}")
+        shown = list(_best(result.best, result))
+        if links := links_words(result.links):
+            shown.append(f"  links        {links}")
         parts[0] += "\n" + "\n".join(shown)
+    elif result.space.in_headroom:
+        parts[0] += f"\n  memory       {headroom_words(result)}"
     if len(result.ranked) > 1:
         parts.append(_ranked_table(result))
     if len(result.objectives) == 2 and result.pareto:
@@ -108,10 +113,12 @@ def search_text(result: SearchResult, next_steps: Iterable[str] = (), max_memory
     if result.changes:
         lines = (f"  - {change.words}: {search_plan_words(change.plan)}" for change in result.changes)
         parts.append("Changes that make a plan feasible, each tried\n" + "\n".join(lines))
+    if result.assumptions:
+        parts.append("Assumptions\n" + "\n".join(f"  - {text}" for text in result.assumptions))
     return "\n\n".join([*parts, *suggestions(next_steps)])
 
 
-def _best(best: RankedPlan, unit: str) -> Iterator[str]:
+def _best(best: RankedPlan, result: SearchResult) -> Iterator[str]:
     yield f"  plan         {search_plan_words(best.plan)}"
     if best.alike.num_plans:
         yield f"  equivalent   {alike_words(best.alike)}"
@@ -123,7 +130,7 @@ def _best(best: RankedPlan, unit: str) -> Iterator[str]:
             f"(90 % interval {format_time(low_s)} to {format_time(high_s)})"
         )
     mfu = "" if why is None or why.mfu is None else f", MFU {format_percent(why.mfu)}"
-    yield f"  throughput   {best.tokens_per_s_per_device:,.0f} {unit}/s per device{mfu}"
+    yield f"  throughput   {best.tokens_per_s_per_device:,.0f} {result.unit}/s per device{mfu}"
     if best.cost_dollars is not None:
         yield f"  cost         {best.cost_dollars:,.0f} dollars for the token budget"
     rank = "the worst device" if why is None else f"rank {why.worst_rank}"
@@ -133,6 +140,10 @@ def _best(best: RankedPlan, unit: str) -> Iterator[str]:
         share = format_percent(best.headroom_bytes / usable)
         headroom = f" of {format_bytes(usable)}, {format_bytes(best.headroom_bytes)} ({share}) headroom"
     yield f"  memory       {rank} needs {format_bytes(best.device_bytes)}{headroom}"
+    if why is not None and why.memory_verdict is not None:
+        yield f"  {'':11}  {why.memory_verdict}: {memory_interval(why.device_interval_bytes)}"
+    if best.headroom_bytes is not None and (words := headroom_words(result)):
+        yield f"  {'':11}  {words}"
     if why is None:
         return
     first, *others = (f"{name} {format_percent(share)}" for name, share in largest_first(why.shares))
@@ -168,13 +179,23 @@ def _ranked_table(result: SearchResult) -> str:
             str(rank),
             *_numbers(plan, result),
             "" if rank == 1 else f"{100 * (plan.step_time_s / best.step_time_s - 1):+.1f} %",
+            "" if why is None else why.memory_verdict or "",
             _main_difference(plan, best),
             "" if why is None else f"{why.limit.replace('_', ' ')} {100 * why.shares[why.limit]:.0f} %",
             "" if why is None or why.help is None else RESOURCES[why.help],
             search_plan_words(plan.plan) + (f" (and {alike_words(plan.alike)})" if plan.alike.num_plans else ""),
         ]
 
-    headers = ["", *_headers(result), "vs best", "main difference", "bottleneck", "top sensitivity", "plan"]
+    headers = [
+        "",
+        *_headers(result),
+        "vs best",
+        "memory verdict",
+        "main difference",
+        "bottleneck",
+        "top sensitivity",
+        "plan",
+    ]
     rows = [row(rank, plan) for rank, plan in enumerate(result.ranked, 1)]
     return "Ranked\n" + format_table_text(headers, rows, words_last=True)
 

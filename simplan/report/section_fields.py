@@ -35,11 +35,17 @@ _CLUSTER = {
     ),
     "devices_per_node": ("without a preset: devices of a node", "1 and more"),
     "intra_link": ("link between devices of a node: a name of `simplan show links`, or a mapping", "name, or mapping"),
+    "nics_per_node": ("network cards of a node, which its devices share; default: the preset's, else 1", "1 and more"),
+    "nic_gbit": ("rate of one network card, Gbit/s: InfiniBand or RoCE", "more than 0"),
+    "inter_link_gbit_per_node": ("network of a node, Gbit/s, instead of its cards", "more than 0"),
     "inter_link_gbit_per_device": (
-        "network of a node divided by its devices, Gbit/s: InfiniBand or RoCE",
+        "network of a node divided by its devices, Gbit/s, instead of its cards",
         "more than 0",
     ),
-    "inter_link": ("link of the network, e.g. efa-400gbit, instead of the rate", "name, or mapping"),
+    "inter_link": (
+        "link of the network instead of a rate, e.g. efa-400gbit per device, tcp-10gbit for one card per node",
+        "name, or mapping",
+    ),
     "host_memory_bytes": ("host memory of a node, for offloading", "1 and more"),
     "host_memory_bandwidth_bytes_per_s": (
         "host memory bandwidth of all sockets, for updates on the CPU; default: 409.6e9",
@@ -187,8 +193,8 @@ _DEFAULTS = {
     "objectives": ("", "two objectives: Pareto front, ranked by the first"),
     "top": ("5", "plans to rank"),
     "max_memory_fraction": (
-        "1",
-        "maximum fraction of the device memory of a plan; at 1 a plan fits, but not tightly",
+        "0.95",
+        "maximum fraction of the device memory of a plan, allocator reserve included; 1 keeps no memory free",
     ),
     "max_step_time_s": ("", "deadline of a step"),
     "dollars_per_device_hour": ("", "your price, for the objective cost; default: cluster.price_per_device_hour"),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
-from simplan.prediction import Prediction, TrainingRun
+from simplan.prediction import MemoryVerdict, Prediction, RankMemory, TrainingRun
 from simplan.program.timeline import Split
 from simplan.report.table import format_ranks, format_table_text
+from simplan.search import Fix
 from simplan.units import (
     counted,
     format_bytes,
@@ -19,6 +21,7 @@ from simplan.units import (
     format_flop_per_s,
     format_number,
     format_percent,
+    format_rate,
     format_time,
 )
 
@@ -28,11 +31,12 @@ _STAGES_SHOWN = 16
 
 
 def verdict(prediction: Prediction) -> str:
-    """One line: fits or does not fit, the peak-memory rank and the headroom."""
+    """One line: the verdict on memory, the peak-memory rank and the headroom."""
     worst = prediction.worst_memory
     needs = f"rank {worst.rank} needs {format_bytes(worst.device_bytes)}"
     capacity = prediction.capacity_bytes
-    if prediction.fits is None or capacity is None:
+    words = prediction.memory_verdict
+    if words is None or capacity is None:
         return f"{needs}; the catalog does not know the memory of {prediction.job.cluster.device.id}"
     if prediction.host_fits is False:
         return f"does not fit: {_host_memory(prediction)}"
@@ -42,10 +46,23 @@ def verdict(prediction: Prediction) -> str:
     if prediction.fits and worst.short_bytes:
         tensors = format_bytes(worst.device_bytes - worst.reserved_bytes + worst.allocated_bytes)
         takes = f"tensors and context of rank {worst.rank} take {tensors} of {format_bytes(capacity)}"
-        return f"fits tightly: {takes}; {short_of_reserve(worst.short_bytes)}"
-    if prediction.fits:
-        return f"fits: {of} headroom"
-    return f"does not fit: {of} over"
+        return f"{words}: {takes}; {short_of_reserve(worst.short_bytes)}"
+    return f"{words}: {of} {'headroom' if prediction.fits else 'over'}{_reaches_over(words, worst)}"
+
+
+def _reaches_over(words: MemoryVerdict, worst: RankMemory) -> str:
+    """End of the 90 % interval on the other side of the device memory; empty for a certain verdict."""
+    low, high = map(format_bytes, worst.device_interval_bytes)
+    ends: dict[MemoryVerdict, str] = {
+        "fits, tight": f"; the 90 % interval ends at {high}",
+        "likely does not fit": f"; the 90 % interval starts at {low}",
+    }
+    return ends.get(words, "")
+
+
+def memory_interval(interval_bytes: tuple[int, int]) -> str:
+    """``90 % interval 63.41 GiB to 72.73 GiB``."""
+    return f"90 % interval {' to '.join(map(format_bytes, interval_bytes))}"
 
 
 def short_of_reserve(short_bytes: int) -> str:
@@ -56,8 +73,14 @@ def short_of_reserve(short_bytes: int) -> str:
     )
 
 
-def prediction_text(prediction: Prediction, next_steps: Iterable[str] = ()) -> str:
-    """Full report of a prediction as text; ``next_steps`` are commands to suggest at the end."""
+def prediction_text(prediction: Prediction, next_steps: Iterable[str] = (), fixes: Sequence[Fix] = ()) -> str:
+    """Full report of a prediction as text.
+
+    Args:
+        prediction: A prediction.
+        next_steps: Commands to suggest at the end.
+        fixes: Changes with which the job fits.
+    """
     parts = [
         f"{prediction.name}: {verdict(prediction)}",
         "\n".join(_headline(prediction)),
@@ -69,7 +92,24 @@ def prediction_text(prediction: Prediction, next_steps: Iterable[str] = ()) -> s
     ]
     if prediction.assumptions:
         parts.append("Assumptions\n" + "\n".join(f"  - {text}" for text in prediction.assumptions))
+    if fixes:
+        parts.append("Smallest changes that fit, each predicted\n" + fixes_table(fixes))
     return "\n\n".join([*parts, *suggestions(next_steps)])
+
+
+def fixes_table(fixes: Sequence[Fix]) -> str:
+    """Table of changes: peak memory, headroom and step time of each."""
+    rows = [
+        [
+            fix.words,
+            format_bytes(fix.device_bytes),
+            format_bytes(fix.headroom_bytes),
+            format_time(fix.step_time_s),
+            f"{100 * fix.step_time_change:+.1f} %",
+        ]
+        for fix in fixes
+    ]
+    return format_table_text(["change", "peak memory", "headroom", "step time", "vs now"], rows)
 
 
 def suggestions(next_steps: Iterable[str]) -> list[str]:
@@ -84,6 +124,8 @@ def _headline(prediction: Prediction) -> Iterator[str]:
         f"  step time    {format_time(prediction.step_time_s)}  "
         f"(90 % interval {format_time(low_s)} to {format_time(high_s)})"
     )
+    worst = prediction.worst_memory
+    yield f"  memory       {format_bytes(worst.device_bytes)}  ({memory_interval(worst.device_interval_bytes)})"
     yield f"  throughput   {_throughput(prediction)} per device"
     if prediction.training_run is not None:
         yield from _training_run(prediction.training_run)
@@ -177,6 +219,8 @@ def _inputs_of_job(prediction: Prediction) -> Iterator[str]:
         f"{model.num_blocks} layers{mtp}, {_inputs(model)}"
     )
     yield (f"  cluster      {named}{cluster.num_devices} x {cluster.device.id}, {counted(cluster.num_nodes, 'node')}")
+    if links := links_words(cluster.links):
+        yield f"  links        {links}"
     yield (
         f"  training     {counted(training.global_batch_size, model.sample)} per step, {training.precision}, "
         f"{training.update.replace('_foreach', ' (foreach)')}, software {job.software.title}"
@@ -188,6 +232,26 @@ def _inputs_of_job(prediction: Prediction) -> Iterator[str]:
         counts = _in_runs([high - low for low, high in pairwise(bounds)])
         ends = "embedding, head and those for later tokens" if model.mtp_num_layers else "embedding and head"
         yield f"  stages       {counts} layers ({ends} count as one each)"
+
+
+def links_words(links: Mapping[str, Mapping[str, Any] | None]) -> str:
+    """Links of a cluster (``ClusterSpec.links``) with their datasheet bandwidth in one direction; empty without any.
+
+    >>> inter = {"name": "tcp-10gbit", "bytes_per_s_per_device": 3.125e8, "bytes_per_s_per_node": 1.25e9}
+    >>> links_words({"intra_node": None, "inter_node": inter | {"nics_per_node": 1}})
+    'inter-node tcp-10gbit, 312 MB/s per device, 1.25 GB/s per node (1 x 10 Gbit/s)'
+    """
+    words = []
+    if (intra := links.get("intra_node")) is not None:
+        words.append(f"intra-node {intra['name']}, {format_rate(intra['bytes_per_s_per_device'])} per device")
+    if (inter := links.get("inter_node")) is not None:
+        per_node, cards = inter["bytes_per_s_per_node"], inter["nics_per_node"]
+        of_cards = f" ({cards} x {per_node * 8e-9 / cards:g} Gbit/s)" if cards else ""
+        words.append(
+            f"inter-node {inter['name']}, {format_rate(inter['bytes_per_s_per_device'])} per device, "
+            f"{format_rate(per_node)} per node{of_cards}"
+        )
+    return "; ".join(words)
 
 
 def _in_runs(numbers: Sequence[int]) -> str:

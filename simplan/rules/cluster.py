@@ -25,9 +25,9 @@ def link_within_nodes(job: Job) -> Iterator[Problem]:
 def network_between_nodes(job: Job) -> Iterator[Problem]:
     if job.cluster.num_nodes > 1 and job.cluster.inter_link is None:
         yield Problem(
-            field="cluster.inter_link_gbit_per_device",
+            field="cluster.nic_gbit",
             rule=f"is missing: {job.cluster.num_nodes} nodes need a network",
-            fix="give the network bandwidth of a node divided by its devices, Gbit/s",
+            fix="give nics_per_node and nic_gbit (Gbit/s of one network card), or inter_link_gbit_per_device",
         )
 
 

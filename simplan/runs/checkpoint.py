@@ -1,14 +1,19 @@
-"""Checkpoints of a run: options, header, and checks before resuming."""
+"""Checkpoints of a run: options, header, and checks before resuming.
+
+A checkpoint is a folder of data. Its header has a checksum of every other file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from simplan.base import Count, NonNegative, Spec
-from simplan.errors import Problem
+from simplan.errors import Problem, SpecError
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.training import TrainingSpec
@@ -54,10 +59,10 @@ class CheckpointHeader(Spec):
         step: Steps completed, which is also the position in the data: step n has the same samples in every run.
         model, training, plan: Model, training and plan of the run that wrote the checkpoint.
         seed: Seed of the run's weights and data.
-        file_bytes: File name -> size in bytes, for all files except the header.
+        file_sha256: File name -> SHA-256 of its content in hexadecimal, for all files except the header.
     """
 
-    schema_version: Literal[3] = 3
+    schema_version: Literal[4] = 4
     kind: Literal["checkpoint"] = "checkpoint"
     step: Count
     model: ModelSpec
@@ -65,7 +70,49 @@ class CheckpointHeader(Spec):
     plan: ParallelPlan
     seed: int
     dtype: str
-    file_bytes: dict[str, int]
+    file_sha256: dict[Annotated[str, Field(pattern=r"^[\w.]{1,100}$")], str]
+
+
+HEADER_FILE = "checkpoint.json"
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Folder of the checkpoint of a number of steps."""
+    return folder / f"step-{step:08d}"
+
+
+def readable_headers(folder: Path) -> tuple[list[CheckpointHeader], list[str]]:
+    """Headers of the complete checkpoints in a folder, newest first, and a note about each other one."""
+    headers, notes = [], []
+    for path in sorted(folder.glob("step-*"), reverse=True):
+        try:
+            header = CheckpointHeader.model_validate_json((path / HEADER_FILE).read_bytes())
+        except (OSError, ValidationError):
+            notes.append(f"{path} is passed over: it has no header that can be read")
+            continue
+        if path == step_folder(folder, header.step):
+            headers.append(header)
+        else:
+            notes.append(f"{path} is passed over: its name is not as it was written")
+    return headers, notes
+
+
+def file_sha256(file: Path) -> str:
+    """SHA-256 of a file's content in hexadecimal."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def damaged_file(folder: Path, header: CheckpointHeader, names: Iterable[str]) -> str | None:
+    """The first of these files of a checkpoint that is not as it was written; None if all are."""
+    for name in names:
+        file = folder / name
+        try:
+            if not file.is_file() or file.is_symlink() or file_sha256(file) != header.file_sha256[name]:
+                return name
+        except OSError:
+            return name
+    return None
 
 
 _SAME_STAGES = ("pp", "virtual_stages")
@@ -97,6 +144,21 @@ def differences(
     for field, before, after in (("seed", header.seed, seed), ("dtype", header.dtype, dtype)):
         if before != after:
             yield _differs(field, after, before)
+
+
+def check_new_run(checkpointing: Checkpointing, newest: CheckpointHeader | None) -> None:
+    """Refuses to mix the checkpoints of two runs.
+
+    Args:
+        newest: The newest complete checkpoint in the folder.
+
+    Raises:
+        SpecError: There is one, and the run does not resume.
+    """
+    if newest is not None and not checkpointing.resume:
+        rule = f"has checkpoints already, the newest of step {newest.step}"
+        fix = "add --resume to resume from it, or name another folder"
+        raise SpecError(Problem(field="--checkpoint-dir", value=checkpointing.folder, rule=rule, fix=fix))
 
 
 def _differs(field: str, now: object, then: object) -> Problem:

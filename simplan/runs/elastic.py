@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -73,3 +75,22 @@ class Nodes(Spec):
     def endpoint(self) -> str:
         """The address as ``HOST:PORT``."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def refuse_busy_port(nodes: Nodes) -> None:
+    """Checks that the leading node can listen at the endpoint.
+
+    Raises:
+        SpecError: The port is in use, or may not be used.
+    """
+    if not nodes.leads:
+        return
+    try:
+        socket.create_server(
+            (nodes.host, nodes.port), family=socket.AF_INET6 if ":" in nodes.host else socket.AF_INET
+        ).close()
+    except OSError as error:
+        rule = f"cannot be listened on: {os.strerror(error.errno or 0)}"  # strerror has the address once more
+        raise SpecError(
+            Problem(field="--rdzv-endpoint", value=nodes.endpoint, rule=rule, fix="use another port")
+        ) from None

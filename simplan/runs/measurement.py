@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from simplan.base import Count, Spec
+from simplan.base import MAX_DEVICES, Count, Positive, Spec
+from simplan.errors import ProgramError
 from simplan.plan.plan import ParallelPlan
+from simplan.program.action import Action
 from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind
 from simplan.runs.checkpoint import CheckpointTiming
@@ -26,6 +28,25 @@ IssuedKind = Literal[
     "to_host",
     "from_host",
 ]
+
+
+def _action(text: str) -> str:
+    """Checks the text form of an action.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        Action.parse(text)
+    except ProgramError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+_Action = Annotated[str, AfterValidator(_action)]
+_Rank = Annotated[int, Field(ge=0, lt=MAX_DEVICES)]
+_Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]
+"""A time on the common clock of the ranks; clocks that are aligned may put a start just before 0."""
 
 
 class PeakMemory(Spec):
@@ -52,10 +73,10 @@ class MeasuredSpan(Spec):
         end_s: End on the same clock, in seconds.
     """
 
-    action: str
+    action: _Action
     kind: SpanKind
-    start_s: float
-    end_s: float
+    start_s: _Seconds
+    end_s: _Seconds
 
 
 class MeasuredCollective(Spec):
@@ -71,11 +92,11 @@ class MeasuredCollective(Spec):
     """
 
     kind: IssuedKind
-    action: str
-    ranks: tuple[int, ...]
-    num_bytes: int
-    start_s: float
-    end_s: float | None = None
+    action: _Action
+    ranks: tuple[_Rank, ...]
+    num_bytes: Annotated[int, Field(ge=0)]
+    start_s: _Seconds
+    end_s: _Seconds | None = None
 
 
 class RankMeasurement(Spec):
@@ -90,12 +111,12 @@ class RankMeasurement(Spec):
         step_times_s: The rank's own time of each steady step, in seconds.
     """
 
-    rank: int
+    rank: _Rank
     peak_memory: PeakMemory
     actions: tuple[MeasuredSpan, ...]
     collectives: tuple[MeasuredCollective, ...]
     reruns: tuple[MeasuredSpan, ...] | None = None
-    step_times_s: tuple[float, ...] = ()
+    step_times_s: tuple[Positive, ...] = ()
 
 
 class SlowRank(Spec):
@@ -160,9 +181,9 @@ class Measurement(Spec):
     job: RunSpec
     complete: bool = True
     failure: str | None = None
-    step_times_s: tuple[float, ...]
-    warmup_step_times_s: tuple[float, ...] = ()
-    reference_s: float | None = None
+    step_times_s: tuple[Positive, ...]
+    warmup_step_times_s: tuple[Positive, ...] = ()
+    reference_s: Positive | None = None
     losses: tuple[float, ...] = ()
     ranks: tuple[RankMeasurement, ...] = ()
     first_step: int = 0

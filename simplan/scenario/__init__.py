@@ -3,6 +3,7 @@
 from simplan.scenario.expectation import METRICS, CheckResult, Expectation, Metric, evaluate
 from simplan.scenario.file import Scenario, load_scenario
 from simplan.scenario.search import SearchScenario, load_search, plan_document, plan_section
+from simplan.scenario.source import make_job, read_source, scenario_from, search_from
 from simplan.scenario.text import parse_scenario, parse_search
 
 __all__ = [
@@ -15,8 +16,12 @@ __all__ = [
     "evaluate",
     "load_scenario",
     "load_search",
+    "make_job",
     "parse_scenario",
     "parse_search",
     "plan_document",
     "plan_section",
+    "read_source",
+    "scenario_from",
+    "search_from",
 ]

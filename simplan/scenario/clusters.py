@@ -4,32 +4,38 @@ It is a preset with overrides, or given inline::
 
     cluster: {preset: dgx-h100, num_devices: 12}
     cluster: {preset: this-machine, num_devices: 2}
-    cluster: {preset: this-machine, num_devices: 4, num_nodes: 2, inter_link_gbit_per_device: 10}
+    cluster: {preset: this-machine, num_devices: 4, num_nodes: 2, nic_gbit: 10}
     cluster:
       device: {preset: a100-sxm-80gb, memory_bytes: 60000000000}
       devices_per_node: 4
       intra_link: pcie4
-      inter_link_gbit_per_device: 100
+      nics_per_node: 2
+      nic_gbit: 100
       num_nodes: 2
 
-``inter_link_gbit_per_device`` describes InfiniBand or RoCE; ``inter_link`` names another network, e.g. efa-400gbit;
-between machines like this one it is Ethernet with TCP.
+The network is that of a node (``inter_link_gbit_per_node``, or ``nics_per_node`` and ``nic_gbit``), or of one of its
+devices (``inter_link_gbit_per_device``): InfiniBand or RoCE. ``inter_link`` names another network, e.g. efa-400gbit, or
+tcp-10gbit for one Ethernet card per node. Between machines like this one it is Ethernet with TCP.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from simplan import catalog
-from simplan.base import Count, Positive, Spec
+from simplan.base import MAX_DEVICES, NumDevices, Rate, Spec
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec, HostBytes, LinkSpec
 from simplan.cluster.machine import THIS_MACHINE, this_machine
 from simplan.errors import SpecError
 from simplan.problems import Path
 from simplan.scenario.collecting import Sections
 from simplan.training import Price
-from simplan.units import counted
+from simplan.units import counted, format_flop_per_s
 
+Gbit = Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)]
+"""Bandwidth in Gbit/s, from 1 Mbit/s."""
 _PATH: Path = ("cluster", "device")
 _ANY = "h100-sxm-80gb"  # base for reading the other fields if the device is unknown
 _MIN_PLAUSIBLE: dict[str, tuple[float, str]] = {
@@ -61,6 +67,8 @@ def read_device(sections: Sections, data: Any, default: DeviceSpec | None) -> De
     base = default.model_dump() if default else {"id": "inline"}
     device = sections.read(DeviceSpec, {**base, **_implied(given, default), **given}, _PATH)
     _refuse_implausible(sections, given)
+    if device is not None:
+        _refuse_faster_than_peak(sections, device)
     link = base.get("host_link") if "host_link" not in given else given["host_link"]
     if isinstance(link, str):
         sections.look_up((*_PATH, "host_link"), catalog.link, link)
@@ -95,33 +103,58 @@ def _refuse_implausible(sections: Sections, given: dict[str, Any]) -> None:
                 sections.refuse(path, "is less than any device has", value=number, fix=f"write it in {unit}")
 
 
-class _Cluster(Spec):
+def _refuse_faster_than_peak(sections: Sections, device: DeviceSpec) -> None:
+    """Records a problem for each measured matmul rate above the peak."""
+    for dtype, rate in device.matmul_flop_per_s.items():
+        peak = device.peak_flop_per_s.get(dtype)
+        if peak is not None and rate > peak:
+            rule = f"is more than the peak of {format_flop_per_s(peak)}"
+            path = (*_PATH, "matmul_flop_per_s", dtype)
+            sections.refuse(path, rule, value=rate, fix=f"measure again, or give peak_flop_per_s.{dtype} too")
+
+
+class ClusterSection(Spec):
     """The section ``cluster`` as written; ``device`` and the links are a name or a mapping."""
 
     preset: Any = None
     device: Any = None
-    devices_per_node: Count | None = None
+    devices_per_node: NumDevices | None = None
     intra_link: Any = None
     inter_link: Any = None
-    inter_link_gbit_per_device: Positive | None = None
+    inter_link_gbit_per_device: Gbit | None = None
+    inter_link_gbit_per_node: Gbit | None = None
+    nics_per_node: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    nic_gbit: Gbit | None = None
     host_memory_bytes: HostBytes | None = None
-    host_memory_bandwidth_bytes_per_s: Positive | None = None
-    num_nodes: Count | None = None
-    num_devices: Count | None = None
+    host_memory_bandwidth_bytes_per_s: Rate | None = None
+    num_nodes: NumDevices | None = None
+    num_devices: NumDevices | None = None
     price_per_device_hour: Price | None = None
+
+
+_NETWORK_KEYS = (
+    "inter_link",
+    "inter_link_gbit_per_device",
+    "inter_link_gbit_per_node",
+    "nics_per_node",
+    "nic_gbit",
+)
+"""Keys of the network between nodes."""
 
 
 def read_cluster(sections: Sections, data: Any) -> ClusterSpec | None:
     """The section ``cluster``: ``preset`` with overrides, or inline; None, after recording problems, when invalid."""
     before = sections.num_problems
     section = (
-        sections.read(_Cluster, data, ("cluster",)) if sections.is_mapping(data, ("cluster",), "dgx-h100") else None
+        sections.read(ClusterSection, data, ("cluster",))
+        if sections.is_mapping(data, ("cluster",), "dgx-h100")
+        else None
     )
     cluster = None if section is None else _cluster(sections, section)
     return cluster if sections.num_problems == before else None
 
 
-def _cluster(sections: Sections, section: _Cluster) -> ClusterSpec | None:
+def _cluster(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
     if section.preset == THIS_MACHINE:
         return _this_machine(sections, section)
     entry: catalog.NodeEntry | None = None
@@ -146,12 +179,14 @@ def _cluster(sections: Sections, section: _Cluster) -> ClusterSpec | None:
     if device is None:
         return None
     per_node = section.devices_per_node or (entry.devices_per_node if entry else 0)
+    inter_link, nics_per_node = _inter_link(sections, section, entry, per_node)
     node = catalog.NodeEntry(
         id=entry.id if entry else "inline",
         device=device,
         devices_per_node=per_node,
         intra_link=_intra_link(sections, section, device, entry),
-        inter_link=_inter_link(sections, section, entry),
+        inter_link=inter_link,
+        nics_per_node=nics_per_node,
         source=entry.source if entry else "the scenario",
         host_memory_bytes=section.host_memory_bytes or (entry.host_memory_bytes if entry else None),
         host_memory_bandwidth_bytes_per_s=section.host_memory_bandwidth_bytes_per_s
@@ -160,11 +195,11 @@ def _cluster(sections: Sections, section: _Cluster) -> ClusterSpec | None:
     return catalog.make_cluster(node, _num_devices(sections, section, per_node))
 
 
-def _this_machine(sections: Sections, section: _Cluster) -> ClusterSpec | None:
+def _this_machine(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
     """CPU ranks of this machine, or its accelerators when the section names a device."""
     num_nodes = section.num_nodes or 1
     of_one = ("devices_per_node", "host_memory_bytes", "host_memory_bandwidth_bytes_per_s")
-    for key in of_one if num_nodes > 1 else (*of_one, "inter_link", "inter_link_gbit_per_device"):
+    for key in of_one if num_nodes > 1 else (*of_one, *_NETWORK_KEYS):
         if getattr(section, key) is not None:
             rule = "has no meaning for this-machine" + ("" if num_nodes > 1 else ", which is one node")
             sections.refuse(("cluster", key), rule, fix="remove it")
@@ -188,7 +223,7 @@ def _this_machine(sections: Sections, section: _Cluster) -> ClusterSpec | None:
     return cluster.model_copy(update={"intra_link": _intra_link(sections, section, cluster.device, None)})
 
 
-def _machines_like_this(sections: Sections, section: _Cluster, num_nodes: int) -> ClusterSpec | None:
+def _machines_like_this(sections: Sections, section: ClusterSection, num_nodes: int) -> ClusterSpec | None:
     """Several nodes like this one, joined by Ethernet."""
     ranks = section.num_devices or num_nodes
     if ranks % num_nodes:
@@ -196,15 +231,16 @@ def _machines_like_this(sections: Sections, section: _Cluster, num_nodes: int) -
         fix = f"use {ranks - ranks % num_nodes or num_nodes} or {ranks - ranks % num_nodes + num_nodes}"
         sections.refuse(("cluster", "num_devices"), rule, value=ranks, fix=fix)
         return None
-    if section.inter_link is None and section.inter_link_gbit_per_device is None:
+    if all(getattr(section, key) is None for key in _NETWORK_KEYS):
         rule = "is needed to join several nodes"
-        sections.refuse(("cluster", "inter_link_gbit_per_device"), rule, fix="give the Gbit/s of each rank")
+        sections.refuse(("cluster", "nic_gbit"), rule, fix="give the Gbit/s of the network card of each node")
         return None
-    inter_link = _inter_link(sections, section, None, "tcp")
-    return this_machine(ranks, catalog.link("loopback"), num_nodes=num_nodes, inter_link=inter_link)
+    inter_link, nics_per_node = _inter_link(sections, section, None, ranks // num_nodes, "tcp")
+    cluster = this_machine(ranks, catalog.link("loopback"), num_nodes=num_nodes, inter_link=inter_link)
+    return cluster.model_copy(update={"nics_per_node": nics_per_node})
 
 
-def _accelerators_here(sections: Sections, section: _Cluster) -> ClusterSpec | None:
+def _accelerators_here(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
     device = read_device(sections, section.device, None)
     if device is None:
         return None
@@ -214,7 +250,7 @@ def _accelerators_here(sections: Sections, section: _Cluster) -> ClusterSpec | N
 
 
 def _intra_link(
-    sections: Sections, section: _Cluster, device: DeviceSpec, entry: catalog.NodeEntry | None
+    sections: Sections, section: ClusterSection, device: DeviceSpec, entry: catalog.NodeEntry | None
 ) -> LinkSpec | None:
     """The link between devices of a node."""
     if section.intra_link is not None:
@@ -227,19 +263,69 @@ def _intra_link(
 
 
 def _inter_link(
-    sections: Sections, section: _Cluster, entry: catalog.NodeEntry | None, kind: str = "network"
-) -> LinkSpec | None:
-    """The link between nodes; ``kind`` is the network that a bandwidth in Gbit/s stands for."""
-    gbit = section.inter_link_gbit_per_device
+    sections: Sections, section: ClusterSection, entry: catalog.NodeEntry | None, per_node: int, kind: str = "network"
+) -> tuple[LinkSpec | None, int | None]:
+    """The link between nodes, and the network cards of a node; None for unknown ones.
+
+    Args:
+        per_node: Devices of a node, which share its cards.
+        kind: Network that a bandwidth in Gbit/s stands for.
+    """
+    rates = _network_rates(section, entry, per_node)
     if section.inter_link is not None:
-        if gbit is not None:
-            rule = "is given twice, with inter_link_gbit_per_device"
+        if rates:
+            rule = f"is given twice, with {next(iter(rates))}"
             sections.refuse(("cluster", "inter_link"), rule, value=section.inter_link, fix="give one of the two")
-            return None
-        return _link(sections, ("cluster", "inter_link"), section.inter_link)
-    if gbit is not None:
-        return catalog.network_link(gbit, kind)
-    return entry.inter_link if entry else None
+            return None, None
+        return _named_network(sections, section, per_node)
+    if not rates:
+        if section.nics_per_node is not None:
+            fix = "give nic_gbit, the Gbit/s of one card"
+            sections.refuse(("cluster", "nics_per_node"), "is given without the rate of a card", fix=fix)
+        same = entry is not None and per_node == entry.devices_per_node
+        return (entry.inter_link if entry else None), (entry.nics_per_node if entry and same else None)
+    (first, gbit), *others = rates.items()
+    for key, other in others:
+        if abs(other - gbit) > 1e-9 * gbit:
+            rule = f"is {other:g} Gbit/s per device, and {first} is {gbit:g}; a node has {counted(per_node, 'device')}"
+            value = getattr(section, key)
+            shown = int(value) if float(value).is_integer() else value
+            sections.refuse(("cluster", key), rule, value=shown, fix="keep one of the two")
+            return None, None
+    preset = entry.nics_per_node if entry and "nic_gbit" in rates else None
+    return catalog.network_link(gbit, kind), section.nics_per_node or preset or (1 if "nic_gbit" in rates else None)
+
+
+def _network_rates(section: ClusterSection, entry: catalog.NodeEntry | None, per_node: int) -> dict[str, float]:
+    """Gbit/s per device by the key that gives it."""
+    rates = {}
+    if section.inter_link_gbit_per_device is not None:
+        rates["inter_link_gbit_per_device"] = section.inter_link_gbit_per_device
+    if section.inter_link_gbit_per_node is not None:
+        rates["inter_link_gbit_per_node"] = section.inter_link_gbit_per_node / per_node
+    if section.nic_gbit is not None:
+        cards = section.nics_per_node or (entry.nics_per_node if entry else None) or 1
+        rates["nic_gbit"] = section.nic_gbit * cards / per_node
+    elif section.nics_per_node and entry is not None and entry.nics_per_node and entry.inter_link is not None:
+        node_gbit = entry.inter_link.bytes_per_s * 8e-9 * entry.devices_per_node
+        rates["nics_per_node"] = node_gbit / entry.nics_per_node * section.nics_per_node / per_node
+    return rates
+
+
+def _named_network(sections: Sections, section: ClusterSection, per_node: int) -> tuple[LinkSpec | None, int | None]:
+    """The link of ``inter_link``: of a device, or of one card per node."""
+    name = section.inter_link
+    if isinstance(name, str):
+        cards = section.nics_per_node or 1
+        shared = catalog.network_of_node(name, per_node, cards)
+        if shared is not None:
+            return shared, cards
+    if section.nics_per_node is not None:
+        rule = "is for links of one card per node, such as tcp-10gbit, and for nic_gbit"
+        fix = "give nic_gbit in place of inter_link"
+        sections.refuse(("cluster", "nics_per_node"), rule, value=section.nics_per_node, fix=fix)
+        return None, None
+    return _link(sections, ("cluster", "inter_link"), name), None
 
 
 def _link(sections: Sections, path: Path, data: Any) -> LinkSpec | None:
@@ -249,9 +335,13 @@ def _link(sections: Sections, path: Path, data: Any) -> LinkSpec | None:
     return sections.read(LinkSpec, {"id": "inline", **catalog.unmeasured_link(), **data}, path)
 
 
-def _num_devices(sections: Sections, section: _Cluster, per_node: int) -> int:
+def _num_devices(sections: Sections, section: ClusterSection, per_node: int) -> int:
     """Devices of the job: as given, or full nodes, one without either."""
     nodes, devices = section.num_nodes, section.num_devices
+    if nodes is not None and nodes * per_node > MAX_DEVICES + per_node:
+        rule = f"makes {nodes * per_node:,} devices; a job has at most {MAX_DEVICES:,}"
+        sections.refuse(("cluster", "num_nodes"), rule, value=nodes, fix=f"use {MAX_DEVICES // per_node:,} or less")
+        return 1
     if nodes is None or devices is None:
         return devices or per_node * (nodes or 1)
     needed = -(-devices // per_node)

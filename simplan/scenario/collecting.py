@@ -175,8 +175,8 @@ _OTHER_WORDS = {
     "cluster.num_nodes": "nodes nnodes",
     "cluster.devices_per_node": "gpus_per_node num_gpus_per_node nproc_per_node",
     "cluster.device": "gpu gpu_type accelerator",
-    "cluster.inter_link_gbit_per_device, the network of a node divided by its devices": "nics_per_node num_nics nics "
-    "nic_gbit inter_link_gbit_per_node network_gbit",
+    "cluster.nics_per_node": "num_nics nics",
+    "cluster.nic_gbit": "network_gbit nic_gbps",
     "cluster.device: {preset: ..., memory_bytes: ...}": "memory memory_bytes memory_gb memory_gib gpu_memory",
 }
 """Keys of Megatron-LM, torchtitan, DeepSpeed, Hugging Face and others, by the equivalent key of simplan."""

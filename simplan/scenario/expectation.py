@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, model_validator
 
-from simplan.base import NonNegative, Spec
+from simplan.base import Line, NonNegative, Spec
 from simplan.errors import did_you_mean
 from simplan.program.program import MemoryCategory
 
@@ -141,7 +141,7 @@ class Expectation(Spec):
     max: Annotated[float, Field(allow_inf_nan=False)] | None = None
     rel_tol: NonNegative | None = None
     abs_tol: NonNegative | None = None
-    why: str = ""
+    why: Line = ""
 
     @model_validator(mode="after")
     def _consistent(self) -> Expectation:

@@ -16,14 +16,16 @@ One error reports all problems of a file, with their lines.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from simplan import catalog
-from simplan.base import Spec
+from simplan.base import Line, Spec
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.calibration.format import Calibration
 from simplan.document import Document
@@ -51,6 +53,7 @@ class Scenario:
     Attributes:
         file: File of the scenario; None when the scenario was made in code.
         budget: Length and price of the full training.
+        assumptions: Sentences about values that were not given.
 
     Raises:
         SpecError: The job violates rules; the error lists all violations.
@@ -61,6 +64,11 @@ class Scenario:
     expect: tuple[Expectation, ...] = ()
     file: str | None = None
     budget: TrainingBudget = field(default_factory=TrainingBudget)
+    assumptions: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Name and job, in one line."""
+        return f"Scenario({self.name}: {self.job!r})"
 
     def __post_init__(self) -> None:
         check_job(self.job)
@@ -87,6 +95,8 @@ class Scenario:
             prediction, simulated = predict_step(self.job, name=self.name, calibration=calibration)
         except SpecError as error:
             raise error if error.file or self.file is None else error.in_file(self.file) from None
+        if self.assumptions:
+            prediction = replace(prediction, assumptions=(*self.assumptions, *prediction.assumptions))
         return prediction.with_budget(self.budget), simulated
 
 
@@ -105,7 +115,7 @@ def check_budget(budget: TrainingBudget, model: ModelSpec) -> None:
 class _File(Spec):
     """The top level of a scenario file; the sections are read one by one."""
 
-    name: Annotated[str, Field(min_length=1, max_length=200)] = "scenario"
+    name: Annotated[Line, Field(min_length=1, max_length=200)] = "scenario"
     model: Any
     cluster: Any
     training: Any
@@ -122,10 +132,10 @@ def load_scenario(path: str | Path) -> Scenario:
         SpecError: The file cannot be read or is wrong; lists all problems, each with its line. When all of them
             are options that are not modeled yet, the error is a ``NotModelledError``.
     """
-    return scenario_from(read_yaml(path), path)
+    return scenario_of_document(read_yaml(path), path)
 
 
-def scenario_from(document: Document, path: str | Path) -> Scenario:
+def scenario_of_document(document: Document, path: str | Path) -> Scenario:
     """Scenario of a document that was read already.
 
     Raises:
@@ -216,7 +226,35 @@ def _read_plan(sections: Sections, data: dict[str, Any], folder: Path | None) ->
     plan = sections.read(ParallelPlan, data["plan"], ("plan",)) if "plan" in data else None
     if plan is None or folder is None or not is_table_file(plan.schedule):
         return plan
-    return plan.model_copy(update={"schedule": str(folder / plan.schedule)})
+    return plan.model_copy(update={"schedule": os.path.normpath(folder / plan.schedule)})
+
+
+_NAMED_FILES = (("model", "hf_config"), ("model", "document_lengths", "file"), ("plan", "schedule"))
+
+
+def named_files(data: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Keys of a document that name files, each with its value."""
+    for path in _NAMED_FILES:
+        value = data
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        if value is not None and (path[-1] != "schedule" or (isinstance(value, str) and is_table_file(value))):
+            yield path, value
+
+
+def relocated(data: dict[str, Any], folder: Path, new_folder: Path) -> dict[str, Any]:
+    """The document for a file in another folder: relative paths in it name the same files.
+
+    Args:
+        folder: Folder to which relative paths of ``data`` are relative.
+    """
+    changed = dict(data)
+    for (section, *keys, last), name in named_files(data):
+        changed[section] = at = dict(changed[section])
+        for key in keys:
+            at[key] = at = dict(at[key])
+        at[last] = os.path.relpath(folder / name, new_folder)
+    return changed
 
 
 _OF_EXPERTS = ("expert_dispatch", "expert_overlap", "fused_experts")

@@ -12,8 +12,7 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from simplan.errors import SpecError
 from simplan.io import folder_of, read_yaml
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
-from simplan.scenario.file import ScenarioParts, check_budget, parts_of
+from simplan.scenario.file import ScenarioParts, check_budget, parts_of, relocated
 from simplan.search import SearchResult, SearchSpace, search
 from simplan.search.space import that_it_has
 from simplan.training import TrainingBudget
@@ -36,6 +35,7 @@ class SearchScenario:
         job: Model, cluster, training and software, with a plan of defaults.
         space: Plans to choose from.
         document: Data of the file; with a plan, it makes a scenario.
+        assumptions: Sentences about values that were not given.
     """
 
     name: str
@@ -43,6 +43,7 @@ class SearchScenario:
     space: SearchSpace
     document: dict[str, Any]
     file: str
+    assumptions: tuple[str, ...] = ()
 
     def search(self, calibration: Calibration | None = None, *, jobs: int = 1) -> SearchResult:
         """The best plans of the space.
@@ -53,7 +54,8 @@ class SearchScenario:
         Raises:
             SpecError: See ``simplan.search.search``.
         """
-        return search(self.job, self.space, name=self.name, calibration=calibration, jobs=jobs)
+        result = search(self.job, self.space, name=self.name, calibration=calibration, jobs=jobs)
+        return replace(result, assumptions=self.assumptions)
 
 
 def load_search(path: str | Path) -> SearchScenario:
@@ -107,13 +109,16 @@ def plan_document(scenario: SearchScenario, plan: ParallelPlan, folder: Path) ->
         folder: Folder of the new file; paths in the file are relative to this folder.
     """
     document = {key: value for key, value in scenario.document.items() if key not in ("search", "name")}
-    model = document["model"]
-    if "hf_config" in model:
-        config = folder_of(scenario.file) / model["hf_config"]
-        document["model"] = model | {"hf_config": os.path.relpath(config, folder)}
+    document = relocated(document, folder_of(scenario.file), folder)
     if plan.num_devices != scenario.job.cluster.num_devices:
         kept = {key: value for key, value in document["cluster"].items() if key != "num_nodes"}
         document["cluster"] = kept | {"num_devices": plan.num_devices}
+    for section, key, value in (
+        ("training", "num_tokens", scenario.space.token_budget),
+        ("cluster", "price_per_device_hour", scenario.space.dollars_per_device_hour),
+    ):
+        if value is not None:
+            document[section] = document[section] | {key: value}
     return {"name": scenario.name, **document, "plan": plan_section(plan)}
 
 

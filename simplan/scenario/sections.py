@@ -63,7 +63,7 @@ def _hf_fields(sections: Sections, name: Any, seq_len: Any, *, mtp: bool) -> dic
         try:
             config = read_json(path)
             length = seq_len if seq_len is None or isinstance(seq_len, int) else 1  # refused with the other fields
-            title = path.parent.name or path.stem
+            title = path.resolve().parent.name or path.stem
             return model_fields_from_config(config, name=title, seq_len=length, mtp=mtp)
         except SpecError as error:
             shown = render_value(name)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from simplan.document import parse_yaml
 from simplan.errors import Problem, SpecError
 from simplan.io import MAX_YAML_BYTES
-from simplan.plan.schedules import is_table_file
 from simplan.problems import find_place, render_value
-from simplan.scenario.file import Scenario, ScenarioParts, parts_of, scenario_of
+from simplan.scenario.file import Scenario, ScenarioParts, named_files, parts_of, scenario_of
 from simplan.scenario.search import SearchScenario, search_of
-
-_NAMED_FILES = (("model", "hf_config"), ("model", "document_lengths", "file"), ("plan", "schedule"))
 
 
 def parse_scenario(text: str, name: str = "scenario") -> Scenario:
@@ -42,10 +37,7 @@ def _parts(text: str, name: str) -> ScenarioParts:
         raise SpecError(Problem(field="", rule=f"is larger than {MAX_YAML_BYTES // 2**20} MiB"), file=name)
     document = parse_yaml(text, name)
     problems = []  # keys that name files, which would be read on the server, not on the author's machine
-    for path in _NAMED_FILES:
-        value = _at(document.data, path)
-        if value is None or (path[-1] == "schedule" and not (isinstance(value, str) and is_table_file(value))):
-            continue
+    for path, value in named_files(document.data):
         rule = "names a file, which a scenario given as text cannot bring along"
         fix = "give what the file says in its place, or use the command line"
         problem = Problem(field=".".join(path), value=render_value(value), rule=rule, fix=fix)
@@ -53,9 +45,3 @@ def _parts(text: str, name: str) -> ScenarioParts:
     if problems:
         raise SpecError(problems, file=name)
     return parts_of(document, name)
-
-
-def _at(data: Any, path: tuple[str, ...]) -> Any:
-    for key in path:
-        data = data.get(key) if isinstance(data, dict) else None
-    return data

@@ -1,13 +1,7 @@
-"""Search over parallel plans: the best plans, and why the others lost.
-
-The package is callable: ``simplan.search(job)`` calls ``simplan.search.search``.
-"""
-
-import sys
-from types import ModuleType
-from typing import Any
+"""Search over parallel plans: the best plans, and why the others lost."""
 
 from simplan.search.api import SearchProgress, search
+from simplan.search.fixes import Fix, fixes
 from simplan.search.largest import Largest, largest
 from simplan.search.objective import Goal
 from simplan.search.result import (
@@ -24,6 +18,7 @@ from simplan.search.space import RANGES, SearchSpace
 __all__ = [
     "RANGES",
     "EquivalentPlans",
+    "Fix",
     "Goal",
     "Largest",
     "NearestMiss",
@@ -34,16 +29,7 @@ __all__ = [
     "SearchResult",
     "SearchSpace",
     "SpaceCount",
+    "fixes",
     "largest",
     "search",
 ]
-
-
-class _Callable(ModuleType):
-    """Module type that makes the package callable as ``search``."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> SearchResult:
-        return search(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _Callable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
+from simplan.problems import parse_model
 from simplan.rules import BY_NAME
 from simplan.search.candidates import FIELDS
 from simplan.search.changes import changes
@@ -18,7 +19,7 @@ from simplan.search.enumeration import empty_space
 from simplan.search.explain import explain_plan, more_memory
 from simplan.search.explore import Exploration
 from simplan.search.incumbents import Group, Incumbents, Timed
-from simplan.search.jobs import check_without_plan, with_num_devices
+from simplan.search.jobs import check_without_plan
 from simplan.search.objective import Goal
 from simplan.search.partial_recompute import search_partial_recompute
 from simplan.search.result import EquivalentPlans, NearestMiss, RankedPlan, SearchExplanation, SearchResult, SpaceCount
@@ -49,7 +50,7 @@ class SearchProgress:
 
 def search(
     job: Job,
-    space: SearchSpace | None = None,
+    space: SearchSpace | Mapping[str, Any] | None = None,
     *,
     name: str = "search",
     calibration: Calibration | None = None,
@@ -72,7 +73,8 @@ def search(
 
     Args:
         job: The job. Its plan supplies the fields that a search does not vary; the other plan fields are ignored.
-        space: Ranges and objective; None for the default ranges, ranked by step time.
+        space: Ranges and objective, also as a mapping such as ``{"tp": [1, 2]}``; None for the default ranges, ranked
+            by step time.
         name: Display name.
         calibration: Timings of this machine; only when the cluster is this machine.
         jobs: Worker processes; -1 for one per core. Under ``joblib.parallel_config``, workers of that backend (Dask,
@@ -84,7 +86,8 @@ def search(
         SpecError: The job is invalid for every plan, the ranges have no plan in common, or cost is not available as an
             objective.
     """
-    possible = that_it_has(job.software, space or SearchSpace())
+    given = space if isinstance(space, SearchSpace) else parse_model(SearchSpace, dict(space or {}), prefix=("search",))
+    possible = that_it_has(job.software, given)
     return _Search(name, job, possible, calibration, jobs, on_progress).result(explain=explain)
 
 
@@ -105,7 +108,7 @@ class _Search:
         self._confirmed: set[ParallelPlan] = set()
         self._on_progress = on_progress or (lambda _: None)
         sizes = sorted(set(space.num_devices or _default_sizes(space, job)))
-        sized = {size: with_num_devices(job, size) for size in sizes}
+        sized = {size: job.with_num_devices(size) for size in sizes}
         for asked in sized.values():
             check_without_plan(asked, space)
         if "cost" in space.goals and job.model.sample == "image":
@@ -199,10 +202,13 @@ class _Search:
                     if number
                 },
                 self._num_partial,
+                counts.in_headroom,
             ),
+            max_memory_fraction=self._space.max_memory_fraction,
             nearest_misses=self._misses(),
             interrupted=interrupted,
             unit="images" if job.model.sample == "image" else "tokens",
+            links=job.cluster.links,
             inputs={
                 "model": job.model.model_dump(mode="json"),
                 "cluster": job.cluster.model_dump(mode="json"),

@@ -9,8 +9,9 @@ from dataclasses import replace
 from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
+from simplan.predict import predict
 from simplan.search.explore import first_fit
-from simplan.search.jobs import with_num_devices
+from simplan.search.fixes import OUTSIDE_OF_SEARCHES, fixes
 from simplan.search.result import NearestMiss, RequestChange
 from simplan.search.space import SearchSpace, given_ranges, that_it_has
 from simplan.units import format_bytes, format_time
@@ -32,7 +33,11 @@ def changes(
         if (seconds := miss.step_time_s) is not None:
             words = f"allow max_step_time_s = {_rounded_up(seconds):g}: the fastest plan takes {format_time(seconds)}"
             return (RequestChange(what="max_step_time_s", value=seconds, words=words, plan=miss.plan),)
-    found = [_memory(job, space, misses)]
+    found = [
+        _headroom(job, space, misses),
+        _memory(job, space, misses),
+        *_outside_of_searches(job, space, misses, calibration),
+    ]
     found += [tried(job, space, calibration) for tried in (_recompute, _ranges, _batch, _devices)]
     return tuple(change for change in found if change is not None)
 
@@ -48,6 +53,14 @@ def _rounded_up(seconds: float) -> float:
     return near if near >= seconds else round(near + 10.0**-digits, digits)
 
 
+def _headroom(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> RequestChange | None:
+    """All of the device memory, if the nearest miss fits in it."""
+    if not misses or misses[0].device_bytes > (job.cluster.device.memory_bytes or 0):
+        return None
+    words = f"max_memory_fraction = 1 instead of {space.max_memory_fraction:g}, which keeps no memory free"
+    return RequestChange(what="max_memory_fraction", value=1.0, words=words, plan=misses[0].plan)
+
+
 def _memory(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> RequestChange | None:
     """Devices with the memory that the nearest miss needs."""
     if not misses:
@@ -61,6 +74,23 @@ def _memory(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> Re
     there = job.cluster.device.memory_bytes
     words = f"devices with {format_bytes(needed)} of memory instead of {format_bytes(there or 0)}"
     return RequestChange(what="memory_bytes", value=needed, words=words, plan=miss.plan)
+
+
+def _outside_of_searches(
+    job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...], calibration: Calibration | None
+) -> Iterator[RequestChange]:
+    """Settings that no search varies, such as offloading, with which the nearest of the misses fits."""
+    for miss in misses:
+        if miss.num_devices != job.cluster.num_devices:
+            continue
+        prediction = predict(job.with_plan(miss.plan), calibration=calibration)
+        limit = space.max_memory_fraction
+        found = fixes(prediction, calibration, max_memory_fraction=limit, kinds=OUTSIDE_OF_SEARCHES)
+        for fix in found:
+            what, value = list(fix.changes.items())[-1]
+            yield RequestChange(what=what, value=str(value), words=fix.words, plan=fix.job.plan)
+        if found:
+            return
 
 
 def _recompute(job: Job, space: SearchSpace, calibration: Calibration | None) -> RequestChange | None:
@@ -110,7 +140,7 @@ def _devices(job: Job, space: SearchSpace, calibration: Calibration | None) -> R
     there = job.cluster.num_devices
     for doublings in range(1, _MAX_DOUBLINGS + 1):
         more = there * 2**doublings
-        asked = with_num_devices(job, more)
+        asked = job.with_num_devices(more)
         if asked.cluster.num_nodes > 1 and asked.cluster.inter_link is None:
             return None
         plan = first_fit(asked, space, calibration)

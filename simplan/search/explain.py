@@ -34,6 +34,8 @@ def explain_plan(job: Job, calibration: Calibration | None) -> SearchExplanation
         mfu=prediction.mfu,
         allocated_bytes=worst.allocated_bytes,
         reserved_bytes=worst.reserved_bytes,
+        device_interval_bytes=worst.device_interval_bytes,
+        memory_verdict=prediction.memory_verdict,
         worst_rank=worst.rank,
         busiest_rank=prediction.memory[busiest].rank,
         shares={name: getattr(split, f"{name}_s") / prediction.step_time_s for name in _SHARES},

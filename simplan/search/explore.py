@@ -75,6 +75,7 @@ class Exploration:
         on_progress: Callable[[], None],
     ) -> None:
         self.job, self.capacity_bytes, self.deadline_s = job, capacity_bytes(job, space), space.max_step_time_s
+        self._memory_bytes = job.cluster.device.memory_bytes or 0
         self.enumeration, self.bounds = Enumeration(space, job), Bounds(job, calibration)
         self.evaluator = Evaluator(job, calibration, jobs)
         self._incumbents, self._statistics, self._told = incumbents, statistics, on_progress
@@ -97,6 +98,7 @@ class Exploration:
             found.append((table.take(inside), least_bytes[inside], least_s[inside]))
             if capacity is not None:
                 statistics.rejected["memory"] += int((~inside).sum())
+                statistics.in_headroom += int((~inside & (least_bytes <= self._memory_bytes)).sum())
                 self._note_beyond(table, least_bytes, least_s, ~inside, capacity)
             self._told()
         if not found:
@@ -175,6 +177,7 @@ class Exploration:
             if exact_s is None:
                 assert capacity is not None
                 statistics.rejected["memory"] += 1
+                statistics.in_headroom += size <= self._memory_bytes
                 least_s = float(self._least_s[row])
                 self._add_beyond([_Beyond(size - capacity, plan_order(plan), plan, least_s, True)])
                 if size <= MORE * capacity:

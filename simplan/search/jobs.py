@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from simplan import catalog
 from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
@@ -48,25 +47,6 @@ def _check_modules(job: Job, space: SearchSpace) -> None:
             check_job(job.with_plan(ParallelPlan(recompute="selective", recompute_modules=modules)), _OF_MODULES)
         except SpecError as error:
             raise type(error)([replace(each, field="search.recompute_modules") for each in error.problems]) from None
-
-
-def with_num_devices(job: Job, num_devices: int) -> Job:
-    """Copy of a job on another number of devices of its cluster.
-
-    A cluster that grows past one node without an ``inter_link`` gets the link of its catalog preset.
-    """
-    cluster = job.cluster
-    if num_devices == cluster.num_devices:
-        return job
-    if cluster.cores_per_node is not None:  # the fraction of CPU memory per rank depends on the number of ranks
-        return replace(job, cluster=catalog.cluster(cluster.id, num_devices))
-    update: dict[str, object] = {"num_devices": num_devices}
-    if num_devices > cluster.devices_per_node and cluster.inter_link is None:
-        if cluster.id in catalog.names("clusters"):
-            update["inter_link"] = catalog.cluster(cluster.id, num_devices).inter_link
-    elif num_devices <= cluster.devices_per_node:
-        update["inter_link"] = None
-    return replace(job, cluster=cluster.model_copy(update=update))
 
 
 def capacity_bytes(job: Job, space: SearchSpace) -> int | None:

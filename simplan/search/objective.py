@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simplan.job import Job
+from simplan.prediction import training_run
 from simplan.search.space import Objective, SearchSpace
-
-_HOUR_S = 3600.0
 
 # Each grows with the step time or does not depend on it, so its value at a lower bound of the time is a lower bound.
 # For one batch, throughput per device is the inverse of device-seconds per step.
@@ -70,8 +69,14 @@ class Goal:
         return self.tokens_per_step / step_time_s / num_devices
 
     def cost_dollars(self, num_devices: int, step_time_s: float) -> float | None:
-        """Price in dollars of training on the token budget; None without a price or a budget."""
+        """Price in dollars of the steps that the token budget needs; None without a price or a budget."""
         if self.dollars_per_device_hour is None or self.token_budget is None:
             return None
-        steps = self.token_budget / self.tokens_per_step
-        return steps * step_time_s / _HOUR_S * num_devices * self.dollars_per_device_hour
+        return training_run(
+            self.token_budget,
+            step_time_s,
+            None,
+            tokens_per_step=self.tokens_per_step,
+            num_devices=num_devices,
+            price_per_device_hour=self.dollars_per_device_hour,
+        ).cost

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import to_jsonable_python
 
 from simplan.plan.plan import ParallelPlan
+from simplan.prediction import MemoryVerdict
 from simplan.search.space import Objective
-from simplan.units import GIB
+from simplan.units import GIB, format_time
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,6 +27,8 @@ class SearchExplanation:
         step_time_interval_s: 90% interval of the step time, in seconds.
         mfu: Model FLOPs utilization; None if the device peak is unknown.
         allocated_bytes, reserved_bytes: Allocated and reserved peak of the peak-memory rank.
+        device_interval_bytes: 90% interval of the device memory of the peak-memory rank.
+        memory_verdict: Verdict on the whole device memory; None if that is unknown.
         worst_rank: Peak-memory rank.
         busiest_rank: Rank with the least wait time.
         shares: Fractions of the busiest rank's step, which sum to 1: compute, recompute, exposed_communication, wait,
@@ -38,6 +41,8 @@ class SearchExplanation:
     mfu: float | None
     allocated_bytes: int
     reserved_bytes: int
+    device_interval_bytes: tuple[int, int]
+    memory_verdict: MemoryVerdict | None
     worst_rank: int
     busiest_rank: int
     shares: Mapping[str, float]
@@ -124,6 +129,8 @@ class RankedPlan:
             memory |= {"allocated": why.allocated_bytes / GIB, "reserved": why.reserved_bytes / GIB}
             document |= {
                 "step_time_interval_s": list(why.step_time_interval_s),
+                "memory_verdict": why.memory_verdict,
+                "peak_memory_interval_gib": {"device": [end / GIB for end in why.device_interval_bytes]},
                 "mfu": why.mfu,
                 "worst_rank": why.worst_rank,
                 "busiest_rank": why.busiest_rank,
@@ -148,6 +155,8 @@ class SpaceCount:
         some_blocks: Plans timed in addition to those of the space that recompute only some blocks
             (``recompute_layers``). They are not part of the total, since their number depends on the number of ranked
             plans.
+        in_headroom: Candidates rejected for memory that the headroom of the search (``max_memory_fraction``) may hold:
+            an upper limit, since bounds on memory are below the memory.
     """
 
     total: int
@@ -156,6 +165,7 @@ class SpaceCount:
     timed: int
     why: Mapping[str, str]
     some_blocks: int = 0
+    in_headroom: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,8 +204,9 @@ class RequestChange:
     """One change of the request that makes a plan feasible; verified by a search.
 
     Attributes:
-        what: Kind of change: ``num_devices``, ``memory_bytes``, ``global_batch_size``, ``recompute``, ``ranges`` or
-            ``max_step_time_s``.
+        what: Kind of change: ``num_devices``, ``max_memory_fraction``, ``memory_bytes``, ``global_batch_size``,
+            ``recompute``, ``ranges`` or ``max_step_time_s``, or a setting that no search varies, such as
+            ``plan.offload_optimizer``.
         words: The change as a phrase for reports.
         plan: A plan that is feasible after the change.
     """
@@ -206,12 +217,13 @@ class RequestChange:
     plan: ParallelPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SearchResult:
     """Best plans of a space, and counts of and reasons for the others.
 
     Attributes:
         objectives: Objectives of the search, the ranking one first.
+        max_memory_fraction: Fraction of the device memory that plans may use.
         ranked: Best plans by the first objective, best first; the simplest of each group of equivalent plans.
         pareto: Pareto front of two objectives, sorted by the first; empty with one objective.
         nearest_misses: Infeasible plans closest to the memory limit; closest to the deadline if plans fit but are too
@@ -219,6 +231,8 @@ class SearchResult:
         changes: Changes that make a plan feasible; empty if a plan was found.
         interrupted: True if the search was stopped: ranking and counts then cover only the evaluated candidates.
         unit: Unit of throughput: ``tokens`` or ``images``.
+        links: ``ClusterSpec.links`` of the job; a plan of fewer devices may lack one.
+        assumptions: Sentences about values that were not given.
     """
 
     name: str
@@ -226,11 +240,21 @@ class SearchResult:
     ranked: tuple[RankedPlan, ...]
     pareto: tuple[RankedPlan, ...]
     space: SpaceCount
+    max_memory_fraction: float = 1.0
     nearest_misses: tuple[NearestMiss, ...] = ()
     changes: tuple[RequestChange, ...] = ()
     interrupted: bool = False
     inputs: Mapping[str, Any] = field(default_factory=dict)
     unit: str = "tokens"
+    links: Mapping[str, Any] = field(default_factory=dict)
+    assumptions: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Number of plans and the best one, in one line."""
+        best = "no plan is feasible"
+        if self.best is not None:
+            best = f"best {format_time(self.best.step_time_s)} a step with {self.best.plan!r}"
+        return f"SearchResult({self.name}: {self.space.total:,} plans, {len(self.ranked)} ranked, {best})"
 
     @property
     def best(self) -> RankedPlan | None:
@@ -276,7 +300,10 @@ class SearchResult:
             "kind": "search",
             "name": self.name,
             "inputs": dict(self.inputs),
+            "links": dict(self.links),
+            "assumptions": list(self.assumptions),
             "objectives": list(self.objectives),
+            "max_memory_fraction": self.max_memory_fraction,
             "best": ranked[0] if ranked else None,
             "ranked": ranked,
             "pareto": [plan.to_json() for plan in self.pareto],

@@ -36,7 +36,7 @@ class SearchSpace(Spec):
         objectives: Two objectives for a Pareto front; plans are ranked by the first.
         top: Number of plans to rank.
         max_memory_fraction: Maximum predicted device memory of a plan as a fraction of the device memory, including the
-            allocator reserve. At 1, a plan that ``predict`` reports as fitting tightly does not count as fitting.
+            allocator reserve. The default keeps 5% free, about as much as a predicted peak may be too small.
         max_step_time_s: Deadline of a step, in seconds.
         dollars_per_device_hour, token_budget: Price, and number of training tokens; required by ``cost``.
         num_devices: Device counts to compare; by default the cluster's.
@@ -52,7 +52,7 @@ class SearchSpace(Spec):
     objective: Objective = "step_time"
     objectives: Annotated[tuple[Objective, ...], Field(min_length=2, max_length=2)] | None = None
     top: Annotated[int, Field(ge=1, le=1000)] = 5
-    max_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.95
     max_step_time_s: Positive | None = None
     dollars_per_device_hour: Positive | None = None
     token_budget: Positive | None = None

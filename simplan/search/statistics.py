@@ -56,6 +56,7 @@ class Statistics:
         rejected: Rejected candidates by rule, including memory and deadline.
         bounded: Pruned candidates.
         timed: Candidates with a simulated time.
+        in_headroom: Candidates rejected for memory that the headroom of the search may hold.
         misses: Nearest plans that do not fit.
         late: Nearest plans that fit and miss the deadline.
         nearly: Plans that may fit with ``MORE`` times the memory, those with the lowest bounds.
@@ -64,6 +65,7 @@ class Statistics:
     rejected: Counter[str] = field(default_factory=Counter)
     bounded: int = 0
     timed: int = 0
+    in_headroom: int = 0
     misses: list[InfeasiblePlan] = field(default_factory=list)
     late: list[InfeasiblePlan] = field(default_factory=list)
     nearly: list[Waiting] = field(default_factory=list)

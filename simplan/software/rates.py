@@ -6,6 +6,7 @@ the values that published training runs determine.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field
@@ -184,3 +185,29 @@ class FrameworkRates(Spec):
     inter_slowdown: Positive = 1.0
     relative_std: NonNegative | None = None
     fitted_on: str | None = None
+
+
+class MemorySpread(Spec):
+    """Uncertainty of peak memory, as two independent relative standard deviations.
+
+    Both are those of a normal distribution with the same 90% interval. Persistent tensors (weights, gradients and
+    optimizer states) are sums of known sizes, and have none.
+
+    Attributes:
+        transient_std: Of tensors that exist only during a step: activations, unsharded parameters, temporaries.
+        allocator_std: Of device memory: blocks of the caching allocator, driver context and communication buffers.
+        fitted_on: Peaks that the deviations were fitted on; None for the wider ones of profiles without peaks.
+    """
+
+    transient_std: NonNegative = 0.0
+    allocator_std: NonNegative = 0.0
+    fitted_on: str | None = None
+
+    def relative_std(self, transient_fraction: float, *, allocated: bool) -> float:
+        """Relative standard deviation of a peak.
+
+        Args:
+            transient_fraction: Fraction of transient tensors in the peak.
+            allocated: True for a peak of tensors alone, False for one of the allocator or the device.
+        """
+        return math.hypot(self.transient_std * transient_fraction, 0.0 if allocated else self.allocator_std)

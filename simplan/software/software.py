@@ -13,7 +13,7 @@ from simplan.model.implementations.layer_implementation import LayerImplementati
 from simplan.model.layer import LayerSpec
 from simplan.model.low_precision import Fp8Recipe, Kept, LinearFormat, LowPrecision, QuantizedWeights, linear_format
 from simplan.plan.plan import ParallelPlan, RecomputeModule
-from simplan.software.rates import FrameworkRates
+from simplan.software.rates import FrameworkRates, MemorySpread
 from simplan.training import OPTIMIZERS, OptimizerName, TrainingSpec
 
 if TYPE_CHECKING:
@@ -233,6 +233,7 @@ class SoftwareSpec(Spec):
             ``vocab_size``. Its parameters and FLOPs (and so MFU) exclude padding, which Megatron's own
             num_floating_point_operations includes.
         reserve_fraction: Memory that the allocator reserves beyond transient memory, as a fraction of it.
+        memory_spread: Uncertainty of peak memory.
         compiled_reserve_fraction: ``reserve_fraction`` with compiled blocks, which make fewer temporary tensors; None
             for the same.
         trainer: A trainer runs the steps, and loads data, reads results back and logs between them; else a bare loop
@@ -286,6 +287,7 @@ class SoftwareSpec(Spec):
     mtp: bool = False
     vocab_multiple: Annotated[int, Field(ge=1, le=100_000)] = 1
     reserve_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    memory_spread: MemorySpread = MemorySpread()
     compiled_reserve_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
     trainer: bool = False
     executable: bool = False

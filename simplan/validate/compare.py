@@ -133,6 +133,10 @@ def _same_job(prediction: Mapping[str, Any], measurement: Measurement) -> None:
         )
         if given != value
     ]
+    ranks = [rank.rank for rank in measurement.ranks]
+    if ranks and (max(ranks) >= job.plan.num_devices or len(set(ranks)) < len(ranks)):
+        rule = f"must be different ranks of the {job.plan.num_devices} of the plan"
+        problems.append(Problem(field="ranks", value=str(ranks), rule=rule, fix="measure again"))
     if not measurement.step_times_s:
         problems.append(
             Problem(

@@ -77,6 +77,7 @@ def outcome(published: PublishedRun, predicted_s: float, *, file: str = "f", **f
         "step_time_s": predicted_s,
         "step_time_interval_s": None,
         "memory_gib": {},
+        "memory_interval_gib": {},
         "oom": None,
         "flops": 1.0,
         "software": "torch",

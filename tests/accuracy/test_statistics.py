@@ -68,7 +68,10 @@ def test_a_run_out_of_memory_has_no_step_time_and_a_verdict() -> None:
 
 
 def test_memory_is_compared_with_the_figure_that_the_source_means() -> None:
-    predicted: dict[str, Any] = {"memory_gib": {"allocated": 10.0, "reserved": 12.0, "device": 15.0}}
+    predicted: dict[str, Any] = {
+        "memory_gib": {"allocated": 10.0, "reserved": 12.0, "device": 15.0},
+        "memory_interval_gib": {"allocated": (9.0, 11.0), "reserved": (11.0, 13.0), "device": (12.0, 21.0)},
+    }
     both = outcome(run("a", measured__peak_allocated_gib=8.0, measured__peak_reserved_gib=12.0), 1.0, **predicted)
     printed = outcome(run("b", measured__peak_memory_gb_as_printed=20.0), 1.0, **predicted)
     device = outcome(
@@ -77,9 +80,12 @@ def test_memory_is_compared_with_the_figure_that_the_source_means() -> None:
     assert [o.memory_kind for o in (both, printed, device)] == ["allocated", "allocated", "device"]
     assert both.memory_errors == pytest.approx({"allocated": 0.25, "reserved": 0.0})
     found = memory_figures([both, printed, device])
-    assert found["all"].mape == pytest.approx((0.25 + (1 - 10 * 2**30 / 20e9) + 0.25) / 3), "each run once"
-    assert found["device"].mape == pytest.approx(0.25)
-    assert found["reserved"].num == 1
+    assert found["all"].errors.mape == pytest.approx((0.25 + (1 - 10 * 2**30 / 20e9) + 0.25) / 3), "each run once"
+    assert found["device"].errors.mape == pytest.approx(0.25)
+    assert found["reserved"].errors.num == 1
+    assert [found[kind].interval_coverage for kind in ("all", "reserved", "device")] == [pytest.approx(1 / 3), 1.0, 1.0]
+    assert found["all"].median_interval_half_width == pytest.approx(0.1)
+    assert both.in_memory_interval("allocated") is False
 
 
 def test_a_constant_utilization_is_the_median_of_a_device_and_precision() -> None:

@@ -34,7 +34,7 @@ def test_the_point_of_the_scenario_is_its_prediction(axis: str) -> None:
     if not here.refused:
         assert here.step_time_s == pytest.approx(prediction.step_time_s, rel=1e-2)
         assert here.device_bytes == prediction.worst_memory.device_bytes
-    figures = scale_figures(scale_rows(points, 1e9, 2.0), AXES[axis].label, now, prediction.capacity_bytes)
+    figures = scale_figures(scale_rows(points, 1e9, 2.0), AXES[axis].words(scenario), now, prediction.capacity_bytes)
     curves = {name: [trace.mode for trace in checked(one).data].count("lines+markers") for name, one in figures.items()}
     assert curves in ({"nothing": 0}, dict.fromkeys(("step time", "throughput", "memory", "cost"), 1))
 
@@ -70,3 +70,16 @@ def test_ranks_that_share_cores_are_refused_by_name() -> None:
     data.pop("expect", None)
     with pytest.raises(NotModelledError, match="shares its cores"):
         sweep(yaml.safe_dump(data), "batch", False)
+
+
+def test_rates_have_units_and_a_faster_link_is_the_same_cluster_with_that_link() -> None:
+    text = text_of("fsdp")
+    scenario = parse_scenario(text)
+    assert AXES["intra_link"].words(scenario) == "bandwidth within nodes, GB/s per device"
+    link = scenario.job.cluster.intra_link
+    assert link is not None
+    assert place_on(scenario, "intra_link") == link.bytes_per_s / 1e9
+    assert place_on(scenario, "compute") == pytest.approx(989, abs=1), "H100 SXM datasheet, BF16 without sparsity"
+    figure = scale_figures(scale_rows(sweep(text, "intra_link", False)), "x, GB/s", 1, None)["step time"]
+    assert figure["layout"]["xaxis"]["title"] == {"text": "x, GB/s"}
+    assert AXES["inter_link"].words(scenario) == "bandwidth between nodes, relative", "one node has no such link"

@@ -27,7 +27,7 @@ from simplan.validate.measured import measured_timeline, predicted_timeline
 from tests.accuracy.runs import run_data
 from tests.app.figures.drawn import checked
 from tests.app.views.pages import SMALL, assert_no_bug, opened
-from tests.validate.test_compare import measure
+from tests.validate.measuring import measure
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -84,8 +84,8 @@ def test_a_search_finds_plans_and_the_best_two_are_compared(page: Any, served: s
 def test_a_broken_upload_gives_a_sentence(page: Any, served: str, tmp_path: Path, content: str, words: str) -> None:
     file = tmp_path / "prediction.json"
     file.write_text(content)
-    opened(page, f"{served}/validate?{SMALL}&v.held=measured")
-    page.locator("input[type=file]").first.set_input_files(str(file))
+    opened(page, f"{served}/validate?{SMALL}&v.held=measured&v.prediction=file")
+    page.locator(".st-key-prediction-file input[type=file]").set_input_files(str(file))
     page.get_by_text(words, exact=False).first.wait_for()
     assert page.locator("[data-testid=stException]").count() == 0
 

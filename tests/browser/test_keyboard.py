@@ -99,7 +99,7 @@ def test_a_plan_is_changed_searched_and_opened_by_keys(page: Any, served: str) -
 
 
 def test_a_lesson_is_played_by_keys(page: Any, served: str) -> None:
-    opened(page, f"{served}/learn")
+    opened(page, f"{served}/learn?v.topic=schedules")
     tab_to(page, "Play")
     page.keyboard.press("Enter")
     wait_for_time(page, lambda now: now > 3)

@@ -50,3 +50,12 @@ def test_a_run_is_compared_with_its_prediction(page: Any, served: str) -> None:
     assert "measured" in words
     assert main.get_by_test_id("stException").count() == 0
     main.get_by_role("button", name="Run here").wait_for()
+
+
+def test_another_site_cannot_frame_a_run(page: Any, served: str) -> None:
+    """One click in a frame of another page would start a run on this machine."""
+    page.set_content(f'<iframe src="{served}/validate?{HERE}"></iframe>')
+    page.wait_for_function("document.querySelector('iframe').contentDocument === null")  # of another origin: loaded
+    (frame,) = page.main_frame.child_frames
+    assert frame.url.startswith("chrome-error:")
+    assert frame.get_by_role("button").count() == 0

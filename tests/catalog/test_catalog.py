@@ -244,3 +244,11 @@ def test_every_claim_of_a_software_profile_has_a_source() -> None:
         said = software.model_fields_set - apart
         assert said <= sourced, (name, said - sourced)
         assert sourced <= set(type(software).model_fields), name
+
+
+@pytest.mark.parametrize("name", catalog.names("software"))
+def test_no_framework_has_exact_memory(name: str) -> None:
+    """Allocator and activations are uncertain under each, also under one with the rates of another."""
+    spread = catalog.software(name).memory_spread
+    assert spread.transient_std > 0
+    assert spread.allocator_std > 0

@@ -6,8 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer.main
 
+from simplan.cli.app import app
 from simplan.cli.listing import KINDS
+from simplan.cli.terminal.options import OUTPUTS
+from simplan.cli.terminal.output import print_result
 from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.store import save
 from tests.cli.calls import Simplan, bash, here, refused
@@ -46,11 +50,55 @@ def test_a_link_to_nothing_says_so(simplan: Simplan, tmp_path: Path) -> None:
     refused(simplan("predict", link), "is a link to gone.yaml, which does not exist")
 
 
-def test_names_in_files_cannot_steer_a_terminal(simplan: Simplan, scenario: Path) -> None:
-    """Colors pass, as our own do; the sequence that sets a window's title does not."""
-    scenario.write_text(scenario.read_text().replace("name: small", r'name: "\e]0;title\a"', 1))
-    result = simplan("predict", scenario)
-    assert result.stdout.startswith(r"\x1b]0;title\x07: fits")
+@pytest.mark.parametrize(
+    "command",
+    [
+        "predict {0} -o {0}",
+        "predict -o {1} {0}",
+        "predict {0} --trace {0}",
+        "draw {0} -o {0}",
+        "trace {0} -o {1}",
+        "export {0} --to slurm -o {0}",
+        "search {0} --save-plan {0}",
+        "check {0} --junit {0}",
+    ],
+)
+def test_no_output_replaces_its_input(command: str, simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
+    """Under its own name, or under that of a link to it."""
+    link = tmp_path / "link.yaml"
+    link.symlink_to(scenario)
+    before = scenario.read_text()
+    refused(simplan(*command.format(scenario, link).split()), "is the file that the command reads; name another file")
+    assert scenario.read_text() == before
+
+
+def test_every_file_that_a_command_writes_is_one_of_the_outputs() -> None:
+    """Options whose help says ``File for``."""
+    commands = typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
+    options = [param for command in commands for param in command.params if (getattr(param, "help", "") or "")]
+    assert {param.name for param in options if param.help.startswith("File for")} - {"write_scenario"} == OUTPUTS
+
+
+def test_texts_cannot_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Our own colors pass; hidden text and a window's title do not."""
+    print_result("\x1b[32mgreen\x1b[0m \x1b[8mhidden \x1b]0;title\x07")
+    assert capsys.readouterr().out == "\x1b[32mgreen\x1b[0m \\x1b[8mhidden \\x1b]0;title\\x07\n"
+
+
+@pytest.mark.parametrize(
+    ("redirection", "said"),
+    [
+        (">&-", "error: what is printed cannot be written: its stream is closed\n"),
+        ("2>/dev/full", ""),
+        ("2>&-", ""),
+    ],
+)
+def test_streams_that_cannot_be_written_to(redirection: str, said: str, environment: dict[str, str]) -> None:
+    """Exit code 1 means that an expectation failed, and 70 a bug: neither is true."""
+    result = bash(f"{sys.executable} -m simplan show nothing-like-that {redirection}", environment)
+    if redirection == ">&-":
+        result = bash(f"{sys.executable} -m simplan show metrics {redirection}", environment)
+    assert (result.returncode, result.stderr) == (2, said)
 
 
 def test_a_full_disk_is_told_as_a_sentence(environment: dict[str, str]) -> None:

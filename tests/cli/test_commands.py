@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -57,34 +58,47 @@ def test_explain_of_two_is_their_difference(simplan: Simplan, scenario: Path, tm
     assert document["device_bytes"] < 0, "1F1B holds less than GPipe"
 
 
-def test_a_plan_that_does_not_fit_is_an_answer(simplan: Simplan, scenario: Path) -> None:
-    scenario.write_text(
-        "model: {preset: gpt3-175b}\ncluster: {preset: dgx-h100}\ntraining: {global_batch_size: 8}\n"
-        "plan: {dp_replicate: 8}\n"
-    )
-    result = simplan("predict", scenario)
+DOES_NOT_FIT = (
+    "model: {preset: llama3-8b}\ncluster: {preset: dgx-h100, num_nodes: 1}\n"
+    "training: {global_batch_size: 64, precision: bf16}\nplan: {dp_shard: 8, microbatch_size: 2}\n"
+)
+
+
+def commands_after(stdout: str) -> list[list[str]]:
+    lines = stdout.partition("\nNext\n")[2].splitlines()
+    assert all(line.startswith("  simplan ") for line in lines), lines
+    return [shlex.split(line)[1:] for line in lines]
+
+
+@pytest.mark.parametrize("options", [[], ["--microbatch-size", "4"]])
+def test_commands_after_a_plan_that_does_not_fit_work_as_pasted(
+    simplan: Simplan, scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    scenario.write_text(DOES_NOT_FIT)
+    result = simplan("predict", scenario, *options)
     assert result.returncode == 0
     assert "does not fit: rank 0 needs" in result.stdout.splitlines()[0]
-    command, *_, words = result.stdout.partition("\nNext\n")[2].splitlines()
-    assert words == f"  in {scenario}, replace plan: by search: {{}}; then run simplan search {scenario}"
-    assert command == f"  simplan explain {scenario}"
-    assert simplan("explain", scenario).returncode == 0
-    assert "grad_sync" not in result.stdout
+    commands = commands_after(result.stdout)
+    assert [command[0] for command in commands] == ["predict", "search", "explain", "trace"]
+    done = [simplan(*command) for command in commands]
+    assert [each.returncode for each in done] == [0, 0, 0, 0], [each.stderr for each in done]
+    assert ": fits: " in done[0].stdout.splitlines()[0]
 
 
-def test_gradients_in_shards_are_a_next_step_where_they_would_help(simplan: Simplan, scenario: Path) -> None:
-    text = (
-        "model: {preset: llama3-8b}\ncluster: {preset: dgx-h100, num_nodes: 2}\n"
-        "training: {global_batch_size: 64, precision: bf16}\nplan: {dp_shard: 16, grad_sync: step}\n"
-    )
-    scenario.write_text(text)
-    shards = f"  in {scenario}, remove plan.grad_sync: step, so that gradients accumulate in shards"
-    assert shards in simplan("predict", scenario).stdout.partition("\nNext\n")[2].splitlines()
-    for plan in ("{dp_shard: 16, grad_sync: step, microbatch_size: 4}", "{dp_shard: 16, microbatch_size: 2}"):
-        scenario.write_text(text.replace("{dp_shard: 16, grad_sync: step}", plan))
-        result = simplan("predict", scenario)
-        assert "does not fit" in result.stdout
-        assert "in shards" not in result.stdout
+def test_a_model_that_does_not_fit_keeps_its_batch_in_the_next_command(simplan: Simplan) -> None:
+    """The batch that is assumed for a model depends on the plan."""
+    result = simplan("predict", "llama3-8b", "--num-microbatches", "4", "--set", "plan.microbatch_size=2", "--json")
+    before = json.loads(result.stdout)
+    text = simplan("predict", "llama3-8b", "--num-microbatches", "4", "--set", "plan.microbatch_size=2").stdout
+    after = json.loads(simplan(*commands_after(text)[0], "--json").stdout)
+    batch = [document["inputs"]["training"]["global_batch_size"] for document in (before, after)]
+    assert batch == [64, 64]
+    assert (before["fits"], after["fits"]) == (False, True)
+    best, *_ = before["fixes"]
+    assert best["step_time_s"] == after["step_time_s"]
+    assert best["peak_memory_gib"]["device"] == after["peak_memory_gib"]["device"]
+    assert "fixes" not in after
 
 
 def test_predict_json_is_one_document_and_the_file_is_the_same(
@@ -375,7 +389,7 @@ def test_without_torch_predicting_works_and_running_names_the_extra(
 def test_a_bug_is_a_sentence_too(new_simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
     (tmp_path / "break").mkdir()
     (tmp_path / "break" / "sitecustomize.py").write_text(
-        "import simplan.scenario as s\ndef broken(path): raise TypeError('oops')\ns.load_scenario = broken\n"
+        "import simplan.scenario.source as s\ndef broken(*a): raise TypeError('oops')\ns.read_source = broken\n"
     )
     broken = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "break"), str(Path(__file__).resolve().parents[2])])}
     result = new_simplan("predict", scenario, env=broken)

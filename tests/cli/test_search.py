@@ -54,20 +54,27 @@ def test_the_report_says_what_is_best_and_why_not_the_others(simplan: Simplan, f
         assert words in result.stdout
     assert "\033" not in result.stdout
     assert f"  simplan search {file} --save-plan plan-2.yaml --rank 2\n" in result.stdout
-    assert "fragmentation" not in result.stdout, "there is much headroom"
+    assert "5 % of the device memory is kept free; no plan is rejected for it" in result.stdout
 
 
-def test_little_headroom_is_explained(simplan: Simplan, file: Path) -> None:
+def test_search_keeps_5_percent_of_memory_free(simplan: Simplan, file: Path) -> None:
     (best, *_) = json.loads(simplan("search", file, "--top", "1", "--json").stdout)["ranked"]
-    least = int(1.04 * 2**30 * best["peak_memory_gib"]["device"])
-    device = f"num_devices: 2, device: {{memory_bytes: {least}}}"
-    text = file.read_text().replace("num_devices: 2", device)
-    file.write_text(text)
+    needed = 2**30 * best["peak_memory_gib"]["device"]
+    device = f"num_devices: 2, device: {{memory_bytes: {int(1.04 * needed)}}}"
+    file.write_text(file.read_text().replace("num_devices: 2", device))
+    free = json.loads(simplan("search", file, "--json").stdout)
+    assert free["max_memory_fraction"] == 0.95
+    assert all(plan["peak_memory_gib"]["device"] * 2**30 <= 0.95 * 1.04 * needed for plan in free["ranked"])
+    assert free["space"]["in_headroom"] > 0
     shown = simplan("search", file, "--top", "1").stdout
-    note = "fragmentation is not modeled; max_memory_fraction: 0.95 keeps 5 % free"
-    assert f"headroom\n               {note}\n" in shown
-    file.write_text(text.replace("top: 3", "top: 3, max_memory_fraction: 0.99"))
-    assert note not in simplan("search", file, "--top", "1").stdout
+    assert "5 % of the device memory is kept free; " in shown
+    assert "without it (--max-memory-fraction 1)\n" in shown
+    whole = json.loads(simplan("search", file, "--max-memory-fraction", "1", "--json").stdout)
+    assert whole["best"]["plan"] == best["plan"]
+    assert whole["best"]["memory_verdict"] == "fits, tight"
+    low, high = whole["best"]["peak_memory_interval_gib"]["device"]
+    assert low < best["peak_memory_gib"]["device"] < high
+    assert "kept free" not in simplan("search", file, "--top", "1", "--max-memory-fraction", "1").stdout
 
 
 def test_ranked_plans_say_why_they_lost(simplan: Simplan, file: Path) -> None:

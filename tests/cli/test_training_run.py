@@ -155,3 +155,17 @@ def test_show_lists_the_keys(simplan: Simplan, section: str, key: str) -> None:
 
 def test_counts_above_999_trillion_have_no_power_of_ten() -> None:
     assert format_count(1e18) == "1,000,000 T"
+
+
+def test_saved_plan_keeps_budget_and_costs_what_the_search_said(
+    simplan: Simplan, scenario: Path, tmp_path: Path
+) -> None:
+    """100,000,100 tokens are 390,625.4 steps of 256, and both count 390,626."""
+    plan, tokens = tmp_path / "plan.yaml", 100_000_100
+    file = written(scenario, plan="search: {pp: 1, microbatch_size: 1}\n")
+    options = ("--tokens", str(tokens), "--price", "2.5", "--save-plan", plan, "--json")
+    best = json.loads(simplan("search", file, *options).stdout)["best"]
+    assert best["cost_dollars"] == pytest.approx(390_626 * best["step_time_s"] / 3600 * DEVICES * 2.5, rel=1e-12)
+    run = json.loads(simplan("predict", plan, "--json").stdout)["training_run"]
+    assert (run["num_steps"], run["price_per_device_hour"]) == (390_626, 2.5)
+    assert run["cost"] == pytest.approx(best["cost_dollars"], rel=1e-6)

@@ -13,7 +13,7 @@ from simplan import catalog
 from simplan.model.layer import CollectiveKind
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
-from simplan.predict import build_program, cost_model, predict
+from simplan.predict import build, build_program, cost_model, predict
 from simplan.predict.simulated import simulate_program
 from simplan.prediction import Prediction
 from simplan.program.program import Communication, MemoryCategory, Stream
@@ -226,3 +226,15 @@ def test_torch_and_torchtitan_differ_by_the_trainer() -> None:
     assert theirs.step_time_s - mine.step_time_s == pytest.approx(between_s, rel=1e-6)
     assert mine.memory[0].by_category == theirs.memory[0].by_category
     assert (mine.fits, mine.memory[0].short_bytes) == (theirs.fits, theirs.memory[0].short_bytes)
+
+
+def test_many_ranks_of_zero1_are_as_slow_as_the_one_with_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above 64 ranks, one stands for all to which whole parameters are assigned; one by one, the answer is the same."""
+    job = job_of("gpt2-124m", ParallelPlan(dp_shard=72, zero_stage=1), global_batch_size=72)
+    folded = predict(job)
+    assert any(sentence.startswith("ZeroRedundancyOptimizer assigns") for sentence in folded.assumptions)
+    monkeypatch.setattr(build, "MAX_DEALT_RANKS", 72)
+    single = predict(job)
+    assert folded.step_time_s == single.step_time_s
+    assert folded.worst_memory.device_bytes == single.worst_memory.device_bytes
+    assert len({rank.device_bytes for rank in single.memory}) > len({rank.device_bytes for rank in folded.memory})

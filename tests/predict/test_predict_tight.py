@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from simplan.predict.memory import RankPeaks, device_memory
 from simplan.predict.step_summary import evaluate_step, summarize_step
 from simplan.prediction import Prediction
 from simplan.report.text import verdict
+from simplan.software.rates import MemorySpread
 from simplan.units import GIB, MIB
 from tests.jobs import job_of
 
@@ -47,11 +50,11 @@ def test_the_reserve_ends_where_the_device_does(roomy: Prediction) -> None:
     assert (worst.device_bytes, worst.short_bytes) == (capacity, wanted - capacity)
     assert worst.allocated_bytes == roomy.worst_memory.allocated_bytes
     assert tight.step_time_s == roomy.step_time_s
-    assert verdict(tight).startswith("fits tightly: ")
+    assert verdict(tight).startswith("fits, tight: ")
     assert any("finds" in text and "less than it would reserve" in text for text in tight.assumptions)
     assert sum(part.value for part in explain(tight, simulated).memory) == pytest.approx(worst.device_bytes)
     short = summarize_step(with_memory(capacity))
-    assert (short.device_bytes, short.fits) == (capacity, True)
+    assert (short.peak_bytes["device"], short.fits) == (capacity, True)
 
 
 @pytest.mark.parametrize("missing_bytes", [0, 1])
@@ -59,8 +62,8 @@ def test_tensors_and_context_decide(roomy: Prediction, missing_bytes: int) -> No
     capacity = least_bytes(roomy) - missing_bytes
     prediction, short = predict(with_memory(capacity)), summarize_step(with_memory(capacity))
     assert prediction.fits == short.fits == (not missing_bytes)
-    assert prediction.worst_memory.device_bytes == short.device_bytes == least_bytes(roomy)
-    assert verdict(prediction).startswith("does not fit: " if missing_bytes else "fits tightly: ")
+    assert prediction.worst_memory.device_bytes == short.peak_bytes["device"] == least_bytes(roomy)
+    assert verdict(prediction).startswith("likely does not fit: " if missing_bytes else "fits, tight: ")
 
 
 def test_a_search_keeps_room_for_the_reserve(roomy: Prediction) -> None:
@@ -84,3 +87,42 @@ def test_what_is_short_adds_up() -> None:
         assert memory.short_bytes == short * block
         assert memory.wanted_bytes == wanted.wanted_bytes
         assert memory.device_bytes - memory.reserved_bytes == context
+
+
+@pytest.mark.parametrize(("kind", "allocator_std"), [("gpu", 0.2), ("cpu", 0.0)])
+def test_interval_is_of_transient_tensors_and_of_the_allocator(kind: Any, allocator_std: float) -> None:
+    """By hand: 4 GiB of states, 6 GiB of transient tensors, no reserve and no context."""
+    fields = {"reserve_fraction": 0.0, "flat_updates": False, "context_bytes": {}}
+    spread = MemorySpread(transient_std=0.1, allocator_std=0.2)
+    software = ASKED.software.model_copy(update={**fields, "memory_spread": spread})
+    job = replace(with_memory(None), software=software)
+    device = job.cluster.device.model_copy(update={"kind": kind})
+    job = replace(job, cluster=job.cluster.model_copy(update={"device": device}))
+    memory = device_memory(RankPeaks(resting=4 * GIB, rebuild=0, passes=6 * GIB, update=0), job)
+    for of, std in (("allocated", 0.06), ("reserved", math.hypot(0.06, allocator_std))):
+        ends = (10 * GIB * math.exp(sign * 1.645 * std) for sign in (-1, 1))
+        assert memory.interval_bytes[of] == pytest.approx(tuple(ends), rel=1e-9)  # type: ignore[index]
+    states = device_memory(RankPeaks(resting=10 * GIB, rebuild=0, passes=0, update=0), job)
+    assert states.interval_bytes["allocated"] == (10 * GIB, 10 * GIB), "sums of shapes are certain"
+
+
+def test_verdict_is_certain_where_the_interval_is_on_one_side() -> None:
+    software = ASKED.software.model_copy(update={"reserve_fraction": 0.0})
+    worst = predict(replace(with_memory(80 * GIB), software=software)).worst_memory
+    low, high = worst.device_interval_bytes
+    assert low < worst.device_bytes < high
+    for capacity, words in (
+        (high, "fits"),
+        (high - 1, "fits, tight"),
+        (worst.device_bytes, "fits, tight"),
+        (worst.device_bytes - 1, "likely does not fit"),
+        (low, "likely does not fit"),
+        (low - 1, "does not fit"),
+    ):
+        prediction = predict(replace(with_memory(capacity), software=software))
+        assert prediction.memory_verdict == words
+        assert verdict(prediction).startswith(f"{words}: ")
+        assert prediction.fits == words.startswith("fits")
+        document = prediction.to_json(timeline=False)
+        assert document["memory_verdict"] == words
+        assert document["peak_memory_interval_gib"]["device"] == [low / GIB, high / GIB]

@@ -49,8 +49,10 @@ def test_it_is_the_prediction(plan: dict[str, Any], software: Any) -> None:
     brief, full = summarize_step(job), predict(job)
     assert brief.step_time_s == pytest.approx(full.step_time_s, rel=1e-9)
     assert brief.step_time_interval_s == pytest.approx(full.step_time_interval_s, rel=1e-9)
-    assert brief.allocated_bytes == max(memory.allocated_bytes for memory in full.memory)
-    assert brief.device_bytes == max(memory.device_bytes for memory in full.memory)
+    worst = full.worst_memory
+    assert brief.peak_bytes["allocated"] == max(memory.allocated_bytes for memory in full.memory)
+    assert brief.peak_bytes["device"] == worst.device_bytes
+    assert brief.peak_interval_bytes["device"] == worst.device_interval_bytes
     assert brief.fits == full.fits
 
 

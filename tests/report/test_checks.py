@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -14,6 +15,7 @@ from simplan.report.checks import (
     checks_json,
     checks_text,
     github_annotations,
+    github_text,
     junit_xml,
     markdown_summary,
 )
@@ -73,6 +75,15 @@ def test_annotations_are_one_line_each_with_escapes(files: list[CheckedFile]) ->
     )
     assert skipped.startswith("::notice file=b%2C c.yaml,line=1,")
     assert error.endswith("line=3,title=simplan check%3A scenario::plan.pp = 5: must divide")
+
+
+def test_github_obeys_no_line_of_the_text() -> None:
+    """A name of a file may have a line that GitHub would take for a command."""
+    case = CheckedCase("scenario", CheckStatus.PASSED, "is valid")
+    stop, *lines, go = github_text([CheckedFile("a\n::add-path::evil", (case,))]).splitlines()
+    assert "::add-path::evil  1 passed" in lines
+    assert re.fullmatch("::stop-commands::[0-9a-f]{32}", stop)
+    assert go == f"::{stop.rpartition('::')[2]}::"
 
 
 def test_markdown_has_a_row_per_case(files: list[CheckedFile]) -> None:

@@ -10,7 +10,7 @@ from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.report.plan_fields import plan_fields
 from simplan.report.section_fields import cluster_fields, model_fields, training_fields
-from simplan.scenario.clusters import _Cluster
+from simplan.scenario.clusters import ClusterSection
 from simplan.training import TrainingSection
 
 ROWS = {row["name"]: row for row in plan_fields()}
@@ -21,7 +21,7 @@ MODEL = {row["name"]: row for row in model_fields()}
 def test_every_key_is_there_and_says_what_it_is_for() -> None:
     assert list(ROWS) == list(ParallelPlan.model_fields)
     assert list(TRAINING) == list(TrainingSection.model_fields)
-    assert {row["name"] for row in cluster_fields()} == set(_Cluster.model_fields)
+    assert {row["name"] for row in cluster_fields()} == set(ClusterSection.model_fields)
     made_elsewhere = {"name", "packs", "sources"}
     assert set(MODEL) - {"preset", "hf_config"} == set(ModelSpec.model_fields) - made_elsewhere
     for row in (*ROWS.values(), *TRAINING.values(), *MODEL.values(), *cluster_fields()):

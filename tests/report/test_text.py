@@ -11,7 +11,7 @@ import pytest
 from simplan import catalog
 from simplan.model.model import ModelSpec
 from simplan.predict import predict
-from simplan.prediction import Prediction
+from simplan.prediction import MemoryKind, Prediction
 from simplan.program.program import MemoryCategory
 from simplan.report.comparison import comparison_text
 from simplan.report.text import prediction_text, verdict
@@ -33,7 +33,8 @@ def assumptions(model: ModelSpec | str = "gpt2-124m", plan: Plan | None = None, 
 
 
 def with_need(prediction: Prediction, device_bytes: int) -> Prediction:
-    memory = tuple(replace(m, device_bytes=device_bytes - m.rank) for m in prediction.memory)
+    interval: dict[MemoryKind, tuple[int, int]] = {"device": (int(0.9 * device_bytes), int(1.1 * device_bytes))}
+    memory = tuple(replace(m, device_bytes=device_bytes - m.rank, interval_bytes=interval) for m in prediction.memory)
     capacity = 80 * GIB
     return replace(prediction, memory=memory, capacity_bytes=capacity, fits=device_bytes <= capacity)
 
@@ -42,6 +43,16 @@ def with_need(prediction: Prediction, device_bytes: int) -> Prediction:
     ("need_gib", "words"),
     [
         (60, "fits: rank 0 needs 60.00 GiB of 80.00 GiB, 20.00 GiB (25.0 %) headroom"),
+        (
+            76,
+            "fits, tight: rank 0 needs 76.00 GiB of 80.00 GiB, 4.00 GiB (5.0 %) headroom; the 90 % interval ends at "
+            "83.60 GiB",
+        ),
+        (
+            84,
+            "likely does not fit: rank 0 needs 84.00 GiB of 80.00 GiB, 4.00 GiB (5.0 %) over; the 90 % interval "
+            "starts at 75.60 GiB",
+        ),
         (100, "does not fit: rank 0 needs 100.00 GiB of 80.00 GiB, 20.00 GiB (25.0 %) over"),
     ],
 )

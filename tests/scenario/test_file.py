@@ -110,6 +110,38 @@ def test_a_network_by_name(tmp_path: Path) -> None:
     assert (link.bytes_per_s, link.bandwidth_share) == (1e9, 0.5)
 
 
+@pytest.mark.parametrize(
+    ("network", "num_cards"),
+    [
+        ("inter_link: tcp-10gbit", 1),
+        ("nics_per_node: 2, inter_link: tcp-5gbit", 2),
+        ("nic_gbit: 10", 1),
+        ("nics_per_node: 4, nic_gbit: 2.5", 4),
+        ("inter_link_gbit_per_node: 10", None),
+        ("inter_link_gbit_per_device: 2.5, inter_link_gbit_per_node: 10", None),
+    ],
+)
+def test_devices_of_a_node_share_its_network_cards(tmp_path: Path, network: str, num_cards: int | None) -> None:
+    """10 Gbit/s are 1.25 GB/s for a node of four, and a quarter of that for each of them."""
+    text = f"cluster: {{device: rtx-4090, devices_per_node: 4, intra_link: pcie4, num_nodes: 2, {network}}}\n"
+    cluster = load(tmp_path, MODEL + text + REST.replace("replicate: 2", "replicate: 8")).job.cluster
+    assert cluster.inter_link is not None
+    assert cluster.inter_link.bytes_per_s == pytest.approx(1.25e9 / 4)
+    assert cluster.links["inter_node"] == {
+        "name": cluster.inter_link.id,
+        "bytes_per_s_per_device": pytest.approx(1.25e9 / 4),
+        "bytes_per_s_per_node": pytest.approx(1.25e9),
+        "nics_per_node": num_cards,
+    }
+
+
+def test_fewer_cards_than_a_preset_has(tmp_path: Path) -> None:
+    text = "cluster: {preset: dgx-h100, num_nodes: 2, nics_per_node: 4}\n"
+    cluster = load(tmp_path, MODEL + text + REST.replace("replicate: 2", "replicate: 8, pp: 2")).job.cluster
+    assert cluster.inter_link is not None
+    assert cluster.inter_link.bytes_per_s == catalog.link("network-200gbit").bytes_per_s
+
+
 def test_a_preset_with_another_device_takes_its_link(tmp_path: Path) -> None:
     cluster = load(
         tmp_path, MODEL + TWO.replace("num_devices", "device: v100-sxm2-32gb, num_devices") + REST
@@ -139,8 +171,8 @@ def test_this_machine(tmp_path: Path) -> None:
          "of devices_per_node = 8, and num_nodes = 3; remove num_nodes for 40 devices, or num_devices for 24"),
         ("{device: l40s, num_devices: 8, num_nodes: 2}", "case.yaml:2:1: cluster.devices_per_node: is missing; add "
          "devices_per_node: 4"),
-        ("{preset: this-machine, num_nodes: 2}", "case.yaml:2:1: cluster.inter_link_gbit_per_device: is needed to join "
-         "several nodes; give the Gbit/s of each rank"),
+        ("{preset: this-machine, num_nodes: 2}", "case.yaml:2:1: cluster.nic_gbit: is needed to join several nodes; "
+         "give the Gbit/s of the network card of each node"),
         ("{preset: this-machine, num_nodes: 2, num_devices: 3, inter_link_gbit_per_device: 1}", "case.yaml:2:47: "
          "cluster.num_devices = 3: must be a multiple of num_nodes = 2, as all nodes run as many ranks; use 2 or 4"),
         ("{preset: this-machine, num_nodes: 2, device: h200-sxm}", "case.yaml:2:33: cluster.num_nodes = 2: "
@@ -156,17 +188,24 @@ def test_this_machine(tmp_path: Path) -> None:
         ("{device: mi250, devices_per_node: 2}", "case.yaml:2:1: cluster.intra_link: is missing: the catalog does "
          "not say what joins mi250 devices of one node; name a link, e.g. pcie4 (`simplan show links` lists them)"),
         ("{device: a100-sxm-80gb, devices_per_node: 1, num_nodes: 2}", "case.yaml:2:1: "
-         "cluster.inter_link_gbit_per_device: is missing: 2 nodes need a network; give the network bandwidth of a node "
-         "divided by its devices, Gbit/s"),
+         "cluster.nic_gbit: is missing: 2 nodes need a network; give nics_per_node and nic_gbit (Gbit/s of one network "
+         "card), or inter_link_gbit_per_device"),
         ("{preset: dgx-h100, device: {memory_byte: 3}, num_devices: 2}", "case.yaml:2:38: cluster.device.memory_byte: "
          "is not a known key; did you mean memory_bytes?"),
         ("{preset: dgx-h100, intra_link: {bytes_per_s: 0, latency_s: 0}, num_devices: 2}", "case.yaml:2:42: "
-         "cluster.intra_link.bytes_per_s = 0: must be greater than 0"),
+         "cluster.intra_link.bytes_per_s = 0: must be at least 1"),
         ("{preset: dgx-h100, intra_link: nvlink9, num_devices: 2}", "case.yaml:2:29: cluster.intra_link = nvlink9: is "
          "not in the catalog; did you mean nvlink5 or nvlink4 or nvlink3?"),
         ("{preset: dgx-h100, inter_link: efa-400gbit, inter_link_gbit_per_device: 100, num_devices: 16}",
          'case.yaml:2:29: cluster.inter_link = "efa-400gbit": is given twice, with inter_link_gbit_per_device; ' "give "
          "one of the two"),
+        ("{device: l40s, devices_per_node: 4, num_nodes: 2, nics_per_node: 4, nic_gbit: 10, "
+         "inter_link_gbit_per_node: 20}", "case.yaml:2:78: cluster.nic_gbit = 10: is 10 Gbit/s per device, and "
+         "inter_link_gbit_per_node is 5; a node has 4 devices; keep one of the two"),
+        ("{device: l40s, devices_per_node: 4, num_nodes: 2, nics_per_node: 4}", "case.yaml:2:60: "
+         "cluster.nics_per_node: is given without the rate of a card; give nic_gbit, the Gbit/s of one card"),
+        ("{preset: dgx-h100, num_nodes: 2, nics_per_node: 4, inter_link: efa-400gbit}", "case.yaml:2:61: "
+         "cluster.inter_link = \"efa-400gbit\": is given twice, with nics_per_node; give one of the two"),
         ("{preset: this-machine, inter_link: efa-400gbit}", "case.yaml:2:33: cluster.inter_link: has no meaning for "
          "this-machine, which is one node; remove it"),
     ],

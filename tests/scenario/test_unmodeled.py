@@ -63,8 +63,8 @@ def test_optimizer_that_is_not_modeled_is_named(name: str) -> None:
 
 
 def test_network_cards_of_a_node_are_no_devices() -> None:
-    [problem] = refusal("cluster", "nics_per_node: 1").problems
-    assert problem.fix.startswith("write cluster.inter_link_gbit_per_device")
+    [problem] = refusal("cluster", "nics: 1").problems
+    assert problem.fix == "write cluster.nics_per_node"
     assert "did you mean" not in did_you_mean("nics_per_node", ["devices_per_node", "num_nodes"])
 
 

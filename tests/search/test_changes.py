@@ -12,7 +12,6 @@ from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.search import RequestChange, SearchSpace, search
-from simplan.search.jobs import with_num_devices
 from simplan.units import MIB
 from tests.search.jobs import small_job
 
@@ -37,23 +36,31 @@ def test_every_change_makes_a_plan() -> None:
     job = asked_for(1540)
     space = SearchSpace(recompute=("none",), microbatch_size=(4,), schedule=("1f1b",), max_memory_fraction=0.9)
     found = changes_of(job, space)
-    assert set(found) == {"memory_bytes", "recompute", "ranges", "num_devices"}
+    assert set(found) == {
+        "max_memory_fraction",
+        "memory_bytes",
+        "plan.offload_activations",
+        "recompute",
+        "ranges",
+        "num_devices",
+    }
     limit = int(1540 * MIB * 0.9)
     memory = found["memory_bytes"]
+    assert limit < needs(job, found["max_memory_fraction"].plan) <= 1540 * MIB
     assert limit < needs(job, memory.plan) <= float(memory.value) * 0.9 < needs(job, memory.plan) + 1
-    for what in ("recompute", "ranges"):
+    for what in ("plan.offload_activations", "recompute", "ranges"):
         assert needs(job, found[what].plan) <= limit, what
     assert found["recompute"].plan.recompute == "full"
-    more = with_num_devices(job, int(found["num_devices"].value))
+    more = job.with_num_devices(int(found["num_devices"].value))
     assert needs(more, found["num_devices"].plan) <= limit
 
 
 def test_changes_keep_to_what_the_software_has() -> None:
     """Megatron Core has neither ZeRO-2 nor ZeRO-3: they are nothing that a user left out."""
     megatron = catalog.software("megatron-core")
-    nothing = changes_of(replace(asked_for(800), software=megatron), SearchSpace())
+    nothing = changes_of(replace(asked_for(800), software=megatron), SearchSpace(max_memory_fraction=1.0))
     assert set(nothing) == {"memory_bytes"}
-    narrow = SearchSpace(microbatch_size=(4,), schedule=("1f1b",), recompute=("none",))
+    narrow = SearchSpace(microbatch_size=(4,), schedule=("1f1b",), recompute=("none",), max_memory_fraction=1.0)
     some = replace(asked_for(1300), software=megatron)
     assert changes_of(some, narrow)["ranges"].value == "schedule, microbatch_size, recompute"
     own = changes_of(some, narrow.model_copy(update={"zero_stage": (1,)}))["ranges"]
@@ -68,7 +75,9 @@ def test_no_device_has_more_memory_than_one_can_be_described_with() -> None:
 
 def test_a_smaller_batch_is_a_change_where_it_helps() -> None:
     job = asked_for(1310)
-    space = SearchSpace(pp=(2,), schedule=("gpipe",), microbatch_size=(1,), recompute=("none", "full"))
+    space = SearchSpace(
+        pp=(2,), schedule=("gpipe",), microbatch_size=(1,), recompute=("none", "full"), max_memory_fraction=1.0
+    )
     found = changes_of(job, space)
     size = int(found["global_batch_size"].value)
     assert size < job.training.global_batch_size

@@ -10,7 +10,7 @@ import pytest
 from simplan import catalog
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
-from simplan.search import SearchProgress, SearchResult, SearchSpace, search
+from simplan.search import SearchProgress, SearchResult, SearchSpace, evaluate, search
 from simplan.search.evaluate import Evaluator
 from simplan.units import MIB
 from tests.search.brute_force import Row, every_plan, front, shown
@@ -21,6 +21,7 @@ SPACE: dict[str, Any] = {
     "microbatch_size": (1, 2),
     "recompute": ("none", "full"),
     "recompute_layers": "all",
+    "max_memory_fraction": 1.0,
 }
 CAPACITY = 1091 * MIB
 SIZES: dict[str, Any] = {"hidden_size": 512, "vocab_size": 4096, "seq_len": 256}
@@ -157,8 +158,23 @@ def test_a_deadline_and_less_memory_are_limits() -> None:
     assert (result.best.device_bytes, result.best.step_time_s) == min(within)
     assert counts_add_up(result)
     smallest = min(size for _, size, _ in inside)
-    narrow = found_by(SearchSpace(**SPACE, max_memory_fraction=(smallest + 1) / CAPACITY))
+    narrow = found_by(SearchSpace.model_validate({**SPACE, "max_memory_fraction": (smallest + 1) / CAPACITY}))
     assert {plan.device_bytes for plan in narrow.ranked} == {smallest}
+
+
+def test_default_search_keeps_5_percent_free() -> None:
+    ranges = {key: value for key, value in SPACE.items() if key != "max_memory_fraction"}
+    rows = every_plan(asked_for(), SearchSpace(**SPACE))
+    sizes = sorted({size for _, size, _ in rows})
+    capacity = int(sizes[len(sizes) // 2] / 0.95) + 1
+    result = search(asked_for(capacity=capacity), SearchSpace(**ranges, top=1000), explain=False)
+    assert (result.space.bounded, result.max_memory_fraction) == (0, 0.95)
+    assert result.best is not None
+    assert result.best.step_time_s == best_of([row for row in rows if row[1] <= 0.95 * capacity], 1)[0]
+    in_headroom = sum(0.95 * capacity < size <= capacity for size in (row[1] for row in rows))
+    assert 0 < in_headroom <= result.space.in_headroom < result.space.rejected["memory"]
+    whole = search(asked_for(capacity=capacity), SearchSpace(**SPACE, top=1), explain=False)
+    assert whole.space.in_headroom == 0
 
 
 def test_nothing_within_the_deadline_tells_the_nearest() -> None:
@@ -179,7 +195,7 @@ def test_where_nothing_fits_the_nearest_misses_are_those_that_lack_least() -> No
 
 
 def test_processes_find_and_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("simplan.search.evaluate._ALONE_S", -1.0)
+    monkeypatch.setattr(evaluate, "_ALONE_S", -1.0)
     space = SearchSpace(**SPACE, top=9)
     one, two = found_by(space), found_by(space, jobs=2)
     assert (one.ranked, one.nearest_misses, one.space) == (two.ranked, two.nearest_misses, two.space)

@@ -12,7 +12,14 @@ from simplan.search import SearchSpace, largest, search
 from simplan.units import MIB
 from tests.search.jobs import small_job
 
-SPACE = SearchSpace(tp=(1,), recompute=("none",), schedule=("1f1b",), zero_stage=(3,), microbatch_size=(1, 2, 4))
+SPACE = SearchSpace(
+    tp=(1,),
+    recompute=("none",),
+    schedule=("1f1b",),
+    zero_stage=(3,),
+    microbatch_size=(1, 2, 4),
+    max_memory_fraction=1.0,
+)
 ASKED = small_job(num_devices=2, memory_bytes=1300 * MIB, hidden_size=512, vocab_size=8192, seq_len=512)
 
 

@@ -18,6 +18,7 @@ from tests.search.jobs import small_job
 
 MODULES = ["core_attn"], ["mlp"], ["mlp", "core_attn"]
 SPACE: dict[str, Any] = {
+    "max_memory_fraction": 1.0,
     "schedule": ("1f1b", "zb-h1"),
     "pp": (1, 2),
     "tp": 1,

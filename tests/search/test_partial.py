@@ -20,6 +20,7 @@ from tests.search.brute_force import Row, shown
 from tests.search.jobs import plans_of, small_job
 
 SPACE: dict[str, Any] = {
+    "max_memory_fraction": 1.0,
     "schedule": "1f1b",
     "pp": (1, 2),
     "tp": 1,

@@ -19,7 +19,7 @@ from simplan.report.drawings.comparison_svg import comparison_html, comparison_s
 from simplan.runs.measurement import MeasuredCollective, MeasuredSpan, Measurement, PeakMemory, RankMeasurement
 from simplan.validate.activity import Activity, ActivityShare, Busy, Transfer, pieces_of
 from simplan.validate.attribution import attribute, critical_pieces
-from tests.validate.test_compare import predicted
+from tests.validate.measuring import predicted
 
 NAMED: dict[str, Any] = {"name": "<two & two>", "vocab_size": 50304}
 SPLIT = ("compute", "recompute", "exposed_communication", "wait", "host", "optimizer")

@@ -13,7 +13,7 @@ from simplan.report.comparison import candidate_causes, logged_text
 from simplan.runs.measurement import Measurement
 from simplan.validate.compare import compare
 from simplan.validate.logged import LoggedRun, compare_logged, parse_measured
-from tests.validate.test_compare import measure, predicted
+from tests.validate.measuring import measure, predicted
 
 
 @pytest.fixture(scope="module")

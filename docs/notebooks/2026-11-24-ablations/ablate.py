@@ -219,11 +219,7 @@ def _figures(question: PublishedJob, job: Job) -> Figures | None:
         summary = summarize_step(job, steps_overlap=question.steps_overlap)
     except SimplanError:
         return None
-    memory_gib = {
-        "allocated": summary.allocated_bytes / GIB,
-        "reserved": summary.reserved_bytes / GIB,
-        "device": summary.device_bytes / GIB,
-    }
+    memory_gib = {kind: num_bytes / GIB for kind, num_bytes in summary.peak_bytes.items()}
     return Figures(summary.step_time_s, summary.fits, memory_gib)
 
 

@@ -28,7 +28,7 @@ _COLOURS = {
 
 def print_drawing(drawing: PipelineDrawing, width: int | None) -> None:
     """Prints the drawing at a width or at the terminal's; in color on a terminal unless NO_COLOR is set."""
-    terminal = sys.stdout.isatty()
+    terminal = sys.stdout is not None and sys.stdout.isatty()
     if width is None:
         columns = shutil.get_terminal_size((_WIDTH_OFF_TERMINAL, 24)).columns if terminal else _WIDTH_OFF_TERMINAL
         width = max(MIN_WIDTH, columns)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperArgument, TyperCommand
+
+from simplan.errors import Problem, SpecError
 
 
-def _opened(path: Path) -> Path:
-    """Standard input by its usual sign."""
+def opened(path: Path) -> Path:
+    """File of an argument; standard input for ``-``."""
     return Path("/dev/stdin") if str(path) == "-" else path
 
 
-ScenarioFile = Annotated[
-    Path, typer.Argument(metavar="SCENARIO", help="Scenario file (YAML); - for standard input.", callback=_opened)
-]
 ScenarioPaths = Annotated[
     list[Path],
     typer.Argument(
         metavar="PATH",
         help="Scenario files, or folders of them; - for standard input.",
-        callback=lambda paths: [_opened(path) for path in paths],
+        callback=lambda paths: [opened(path) for path in paths],
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document instead of text.")]
@@ -80,6 +80,36 @@ MaxRestarts = Annotated[
 Resume = Annotated[
     bool, typer.Option("--resume", help="Start from the newest checkpoint, also with other data-parallel ranks.")
 ]
+
+
+OUTPUTS = frozenset({"csv", "junit", "output", "plot", "save_plan", "trace"})
+"""Parameters of commands that name a file to write."""
+
+
+class FileCommand(TyperCommand):
+    """A command that never writes over its own input."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command.
+
+        Raises:
+            SpecError: A file to write is one of its arguments.
+        """
+        arguments = {param.name for param in self.params if isinstance(param, TyperArgument)}
+        inputs = [path for name in sorted(arguments & ctx.params.keys()) for path in _paths(ctx.params[name])]
+        for param in self.params:
+            if param.name in OUTPUTS:
+                for written in _paths(ctx.params.get(param.name)):
+                    if any(written.exists() and read.exists() and written.samefile(read) for read in inputs):
+                        rule = "is the file that the command reads"
+                        problem = Problem(field=param.opts[0], value=str(written), rule=rule, fix="name another file")
+                        raise SpecError(problem)
+        return super().invoke(ctx)
+
+
+def _paths(value: object) -> list[Path]:
+    """Paths of a parameter, which may be given several times."""
+    return [path for path in (value if isinstance(value, list | tuple) else [value]) if isinstance(path, Path)]
 
 
 class TimedPrecision(StrEnum):

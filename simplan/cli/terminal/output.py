@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import sys
+from contextlib import suppress
 from typing import Any, TextIO
 
 _BOLD, _RED, _GREEN, _RESET = "\033[1m", "\033[31m", "\033[32m", "\033[0m"
 _IN_ASCII = str.maketrans("─═╌▒░│·≈…", "-=~%:|.^.")
 """ASCII replacements for the characters of drawings, for terminals without Unicode."""
-_OF_OTHERS = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
-"""Control characters except line ends, tabs and colors: names in files must not control a terminal."""
+_OF_OTHERS = re.compile(r"\x1b(?!\[(?:[01]|3[0-7]|90)m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
+"""Control characters except line ends, tabs and our own colors: names in files must not control a terminal."""
 
 
 def print_result(text: str) -> None:
@@ -26,8 +28,9 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def say(text: str) -> None:
-    """Prints a line to stderr."""
-    _print(text, sys.stderr)
+    """Prints a line to stderr; where it cannot be written, nobody can be told, and the exit code says the rest."""
+    with suppress(OSError):
+        _print(text, sys.stderr)
 
 
 def complain(text: str) -> None:
@@ -37,13 +40,15 @@ def complain(text: str) -> None:
 
 def emphasize(text: str, good: bool | None = None) -> str:
     """Bold, and green or red, when stdout is a terminal and NO_COLOR is not set; else the text as it is."""
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+    if sys.stdout is None or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text
     colour = "" if good is None else _GREEN if good else _RED
     return f"{_BOLD}{colour}{text}{_RESET}"
 
 
-def _print(text: str, stream: TextIO) -> None:
+def _print(text: str, stream: TextIO | None) -> None:
+    if stream is None:  # as a shell's >&- leaves it
+        raise OSError(errno.EBADF, "its stream is closed")
     text = _OF_OTHERS.sub(lambda found: repr(found[0])[1:-1], text)
     try:
         print(text, file=stream, flush=True)

@@ -31,7 +31,7 @@ class ProgressLine:
         self._quarter = 0
 
     def __enter__(self) -> Self:
-        if not sys.stderr.isatty():
+        if sys.stderr is None or not sys.stderr.isatty():
             if self._elsewhere:
                 say(f"{self._title} ...")
             return self

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from simplan.accuracy.result import Accuracy
-from simplan.accuracy.statistics import StepTimeFigures
+from simplan.accuracy.statistics import IntervalFigures
 from simplan.report.accuracy import accuracy_head
 
 ERRORS = {1.2: (-0.1, 0.0, 0.1), 1.5: (-0.25, 0.0, 0.25), 2.0: (-0.3, 0.0, 0.5), 3.0: (-0.5, 0.0, 1.0)}
@@ -42,7 +42,7 @@ class Panel:
     """Panel of the plot: name, errors and runs of one file."""
 
     name: str
-    figures: StepTimeFigures
+    figures: IntervalFigures
     points: tuple[PlotPoint, ...]
 
 

@@ -22,8 +22,8 @@ def test_every_schedule_plays_to_its_end(name: str) -> None:
     one = lesson(name, 4, 8)
     figure = checked(lesson_figure(one))
     first, last = figure.frames[0], figure.frames[-1]
-    assert all(width == 0 for trace in first.data if trace.type == "bar" for width in trace.x)
-    busy = sum(width for trace in last.data if trace.type == "bar" for width in trace.x)
+    assert all(width is None for trace in first.data if trace.type == "bar" for width in trace.x)
+    busy = sum(width for trace in last.data if trace.type == "bar" for width in trace.x if width is not None)
     assert busy == pytest.approx((1 - one.bubble_fraction) * one.num_ranks * one.length)
     assert len(figure.frames) == len(figure.layout.sliders[0].steps)
     assert len({box.action for box in one.boxes}) == len(one.boxes)

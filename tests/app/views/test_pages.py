@@ -136,10 +136,13 @@ def test_schedules_stand_over_each_other() -> None:
 
 
 def test_learning() -> None:
-    page = opened("learn", view={"lesson": "zb-h1", "lesson_p": 3})
+    page = opened("learn", view={"topic": "schedules", "lesson": "zb-h1", "lesson_p": 3, "lesson_w": 2})
     assert_no_bug(page)
     [chart] = page.get("plotly_chart")
     assert len(json.loads(chart.proto.spec)["frames"]) > 10
+    page.pills(key="view:topic").set_value("definitions").run()
+    assert_no_bug(page)
+    assert query_of(page)["v.topic"] == "definitions"
 
 
 @settings(EASY, max_examples=6)
@@ -159,6 +162,11 @@ def test_no_link_breaks_any_page(page: str, document: dict[str, Any], view: dict
 LESSONS = st.fixed_dictionaries(
     {},
     optional={
+        "topic": st.sampled_from(["schedules", "zero", "pp", "definitions", "missing", "nonsense", 3]),
+        "zero_x": st.sampled_from([0, 3, 7, "x"]),
+        "pp_other": st.sampled_from(["gpipe", "nonsense", 1]),
+        "lesson_f": st.sampled_from([0.1, 3, -1, "x", 1e9]),
+        "lesson_send": st.sampled_from([0, 0.3, None]),
         "lesson": st.sampled_from([*SCHEDULE_FACTS, "nonsense", 7, None]),
         "lesson_p": st.sampled_from([*range(-1, 12), "x", None]),
         "lesson_m": st.sampled_from([*range(-1, 40), 2.5, "x"]),

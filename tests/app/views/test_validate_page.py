@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from streamlit.testing.v1 import AppTest
@@ -15,9 +17,11 @@ from streamlit.testing.v1 import AppTest
 from app.components import published
 from app.jobs.job import BackgroundJob, Jobs, searches
 from app.jobs.messages import TaskRequest
-from app.jobs.run import runs
+from app.jobs.run import Run, runs
 from app.jobs.tasks import predict_published
 from simplan.cli.dashboard import RUN_FLAG
+from simplan.units import format_time
+from tests.app.questions import SCENARIOS
 from tests.app.test_uploads import made
 from tests.app.views.pages import SMALL, assert_no_bug, opened
 
@@ -96,11 +100,14 @@ def test_a_source_is_said_to_be_fitted_or_held_out(source: str, words: str, monk
 def test_terms_of_a_comparison_sum_to_its_error() -> None:
     def page() -> None:
         from app import uploads
-        from app.components.measured import show_comparison_of
+        from app.components.measured import show_comparison
+        from app.results.measured import result_of_files
         from tests.app.test_uploads import made
 
         prediction, measurement = made()
-        show_comparison_of(uploads.prediction_of("p", prediction), uploads.measurement_of("m", measurement))
+        show_comparison(
+            result_of_files(uploads.prediction_of("p", prediction), uploads.measurement_of("m", measurement))
+        )
 
     shown = AppTest.from_function(page, default_timeout=120).run()
     assert_no_bug(shown)
@@ -129,3 +136,52 @@ def test_a_log_is_shown_beside_the_prediction() -> None:
     [parts] = [table.value for table in shown.dataframe]
     prediction_s = json.loads(made()[0])["step_time_s"]
     assert parts["predicted, ms"].sum() == pytest.approx(1e3 * prediction_s, rel=0.02)
+
+
+def test_measurement_is_compared_with_the_current_scenario() -> None:
+    """The same numbers as from an uploaded prediction; and a measurement of another job is refused in a sentence."""
+    document = yaml.safe_load((SCENARIOS / "1f1b.yaml").read_text())
+    document.pop("expect", None)
+    page = opened("validate", document, {"held": "measured"})
+    assert "prediction.json" not in [uploader.label for uploader in page.file_uploader]
+    prediction, measurement = made()
+    page.file_uploader(key="measurement file").upload("m.json", measurement, "application/json").run()
+    assert_no_bug(page)
+    values = {metric.label: metric.value for metric in page.metric}
+    assert values["Predicted step"] == format_time(json.loads(prediction)["step_time_s"])
+    assert values["Error"] == f"{1 / 1.1 - 1:+.1%}"
+    page = opened("validate", dict(SMALL), {"held": "measured"})
+    page.file_uploader(key="measurement file").upload("m.json", measurement, "application/json").run()
+    assert "differs between prediction and measurement" in page.warning[0].value
+
+
+def test_prediction_for_thousands_of_devices_needs_no_upload() -> None:
+    cluster = {"preset": "dgx-h100", "num_devices": 8192}
+    plan = {"dp_replicate": 8192}
+    document = {**SMALL, "cluster": cluster, "training": {"global_batch_size": 8192}, "plan": plan}
+    page = opened("validate", document, {"held": "measured"})
+    page.file_uploader(key="measurement file").upload("log.yaml", b"step_times_s: [0.05, 0.05]", "text/yaml").run()
+    assert_no_bug(page)
+    assert {metric.label: metric.value for metric in page.metric}["Measured step"] == "50 ms"
+
+
+def test_installed_package_opens_on_what_works_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published, "_sources", lambda _: [])
+    page = opened("validate")
+    assert_no_bug(page)
+    [part] = [box for box in page.selectbox if box.label == "Measurements"]
+    assert part.value == "measured"
+    assert [box.value for box in page.selectbox if box.label == "Prediction"] == ["scenario"]
+
+
+def test_bar_moves_while_a_machine_is_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Run("nonsense: 1", "x", 5)
+    run.close()
+    for line, share in (("calibrating with 2 ranks ...", 0.0), ("calibrating with 2 ranks: 28 of 100", 0.28)):
+        (run.folder / "stderr.txt").write_text(f"note: x\n{line}\n")
+        found, words = run.progress
+        assert found == share
+        assert words.startswith(f"{line} (")
+    (run.folder / "rank0.steps.jsonl").write_text("{}\n{}\n")
+    assert run.progress == (2 / 7, "step 2")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pickle
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,14 +131,9 @@ def test_other_ranks_go_on(change: tuple[dict[str, Any], dict[str, Any]], tmp_pa
 
 
 def test_a_run_that_may_not_go_on_is_refused(tmp_path: Path) -> None:
-    """What is compared is the header, so that one without files will do."""
-    job = with_checkpoints(make_job(dp=2), tmp_path / "kept")
+    job = with_checkpoints(make_job(), tmp_path / "kept", 2)
+    run_job(job, tmp_path / "first")
     folder = tmp_path / "kept" / "step-00000002"
-    folder.mkdir(parents=True)
-    header = CheckpointHeader(
-        step=2, model=job.model, training=job.training, plan=job.plan, seed=0, dtype="fp32", file_bytes={}
-    )
-    (folder / "checkpoint.json").write_text(header.model_dump_json())
 
     def refused(**changes: Any) -> str:
         with pytest.raises(SpecError) as caught:
@@ -145,7 +142,11 @@ def test_a_run_that_may_not_go_on_is_refused(tmp_path: Path) -> None:
         return str(caught.value)
 
     def resume(**changes: Any) -> dict[str, Any]:
-        return {"checkpointing": with_checkpoints(job, tmp_path / "kept", resume=True).checkpointing, **changes}
+        return {
+            "checkpointing": with_checkpoints(job, tmp_path / "kept", resume=True).checkpointing,
+            "num_steps": 5,
+            **changes,
+        }
 
     assert refused() == (
         f"--checkpoint-dir = {tmp_path / 'kept'}: has checkpoints already, the newest of step 2; "
@@ -160,19 +161,64 @@ def test_a_run_that_may_not_go_on_is_refused(tmp_path: Path) -> None:
     assert "the newest checkpoint has done all 2 steps of the run already" in refused(**resume(num_steps=1))
 
 
-def test_half_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
+def flip(file: Path) -> str:
+    """Turns over one bit in the middle of a file."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    return f"{file.name} is not as it was written"
+
+
+def cut(folder: Path) -> str:
+    """Cuts off the last byte of a rank's tensors."""
+    file = next(folder.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    return f"{file.name} is not as it was written"
+
+
+class Forged:
+    """An object whose pickle runs a command when it is read."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> Any:
+        """As pickle requests it."""
+        return os.system, (f"touch {self.proof}",)
+
+
+def forge(folder: Path) -> str:
+    """Replaces the metadata by one that runs a command, with its right checksum in the header."""
+    file = folder / ".metadata"
+    file.write_bytes(pickle.dumps(Forged(folder.parent / "forged")))
+    header = CheckpointHeader.model_validate_json((folder / "checkpoint.json").read_bytes())
+    sums = {**header.file_sha256, file.name: hashlib.sha256(file.read_bytes()).hexdigest()}
+    (folder / "checkpoint.json").write_text(header.model_copy(update={"file_sha256": sums}).model_dump_json())
+    return f"{file} is not the metadata of a checkpoint: it asks for posix.system"
+
+
+DAMAGES: dict[str, Callable[[Path], str]] = {
+    "cut": cut,
+    "flipped tensors": lambda folder: flip(next(folder.glob("*.distcp"))),
+    "flipped metadata": lambda folder: flip(folder / ".metadata"),
+    "forged metadata": forge,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over(damage: Callable[[Path], str], tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     first = run_job(with_checkpoints(make_job(), kept, 4), tmp_path / "first")
     assert [timing.step for timing in first.checkpoints] == [2, 4]
-    damaged = next((kept / "step-00000004").glob("*.distcp"))
-    damaged.write_bytes(damaged.read_bytes()[:-1])
+    damaged = damage(kept / "step-00000004")
     (kept / ".unfinished-step-00000006").mkdir()
     second = run_job(with_checkpoints(make_job(), kept, resume=True), tmp_path / "second")
     assert second.first_step == 2
     assert second.notes == (
-        f"{kept / 'step-00000004'} is passed over: {damaged.name} is not as it was written",
+        f"{kept / 'step-00000004'} is passed over: {damaged}",
         "resuming after step 2",
     )
+    assert not (kept / "forged").exists()
     assert sorted(path.name for path in kept.iterdir()) == ["step-00000004", "step-00000006"]
 
 

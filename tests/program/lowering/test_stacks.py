@@ -229,7 +229,7 @@ def test_quantized_weights_are_held_once_however_many_microbatches_are_under_way
 def test_whole_gradients_do_not_pile_up_where_every_microbatch_is_reduced(name: str) -> None:
     """They leave FSDP's no_sync alone, or shard what adds up: every unit is reduced once in each of 3 microbatches."""
     software = catalog.software(name)
-    programs = [program_of(software, 3, dp_shard=4, **more) for more in ({}, {"grad_sync": "step"})]
+    programs = [program_of(software, 3, dp_shard=4, grad_sync=when) for when in (None, "step")]
     reduced = [
         sum(
             op.communication is not None and op.communication.kind is CollectiveKind.REDUCE_SCATTER

@@ -1,0 +1,306 @@
+"""The argument SCENARIO and the options that override its keys, for all commands that take a scenario."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from simplan.cli.terminal import completion
+from simplan.cli.terminal.options import opened
+from simplan.errors import Problem, SpecError
+
+if TYPE_CHECKING:
+    from simplan.scenario import Scenario, SearchScenario
+    from simplan.scenario.source import Source
+
+NO_SCENARIO = Path()
+"""Value of SCENARIO that is not given."""
+_NUM_MICROBATCHES = "num_microbatches"
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """An option that overrides one key of a scenario.
+
+    Attributes:
+        names: Names of the option, the first one in errors.
+        key: Dotted key.
+        kind: Type of the value.
+        help: Noun phrase.
+        complete: Names for shell completion.
+    """
+
+    names: tuple[str, ...]
+    key: str
+    kind: type[int] | type[str]
+    help: str
+    complete: Callable[[str], list[str]] | None = None
+
+    @property
+    def parameter(self) -> inspect.Parameter:
+        """Parameter of a command's function."""
+        if self.kind is int:
+            option = typer.Option(*self.names, metavar="N", min=1, help=self.help)
+        else:
+            option = typer.Option(*self.names, metavar="NAME", help=self.help, autocompletion=self.complete)
+        return _keyword(self.key.replace(".", "_"), Annotated[self.kind | None, option])
+
+
+OVERRIDES = (
+    Override(("--cluster",), "cluster.preset", str, "Cluster preset.", completion.clusters),
+    Override(("--num-nodes",), "cluster.num_nodes", int, "Number of nodes."),
+    Override(("--num-devices", "--gpus"), "cluster.num_devices", int, "Number of devices, instead of nodes."),
+    Override(("--software",), "software", str, "Framework profile.", completion.software),
+    Override(("--seq-len",), "model.seq_len", int, "Tokens per sequence."),
+    Override(("--global-batch-size",), "training.global_batch_size", int, "Sequences per optimizer step."),
+    Override(("--precision",), "training.precision", str, "Precision, e.g. bf16 or fp8.", completion.precisions),
+    Override(("--tp",), "plan.tp", int, "Tensor-parallel degree."),
+    Override(("--pp",), "plan.pp", int, "Pipeline-parallel degree."),
+    Override(("--cp",), "plan.cp", int, "Context-parallel degree."),
+    Override(("--ep",), "plan.ep", int, "Expert-parallel degree."),
+    Override(("--dp-shard",), "plan.dp_shard", int, "Shards of ZeRO or FSDP."),
+    Override(("--dp-replicate",), "plan.dp_replicate", int, "Data-parallel replicas."),
+    Override(("--schedule",), "plan.schedule", str, "Pipeline schedule.", completion.schedules),
+    Override(("--microbatch-size",), "plan.microbatch_size", int, "Sequences per microbatch."),
+    Override(
+        ("--num-microbatches",),
+        _NUM_MICROBATCHES,
+        int,
+        "Microbatches of a data-parallel rank, instead of the global batch size.",
+    ),
+    Override(("--recompute",), "plan.recompute", str, "Activation recomputation.", completion.recomputations),
+)
+"""Options for the keys that are typed most; ``--set`` overrides all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScenarioRequest:
+    """A scenario as the command line asks for it: SCENARIO and its overrides.
+
+    Attributes:
+        source: Value of SCENARIO.
+        overrides: Dotted key -> value.
+        names: Override -> name in errors.
+        write: File for the scenario with its overrides; None for none.
+    """
+
+    source: Path
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    write: Path | None = None
+
+    @property
+    def is_file(self) -> bool:
+        """True if SCENARIO is a scenario file rather than a model."""
+        return self.source.exists() and not self.source.is_dir() and self.source.suffix != ".json"
+
+    def argument(self, *, without: str = "") -> str:
+        """SCENARIO and its options for a suggested command.
+
+        Args:
+            without: Section whose overrides are left out.
+        """
+        from simplan.io import as_argument
+
+        kept = {key: value for key, value in self.overrides.items() if not without or key.split(".")[0] != without}
+        options = (_option(key, self.names[key], value) for key, value in kept.items())
+        return " ".join([as_argument(self.source), *options])
+
+    def with_overrides(self, changes: Mapping[str, Any]) -> ScenarioRequest:
+        """Copy with more overrides, which replace those of the same keys."""
+        replaced = "cluster.num_nodes" if "cluster.num_devices" in changes else ""
+        overrides = {key: value for key, value in self.overrides.items() if key != replaced} | dict(changes)
+        known = {override.key: override.names[0] for override in OVERRIDES}
+        names = {key: self.names.get(key) or known.get(key, key) for key in overrides}
+        return replace(self, overrides=overrides, names=names)
+
+    def with_batch(self, global_batch_size: int) -> ScenarioRequest:
+        """Copy that says the batch of its scenario, if that depends on the plan."""
+        if self.is_file and _NUM_MICROBATCHES not in self.overrides:
+            return self
+        others = {key: value for key, value in self.overrides.items() if key != _NUM_MICROBATCHES}
+        request = replace(self, overrides=others)
+        return request.with_overrides({"training.global_batch_size": global_batch_size})
+
+    def scenario(self) -> Scenario:
+        """The scenario; writes it to the file of ``--write-scenario``.
+
+        Raises:
+            SpecError: See ``simplan.scenario.scenario_from``; or the file cannot be written.
+        """
+        from simplan.scenario.source import read_source
+
+        source = read_source(str(self.source), self.overrides, self.names)
+        scenario = source.scenario()
+        self._write(source)
+        return scenario
+
+    def search(self) -> SearchScenario:
+        """The search; writes it to the file of ``--write-scenario``.
+
+        Raises:
+            SpecError: See ``scenario``.
+        """
+        from simplan.scenario.source import read_source
+
+        source = read_source(str(self.source), *self.overrides_for(searches=True), searches=True)
+        search = source.search()
+        self._write(source)
+        return search
+
+    def overrides_for(self, *, searches: bool) -> tuple[dict[str, Any], dict[str, str]]:
+        """Overrides and their names for one plan, or for a search, where options of a plan are ranges.
+
+        Raises:
+            SpecError: ``--set`` gives a key of the plan, for a search.
+        """
+        from simplan.search import SearchSpace
+
+        overrides, names = {}, {}
+        for key, value in self.overrides.items():
+            section, _, name = key.partition(".")
+            moved = key
+            if searches and section == "plan":
+                if self.names[key] == key:
+                    rule = "is about one plan, and a search has ranges of plans"
+                    raise SpecError(Problem(field=key, rule=rule, fix=f"set search.{name}"))
+                moved = f"search.{name}" if name in SearchSpace.model_fields else key
+            overrides[moved], names[moved] = value, self.names[key]
+        return overrides, names
+
+    def _write(self, source: Source) -> None:
+        if self.write is None:
+            return
+        from simplan.cli.terminal.output import say
+        from simplan.io import write_text
+
+        if self.write.exists() and self.source.exists() and self.write.samefile(self.source):
+            rule, fix = "is SCENARIO itself", "name another file"
+            raise SpecError(Problem(field="--write-scenario", value=str(self.write), rule=rule, fix=fix))
+        command = f"simplan predict {self.argument()}" if self.overrides or not self.is_file else ""
+        write_text(self.write, source.text(self.write.resolve().parent, f"As of: {command}" if command else ""))
+        say(f"wrote {self.write}")
+
+
+def takes_scenario(
+    *, writes: bool = False, required: bool = True
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Decorator of a command whose first parameter is a ``ScenarioRequest``: adds SCENARIO and the options.
+
+    Args:
+        writes: True for ``--write-scenario``.
+        required: False to pass ``NO_SCENARIO`` if SCENARIO is not given.
+    """
+
+    def decorate(command: Callable[..., int]) -> Callable[..., int]:
+        signature = inspect.signature(command, eval_str=True)
+        first, *rest = signature.parameters.values()
+        added = [*(override.parameter for override in OVERRIDES), _keyword("set", _SET)]
+        if writes:
+            added.append(_keyword("write_scenario", _WRITE))
+
+        @wraps(command)
+        def with_request(**arguments: Any) -> int:
+            given = {parameter.name: arguments.pop(parameter.name) for parameter in added}
+            request = _request(arguments.pop(first.name), given)
+            return command(request, **arguments)
+
+        default = inspect.Parameter.empty if required else NO_SCENARIO
+        argument = inspect.Parameter(first.name, inspect.Parameter.KEYWORD_ONLY, annotation=_SCENARIO, default=default)
+        keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in rest]
+        parameters = [argument, *keywords, *added]
+        with_request.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return with_request
+
+    return decorate
+
+
+_SCENARIO = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SCENARIO",
+        help="Scenario file (YAML), - for standard input; or a model: a name of `simplan show models`, or a "
+        "config.json of Hugging Face or its folder.",
+        callback=opened,
+        autocompletion=completion.scenarios,
+    ),
+]
+_SET = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override of any key of the scenario, e.g. plan.recompute=full; repeatable.",
+        autocompletion=completion.keys,
+    ),
+]
+_WRITE = Annotated[
+    Path | None,
+    typer.Option("--write-scenario", metavar="FILE", help="File for the scenario with all overrides (default: none)."),
+]
+
+
+def _keyword(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _request(source: Path, given: Mapping[str, Any]) -> ScenarioRequest:
+    """Request of SCENARIO and the values of its options, None for options that are not given."""
+    overrides, names = overrides_of(given)
+    return ScenarioRequest(source, overrides, names, given.get("write_scenario"))
+
+
+def overrides_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Overrides by key, and their names in errors.
+
+    Args:
+        given: Name of a parameter -> value of its option, None if not given.
+
+    Raises:
+        SpecError: ``--set`` is no KEY=VALUE, or a key is given twice.
+    """
+    overrides: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for override in OVERRIDES:
+        value = given.get(override.parameter.name)
+        if value is not None:
+            overrides[override.key], names[override.key] = value, override.names[0]
+    for text in given.get("set") or ():
+        key, value = _key_and_value(text)
+        if key in overrides:
+            twice = names[key] if names[key] != key else "--set"
+            raise SpecError(Problem(field=key, rule=f"is given twice, also with {twice}", fix="give one of the two"))
+        overrides[key], names[key] = value, key
+    return overrides, names
+
+
+def _key_and_value(text: str) -> tuple[str, Any]:
+    from simplan.document import parse_yaml
+
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals or not all(key.split(".")) or not value.strip():
+        fix = "write e.g. --set plan.tp=4 or --set model.num_hidden_layers=40"
+        raise SpecError(Problem(field="--set", value=text, rule="must be KEY=VALUE", fix=fix))
+    if key == "name":
+        return key, value
+    data = parse_yaml(f"value: {value}\n", f"--set {key}").data
+    if not isinstance(data, dict) or data.keys() != {"value"}:
+        raise SpecError(Problem(field="--set", value=text, rule="must be KEY=VALUE with one value"))
+    return key, data["value"]
+
+
+def _option(key: str, name: str, value: Any) -> str:
+    from simplan.scenario.writing import flow_text
+
+    if name.startswith("--"):
+        return f"{name} {shlex.quote(str(value))}"
+    text = value if key == "name" else flow_text(value)
+    return f"--set {shlex.quote(f'{key}={text}')}"

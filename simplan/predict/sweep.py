@@ -1,0 +1,79 @@
+"""Predictions of one job over ranges of its settings, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from simplan.cost.calibration.format import Calibration
+from simplan.errors import Problem, SpecError
+from simplan.job import Job
+from simplan.predict.evaluate import predict
+from simplan.units import GIB
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_MAX_ROWS = 10_000
+
+
+def sweep(job: Job, settings: Mapping[str, Sequence[Any]], *, calibration: Calibration | None = None) -> pd.DataFrame:
+    """Predict a job for every combination of values of some settings.
+
+    Columns: one per setting; ``step_time_s`` with its 90 % interval ``step_time_low_s`` and ``step_time_high_s``;
+    ``tokens_per_s_per_device``, ``mfu``, ``device_gib`` (memory of the worst rank), ``fits`` and ``error``. Impossible
+    combinations have the violated rule as ``error``, and no numbers. Settings that are not swept keep their values, so
+    that parallel degrees should be swept together with the ones that make room for them, or with
+    ``cluster.num_devices``.
+
+    Args:
+        job: The job.
+        settings: Values by setting, as for ``Job.with_changes``: ``{"plan.microbatch_size": [1, 2, 4]}``. Several
+            settings that change together are one key, separated by spaces, with tuples:
+            ``{"plan.tp plan.dp_shard": [(1, 8), (2, 4)]}``.
+        calibration: As for ``predict``.
+
+    Raises:
+        SpecError: There is no such setting, or there are more than 10,000 combinations.
+        ImportError: pandas is not installed.
+    """
+    import pandas as pd
+
+    num_rows = 1
+    for values in settings.values():
+        num_rows *= len(values)
+    if num_rows > _MAX_ROWS:
+        rule = f"are more than {_MAX_ROWS:,} combinations"
+        raise SpecError(Problem(field="settings", value=f"{num_rows:,}", rule=rule, fix="give fewer values"))
+    rows = []
+    for combination in product(*settings.values()):
+        changes: dict[str, Any] = {}
+        for names, value in zip(settings, combination, strict=True):
+            several = names.split()
+            changes |= dict(zip(several, value if len(several) > 1 else (value,), strict=True))
+        rows.append(changes | _figures(job, changes, calibration))
+    return pd.DataFrame(rows)
+
+
+def _figures(job: Job, changes: Mapping[str, Any], calibration: Calibration | None) -> dict[str, Any]:
+    """Columns of one row, in addition to its settings."""
+    figures: dict[str, Any] = dict.fromkeys(
+        ("step_time_s", "step_time_low_s", "step_time_high_s", "tokens_per_s_per_device", "mfu", "device_gib", "fits")
+    )
+    changed = job.with_changes(changes)
+    try:
+        prediction = predict(changed, calibration=calibration)
+    except SpecError as error:
+        return figures | {"error": "; ".join(problem.sentence() for problem in error.problems)}
+    low_s, high_s = prediction.step_time_interval_s
+    return {
+        "step_time_s": prediction.step_time_s,
+        "step_time_low_s": low_s,
+        "step_time_high_s": high_s,
+        "tokens_per_s_per_device": prediction.tokens_per_s_per_device,
+        "mfu": prediction.mfu,
+        "device_gib": prediction.worst_memory.device_bytes / GIB,
+        "fits": prediction.fits,
+        "error": "",
+    }

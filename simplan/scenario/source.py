@@ -1,0 +1,506 @@
+"""Scenarios from a file, a model of the catalog, a Hugging Face configuration or a mapping, with overrides of keys.
+
+::
+
+    scenario_from("fsdp.yaml", {"plan.tp": 2})                               # a file wins over a model of its name
+    scenario_from("llama3-8b", {"cluster.num_devices": 64, "plan.tp": 8})    # what is missing is assumed, and listed
+    scenario_from("llama/config.json", {"model.seq_len": 4096})              # or the folder of the file
+    scenario_from({"model": {...}, "cluster": {...}, "training": {...}, "plan": {...}})
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from simplan import catalog
+from simplan.base import Spec
+from simplan.document import Document
+from simplan.document import Path as KeyPath
+from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
+from simplan.interop.model_types import MODEL_TYPES
+from simplan.io import folder_of, read_json, read_yaml
+from simplan.job import Job
+from simplan.model.model import ModelSpec
+from simplan.plan.plan import ParallelPlan
+from simplan.problems import render_value
+from simplan.rules import violations
+from simplan.scenario.clusters import ClusterSection
+from simplan.scenario.collecting import Sections
+from simplan.scenario.file import Scenario, ScenarioParts, parts_of, relocated, scenario_of
+from simplan.scenario.search import SearchScenario, search_of
+from simplan.scenario.sections import read_software
+from simplan.scenario.writing import scenario_text
+from simplan.training import TrainingSection
+
+NUM_MICROBATCHES = "num_microbatches"
+"""Override that is no key of a file: microbatches of a data-parallel rank, which set the global batch size."""
+
+_DEFAULT_CLUSTER = "dgx-h100"
+_USUAL_LENGTH = 4096
+_MAX_FILES = 1000
+_MICROBATCHES_PER_STAGE = 4  # with 1F1B, a bubble of at most 1/5 of the step
+_NETWORKS = (
+    ("inter_link",),
+    ("inter_link_gbit_per_device",),
+    ("inter_link_gbit_per_node",),
+    ("nics_per_node", "nic_gbit"),
+)
+_INSTEAD: dict[str, tuple[str, ...]] = {
+    "cluster.num_nodes": ("num_devices",),
+    "cluster.num_devices": ("num_nodes",),
+    **{
+        f"cluster.{key}": tuple(other for others in _NETWORKS if key not in others for other in others)
+        for keys in _NETWORKS
+        for key in keys
+    },
+}
+"""Override -> keys of its section that it replaces; a key that is an override itself stays, to be refused."""
+_KEPT: dict[str, tuple[str, ...]] = {
+    "model.preset": ("seq_len",),
+    "model.hf_config": ("seq_len",),
+    "cluster.preset": ("num_nodes", "num_devices", "price_per_device_hour"),
+}
+"""Override that replaces its section -> keys of the section that it keeps."""
+_ORDER = ("name", "model", "cluster", "training", "software", "plan", "search")
+_NAMES_WITH_OPTIONS = ("software", "cluster.device")
+"""Keys whose value is a name, or a mapping of ``preset`` and options."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """A value that neither the scenario nor its overrides give.
+
+    Attributes:
+        key: Dotted key, e.g. ``plan.dp_shard``.
+        why: Origin of the value; empty for a default.
+    """
+
+    key: str
+    value: Any
+    why: str
+
+    def __str__(self) -> str:
+        value = self.value if isinstance(self.value, str) else render_value(self.value)
+        return f"{self.key} = {value}" + (f" ({self.why})" if self.why else "")
+
+
+Assume = Callable[[str, str, Any, str], None]
+"""Sets section, key and value of a missing key, with the origin of the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Complete document of a scenario or search, with overrides and assumed values.
+
+    Attributes:
+        file: Name in errors; files that the document names are relative to its folder.
+        overrides: Override -> name in errors.
+        replaced: Sentence about sections of the file that overrides replace, if there are any.
+    """
+
+    document: Document
+    file: str
+    assumptions: tuple[Assumption, ...]
+    overrides: Mapping[str, str]
+    replaced: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the reader: sections that were replaced, and values that were assumed."""
+        listed = "; ".join(map(str, self.assumptions))
+        return (*self.replaced, *((f"not given, so assumed: {listed}",) if listed else ()))
+
+    def parts(self) -> ScenarioParts:
+        """Sections of the document, except plan and search.
+
+        Raises:
+            SpecError: See ``load_scenario``.
+        """
+        return parts_of(self.document, self.file)
+
+    def scenario(self) -> Scenario:
+        """Scenario of the document.
+
+        Raises:
+            SpecError: See ``load_scenario``; overrides have the names that were typed, and no line.
+        """
+        try:
+            file = folder_of(self.file) / Path(self.file).name
+            scenario = scenario_of(self.parts(), file.resolve().parent)
+        except SpecError as error:
+            raise self._as_typed(error) from None
+        return replace(scenario, assumptions=self.notes)
+
+    def search(self) -> SearchScenario:
+        """Search of the document.
+
+        Raises:
+            SpecError: See ``load_search``, and ``scenario``.
+        """
+        try:
+            search = search_of(self.parts())
+        except SpecError as error:
+            raise self._as_typed(error) from None
+        return replace(search, assumptions=self.notes)
+
+    def text(self, folder: Path, header: str = "") -> str:
+        """The document as a complete scenario file for a folder, with comments on assumed values.
+
+        Args:
+            header: Comment at the top.
+        """
+        document = relocated(self.document.data, folder_of(self.file), folder)
+        notes = {
+            tuple(assumption.key.split(".")): "assumed" + (f": {assumption.why}" if assumption.why else "")
+            for assumption in self.assumptions
+        }
+        return scenario_text({"name": Path(self.file).stem} | document, header, notes)
+
+    def _as_typed(self, error: SpecError) -> SpecError:
+        def typed(problem: Problem) -> Problem:
+            for key, name in self.overrides.items():
+                if problem.field == key or problem.field.startswith(f"{key}."):
+                    return replace(problem, field=name + problem.field[len(key) :], line=None, column=None)
+            return problem
+
+        return type(error)([typed(problem) for problem in error.problems], file=error.file)
+
+
+def scenario_from(
+    source: str | Path | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    names: Mapping[str, str] | None = None,
+) -> Scenario:
+    """Scenario of a file, a model or a mapping.
+
+    Args:
+        source: Scenario file; name of a model in the catalog; ``config.json`` of Hugging Face, or its folder; or
+            sections of a scenario. A file wins over a model of the same name. For a model or configuration, values
+            that are not given are assumed, and listed in ``Scenario.assumptions``.
+        overrides: Dotted key -> value, e.g. ``{"plan.tp": 8, "software": "megatron-core"}``; and ``num_microbatches``.
+        names: Override -> name in errors, such as the option of a command; the key itself by default.
+
+    Raises:
+        SpecError: There is no such file or model, or the scenario is wrong; lists all problems.
+    """
+    return read_source(source, overrides, names).scenario()
+
+
+def make_job(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, **keys: Any) -> Job:
+    """Job of a model's name, a file or a mapping.
+
+    ::
+
+        make_job("llama3-8b", cluster="dgx-h100", num_nodes=8, tp=8, global_batch_size=128)
+        make_job("fsdp.yaml", {"plan.tp": 2})
+
+    Args:
+        source, overrides: As for ``scenario_from``.
+        keys: Overrides without their section; ``cluster`` is the preset.
+
+    Raises:
+        SpecError: See ``scenario_from``; or no section or several have a key.
+    """
+    full = {_full_key(key): key for key in keys}
+    merged = {**(overrides or {}), **{name: keys[key] for name, key in full.items()}}
+    return scenario_from(source, merged, full).job
+
+
+def _full_key(key: str) -> str:
+    """Dotted key of a key without its section."""
+    if key in ("software", NUM_MICROBATCHES):
+        return key
+    if key == "cluster":
+        return "cluster.preset"
+    sections: dict[str, type[Spec]] = {
+        "plan": ParallelPlan,
+        "training": TrainingSection,
+        "cluster": ClusterSection,
+        "model": ModelSpec,
+    }
+    having = [section for section, spec in sections.items() if key in spec.model_fields]
+    if len(having) == 1:
+        return f"{having[0]}.{key}"
+    known = [name for spec in sections.values() for name in spec.model_fields]
+    fix = f'give {{"{having[0]}.{key}": ...}}' if having else did_you_mean(key, known)
+    rule = f"is a key of {' and '.join(having)}" if having else "is no key of a scenario"
+    raise SpecError(Problem(field=key, rule=rule, fix=fix))
+
+
+def search_from(
+    source: str | Path | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    names: Mapping[str, str] | None = None,
+) -> SearchScenario:
+    """Search of a file, a model or a mapping; see ``scenario_from``.
+
+    Raises:
+        SpecError: See ``scenario_from``.
+    """
+    return read_source(source, overrides, names, searches=True).search()
+
+
+def read_source(
+    source: str | Path | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    names: Mapping[str, str] | None = None,
+    *,
+    searches: bool = False,
+) -> Source:
+    """Document of a file, a model or a mapping; see ``scenario_from``.
+
+    Args:
+        searches: True to complete the document of a model with ``search`` instead of ``plan``.
+
+    Raises:
+        SpecError: There is no such file or model, or an override names no key of a scenario.
+    """
+    given = dict(overrides or {})
+    typed = {key: (names or {}).get(key, key) for key in given}
+    document, file, is_whole = _read(source)
+    number = given.pop(NUM_MICROBATCHES, None)
+    data: Any = document.data
+    assumptions: list[Assumption] = []
+    replaced: list[str] = []
+    if given and isinstance(data, dict):
+        chosen = "search" if searches else "plan"
+        if any(key.partition(".")[0] == chosen for key in given) and chosen not in data:
+            dropped = [key for key in ("plan", "search", "expect") if key in data]
+            replaced = [f"{' and '.join(dropped)} of {file}: replaced by {chosen}"] if dropped else []
+            data = {key: value for key, value in data.items() if key not in dropped}
+            is_whole = False
+        data = _overridden(data, given, typed, file)
+    if not is_whole and isinstance(data, dict):
+        data, assumptions = _completed(data, file, number, searches=searches)
+    if number is not None:
+        data = _with_batch(data, file, number, given, typed, searches=searches)
+    return Source(Document(data, _lines(document, given)), file, tuple(assumptions), typed, tuple(replaced))
+
+
+def _read(source: str | Path | Mapping[str, Any]) -> tuple[Document, str, bool]:
+    """Document of a source without overrides, its name, and True if it is a scenario rather than a model alone."""
+    if isinstance(source, Mapping):
+        return Document(dict(source), {}), "scenario", True
+    path = Path(source)
+    if path.is_dir() and (path / "config.json").is_file():
+        path = path / "config.json"
+    elif not path.is_file() and str(source) in catalog.names("models"):
+        return Document({"name": str(source), "model": {"preset": str(source)}}, {}), str(source), False
+    elif path.is_dir():
+        rule, fix = "is a folder without config.json", "name a scenario file in it"
+        raise SpecError(Problem(field="", rule=rule, fix=fix), file=str(source))
+    elif not path.exists() and not path.is_symlink() and not path.suffix and len(path.parts) <= len(Path("a/b").parts):
+        raise _unknown(str(source))
+    document = read_yaml(path)
+    if isinstance(document.data, dict) and "model" not in document.data and "model_type" in document.data:
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
+        return Document({"name": name, "model": {"hf_config": path.name}}, {}), str(path), False
+    return document, str(source), True
+
+
+def _unknown(source: str) -> SpecError:
+    """Error about a word that names neither a file nor a model."""
+    try:
+        catalog.model_fields(source)
+    except NotModelledError as error:
+        return error
+    except SpecError:
+        files = [entry.name for pattern in ("*.yaml", "*.yml") for entry in sorted(Path().glob(pattern))[:_MAX_FILES]]
+        fix = did_you_mean(source, [*files, *catalog.names("models")]) or "`simplan show models` lists the models"
+        return SpecError(Problem(field="", rule="is neither a file nor a model of the catalog", fix=fix), file=source)
+    raise AssertionError(source)
+
+
+def _overridden(data: dict[str, Any], given: Mapping[str, Any], typed: Mapping[str, str], file: str) -> dict[str, Any]:
+    """Copy of the data with the overrides, of which those that replace others come first."""
+    changed = dict(data)
+    for key in sorted(given, key=lambda key: (key.count("."), key not in _KEPT)):
+        section, _, rest = key.partition(".")
+        before = changed.get(section)
+        if key in _KEPT and isinstance(before, dict):
+            before = {name: value for name, value in before.items() if name in _KEPT[key]}
+        elif isinstance(before, dict):
+            replaced = [name for name in _INSTEAD.get(key, ()) if f"{section}.{name}" not in given]
+            before = {name: value for name, value in before.items() if name not in replaced}
+        changed[section] = _with(before, section, rest.split(".") if rest else [], given[key], typed[key], file)
+    return changed
+
+
+def _with(before: Any, place: str, rest: list[str], value: Any, typed: str, file: str) -> Any:
+    """Copy of a value with one override inside.
+
+    Args:
+        place: Dotted key of ``before``.
+        rest: Keys from there to the override.
+    """
+    if not rest:
+        return value
+    if isinstance(before, str) and place in _NAMES_WITH_OPTIONS:
+        before = {"preset": before}
+    if before is not None and not isinstance(before, dict):
+        rule = f"{place} is {render_value(before)}, which has no keys"
+        raise SpecError(Problem(field=typed, rule=rule, fix=f"set {place}"), file=file)
+    found = dict(before or {})
+    found[rest[0]] = _with(found.get(rest[0]), f"{place}.{rest[0]}", rest[1:], value, typed, file)
+    return found
+
+
+def _lines(document: Document, given: Mapping[str, Any]) -> dict[KeyPath, tuple[int, int]]:
+    """Locations of keys that no override changes."""
+    changed = [tuple(key.split(".")) for key in given]
+    return {
+        path: place for path, place in document.lines.items() if not any(path[: len(key)] == key for key in changed)
+    }
+
+
+def _completed(
+    data: dict[str, Any], file: str, number: Any, *, searches: bool
+) -> tuple[dict[str, Any], list[Assumption]]:
+    """The data with values for everything that a scenario needs, and these values."""
+    found, assumptions = dict(data), []
+
+    def assume(section: str, key: str, value: Any, why: str) -> None:
+        at = found.setdefault(section, {})
+        if isinstance(at, dict) and key not in at:
+            found[section] = {**at, key: value}
+            assumptions.append(Assumption(f"{section}.{key}", value, why))
+
+    _assume_model(found, file, assume)
+    cluster = found.get("cluster")
+    if not isinstance(cluster, dict) or not {"preset", "device"} & cluster.keys():
+        assume("cluster", "preset", _DEFAULT_CLUSTER, "")
+    if not {"num_nodes", "num_devices"} & found["cluster"].keys():
+        assume("cluster", "num_nodes", 1, "")
+    if "software" not in found:
+        found["software"] = "torch"
+        assumptions.append(Assumption("software", "torch", ""))
+    assume("training", "precision", "bf16", "")
+    assume("training", "optimizer", "adamw", "")
+    if searches:
+        found.setdefault("search", {})
+        devices = _num_devices(found, file)
+        if devices is not None:
+            assume("training", "global_batch_size", devices, "one sequence per device")
+    else:
+        found.setdefault("plan", {})
+        _assume_plan(found, file, number, assume)
+    ordered = {key: found[key] for key in _ORDER if key in found}
+    return ordered | found, assumptions
+
+
+def _assume_model(found: dict[str, Any], file: str, assume: Assume) -> None:
+    """Sequence length of the model."""
+    model = found.get("model")
+    if not isinstance(model, dict):
+        return
+    name, config = model.get("preset"), model.get("hf_config")
+    if isinstance(name, str) and name in catalog.names("models"):
+        length = catalog.model_fields(name).get("seq_len")
+        if length is not None:
+            assume("model", "seq_len", length, f"length of the pretraining of {name}")
+    elif isinstance(config, str) and "seq_len" not in model:
+        read = read_json(folder_of(file) / config)
+        longest = read.get("max_position_embeddings")
+        if isinstance(longest, int) and longest > 0 and read.get("model_type") in MODEL_TYPES:
+            why = "usual in training" if longest > _USUAL_LENGTH else "the longest that the configuration has"
+            assume("model", "seq_len", min(longest, _USUAL_LENGTH), why)
+
+
+def _num_devices(found: dict[str, Any], file: str) -> int | None:
+    """Devices of the cluster; None if the section is wrong, which its reading reports."""
+    cluster = parts_of(Document({**found, "training": {"global_batch_size": 1}}, {}), file).cluster
+    return None if cluster is None else cluster.num_devices
+
+
+def _assume_plan(found: dict[str, Any], file: str, number: Any, assume: Assume) -> None:
+    """Degrees of data parallelism, microbatch size and batch size of a plan."""
+    plan, devices = found["plan"], _num_devices(found, file)
+    if not isinstance(plan, dict) or devices is None:
+        return
+    software = read_software(Sections(Document({}, {}), file), found["software"])
+    if software is not None and not software.sequence_parallelism and plan.get("tp", 1) != 1:
+        assume("plan", "sequence_parallel", False, f"{software.id} has none")
+        plan = found["plan"]
+
+    def degree(key: str) -> int:
+        value = plan.get(key, 1)
+        return value if isinstance(value, int) and value > 0 else 1
+
+    left = devices // math.prod(map(degree, ("tp", "pp", "cp", "dp_replicate", "dp_shard")))
+    missing = [key for key in ("dp_shard", "dp_replicate") if key not in plan]
+    if left > 1 and missing:
+        for key, value in _shared_out(found, file, left, missing):
+            assume("plan", key, value, "the remaining devices" if key != "zero_stage" else "")
+    assume("plan", "microbatch_size", 1, "")
+    plan = found["plan"]
+    dp, size, pp = degree("dp_shard") * degree("dp_replicate"), degree("microbatch_size"), degree("pp")
+    if number is None:
+        microbatches = 1 if pp == 1 else _MICROBATCHES_PER_STAGE * pp
+        why = f"{microbatches} microbatch{'es' * (microbatches > 1)} per data-parallel rank"
+        assume("training", "global_batch_size", dp * size * microbatches, why)
+
+
+def _shared_out(found: dict[str, Any], file: str, left: int, missing: list[str]) -> list[tuple[str, Any]]:
+    """Keys of the plan for the remaining devices: sharded as far as the framework can, else replicated.
+
+    Args:
+        left: Devices per group of the degrees that are given.
+        missing: ``dp_shard``, ``dp_replicate`` or both.
+    """
+    if missing == ["dp_replicate"]:
+        return [("dp_replicate", left)]
+    options: list[dict[str, Any]] = [{"dp_shard": left}]
+    stage = found["plan"].get("zero_stage")
+    if stage is None:
+        options += [{"dp_shard": left, "zero_stage": lower} for lower in (2, 1)]
+    if "dp_replicate" in missing and not stage:
+        options.append({"dp_replicate": left})
+    best = min(options, key=lambda option: _num_violations({**found, "plan": {**found["plan"], **option}}, file))
+    return [*best.items()]
+
+
+def _num_violations(data: dict[str, Any], file: str) -> int:
+    """Number of violated rules of a plan with a batch that it divides; 0 for a document that is wrong anyway."""
+    try:
+        parts = parts_of(Document({**data, "training": {"global_batch_size": 1} | data["training"]}, {}), file)
+        parts.sections.raise_problems()
+        job = parts.job(ParallelPlan.model_validate(data["plan"]))
+    except ValueError:  # SpecError and pydantic's
+        return 0
+    size = job.plan.dp * job.plan.microbatch_size * job.plan.pp * _MICROBATCHES_PER_STAGE
+    batch = job.training.model_copy(update={"global_batch_size": size})
+    return len(violations(replace(job, training=batch)))
+
+
+def _with_batch(
+    data: dict[str, Any],
+    file: str,
+    number: Any,
+    given: Mapping[str, Any],
+    typed: Mapping[str, str],
+    *,
+    searches: bool,
+) -> dict[str, Any]:
+    """The data with the batch of a number of microbatches."""
+
+    def refuse(rule: str, fix: str = "") -> SpecError:
+        problem = Problem(field=typed[NUM_MICROBATCHES], value=render_value(number), rule=rule, fix=fix)
+        return SpecError(problem, file=file)
+
+    batch = "training.global_batch_size"
+    if batch in given:
+        raise refuse(f"is given twice, with {typed[batch]}", "give one of the two")
+    if searches:
+        raise refuse("is chosen by a search", f"give {batch}")
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise refuse("must be a whole number, at least 1")
+    plan, size = data.get("plan"), number
+    for key in ("dp_replicate", "dp_shard", "microbatch_size"):
+        value = plan.get(key, 1) if isinstance(plan, dict) else 1
+        size *= value if isinstance(value, int) else 1  # reading the section reports other values
+    training = data.get("training")
+    return {**data, "training": {**(training if isinstance(training, dict) else {}), "global_batch_size": size}}

@@ -1,0 +1,373 @@
+"""Smallest changes with which a plan that does not fit does; each is predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations, islice
+from typing import Any
+
+from simplan.cost.calibration.format import Calibration
+from simplan.errors import SpecError
+from simplan.job import Job
+from simplan.plan.plan import DEPENDENT
+from simplan.predict import predict
+from simplan.predict.step_summary import evaluate_step
+from simplan.prediction import Prediction
+from simplan.problems import render_value
+from simplan.rules import RULES, SEARCH_RULES, violations
+from simplan.units import GIB
+from simplan.wording import divisors
+
+_MAX_TRIED = 48  # evaluations of single changes
+_MAX_PAIRS = 24
+_MAX_PREDICTED = 8
+_MAX_AXIS = 8  # factor by which one axis of the mesh grows
+_LORA_RANK = 16  # as in the recipes of torchtune and LLM Foundry
+_RECOMPUTE = ("selective", "selective_op", "full")
+"""Recomputation by saved memory, least first; a framework without a value rejects it by its rules."""
+
+
+Kind = Callable[[Job], Iterator[Job]]
+"""One kind of change: yields changed jobs, smallest change first; they may violate rules."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fix:
+    """A change of one or two settings with which a job fits.
+
+    Attributes:
+        changes: New value by setting, as in a scenario file: ``{"plan.grad_sync": "microbatch"}``.
+        job: The changed job.
+        step_time_s: Step time after the change, in seconds.
+        step_time_change: Relative change of the step time: 0.1 for 10 % slower. The plan that does not fit is the
+            baseline.
+        device_bytes: Device memory of the worst rank after the change.
+        headroom_bytes: Device memory that the worst rank leaves free.
+    """
+
+    changes: Mapping[str, Any]
+    job: Job
+    step_time_s: float
+    step_time_change: float
+    device_bytes: int
+    headroom_bytes: int
+
+    @property
+    def words(self) -> str:
+        """The changes as lines of a scenario file: ``plan.recompute: full, plan.tp: 8``."""
+        return ", ".join(f"{setting}: {_written(value)}" for setting, value in self.changes.items())
+
+    @property
+    def more_devices(self) -> bool:
+        """True if the change takes more devices."""
+        return "cluster.num_devices" in self.changes
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the list ``fixes`` of ``simplan predict --json``."""
+        return {
+            "changes": dict(self.changes),
+            "num_devices": self.job.cluster.num_devices,
+            "step_time_s": self.step_time_s,
+            "step_time_change": self.step_time_change,
+            "peak_memory_gib": {"device": self.device_bytes / GIB},
+            "headroom_gib": self.headroom_bytes / GIB,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A changed job that violates no rule; ``step_time_s`` is None if it does not fit."""
+
+    changes: Mapping[str, Any]
+    job: Job
+    device_bytes: int
+    step_time_s: float | None
+
+    @property
+    def order(self) -> tuple[bool, bool, float]:
+        """Sort key of jobs that fit: the same devices and task first, then the fastest."""
+        return "cluster.num_devices" in self.changes, "training.task" in self.changes, self.step_time_s or 0.0
+
+
+def fixes(
+    prediction: Prediction,
+    calibration: Calibration | None = None,
+    *,
+    top: int = 5,
+    max_memory_fraction: float = 1.0,
+    kinds: Iterable[Kind] | None = None,
+) -> tuple[Fix, ...]:
+    """Find the smallest changes with which a predicted job fits; of each kind of change, the smallest one that does.
+
+    Pairs of changes are shown if no single change is enough, or if they are faster than all that are. Changes on the
+    same devices come before those that take more, and faster ones before slower ones. At most 80 steps are simulated.
+
+    Args:
+        prediction: Prediction of a job that does not fit.
+        calibration: As for ``predict``.
+        top: Number of fixes to return.
+        max_memory_fraction: Device memory that a fix may use, as a fraction of all.
+        kinds: Kinds of changes; None for all, and for pairs of them.
+
+    Returns:
+        Fixes; empty if the prediction fits, the device memory is unknown, or no change is enough.
+    """
+    if prediction.capacity_bytes is None:
+        return ()
+    capacity = int(prediction.capacity_bytes * max_memory_fraction)
+    if prediction.worst_memory.device_bytes <= capacity and prediction.host_fits is not False:
+        return ()
+    found: list[Fix] = []
+    for tried in _fitting(prediction.job, capacity, calibration, kinds):
+        changed = predict(tried.job, calibration=calibration)
+        device_bytes, step_time_s = changed.worst_memory.wanted_bytes, changed.step_time_s
+        if device_bytes <= capacity and changed.host_fits is not False:
+            found.append(
+                Fix(
+                    changes=tried.changes,
+                    job=tried.job,
+                    step_time_s=step_time_s,
+                    step_time_change=step_time_s / prediction.step_time_s - 1,
+                    device_bytes=device_bytes,
+                    headroom_bytes=capacity - device_bytes,
+                )
+            )
+    return _shown(found, top)
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else render_value(value)
+
+
+def _shown(found: list[Fix], top: int) -> tuple[Fix, ...]:
+    """The first fixes; the last one takes more devices if any fix does."""
+    more = [fix for fix in found if fix.more_devices][:1]
+    same = [fix for fix in found if not fix.more_devices]
+    return (*same[: top - len(more)], *more)
+
+
+def _fitting(
+    job: Job, capacity_bytes: int, calibration: Calibration | None, kinds: Iterable[Kind] | None
+) -> list[_Tried]:
+    """Changed jobs that fit on their devices, best first."""
+    # per kind, the change that fits, or else the one that needs least
+    best: list[_Tried] = []
+    budget = _MAX_TRIED
+    for kind in KINDS if kinds is None else kinds:
+        of_kind: list[_Tried] = []
+        for changed in islice(kind(job), budget):
+            tried = _try(job, changed, capacity_bytes, calibration)
+            if tried is None:
+                continue
+            budget -= 1
+            of_kind.append(tried)
+            if tried.step_time_s is not None:
+                break
+        fit = [tried for tried in of_kind if tried.step_time_s is not None]
+        best += fit or sorted(of_kind, key=lambda tried: tried.device_bytes)[:1]
+    enough = sorted((tried for tried in best if tried.step_time_s is not None), key=lambda tried: tried.order)
+    if kinds is None:
+        fastest = enough[0].order if enough else None
+        short = [tried for tried in best if tried.step_time_s is None]
+        pairs = sorted(_pairs(job, short, capacity_bytes, calibration), key=lambda tried: tried.order)
+        enough = [pair for pair in pairs if fastest is None or pair.order < fastest] + enough
+    more = [tried for tried in enough if "cluster.num_devices" in tried.changes]
+    return [tried for tried in enough if tried not in more][: _MAX_PREDICTED - 1] + more[:1]
+
+
+def _pairs(job: Job, singles: list[_Tried], capacity_bytes: int, calibration: Calibration | None) -> Iterator[_Tried]:
+    """Pairs of changes of different settings, those that together save the most first."""
+
+    def both(pair: tuple[_Tried, _Tried]) -> int:
+        return sum(one.device_bytes for one in pair)
+
+    apart = [(one, other) for one, other in combinations(singles, 2) if not one.changes.keys() & other.changes.keys()]
+    for one, other in sorted(apart, key=both)[:_MAX_PAIRS]:
+        try:
+            changed = one.job.with_changes(other.changes)
+        except SpecError:
+            continue
+        tried = _try(job, changed, capacity_bytes, calibration)
+        if tried is not None and tried.step_time_s is not None:
+            yield tried
+
+
+def _try(job: Job, changed: Job, capacity_bytes: int, calibration: Calibration | None) -> _Tried | None:
+    """Evaluate a changed job; None if it violates a rule, or a cost of it is unknown."""
+    if violations(changed, (*RULES, *SEARCH_RULES)):
+        return None
+    try:
+        device_bytes, step_time_s = evaluate_step(changed, calibration, capacity_bytes)
+    except SpecError:
+        return None
+    return _Tried(_changes(job, changed), changed, device_bytes, step_time_s)
+
+
+def _changes(job: Job, other: Job) -> dict[str, Any]:
+    """Settings in which another job differs, as in a scenario file."""
+    pairs = {
+        "model": (job.model, other.model),
+        "training": (job.training, other.training),
+        "plan": (job.plan, other.plan),
+    }
+    found = {
+        f"{section}.{name}": getattr(theirs, name)
+        for section, (mine, theirs) in pairs.items()
+        if mine != theirs
+        for name in type(mine).model_fields
+        if getattr(mine, name) != getattr(theirs, name)
+    }
+    there, wanted = job.cluster.num_devices, other.cluster.num_devices
+    found = found if there == wanted else {"cluster.num_devices": wanted} | found
+    implied, plan = job.with_changes(found).plan, other.plan  # a default that would follow the others is said, too
+    return found | {
+        f"plan.{name}": getattr(plan, name) for name in DEPENDENT if getattr(implied, name) != getattr(plan, name)
+    }
+
+
+def _with(job: Job, **fields: Any) -> Job:
+    return job.with_plan(job.plan.model_copy(update=fields))
+
+
+def _grad_sync(job: Job) -> Iterator[Job]:
+    """Gradients that are accumulated in shards."""
+    if job.plan.grad_sync == "step" and job.plan.shards_parameters and job.num_microbatches > 1:
+        yield _with(job, grad_sync="microbatch")
+
+
+def _reshard(job: Job) -> Iterator[Job]:
+    if not job.plan.reshard_after_forward and job.plan.zero_stage == 3:
+        yield _with(job, reshard_after_forward=True)
+
+
+def _sequence_parallel(job: Job) -> Iterator[Job]:
+    if job.plan.tp > 1 and not job.plan.sequence_parallel:
+        yield _with(job, sequence_parallel=True)
+
+
+def _fused_optimizer(job: Job) -> Iterator[Job]:
+    """An optimizer step without temporaries as large as all parameters."""
+    if job.training.fused_optimizer is False:
+        yield replace(job, training=job.training.model_copy(update={"fused_optimizer": True}))
+
+
+def _microbatch(job: Job) -> Iterator[Job]:
+    """Smaller microbatches of the same global batch."""
+    for size in reversed(divisors(job.plan.microbatch_size)[:-1]):
+        yield _with(job, microbatch_size=size)
+
+
+def _recompute(job: Job) -> Iterator[Job]:
+    plan = job.plan
+    if plan.recompute == "full" and plan.recompute_layers is not None:
+        yield _with(job, recompute_layers=None)
+    for mode in _RECOMPUTE[_RECOMPUTE.index(plan.recompute) + 1 if plan.recompute in _RECOMPUTE else 0 :]:
+        yield _with(job, recompute=mode, recompute_modules=None, recompute_layers=None)
+
+
+def _schedule(job: Job) -> Iterator[Job]:
+    """The schedule with the fewest microbatches in flight."""
+    if job.plan.pp > 1 and job.plan.schedule != "1f1b":
+        yield _with(job, schedule="1f1b", virtual_stages=1, stage_layers=None)
+
+
+def _zero_stage(job: Job) -> Iterator[Job]:
+    """Higher ZeRO stages, over the replicas too if there are any."""
+    plan = job.plan
+    first = 1 if plan.dp_replicate > 1 else plan.zero_stage + 1
+    for stage in range(max(1, first), 4 if plan.dp > 1 else 0):
+        if plan.dp_replicate == 1 or stage >= plan.zero_stage:
+            yield _with(job, dp_replicate=1, dp_shard=plan.dp, zero_stage=stage)
+
+
+def _offload_optimizer(job: Job) -> Iterator[Job]:
+    if not job.plan.offload_optimizer:
+        yield _with(job, offload_optimizer=True)
+
+
+def _offload_activations(job: Job) -> Iterator[Job]:
+    if not job.plan.offload_activations:
+        yield _with(job, offload_activations=True)
+
+
+def _no_offload(job: Job) -> Iterator[Job]:
+    """Less in the host memory, which can be what is full."""
+    for name in ("offload_activations", "offload_optimizer"):
+        if getattr(job.plan, name):
+            yield _with(job, **{name: False}, **({"offload_layers": None} if name == "offload_activations" else {}))
+
+
+def _of_axis(axis: str) -> Kind:
+    """More ranks along an axis of the mesh, taken from data parallelism; for tp, else from the pipeline."""
+
+    def grown(job: Job) -> Iterator[Job]:
+        factor = 2
+        while factor <= _MAX_AXIS:
+            for source in ("dp_replicate", "dp_shard", "pp") if axis == "tp" else ("dp_replicate", "dp_shard"):
+                there = getattr(job.plan, source)
+                if there % factor == 0:
+                    yield _on_axis(job, axis, factor, {source: there // factor})
+                    break
+            factor *= 2
+
+    return grown
+
+
+def _on_axis(job: Job, axis: str, factor: int, fields: Mapping[str, Any]) -> Job:
+    """Job with ``factor`` times the ranks on an axis, and with what the first rank more on it needs."""
+    plan = job.plan
+    update: dict[str, Any] = {axis: getattr(plan, axis) * factor, **fields}
+    if axis == "tp" and plan.tp == 1:
+        update["sequence_parallel"] = job.software.sequence_parallelism
+    if axis == "pp" and plan.pp == 1:
+        update["schedule"] = "1f1b"
+    if "pp" in update:
+        update["stage_layers"] = None
+    if update.get("pp") == 1:
+        update |= {"schedule": "none", "virtual_stages": 1}
+    if plan.etp == plan.tp > 1 and axis == "tp":
+        update["etp"] = update["tp"]
+    if update.get("dp_shard") == 1 and plan.cp == 1 and axis != "cp":
+        update["zero_stage"] = 0
+    return _with(job, **update)
+
+
+def _ep(job: Job) -> Iterator[Job]:
+    """More ranks among which the experts are divided."""
+    ep = 2 * job.plan.ep
+    while job.model.num_experts and ep <= min(job.model.num_experts, _MAX_AXIS * job.plan.ep):
+        yield _with(job, ep=ep)
+        ep *= 2
+
+
+def _twice_the_devices(job: Job) -> Iterator[Job]:
+    if job.cluster.cores_per_node is not None:
+        return
+    try:
+        more = job.with_num_devices(2 * job.cluster.num_devices)
+    except SpecError:
+        return
+    if more.cluster.num_nodes > 1 and more.cluster.inter_link is None:
+        return
+    if job.plan.shards_parameters or job.plan.shards_optimizer_only:
+        yield _on_axis(more, "dp_shard", 2, {})
+    yield _on_axis(more, "tp", 2, {})
+    yield _on_axis(more, "pp", 2, {})
+
+
+def _lora(job: Job) -> Iterator[Job]:
+    """Adapters instead of all weights, for a job that fine-tunes."""
+    if job.training.task == "sft":
+        model = job.model.model_copy(update={"lora_rank": job.model.lora_rank or _LORA_RANK})
+        yield replace(job, model=model, training=job.training.model_copy(update={"task": "lora"}))
+
+
+OUTSIDE_OF_SEARCHES: tuple[Kind, ...] = (_offload_optimizer, _offload_activations, _lora)
+"""Kinds of changes that no search varies."""
+
+KINDS: tuple[Kind, ...] = (
+    _grad_sync, _reshard, _sequence_parallel, _fused_optimizer, _schedule, _microbatch, _recompute, _zero_stage,
+    _of_axis("tp"), _of_axis("pp"), _of_axis("cp"), _ep, _no_offload, *OUTSIDE_OF_SEARCHES, _twice_the_devices,
+)  # fmt: skip
+"""All kinds of changes."""

@@ -1,0 +1,73 @@
+"""Comparison of a prediction with a file of measurements: the record of a run, or numbers of a log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from simplan.errors import Problem, SpecError
+from simplan.io import MAX_JSON_BYTES, as_argument, read_text
+from simplan.prediction import Prediction
+from simplan.runs.measurement import Measurement
+from simplan.validate import prediction_file
+from simplan.validate.compare import Comparison
+from simplan.validate.compare import compare as compare_measured
+from simplan.validate.logged import YAML_SUFFIXES, LoggedComparison, LoggedRun, compare_logged, parse_measured
+
+
+def compare(
+    prediction: Prediction | Mapping[str, Any] | str | Path, measured: Measurement | LoggedRun | str | Path
+) -> Comparison | LoggedComparison:
+    """Compare a prediction with a measurement of the same job.
+
+    Args:
+        prediction: A prediction, its JSON document, or the file of ``simplan predict -o``.
+        measured: Measurement of a run, numbers of a log, or a file with either: ``measurement.json`` of
+            ``simplan run``, or YAML such as ``step_times_s: [2.41, 2.39]``.
+
+    Returns:
+        For a run, errors and the differences of all terms of the step; for a log, errors of time and memory, and the
+        parts of the step that can explain them.
+
+    Raises:
+        SpecError: A file cannot be read, the jobs differ, or the measurement has no steady step.
+    """
+    file = str(measured) if isinstance(measured, str | Path) else None
+    run = read_measured(Path(measured)) if isinstance(measured, str | Path) else measured
+    document: Prediction | Mapping[str, Any]
+    if isinstance(prediction, str | Path):
+        file_of_prediction, document = str(prediction), read_prediction(Path(prediction))
+    else:
+        file_of_prediction, document = "prediction", prediction
+    try:
+        if isinstance(run, Measurement):
+            return compare_measured(document, run)
+        return compare_logged(document.to_json() if isinstance(document, Prediction) else document, run)
+    except SpecError as error:
+        raise error if file is None or error.file else error.in_file(file) from None
+    except KeyError as error:
+        fix = "write the file with `simplan predict -o FILE`"
+        problem = Problem(field=str(error.args[0]), rule="is missing", fix=fix)
+        raise SpecError(problem, file=file_of_prediction) from None
+
+
+def read_prediction(file: Path) -> dict[str, Any]:
+    """JSON document of a prediction.
+
+    Raises:
+        SpecError: The file cannot be read, or is none of a prediction.
+    """
+    if file.suffix.lower() in YAML_SUFFIXES and file.is_file():
+        fix = f"run `simplan predict {as_argument(file)} -o prediction.json` first"
+        raise SpecError(Problem(field="", rule="is YAML, and a prediction is JSON", fix=fix), file=str(file))
+    return prediction_file.read_prediction(file)
+
+
+def read_measured(file: Path) -> Measurement | LoggedRun:
+    """Measurement of a run, or numbers of a log.
+
+    Raises:
+        SpecError: The file cannot be read, or is something else.
+    """
+    return parse_measured(read_text(file, MAX_JSON_BYTES), str(file))

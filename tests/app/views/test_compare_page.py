@@ -1,0 +1,95 @@
+"""The page Compare: the numbers of each scenario are its prediction, and links contain the scenarios."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from app.state import decode
+from simplan.units import format_bytes, format_time
+from tests.app.views.pages import SMALL, assert_no_bug, opened, query_of
+from tests.app.views.test_pages import whole
+
+LARGER = {**SMALL, "model": {"preset": "gpt2-355m", "vocab_size": 50304}, "name": "larger"}
+A100 = {**SMALL, "cluster": {"preset": "dgx-a100-80gb", "num_devices": 8}, "plan": {"dp_shard": 8}}
+
+
+def table_of(page: Any) -> dict[str, list[str]]:
+    """Cells of the table of numbers by row."""
+    [text] = [shown.value for shown in page.markdown if "| step time" in shown.value]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.replace("\\", "").splitlines()]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_numbers_are_those_of_predict() -> None:
+    page = opened("compare", view={"scenarios": [LARGER, A100], "pins": [{"tp": 2, "dp_replicate": 2}]})
+    assert_no_bug(page)
+    table = table_of(page)
+    documents = [SMALL, LARGER, A100, {**SMALL, "plan": {"tp": 2, "dp_replicate": 2}}]
+    predictions = [whole(dict(document)) for document in documents]
+    assert table["step time"] == [format_time(one.step_time_s) for one in predictions]
+    assert table["peak memory"] == [format_bytes(one.worst_memory.device_bytes) for one in predictions]
+    assert table["MFU"] == [f"{100 * one.mfu:.1f} %" for one in predictions]
+    step, memory, *_ = (json.loads(chart.proto.spec) for chart in page.get("plotly_chart"))
+    for figure, totals in (
+        (step, [one.step_time_s * 1e3 for one in predictions]),
+        (memory, [one.worst_memory.device_bytes / 2**30 for one in predictions]),
+    ):
+        bars = [trace["y"] for trace in figure["data"] if trace["type"] == "bar"]
+        assert [sum(values) for values in zip(*bars, strict=True)] == pytest.approx(totals)
+
+
+def test_reason_of_a_difference_is_named() -> None:
+    slow = {**SMALL, "cluster": {"preset": "dgx-h100", "num_devices": 4, "intra_link": "pcie4"}}
+    page = opened("compare", view={"scenarios": [slow]})
+    assert_no_bug(page)
+    [sentence] = [shown.value for shown in page.markdown if "mainly because of" in shown.value]
+    assert sentence.startswith("- B takes **")
+    assert "longer** a step than A" in sentence
+    [settings_] = [shown.value.replace("\\", "") for shown in page.markdown if "| setting" in shown.value]
+    assert [line.split("|")[1].strip() for line in settings_.splitlines()[2:]] == ["cluster.intra_link"]
+
+
+def test_scenario_is_pinned_changed_and_unpinned() -> None:
+    page = opened("compare")
+    assert "Pin the current scenario" in page.info[0].value
+    page.button(key="pin scenario").click().run()
+    page.number_input(key="document:training.global_batch_size").set_value(64).run()
+    assert_no_bug(page)
+    query = query_of(page)
+    again = opened("compare", *decode(query))
+    assert table_of(again) == table_of(page)
+    assert decode(query)[1]["scenarios"][0]["training"]["global_batch_size"] == 16
+    page.button(key="unpin scenario 1").click().run()
+    assert "v.scenarios" not in query_of(page)
+
+
+def test_scenario_with_an_error_is_told_in_its_column() -> None:
+    page = opened("compare", view={"scenarios": [{**SMALL, "plan": {"tp": 3}}, {"model": 7}]})
+    assert_no_bug(page)
+    assert table_of(page)["step time"][1:] == ["", ""]
+    assert "needs 3 devices" in page.warning[0].value
+
+
+DOCUMENTS: list[Any] = [LARGER, A100, {}, 7, None, "x", {"model": []}, {**SMALL, "plan": {"pp": 3}}]
+SCENARIOS = st.lists(st.sampled_from(DOCUMENTS), max_size=6)
+VIEWS = st.fixed_dictionaries(
+    {},
+    optional={
+        "scenarios": st.one_of(SCENARIOS, st.just("x")),
+        "pins": st.lists(st.sampled_from([{"tp": 4}, {"dp_shard": 4}, {"tp": 0}, 7]), max_size=4),
+        "terms_of": st.sampled_from(["B", "D", "x", 3]),
+        "price": st.sampled_from([2.5, "x"]),
+    },
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(VIEWS)
+def test_no_view_shows_an_exception(view: dict[str, Any]) -> None:
+    assert_no_bug(opened("compare", view=view))

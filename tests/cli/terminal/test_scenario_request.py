@@ -1,0 +1,134 @@
+"""SCENARIO as a model with options, ``--set``, ``--write-scenario`` and ``simplan init``, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.calls import Simplan, refused
+
+ONE_LINE = (
+    *("llama3-8b", "--cluster", "dgx-h100", "--num-nodes", "8", "--tp", "8", "--dp-shard", "8"),
+    *("--global-batch-size", "128"),
+)
+
+
+def test_one_line_predicts_and_writes_its_scenario(simplan: Simplan, tmp_path: Path) -> None:
+    first = simplan("predict", *ONE_LINE, "--json", "--write-scenario", "one.yaml")
+    assert first.stderr == "wrote one.yaml\n"
+    document = json.loads(first.stdout)
+    again = json.loads(simplan("predict", "one.yaml", "--json").stdout)
+    assert again["step_time_s"] == document["step_time_s"]
+    assert document["assumptions"][0].startswith("not given, so assumed: model.seq_len = 8192")
+    assert document["links"]["inter_node"] == {
+        "name": "network-400gbit",
+        "bytes_per_s_per_device": 50e9,
+        "bytes_per_s_per_node": 400e9,
+        "nics_per_node": 8,
+    }
+    itself = simplan("predict", "one.yaml", "--tp", "4", "--dp-shard", "16", "--write-scenario", "one.yaml")
+    refused(itself, "--write-scenario = one.yaml: is SCENARIO itself")
+
+
+def test_suggested_commands_have_the_options(simplan: Simplan) -> None:
+    result = simplan("predict", "gpt2-124m", "--gpus", "2", "--set", "plan.recompute=full")
+    assert "links        intra-node nvlink4, 450 GB/s per device\n" in result.stdout
+    command = result.stdout.partition("\nNext\n")[2].split("\n")[0]
+    assert command == "  simplan trace gpt2-124m --num-devices 2 --set plan.recompute=full -o trace.json"
+    assert simplan(*shlex.split(command)[1:]).returncode == 0
+
+
+def test_too_large_plan_suggests_a_search_that_works(simplan: Simplan) -> None:
+    result = simplan("predict", "llama3-70b", "--dp-replicate", "8")
+    assert "does not fit" in result.stdout.splitlines()[0]
+    commands = [line.strip() for line in result.stdout.partition("\nNext\n")[2].splitlines()]
+    search = next(command for command in commands if command.startswith("simplan search"))
+    assert simplan(*shlex.split(search)[1:]).returncode in (0, 3)
+
+
+def test_search_takes_options_as_ranges(simplan: Simplan) -> None:
+    result = simplan(
+        "search",
+        "llama3.2-1b",
+        *["--gpus", "8", "--global-batch-size", "16", "--tp", "2", "--seq-len", "512", "--json"],
+    )
+    document = json.loads(result.stdout)
+    assert {plan["plan"]["tp"] for plan in document["ranked"]} == {2}
+    assert document["inputs"]["search"]["tp"] == [2]
+    assert document["links"]["intra_node"]["bytes_per_s_per_device"] == 450e9
+    refused(simplan("search", "gpt2-124m", "--set", "plan.tp=2"), "plan.tp: is about one plan", "set search.tp")
+    refused(simplan("search", "gpt2-124m", "--num-microbatches", "2"), "--num-microbatches = 2: is chosen by a search")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--tp 3", "gpt2-124m: --tp = 3: must divide model.vocab_size = 50257"),
+        ("--recompute ful", 'gpt2-124m: --recompute = "ful": is not a known choice; did you mean full?'),
+        ("--cluster dgx-h10", "gpt2-124m: --cluster = dgx-h10: is not in the catalog; did you mean dgx-h100?"),
+        ("--set plan.tp", "--set = plan.tp: must be KEY=VALUE; write e.g. --set plan.tp=4"),
+        ("--set plan.tp=x", 'gpt2-124m: plan.tp = "x": must be a whole number'),
+        ("--set plan.recomput=full", "gpt2-124m: plan.recomput: is not a known key; did you mean recompute"),
+        ("--tp 2 --set plan.tp=4", "plan.tp: is given twice, also with --tp; give one of the two"),
+        ("--set plan.tp=4 --set plan.tp=2", "plan.tp: is given twice, also with --set; give one of the two"),
+    ],
+)
+def test_errors_name_options_as_typed(simplan: Simplan, arguments: str, sentence: str) -> None:
+    result = simplan("predict", "gpt2-124m", *arguments.split())
+    refused(result, sentence)
+
+
+def test_other_commands_take_a_model_and_set(simplan: Simplan) -> None:
+    assert "Links\n  intra-node nvlink4" in simplan("explain", "gpt2-124m").stdout
+    both = simplan("explain", "gpt2-124m", "gpt2-355m", "--gpus", "2")
+    assert both.stdout.startswith("gpt2-124m -> gpt2-355m: a step ")
+    assert simplan("draw", "gpt2-124m", "--pp", "2", "--gpus", "2").returncode == 0
+    exported = simplan("export", "gpt2-124m", "--to", "slurm", "--set", "cluster.num_nodes=2")
+    assert "torchrun --nnodes 2 --nproc-per-node 8" in exported.stdout
+
+
+def test_init_writes_a_scenario_and_names_the_next_command(simplan: Simplan, tmp_path: Path) -> None:
+    refused(simplan("init"), "SCENARIO: is missing; name a model, e.g. simplan init llama3-8b")
+    result = simplan("init", "gpt2-124m", "--gpus", "2", "-o", "my plan.yaml")
+    assert result.stdout.startswith("wrote my plan.yaml\n")
+    command = result.stdout.partition("\nNext\n")[2].split("\n")[0]
+    assert command == "  simplan predict 'my plan.yaml'"
+    assert simplan(*shlex.split(command)[1:]).returncode == 0
+    refused(simplan("init", "gpt2-124m", "-o", "my plan.yaml"), "exists; name another file, or give --force")
+    assert "global_batch_size: 2 " in (tmp_path / "my plan.yaml").read_text()
+    found = json.loads(simplan("init", "gpt2-124m", "--search", "--force", "--json", "-o", "my plan.yaml").stdout)
+    assert found["scenario"]["search"] == {}
+    assert simplan("search", "my plan.yaml").returncode == 0
+
+
+def test_init_asks_on_a_terminal(tmp_path: Path, environment: dict[str, str]) -> None:
+    """A wrong answer is asked for once more; an empty one takes the default."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "simplan", "init"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=tmp_path,
+        env=environment,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    os.write(ours, b"gpt2-125m\ngpt2-124m\n\n2\n32\nn\n")
+    said = b""
+    while b"Next" not in said:
+        said += os.read(ours, 4096)
+    assert process.wait(timeout=60) == 0
+    os.close(ours)
+    assert b"did you mean gpt2-124m" in said
+    written = (tmp_path / "scenario.yaml").read_text()
+    for line in ("  preset: gpt2-124m", "  preset: dgx-h100", "  num_nodes: 2", "  global_batch_size: 32"):
+        assert f"{line}\n" in written
+    assert "\nplan:" in written

@@ -1,0 +1,63 @@
+"""Damaged files of every kind: each is understood or refused in a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import simplan.cli
+from tests.fuzz.campaign import KINDS, Kind, run_campaign, run_one
+from tests.fuzz.mutation import Mutator
+
+HANG_S = 240  # on a busy machine
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_damaged_files_are_understood_or_refused(kind: Kind) -> None:
+    """2,000 inputs over all kinds."""
+    assert list(run_campaign(kind, 2_000 // len(KINDS), seed=0, limit_s=HANG_S)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("part", range(8))
+def test_many_more_are(kind: Kind, part: int) -> None:
+    """200,000 inputs over all kinds, others than the 2,000."""
+    number = 200_000 // len(KINDS) // 8
+    assert list(run_campaign(kind, number, seed=10_000 + part * number, limit_s=HANG_S)) == []
+
+
+@pytest.mark.parametrize(
+    ("behavior", "told"),
+    [
+        (lambda args: 1 / 0, "ZeroDivisionError"),
+        (lambda args: 70, "it ended with 70"),
+        (lambda args: 2, "it ended with 2 and said nothing"),
+        (lambda args: Path(args[-1]).write_text("{") and 2, "and said nothing"),
+        (lambda args: [None] * 10**9, "MemoryError"),
+    ],
+)
+def test_what_ends_badly_is_found(behavior: object, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way of ending that is no answer, by a command that ends so."""
+    monkeypatch.setattr(simplan.cli, "main", behavior)
+    (found,) = run_campaign(KINDS[0], 1, seed=0)
+    assert told in found.what
+
+
+def test_a_hang_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(args: list[str]) -> int:
+        while True:
+            pass
+
+    monkeypatch.setattr(simplan.cli, "main", hang)
+    found = run_one(KINDS[0], 0, tmp_path / "input", limit_s=1)
+    assert found is not None
+    assert found.what == "not done after 1 s"
+
+
+def test_a_seed_makes_the_same_input() -> None:
+    document = {"a": [1, 2, {"b": "c"}], "d": None}
+    assert [Mutator(7).json('{"a": [1, 2]}') for _ in range(2)] == [Mutator(7).json('{"a": [1, 2]}')] * 2
+    assert repr(Mutator(3).changed(document)) == repr(Mutator(3).changed(document))
+    assert document == {"a": [1, 2, {"b": "c"}], "d": None}

@@ -1,0 +1,192 @@
+"""A scenario from a file, a model, a config.json or a mapping: equal jobs, overrides, assumptions, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from simplan import catalog
+from simplan.errors import NotModelledError, SpecError
+from simplan.scenario import load_scenario, load_search, scenario_from, search_from
+from simplan.scenario.source import read_source
+
+ONE_LINE = {
+    "cluster.preset": "dgx-h100",
+    "cluster.num_nodes": 8,
+    "plan.tp": 8,
+    "plan.dp_shard": 8,
+    "training.global_batch_size": 128,
+}
+FILE = """\
+model: {preset: llama3-8b}
+cluster: {preset: dgx-h100, num_nodes: 8}
+training: {global_batch_size: 128}
+plan: {tp: 8, dp_shard: 8}
+"""
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+def refusal(source: str | Path | dict[str, Any], overrides: dict[str, Any] | None = None) -> str:
+    with pytest.raises(SpecError) as caught:
+        scenario_from(source, overrides)
+    return str(caught.value)
+
+
+def test_model_with_overrides_is_the_job_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "case.yaml"
+    file.write_text(FILE)
+    job = load_scenario(file).job
+    assert scenario_from("llama3-8b", ONE_LINE).job == job
+    alias = scenario_from("llama3.1-8b", ONE_LINE).job
+    assert (alias.model.num_parameters, alias.plan) == (job.model.num_parameters, job.plan)
+    assert scenario_from(yaml.safe_load(FILE)).job == job
+    assert scenario_from(file).job == job
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.chdir(tmp_path)
+    for source in ("config.json", tmp_path, "."):
+        found = scenario_from(source, ONE_LINE | {"model.seq_len": 8192}).job
+        assert found.model.num_parameters == job.model.num_parameters == catalog.published_parameters("llama3-8b")
+        assert (found.cluster, found.plan, found.training) == (job.cluster, job.plan, job.training)
+
+
+def test_values_that_are_not_given_are_assumed_and_listed() -> None:
+    scenario = scenario_from("llama3-8b", {"cluster.num_devices": 64, "plan.tp": 8})
+    plan, [said] = scenario.job.plan, scenario.assumptions
+    assert (plan.dp_shard, plan.zero_stage, plan.dp_replicate, scenario.job.num_microbatches) == (8, 3, 1, 1)
+    for words in ("model.seq_len = 8192", "cluster.preset = dgx-h100", "software = torch", "training.precision = bf16",
+                  "plan.dp_shard = 8", "plan.microbatch_size = 1", "training.global_batch_size = 8"):  # fmt: skip
+        assert words in said
+    assert "plan.tp" not in said
+    assert scenario.predict().assumptions[0] == said
+    assert scenario_from("llama3-8b", {"cluster.num_devices": 16, "plan.pp": 4}).job.num_microbatches == 16
+
+
+@pytest.mark.parametrize(
+    ("model", "software", "expected"),
+    [
+        ("llama3-8b", "torch", (16, 3, 1)),
+        ("llama3-8b", "megatron-core", (16, 1, 1)),
+        ("llama3-8b", "megatron-lm-2021", (1, 0, 16)),  # has no distributed optimizer and no sequence parallelism
+        ("gpt3-175b", "megatron-lm-2022", (16, 1, 1)),  # pads the vocabulary of 50257 by itself
+        ("gpt2-1.5b", "megatron-core", (16, 1, 1)),
+    ],
+)
+def test_remaining_devices_shard_what_the_framework_can(
+    model: str, software: str, expected: tuple[int, int, int]
+) -> None:
+    tp = 1 if model == "gpt2-1.5b" else 8  # 25 heads
+    plan = scenario_from(model, {"cluster.num_devices": 16 * tp, "plan.tp": tp, "software": software}).job.plan
+    assert (plan.dp_shard, plan.zero_stage, plan.dp_replicate) == expected
+
+
+def test_vocabulary_that_tp_does_not_divide_names_the_padded_size() -> None:
+    asked = {"cluster.num_nodes": 16, "plan.tp": 8}
+    assert refusal("gpt3-175b", asked).endswith("use 1 or 29, or model.vocab_size = 50264 (padded)")
+    assert scenario_from("gpt3-175b", asked | {"model.vocab_size": 50264}).job.plan.tp == 8
+
+
+def test_file_wins_over_a_model_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("llama3-8b").write_text(FILE.replace("preset: llama3-8b", "preset: gpt2-124m").replace("tp: 8", "tp: 4")
+                                 .replace("dp_shard: 8", "dp_replicate: 16"))  # fmt: skip
+    assert refusal("llama3-8b").startswith("llama3-8b:4:"), "the file's own error, with its line"
+    Path("llama3-8b").unlink()
+    Path("llama3-8b").mkdir()
+    assert scenario_from("llama3-8b").job.model == catalog.model("llama3-8b")
+
+
+def test_unknown_names_are_compared_with_files_and_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("fsdp.yaml").write_text(FILE)
+    assert refusal("lama3-8b").endswith("is neither a file nor a model of the catalog; did you mean llama3-8b?")
+    assert refusal("fsdp").endswith("did you mean fsdp.yaml?")
+    assert refusal("fsd.yaml").endswith("does not exist; did you mean fsdp.yaml?")
+    with pytest.raises(NotModelledError, match="the Gemma family is not modeled yet"):
+        scenario_from("gemma-7b")
+    Path("empty").mkdir()
+    assert refusal("empty") == "empty: is a folder without config.json; name a scenario file in it"
+
+
+def test_overrides_change_a_file_and_replace_what_contradicts_them(tmp_path: Path) -> None:
+    file = tmp_path / "case.yaml"
+    file.write_text(FILE.replace("}\ntraining", ", inter_link: efa-400gbit}\ntraining").replace("t: {g", "t: {g"))
+    job = scenario_from(file, {"cluster.num_devices": 32, "plan.dp_shard": 4, "plan.recompute": "full"}).job
+    assert (job.cluster.num_nodes, job.plan.dp_shard, job.plan.recompute) == (4, 4, "full")
+    assert job.cluster.inter_link == catalog.link("efa-400gbit")
+    assert scenario_from(file, {"cluster.nic_gbit": 100}).job.cluster.inter_link == catalog.link("network-100gbit")
+    assert scenario_from(file, {"num_microbatches": 3}).job.training.global_batch_size == 24
+    smaller = scenario_from(file, {"cluster.device.memory_bytes": 10**10}).job.cluster
+    assert (smaller.device.memory_bytes, smaller.device.id) == (10**10, "h100-sxm-80gb")
+    other = scenario_from(file, {"cluster.preset": "dgx-a100-80gb"}).job.cluster
+    assert other == catalog.cluster("dgx-a100-80gb", 64), "a preset replaces links, and keeps the number of nodes"
+
+
+def test_errors_name_overrides_as_they_were_typed(tmp_path: Path) -> None:
+    file = tmp_path / "case.yaml"
+    file.write_text(FILE)
+    with pytest.raises(SpecError) as caught:
+        scenario_from(file, {"plan.tp": 3}, {"plan.tp": "--tp"})
+    heads = next(p for p in caught.value.problems if "num_attention_heads" in p.rule)
+    assert (heads.sentence(), heads.line) == (
+        "--tp = 3: must divide model.num_attention_heads = 32; use 2 or 4",
+        None,
+    )
+    assert "plan.recomput: is not a known key; did you mean recompute" in refusal(file, {"plan.recomput": 3})
+    assert refusal(file, {"gpus": 3}).endswith("gpus: is not a known key; write cluster.num_devices")
+    assert 'training.precision = {"x": 3}: is not a known choice' in refusal(file, {"training.precision.x": 3})
+    both = {"num_microbatches": 2, "training.global_batch_size": 8}
+    assert "num_microbatches = 2: is given twice, with training.global_batch_size" in refusal(file, both)
+
+
+def test_search_of_a_model_takes_ranges(tmp_path: Path) -> None:
+    file = tmp_path / "case.yaml"
+    file.write_text(FILE.replace("plan: {tp: 8, dp_shard: 8}", "search: {tp: [4, 8]}"))
+    wanted = load_search(file)
+    found = search_from("llama3-8b", {key: value for key, value in ONE_LINE.items() if "plan" not in key}
+                        | {"search.tp": [4, 8]})  # fmt: skip
+    assert (found.job, found.space) == (wanted.job, wanted.space)
+    file.write_text(FILE)
+    replaced = search_from(file, {"search.tp": [4, 8]})
+    assert replaced.space == wanted.space, "a range replaces the plan of a file"
+    assert replaced.assumptions[0] == f"plan of {file}: replaced by search"
+
+
+@pytest.mark.parametrize("source", ["llama3-8b", "config.json", "table.yaml"])
+def test_written_scenario_is_the_same_from_another_folder(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths of a config and an action table are relative to the file."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "table.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    (tmp_path / "table.yaml").write_text(
+        "name: 1f1b table\nmodel: {preset: gpt2-124m, num_hidden_layers: 2}\n"
+        "cluster: {preset: dgx-h100, num_devices: 2, price_per_device_hour: 2.5}\n"
+        "training: {global_batch_size: 2, num_tokens: 1e9}\nplan: {pp: 2, schedule: table.csv}\n"
+        "expect:\n  - {metric: fits, value: true, why: 'small: it is'}\n"
+    )
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    found = read_source(source, {} if source == "table.yaml" else {"cluster.num_nodes": 2})
+    file = tmp_path / "other" / "written.yaml"
+    file.write_text(found.text(file.parent, "by a test"))
+    first, again = found.scenario(), load_scenario(file)
+    assert (again.job, again.name, again.expect, again.budget) == (first.job, first.name, first.expect, first.budget)
+    assert again.predict().step_time_s == first.predict().step_time_s
+    if source == "llama3-8b":
+        assert "  seq_len: 8192  # assumed: length of the pretraining of llama3-8b\n" in file.read_text()

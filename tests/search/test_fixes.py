@@ -1,0 +1,114 @@
+"""Changes with which a plan fits: each is checked with ``predict``, and the best against a search."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from simplan import catalog
+from simplan.errors import SpecError
+from simplan.job import Job
+from simplan.plan.plan import ParallelPlan
+from simplan.predict import predict
+from simplan.scenario import scenario_from
+from simplan.search import SearchSpace, fixes, search
+from simplan.training import TrainingSpec
+
+
+def job_of(plan: ParallelPlan, *, model: str = "llama3-8b", num_devices: int = 8, **training: Any) -> Job:
+    fields: dict[str, Any] = {"global_batch_size": 64} | training
+    cluster = catalog.cluster("dgx-h100", num_devices)
+    return Job(catalog.model(model), cluster, TrainingSpec(**fields), plan, catalog.software("torch"))
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        job_of(ParallelPlan(dp_shard=8, microbatch_size=2)),
+        job_of(ParallelPlan(dp_replicate=8), global_batch_size=16),
+        job_of(ParallelPlan(pp=8, schedule="gpipe"), global_batch_size=32),
+        job_of(ParallelPlan(dp_shard=8), model="llama3-70b", task="sft"),
+    ],
+    ids=["fsdp", "ddp", "gpipe", "70b"],
+)
+def test_every_fix_fits_as_written(job: Job) -> None:
+    before = predict(job)
+    found = fixes(before)
+    assert before.fits is False
+    assert 1 <= len(found) <= 5
+    for fix in found:
+        changed = job.with_changes(fix.changes)
+        after = predict(changed)
+        assert changed == fix.job
+        assert after.fits
+        assert after.host_fits is not False
+        assert after.worst_memory.short_bytes == 0
+        assert (fix.step_time_s, fix.device_bytes) == (after.step_time_s, after.worst_memory.device_bytes)
+        assert fix.step_time_change == pytest.approx(after.step_time_s / before.step_time_s - 1)
+    same = [fix.step_time_s for fix in found if not fix.more_devices and fix.job.training == job.training]
+    assert same == sorted(same)
+
+
+def test_the_first_fix_of_fsdp_is_the_best_plan_of_its_mesh() -> None:
+    """Two settings away from the plan lies what an exact search over all settings of this mesh finds."""
+    job = job_of(ParallelPlan(dp_shard=8, microbatch_size=2))
+    best = search(job, SearchSpace(tp=(1,), pp=(1,), dp_shard=(8,)), explain=False).best
+    assert best is not None
+    first, *_ = fixes(predict(job))
+    assert dict(first.changes) == {"plan.microbatch_size": 1, "plan.grad_sync": "microbatch"}
+    assert first.step_time_s == pytest.approx(best.step_time_s, rel=1e-6)
+
+
+def test_a_plan_that_fits_needs_no_fix() -> None:
+    assert fixes(predict(job_of(ParallelPlan(dp_shard=8, tp=1), model="gpt2-124m"))) == ()
+
+
+def test_lora_is_a_fix_of_fine_tuning_alone() -> None:
+    plan = ParallelPlan(dp_shard=8)
+    for task, is_fix in (("sft", True), ("pretrain", False)):
+        found = fixes(predict(job_of(plan, model="llama3-70b", task=task)))
+        assert any("training.task" in fix.changes for fix in found) == is_fix, task
+
+
+def test_a_full_host_is_relieved() -> None:
+    job = job_of(ParallelPlan(dp_shard=8, offload_optimizer=True, grad_sync="microbatch"))
+    small = replace(job, cluster=job.cluster.with_changes(host_memory_bytes=10 * 2**30))
+    before = predict(small)
+    assert before.fits
+    assert before.host_fits is False
+    assert any(fix.changes == {"plan.offload_optimizer": False} for fix in fixes(before))
+
+
+def test_changed_settings_are_those_of_a_file() -> None:
+    """Defaults that depend on other settings follow, as in a scenario that has the other value."""
+    text = {
+        "model": {"preset": "llama3-8b"},
+        "cluster": {"preset": "dgx-h100", "num_nodes": 2},
+        "training": {"global_batch_size": 64},
+    }
+    one = scenario_from({**text, "plan": {"dp_replicate": 16}}).job
+    for changes in (
+        {"plan.dp_replicate": 1, "plan.dp_shard": 16},
+        {"plan.dp_replicate": 1, "plan.dp_shard": 2, "plan.zero_stage": 2, "plan.pp": 8, "plan.schedule": "zb-v"},
+        {"plan.dp_replicate": 2, "plan.tp": 8, "training.precision": "fp8", "model.num_hidden_layers": 16},
+        {"cluster.num_devices": 32, "plan.dp_replicate": 32},
+    ):
+        assert one.with_changes(changes) == scenario_from({**text, "plan": {"dp_replicate": 16}}, changes).job
+    alone = scenario_from({**text, "plan": {"dp_replicate": 8}}, {"cluster.num_nodes": 1}).job
+    assert alone.with_changes({"cluster.num_devices": 16}).cluster == one.cluster
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"plan.microbatch": 2}, "plan.microbatch: is not a known key; did you mean microbatch_size?"),
+        ({"plan.tp": "two"}, 'plan.tp = "two": must be a whole number'),
+        ({"plans.tp": 2}, "plans: is no setting of a job; did you mean plan?"),
+        ({"plan": 2}, "plan: is no setting of a job; write plan.KEY"),
+    ],
+)
+def test_an_unknown_change_is_named(changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(SpecError, match="^" + sentence.replace("?", r"\?").replace(".", r"\.")):
+        job_of(ParallelPlan()).with_changes(changes)
