@@ -49,7 +49,13 @@ class KernelTraffic(NamedTuple):
 
     def plus(self, other: KernelTraffic) -> KernelTraffic:
         """Returns the sum of both."""
-        return KernelTraffic(*(a + b for a, b in zip(self, other, strict=True)))
+        return KernelTraffic(
+            self.forward_bytes + other.forward_bytes,
+            self.backward_bytes + other.backward_bytes,
+            self.bias_bytes + other.bias_bytes,
+            self.forward_launches + other.forward_launches,
+            self.backward_launches + other.backward_launches,
+        )
 
 
 @lru_cache(maxsize=1024)

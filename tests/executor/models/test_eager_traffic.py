@@ -21,11 +21,11 @@ TWO_KERNELS = ("native_layer_norm_backward", "native_batch_norm_backward")
 """On CUDA one kernel makes the gradients of inputs, another one those of weights."""
 
 
-class CountedBytes(TorchDispatchMode):
+class CountedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes that operations read and write, without matmuls, attention, convolutions and views."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,7 +53,8 @@ class Transformer(nn.Module):
         q, k, v = (part.view(B, T, 4, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).split(H, -1))
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).reshape(B, T, H))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+        found: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
+        return found
 
 
 class Bottleneck(nn.Module):
