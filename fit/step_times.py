@@ -58,7 +58,7 @@ def main() -> None:
         rows = load_rows(arguments.runs, values)
         if not number:
             textbook = log_errors(rows, values)
-        values = values | fit(rows, values)
+        values = {field: values[field] for field in ALL} | fit(rows, values)
     print("\n".join(constants_text(constants_of(rows), values)))
     tables = {"textbook": textbook, "fitted": log_errors(rows, values)}
     priors = {constant.name: constant.textbook for constant in constants_of(rows)}
@@ -240,7 +240,8 @@ def _lines(values: Values, rows: Sequence[FitRow], spread: SpreadEstimate, unsee
     yield "# Written by `make fit` (python -m fit.step_times), from kernels.yaml and scenarios/published."
     yield "all:"
     for field in ALL:
-        yield f"  {field}: {number_text(values[field])}"
+        if field in values:
+            yield f"  {field}: {number_text(values[field])}"
     yield f"  unfitted_std: {unseen:.2f}"
     yield f"  inter_node_std: {spread.between_nodes:.2f}"
     yield "architectures:"
