@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 from simplan.cost.compute.attention import AttentionRates
@@ -291,11 +290,14 @@ def _fits_winograd(kernel: Gemm, name: GemmKernel) -> bool:
     return not is_weight_gradient and kernel.image_elements > 0 and kernel.k * kernel.m == 9 * kernel.image_elements
 
 
-@lru_cache(maxsize=4096)
 def _memory_bound(
     layer: LayerSpec, phase: Phase, kernels: tuple[int, ...] | None, widths: tuple[int, int], kernel_set: KernelSet
 ) -> tuple[float, int]:
     """Returns bytes for one sequence, and launches, of the memory-bound kernels that run in a phase."""
+    key = ("memory bound", phase, kernels, widths, kernel_set)
+    if key in layer.derived:
+        known: tuple[float, int] = layer.derived[key]
+        return known
     backward, weights = phase in ACTIVATION_GRADIENTS, phase in WEIGHT_GRADIENTS
     num_bytes, launches = 0.0, 0
     traffic = layer_traffic(layer, *widths, kernel_set)
@@ -306,6 +308,7 @@ def _memory_bound(
         if weights and own.bias_bytes:
             num_bytes += own.bias_bytes
             launches += 1
+    layer.derived[key] = num_bytes, launches
     return num_bytes, launches
 
 

@@ -9,7 +9,6 @@ memory (Ansel et al. 2024, PyTorch 2, section 4.4).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from simplan.model.kernel import LOSS, Attention, Gemm, Pointwise
@@ -58,7 +57,6 @@ class KernelTraffic(NamedTuple):
         )
 
 
-@lru_cache(maxsize=1024)
 def layer_traffic(
     layer: LayerSpec, activation_bytes: int, residual_bytes: int, kernels: KernelSet
 ) -> tuple[KernelTraffic, ...]:
