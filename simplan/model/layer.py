@@ -160,7 +160,7 @@ class LayerSpec:
 
     @cached_property
     def derived(self) -> dict[tuple[object, ...], Any]:
-        """Results that other modules derive from the operators, by arguments; layers with equal keys may differ in them."""
+        """Results that other modules derive from the operators, by arguments. Layers with equal keys may differ."""
         return {}
 
     @cached_property

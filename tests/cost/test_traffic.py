@@ -105,7 +105,7 @@ def test_fp32_needs_no_alignment_and_tf32_half_as_much() -> None:
     """50,257 columns and 50,260, which are a multiple of four."""
     device = catalog.device("a100-sxm-80gb")
     for precision, columns, slow in (("fp32", 50257, False), ("tf32", 50260, False), ("tf32", 50257, True)):
-        rates = cost_of(device, precision).matmuls  # type: ignore[arg-type]
+        rates = cost_of(device, precision).matmuls
         odd, even = (rates.seconds(Matmul(8192, n, 1024, 1, 0.0)) for n in (columns, 50304))
         assert (odd > 1.5 * even) is slow, precision
 

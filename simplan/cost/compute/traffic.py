@@ -142,7 +142,7 @@ def _eager(layer: LayerSpec, widths: _Widths, kernels: KernelSet) -> Iterator[tu
                 yield place, KernelTraffic(num_bytes, num_bytes, 0.0, 1, 1)
             elif operator.splits:
                 yield place, KernelTraffic(backward_bytes=2 * widths.of(operator.reads[0]), backward_launches=1)
-            elif not operator.is_cast and isinstance(layer.kernels[place], Pointwise):
+            elif operator.makes and not operator.is_cast and isinstance(layer.kernels[place], Pointwise):
                 yield place, KernelTraffic(backward_bytes=_gradient_bytes(layer, operator, widths), backward_launches=1)
 
 
