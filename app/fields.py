@@ -5,6 +5,7 @@ Further keyword arguments of a function are those of the Streamlit widget, e.g. 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,16 +16,17 @@ from app import state
 
 Path = tuple[str, ...]
 _Changed = Callable[[], None]
+_MAX_WHOLE = 2**53 - 1  # of a browser
 
 
 def get(path: Path, default: Any = None) -> Any:
     """Value of the scenario at a path of keys."""
-    data: Any = state.document()
+    data: Any = state.current()
     for key in path:
         if not isinstance(data, dict) or key not in data:
             return default
         data = data[key]
-    return data
+    return copy.deepcopy(data)
 
 
 def put(path: Path, value: Any) -> None:
@@ -76,28 +78,31 @@ def choice(
     return st.selectbox(label, options, **more)
 
 
-def number(
-    label: str,
-    path: Path,
-    default: int | None,
-    *,
-    least: int = 1,
-    most: int = 10**9,
-    then: _Changed | None = None,
-    **more: Any,
-) -> None:
-    """Widget for a whole number of the scenario; empty without a value and a default."""
+def number(label: str, path: Path, default: int | None, *, then: _Changed | None = None, **more: Any) -> None:
+    """Widget for a whole number of the scenario; empty without a value and a default.
+
+    The widget has no limits: it would ignore a number beyond them, and simplan says which ones it takes.
+    """
     value = get(path, default)
-    usable = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+    usable = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_WHOLE
     key = _bind(path, value if usable else default)
-    st.number_input(label, least, most, step=1, key=key, on_change=_store, args=(path, key, then), **more)
+    st.number_input(label, step=1, value=None, key=key, on_change=_store, args=(path, key, then), **more)
 
 
-def switch(label: str, path: Path, default: bool) -> None:
+def quantity(label: str, path: Path, default: float | None, *, scale: float = 1.0, **more: Any) -> None:
+    """Widget for a number of the scenario, shown in units of ``scale``; empty without a value and a default."""
+    value = get(path, default)
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    now = float(value) if usable else default
+    key = _bind(path, None if now is None else now / scale)
+    st.number_input(label, value=None, key=key, on_change=_store_scaled, args=(path, key, scale), **more)
+
+
+def switch(label: str, path: Path, default: bool, **more: Any) -> None:
     """Widget for true or false of a scenario key."""
     value = get(path, default)
     key = _bind(path, value if isinstance(value, bool) else default)
-    st.toggle(label, key=key, on_change=_store, args=(path, key, None))
+    st.toggle(label, key=key, on_change=_store, args=(path, key, None), **more)
 
 
 def remembered_choice(
@@ -123,6 +128,13 @@ def remembered_choice(
     key = f"view:{name}"
     st.session_state[key] = value if _is_among(value, options) else default
     return widget(label, options, key=key, on_change=_remember, args=(name, key, default), **more)
+
+
+def remembered_switch(label: str, name: str, **more: Any) -> bool:
+    """Widget for a view value that is true or false, by default false."""
+    key = f"view:{name}"
+    st.session_state[key] = state.view(name) is True
+    return st.toggle(label, key=key, on_change=_remember, args=(name, key, False), **more)
 
 
 def kept_number(name: str, default: float, *, least: float = 0.0, most: float = 1e15) -> float:
@@ -153,6 +165,11 @@ def _store(path: Path, key: str, then: _Changed | None) -> None:
     put(path, st.session_state[key])
     if then is not None:
         then()
+
+
+def _store_scaled(path: Path, key: str, scale: float) -> None:
+    value = st.session_state[key]
+    put(path, None if value is None else value * scale)
 
 
 def _remember(name: str, key: str, default: Any) -> None:

@@ -38,9 +38,20 @@ def run_page(show: Callable[[], Following | None]) -> None:
         then()
 
 
-def show_problems(error: SimplanError) -> None:
-    """Shows problems and fixes, one line each; unmodeled options look different from mistakes."""
-    sentences = [problem.sentence() for problem in error.problems] if isinstance(error, SpecError) else [str(error)]
+def show_problems(error: SimplanError, *, lines: bool = False) -> None:
+    """Shows problems and fixes, one line each; unmodeled options look different from mistakes.
+
+    Args:
+        error: Error with the problems.
+        lines: Begin each problem with its line in the file.
+    """
+    if isinstance(error, SpecError):
+        sentences = [
+            (f"line {problem.line}: " if lines and problem.line else "") + problem.sentence()
+            for problem in error.problems
+        ]
+    else:
+        sentences = [str(error)]
     text = escaped(sentences[0]) if len(sentences) == 1 else bullets(sentences)
     if isinstance(error, NotModelledError):
         st.info(f"**Not modeled yet.** {text}" if len(sentences) == 1 else f"**Not modeled yet**\n\n{text}")

@@ -90,10 +90,15 @@ START: dict[str, Any] = {
 _DOCUMENT, _VIEW, _WRITTEN = "simplan document", "simplan view", "simplan link"
 
 
-def document() -> dict[str, Any]:
-    """The scenario as plain data; a copy, to change and to give to ``set_document``."""
-    found: dict[str, Any] = copy.deepcopy(st.session_state.get(_DOCUMENT, START))
+def current() -> dict[str, Any]:
+    """The scenario as plain data, to read only."""
+    found: dict[str, Any] = st.session_state.get(_DOCUMENT, START)
     return found
+
+
+def document() -> dict[str, Any]:
+    """A copy of the scenario, to change and to give to ``set_document``."""
+    return copy.deepcopy(current())
 
 
 def set_document(data: dict[str, Any]) -> None:

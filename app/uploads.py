@@ -16,40 +16,46 @@ from simplan.errors import Problem, SpecError
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.io import MAX_YAML_BYTES, parse_json
 from simplan.runs.measurement import Measurement
+from simplan.scenario import parse_scenario, parse_search
 from simplan.validate.compare import Comparison, compare
 from simplan.validate.logged import LoggedComparison, LoggedRun, compare_logged, parse_measured
 from simplan.validate.prediction_file import parse_prediction
 
 MAX_BYTES = 32 * 2**20
-_MAX_CONFIG_BYTES = 2 * 2**20
+MAX_CONFIG_BYTES = 2 * 2**20
 _MAX_CHARS = 80
 
 
-def text_of(name: str, content: bytes, max_bytes: int = MAX_BYTES) -> str:
-    """Text of a file."""
+def text_of(name: str, content: bytes, max_bytes: int = MAX_BYTES, *, kind: str = "a file that simplan wrote") -> str:
+    """Text of a file of a kind."""
     if len(content) > max_bytes:
         raise SpecError(Problem(field="", rule=f"is larger than {max_bytes // 2**20} MiB"), file=name)
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        problem = Problem(field="", rule="is not UTF-8 text", fix="drop a file that simplan wrote")
+        problem = Problem(field=name, rule="is not UTF-8 text", fix=f"drop {kind}")
         raise SpecError(problem, file=name) from None
 
 
 def config_fields(name: str, content: bytes, seq_len: int) -> dict[str, Any]:
     """A Hugging Face ``config.json`` as the section ``model`` of a scenario, for sequences of ``seq_len`` tokens."""
-    config = parse_json(text_of(name, content, _MAX_CONFIG_BYTES), name)
+    config = parse_json(text_of(name, content, MAX_CONFIG_BYTES, kind="the config.json of a Hugging Face model"), name)
     title = config.get("_name_or_path")
     title = title[:_MAX_CHARS] if isinstance(title, str) and title else "own model"
     return model_fields_from_config(config, name=title, seq_len=seq_len)
 
 
-def scenario_data(name: str, content: bytes) -> dict[str, Any]:
-    """A scenario as plain data, not checked."""
-    data = parse_yaml(text_of(name, content, MAX_YAML_BYTES), name).data
+def checked_scenario_data(name: str, content: bytes) -> dict[str, Any]:
+    """A scenario as plain data; an error has the lines of its problems."""
+    text = text_of(name, content, MAX_YAML_BYTES, kind="a scenario file in YAML")
+    data = parse_yaml(text, name).data
     if not isinstance(data, dict):
         rule, fix = "must be a mapping (key: value)", "write model: {...} and so on"
         raise SpecError(Problem(field="", rule=rule, fix=fix), file=name)
+    if "search" in data and "plan" not in data:
+        parse_search(text, name)
+    else:
+        parse_scenario(text)
     return data
 
 

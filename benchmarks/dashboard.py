@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from benchmarks.table import BenchmarkRow
-from tests.browser.serving import DRAWN, PAGES, browser, opened, serving, settled
+from tests.browser.serving import DRAWN, PAGES, browser, free_port, opened, serving, settled, wait_for
 
 _ROUNDS = 5
-_USERS, _LOOK_MS = 10, 50
+_USERS, _CROWD, _LOOK_MS = 10, 5, 50
 _WINDOW = {"width": 1440, "height": 1000}
 _Number = Callable[[Any, str, int], Iterable[BenchmarkRow]]
 _PLAN = "model.preset=llama3-70b&model.seq_len=8192&cluster.preset=dgx-h100&cluster.num_devices=64&software=torch"
@@ -172,6 +175,88 @@ def _users(chromium: Any, url: str, pid: int) -> Iterator[BenchmarkRow]:
     yield BenchmarkRow(f"{what}: memory of server and workers", "under 1.5 GiB", found, used < 1.5 * 2**30)
 
 
+def _crowd(chromium: Any, url: str, _: int) -> Iterator[BenchmarkRow]:
+    """Five users and one slider, alternating with a bare Streamlit page on the same machine."""
+    slider = f"{url}/?{_PLAN}"
+    with tempfile.TemporaryDirectory() as folder, _serving_bare(Path(folder)) as bare:
+        _open_together(chromium, [bare] * _CROWD), _open_together(chromium, [slider] * _CROWD)  # fill caches
+        opened_s: dict[str, list[float]] = {"bare": [], "same": [], "different": []}
+        moved_ms: dict[str, list[float]] = {"bare": [], "cached": [], "uncached": []}
+        for number in range(_ROUNDS):
+            others = [
+                f"{url}/?{_PLAN.replace('batch_size=128', f'batch_size={8 * (32 + _CROWD * number + user)}')}"
+                for user in range(_CROWD)
+            ]
+            for name, urls in (("bare", [bare] * _CROWD), ("same", [slider] * _CROWD), ("different", others)):
+                opened_s[name] += _open_together(chromium, urls)
+            batch = _PLAN.replace("batch_size=128", f"batch_size={16 * (9 + number)}")
+            moved_ms["bare"] += _move_slider(chromium, bare, "ArrowRight")
+            for name in ("uncached", "cached"):  # the same request twice
+                moved_ms[name] += _move_slider(chromium, f"{url}/?{batch}", "ArrowLeft")
+    for what, taken, target in ((f"{_CROWD} users open Plan", opened_s, 2.0), ("slider of Plan", moved_ms, 2.0)):
+        base = statistics.median(taken.pop("bare"))
+        for name, values in taken.items():
+            ratio = statistics.median(values) / base
+            shown = f"{ratio:.1f} times a bare page, {statistics.median(values):.2f} and {base:.2f}"
+            yield BenchmarkRow(f"dashboard: {what}, {name}", f"at most {target:g} times", shown, ratio <= target)
+
+
+_BARE = """
+import streamlit as st
+st.set_page_config(layout="wide")
+st.metric("Value", st.slider("Tensor parallel", 0, 1000, 500))
+"""
+
+
+@contextmanager
+def _serving_bare(folder: Path) -> Iterator[str]:
+    """Address of a page with one slider and one number, served by Streamlit's own command."""
+    script, port = folder / "bare.py", free_port()
+    script.write_text(_BARE)
+    command = [sys.executable, "-m", "streamlit", "run", str(script), "--server.headless=true"]
+    command += [f"--server.port={port}", "--browser.gatherUsageStats=false"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        wait_for(port)
+        yield f"http://localhost:{port}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _open_together(chromium: Any, urls: Sequence[str]) -> list[float]:
+    """Seconds to the first content of each of several tabs that open at the same time."""
+    contexts = [chromium.new_context(viewport=_WINDOW) for _ in urls]
+    tabs = []
+    for context, url in zip(contexts, urls, strict=True):
+        context.add_init_script(_SEEN)
+        tabs.append(context.new_page())
+        tabs[-1].goto(url, wait_until="commit")
+    for tab in tabs:
+        tab.wait_for_function("() => window.seen.first_ms", timeout=240_000, polling=_LOOK_MS)
+    seconds = [tab.evaluate("() => window.seen.first_ms") / 1e3 for tab in tabs]
+    for context in contexts:
+        context.close()
+    return seconds
+
+
+def _move_slider(chromium: Any, url: str, key: str) -> list[float]:
+    """Milliseconds from a key press on the slider to another first number on the page."""
+    tab = chromium.new_context(viewport=_WINDOW).new_page()
+    tab.set_default_timeout(240_000)
+    opened(tab, url)
+    tab.locator("[data-testid=stMetricValue]").first.wait_for()
+    settled(tab)
+    slider = tab.get_by_role("slider", name="Tensor parallel")
+    slider.focus()
+    tab.evaluate(_ANSWERED)
+    tab.keyboard.press(key)
+    tab.wait_for_function("() => window.answered.ms", timeout=60_000, polling=_LOOK_MS)
+    taken_ms: float = tab.evaluate("() => window.answered.ms")
+    tab.context.close()
+    return [taken_ms]
+
+
 def _family(pid: int) -> list[int]:
     """Ids of a process and all its descendants."""
     found = [pid]
@@ -208,6 +293,6 @@ def _spread(values: Sequence[float], unit: str = "s", digits: int = 2) -> str:
 
 
 _NUMBERS: dict[str, _Number] = {f"open-{page}": partial(_first_paint, page) for page in PAGES}
-_NUMBERS |= {"slider": _slider, "search": _search, "users": _users}
+_NUMBERS |= {"slider": _slider, "search": _search, "users": _users, "crowd": _crowd}
 DASHBOARD = {f"dashboard-{name}": partial(_measured, number) for name, number in _NUMBERS.items()}
 """Benchmarks by name."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pandas as pd
@@ -35,6 +36,14 @@ def show_table(rows: Sequence[Mapping[str, Any]], *, digits: int | None = None, 
     st.dataframe(frame if digits is None else frame.round(digits), hide_index=True, placeholder="", **more)
 
 
+@contextmanager
+def details(label: str, key: str) -> Iterator[bool]:
+    """An expander whose content the server makes only while it is open; yields if it is open."""
+    expander = st.expander(label, key=f"details {key}", on_change="rerun")
+    with expander:
+        yield bool(expander.open)
+
+
 def download(label: str, name: str, kind: str, content: str | bytes | Callable[[], str], *, about: str = "") -> None:
     """A button that saves a file and changes nothing else.
 
@@ -56,7 +65,15 @@ def download(label: str, name: str, kind: str, content: str | bytes | Callable[[
     )
 
 
-def show_figure(figure: Figure, name: str, *, alt: str, key: str | None = None, zoom: bool = False) -> None:
+def show_figure(
+    figure: Figure,
+    name: str,
+    *,
+    alt: str,
+    key: str | None = None,
+    zoom: bool = False,
+    on_select: Callable[[], None] | None = None,
+) -> None:
     """A figure of full width, whose camera buttons save SVG and PNG files (``head.html``).
 
     Args:
@@ -65,6 +82,7 @@ def show_figure(figure: Figure, name: str, *, alt: str, key: str | None = None, 
         alt: Alternative text for screen readers.
         key: Widget key, needed if a page shows two equal figures; None otherwise.
         zoom: Zoom with wheel and fingers instead of scrolling the page.
+        on_select: Called after a click on a point; None for a figure without selection. Needs ``key``.
     """
     config = {
         "displaylogo": False,
@@ -72,7 +90,8 @@ def show_figure(figure: Figure, name: str, *, alt: str, key: str | None = None, 
         "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"],
         "toImageButtonOptions": {"format": "svg", "filename": file_name(name)},
     }
-    st.plotly_chart(_Ready(figure), width="stretch", key=key, config=config, alt=alt)
+    selection: dict[str, Any] = {} if on_select is None else {"on_select": on_select, "selection_mode": "points"}
+    st.plotly_chart(_Ready(figure), width="stretch", key=key, config=config, alt=alt, **selection)
 
 
 class _Ready(BaseFigure):  # type: ignore[misc]  # plotly has no types

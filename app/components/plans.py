@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import pandas as pd
 import streamlit as st
 
 from app import pinned_plans, state
+from app.awaited import awaited
 from app.components.elements import csv_text, download, show_figure, show_table
+from app.components.plan_table import PLAN, select_row, selected_row, show_filters, show_table_of_plans
 from app.definitions import meaning
-from app.fields import remembered_choice
+from app.fields import remembered_choice, remembered_switch
 from app.figures.plans import (
     AXES,
     COLOURS,
+    coordinates_figure,
+    importance_figure,
     plan_rows,
     plans_figure,
     shares_figure,
@@ -22,6 +25,8 @@ from app.figures.plans import (
     space_table,
 )
 from app.page import bullets, escaped
+from app.result_cache import without_budget
+from app.results.settings import setting_effects
 from simplan.io import json_text
 from simplan.report.search import (
     RESOURCES,
@@ -36,39 +41,26 @@ from simplan.report.table import format_table_markdown
 from simplan.report.text import memory_interval
 from simplan.scenario import SearchScenario
 from simplan.search import RankedPlan, SearchResult
-from simplan.units import format_bytes, format_number, format_number_evenly, format_percent, format_time
+from simplan.units import format_bytes, format_number, format_percent, format_time
 
 _HEAD_START_S = 0.1
-
-_FORMS = {
-    "num_devices": "{:,.0f}",
-    "step_time_s": format_number_evenly,
-    "vs_best": "{:+.1%}",
-    "device_gib": "{:,.2f}",
-    "memory_verdict": str,
-    "headroom_gib": "{:,.2f}",
-    "tokens_per_s_per_device": "{:,.0f}",
-    "cost_dollars": "{:,.0f}",
-    "mfu": "{:.1%}",
-    "limit_share": "{:.0%}",
-    "help_share": "{:.1%}",
-    "limit": str,
-    "help": str,
-    "alike": "{:,.0f}",
-    "alike_differ_in": str,
-}
+_CHARTS = {"points": "two axes", "coordinates": "parallel coordinates"}
+_POINTS = "plans"
 
 
 def show_plans(asked: SearchScenario, result: SearchResult) -> None:
     """Shows all plans of a finished search."""
     if result.ranked:
         rows = plan_rows(result)
+        passing = show_filters(rows)
+        shown = [rows[number] for number in passing]
         left, right = st.columns([3, 2], gap="medium")
         with left:
-            _show_points(rows)
+            _show_points(rows, shown)
         with right:
-            _show_one(asked, result)
-        _show_ranked(rows)
+            _show_one(asked, result, rows)
+        show_table_of_plans(rows, passing)
+        _show_importance(selected_plan(result, selected_row(len(rows))))
         with st.container(horizontal=True):
             download("Plans", f"{result.name} plans", "csv", csv_text(rows))
             download("Search result", f"{result.name} search", "json", lambda: json_text(result.to_json()))
@@ -89,7 +81,8 @@ def show_plans_so_far(result: SearchResult) -> None:
         _show_detail(best, result)
     time.sleep(_HEAD_START_S)
     with left:
-        _show_figure(rows, "step_time_s", "device_gib", "schedule", key="plans so far")
+        figure = plans_figure(rows, "step_time_s", "device_gib", "schedule", pinned_plans.pinned())
+        show_figure(figure, "plans", alt="Plans found so far by step time and device memory", key="plans so far")
     cells = [
         (
             f"{row['rank']}. {escaped(row['plan'])}",
@@ -104,35 +97,63 @@ def show_plans_so_far(result: SearchResult) -> None:
     st.markdown(format_table_markdown(headers, cells))
 
 
-def _show_points(rows: list[dict[str, Any]]) -> None:
-    one, two, three = st.columns(3)
+def _show_points(rows: list[dict[str, Any]], shown: list[dict[str, Any]]) -> None:
+    one, two, three, four = st.columns(4)
     with one:
-        x = remembered_choice("X axis", "x", list(AXES), "step_time_s", format_func=_label)
+        chart = remembered_choice("Chart", "chart", list(_CHARTS), "points", format_func=_CHARTS.get)
+    if chart == "coordinates":
+        show_figure(coordinates_figure(shown), "plans", alt="Settings, memory and step time of every plan")
+        return
     with two:
-        y = remembered_choice("Y axis", "y", list(AXES), "device_gib", format_func=_label)
+        x = remembered_choice("X axis", "x", list(AXES), "step_time_s", format_func=_label)
     with three:
+        y = remembered_choice("Y axis", "y", list(AXES), "device_gib", format_func=_label)
+    with four:
         colour = remembered_choice("Color", "colour", list(COLOURS), "schedule", format_func=COLOURS.get)
-    _show_figure(rows, x, y, colour, key="plans")
+    figure = plans_figure(shown, x, y, colour, pinned_plans.pinned(), rows[selected_row(len(rows))]["plan"])
+    alt = f"Plans of the search by {_label(x)} and {_label(y)}"
+    show_figure(figure, "plans", alt=alt, key=_POINTS, on_select=lambda: _take_point(rows))
+
+
+def _take_point(rows: list[dict[str, Any]]) -> None:
+    """Selects the plan of the clicked point."""
+    points = st.session_state[_POINTS].selection.points
+    names = [row["plan"] for row in rows]
+    for point in points:
+        data = point.get("customdata") or ()
+        name = data[1] if isinstance(data, list | tuple) and len(data) > 1 else dict(data).get("1") if data else None
+        if name in names:
+            select_row(names.index(name))
 
 
 def _label(axis: str) -> str:
     return AXES[axis].label
 
 
-def _show_figure(rows: list[dict[str, Any]], x: str, y: str, colour: str, *, key: str) -> None:
-    figure = plans_figure(rows, x, y, colour, pinned_plans.pinned())
-    show_figure(figure, "plans", alt=f"Plans of the search by {_label(x)} and {_label(y)}", key=key)
-
-
-def _show_one(asked: SearchScenario, result: SearchResult) -> None:
+def _show_one(asked: SearchScenario, result: SearchResult, rows: list[dict[str, Any]]) -> None:
     """One selected plan, and its actions."""
-    names = [f"{rank}. {search_plan_words(plan.plan)}" for rank, plan in enumerate(result.ranked, 1)]
-    number = remembered_choice(
-        "Plan", "plan", range(len(names)), 0, format_func=names.__getitem__, help="Plan shown in detail"
-    )
-    plan = result.ranked[number]
+    names = [f"{row['rank'] or 'Pareto'}. {row['plan']}" for row in rows]
+    about = "Plan shown in detail; a click on a point or on a row selects it"
+    number = remembered_choice("Plan", PLAN, range(len(names)), 0, format_func=names.__getitem__, help=about)
+    plan = selected_plan(result, number)
     _show_detail(plan, result)
     _show_actions(asked, plan)
+
+
+def selected_plan(result: SearchResult, row: int) -> RankedPlan:
+    """Plan of a row of ``plan_rows``."""
+    return [*result.ranked, *(plan for plan in result.pareto if plan not in result.ranked)][row]
+
+
+def _show_importance(plan: RankedPlan) -> None:
+    """Effect of the settings of the selected plan, predicted on request."""
+    title = "Importance of settings"
+    about = "Step time of the selected plan with one other value of one setting; data parallelism follows the devices"
+    if not remembered_switch(title, "importance", help=about):
+        return
+    text = state.document_text(without_budget(pinned_plans.with_plan(state.document(), plan.plan)))
+    effects = awaited("predicting the plan with other settings", setting_effects, text)
+    show_figure(importance_figure(effects), "importance of settings", alt="Change of the step time by setting")
 
 
 def _show_detail(plan: RankedPlan, result: SearchResult) -> None:
@@ -154,7 +175,9 @@ def _why(plan: RankedPlan, result: SearchResult) -> list[str]:
         lines.append(escaped(f"And {alike_words(plan.alike)}."))
     why = plan.explanation
     if why is None:
-        return [*lines, "Bottleneck pending."]
+        pending = plan in result.ranked
+        words = "Bottleneck pending." if pending else "Pareto-optimal, not ranked; open the plan for its bottleneck."
+        return [*lines, words, *_compared(plan, result)]
     low_s, high_s = why.step_time_interval_s
     lines.insert(0, f"90 % interval of the step time: {format_time(low_s)} to {format_time(high_s)}.")
     if why.memory_verdict is not None:
@@ -166,14 +189,19 @@ def _why(plan: RankedPlan, result: SearchResult) -> list[str]:
         lines.append(f"**Sensitivity**: step time saved by 10 % more {saved}.")
     if why.mfu is not None:
         lines.append(f"MFU {format_percent(why.mfu)}.")
+    return [*lines, *_compared(plan, result)]
+
+
+def _compared(plan: RankedPlan, result: SearchResult) -> list[str]:
+    """Comparison with the best plan; empty for the best plan."""
     best = result.ranked[0]
-    if plan is not best:
-        memory = plan.device_bytes - best.device_bytes
-        lines.append(
-            f"Compared with the best plan: {plan.step_time_s / best.step_time_s - 1:+.1%} step time, "
-            f"{format_bytes(abs(memory))} {'more' if memory >= 0 else 'less'} device memory."
-        )
-    return lines
+    if plan is best:
+        return []
+    memory = plan.device_bytes - best.device_bytes
+    return [
+        f"Compared with the best plan: {plan.step_time_s / best.step_time_s - 1:+.1%} step time, "
+        f"{format_bytes(abs(memory))} {'more' if memory >= 0 else 'less'} device memory."
+    ]
 
 
 def _show_actions(asked: SearchScenario, plan: RankedPlan) -> None:
@@ -194,46 +222,6 @@ def _show_actions(asked: SearchScenario, plan: RankedPlan) -> None:
         download("Scenario", f"{asked.name} plan", "yaml", text, about="Input of `simplan predict`")
 
 
-def _show_ranked(rows: list[dict[str, Any]]) -> None:
-    frame = pd.DataFrame(rows)
-    shown = ["rank", "plan", "step_time_s", "vs_best", "device_gib", "memory_verdict", "headroom_gib"]
-    shown += ["tokens_per_s_per_device", "mfu", "limit", "limit_share", "help", "help_share"]
-    if frame["alike"].notna().any():
-        shown += ["alike", "alike_differ_in"]
-    if frame["num_devices"].nunique() > 1:
-        shown.insert(2, "num_devices")
-    if frame["cost_dollars"].notna().any():
-        shown.insert(4, "cost_dollars")
-    frame = frame[shown]
-    frame["rank"] = ["front" if pd.isna(rank) else f"{rank:.0f}" for rank in frame["rank"]]
-    column = st.column_config
-    st.dataframe(
-        frame.style.format({name: form for name, form in _FORMS.items() if name in shown}, na_rep=""),
-        hide_index=True,
-        placeholder="",  # pending, or not computed for plans only on the Pareto front
-        height=min(36 * (len(frame) + 1), 420),
-        column_config={
-            "rank": column.TextColumn("#", width=50, help="front: not ranked, but on the Pareto front"),
-            "plan": column.TextColumn("plan", width="large"),
-            "num_devices": column.NumberColumn("devices"),
-            "step_time_s": column.NumberColumn("step time, s", help=meaning("step_time_s")),
-            "vs_best": column.NumberColumn("vs best", help="Step time / step time of the best plan - 1"),
-            "device_gib": column.NumberColumn("device GiB", help=meaning("device")),
-            "memory_verdict": column.TextColumn("memory verdict", help=meaning("memory verdict")),
-            "headroom_gib": column.NumberColumn("headroom GiB", help="Below the memory limit of plans"),
-            "tokens_per_s_per_device": column.NumberColumn("throughput", help="Tokens or images per second and device"),
-            "cost_dollars": column.NumberColumn("dollars"),
-            "mfu": column.NumberColumn("MFU", help=meaning("mfu")),
-            "limit": column.TextColumn("bottleneck", help="Largest part of the step of the rank that waits least"),
-            "limit_share": column.NumberColumn("bottleneck share", help="Fraction of the step"),
-            "help": column.TextColumn("top sensitivity", help="Resource of which 10 % more saves most step time"),
-            "help_share": column.NumberColumn("saving", help="Fraction of the step saved by 10 % more"),
-            "alike": column.NumberColumn("equivalent", help="Plans with the same degrees and step time within 0.1 %"),
-            "alike_differ_in": column.TextColumn("differ in", help="Options of the equivalent plans"),
-        },
-    )
-
-
 def _show_others(result: SearchResult) -> None:
     explained = [(f"{rank}", plan) for rank, plan in enumerate(result.ranked, 1) if plan.explanation is not None]
     left, right = st.columns(2, gap="medium")
@@ -251,6 +239,6 @@ def _show_others(result: SearchResult) -> None:
         st.subheader(f"Outcomes of {result.space.total:,} plans")
         if result.space.some_blocks:
             st.caption(escaped(besides(result.space)))
-        show_figure(space_figure(result.space), "rejected plans", alt="Plans by the rule that rejected them")
-        with st.expander("Reasons"):
+        show_figure(space_figure(result.space), "rejected plans", alt="Plans by the reason for their rejection")
+        with st.expander("Rejection reasons"):
             show_table(space_table(result.space))

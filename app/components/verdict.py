@@ -7,15 +7,19 @@ from collections.abc import Callable
 import streamlit as st
 
 from app.definitions import meaning
-from app.fields import kept_number, remembered_number
+from app.fields import kept_number, quantity, remembered_number
 from app.results.plan import Headline, training_of
 from simplan.job import Job
 from simplan.prediction import MemoryVerdict
 from simplan.report.text import memory_interval, short_of_reserve
+from simplan.scenario import Scenario
 from simplan.units import format_bytes, format_count, format_number, format_percent, format_time
 
 _LIMITS = {"least": 0.001, "most": 1e9}
-_PRICE, _MAX_PRICE = "price", 1e6
+_IMAGES, _IMAGES_START = "images", 300.0
+TOKENS_START = 1e12
+"""Training budget of scenarios without one."""
+
 _BANNERS: dict[MemoryVerdict, tuple[Callable[..., object], str]] = {
     "fits": (st.success, ":material/check_circle:"),
     "fits, tight": (st.warning, ":material/warning:"),
@@ -51,28 +55,28 @@ def show_verdict(headline: Headline, host_words: str = "") -> None:
         show(f"**{verdict[:1].upper()}{verdict[1:]}**: {words}", icon=icon)
 
 
-def kept_budget(*, images: bool) -> tuple[float, float | None]:
+def budget_of(scenario: Scenario) -> tuple[float, float | None]:
     """Number of tokens (or images) of the training budget, and price per device and hour; None without a price."""
-    _, name, scale, start = _budget(images=images)
-    budget = kept_number(name, start, **_LIMITS)
-    return budget * scale, kept_number(_PRICE, 0.0, most=_MAX_PRICE) or None
+    images = scenario.job.model.sample == "image"
+    images_budget = kept_number(_IMAGES, _IMAGES_START, **_LIMITS) * 1e6
+    budget = images_budget if images else scenario.budget.num_tokens or TOKENS_START
+    return budget, scenario.budget.price_per_device_hour or None
 
 
 def show_budget(*, images: bool) -> None:
-    """Inputs for training budget and price in the sidebar."""
-    label, name, _, start = _budget(images=images)
+    """Inputs for training budget and price in the sidebar, bound to the scenario's keys."""
     with st.sidebar:
         st.markdown("###### Budget")
         left, right = st.columns(2)
         with left:
-            remembered_number(label, name, start, **_LIMITS, help="Training budget")
+            if images:
+                remembered_number("Images (million)", _IMAGES, _IMAGES_START, **_LIMITS, help="Training budget")
+            else:
+                path, about = ("training", "num_tokens"), "Training budget: training.num_tokens"
+                quantity("Tokens (billion)", path, TOKENS_START, scale=1e9, help=about)
         with right:
-            remembered_number("Price", _PRICE, 0.0, most=_MAX_PRICE, help="Per device and hour; 0 for no cost")
-
-
-def _budget(*, images: bool) -> tuple[str, str, float, float]:
-    """Label, view-value name, unit and default of the training budget."""
-    return ("Images (million)", "images", 1e6, 300.0) if images else ("Tokens (billion)", "tokens", 1e9, 1000.0)
+            about = "Per device and hour: cluster.price_per_device_hour. Empty for no cost"
+            quantity("Price", ("cluster", "price_per_device_hour"), None, help=about)
 
 
 def show_numbers(job: Job, headline: Headline, budget: float, price: float | None) -> None:

@@ -5,6 +5,7 @@ Several plans are stacked on one time axis. Memory over time is drawn below, on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from app.figures.style import (
     scatter,
     time_unit,
 )
-from app.results.timeline import TimelineBox, TimelineResult
+from app.results.timeline import MemoryCurve, TimelineBox, TimelineResult
 from simplan.program.action import ActionKind
 from simplan.report.drawings.drawing import WORDS
 from simplan.report.drawings.drawing_svg import ink_on
@@ -33,6 +34,7 @@ from simplan.units import GIB, format_bytes, format_time
 _ROW_PX, _MEMORY_PX, _AROUND_PX, _TITLE_PX, _BELOW_PX = 34, 190, 125, 26, 56
 _LANE, _THIN, _THIN_AT = 0.62, 0.14, 0.40  # heights of a row and of its communication lane, and the lane's offset
 _MAX_TEXTS = 1_200
+_BRIEFLY = 1e-6  # fraction of a step
 _ORDER = {kind: number for number, kind in enumerate(ActionKind)}
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "solid")
 _OUTLINE = {"width": 0.6, "color": "rgba(120,128,140,0.55)"}
@@ -175,17 +177,24 @@ def _hatched(fill: str) -> dict[str, Any]:
 
 
 def _text(box: TimelineBox, *, several: bool) -> str:
+    if box.num_merged > 1:
+        return ""
     if box.microbatch is None:
         return str(box.kind) if len(str(box.kind)) <= 2 else ""
     return f"{box.stage if several else ''}{box.kind}{box.microbatch}"
 
 
 def _hover(box: TimelineBox) -> str:
-    of = f"microbatch {box.microbatch}, stage {box.stage}" if box.microbatch is not None else f"stage {box.stage}"
-    lines = [
-        f"<b>{box.label}</b>  {of}",
-        f"starts at {format_time(box.start_s)}, takes {format_time(box.end_s - box.start_s)}",
-    ]
+    length_s = box.end_s - box.start_s
+    if box.num_merged > 1:
+        lines = [
+            f"<b>{box.num_merged:,} boxes drawn as one</b>",
+            box.label,
+            f"from {format_time(box.start_s)} for {format_time(length_s)}, {format_time(box.busy_s)} in sum",
+        ]
+    else:
+        of = f"microbatch {box.microbatch}, stage {box.stage}" if box.microbatch is not None else f"stage {box.stage}"
+        lines = [f"<b>{box.label}</b>  {of}", f"starts at {format_time(box.start_s)}, takes {format_time(length_s)}"]
     if box.recompute_s:
         lines.append(f"{format_time(box.recompute_s)} of it recomputing")
     if box.waited_s:
@@ -197,7 +206,7 @@ def _hover(box: TimelineBox) -> str:
 
 def _memory_of_one(result: TimelineResult, unit_s: float, rank: int | None) -> Iterable[dict[str, Any]]:
     curve = next((curve for curve in result.memory if curve.rank == rank), None) or result.peak_memory
-    times = [time_s / unit_s for time_s in (*curve.times_s, result.step_time_s)]
+    times = _times(curve, result, unit_s)
     for category, values in curve.by_category.items():
         name = str(category).replace("_", " ")
         yield scatter(
@@ -210,6 +219,31 @@ def _memory_of_one(result: TimelineResult, unit_s: float, rank: int | None) -> I
             fillcolor=MEMORY.get(category, MUTED),
             hovertemplate=f"rank {curve.rank}, {name}: %{{y:.2f}} GiB<extra></extra>",
         )
+    yield _peak(curve, result, unit_s, MUTED, "legend2")
+
+
+def _times(curve: MemoryCurve, result: TimelineResult, unit_s: float) -> list[float]:
+    """Times of a curve on the axis; stacked areas need strictly ascending ones."""
+    least_s, times = _BRIEFLY * result.step_time_s, [-math.inf]
+    for time_s in (*curve.times_s, result.step_time_s):
+        times.append(max(time_s, times[-1] + least_s))
+    return [time_s / unit_s for time_s in times[1:]]
+
+
+def _peak(curve: MemoryCurve, result: TimelineResult, unit_s: float, color: str, legend: str) -> dict[str, Any]:
+    """A mark at the peak, which may last too short for the area of a curve to show it."""
+    time_s, num_bytes = curve.peak
+    when = f"during {curve.peak_action}" if curve.peak_action else "between steps"
+    return scatter(
+        name=f"peak {format_bytes(num_bytes)}",
+        legend=legend,
+        x=[time_s / unit_s],
+        y=[num_bytes / GIB],
+        mode="markers",
+        marker={"symbol": "triangle-down", "size": 10, "color": color, "line": {"width": 1, "color": "white"}},
+        hovertemplate=f"{result.name}, rank {curve.rank}<br>peak of tensors {format_bytes(num_bytes)} {when}"
+        f"<br>{format_bytes(curve.device_bytes)} on the device<extra></extra>",
+    )
 
 
 def _memory_of_several(results: Sequence[TimelineResult], unit_s: float) -> Iterable[dict[str, Any]]:
@@ -218,9 +252,10 @@ def _memory_of_several(results: Sequence[TimelineResult], unit_s: float) -> Iter
         total = curve.total_bytes
         yield scatter(
             name=f"{result.name}, rank {curve.rank}",
-            x=[time_s / unit_s for time_s in (*curve.times_s, result.step_time_s)],
+            x=_times(curve, result, unit_s),
             y=[value / GIB for value in (*total, total[-1])],
             mode="lines",
             line={"width": 1.6, "shape": "hv", "color": colour, "dash": dash},
             hovertemplate=f"{result.name}, rank {curve.rank}: %{{y:.2f}} GiB<extra></extra>",
         )
+        yield _peak(curve, result, unit_s, colour, "legend") | {"showlegend": False}

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from app.figures.style import CATEGORIES, MUTED, PLANS, SPLIT, Figure, bar, empty, figure, scatter
+from app.results.settings import SettingEffect
 from simplan.explain import DifferenceRow
 from simplan.plan.plan import ParallelPlan
 from simplan.report.search import RESOURCES, alike_words, search_plan_words, space_rows
 from simplan.search import RankedPlan, SearchResult, SpaceCount
-from simplan.units import GIB, format_number
+from simplan.units import GIB, format_bytes, format_number, format_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,33 @@ COLOURS: Mapping[str, str] = MappingProxyType(
 )
 """Fields for the color of points, by key of a row."""
 
+SETTINGS: Mapping[str, str] = MappingProxyType(
+    {
+        **{key: key for key in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "etp")},
+        "zero_stage": "ZeRO",
+        "schedule": "schedule",
+        "virtual_stages": "stages per rank",
+        "microbatch_size": "microbatch",
+        "recompute": "recompute",
+        "recompute_layers": "recomputed blocks",
+        "recompute_modules": "recomputed modules",
+        "sequence_parallel": "sequence parallel",
+        "cp_comm": "CP algorithm",
+        "reshard_after_forward": "reshard",
+        "grad_sync": "gradient reduction",
+        "grad_dtype": "gradient dtype",
+        "bucket_bytes": "bucket bytes",
+        "stage_layers": "layers per stage",
+        "offload_optimizer": "offload optimizer",
+        "offload_activations": "offload activations",
+        "offload_layers": "offloaded blocks",
+    }
+)
+"""Settings of a plan: column heads by key of a row."""
+
+_FAST_TO_SLOW = [[0.0, PLANS[0]], [0.5, PLANS[4]], [1.0, PLANS[1]]]
+_LABEL_CHARS, _CHARS_ACROSS = 44, 120
+_REASONS = {"memory": "needs more memory than a device has"}
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon")
 
 
@@ -78,6 +107,17 @@ def plan_rows(result: SearchResult) -> list[dict[str, Any]]:
     rows = [_row(rank, plan, result, plan.plan in front) for rank, plan in [*ranked, *others]]
     unset = [key for key in ParallelPlan.model_fields if all(row[key] is None for row in rows)]
     return [{key: value for key, value in row.items() if key not in unset} for row in rows]
+
+
+def settings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys of ``SETTINGS`` in which a plan differs from the defaults, always with dp_shard, tp and microbatch size."""
+    always = ("dp_shard", "tp", "microbatch_size")
+
+    def is_set(key: str) -> bool:
+        default = ParallelPlan.model_fields[key].default
+        return any(row.get(key, default) != default for row in rows)
+
+    return [key for key in SETTINGS if key in always or is_set(key)]
 
 
 def _row(rank: int | None, plan: RankedPlan, result: SearchResult, on_front: bool) -> dict[str, Any]:
@@ -105,14 +145,24 @@ def _row(rank: int | None, plan: RankedPlan, result: SearchResult, on_front: boo
     }
 
 
-def plans_figure(rows: Sequence[Mapping[str, Any]], x: str, y: str, colour: str, pinned: Iterable[str] = ()) -> Figure:
-    """Plans as points, with the Pareto front of the two axes as a line; pinned plans have a ring.
+def plans_figure(
+    rows: Sequence[Mapping[str, Any]],
+    x: str,
+    y: str,
+    colour: str,
+    pinned: Iterable[str] = (),
+    selected: str | None = None,
+) -> Figure:
+    """Plans as points, with the Pareto front of the two axes as a line; pinned and selected plans have a ring.
 
     Args:
         rows: Rows from ``plan_rows``.
         x, y: Keys of ``AXES``.
         colour: Key of ``COLOURS``.
         pinned: Texts of pinned plans.
+        selected: Text of the selected plan; None for none.
+
+    The second value of a point's ``customdata`` is the text of its plan.
     """
     shown = [row for row in rows if row.get(x) is not None and row.get(y) is not None]
     if not shown:
@@ -134,13 +184,14 @@ def plans_figure(rows: Sequence[Mapping[str, Any]], x: str, y: str, colour: str,
             "size": [13 if row["rank"] == 1 else 9 for row in points],
             "line": {"width": 1, "color": "rgba(255,255,255,0.6)"},
         }
-        name, hovers = f"{COLOURS[colour]}: {value}", [[_hover(row)] for row in points]
+        name, hovers = f"{COLOURS[colour]}: {value}", [[_hover(row), row["plan"]] for row in points]
         hover = {"customdata": hovers, "hovertemplate": "%{customdata[0]}<extra></extra>"}
         traces.append(trace(points, mode="markers", name=name, marker=marker, **hover))
-    ringed = [row for row in shown if row["plan"] in set(pinned)]
-    if ringed:
-        ring = {"symbol": "circle-open", "size": 18, "color": MUTED, "line": {"width": 2}}
-        traces.append(trace(ringed, mode="markers", name="pinned", marker=ring, hoverinfo="skip"))
+    for name, plans, ring in (("pinned", set(pinned), "square-open"), ("selected", {selected}, "circle-open")):
+        ringed = [row for row in shown if row["plan"] in plans]
+        if ringed:
+            around = {"symbol": ring, "size": 18, "color": MUTED, "line": {"width": 2}}
+            traces.append(trace(ringed, mode="markers", name=name, marker=around, hoverinfo="skip"))
     return figure(traces, height=430, xaxis=_drawn_axis(x), yaxis=_drawn_axis(y))
 
 
@@ -191,6 +242,123 @@ def _number(value: float, name: str) -> str:
     return f"{text} {unit}".strip()
 
 
+def coordinates_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """Plans as lines over one axis per setting that differs, and over step time and memory; color is the step time.
+
+    Args:
+        rows: Rows from ``plan_rows``.
+    """
+    differing = [key for key in settings_of(rows) if len({str(row.get(key)) for row in rows}) > 1]
+    dimensions: list[dict[str, Any]] = []
+    for key in differing:
+        values = [row.get(key) for row in rows]
+        ordered = sorted({str(value): value for value in values}.values(), key=_order)
+        texts = [str(value) for value in ordered]
+        dimensions.append(
+            {
+                "label": SETTINGS[key],
+                "values": [texts.index(str(value)) for value in values],
+                "tickvals": list(range(len(texts))),
+                "ticktext": texts,
+                "range": [-0.1, max(1, len(texts) - 1) + 0.1],
+            }
+        )
+    for key, label in (("device_gib", "device GiB"), ("step_time_s", "step time, s")):
+        dimensions.append({"label": label, "values": [row[key] for row in rows], "tickformat": ".4~g"})
+    lines = {
+        "type": "parcoords",
+        "dimensions": dimensions,
+        "line": {"color": [row["step_time_s"] for row in rows], "colorscale": _FAST_TO_SLOW, "showscale": False},
+        "labelangle": -20,
+        "labelside": "top",
+    }
+    return figure([lines], height=430, margin={"l": 60, "r": 60, "t": 90, "b": 30})
+
+
+def _order(value: Any) -> tuple[bool, float, str]:
+    """Sort key of a setting's values: numbers first."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return (not is_number, value if is_number else 0, str(value))
+
+
+def importance_figure(effects: Sequence[SettingEffect]) -> Figure:
+    """One row per setting with a point for each other value, at the change of the step time; most important first.
+
+    Args:
+        effects: From ``setting_effects``.
+    """
+    if not effects:
+        return empty("No other value of a setting is valid.")
+    spread = {one.key: 0.0 for one in effects}
+    for one in effects:
+        spread[one.key] = max(spread[one.key], abs(one.step_time_change))
+    ordered = sorted(spread, key=lambda key: -spread[key])
+    labels = _apart(effects)
+    traces = []
+    for name, fits, colour, symbol in (("fits", True, PLANS[0], "circle"), ("does not fit", False, PLANS[1], "x")):
+        shown = [one for one in effects if (one.fits is not False) is fits]
+        if not shown:
+            continue
+        trace = scatter(
+            name=name,
+            mode="markers+text",
+            x=[100 * one.step_time_change for one in shown],
+            y=[SETTINGS[one.key] for one in shown],
+            text=[labels[one] for one in shown],
+            textposition="top center",
+            textfont={"size": 10},
+            marker={"color": colour, "symbol": symbol, "size": 9},
+            customdata=[
+                [
+                    format_time(one.step_time_s),
+                    format_bytes(one.device_bytes),
+                    f"{one.step_time_change:+.1%}",
+                    written(one.value),
+                ]
+                for one in shown
+            ],
+            hovertemplate="%{y}: %{customdata[3]}<br>step time %{customdata[0]} (%{customdata[2]})<br>"
+            "device memory %{customdata[1]}<extra></extra>",
+        )
+        traces.append(trace)
+    zero = {
+        "type": "line",
+        "x0": 0,
+        "x1": 0,
+        "y0": 0,
+        "y1": 1,
+        "yref": "paper",
+        "line": {"color": MUTED, "dash": "dot"},
+    }
+    return figure(
+        traces,
+        height=110 + 40 * len(ordered),
+        shapes=[zero],
+        xaxis={"title": "change of the step time, %"},
+        yaxis=CATEGORIES | {"categoryorder": "array", "categoryarray": [SETTINGS[key] for key in ordered]},
+    )
+
+
+def _apart(effects: Sequence[SettingEffect]) -> dict[SettingEffect, str]:
+    """Labels of the points of each row; empty where a label would cover the one before it."""
+    changes = [one.step_time_change for one in effects]
+    per_char = (max(changes) - min(changes)) / _CHARS_ACROSS
+    labels, ends = dict.fromkeys(effects, ""), dict.fromkeys((one.key for one in effects), -math.inf)
+    for one in sorted(effects, key=lambda one: one.step_time_change):
+        text = written(one.value)
+        half = per_char * (len(text) + 1) / 2
+        if one.step_time_change - half >= ends[one.key]:
+            labels[one], ends[one.key] = text, one.step_time_change + half
+    return labels
+
+
+def written(value: Any) -> str:
+    """Value of a setting as in a scenario file; empty for None."""
+    if value is None:
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def shares_figure(plans: Sequence[tuple[str, RankedPlan]]) -> Figure:
     """Step breakdown of each plan's critical rank, as stacked bars of the length of the step.
 
@@ -228,33 +396,37 @@ def shares_figure(plans: Sequence[tuple[str, RankedPlan]]) -> Figure:
 
 
 def space_table(space: SpaceCount) -> list[dict[str, Any]]:
-    """Plans of the space by outcome, as table rows."""
-    return [{"plans": number, "rule": name, "why": why} for number, name, why in space_rows(space)]
+    """Plans of the space by outcome, as table rows; the largest numbers of rejected plans first."""
+    rows = [
+        {"plans": number, "outcome": "rejected" if name in space.rejected else name, "reason": _REASONS.get(name, why)}
+        for number, name, why in space_rows(space)
+    ]
+    return sorted(rows, key=lambda row: row["outcome"] != "rejected")
 
 
 def space_figure(space: SpaceCount) -> Figure:
-    """Search space by rejecting rule as bars, on a logarithmic scale, so that one plan is visible next to a million."""
+    """Search space by rejection reason as bars, on a logarithmic scale: one plan is visible next to a million."""
     rows = [row for row in space_table(space) if row["plans"]]
     if not rows:
         return empty("No plan was evaluated yet.")
-    rejected = [row["rule"] in space.rejected for row in rows]
+    labels = ["<br>".join(textwrap.wrap(row["reason"], _LABEL_CHARS)) + " " for row in rows]
     bars = bar(
         orientation="h",
         x=[row["plans"] for row in rows],
-        y=[f"{row['rule'].replace('_', ' ')} " for row in rows],
+        y=labels,
         text=[f"{row['plans']:,}" for row in rows],
         textposition="outside",
         cliponaxis=False,
-        marker={"color": [MUTED if is_rejected else PLANS[0] for is_rejected in rejected], "line": {"width": 0}},
-        customdata=[[row["why"]] for row in rows],
+        marker={"color": [MUTED if row["outcome"] == "rejected" else PLANS[0] for row in rows], "line": {"width": 0}},
+        customdata=[[row["outcome"]] for row in rows],
         hovertemplate="%{x:,} plans: %{customdata[0]}<extra></extra>",
     )
     most = max(row["plans"] for row in rows)
     return figure(
         [bars],
-        height=70 + 24 * len(rows),
-        bargap=0.25,
-        xaxis={"type": "log", "title": "plans", "dtick": 1, "range": [-0.2, math.log10(most) + 0.9]},
+        height=80 + sum(14 + 16 * (label.count("<br>") + 1) for label in labels),
+        bargap=0.35,
+        xaxis={"type": "log", "title": "plans", "dtick": 1, "range": [-0.2, math.log10(most) + 1.3]},
         yaxis=CATEGORIES,
     )
 

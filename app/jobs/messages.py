@@ -42,12 +42,14 @@ class Update(NamedTuple):
         done, total: Completed and total units of work.
         doing: Description of the current work.
         value: Intermediate result; None for none.
+        left_s: Upper estimate of the remaining seconds of the current work; None while it is unknown.
     """
 
     done: int
     total: int
     doing: str
     value: Any = None
+    left_s: float | None = None
 
 
 Report = Callable[[Update], object]

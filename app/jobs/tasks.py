@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ SEARCHING = "searching"
 """``SearchProgress.doing`` until all plans are evaluated; then the search explains the best plans."""
 
 _PAUSE_S = 0.25
+_PACE_S = 8.0
 
 _SMALL = """
 model: {family: llama, num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 4, intermediate_size: 128,
@@ -31,17 +33,40 @@ def warm_up() -> None:
     search_plans(_SMALL, lambda _: None)
 
 
+class Pace:
+    """Recent pace of a search.
+
+    A search rejects most plans by rules in the first second, then times the others one by one, the most promising
+    first, and prunes the rest together. So the pace of the last seconds gives an upper estimate of the time left.
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def left_s(self, now_s: float, done: int, total: int) -> float | None:
+        """Upper estimate of the remaining seconds; None in the first seconds and while no plan is done."""
+        self._seen.append((now_s, done))
+        while self._seen[0][0] < now_s - _PACE_S:
+            self._seen.popleft()
+        begun_s, before = self._seen[0]
+        if now_s - begun_s < _PACE_S / 2 or done == before:
+            return None
+        return (total - done) * (now_s - begun_s) / (done - before)
+
+
 def search_plans(text: str, report: Report) -> SearchResult:
     """The best plans of a scenario with a search; reports intermediate results."""
     asked = parse_search(text)
-    told_s, had = 0.0, False
+    told_s, had, pace = 0.0, False, Pace()
 
     def on_progress(progress: SearchProgress) -> None:
         nonlocal told_s, had
+        left_s = pace.left_s(time.monotonic(), progress.done, progress.total)
         found = progress.best_step_time_s is not None
         if time.monotonic() - told_s >= _PAUSE_S or (found and not had) or progress.doing != SEARCHING:
             told_s, had = time.monotonic(), found
-            report(Update(progress.done, progress.total, progress.doing, _known(progress) if found else None))
+            known = _known(progress) if found else None
+            report(Update(progress.done, progress.total, progress.doing, known, left_s))
 
     return search(asked.job, asked.space, name=asked.name, on_progress=on_progress)
 

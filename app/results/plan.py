@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from simplan.cluster.hardware import ClusterSpec
+from simplan.cost.calibration.format import Calibration
 from simplan.cost.calibration.store import default_path, load
 from simplan.explain.term import exposed_s
 from simplan.io import json_text
@@ -21,6 +22,7 @@ from simplan.program.program import Stream
 from simplan.program.timeline import Span, Timeline
 from simplan.report.text import split_parts
 from simplan.scenario import Scenario, parse_scenario
+from simplan.search.fixes import Fix, fixes
 
 WITHIN, BETWEEN, HOST = "within nodes", "between nodes", "to and from the host"
 
@@ -171,6 +173,11 @@ def plan_result(text: str, calibrated_at: int) -> PlanResult:
     return PlanResult(replace(prediction, timeline=bare), steps, busiest)
 
 
+def plan_fixes(text: str, calibrated_at: int) -> tuple[Fix, ...]:
+    """Smallest changes with which the plan of a scenario fits; empty if it fits already."""
+    return fixes(predicted(text, calibrated_at), _calibration(parse_scenario(text)))
+
+
 def prediction_text(text: str, calibrated_at: int) -> str:
     """Output file of ``simplan predict``."""
     return json_text(predicted(text, calibrated_at).to_json())
@@ -185,10 +192,13 @@ def predicted(text: str, calibrated_at: int) -> Prediction:
 def predicted_step(text: str, calibrated_at: int) -> tuple[Prediction, Simulated]:
     """Prediction together with the simulated step."""
     scenario = parse_scenario(text)
-    on_cores = scenario.job.cluster.cores_per_node is not None
-    calibration = load(default_path()) if on_cores else None
-    prediction, simulated = predict_step(scenario.job, name=scenario.name, calibration=calibration)
+    prediction, simulated = predict_step(scenario.job, name=scenario.name, calibration=_calibration(scenario))
     return prediction.with_budget(scenario.budget), simulated
+
+
+def _calibration(scenario: Scenario) -> Calibration | None:
+    """Timings of this machine, if the scenario runs on it."""
+    return load(default_path()) if scenario.job.cluster.cores_per_node is not None else None
 
 
 def step_parts(prediction: Prediction, rank: int, spans: Sequence[Span]) -> tuple[StepPart, ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
@@ -13,17 +13,21 @@ from app.results.plan import predicted_step
 from simplan.io import json_text
 from simplan.plan.plan import RankMapping
 from simplan.predict import Simulated
+from simplan.prediction import RankMemory
 from simplan.program.action import ActionKind
-from simplan.program.program import MemoryCategory, Op, Stream, Work
+from simplan.program.program import MemoryCategory, Op, Program, Stream, Work
 from simplan.program.timeline import SpanKind
 from simplan.report.trace import predicted_trace
 from simplan.sim.memory import memory_trace
 from simplan.units import format_time
 
 MAX_BOXES = 5_000
-"""Maximum number of boxes in a window; a window ends before it has more."""
+"""Maximum number of boxes that are drawn; neighbors are merged where a window has more."""
 
+_COMMUNICATION_SHARE = 1 / 3  # of the drawn boxes, at least
+_FINEST = 1 / 2_000  # of the window: about half a pixel
 _MAX_SAMPLES = 900
+_MOST_LABELS = 3
 _SAME = 1e-9  # fraction of the step below which two times count as equal
 
 
@@ -42,6 +46,8 @@ class TimelineBox:
         waited_for: Operation whose end started the box; empty without a wait.
         num_bytes: Bytes moved.
         formula: Largest cost terms, with numbers.
+        num_merged: Number of boxes that are drawn as this one. Kind and stage are those of most of its time.
+        busy_s: Sum of the times of the merged boxes, in seconds.
     """
 
     kind: ActionKind
@@ -55,6 +61,8 @@ class TimelineBox:
     waited_for: str = ""
     num_bytes: int = 0
     formula: str = ""
+    num_merged: int = 1
+    busy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +91,27 @@ class MemoryCurve:
         rank: Global rank.
         times_s: Times in seconds, ascending; each value is valid from its time on.
         by_category: Bytes per nonzero category, (times,) each.
+        device_bytes: Peak memory on the device: tensors, reserve of the allocator and context.
+        peak_action: Action at the peak; empty for a peak between steps.
     """
 
     rank: int
     times_s: tuple[float, ...]
     by_category: dict[MemoryCategory, tuple[int, ...]]
+    device_bytes: int
+    peak_action: str
 
     @property
     def total_bytes(self) -> tuple[int, ...]:
         """Sum over the categories."""
         return tuple(map(sum, zip(*self.by_category.values(), strict=True)))
+
+    @property
+    def peak(self) -> tuple[float, int]:
+        """Time in seconds and tensor bytes of the peak."""
+        total = self.total_bytes
+        at = max(range(len(total)), key=total.__getitem__)
+        return self.times_s[at], total[at]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +123,9 @@ class TimelineResult:
         step_time_s: Step time in seconds.
         bubble_fraction: Bubble fraction of the prediction.
         window_s: Start and end of the window with boxes, in seconds.
-        num_boxes: Number of boxes in the full step.
+        num_boxes: Number of boxes in the window before neighbors are merged.
+        merged_below_s: Neighbors on a stream that together are shorter than this are drawn as one, for compute and for
+            communication; 0 where none are merged.
         lanes: One lane per pipeline coordinate, for its first rank.
         ranks_per_lane: Number of ranks that one lane represents.
         memory: Memory of every drawn rank, over the full step.
@@ -117,6 +138,7 @@ class TimelineResult:
     bubble_fraction: float
     window_s: tuple[float, float]
     num_boxes: int
+    merged_below_s: tuple[float, float]
     lanes: tuple[Lane, ...]
     ranks_per_lane: int
     memory: tuple[MemoryCurve, ...]
@@ -132,42 +154,53 @@ class TimelineResult:
 def timeline_result(
     text: str, calibrated_at: int, *, layers: bool = False, start: float = 0.0, end: float = 1.0
 ) -> TimelineResult:
-    """One step of a scenario, or a window of it.
+    """One step of a scenario, or a window of it; where it has more than ``MAX_BOXES`` boxes, neighbors are merged.
 
     Args:
         text: The scenario's YAML.
         calibrated_at: Modification time of this machine's calibration, a cache key.
         layers: One box per layer instead of one per action.
-        start, end: Window as fractions of the step; it ends earlier at ``MAX_BOXES`` boxes.
+        start, end: Window as fractions of the step.
     """
     prediction, simulated = predicted_step(text, calibrated_at)
+    step = _Step(simulated)
     mapping = RankMapping.of(prediction.job.plan)
     firsts = range(0, mapping.world_size, mapping.ranks_per_stage)
     ranks = [rank for rank in firsts if rank in simulated.program.by_rank]
-    boxes = {rank: (_compute_boxes(simulated, rank, layers=layers), _communications(simulated, rank)) for rank in ranks}
     step_s = prediction.step_time_s
-    every = sorted(box.start_s for pair in boxes.values() for part in pair for box in part)
     start_s, end_s = start * step_s, end * step_s
-    inside = [time_s for time_s in every if start_s <= time_s <= end_s]
-    if len(inside) > MAX_BOXES:
-        end_s = inside[MAX_BOXES]
+    computes = [_compute_pieces(step, rank, layers=layers) for rank in ranks]
+    communications = [_communication_pieces(step, rank) for rank in ranks]
+    busy_s = [sum(piece.end_s - piece.start_s for piece in pieces) for pieces in computes]
+    stages = [tuple(sorted({step.ops[piece.ops[0]].action.stage for piece in one})) for one in computes]
+    for compute, communication in zip(computes, communications, strict=True):
+        _add_waits(compute, communication, step, step_s)
+    computes = [_inside(pieces, start_s, end_s) for pieces in computes]
+    communications = [_inside(pieces, start_s, end_s) for pieces in communications]
+    num_computes, num_moves = (sum(map(len, one)) for one in (computes, communications))
+    num_boxes, window_s = num_computes + num_moves, end_s - start_s
+    most_moves = max(int(MAX_BOXES * _COMMUNICATION_SHARE), MAX_BOXES - num_computes)
+    moved, moved_below_s = _merged(communications, most_moves, window_s)
+    computed, computed_below_s = _merged(computes, MAX_BOXES - sum(map(len, moved)), window_s)
     lanes = tuple(
         Lane(
             rank,
-            tuple(sorted({box.stage for box in compute})),
-            tuple(_inside(_with_waits(compute, communications, step_s), start_s, end_s)),
-            tuple(_inside(communications, start_s, end_s)),
-            max(0.0, 1.0 - sum(box.end_s - box.start_s for box in compute) / step_s),
+            stages[number],
+            tuple(_box(step, group, layers=layers) for group in computed[number]),
+            tuple(_box(step, group, communication=True) for group in moved[number]),
+            max(0.0, 1.0 - busy_s[number] / step_s),
         )
-        for rank, (compute, communications) in boxes.items()
+        for number, rank in enumerate(ranks)
     )
-    curves = tuple(_memory(simulated, rank) for rank in ranks)
+    memory = {one.rank: one for one in prediction.memory}
+    curves = tuple(_memory(simulated, memory[rank]) for rank in ranks)
     return TimelineResult(
         name=prediction.name,
         step_time_s=step_s,
         bubble_fraction=prediction.bubble_fraction,
         window_s=(start_s, end_s),
-        num_boxes=len(every),
+        num_boxes=num_boxes,
+        merged_below_s=(computed_below_s, moved_below_s),
         lanes=lanes,
         ranks_per_lane=mapping.ranks_per_stage,
         memory=curves,
@@ -181,56 +214,134 @@ def trace_text(text: str, calibrated_at: int) -> str:
     return json_text(predicted_trace(*predicted_step(text, calibrated_at)))
 
 
-def _compute_boxes(simulated: Simulated, rank: int, *, layers: bool) -> list[TimelineBox]:
-    """Boxes of the compute stream: one per run of operations of an action, or one per layer."""
-    ops, times = simulated.program.ops, simulated.times
-    running = [
-        index
-        for index in simulated.program.by_rank[rank]
-        if ops[index].stream is Stream.COMPUTE and times.end_s[index] > times.start_s[index]
-    ]
+class _Ops(dict[int, Op]):
+    """Operations of a program by index, each made once: a program holds arrays, and an operation is a view of a row."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def __missing__(self, index: int) -> Op:
+        op = self[index] = self._program.ops[index]
+        return op
+
+
+class _Step:
+    """A simulated step with its operations."""
+
+    def __init__(self, simulated: Simulated) -> None:
+        self.simulated, self.times = simulated, simulated.times
+        self.ops = _Ops(simulated.program)
+        self.on_compute = simulated.program.on_stream(Stream.COMPUTE)
+
+    def lasts(self, index: int) -> bool:
+        """True for an operation that takes time."""
+        return bool(self.times.end_s[index] > self.times.start_s[index])
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Box before it is drawn: operations on a stream that are one action, layer or communication.
+
+    Attributes:
+        ops: Indices of the operations.
+        start_s, end_s: Seconds from the start of the step.
+        waited_s, waited_for: As in ``TimelineBox``.
+    """
+
+    ops: list[int]
+    start_s: float
+    end_s: float
+    waited_s: float = 0.0
+    waited_for: str = ""
+
+
+def _compute_pieces(step: _Step, rank: int, *, layers: bool) -> list[_Piece]:
+    """Pieces of the compute stream: one per run of operations of an action, or one per layer."""
+    ops, times = step.ops, step.times
+    running = [index for index in step.simulated.program.by_rank[rank] if step.on_compute[index] and step.lasts(index)]
     running.sort(key=lambda index: times.start_s[index])
-    boxes = []
-    for _, grouped in groupby(running, key=(lambda index: index) if layers else (lambda index: ops[index].action)):
-        group = list(grouped)
-        first = ops[group[0]]
-        recomputing = [index for index in group if ops[index].kind is SpanKind.RECOMPUTE]
-        boxes.append(
-            TimelineBox(
-                kind=first.action.kind,
-                label=first.name if layers else str(first.action),
-                stage=first.action.stage,
-                microbatch=first.action.microbatch,
-                start_s=float(times.start_s[group[0]]),
-                end_s=float(max(times.end_s[index] for index in group)),
-                recompute_s=sum(float(times.end_s[index] - times.start_s[index]) for index in recomputing),
-                formula=_formula(simulated, (ops[index] for index in group)),
-            )
-        )
-    return boxes
+    grouped = groupby(running, key=(lambda index: index) if layers else (lambda index: ops[index].action))
+    groups = [list(group) for _, group in grouped]
+    return [
+        _Piece(group, float(times.start_s[group[0]]), float(max(times.end_s[index] for index in group)))
+        for group in groups
+    ]
 
 
-def _communications(simulated: Simulated, rank: int) -> list[TimelineBox]:
-    ops, times = simulated.program.ops, simulated.times
-    found = []
-    for index in simulated.program.by_rank[rank]:
-        op, start_s, end_s = ops[index], float(times.start_s[index]), float(times.end_s[index])
-        if op.stream is Stream.COMPUTE or end_s <= start_s:
-            continue
-        communication = op.communication
-        found.append(
-            TimelineBox(
-                kind=op.action.kind,
-                label=f"{op.name} ({str(op.stream).replace('_', ' ')})",
-                stage=op.action.stage,
-                microbatch=op.action.microbatch,
-                start_s=start_s,
-                end_s=end_s,
-                num_bytes=0 if communication is None else communication.num_bytes,
-                formula=_formula(simulated, [op]),
-            )
-        )
-    return sorted(found, key=lambda box: box.start_s)
+def _communication_pieces(step: _Step, rank: int) -> list[_Piece]:
+    found = [
+        _Piece([index], float(step.times.start_s[index]), float(step.times.end_s[index]))
+        for index in step.simulated.program.by_rank[rank]
+        if not step.on_compute[index] and step.lasts(index)
+    ]
+    return sorted(found, key=lambda piece: piece.start_s)
+
+
+def _merged(streams: Sequence[Sequence[_Piece]], most: int, window_s: float) -> tuple[list[list[list[_Piece]]], float]:
+    """Groups of neighboring pieces, at most ``most`` over all streams, and the length below which they are merged."""
+    below_s = 0.0
+    groups = [[[piece] for piece in pieces] for pieces in streams]
+    while sum(map(len, groups)) > max(most, len(streams)):
+        below_s = 2 * below_s or _FINEST * window_s
+        groups = [_neighbors(pieces, below_s) for pieces in streams]
+    return groups, below_s
+
+
+def _neighbors(pieces: Sequence[_Piece], below_s: float) -> list[list[_Piece]]:
+    groups: list[list[_Piece]] = []
+    for piece in pieces:
+        if groups and piece.end_s - groups[-1][0].start_s < below_s:
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    return groups
+
+
+def _box(step: _Step, group: Sequence[_Piece], *, layers: bool = False, communication: bool = False) -> TimelineBox:
+    """Box of a piece, or of several neighbors."""
+    ops, times = step.ops, step.times
+    longest = ops[max(group, key=lambda piece: piece.end_s - piece.start_s).ops[0]]
+    indices = [index for piece in group for index in piece.ops]
+    microbatches = {ops[piece.ops[0]].action.microbatch for piece in group}
+    recomputing = [index for index in indices if ops[index].kind is SpanKind.RECOMPUTE and not communication]
+    moved = [one.num_bytes for index in indices if (one := ops[index].communication) is not None and communication]
+    if communication and len(group) > 1:
+        label = _counted(f"{ops[index].name.partition(' ')[0]} ({_words(ops[index].stream)})" for index in indices)
+    else:
+        labels = [_label(ops[piece.ops[0]], named=layers) for piece in (group[0], group[-1])]
+        label = labels[0] if len(group) == 1 else f"{labels[0]} to {labels[1]}"
+    return TimelineBox(
+        kind=longest.action.kind,
+        label=label,
+        stage=longest.action.stage,
+        microbatch=microbatches.pop() if len(microbatches) == 1 else None,
+        start_s=group[0].start_s,
+        end_s=max(piece.end_s for piece in group),
+        recompute_s=sum(float(times.end_s[index] - times.start_s[index]) for index in recomputing),
+        waited_s=sum(piece.waited_s for piece in group),
+        waited_for=max(group, key=lambda piece: piece.waited_s).waited_for,
+        num_bytes=sum(moved),
+        formula=_formula(step.simulated, (ops[index] for index in indices)),
+        num_merged=len(group),
+        busy_s=sum(piece.end_s - piece.start_s for piece in group),
+    )
+
+
+def _label(op: Op, *, named: bool) -> str:
+    if op.stream is not Stream.COMPUTE:
+        return f"{op.name} ({_words(op.stream)})"
+    return op.name if named else str(op.action)
+
+
+def _words(stream: Stream) -> str:
+    return str(stream).replace("_", " ")
+
+
+def _counted(labels: Iterable[str]) -> str:
+    """``12 x all_gather (tensor parallel), 3 x send (pipeline)``."""
+    counts = Counter(labels)
+    words = [f"{number:,} x {label}" for label, number in counts.most_common(_MOST_LABELS)]
+    return ", ".join(words + [f"and {len(counts) - _MOST_LABELS} more kinds"] * (len(counts) > _MOST_LABELS))
 
 
 def _formula(simulated: Simulated, ops: Iterable[Op]) -> str:
@@ -245,32 +356,32 @@ def _formula(simulated: Simulated, ops: Iterable[Op]) -> str:
     return "<br>".join(lines + [f"and {len(terms) - 2} more"] * (len(terms) > 2))
 
 
-def _with_waits(
-    compute: Sequence[TimelineBox], communications: Sequence[TimelineBox], step_s: float
-) -> Iterator[TimelineBox]:
-    """Boxes with ``waited_for``: the operation that ended when the box began, preferably communication of the rank."""
+def _add_waits(compute: Sequence[_Piece], communications: Sequence[_Piece], step: _Step, step_s: float) -> None:
+    """Sets ``waited_for``: the operation that ended when the piece began, preferably communication of the rank."""
     ends = np.array(
         sorted((communication.end_s, number) for number, communication in enumerate(communications)) or [(np.inf, 0)]
     )
     free_s = 0.0
-    for box in compute:
-        waited_s = box.start_s - free_s
-        free_s = box.end_s
+    for piece in compute:
+        waited_s = piece.start_s - free_s
+        free_s = piece.end_s
         if waited_s <= _SAME * step_s:
-            yield box
             continue
-        place = int(np.searchsorted(ends[:, 0], box.start_s - _SAME * step_s))
-        after = ends[place] if place < len(ends) and abs(ends[place][0] - box.start_s) <= 2 * _SAME * step_s else None
-        waited_for = communications[int(after[1])].label if after is not None else "other ranks"
-        yield replace(box, waited_s=waited_s, waited_for=waited_for)
+        place = int(np.searchsorted(ends[:, 0], piece.start_s - _SAME * step_s))
+        after = ends[place] if place < len(ends) and abs(ends[place][0] - piece.start_s) <= 2 * _SAME * step_s else None
+        piece.waited_s, piece.waited_for = waited_s, "other ranks"
+        if after is not None:
+            op = step.ops[communications[int(after[1])].ops[0]]
+            piece.waited_for = _label(op, named=False)
 
 
-def _inside(boxes: Iterable[TimelineBox], start_s: float, end_s: float) -> Iterator[TimelineBox]:
-    return (box for box in boxes if box.end_s >= start_s and box.start_s <= end_s)
+def _inside(pieces: Iterable[_Piece], start_s: float, end_s: float) -> list[_Piece]:
+    return [piece for piece in pieces if piece.end_s >= start_s and piece.start_s <= end_s]
 
 
-def _memory(simulated: Simulated, rank: int) -> MemoryCurve:
+def _memory(simulated: Simulated, memory: RankMemory) -> MemoryCurve:
     """Memory curve of a rank, downsampled to the largest sample per interval, so that no peak is lost."""
+    rank = memory.rank
     counted = [c for c in MemoryCategory if simulated.program.one_memory or c is not MemoryCategory.HOST]
     samples = list(memory_trace(simulated.program, rank, simulated.times))
     totals = [sum(sample.by_category.get(category, 0) for category in counted) for sample in samples]
@@ -285,4 +396,6 @@ def _memory(simulated: Simulated, rank: int) -> MemoryCurve:
         rank,
         tuple(samples[index].time_s for index in kept),
         {c: tuple(samples[index].by_category.get(c, 0) for index in kept) for c in categories},
+        memory.device_bytes,
+        memory.peak_action,
     )

@@ -13,7 +13,7 @@ from app.awaited import awaited
 from app.components.comparison import difference_sentence, explained, show_difference
 from app.components.elements import csv_text, download, show_figure
 from app.components.scenario_form import show_scenario_form
-from app.components.verdict import kept_budget, show_budget
+from app.components.verdict import budget_of, show_budget
 from app.fields import remembered_choice
 from app.figures.compared import memory_stacks, step_stacks
 from app.page import escaped, run_page, show_problems
@@ -33,7 +33,8 @@ Document = dict[str, Any]
 def show() -> None:
     """The current scenario next to pinned plans, pinned scenarios and uploaded scenarios."""
     show_scenario_form()
-    images = result_cache.scenario(state.document()).job.model.sample == "image"
+    current = result_cache.scenario(state.document())
+    images = current.job.model.sample == "image"
     show_budget(images=images)
     documents = {letter: document for letter, (_, document) in zip(string.ascii_uppercase, _chosen(), strict=False)}
     _show_chosen()
@@ -43,7 +44,7 @@ def show() -> None:
             "Pin the current scenario and change it in the sidebar, pin plans on the page Search, or upload scenario "
             "files. Two to four scenarios are compared."
         )
-    _show_table(documents, plans, *kept_budget(images=images), images=images)
+    _show_table(documents, plans, *budget_of(current), images=images)
     left, right = st.columns(2, gap="medium")
     for column, name, draw in ((left, "step time", step_stacks), (right, "peak memory", memory_stacks)):
         with column:
@@ -121,7 +122,7 @@ def _upload() -> None:
     )
     for file in files or ():
         try:
-            data = uploads.scenario_data(file.name, file.getvalue())
+            data = uploads.checked_scenario_data(file.name, file.getvalue())
             result_cache.scenario({key: value for key, value in data.items() if key not in ("search", "expect")})
         except SpecError as error:
             show_problems(error)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from typing import Any
 
 import streamlit as st
 
 from app import result_cache, state
-from app.components.elements import csv_text, download, show_figure, show_table
+from app.components.elements import csv_text, details, download, show_figure, show_table
 from app.components.scenario_form import show_scenario_form
-from app.components.verdict import kept_budget, show_budget, show_numbers, show_verdict
+from app.components.verdict import budget_of, show_budget, show_numbers, show_verdict
 from app.definitions import meaning
 from app.fields import remembered_choice
 from app.figures.plan import memory_bars, memory_figure, memory_rows, waterfall_figure
+from app.fitting import applied
 from app.page import bullets, escaped, run_page
 from app.results.plan import Headline, PlanResult, headline_of_prediction
 from simplan.errors import SimplanError
@@ -21,6 +23,7 @@ from simplan.job import Job
 from simplan.prediction import Prediction, Term
 from simplan.report.table import format_ranks
 from simplan.report.text import links_words, microbatch_words, plan_words, split_parts
+from simplan.search.fixes import Fix
 from simplan.units import GIB, counted, format_bytes, format_percent, format_time
 
 _HEAD_START_S = 0.1
@@ -32,8 +35,7 @@ def show() -> None:
     document = state.document()
     try:
         scenario = result_cache.scenario(document)
-        images = scenario.job.model.sample == "image"
-        budget, price = kept_budget(images=images)
+        budget, price = budget_of(scenario)
         top = st.empty()
         quick = result_cache.headline(document)
         if quick is not None:
@@ -43,12 +45,13 @@ def show() -> None:
         show_scenario_form()
         raise
     show_scenario_form()
-    show_budget(images=images)
+    show_budget(images=scenario.job.model.sample == "image")
     result = result_cache.plan(document)
     prediction = result.prediction
     final = headline_of_prediction(prediction)
     if final != quick:
         _show_top(top, scenario.job, final, budget, price, _host_words(prediction))
+    fixes_place = st.container()
     left, right = st.columns([3, 2], gap="medium")
     with left:
         _show_memory(prediction)
@@ -63,6 +66,9 @@ def show() -> None:
         rows = memory_rows(memory_bars(prediction.memory))
         download("Memory", f"{scenario.name} memory by rank", "csv", csv_text(rows))
         download("Terms", f"{scenario.name} terms", "csv", csv_text(list(map(_term_row, prediction.terms))))
+    if prediction.fits is False or prediction.host_fits is False:
+        with fixes_place:
+            _show_fixes(document)
 
 
 def _show_top(
@@ -86,6 +92,26 @@ def _show_top(
         )
         if links := links_words(cluster.links):
             st.caption(escaped(f"Links: {links}"))
+
+
+def _show_fixes(document: dict[str, Any]) -> None:
+    """Smallest changes with which the plan fits, each with a button that makes it."""
+    found = result_cache.fixes(document)
+    st.subheader("Smallest changes that fit", help="Each was predicted; changes of the same devices come first")
+    if not found:
+        st.markdown("No single change of the plan fits, and no pair of changes. **Search** evaluates all plans.")
+    for number, fix in enumerate(found):
+        words, numbers, button = st.columns([5, 4, 1], vertical_alignment="center")
+        words.markdown(escaped(fix.words))
+        numbers.markdown(
+            f"{format_bytes(fix.device_bytes)}, {format_bytes(fix.headroom_bytes)} headroom; "
+            f"{format_time(fix.step_time_s)} a step ({fix.step_time_change:+.1%})"
+        )
+        button.button("Apply", key=f"fix {number}", on_click=_apply, args=(document, fix), width="stretch")
+
+
+def _apply(document: dict[str, Any], fix: Fix) -> None:
+    state.set_document(applied(document, fix.changes))
 
 
 def _host_words(prediction: Prediction) -> str:
@@ -137,17 +163,20 @@ def _show_step(result: PlanResult) -> None:
 
 
 def _show_details(prediction: Prediction) -> None:
-    with st.expander(f"Cost terms ({len(prediction.terms)})"):
-        terms = sorted(prediction.terms, key=lambda term: -term.seconds * term.count)
-        show_table(list(map(_term_row, terms)), height=320)
-    with st.expander("Ranks"):
-        show_table(_rank_rows(prediction))
-    with st.expander(f"Assumptions ({len(prediction.assumptions)})"):
-        st.markdown(bullets(prediction.assumptions))
-        missing = prediction.job.software.not_modelled
-        if missing:
-            st.markdown(f"Not modeled of {escaped(prediction.job.software.id)}:")
-            st.markdown(bullets(missing))
+    with details(f"Cost breakdown ({len(prediction.terms)} terms)", "terms") as is_open:
+        if is_open:
+            terms = sorted(prediction.terms, key=lambda term: -term.seconds * term.count)
+            show_table(list(map(_term_row, terms)), height=320)
+    with details("Ranks", "ranks") as is_open:
+        if is_open:
+            show_table(_rank_rows(prediction))
+    with details(f"Assumptions ({len(prediction.assumptions)})", "assumptions") as is_open:
+        if is_open:
+            st.markdown(bullets(prediction.assumptions))
+            missing = prediction.job.software.not_modelled
+            if missing:
+                st.markdown(f"Not modeled of {escaped(prediction.job.software.id)}:")
+                st.markdown(bullets(missing))
 
 
 def _term_row(term: Term) -> dict[str, object]:
@@ -157,7 +186,7 @@ def _term_row(term: Term) -> dict[str, object]:
         "count per rank": round(term.count, 3),
         "seconds per rank": term.seconds * term.count,
         "source": term.provenance,
-        "std": f"+/- {term.relative_std:.0%}",
+        "uncertainty": f"+/- {term.relative_std:.0%}",
         "formula": term.formula,
     }
 

@@ -8,7 +8,7 @@ from app import result_cache, state
 from app.awaited import awaited
 from app.components.elements import csv_text, download, show_figure
 from app.components.scenario_form import show_scenario_form
-from app.components.verdict import kept_budget, show_budget
+from app.components.verdict import budget_of, show_budget
 from app.fields import remembered_choice
 from app.figures.scale import scale_figures, scale_rows, slow_figure, worth_figure
 from app.page import bullets, run_page
@@ -31,8 +31,8 @@ def show() -> None:
     scenario = result_cache.scenario(document)
     images = scenario.job.model.sample == "image"
     show_budget(images=images)
-    budget, price = kept_budget(images=images)
-    text = state.document_text(document)
+    budget, price = budget_of(scenario)
+    text = state.document_text(result_cache.without_budget(document))
     left, right = st.columns(2)
     with left:
         axis = remembered_choice("Axis", "axis", list(AXES), "devices", format_func=_name)

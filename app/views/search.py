@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from functools import partial
 from typing import Any
@@ -13,11 +14,13 @@ from app.components.comparison import show_comparison
 from app.components.plans import show_plans, show_plans_so_far
 from app.components.progress import Following, ProgressBar, follow, show_progress, stage
 from app.components.scenario_form import show_scenario_form
-from app.fields import remembered_choice, remembered_number
+from app.components.verdict import TOKENS_START, show_budget
+from app.fields import get, remembered_choice, remembered_number
 from app.jobs.job import BackgroundJob, State, searches
 from app.jobs.messages import TaskRequest
 from app.jobs.tasks import SEARCHING, search_plans
 from app.page import escaped, run_page
+from app.result_cache import without_budget
 from simplan.report.search import GOALS, search_verdict
 from simplan.scenario import SearchScenario, parse_search
 from simplan.search import SearchResult, SearchSpace
@@ -26,8 +29,6 @@ from simplan.search.space import OBJECTIVES
 _STAGES = ("start", "going", "found")
 _TOP = 10
 _DRAW_S, _EXPLAINED_S = 2.5, 1.0
-_SAID_AFTER_S = 4.0
-_LONG_MIN = 3
 
 
 def show() -> Following | None:
@@ -81,17 +82,14 @@ def _search_section() -> dict[str, Any]:
     if deadline_s:
         section["max_step_time_s"] = deadline_s
     if "cost" in (first, second):
-        section["dollars_per_device_hour"] = remembered_number(
-            "Price, dollars", "dollars", 2.5, least=0.01, help="Per device and hour"
-        )
-        billions = remembered_number("Tokens (billion)", "billions", 1000.0, least=0.001)
-        section["token_budget"] = billions * 1e9
+        show_budget(images=False)
+        section["token_budget"] = get(("training", "num_tokens"), TOKENS_START)
     return section
 
 
 def _document(section: dict[str, Any]) -> dict[str, Any]:
     document = {key: value for key, value in state.document().items() if key not in ("plan", "search", "expect")}
-    return document | {"search": section}
+    return (document if "token_budget" in section else without_budget(document)) | {"search": section}
 
 
 def _show_start(asked: SearchScenario, key: Any, text: str) -> None:
@@ -154,19 +152,16 @@ def _progress(job: BackgroundJob) -> ProgressBar:
     if update.doing != SEARCHING:
         return ProgressBar(1.0, f"{update.total:,} plans evaluated; {update.doing}")
     share = update.done / max(1, update.total)
-    return ProgressBar(share, f"{update.done:,} of {update.total:,} plans evaluated{_left(job, share)}")
+    return ProgressBar(share, f"{update.done:,} of {update.total:,} plans evaluated{_left(update.left_s)}")
 
 
-def _left(job: BackgroundJob, share: float) -> str:
-    """Estimated time left; empty in the first seconds."""
-    passed_s = time.monotonic() - job.started_s
-    if passed_s < _SAID_AFTER_S or not share:
+def _left(seconds: float | None) -> str:
+    """Upper estimate of the time left, in words; empty while it is unknown."""
+    if seconds is None:
         return ""
-    minutes = passed_s * (1 - share) / share / 60
-    if minutes < 1:
-        return ", less than a minute left"
-    slowly = "; plans of this framework or model are evaluated individually" if minutes > _LONG_MIN else ""
-    return f", about {minutes:,.0f} min left{slowly}"
+    minutes = math.ceil(seconds / 60)
+    most = "less than a minute" if minutes <= 1 else f"at most {minutes:,} min"
+    return f", {most} left; usually less, since bounds prune most of the rest together"
 
 
 def _show_found(asked: SearchScenario, job: BackgroundJob, key: Any, text: str) -> Following | None:

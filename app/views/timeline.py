@@ -12,10 +12,11 @@ from app.components.elements import csv_text, download, show_figure
 from app.components.scenario_form import show_scenario_form
 from app.fields import remembered_choice
 from app.figures.gantt import gantt_figure
-from app.page import run_page, show_problems
+from app.page import escaped, run_page, show_problems
 from app.results.timeline import MAX_BOXES, TimelineResult
 from simplan.errors import SpecError
 from simplan.plan.schedules import SCHEDULE_FACTS
+from simplan.units import format_bytes, format_time
 
 _MAX_COMPARED = 6
 _WINDOW = "window"
@@ -34,7 +35,7 @@ def show() -> None:
             st.caption("Set Pipeline above 1 to compare schedules.")
     with middle:
         boxes = remembered_choice(
-            "Boxes", "boxes", ("action", "layer"), "action", help="One box per action or per layer"
+            "Granularity", "boxes", ("action", "layer"), "action", help="One box per action or per layer"
         )
     start, end = _window()
     layers = boxes == "layer"
@@ -46,17 +47,23 @@ def show() -> None:
         rank = results[0].peak_memory.rank
         if len(results) == 1:
             rank = remembered_choice("Memory of rank", "memory_rank", ranks, rank, help="Tensors over the step")
-    _show_truncation(results)
+    curve = next(curve for curve in results[0].memory if curve.rank == rank)
     figure = gantt_figure(results, rank)
     names = " and ".join(result.name for result in results)
     show_figure(figure, f"timeline {names}", alt=f"Timeline of {names}: actions and memory of every rank")
+    if len(results) == 1:
+        when = f"during {curve.peak_action}" if curve.peak_action else "between steps"
+        st.caption(
+            f"Memory of rank {rank}: tensors peak at {format_bytes(curve.peak[1])} {when}; with the allocator's "
+            f"reserve and the device context, {format_bytes(curve.device_bytes)} on the device."
+        )
     ranks_per_lane = results[0].ranks_per_lane
     first = f"lanes show the first of {ranks_per_lane} ranks per pipeline stage; " if ranks_per_lane > 1 else ""
     st.caption(
-        f"White space is the bubble; {first}thin lanes are communication; lighter shades are later stages of a rank. "
-        "Drag to zoom, double-click to reset."
+        f"White gaps are idle time (bubble); {first}thin lanes are communication; lighter shades are later stages of a "
+        "rank. Drag to zoom, double-click to reset."
     )
-    _select_window()
+    _select_window(results)
     with st.container(horizontal=True):
         download(
             "Trace for Perfetto",
@@ -66,7 +73,13 @@ def show() -> None:
             about="Full step of all simulated ranks, for ui.perfetto.dev or chrome://tracing",
         )
         rows = [row for result in results for row in _rows(result)]
-        download("Boxes", f"{scenario.name} timeline", "csv", csv_text(rows), about="One row per box")
+        download(
+            "Boxes",
+            f"{scenario.name} timeline",
+            "csv",
+            csv_text(rows),
+            about="One row per drawn box; the trace has all of them",
+        )
         download("Scenario", scenario.name, "yaml", state.document_text(document))
 
 
@@ -125,20 +138,24 @@ def _window() -> tuple[float, float]:
     return (start, end) if start < end else (0.0, 1.0)
 
 
-def _select_window() -> None:
+def _select_window(results: list[TimelineResult]) -> None:
     key = f"view:{_WINDOW}"
     start, end = _window()
     st.session_state[key] = (round(100 * start, 1), round(100 * end, 1))
     st.slider(
-        "Window, % of step",
+        "Window, % of the step",
         0.0,
         100.0,
         step=0.5,
         key=key,
         on_change=_keep_window,
         args=(key,),
-        help=f"At most {MAX_BOXES:,} boxes are drawn",
+        help=f"The part of the step that is drawn. A shorter window shows more of its {MAX_BOXES:,} boxes unmerged.",
     )
+    shown_s = [(end - start) * result.step_time_s for result in results]
+    whole = (start, end) == (0.0, 1.0)
+    part = "The whole step" if whole else f"{start:.1%} to {end:.1%} of the step"
+    st.caption(f"{part} is shown ({' and '.join(map(format_time, shown_s))}). {escaped(_merging_words(results))}.")
 
 
 def _keep_window(key: str) -> None:
@@ -147,17 +164,22 @@ def _keep_window(key: str) -> None:
     state.set_view(_WINDOW, None if whole else [start / 100, end / 100])
 
 
-def _show_truncation(results: list[TimelineResult]) -> None:
-    """Notes on results with more boxes than are drawn."""
+def _merging_words(results: list[TimelineResult]) -> str:
+    """Number of boxes, and how neighbors are merged where a window has more than are drawn."""
+    words = []
     for result in results:
         drawn = sum(len(lane.compute) + len(lane.communications) for lane in result.lanes)
-        if drawn < result.num_boxes:
-            start, end = (share / result.step_time_s for share in result.window_s)
-            st.info(
-                f"{result.name}: {drawn:,} of {result.num_boxes:,} boxes are drawn, {start:.0%} to {end:.1%} of the "
-                "step. Choose another window below, or download the trace for Perfetto.",
-                icon=":material/crop:",
-            )
+        name = f"{result.name}: " * (len(results) > 1)
+        if drawn == result.num_boxes:
+            words.append(f"{name}{drawn:,} boxes")
+            continue
+        below = " and ".join(
+            f"{kind} up to {format_time(below_s)}"
+            for kind, below_s in zip(("compute", "communication"), result.merged_below_s, strict=True)
+            if below_s
+        )
+        words.append(f"{name}{result.num_boxes:,} boxes drawn as {drawn:,}: neighbors are merged, {below}")
+    return ". ".join(words)
 
 
 def _rows(result: TimelineResult) -> list[dict[str, Any]]:

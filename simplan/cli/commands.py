@@ -96,7 +96,7 @@ def _next(scenario: Scenario, request: ScenarioRequest, found: Sequence[Fix] | N
     steps = [f"simplan run {this}"] if scenario.job.cluster.id == THIS_MACHINE else []
     steps.append(f"simplan trace {this} -o trace.json")
     if found is None:
-        return steps
+        return [f"simplan explain {this}", *steps]
     same_batch = request.with_batch(scenario.job.training.global_batch_size)
     changed = [f"simplan predict {same_batch.with_overrides(found[0].changes).argument()}"] if found else []
     search = same_batch.argument(without="plan") + (" --set 'search={}'" if request.is_file else "")
@@ -113,7 +113,8 @@ def explain_command(
         calibration = _calibration_for(
             scenario, calibration_file if is_needed(scenario.job.cluster) or other is None else None
         )
-        explained.append(explain(*scenario.predict_step(calibration)))
+        prediction, simulated = scenario.predict_step(calibration)
+        explained.append(explain(replace(prediction, name=_name_of(each, scenario, other)), simulated))
     if other is None:
         document, text = explained[0].to_json(), explanation_text(explained[0])
     else:
@@ -124,6 +125,11 @@ def explain_command(
     else:
         print_result(text)
     return 0
+
+
+def _name_of(request: ScenarioRequest, scenario: Scenario, other: Path | None) -> str:
+    """Name of a scenario, or of its file where two are explained: those of saved plans have one name."""
+    return scenario.name if other is None or not request.is_file else request.source.stem
 
 
 def trace_command(

@@ -22,9 +22,9 @@ def sweep(job: Job, settings: Mapping[str, Sequence[Any]], *, calibration: Calib
     """Predict a job for every combination of values of some settings.
 
     Columns: one per setting; ``step_time_s`` with its 90 % interval ``step_time_low_s`` and ``step_time_high_s``;
-    ``tokens_per_s_per_device``, ``mfu``, ``device_gib`` (memory of the worst rank), ``fits`` and ``error``. Impossible
-    combinations have the violated rule as ``error``, and no numbers. Settings that are not swept keep their values, so
-    that parallel degrees should be swept together with the ones that make room for them, or with
+    ``tokens_per_s_per_device``, ``mfu``, ``device_gib`` (memory of the worst rank), ``fits``, ``memory_verdict`` and
+    ``error``. Impossible combinations have the violated rule as ``error``, and no numbers. Settings that are not swept
+    keep their values, so that parallel degrees should be swept together with the ones that make room for them, or with
     ``cluster.num_devices``.
 
     Args:
@@ -61,6 +61,7 @@ def _figures(job: Job, changes: Mapping[str, Any], calibration: Calibration | No
     figures: dict[str, Any] = dict.fromkeys(
         ("step_time_s", "step_time_low_s", "step_time_high_s", "tokens_per_s_per_device", "mfu", "device_gib", "fits")
     )
+    figures["memory_verdict"] = None
     changed = job.with_changes(changes)
     try:
         prediction = predict(changed, calibration=calibration)
@@ -75,5 +76,6 @@ def _figures(job: Job, changes: Mapping[str, Any], calibration: Calibration | No
         "mfu": prediction.mfu,
         "device_gib": prediction.worst_memory.device_bytes / GIB,
         "fits": prediction.fits,
+        "memory_verdict": prediction.memory_verdict,
         "error": "",
     }

@@ -161,6 +161,7 @@ _OTHER_WORDS = {
     "plan.ep": "ep_size expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size",
     "plan.etp": "expert_tensor_parallel_size expert_tensor_parallel_degree",
     "plan.virtual_stages": "virtual_pipeline_model_parallel_size num_virtual_stages vpp",
+    "software.compiled": "compiled compile torch_compile use_torch_compile",
     "plan.recompute": "activation_checkpoint activation_checkpointing gradient_checkpointing recompute_granularity",
     "model.seq_len": "sequence_length max_seq_len max_length context_length seq_length",
     "model.num_hidden_layers": "num_layers n_layer n_layers",

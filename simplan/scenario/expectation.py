@@ -58,6 +58,11 @@ def _packing_efficiency(prediction: Mapping[str, Any]) -> float | None:
     return prediction["document_tokens_per_s_per_device"] / tokens if tokens else None
 
 
+def _fits_safely(prediction: Mapping[str, Any]) -> bool | None:
+    verdict = prediction["memory_verdict"]
+    return None if verdict is None else verdict == "fits"
+
+
 _ALL = (
     Metric("step_time_s", "wall time of one optimizer step at steady state", "s"),
     Metric("action_level_step_time_s", "step time from whole actions, without the overlap inside them", "s"),
@@ -84,6 +89,12 @@ _ALL = (
     Metric("hfu", "hardware FLOPs utilization: as mfu, recomputed FLOPs counted", ""),
     Metric("fits", "whether the worst rank's device memory is within the capacity", ""),
     Metric(
+        "fits_safely",
+        "whether the 90 % interval of the worst rank's device memory is within the capacity (verdict: fits)",
+        "",
+        _fits_safely,
+    ),
+    Metric(
         "peak_memory_gib", "device memory of the worst rank, context included", "GiB", _at("peak_memory_gib.device")
     ),
     Metric("peak_allocated_gib", "memory of the worst rank's tensors", "GiB", _at("peak_memory_gib.allocated")),
@@ -107,7 +118,7 @@ METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _ALL}
 """Metrics of ``expect`` by name."""
 
 
-_VERDICTS = ("fits", "host_fits")
+_VERDICTS = ("fits", "fits_safely", "host_fits")
 
 
 def _known_metric(value: Any) -> str:

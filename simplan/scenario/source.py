@@ -385,6 +385,8 @@ def _completed(
         devices = _num_devices(found, file)
         if devices is not None:
             assume("training", "global_batch_size", devices, "one sequence per device")
+        else:
+            found["training"].setdefault("global_batch_size", 1)  # the cluster is wrong, which is told
     else:
         found.setdefault("plan", {})
         _assume_plan(found, file, number, assume)
@@ -420,6 +422,7 @@ def _assume_plan(found: dict[str, Any], file: str, number: Any, assume: Assume) 
     """Degrees of data parallelism, microbatch size and batch size of a plan."""
     plan, devices = found["plan"], _num_devices(found, file)
     if not isinstance(plan, dict) or devices is None:
+        found["training"].setdefault("global_batch_size", 1)  # one of the two is wrong, which is told
         return
     software = read_software(Sections(Document({}, {}), file), found["software"])
     if software is not None and not software.sequence_parallelism and plan.get("tp", 1) != 1:
@@ -435,6 +438,12 @@ def _assume_plan(found: dict[str, Any], file: str, number: Any, assume: Assume) 
     if left > 1 and missing:
         for key, value in _shared_out(found, file, left, missing):
             assume("plan", key, value, "the remaining devices" if key != "zero_stage" else "")
+    plan = found["plan"]
+    if degree("dp_shard") > 1 and "zero_stage" not in plan and software is not None:
+        stages: list[dict[str, Any]] = [{}, {"zero_stage": 2}, {"zero_stage": 1}]
+        best = min(stages, key=lambda stage: _num_violations({**found, "plan": {**plan, **stage}}, file))
+        for key, value in best.items():
+            assume("plan", key, value, f"the highest that {software.id} has for this plan")
     assume("plan", "microbatch_size", 1, "")
     plan = found["plan"]
     dp, size, pp = degree("dp_shard") * degree("dp_replicate"), degree("microbatch_size"), degree("pp")

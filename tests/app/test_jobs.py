@@ -9,7 +9,7 @@ import pytest
 
 from app.jobs.job import BackgroundJob, Jobs, State
 from app.jobs.messages import Failed, TaskRequest
-from app.jobs.tasks import search_plans
+from app.jobs.tasks import Pace, search_plans
 from simplan.errors import SpecError
 from simplan.scenario import parse_search
 from simplan.search import SearchResult, search
@@ -92,3 +92,16 @@ def test_what_is_wrong_comes_back_as_problems(jobs: Jobs) -> None:
     until(job, lambda job: job.state is State.ENDED)
     assert isinstance(job.error, SpecError)
     assert "dgx-h100" in str(job.error)
+
+
+def test_time_left_is_an_upper_estimate_from_the_recent_pace() -> None:
+    """Rules reject most plans in the first second, 2 plans per second are timed, and bounds prune the rest."""
+    pace, total, seen = Pace(), 10_000, []
+    for second in range(30):
+        left_s = pace.left_s(float(second), 9_000 + 2 * second if second else 0, total)
+        if left_s is not None:
+            seen.append((second, left_s))
+            if second > 8:
+                assert left_s == pytest.approx((1_000 - 2 * second) / 2)
+    assert seen[0][0] >= 4, "no estimate from the first moments"
+    assert pace.left_s(30.0, total, total) == 0

@@ -170,7 +170,7 @@ def test_a_config_becomes_the_model_that_a_file_of_it_is(tmp_path: Path) -> None
         (b"{", "this is not JSON"),
         (b'{"model_type": "banana"}', "model_type"),
         (b" " * (3 * 2**20), "larger than 2 MiB"),
-        (b"\xff\xfe\x00", "is not UTF-8 text"),
+        (b"\x89PNG\r\n\x1a\n\xff", "config.json: is not UTF-8 text; drop the config.json of a Hugging Face model"),
     ],
 )
 def test_other_files_are_refused_in_a_sentence(content: bytes, said: str) -> None:
@@ -180,23 +180,28 @@ def test_other_files_are_refused_in_a_sentence(content: bytes, said: str) -> Non
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_data_or_refused(content: bytes) -> None:
-    for read in (partial(uploads.config_fields, seq_len=1024), uploads.scenario_data):
+    for read in (partial(uploads.config_fields, seq_len=1024), uploads.checked_scenario_data):
         with suppress(SpecError):
             assert isinstance(read("file", content), dict)
 
 
-def test_own_yaml_is_applied_and_what_is_wrong_is_said() -> None:
+def test_own_yaml_is_applied_and_what_is_wrong_is_said_by_line() -> None:
     page = opened()
+    page.button(key="form edit").click().run()
     text = document_text({**SMALL, "name": "mine", "training": {"global_batch_size": 32}})
-    page.text_area(key="form text").set_value(text)
-    page.button(key="form apply").click().run()
-    assert_no_bug(page)
-    assert page.query_params["training.global_batch_size"] in ("32", ["32"])
-    page.text_area(key="form text").set_value("model: [")
-    page.button(key="form apply").click().run()
-    assert_no_bug(page)
-    assert "not YAML" in page.warning[0].value
-    page.text_area(key="form text").set_value("!!python/object/apply:os.system ['true']")
-    page.button(key="form apply").click().run()
-    assert_no_bug(page)
+
+    def apply(text: str) -> None:
+        page.text_area(key="form text").set_value(text)
+        page.button(key="form apply").click().run()
+        assert_no_bug(page)
+
+    apply("model: [")
+    assert "this is not YAML" in page.warning[0].value
+    apply("!!python/object/apply:os.system ['true']")
     assert page.warning
+    apply(text.replace("pp: 2", "pp: 3"))
+    line = next(number for number, line in enumerate(text.splitlines(), 1) if "pp: 2" in line)
+    assert f"line {line}: " in page.warning[0].value.replace("\\", "")
+    apply(text)
+    assert not page.warning
+    assert page.query_params["training.global_batch_size"] in ("32", ["32"])

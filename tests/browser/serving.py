@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,16 +41,12 @@ DRAWN = """
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, int]]:
     """The address of a dashboard whose workspace is a folder, and its process; it ends with us, however we end."""
-    port = _free_port()
+    port = free_port()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
     command = [sys.executable, "-m", "simplan", "dashboard", "--no-browser", "--port", str(port)]
     server = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, preexec_fn=_end_with_parent)
     try:
-        deadline_s = time.monotonic() + _PATIENCE_S
-        while not _answers(port):
-            assert server.poll() is None, "the dashboard has ended"
-            assert time.monotonic() < deadline_s, "the dashboard does not answer"
-            time.sleep(0.1)
+        wait_for(port, lambda: server.poll() is None)
         yield f"http://localhost:{port}", server.pid
     finally:
         os.killpg(server.pid, signal.SIGTERM)
@@ -88,7 +84,17 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _free_port() -> int:
+def wait_for(port: int, lives: Callable[[], bool] = lambda: True) -> None:
+    """Waits until a server answers."""
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while not _answers(port):
+        assert lives(), "the server has ended"
+        assert time.monotonic() < deadline_s, "the server does not answer"
+        time.sleep(0.1)
+
+
+def free_port() -> int:
+    """A port that nothing uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from simplan.scenario import load_scenario
-from tests.browser.serving import PAGES, SMALL, opened
+from tests.browser.serving import PAGES, SMALL, opened, settled
 
 pytestmark = pytest.mark.browser
 
@@ -78,6 +79,34 @@ def test_a_search_finds_plans_and_the_best_two_are_compared(page: Any, served: s
     page.get_by_role("button", name="Compare").click()
     page.get_by_text("terms with their formulas").wait_for()
     assert page.locator("[data-testid=stException]").count() == 0
+
+
+def test_a_click_on_a_point_or_a_row_selects_its_plan(page: Any, served: str) -> None:
+    opened(page, f"{served}/search?{SMALL.replace('batch_size=16', 'batch_size=32')}")  # not searched by another test
+    page.get_by_role("button", name="Search", exact=True).click()
+    page.get_by_text(re.compile("Best of .* \\(in")).wait_for()
+    settled(page)
+    points = page.locator(".js-plotly-plot .scatterlayer .points path.point")
+    points.nth(3).click(force=True)
+    page.wait_for_url(lambda url: "v.plan=3" in url)
+    settled(page)
+    canvas = page.locator("[data-testid=stDataFrame] canvas").first
+    canvas.scroll_into_view_if_needed()
+    table = canvas.bounding_box()
+    page.mouse.click(table["x"] + 15, table["y"] + 36 * 3.5)  # the checkbox of the third row
+    page.wait_for_url(lambda url: "v.plan=2" in url)
+    page.get_by_text("3. ", exact=False).first.wait_for()
+
+
+def test_back_leaves_a_page_with_one_press(page: Any, served: str) -> None:
+    opened(page, served)
+    page.wait_for_url(lambda url: "plan.tp=8" in url)
+    page.get_by_role("link", name="Timeline").click()
+    page.wait_for_url(lambda url: "/timeline?" in url)
+    settled(page)
+    page.go_back()
+    page.wait_for_url(lambda url: "/timeline" not in url and "plan.tp=8" in url)
+    page.get_by_role("heading", name="Downloads").wait_for()
 
 
 @pytest.mark.parametrize(("content", "words"), [("{", "this is not JSON"), ("{}", "schema_version: is missing")])

@@ -83,7 +83,7 @@ def test_commands_after_a_plan_that_does_not_fit_work_as_pasted(
     assert [command[0] for command in commands] == ["predict", "search", "explain", "trace"]
     done = [simplan(*command) for command in commands]
     assert [each.returncode for each in done] == [0, 0, 0, 0], [each.stderr for each in done]
-    assert ": fits: " in done[0].stdout.splitlines()[0]
+    assert ": fits" in done[0].stdout.splitlines()[0]
 
 
 def test_a_model_that_does_not_fit_keeps_its_batch_in_the_next_command(simplan: Simplan) -> None:

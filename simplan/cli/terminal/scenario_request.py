@@ -68,6 +68,7 @@ OVERRIDES = (
     Override(("--dp-shard",), "plan.dp_shard", int, "Shards of ZeRO or FSDP."),
     Override(("--dp-replicate",), "plan.dp_replicate", int, "Data-parallel replicas."),
     Override(("--schedule",), "plan.schedule", str, "Pipeline schedule.", completion.schedules),
+    Override(("--virtual-stages",), "plan.virtual_stages", int, "Stages per pipeline rank."),
     Override(("--microbatch-size",), "plan.microbatch_size", int, "Sequences per microbatch."),
     Override(
         ("--num-microbatches",),

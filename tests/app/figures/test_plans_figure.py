@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 
 from app.components.elements import csv_text
-from app.figures.plans import AXES, COLOURS, plan_rows, plans_figure, shares_figure, space_figure, space_table
+from app.components.plans import selected_plan
+from app.figures.plans import (
+    AXES,
+    COLOURS,
+    SETTINGS,
+    coordinates_figure,
+    plan_rows,
+    plans_figure,
+    settings_of,
+    shares_figure,
+    space_figure,
+    space_table,
+)
 from simplan.search import SearchResult, SearchSpace, search
 from simplan.units import GIB
 from tests.app.figures.drawn import checked
@@ -33,6 +45,8 @@ def test_every_plan_is_a_row_and_a_point(result: SearchResult) -> None:
     assert len(rows) == len(plans)
     assert [row["rank"] for row in rows[:3]] == [1, 2, 3]
     assert sum(row["on_front"] for row in rows) == len(result.pareto)
+    assert len(rows) > len(result.ranked), "plans of the front are rows, too"
+    assert [selected_plan(result, row).step_time_s for row in range(len(rows))] == [row["step_time_s"] for row in rows]
     figure = checked(plans_figure(rows, "step_time_s", "device_gib", "schedule"))
     expected = sorted((plan.step_time_s, plan.device_bytes / GIB) for plan in plans.values())
     assert sorted(points(figure)) == expected
@@ -64,7 +78,9 @@ def test_any_two_axes_can_be_drawn_and_hover_tells_everything(result: SearchResu
     for x, y in zip(AXES, reversed(list(AXES)), strict=True):
         checked(plans_figure(rows, x, y, colour)).to_dict()
     figure = checked(plans_figure(rows, "step_time_s", "device_gib", colour, pinned=[rows[0]["plan"]]))
-    hover = [text for t in figure.data if t.customdata is not None for [text] in t.customdata]
+    texts = [pair for t in figure.data if t.customdata is not None for pair in t.customdata]
+    assert {plan for _, plan in texts} == {row["plan"] for row in rows}
+    hover = [text for text, _ in texts]
     best = next(text for text in hover if text.startswith("<b>1."))
     for words in ("step time:", "device memory", "MFU:", "pipeline ranks:", "bottleneck:", "saves", "recompute:"):
         assert words in best
@@ -81,3 +97,19 @@ def test_every_plan_of_the_space_went_somewhere(result: SearchResult) -> None:
     assert sum(row["plans"] for row in space_table(result.space)) == result.space.total
     [bars] = checked(space_figure(result.space)).data
     assert sum(bars.x) == result.space.total
+    reasons = {label.replace("<br>", " ").strip() for label in bars.y}
+    assert all(reason.count(" ") >= 2 or reason == "feasible" for reason in reasons), "sentences, not names of rules"
+
+
+def test_every_setting_that_differs_has_an_axis(result: SearchResult) -> None:
+    rows = plan_rows(result)
+    differing = [key for key in settings_of(rows) if len({row[key] for row in rows}) > 1]
+    [lines] = checked(coordinates_figure(rows)).data
+    assert [one.label for one in lines.dimensions] == [
+        *(SETTINGS[key] for key in differing),
+        "device GiB",
+        "step time, s",
+    ]
+    for key, axis in zip(differing, lines.dimensions, strict=False):
+        assert [axis.ticktext[int(value)] for value in axis["values"]] == [str(row[key]) for row in rows]
+    assert list(lines.dimensions[-1]["values"]) == [row["step_time_s"] for row in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from app.figures.style import ACTIONS, COMMUNICATION
 from app.results import timeline
 from app.results.timeline import timeline_result, trace_text
 from simplan.program.action import ActionKind
+from simplan.program.program import MemoryCategory
 from simplan.report.drawings.drawing import draw_pipeline
 from tests.app.figures.drawn import checked
 from tests.app.questions import predicted, text_of
@@ -57,16 +59,45 @@ def test_memory_peaks_at_what_was_predicted(name: str) -> None:
         assert list(curve.times_s) == sorted(curve.times_s)
 
 
-def test_a_window_holds_what_runs_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_holds_what_runs_in_it() -> None:
     whole = timeline_result(text_of("zb-h1"), 0)
     half = timeline_result(text_of("zb-h1"), 0, start=0.5)
-    assert half.num_boxes == whole.num_boxes
+    assert half.num_boxes < whole.num_boxes
     assert sum(len(lane.compute) for lane in half.lanes) < sum(len(lane.compute) for lane in whole.lanes)
     assert all(box.end_s >= 0.5 * whole.step_time_s for lane in half.lanes for box in lane.compute)
-    monkeypatch.setattr(timeline, "MAX_BOXES", 40)
-    few = timeline_result(text_of("zb-h1"), 0)
-    assert few.window_s[1] < whole.step_time_s
-    assert sum(len(lane.compute) + len(lane.communications) for lane in few.lanes) <= 40 + 2 * len(few.lanes) + 1
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_many_boxes_are_merged_into_the_whole_step(layers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = timeline_result(text_of("zb-h1"), 0, layers=layers)
+    most = sum(len(lane.compute) + len(lane.communications) for lane in every.lanes) // 3
+    monkeypatch.setattr(timeline, "MAX_BOXES", most)
+    few = timeline_result(text_of("zb-h1"), 0, layers=layers)
+    assert few.num_boxes == every.num_boxes == 3 * most + every.num_boxes % 3
+    assert sum(len(lane.compute) + len(lane.communications) for lane in few.lanes) <= most
+    assert few.window_s == every.window_s == (0.0, every.step_time_s)
+    for lane, unmerged in zip(few.lanes, every.lanes, strict=True):
+        for boxes, others in ((lane.compute, unmerged.compute), (lane.communications, unmerged.communications)):
+            assert sum(box.num_merged for box in boxes) == len(others)
+            assert (boxes[0].start_s, max(box.end_s for box in boxes)) == (
+                others[0].start_s,
+                max(box.end_s for box in others),
+            )
+            assert sum(box.busy_s for box in boxes) == pytest.approx(sum(box.end_s - box.start_s for box in others))
+            assert sum(box.num_bytes for box in boxes) == sum(box.num_bytes for box in others)
+
+
+def test_a_peak_without_duration_is_drawn() -> None:
+    result = timeline_result(text_of("zb-h1"), 0)
+    curve = result.memory[0]
+    categories: dict[MemoryCategory, tuple[int, ...]] = dict.fromkeys(curve.by_category, (0, 5 * 2**30, 1 * 2**30))
+    brief = replace(curve, times_s=(0.0, 0.01, 0.01), by_category=categories)
+    figure = checked(gantt_figure([replace(result, memory=(brief,))]))
+    areas = [trace for trace in figure.data if trace.type == "scatter" and trace.stackgroup]
+    assert all(list(trace.x) == sorted(set(trace.x)) for trace in areas), "Plotly stacks each time once"
+    [mark] = [trace for trace in figure.data if trace.type == "scatter" and trace.mode == "markers"]
+    assert mark.y[0] == max(map(sum, zip(*(trace.y for trace in areas), strict=True))) == 5 * len(categories)
+    assert "on the device" in mark.hovertemplate
 
 
 def test_the_figure_is_to_scale_with_rank_0_on_top() -> None:
@@ -90,7 +121,7 @@ def test_several_schedules_share_one_axis() -> None:
     figure = checked(gantt_figure(results))
     assert {trace.xaxis for trace in figure.data} == {None}, "all on one axis of time"
     assert figure.layout.xaxis.range[1] * 1e-3 >= max(result.step_time_s for result in results)
-    lines = [trace for trace in figure.data if trace.type == "scatter"]
+    lines = [trace for trace in figure.data if trace.type == "scatter" and trace.mode == "lines"]
     assert [len(trace.x) > 2 for trace in lines] == [True, True]
 
 

@@ -15,7 +15,7 @@ from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict import predict
 from simplan.scenario import parse_scenario
 from simplan.training import TrainingBudget
-from simplan.units import format_number, format_time
+from simplan.units import format_count, format_number, format_time
 from tests.app.views.pages import SMALL, assert_no_bug, opened, query_of
 
 PLANS = st.fixed_dictionaries(
@@ -52,7 +52,10 @@ DOCUMENTS = st.fixed_dictionaries(
         "model": st.sampled_from(MODELS),
         "cluster": st.sampled_from(CLUSTERS),
         "training": st.sampled_from(
-            [{"global_batch_size": 8}, {"global_batch_size": 16, "precision": "fp8"}, {"global_batch_size": "many"}, {}]
+            [
+                *({"global_batch_size": 8}, {"global_batch_size": 16, "precision": "fp8", "num_tokens": 1e9}),
+                *({"global_batch_size": "many"}, {"global_batch_size": 8, "num_tokens": -1}, {}),
+            ]
         ),
         "plan": st.one_of(PLANS, st.sampled_from([None, [], "pp 2"])),
     },
@@ -61,8 +64,7 @@ DOCUMENTS = st.fixed_dictionaries(
 VIEWS = st.fixed_dictionaries(
     {},
     optional={
-        "price": st.sampled_from([2.5, -1, "x", 1e300]),
-        "tokens": st.sampled_from([10, 0, None]),
+        "images": st.sampled_from([10, 0, None]),
         "rank": st.sampled_from([0, 1, 99, "0"]),
         "schedules": st.sampled_from([["1f1b", "gpipe"], ["zb-h1", "x"], "1f1b", []]),
         "boxes": st.sampled_from(["layer", "action", 3]),
@@ -105,6 +107,47 @@ def test_a_change_of_the_form_changes_answer_and_link() -> None:
     assert document["training"]["global_batch_size"] == 64
     again = opened(document=document, view=view)
     assert [metric.value for metric in again.metric] == [metric.value for metric in page.metric]
+
+
+def test_budget_is_of_the_scenario() -> None:
+    priced = {"preset": "dgx-h100", "num_devices": 4, "price_per_device_hour": 2.5}
+    page = opened(document={**SMALL, "cluster": priced, "training": {"global_batch_size": 16, "num_tokens": 3e11}})
+    assert_no_bug(page)
+    metrics = {metric.label: metric for metric in page.metric}
+    run = whole(dict(SMALL)).with_budget(TrainingBudget(num_tokens=3e11, price_per_device_hour=2.5)).training_run
+    assert metrics["300 B tokens"].value == f"{run.days:,.1f} days"
+    assert metrics["Cost"].value == format_count(run.cost)
+    page.number_input(key="document:cluster.price_per_device_hour").set_value(5.0).run()
+    assert {metric.label: metric.value for metric in page.metric}["Cost"] == format_count(2 * run.cost)
+    assert decode(query_of(page))[0]["cluster"]["price_per_device_hour"] == 5.0
+
+
+def test_numbers_beyond_limits_are_answered_in_a_sentence() -> None:
+    page = opened()
+    page.number_input(key="document:cluster.num_devices").set_value(0).run()
+    assert_no_bug(page)
+    assert "num_devices = 0: must be at least 1" in page.warning[0].value.replace("\\", "")
+    million = {**SMALL, "cluster": {"preset": "dgx-h100", "num_devices": 10**6}, "plan": {"dp_replicate": 10**6}}
+    page = opened(document=million | {"training": {"global_batch_size": 10**6}})
+    assert_no_bug(page)
+    assert "is more than the pages predict, 131,072" in page.warning[0].value.replace("\\", "")
+
+
+def test_a_preset_changes_the_plan_that_it_rules_out() -> None:
+    page = opened(document={**SMALL, "plan": {"tp": 4}})
+    page.selectbox(key="form model").set_value("gpt2-1.5b").run()
+    assert_no_bug(page)
+    assert not page.warning
+    assert any("tp is now 1, since" in caption.value.replace("\\", "") for caption in page.caption)
+
+
+def test_a_fix_is_applied() -> None:
+    page = opened(document={**SMALL, "model": {"preset": "llama3-8b", "seq_len": 8192}, "plan": {"dp_replicate": 4}})
+    assert_no_bug(page)
+    assert "Does not fit" in page.error[0].value
+    page.button(key="fix 0").click().run()
+    assert_no_bug(page)
+    assert not page.error
 
 
 def test_what_axes_leave_is_data_parallel() -> None:

@@ -54,10 +54,21 @@ def test_a_link_starts_no_search() -> None:
     assert not searches().busy()
 
 
-def test_plans_are_found_pinned_and_compared() -> None:
+def test_plans_are_found_filtered_pinned_and_compared() -> None:
     page = button(opened(), "Search").click().run(timeout=240)  # the page is drawn anew until the search is done
     assert complaints(page) == []
     assert "Best of" in page.success[0].value
+    table = page.dataframe[0].value
+    rows = len(table)
+    assert {"dp_shard", "tp", "microbatch_size", "zero_stage"} <= set(table.columns)
+    assert "plan" not in table.columns, "settings are columns"
+    replicas = sorted(set(table["dp_replicate"]), key=int)[-1]
+    page.multiselect(key="view:filters.dp_replicate").set_value([replicas]).run()
+    assert set(page.dataframe[0].value["dp_replicate"]) == {replicas}
+    page.multiselect(key="view:filters.dp_replicate").set_value([]).run()
+    assert len(page.dataframe[0].value) == rows
+    page.selectbox(key="view:plan").set_value(rows - 1).run()
+    assert complaints(page) == []
     button(page, "Pin").click().run()
     button(page, "Compare").click().run()
     assert complaints(page) == []
@@ -65,6 +76,9 @@ def test_plans_are_found_pinned_and_compared() -> None:
     [pinned] = page.session_state["simplan view"]["pins"]
     again = opened({"pins": [pinned, "nonsense", {"tp": -1}]})
     assert complaints(again) == []
+    button(page, "Open as the plan").click().run()
+    assert complaints(page) == []
+    assert page.session_state["simplan document"]["plan"] == pinned
 
 
 def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +130,8 @@ views = st.fixed_dictionaries(
         "by": st.sampled_from([*OBJECTIVES, "nonsense"]),
         "share": numbers(-10, 200),
         "deadline": numbers(-1, 100),
-        "dollars": numbers(-1, 100),
+        "filters": st.sampled_from([{"tp": ["4"]}, {"tp": "4", "x": 1}, {"tp": ["99"]}, [1], "tp"]),
+        "chart": st.sampled_from(["points", "coordinates", "x"]),
         "x": st.sampled_from([*AXES, "y"]),
         "y": st.sampled_from([*AXES, 3]),
         "colour": st.sampled_from([*COLOURS, None]),

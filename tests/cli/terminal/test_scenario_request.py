@@ -41,7 +41,7 @@ def test_suggested_commands_have_the_options(simplan: Simplan) -> None:
     result = simplan("predict", "gpt2-124m", "--gpus", "2", "--set", "plan.recompute=full")
     assert "links        intra-node nvlink4, 450 GB/s per device\n" in result.stdout
     command = result.stdout.partition("\nNext\n")[2].split("\n")[0]
-    assert command == "  simplan trace gpt2-124m --num-devices 2 --set plan.recompute=full -o trace.json"
+    assert command == "  simplan explain gpt2-124m --num-devices 2 --set plan.recompute=full"
     assert simplan(*shlex.split(command)[1:]).returncode == 0
 
 

@@ -1,0 +1,257 @@
+"""Scenarios fitted to a change of the form: data parallelism from the other degrees, and values that rules allow.
+
+Functions take and return scenarios as plain data, and never change their arguments.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, get_args
+
+from app.state import document_text
+from simplan import catalog
+from simplan.document import parse_yaml
+from simplan.errors import SpecError
+from simplan.job import Job
+from simplan.plan.plan import ParallelPlan, Recompute
+from simplan.plan.schedules import SCHEDULE_FACTS
+from simplan.problems import parse_model
+from simplan.rules.book import violations
+from simplan.scenario.file import parts_of
+from simplan.wording import divisors
+
+Document = dict[str, Any]
+
+_DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp_replicate")
+_MENDED = (
+    *("schedule", "virtual_stages", "tp", "cp", "pp", "ep", "etp"),
+    *("dp_replicate", "microbatch_size", "recompute", "zero_stage"),
+)
+_MAX_DEVICES = 10**6
+
+
+def section(document: Document, name: str) -> dict[str, Any]:
+    """A section of a scenario; empty if the section is missing or no mapping."""
+    found = document.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def num_devices(document: Document) -> int | None:
+    """Number of devices of the cluster; None if the scenario has none."""
+    cluster = section(document, "cluster")
+    if isinstance(cluster.get("num_devices"), int):
+        return int(cluster["num_devices"])
+    nodes, preset = cluster.get("num_nodes", 1), cluster.get("preset")
+    if isinstance(nodes, int) and isinstance(preset, str) and preset in catalog.names("clusters"):
+        return nodes * catalog.cluster(preset).devices_per_node
+    return None
+
+
+def zero_stage(document: Document) -> Any:
+    """ZeRO stage of the plan, by default 3 with shards and 0 without."""
+    plan = section(document, "plan")
+    return plan.get("zero_stage", 3 if is_above_one(plan.get("dp_shard")) else 0)
+
+
+def fitted(document: Document) -> Document:
+    """The scenario with data parallelism set to the devices over the other degrees, and a vocabulary that tp divides.
+
+    Options of pipelines and of tensor parallelism are removed from plans without them.
+    """
+    document = copy.deepcopy(document)
+    plan = document["plan"] = dict(section(document, "plan"))
+    devices = num_devices(document)
+    degrees = [plan.get(key, 1) for key in ("tp", "cp", "pp")]
+    stage, replicas = zero_stage(document), plan.get("dp_replicate", 1)
+    if not all(is_count(value) for value in (devices, *degrees, replicas)):
+        return document
+    assert devices is not None
+    used = degrees[0] * degrees[1] * degrees[2]
+    if devices % used == 0:
+        rest = devices // used
+        sharded = stage in (1, 2, 3)
+        if not sharded:
+            replicas = rest
+        elif rest % replicas or replicas == rest:  # no replicas requested, or their number no longer divides
+            replicas = 1
+        _set(plan, "dp_replicate", replicas if replicas > 1 else None)
+        _set(plan, "dp_shard", rest // replicas if sharded else None)
+        plan["zero_stage"] = stage
+    if degrees[2] == 1:
+        _set(plan, "schedule", None)
+        _set(plan, "virtual_stages", None)
+    else:
+        _set(plan, "grad_sync", None)  # torch's pipelines reduce once per step
+    if degrees[0] == 1:
+        _set(plan, "sequence_parallel", None)
+    return _padded(document)
+
+
+def changed(document: Document, key: str, value: Any) -> Document:
+    """The scenario with another value of a plan key, fitted to the devices."""
+    plan = section(document, "plan") | {key: value}
+    if key == "schedule":
+        plan.pop("virtual_stages", None)
+        if has_free_stages(value):
+            plan["virtual_stages"] = 2
+    return fitted(document | {"plan": plan})
+
+
+def applied(document: Document, changes: Mapping[str, Any]) -> Document:
+    """The scenario with changes by setting, as in ``Fix.changes``; None removes a setting."""
+    document = copy.deepcopy(document)
+    for setting, value in changes.items():
+        *path, key = setting.split(".")
+        inside = document
+        for name in path:
+            inside = inside.setdefault(name, {})
+        _set(inside, key, value)
+        if setting == "cluster.num_devices":
+            inside.pop("num_nodes", None)
+    return document
+
+
+def valid_values(document: Document, key: str, values: Sequence[Any]) -> tuple[Any, ...]:
+    """Values of a plan key with which the plan violates no rule; all values if there are none."""
+    return _valid_values(json.dumps(document, default=str), key, tuple(values)) or tuple(values)
+
+
+def plan_value(document: Document, key: str) -> Any:
+    """Value of a plan key, or its default in this plan; None while the plan is invalid."""
+    plan = _plan_of(document)
+    return None if plan is None else getattr(plan, key)
+
+
+def degrees_of(document: Document, key: str) -> tuple[int, ...]:
+    """Values of a degree of parallelism that the devices allow."""
+    devices = num_devices(document)
+    if devices is None or not 0 < devices <= _MAX_DEVICES:
+        return (1,)
+    return valid_values(document, key, divisors(devices))
+
+
+def microbatch_sizes(document: Document) -> tuple[int, ...]:
+    """Microbatch sizes that divide the global batch of a data-parallel rank."""
+    plan, batch = section(document, "plan"), section(document, "training").get("global_batch_size")
+    dp_replicate, dp_shard = plan.get("dp_replicate", 1), plan.get("dp_shard", 1)
+    if not all(is_count(value) for value in (batch, dp_replicate, dp_shard)):
+        return (1,)
+    batch_of_rank, rest = divmod(batch, dp_replicate * dp_shard)
+    return (1,) if rest else valid_values(document, "microbatch_size", divisors(batch_of_rank))
+
+
+def mended(document: Document) -> tuple[Document, list[str]]:
+    """The scenario with values of the plan that its other sections allow, and the changes in words.
+
+    A degree or size becomes the largest smaller one that leaves the fewest violated rules.
+    """
+    before, document, notes = document, fitted(document), []
+    for key in _MENDED:
+        problems = _violations(document)
+        if not problems:
+            break
+        plan = section(document, "plan")
+        if key not in plan:
+            continue
+        unpadded = document | {key: value for key, value in before.items() if key == "model"}
+        candidates = [(value, changed(unpadded, key, value)) for value in _smaller(document, key, plan[key])]
+        value, best = min(candidates, key=lambda pair: len(_violations(pair[1])), default=(None, document))
+        left = _violations(best)
+        if len(left) < len(problems):
+            solved = next(problem for problem in problems if problem not in left)
+            notes.append(f"{key} is now {value}, since {solved}")
+            document = best
+    return document, notes
+
+
+def is_count(value: Any) -> bool:
+    """True for a positive whole number."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def is_above_one(value: Any) -> bool:
+    """True for a whole number above 1."""
+    return is_count(value) and value > 1
+
+
+def has_free_stages(schedule: Any) -> bool:
+    """True for schedules whose number of stages per rank is an option."""
+    facts = SCHEDULE_FACTS.get(str(schedule))
+    return facts is not None and facts.virtual_stages is None
+
+
+def _smaller(document: Document, key: str, value: Any) -> list[Any]:
+    """Values to try instead of one, the closest first."""
+    if key == "schedule":
+        return [name for name in ("1f1b",) if name != value]
+    if key == "recompute":
+        return [name for name in get_args(Recompute) if name in ("full", "selective", "none") and name != value]
+    if key == "zero_stage":
+        return [stage for stage in (2, 1, 0) if is_count(value) and stage < value]
+    if not is_count(value):
+        return []
+    devices = num_devices(document)
+    among = divisors(devices) if key in _DEGREES and devices is not None and devices > 0 else range(1, min(value, 64))
+    return sorted((one for one in among if one < value), reverse=True)
+
+
+@lru_cache(maxsize=512)
+def _valid_values(key_of_document: str, key: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    document = json.loads(key_of_document)
+
+    def is_valid(value: Any) -> bool:
+        job = _job(changed(document, key, value))
+        return job is not None and getattr(job.plan, key) == value and not violations(job)
+
+    return tuple(value for value in values if is_valid(value))
+
+
+def _violations(document: Document) -> list[str]:
+    """Violated rules of a plan as sentences; none if another section or a value of the plan is invalid."""
+    job = _job(document)
+    return [] if job is None else [problem.sentence() for problem in violations(job)]
+
+
+def _job(document: Document) -> Job | None:
+    others = {key: value for key, value in document.items() if key not in ("plan", "search", "expect")}
+    job = _job_without_plan(json.dumps(others, default=str))
+    if job is None:
+        return None
+    plan = _plan_of(document)
+    return None if plan is None else job.with_plan(plan)
+
+
+def _plan_of(document: Document) -> ParallelPlan | None:
+    with suppress(SpecError):
+        return parse_model(ParallelPlan, document.get("plan") or {})
+    return None
+
+
+@lru_cache(maxsize=64)
+def _job_without_plan(key: str) -> Job | None:
+    with suppress(SpecError):
+        parts = parts_of(parse_yaml(document_text(json.loads(key)), "scenario"), "scenario")
+        parts.sections.raise_problems()
+        return parts.job(ParallelPlan())
+    return None
+
+
+def _padded(document: Document) -> Document:
+    """The scenario with the vocabulary rounded up to a multiple of tp, unless the framework pads it."""
+    job = _job(document)
+    if job is None or not job.model.vocab_size or not job.padded_model.vocab_size % job.plan.tp:
+        return document
+    tp = job.plan.tp
+    return document | {"model": section(document, "model") | {"vocab_size": -(-job.model.vocab_size // tp) * tp}}
+
+
+def _set(plan: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a key; None removes it."""
+    if value is None:
+        plan.pop(key, None)
+    else:
+        plan[key] = value

@@ -1,0 +1,99 @@
+"""The form offers what the rulebook allows: values of the plan, presets and clusters, and changes that fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.figures.plans import SETTINGS, importance_figure
+from app.fitting import applied, changed, degrees_of, fitted, mended, microbatch_sizes, valid_values
+from app.results.settings import setting_effects
+from app.state import START, document_text
+from simplan import catalog
+from simplan.errors import SpecError
+from simplan.plan.schedules import SCHEDULE_FACTS
+from simplan.predict import predict, predict_step
+from simplan.scenario import parse_scenario
+from simplan.search.fixes import fixes
+from tests.app.figures.drawn import checked
+from tests.app.questions import TINY
+
+
+def is_valid(document: dict[str, Any]) -> bool:
+    try:
+        parse_scenario(document_text(document))
+    except SpecError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("key", ["tp", "cp", "pp", "dp_replicate", "ep"])
+def test_offered_degrees_are_those_that_scenarios_accept(key: str) -> None:
+    offered = degrees_of(START, key)
+    divisors = [size for size in range(1, 65) if 64 % size == 0]
+    candidates = {size: changed(START, key, size) for size in divisors}
+    kept = [size for size, candidate in candidates.items() if candidate["plan"].get(key, 1) == size]
+    assert offered == tuple(size for size in kept if is_valid(candidates[size]))
+    assert 16 not in degrees_of(START, "pp"), "8 tensor-parallel x 16 pipeline ranks are more than 64 devices"
+
+
+def test_offered_options_follow_the_others() -> None:
+    pipeline = changed(START, "pp", 4)
+    assert valid_values(pipeline, "schedule", tuple(SCHEDULE_FACTS)) != tuple(SCHEDULE_FACTS)
+    assert microbatch_sizes(START) == (1, 2, 4, 8, 16)  # 128 sequences over 8 data-parallel ranks
+    assert microbatch_sizes(pipeline) == (1, 2, 4, 8, 16, 32, 64)
+    broken = START | {"training": {"global_batch_size": "many"}}
+    assert valid_values(broken, "tp", (1, 2, 3)) == (1, 2, 3), "nothing is hidden while another section is wrong"
+
+
+def test_every_preset_replaces_the_model_of_the_first_page() -> None:
+    documents = {preset: START | {"model": {"preset": preset}} for preset in catalog.names("models")}
+    assert [preset for preset, document in documents.items() if not is_valid(mended(document)[0])] == []
+    assert not is_valid(fitted(documents["gpt2-1.5b"])), "25 heads are not for 8 ranks"
+
+
+@pytest.mark.parametrize(("preset", "heads"), [("gpt3-175b", 96), ("gpt2-1.5b", 25)])
+def test_tp_pads_the_vocabulary_of_gpt(preset: str, heads: int) -> None:
+    document = fitted(START | {"model": {"preset": preset}})
+    assert document["model"]["vocab_size"] == 50264 == -(-50257 // 8) * 8
+    assert is_valid(document) is (heads % 8 == 0)
+    padded_by_megatron = fitted(START | {"model": {"preset": preset}, "software": "megatron-core"})
+    assert "vocab_size" not in padded_by_megatron["model"]
+    without_tp, [note] = mended(START | {"model": {"preset": "gpt2-1.5b"}})
+    assert (without_tp["plan"]["tp"], without_tp["plan"]["dp_shard"]) == (1, 64)
+    assert note == "tp is now 1, since plan.tp = 8: must divide model.num_attention_heads = 25; use 5 or 25"
+
+
+@pytest.mark.parametrize("devices", [8, 24, 100, 1024])
+def test_another_cluster_keeps_the_plan_valid(devices: int) -> None:
+    cluster = {"preset": "dgx-h100", "num_devices": devices}
+    training = START["training"] | {"global_batch_size": 3 * devices}
+    document, _ = mended(START | {"cluster": cluster, "training": training})
+    assert is_valid(document)
+
+
+def test_an_applied_fix_is_the_job_that_was_predicted() -> None:
+    document = changed(changed(START, "tp", 1), "recompute", "none")
+    prediction, _ = predict_step(parse_scenario(document_text(document)).job, name="x")
+    assert prediction.fits is False
+    found = fixes(prediction)
+    assert found
+    for fix in found:
+        assert parse_scenario(document_text(applied(document, fix.changes))).job == fix.job
+
+
+def test_importance_is_the_change_that_predict_has() -> None:
+    document = {**TINY, "plan": {"dp_shard": 4}}
+    base = predict(parse_scenario(document_text(document)).job, name="x")
+    effects = setting_effects(document_text(document))
+    assert {"tp", "pp", "zero_stage", "recompute", "microbatch_size"} <= {one.key for one in effects}
+    for one in effects[:: max(1, len(effects) // 6)]:
+        prediction = predict(parse_scenario(document_text(changed(document, one.key, one.value))).job, name="x")
+        assert one.step_time_s == pytest.approx(prediction.step_time_s, rel=1e-4)
+        assert one.step_time_change == pytest.approx(prediction.step_time_s / base.step_time_s - 1, abs=1e-4)
+        assert (one.device_bytes, one.fits) == (prediction.worst_memory.device_bytes, prediction.fits)
+    drawn = checked(importance_figure(effects))
+    assert sum(len(trace.x) for trace in drawn.data) == len(effects)
+    most = max(effects, key=lambda one: abs(one.step_time_change))
+    assert drawn.layout.yaxis.categoryarray[0] == SETTINGS[most.key], "the most important setting is on top"
