@@ -91,7 +91,7 @@ class KernelRates(Spec):
             several small ones have it, too.
         stream_overlap: Fraction of the fixed overhead of small kernels on several streams that concurrent kernels hide;
             1 for all of it. With this value 108 expert GEMMs timed individually on B200 (tests/cost/products_b200.csv)
-            are within 10% on average.
+            are within 16% on average.
         overlap_slowdown: Overlap slowdown: fraction of compute throughput lost while communication overlaps.
             Communication kernels occupy SMs: 16 of an A100's 108 on a DGX (S. Jeaugey in NVIDIA/nccl issue 689), so
             0.15. They also share memory and power. 0 where a network's own engines transfer bytes (TPUs).
