@@ -21,6 +21,9 @@ class ParameterBounds(NamedTuple):
     high: float
 
 
+_LINE_RATE = 0.92
+"""Least slowdown of communication: networks are timed at 0.91 of their line rate, which no training exceeds."""
+
 ARCHITECTURE: Mapping[str, ParameterBounds] = {
     "matmul_efficiency": ParameterBounds(0.1, 0.4, 1.0),
     "fp8_efficiency": ParameterBounds(0.3, 0.3, 1.0),
@@ -37,8 +40,8 @@ SOFTWARE: Mapping[str, ParameterBounds] = {
     "traffic": ParameterBounds(0.5, 0.3, 4.0),
     "compiled_traffic": ParameterBounds(0.5, 0.2, 4.0),
     "framework_efficiency": ParameterBounds(0.07, 0.7, 1.3),
-    "intra_slowdown": ParameterBounds(0.3, 0.3, 3.0),
-    "inter_slowdown": ParameterBounds(0.5, 0.3, 4.0),
+    "intra_slowdown": ParameterBounds(0.3, _LINE_RATE, 3.0),
+    "inter_slowdown": ParameterBounds(0.5, _LINE_RATE, 4.0),
 }
 """Constants per software profile."""
 

@@ -40,6 +40,8 @@ _TRUST = {"good": 1.0, "assumed": 0.3, "noisy": 0.1, "inconsistent": 0.1}
 _DIVIDED = 0.25
 """Each of n runs in a file weighs n to the power of minus this, since runs of one file are similar, not equal. A
 smaller value lowers held-out errors; 0 would ignore the small files."""
+_SMALL_MODELS = 0.25
+"""Weight of a run of a small model: constants that large models share serve those first."""
 _ITERATIONS = 8
 _ITERATIONS_LEFT_OUT = 1
 """Iterations of held-out fits: one Gauss-Newton step from the fit of all rows, whose derivatives serve every held-out
@@ -112,7 +114,7 @@ def fit(
     constants = constants_of(rows)
     residuals = _residuals(rows, constants)
     sizes = Counter(row.source for row in rows)
-    weights = np.array([_TRUST[row.run.quality] * sizes[row.source] ** -_DIVIDED for row in rows])
+    weights = np.array([_weight(row, sizes[row.source]) for row in rows])
     known = None
     if derivatives is not None:
         known = np.array([[derivatives[row.run.id].get(c.name, 0.0) for c in constants] for row in rows])
@@ -141,6 +143,12 @@ def _derivatives(rows: Sequence[FitRow], values: Values) -> dict[str, dict[str, 
         row.run.id: {c.name: float(d) for c, d in zip(constants, own, strict=True) if d}
         for row, own in zip(rows, matrix, strict=True)
     }
+
+
+def _weight(row: FitRow, size: int) -> float:
+    """Weight of a run in a source of this size."""
+    small = _SMALL_MODELS if row.source.startswith("small_models") else 1.0
+    return small * _TRUST[row.run.quality] * size**-_DIVIDED
 
 
 def constants_of(rows: Sequence[FitRow]) -> list[Constant]:
