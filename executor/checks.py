@@ -89,6 +89,10 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             model.mtp_num_layers > 0,
             "the executor has no layers for multi-token prediction; use 0",
         ),
+        "model.max_predictions_per_seq": (
+            model.max_predictions_per_seq > 0,
+            "the executor computes logits of all tokens; use 0",
+        ),
         "plan.cp_comm": (
             plan.cp > 1 and plan.cp_comm == "ring",
             "the executor has no ring attention; use all_gather or a2a",
@@ -113,6 +117,10 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
         ),
         "plan.tp": (fp8 and plan.tp > 1, not_split.format("matrices")),
         "plan.cp": (fp8 and plan.cp > 1, not_split.format("sequences")),
+        "software.channels_last": (
+            software.channels_last,
+            "the executor stores images channels first; use false",
+        ),
         "software": (
             no_transformers or not software.executable,
             "needs Hugging Face transformers, which is not installed; pip install 'simplan[transformers]', or use torch"

@@ -46,10 +46,7 @@ def parts_of(rows: Sequence[FitRow], values: Values, jobs: int = -1) -> list[Mov
         computing.append(computing_s / row.predicted_s(costs))
     moves = Parallel(n_jobs=jobs)(delayed(_moves)(question_at(row.question, values)) for row in rows)
     named = zip(rows, computing, moves, strict=True)
-    return [
-        MovedParts(row.question.job.software.rates_profile, share, longer, shorter)
-        for row, share, (longer, shorter) in named
-    ]
+    return [MovedParts(row.question.job.software.id, share, longer, shorter) for row, share, (longer, shorter) in named]
 
 
 def _communications_of(work: Work) -> tuple[Communication, ...]:

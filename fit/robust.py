@@ -72,6 +72,7 @@ def minimize(
     *,
     start: Values | None = None,
     most_iterations: int = _MAX_ITERATIONS,
+    slopes_at_start: Floats | None = None,
 ) -> dict[str, float]:
     """Fit the constants; return their values by name.
 
@@ -81,6 +82,7 @@ def minimize(
         weights: Weights of all rows.
         start: Start values; missing ones start at the prior.
         most_iterations: Maximum number of steps.
+        slopes_at_start: ``(rows, constants)`` Derivatives of the residuals at the start, if known (``slopes``).
     """
     textbook = np.log([constant.textbook for constant in constants])
     inverse_variance = np.array([constant.log_std for constant in constants]) ** -2
@@ -95,10 +97,11 @@ def minimize(
     r = residuals(np.exp(x), rows)
     best = cost(x, r)
     for _ in range(most_iterations):
-        slopes = _slopes(constants, residuals, x, r)
+        derivatives = slopes(constants, residuals, x, r) if slopes_at_start is None else slopes_at_start
+        slopes_at_start = None
         row_weights = weights / np.sqrt(1 + (r / _C) ** 2)
-        matrix = slopes.T @ (slopes * row_weights[:, None]) + np.diag(inverse_variance)
-        gradient = slopes.T @ (row_weights * r) + inverse_variance * (x - textbook)
+        matrix = derivatives.T @ (derivatives * row_weights[:, None]) + np.diag(inverse_variance)
+        gradient = derivatives.T @ (row_weights * r) + inverse_variance * (x - textbook)
         before = best
         while damping < 1e9:
             step = np.linalg.solve(matrix + damping * np.diag(np.diag(matrix)), gradient)
@@ -114,12 +117,12 @@ def minimize(
     return dict(zip([constant.name for constant in constants], np.exp(x).tolist(), strict=True))
 
 
-def _slopes(constants: Sequence[Constant], residuals: Residuals, x: Floats, r: Floats) -> Floats:
-    """Derivatives of the residuals, by finite differences."""
-    slopes = np.zeros((len(r), len(x)))
+def slopes(constants: Sequence[Constant], residuals: Residuals, x: Floats, r: Floats) -> Floats:
+    """``(rows, constants)`` Derivatives of the residuals r at the logarithms x of the constants, by differences."""
+    found = np.zeros((len(r), len(x)))
     for index, constant in enumerate(constants):
         moved = x.copy()
         moved[index] -= _STEP  # downward, since upper bounds may be limits of validity
         rows = list(constant.rows)
-        slopes[rows, index] = (r[rows] - residuals(np.exp(moved), rows)) / _STEP
-    return slopes
+        found[rows, index] = (r[rows] - residuals(np.exp(moved), rows)) / _STEP
+    return found

@@ -12,6 +12,7 @@ from joblib import Parallel, delayed
 
 from fit.rates import ALL, ARCHITECTURE, KERNELS, SOFTWARE
 from fit.robust import Values
+from simplan.accuracy.framework_defaults import framework_defaults
 from simplan.accuracy.published_job import PublishedJob, job_of_published_run
 from simplan.accuracy.reading import read_published
 from simplan.accuracy.recipe import NO_RECIPES, Recipes
@@ -89,7 +90,7 @@ class FitCosts:
             case OverlapSlowdown():
                 return self._values.get("overlap_slowdown", term.seconds)
             case HostWait(reason=reason):
-                return self._values.get(f"{reason}_s", term.seconds)
+                return self._values.get(f"host_{reason}_overhead_s", term.seconds)
             case _:
                 return term.seconds
 
@@ -102,8 +103,8 @@ class FitCosts:
 
     def _of_layer(self, job: Job, work: LayerWork) -> float:
         plan, training, software = job.plan, job.training, job.software
-        state = (training.precision, training.fp8_recipe, training.optimizer, training.task)
-        way = (plan.shards_parameters, plan.grad_dtype, software.id, software.compiled)
+        state = (training.precision, training.fp8_recipe, training.update, software.state(training, plan))
+        way = (plan.shards_parameters, software.id, software.compiled, software.channels_last)
         device = job.cluster.device
         numbers = (job.cluster.num_devices, job.num_microbatches)
         key = (device.id, *device.matmul_flop_per_s.items(), *numbers, *state, *way)
@@ -179,12 +180,16 @@ def between_nodes(cluster: ClusterSpec, communication: Communication) -> bool:
 
 
 def load_rows(paths: Sequence[Path], values: Values, jobs: int = -1) -> list[FitRow]:
-    """Load all runs with a step time that can be predicted; longest paths are computed at the given constants."""
+    """Load all runs with a step time that can be predicted; longest paths are computed at the given constants.
+
+    Runs of frameworks that only have the profile of another framework are left out.
+    """
+    known = framework_defaults()
     timed = [
         (Path(read.file).stem, run, dict(values), read.recipes)
         for read in read_published(paths)
         for run in read.runs or ()
-        if run.measured.step_time_s is not None
+        if run.measured.step_time_s is not None and known[run.software.framework].is_known
     ]
     found = Parallel(n_jobs=jobs)(delayed(_row)(*each) for each in timed)
     return [row for row in found if row is not None]

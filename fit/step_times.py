@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ import numpy as np
 from fit.cross_validation import FOLDS, LEFT_OUT_FILE, errors_text, left_out, left_out_text
 from fit.perturbation import parts_of
 from fit.rates import ALL, ARCHITECTURE, KERNELS, NEVER_APART, SOFTWARE, SUSTAINED, TOGETHER
-from fit.robust import Constant, Floats, Values, constants_text, minimize, number_text
+from fit.robust import Constant, Floats, Residuals, Values, constants_text, minimize, number_text, slopes
 from fit.rows import FitCosts, FitRow, fold_of, load_rows, part_of
 from fit.spread import SpreadEstimate, fit_spread, unfitted_std, within, within_left_out
 from simplan import catalog
@@ -40,10 +40,12 @@ _TRUST = {"good": 1.0, "assumed": 0.3, "noisy": 0.1, "inconsistent": 0.1}
 _DIVIDED = 0.25
 """Each of n runs in a file weighs n to the power of minus this, since runs of one file are similar, not equal. A
 smaller value lowers held-out errors; 0 would ignore the small files."""
+_SMALL_MODELS = 0.25
+"""Weight of a run of a small model: constants that large models share serve those first."""
 _ITERATIONS = 8
-_ITERATIONS_LEFT_OUT = 3
-"""Iterations of held-out fits. They start from the fit of all rows, so three steps converge up to rounding: the median
-leave-one-source-out error over sources is 9.35% after three steps and 9.37% after eight."""
+_ITERATIONS_LEFT_OUT = 1
+"""Iterations of held-out fits: one Gauss-Newton step from the fit of all rows, whose derivatives serve every held-out
+fit (approximate cross-validation: Giordano et al. 2019, A Swiss Army Infinitesimal Jackknife)."""
 
 
 def main() -> None:
@@ -58,13 +60,15 @@ def main() -> None:
         rows = load_rows(arguments.runs, values)
         if not number:
             textbook = log_errors(rows, values)
-        values = fit(rows, values)
+        values = {field: values[field] for field in ALL} | fit(rows, values)
     print("\n".join(constants_text(constants_of(rows), values)))
     tables = {"textbook": textbook, "fitted": log_errors(rows, values)}
     priors = {constant.name: constant.textbook for constant in constants_of(rows)}
 
+    derivatives = _derivatives(rows, values)
+
     def refit(seen: Sequence[FitRow]) -> dict[str, float]:
-        return priors | fit(seen, values, _ITERATIONS_LEFT_OUT)
+        return priors | fit(seen, values, _ITERATIONS_LEFT_OUT, derivatives)
 
     tables["five-fold"], folds = left_out(rows, lambda row: fold_of(row.question.job, FOLDS), refit, log_errors)
     tables["single runs"], _ = left_out(rows, lambda row: part_of(row.run, FOLDS), refit, log_errors)
@@ -93,9 +97,32 @@ def main() -> None:
         print(f"wrote {FITTED_FILE.name} and {LEFT_OUT_FILE.name}")
 
 
-def fit(rows: Sequence[FitRow], start: Values, iterations: int = _ITERATIONS) -> dict[str, float]:
-    """Fit the constants; missing start values are priors."""
+def fit(
+    rows: Sequence[FitRow],
+    start: Values,
+    iterations: int = _ITERATIONS,
+    derivatives: Mapping[str, Mapping[str, float]] | None = None,
+) -> dict[str, float]:
+    """Fit the constants; missing start values are priors.
+
+    Args:
+        rows: Runs to fit.
+        start: Start values.
+        iterations: Maximum number of steps.
+        derivatives: Derivatives of residuals at the start, by run and constant; None to compute them.
+    """
     constants = constants_of(rows)
+    residuals = _residuals(rows, constants)
+    sizes = Counter(row.source for row in rows)
+    weights = np.array([_weight(row, sizes[row.source]) for row in rows])
+    known = None
+    if derivatives is not None:
+        known = np.array([[derivatives[row.run.id].get(c.name, 0.0) for c in constants] for row in rows])
+    return minimize(constants, residuals, weights, start=start, most_iterations=iterations, slopes_at_start=known)
+
+
+def _residuals(rows: Sequence[FitRow], constants: Sequence[Constant]) -> Residuals:
+    """Residuals of runs, in standard deviations of their logarithms."""
     names = [constant.name for constant in constants]
     measured = np.log([row.measured_s for row in rows])
 
@@ -103,9 +130,25 @@ def fit(rows: Sequence[FitRow], start: Values, iterations: int = _ITERATIONS) ->
         costs = FitCosts(dict(zip(names, x.tolist(), strict=True)))
         return np.array([(np.log(rows[i].predicted_s(costs)) - measured[i]) / _STD for i in indices])
 
-    sizes = Counter(row.source for row in rows)
-    weights = np.array([_TRUST[row.run.quality] * sizes[row.source] ** -_DIVIDED for row in rows])
-    return minimize(constants, residuals, weights, start=start, most_iterations=iterations)
+    return residuals
+
+
+def _derivatives(rows: Sequence[FitRow], values: Values) -> dict[str, dict[str, float]]:
+    """Derivatives of the residuals with respect to logarithms of constants, by run and constant; zeros are left out."""
+    constants = constants_of(rows)
+    residuals = _residuals(rows, constants)
+    x = np.log([values[constant.name] for constant in constants])
+    matrix = slopes(constants, residuals, x, residuals(np.exp(x), range(len(rows))))
+    return {
+        row.run.id: {c.name: float(d) for c, d in zip(constants, own, strict=True) if d}
+        for row, own in zip(rows, matrix, strict=True)
+    }
+
+
+def _weight(row: FitRow, size: int) -> float:
+    """Weight of a run in a source of this size."""
+    small = _SMALL_MODELS if row.source.startswith("small_models") else 1.0
+    return small * _TRUST[row.run.quality] * size**-_DIVIDED
 
 
 def constants_of(rows: Sequence[FitRow]) -> list[Constant]:
@@ -118,7 +161,7 @@ def constants_of(rows: Sequence[FitRow]) -> list[Constant]:
             unused = "traffic" if row.question.job.software.compiled else "compiled_traffic"
             if field != unused:
                 by_name[row.question.job.software.rates_profile, field].append(index)
-        for field in ALL:
+        for field in _common_fields(row):
             by_name["", field].append(index)
     return [_constant(owner, field, indices) for (owner, field), indices in sorted(by_name.items())]
 
@@ -137,6 +180,29 @@ def _architecture_fields(row: FitRow) -> list[str]:
         field for field in ARCHITECTURE if field not in ("fp8_efficiency", "fp4_efficiency") or field == low
     ]
     return fields if row.attention_kernel is None else [*fields, row.attention_kernel]
+
+
+def _common_fields(row: FitRow) -> list[str]:
+    """Common constants that a run depends on; the others have no derivative."""
+    job = row.question.job
+    software, recipe = job.software, job.training.fp8_recipe or ""
+    scores = software.layers.attention == "unfused" or job.model.family in ("t5", "gemma2")
+    used = {
+        "gemm_split_overhead_s": software.tp_overlap != "none",
+        "half_rate_keys": not job.model.depths,
+        "head_dim_64_efficiency": not job.model.depths,
+        "misaligned_slice_efficiency": scores,
+        "softmax_traffic_factor": scores,
+        "tile_overhead_s": job.cluster.device.num_sms is not None,
+        "tail_wave_fraction": job.cluster.device.num_sms is not None,
+        "rowwise_efficiency": recipe.startswith("rowwise"),
+        "jitter": job.cluster.num_devices > 1,
+        "overlap_slowdown": job.cluster.num_devices > 1,
+        "transpose_bytes_per_s": bool(job.model.depths),
+        "host_step_overhead_s": software.trainer,
+        "host_batch_overhead_s": software.waits_for_batch,
+    }
+    return [field for field in ALL if used.get(field, True)]
 
 
 def _constant(owner: str, field: str, rows: Sequence[int]) -> Constant:
@@ -182,7 +248,8 @@ def _lines(values: Values, rows: Sequence[FitRow], spread: SpreadEstimate, unsee
     yield "# Written by `make fit` (python -m fit.step_times), from kernels.yaml and scenarios/published."
     yield "all:"
     for field in ALL:
-        yield f"  {field}: {number_text(values[field])}"
+        if field in values:
+            yield f"  {field}: {number_text(values[field])}"
     yield f"  unfitted_std: {unseen:.2f}"
     yield f"  inter_node_std: {spread.between_nodes:.2f}"
     yield "architectures:"
@@ -199,8 +266,17 @@ def _lines(values: Values, rows: Sequence[FitRow], spread: SpreadEstimate, unsee
     for owner, own in _by(rows, lambda row: row.question.job.software.rates_profile):
         yield f"  {owner}:"
         yield from _fields(owner, SOFTWARE, values)
-        yield f"    relative_std: {spread.computing[owner]:.3f}"
-        yield f'    fitted_on: "{_ids(own)}"'
+        yield from _spread(owner, own, spread)
+    for owner, own in _by(rows, lambda row: row.question.job.software.id):
+        if own[0].question.job.software.rates_of is not None:
+            yield f"  {owner}:"
+            yield from _spread(owner, own, spread)
+
+
+def _spread(owner: str, rows: Sequence[FitRow], spread: SpreadEstimate) -> Iterator[str]:
+    """Lines on the uncertainty of a profile; its runs are those that it has itself or that it shares the rates of."""
+    yield f"    relative_std: {spread.computing.get(owner, spread.common):.3f}"
+    yield f'    fitted_on: "{_ids(rows)}"'
 
 
 def _fields(owner: str, fields: Iterable[str], values: Values) -> Iterator[str]:

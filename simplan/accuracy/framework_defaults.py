@@ -32,6 +32,7 @@ class FrameworkDefaults(Spec):
         whole_experts_since: First year in which tensor-parallel ranks hold unsharded experts and route their own tokens
             (etp = 1). Before, or if None, they shard every expert.
         fused_attention: True if attention is one fused kernel by default; None for the profile's default.
+        compiled: True if memory-bound operators are fused by default, as torch.compile does.
         combining: Profiles for plans that combine tensor parallelism and pipelines, or shard only optimizer states, if
             that is a separate codebase; empty if not.
         is_known: True if the profiles model this framework; False if they are fallback profiles of another one.
@@ -44,6 +45,7 @@ class FrameworkDefaults(Spec):
     printed_gb_bytes: Count = 2**30
     whole_experts_since: _Year | None = None
     fused_attention: bool | None = None
+    compiled: bool = False
     combining: dict[_Year, str] = Field(default_factory=dict)
     is_known: bool = True
 

@@ -26,7 +26,7 @@ from simplan.predict.assumptions import padding_assumption
 from simplan.problems import parse_model
 from simplan.rules import violations
 from simplan.rules.experts import expert_overlap_precision, expert_overlap_ranks, expert_overlap_stages
-from simplan.software.software import SoftwareSpec
+from simplan.software.software import SoftwareSpec, StateBytes
 from simplan.training import TrainingSpec
 from simplan.units import format_flop_per_s
 
@@ -59,6 +59,9 @@ _UNFITTED = {
     "relative_std": None,
     "fitted_on": None,
 }
+_SIXTEEN_BITS = StateBytes(parameter=2, gradient=2, master=4, activation=2, boundary=2)
+"""Widths of Apex's level O2, which patches no function (NVIDIA/apex, docs/source/amp.rst), and of llm.c
+(karpathy/llm.c, train_gpt2.cu: floatX is bf16, master weights are fp32)."""
 _RECIPES = {"tensorwise": "tensorwise", "rowwise_with_gw_hp": "rowwise_with_gw_hp", "rowwise": "rowwise"}
 
 
@@ -108,17 +111,27 @@ def _software(run: PublishedRun, notes: list[str]) -> SoftwareSpec:
         changes["grad_overlap"] = given.grad_overlap
     if given.tp_comm_overlap:
         changes["tp_overlap"] = "all"
-    if given.compile:
+    if given.compile or (given.compile is None and framework.compiled):
         changes["compiled"] = True
-    if given.channels_last is not None:
-        notes.append(f"software.channels_last = {str(given.channels_last).lower()} is not in the prediction")
+    version = given.version or ""
+    if "Apex O2" in version or given.framework == "llm.c":
+        changes["state_bytes"] = profile.state_bytes | {"fp16": _SIXTEEN_BITS, "bf16": _SIXTEEN_BITS}
+        notes.append("weights and all activations in 16 bits, with fp32 master weights")
+    if "NVFuser" in version:
+        changes["compiled"] = True
+        notes.append("operators that NVFuser fuses: as torch.compile fuses them")
+    if given.channels_last:
+        changes["channels_last"] = True
     if not framework.is_known:
         # padding of vocabularies is unknown too; nanotron, for example, pads to a multiple of tp
         changes |= {"rates": profile.rates.model_copy(update=_UNFITTED), "vocab_multiple": 1}
         changes |= {"memory_spread": catalog.unfitted_memory_spread()}
     fused = framework.fused_attention if given.flash_attention is None else given.flash_attention
-    if fused is not None:
-        changes["layers"] = profile.layers.model_copy(update={"attention": "fused" if fused else "unfused"})
+    layers: dict[str, object] = {} if fused is None else {"attention": "fused" if fused else "unfused"}
+    if run.model.family == "bert" and profile.id == _TORCH:
+        layers["dropout"] = ("bert",)
+        notes.append("dropout, with which every script trains BERT")
+    changes["layers"] = profile.layers.model_copy(update=layers)
     return profile.model_copy(update=changes)
 
 
@@ -140,10 +153,9 @@ def _model(run: PublishedRun, software: SoftwareSpec, settings: Settings, notes:
         if part is not None:
             fields |= {key: value for key, value in part.model_dump().items() if value is not None}
     if given.max_predictions_per_seq is not None:
-        rest = "all tokens of a sequence have logits"
-        notes.append(
-            f"model.max_predictions_per_seq = {given.max_predictions_per_seq} is not in the prediction: {rest}"
-        )
+        fields["max_predictions_per_seq"] = max(1, given.max_predictions_per_seq)
+        if not given.max_predictions_per_seq:
+            notes.append("a small head in place of the vocabulary's: that of one predicted token")
     switches, like = _switches_of(given, name)
     if like is not None:
         fields |= switches

@@ -287,6 +287,8 @@ def software(name: str, *, textbook: bool = False) -> SoftwareSpec:
     if "rates_of" in entry:
         same = software(entry["rates_of"], textbook=textbook)
         fields |= {field: getattr(same, field) for field in _OF_KERNELS}
+        own = {} if textbook else _parsed("kernels_fitted")["software"].get(name, {})
+        fields["rates"] = same.rates.model_copy(update=own)
         fields["sources"] |= {field: f"as {same.id}: {same.sources[field]}" for field in _OF_KERNELS}
         return SoftwareSpec.model_validate(fields)
     fitted = {} if textbook else _parsed("kernels_fitted")["software"].get(name, {})

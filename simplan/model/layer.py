@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 from simplan.model.kernel import (
     Attention,
@@ -156,6 +157,11 @@ class LayerSpec:
             if operator.trains or not (found | together).isdisjoint(operator.reads):
                 found.update(tensor.name for tensor in operator.makes)
         return frozenset(found)
+
+    @cached_property
+    def derived(self) -> dict[tuple[object, ...], Any]:
+        """Results that other modules derive from the operators, by arguments. Layers with equal keys may differ."""
+        return {}
 
     @cached_property
     def saved(self) -> tuple[Tensor, ...]:

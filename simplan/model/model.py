@@ -69,6 +69,8 @@ class ModelSpec(Spec):
             to one value (``Family.gated_mlp``), and the other value is rejected.
         relative_attention_buckets: Distances between tokens that T5 distinguishes.
         type_vocab_size: Types that a token can have (BERT's first and second segment).
+        max_predictions_per_seq: Tokens of a sequence for which BERT's head computes logits, as pre-training gathers
+            masked tokens before it (google-research/bert); 0 for all tokens.
         image_size: Pixels along each side of an image.
         patch_size: Pixels along each side of a patch.
         num_channels: Color channels of an image.
@@ -130,6 +132,7 @@ class ModelSpec(Spec):
     gated_mlp: bool = False
     relative_attention_buckets: Annotated[int, Field(le=10**6)]
     type_vocab_size: Annotated[int, Field(le=10**6)]
+    max_predictions_per_seq: Annotated[int, Field(ge=0, le=10**8)] = 0
     image_size: Annotated[int, Field(le=10**5)]
     patch_size: Annotated[int, Field(le=10**5)]
     num_channels: Annotated[int, Field(le=10**5)]

@@ -111,7 +111,7 @@ def _of_machine(job: Job, program_costs: ProgramCosts, short_bytes: int) -> Iter
             if share
             else "reserved memory is allocated memory in whole 2 MiB blocks; fragmentation is not modeled"
         )
-        yield "the device never waits for the host to launch: that counts as a time that every kernel takes"
+        yield "the rate at which the host issues kernels bounds every layer; loading data takes no time"
     if short_bytes:
         yield (
             f"the allocator finds {format_bytes(short_bytes)} less than it would reserve, so it frees cached "

@@ -183,6 +183,14 @@ def mtp_modelled(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "model.mtp_num_layers", what, "use 0, or software: megatron-core")
 
 
+@unmodelled("logits of some tokens on several tensor- or context-parallel ranks are not modeled", reads="tp cp")
+def max_predictions_unsplit(job: Job) -> Iterator[Problem]:
+    rows, plan = job.model.max_predictions_per_seq, job.plan
+    if rows and max(plan.tp, plan.cp) > 1:
+        what = "logits of some tokens on several tensor- or context-parallel ranks"
+        yield not_modelled(job, "model.max_predictions_per_seq", what, "use 0, or tp: 1 and cp: 1")
+
+
 @unmodelled("adapters with layers for multi-token prediction are not modeled")
 def mtp_with_adapters(job: Job) -> Iterator[Problem]:
     layers, rank = job.model.mtp_num_layers, job.model.lora_rank

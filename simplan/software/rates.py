@@ -52,6 +52,8 @@ class KernelRates(Spec):
 
     Attributes:
         max_efficiency: Best measured matmul rate as a fraction of peak, for devices without a measurement.
+        fp32_max_efficiency: ``max_efficiency`` of FP32 matmuls, which run without tensor cores. Measured were 0.98 on
+            A100, 0.91 on V100, 0.78 on H100, 0.66 on RTX 3090 and 4090, and 0.54 on T4 (catalog/devices.yaml).
         matmul_efficiency: Matmul rate in a training step as a fraction of the best published rate. Clocks fall with
             power draw, and shapes are not the best ones.
         fp8_efficiency: ``matmul_efficiency`` of FP8 matmuls.
@@ -72,12 +74,15 @@ class KernelRates(Spec):
             write: dropout sampling and masking keep them from streaming.
         fp8_any_layout: FP8 matmuls take operands along rows or columns, as BF16 matmuls do.
         rowwise_efficiency: Rate of FP8 matmuls with rowwise scaling as a fraction of the FP8 rate.
-        aligned: Elements that a dimension should be a multiple of, to be read in full sectors.
+        aligned: Elements of 16 bits that a dimension should be a multiple of, to be read in full sectors; half as many
+            of 32 bits. FP32 matmuls without tensor cores need no alignment.
         unaligned_efficiency: Rate of matmuls with a dimension that is no multiple of ``aligned``, as a fraction of the
             rate.
         misaligned_slice_efficiency: ``unaligned_efficiency`` for operands that are slices of larger tensors (heads) and
             so begin inside of sectors. These matmuls run without tensor cores (on an A100 in FP32 at 19.5 of 271
             TFLOP/s).
+        transpose_bytes_per_s: Bytes that one SM reads and writes per second while it transposes images: less than its
+            part of the bandwidth of the fastest memories.
         small_tile_efficiency: Rates of matmuls with tiles of half and of a quarter of the largest, as fractions of the
             rate.
         jitter: Standard deviation of a device's compute time, relative to the mean. N devices that synchronize are as
@@ -86,12 +91,14 @@ class KernelRates(Spec):
             several small ones have it, too.
         stream_overlap: Fraction of the fixed overhead of small kernels on several streams that concurrent kernels hide;
             1 for all of it. With this value 108 expert GEMMs timed individually on B200 (tests/cost/products_b200.csv)
-            are within 10% on average.
+            are within 16% on average.
         overlap_slowdown: Overlap slowdown: fraction of compute throughput lost while communication overlaps.
             Communication kernels occupy SMs: 16 of an A100's 108 on a DGX (S. Jeaugey in NVIDIA/nccl issue 689), so
             0.15. They also share memory and power. 0 where a network's own engines transfer bytes (TPUs).
         gemm_split_overhead_s: Seconds per tensor-parallel collective to cut a matmul into chunks that overlap it.
             Chunks are launched and wait for each other sequentially, and small chunks fill the device less.
+        host_call_s: Seconds in which the host issues one operation. Kernels that are shorter than that leave the device
+            waiting.
         host_step_overhead_s: Seconds of CPU work of a trainer once per step while devices wait: next batch, reading
             loss and norms back, logging.
         host_batch_overhead_s: Seconds of CPU work before a forward where the framework waits for it
@@ -108,6 +115,7 @@ class KernelRates(Spec):
     """
 
     max_efficiency: _Part = 0.77
+    fp32_max_efficiency: _Part = 0.75
     matmul_efficiency: _Part = 0.93
     fp8_efficiency: _Part = 0.9
     fp4_efficiency: _Part = 0.6
@@ -125,12 +133,14 @@ class KernelRates(Spec):
     aligned: Annotated[int, Field(ge=1)] = 8
     unaligned_efficiency: _Part = 0.55
     misaligned_slice_efficiency: _Part = 0.08
+    transpose_bytes_per_s: Positive = 10e9
     small_tile_efficiency: tuple[_Part, _Part] = (0.9, 0.75)
     jitter: NonNegative = 0.01
     kernel_overhead_s: NonNegative = 10e-6
     stream_overlap: Annotated[float, Field(ge=0, le=1)] = 0.85
     overlap_slowdown: Annotated[float, Field(ge=0, lt=1)] = 0.15
     gemm_split_overhead_s: NonNegative = 50e-6
+    host_call_s: NonNegative = 8e-6
     host_step_overhead_s: NonNegative = 0.01
     host_batch_overhead_s: NonNegative = 0.5e-3
     unfitted_std: NonNegative = 0.3
@@ -154,7 +164,8 @@ class FrameworkRates(Spec):
             an older one.
         traffic: Bytes of memory-bound kernels, as a fraction of what eager torch reads and writes for the same
             operations; fusion lowers it.
-        compiled_traffic: ``traffic`` with compiled blocks.
+        compiled_traffic: Bytes of memory-bound kernels with compiled blocks, as a fraction of those of fused groups
+            (``simplan.cost.compute.traffic``).
         framework_efficiency: Matmul rate as a fraction of the architecture's rate. It depends on library versions, and
             on the machines that the framework usually runs on.
         intra_slowdown: Time of communication inside nodes in training, relative to collectives timed alone: other
@@ -168,7 +179,7 @@ class FrameworkRates(Spec):
 
     attention_kernel: AttentionKernel = "flash2"
     traffic: Positive = 1.0
-    compiled_traffic: Positive = 0.7
+    compiled_traffic: Positive = 1.0
     framework_efficiency: Positive = 1.0
     intra_slowdown: Positive = 1.0
     inter_slowdown: Positive = 1.0

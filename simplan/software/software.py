@@ -21,11 +21,21 @@ if TYPE_CHECKING:
 
 _Wide = Literal["fp32", "tf32", "fp16", "bf16"]
 SoftwareOption = Literal[
-    "compiled", "expert_dispatch", "expert_overlap", "fp8_dot_product_attention", "fused_experts", "vocab_multiple"
+    "channels_last",
+    "compiled",
+    "expert_dispatch",
+    "expert_overlap",
+    "fp8_dot_product_attention",
+    "fused_experts",
+    "vocab_multiple",
 ]
 """Fields of a profile that a user can set."""
 TensorOverlap = Literal["none", "backward", "gathers", "all"]
 """Tensor-parallel collectives that overlap matmuls."""
+
+
+_COMPILED_PASSES = 0.7
+"""Bytes of memory-bound kernels with compiled blocks, relative to eager kernels that a calibration timed."""
 
 
 class LowPrecisionLinears(Spec):
@@ -154,10 +164,13 @@ class SoftwareSpec(Spec):
         low_precision: Supported precisions of linear layers below 16 bits; everything else is then as for BF16.
         layers: Implementation of the layers.
         rates: Efficiency of kernels under the framework.
-        rates_of: Profile with the same kernels and the same allocator, on which runs were published: ``rates`` and
-            the reserve of the allocator are that profile's. None for a profile with its own.
+        rates_of: Profile with the same kernels and the same allocator, on which runs were published: ``rates`` and the
+            reserve of the allocator are that profile's, fitted on the runs of both; the uncertainty is not. None for
+            a profile with its own.
         compiled: Blocks are compiled, which fuses memory-bound kernels. With ``runtime`` torch, blocks save for
             backward what torch.compile saves.
+        channels_last: Images and activations of convolutions are stored with channels as the fastest dimension (NHWC),
+            as kernels for tensor cores need them. Else cuDNN transposes them before and after (NCHW, torch's default).
         options: Fields that a scenario may set.
         runtime: Implementation of data parallelism, pipelines and FSDP, with its limits. ``torch``: DDP rebuilds its
             buckets before the second step and briefly holds both sets. A pipeline rank has one receive buffer per
@@ -240,6 +253,7 @@ class SoftwareSpec(Spec):
     rates: FrameworkRates = FrameworkRates()
     rates_of: str | None = None
     compiled: bool = False
+    channels_last: bool = False
     options: Annotated[tuple[SoftwareOption, ...], Field(strict=False)] = ()
     runtime: Literal["torch", "megatron", "xla"] = "torch"
     bucket_bytes: Count
@@ -284,6 +298,7 @@ class SoftwareSpec(Spec):
     def title(self) -> str:
         """Name of the profile, with the options that are set."""
         words: dict[SoftwareOption, str] = {
+            "channels_last": "channels last" if self.channels_last else "",
             "compiled": "compiled" if self.compiled else "",
             "expert_dispatch": self.expert_dispatch if self.expert_dispatch != "copies" else "",
             "expert_overlap": "expert all-to-all overlapped with another microbatch" if self.expert_overlap else "",
@@ -324,7 +339,7 @@ class SoftwareSpec(Spec):
         """
         if not self.executable:
             return self.traffic
-        return FrameworkRates().compiled_traffic if self.compiled else 1.0
+        return _COMPILED_PASSES if self.compiled else 1.0
 
     @property
     def allocator_reserve(self) -> float:
@@ -338,6 +353,7 @@ class SoftwareSpec(Spec):
             update={
                 "compiled": self.compiled and self.runtime == "torch",
                 "compiled_in_parts": self.executable,
+                "fused_softmax": self.compiled or self.layers.fused_softmax,
                 "documents_in_one_call": self.packed_attention == "one_call",
                 "expert_dispatch": self.expert_dispatch,
                 "fused_experts": self.fused_experts,

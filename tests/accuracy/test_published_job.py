@@ -153,13 +153,22 @@ def test_images_and_pairs_of_texts_are_of_models_as_large_as_published(model: di
     assert summarize_step(question.job).step_time_s > 0
 
 
-def test_what_a_prediction_lacks_of_small_models_is_said() -> None:
+def test_layouts_heads_and_versions_of_small_models_reach_the_job() -> None:
     resnet = run(model=RESNET, software__channels_last=True, plan__pp=1, plan__schedule="none", plan__dp_replicate=4)
-    assert "software.channels_last = true is not in the prediction" in job_of_published_run(resnet).notes
-    bert = job_of_published_run(
-        run(model__family="bert", model__max_predictions_per_seq=20, software__framework="torch")
-    )
-    assert any(note.startswith("model.max_predictions_per_seq = 20 is not in the prediction") for note in bert.notes)
+    assert job_of_published_run(resnet).job.software.channels_last
+    bert = {"model__family": "bert", "software__framework": "torch", "plan__precision": "fp16"}
+    for predictions, rows in ((20, 20), (0, 1)):
+        found = job_of_published_run(run(**bert, model__max_predictions_per_seq=predictions)).job
+        assert found.model.max_predictions_per_seq == rows
+        assert "bert" in found.software.layers.dropout
+    for version, widths, compiled in (
+        ("21.11, TorchScript with NVFuser", (4, 4), True),
+        ("20.06, Apex O2", (2, 2), False),
+        ("20.06", (4, 4), False),
+    ):
+        software = job_of_published_run(run(**bert, software__version=version)).job.software
+        state = software.state_bytes["fp16"]
+        assert ((state.parameter, state.residual), software.compiled) == (widths, compiled)
 
 
 def test_a_vocabulary_is_padded_as_the_software_does_else_as_far_as_tp_needs() -> None:

@@ -107,10 +107,11 @@ def test_consumer_cards_have_half_the_rate_when_they_add_up_in_32_bits() -> None
 
 
 def test_a_measured_matmul_rate_is_below_the_peak() -> None:
+    """GeForce cards run at higher clocks than the boost clock for which their peak is published."""
     for name in catalog.names("devices"):
-        device = catalog.device(name)
+        device, most = catalog.device(name), 1.1 if name.startswith("rtx-") else 1.0
         for dtype, rate in device.matmul_flop_per_s.items():
-            assert rate < device.peak_flop_per_s[dtype], name
+            assert rate < most * device.peak_flop_per_s[dtype], name
 
 
 @pytest.mark.parametrize("name", catalog.names("models"))
@@ -165,14 +166,15 @@ def test_torch_has_the_kernels_and_the_allocator_of_torchtitan(name: str) -> Non
     """Except on a calibrated device, where torch's own kernels were timed."""
     software, same = catalog.software(name), catalog.software("torchtitan")
     assert same.rates.fitted_on is not None
-    assert software.rates == same.rates
+    own = {"relative_std": software.rates.relative_std, "fitted_on": software.rates.fitted_on}
+    assert software.rates == same.rates.model_copy(update=own)
     assert software.allocator_reserve == same.allocator_reserve > 0
     assert software.sources["rates"] == f"as torchtitan: {same.sources['rates']}"
     prior = catalog.software(name, textbook=True)
     assert prior.rates == catalog.software("torchtitan", textbook=True).rates
-    for compiled in (False, True):
+    for compiled, times in ((False, 1.0), (True, 0.7)):
         now, before = (one.model_copy(update={"compiled": compiled}) for one in (software, prior))
-        assert now.timed_traffic == before.timed_traffic == before.traffic != now.traffic
+        assert now.timed_traffic == before.timed_traffic == times != now.traffic
 
 
 @pytest.mark.parametrize(

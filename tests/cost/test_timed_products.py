@@ -63,7 +63,7 @@ def test_products_of_experts_are_right_on_average() -> None:
     """From 40 groups of 9,832 rows to 256 of 128, which reach 0.08 to 0.51 of the peak."""
     grouped = TIMED[TIMED.groups > 1]
     found = logs(matmuls(), grouped)
-    assert abs(found.mean()) < 0.1
+    assert abs(found.mean()) < 0.16
     assert np.abs(found).mean() < 0.2
     alone, at_once = (logs(matmuls(stream_overlap=share), grouped).mean() for share in (0.0, 1.0))
     assert alone > 0.2

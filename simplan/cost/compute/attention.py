@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from simplan.cost.compute.matmul import Matmul, MatmulRates
+from simplan.cost.compute.matmul import Matmul, MatmulRates, Operands
 from simplan.model.layer import Attention
 from simplan.software.rates import AttentionEfficiency, LowAttention
 from simplan.software.software import StateBytes
 
 _BACKWARD_FLOPS_RATIO = 2.5  # five matmuls against two, since the scores are recomputed (Dao et al. 2022)
 _WIDE_HEAD = 128
-_EAGER_PASSES = 4  # scores read and written with a scale or bias, read by the softmax, weights written
-_EAGER_BYTES = 8  # the softmax in fp32, written and read
-_SOFTMAX_PASSES = (2, 3)  # one fused kernel reads scores and writes weights; backward reads two and writes one
+_SCALE_PASSES = 2  # scores read and written with a scale, and again with a mask
+_SOFTMAX_PASSES = (2, 3)  # reads scores and writes weights; backward reads two and writes one
 _DROPOUT_PASSES = 2
 _SOFT_CAP_PASSES = (6, 7)  # scaled, tanh, scaled again; the tanh of backward reads its output as well
 _MASK_BYTES = 1
@@ -100,28 +99,40 @@ class AttentionRates:
 
     def _eager_s(self, kernel: Attention, b: int, backward: bool) -> float:
         """Returns the seconds of two batched matmuls, four in backward, and of kernels over the scores between them."""
-        heads, queries, width = b * kernel.num_heads, kernel.seq_len, self.state.activation
+        heads, queries = b * kernel.num_heads, kernel.seq_len
         keys, scores = kernel.num_keys or queries, b * kernel.num_scores
         dims = (kernel.head_dim, kernel.value_head_dim or kernel.head_dim)
         matmuls = [matmul for dim in dims for matmul in self._matmuls(heads, queries, keys, dim, scores)]
         made, summed = matmuls[0::2], matmuls[1::2]
         runs = [made[1], summed[1], summed[0], summed[0]] if backward else [made[0], summed[1]]
-        if kernel.fused_softmax:
-            passed = scores * width * _SOFTMAX_PASSES[backward]
-        else:
-            passed = scores * (_EAGER_PASSES * width + _EAGER_BYTES) * (2 if backward else 1)
-        if kernel.soft_cap:
-            passed += scores * _SOFT_CAP_PASSES[backward] * width
-        if kernel.dropout:
-            passed += scores * (_DROPOUT_PASSES * width + _MASK_BYTES)
-        passing_s = (
-            passed * self.matmuls.rates.softmax_traffic_factor / self.matmuls.bytes_per_s
-            + self.matmuls.kernel_overhead_s
-        )
+        passes, launches = self._score_passes(kernel, backward)
+        masks = kernel.fused_softmax or kernel.causal or kernel.dropout  # models of images have none
+        factor = self.matmuls.rates.softmax_traffic_factor if masks else self.traffic
+        passed = scores * passes * factor
+        passing_s = passed / self.matmuls.bytes_per_s + launches * self.matmuls.kernel_overhead_s
         return sum(self.matmuls.seconds(matmul) for matmul in runs) + passing_s
+
+    def _score_passes(self, kernel: Attention, backward: bool) -> tuple[int, int]:
+        """Returns bytes read and written per score by kernels between the matmuls, and the number of these kernels.
+
+        Without a fused softmax, torch scales scores, fills masked ones and computes the softmax in the precision of the
+        residual stream, which under autocast takes a cast before and after it.
+        """
+        width, wide = self.state.activation, self.state.residual
+        passes, launches = (_DROPOUT_PASSES * width + _MASK_BYTES, 1) if kernel.dropout else (0, 0)
+        if kernel.soft_cap:
+            passes += _SOFT_CAP_PASSES[backward] * width
+        if kernel.fused_softmax:
+            return passes + width * _SOFTMAX_PASSES[backward], launches + 1
+        casts = 2 if wide != width else 0
+        scales = 2 if kernel.causal or kernel.dropout else 1
+        passes += scales * _SCALE_PASSES * width + casts * (width + wide) + _SOFTMAX_PASSES[backward] * wide
+        return passes, launches + scales + casts + 1
 
     def _matmuls(self, heads: int, queries: int, keys: int, dim: int, scores: int) -> tuple[Matmul, Matmul]:
         """Returns the matmul that computes scores and the matmul that sums over them."""
         num_bytes = self.state.activation * (scores + heads * (queries + keys) * dim)
         scores_of, sum_over = (queries, keys, dim, heads, num_bytes), (queries, dim, keys, heads, num_bytes)
-        return Matmul(*scores_of, operands="slices"), Matmul(*sum_over, operands="slices")
+        # heads are slices of wider tensors, which begin inside of a sector if their width is not aligned
+        operands: Operands = "slices" if dim % self.matmuls.rates.aligned else "whole"
+        return Matmul(*scores_of, operands=operands), Matmul(*sum_over, operands=operands)

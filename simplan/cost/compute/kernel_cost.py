@@ -6,11 +6,12 @@ import math
 
 from simplan.cluster.hardware import DeviceSpec, Dtype
 from simplan.cost.compute.attention import AttentionRates
-from simplan.cost.compute.kernels import KernelCost
+from simplan.cost.compute.kernels import KernelCost, Transposed
 from simplan.cost.compute.matmul import MatmulRates
+from simplan.cost.compute.traffic import KernelSet
 from simplan.cost.model import Provenance
 from simplan.errors import Problem, SpecError
-from simplan.software.rates import AttentionEfficiency, FrameworkRates
+from simplan.software.rates import AttentionEfficiency, FrameworkRates, KernelRates
 from simplan.software.software import SoftwareSpec, StateBytes
 from simplan.training import Precision, UpdateName
 
@@ -47,7 +48,9 @@ def kernel_cost(
     _check(device, precision, wanted)
     rates, stack = device.kernels, software.rates
     (ceiling, provenance), *lower = [_ceiling(device, dtype) for dtype in wanted]
-    matmuls = _matmul_rates(device, ceiling * rates.matmul_efficiency * stack.framework_efficiency)
+    matmuls = _matmul_rates(
+        device, ceiling * rates.matmul_efficiency * stack.framework_efficiency, _aligned(rates, wanted[0])
+    )
     attention_kernel = rates.kernel_of(stack.attention_kernel)
     return KernelCost(
         matmuls=matmuls,
@@ -68,6 +71,10 @@ def kernel_cost(
         slowest=1 + rates.jitter * math.sqrt(2 * math.log(num_devices)),
         num_devices=num_devices,
         traffic=software.traffic,
+        kernel_set=_kernel_set(software),
+        winograd=precision == "fp32",
+        transposed=_transposed(precision, software),
+        host_call_s=0.0 if software.runtime == "xla" or device.kind != "gpu" else rates.host_call_s,
         accumulation_bytes=0 if shards_parameters else state.accumulation_bytes,
         low=_low_rates(device, state, lower[0][0], stack) if lower else None,
         joined=software.layers.fused_gemms,
@@ -82,13 +89,33 @@ def _low_rates(device: DeviceSpec, state: StateBytes, ceiling: float, stack: Fra
     rates = device.kernels
     scaled = rates.rowwise_efficiency if state.linear.recipe.startswith("rowwise") else 1.0
     share = rates.fp4_efficiency if state.linear.element_bits == _FP4_BITS else rates.fp8_efficiency
-    return _matmul_rates(device, ceiling * share * stack.framework_efficiency * scaled)
+    return _matmul_rates(device, ceiling * share * stack.framework_efficiency * scaled, rates.aligned)
 
 
-def _matmul_rates(device: DeviceSpec, flop_per_s: float) -> MatmulRates:
+def _matmul_rates(device: DeviceSpec, flop_per_s: float, aligned: int) -> MatmulRates:
     bandwidth, rates = device.memory_bandwidth_bytes_per_s, device.kernels
     assert bandwidth is not None
+    rates = rates if rates.aligned == aligned else rates.model_copy(update={"aligned": aligned})
     return MatmulRates(flop_per_s, bandwidth * rates.bandwidth_efficiency, device.num_sms, rates)
+
+
+def _kernel_set(software: SoftwareSpec) -> KernelSet:
+    """Returns the kernels of memory-bound operators."""
+    if software.compiled:
+        return "compiled"
+    return "composed" if software.runtime == "torch" else "single"
+
+
+def _transposed(precision: Precision, software: SoftwareSpec) -> Transposed:
+    """Returns the convolutions of a precision whose operands cuDNN transposes."""
+    if software.channels_last or precision == "fp32":
+        return "none"
+    return "weight_gradients" if precision == "tf32" else "all"
+
+
+def _aligned(rates: KernelRates, dtype: Precision) -> int:
+    """Returns the elements that a dimension should be a multiple of."""
+    return {"fp32": 1, "tf32": max(1, rates.aligned // 2)}.get(dtype, rates.aligned)
 
 
 def _check(device: DeviceSpec, precision: Precision, wanted: list[Precision]) -> None:
@@ -127,4 +154,6 @@ def _ceiling(device: DeviceSpec, dtype: Precision) -> tuple[float, Provenance]:
     for name in alike:
         if name in device.matmul_flop_per_s:
             return device.matmul_flop_per_s[name], Provenance.PUBLISHED
-    return device.peak_flop_per_s[dtype] * device.kernels.max_efficiency, Provenance.DATASHEET
+    rates = device.kernels
+    share = rates.fp32_max_efficiency if dtype == "fp32" else rates.max_efficiency
+    return device.peak_flop_per_s[dtype] * share, Provenance.DATASHEET

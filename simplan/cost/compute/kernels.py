@@ -7,10 +7,28 @@ from typing import Literal
 
 from simplan.cost.compute.attention import AttentionRates
 from simplan.cost.compute.low_precision import LinearCost, LinearRates
-from simplan.cost.compute.matmul import ACTIVATION_GRADIENTS, WEIGHT_GRADIENTS, Matmul, MatmulRates, gemm_sizes
+from simplan.cost.compute.matmul import (
+    ACTIVATION_GRADIENTS,
+    WEIGHT_GRADIENTS,
+    GemmKernel,
+    Matmul,
+    MatmulRates,
+    gemm_sizes,
+)
+from simplan.cost.compute.traffic import KernelSet, layer_traffic
 from simplan.cost.model import CostEstimate, Provenance
 from simplan.model.fused_gemms import fused_gemms
-from simplan.model.layer import Attention, Gemm, Kernel, LayerCollective, Lookup, Pointwise, Role, has_backward
+from simplan.model.layer import (
+    Attention,
+    Gemm,
+    Kernel,
+    LayerCollective,
+    LayerSpec,
+    Lookup,
+    Pointwise,
+    Role,
+    has_backward,
+)
 from simplan.model.low_precision import quantized_linears
 from simplan.program.memory.split_footprint import weighted_kernels
 from simplan.program.program import LayerWork, Phase
@@ -18,7 +36,15 @@ from simplan.software.software import StateBytes
 from simplan.training import UPDATES, UpdateName
 from simplan.units import counted, format_bytes, format_count, format_flop_per_s, format_rate, format_time
 
-_BACKWARD_POINTWISE = 2
+_EAGER_ATTENTION_CALLS = 6
+_FUSED_CASTS = 0.6
+"""Bytes of casts to 8 bits that are compiled, relative to single kernels: of 7 bytes per element of 16 bits (read for
+the largest, read for the cast, written, and written transposed with its read) a fused kernel before saves about 3."""
+Transposed = Literal["none", "weight_gradients", "all"]
+"""Convolutions before and after which images are transposed."""
+_WINOGRAD = 1.5
+"""Speed of a 3 x 3 convolution with stride 1 in FP32 as Winograd's algorithm, relative to a matmul: 2.25 times fewer
+multiplications, minus transforms (Lavin and Gray 2016, arXiv:1509.09308, section 4.1 and table 5)."""
 _BACKWARD = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 _SCALE_BYTES = 8
 _NORM_BYTES = 4
@@ -40,6 +66,10 @@ class KernelCost:
         slowest: Time of the slowest device over the mean of all devices.
         num_devices: Number of these devices, for formulas.
         traffic: See ``FrameworkRates``.
+        kernel_set: Kernels of memory-bound operators (``simplan.cost.compute.traffic``).
+        winograd: Convolutions of 3 x 3 with stride 1 run as Winograd's algorithm (FP32).
+        transposed: Convolutions whose operands and results are transposed, since they are stored channels first.
+        host_call_s: See ``KernelRates``; 0 where the host launches no single kernels.
         accumulation_bytes: Bytes read and written per gradient element of a matrix to accumulate it.
         low: Rates of linear layers in the low precision of ``state.linear``; None for none.
         joined: True if matrices with the same input are fused; see ``LayerImplementation.fused_gemms``.
@@ -56,6 +86,10 @@ class KernelCost:
     slowest: float = 1.0
     num_devices: int = 1
     traffic: float = 1.0
+    kernel_set: KernelSet = "single"
+    winograd: bool = False
+    transposed: Transposed = "none"
+    host_call_s: float = 0.0
     accumulation_bytes: int = 0
     low: MatmulRates | None = None
     joined: bool = False
@@ -98,10 +132,31 @@ class KernelCost:
         low, wide = self._split(running_kernels(work), work)
         linear = self._linear_cost(low, work)
         wide_s = sum(self._kernel_s(kernel, work.microbatch_size, work.phase) for kernel in wide)
-        return (
-            self.slowest * (wide_s + linear.matmuls_s + linear.casts_s)
-            + work.cuts * self.matmuls.rates.gemm_split_overhead_s
-        )
+        memory_s, memory_launches = self._memory_bound(work)
+        device_s = self.slowest * (wide_s + memory_s + linear.matmuls_s + linear.casts_s)
+        calls = memory_launches + sum(self._host_calls(kernel, work.phase) for kernel in (*low, *wide))
+        return max(device_s, calls * self.host_call_s) + work.cuts * self.matmuls.rates.gemm_split_overhead_s
+
+    def _memory_bound(self, work: LayerWork) -> tuple[float, int]:
+        """Returns seconds and launches of memory-bound kernels, casts and sums of bias gradients."""
+        widths = self.state.activation, self.state.residual
+        num_bytes, launches = _memory_bound(work.layer, work.phase, work.kernels, widths, self.kernel_set)
+        num_bytes *= work.microbatch_size * self.traffic
+        return num_bytes / self.matmuls.bytes_per_s + launches * self.matmuls.kernel_overhead_s, launches
+
+    def _host_calls(self, kernel: Kernel, phase: Phase) -> int:
+        """Returns the operations that the host issues for a matmul, attention or lookup."""
+        match kernel:
+            case Gemm():
+                matmuls = kernel.propagates + kernel.trained if phase is Phase.BACKWARD else 1
+                casts = bool(self.state.weight_copy) and phase is Phase.FORWARD
+                return max(1, kernel.streams and kernel.num_groups) * matmuls + casts
+            case Attention():
+                return len(kernel.calls) * (_EAGER_ATTENTION_CALLS if kernel.eager else 1)
+            case Pointwise():
+                return 0  # see ``_memory_bound``
+            case _:
+                return 1
 
     def _host_rate(self, work: LayerWork) -> float | None:
         """Returns bytes per second for work of a CPU that is not the device; None for work of the device."""
@@ -123,7 +178,8 @@ class KernelCost:
         if self.low is None or not kernels:
             return total
         assert self.state.linear is not None
-        rates = LinearRates(self.state.linear, self.state, self.low, self.matmuls, self.traffic, self.weight_casts)
+        traffic = self.traffic * (_FUSED_CASTS if self.kernel_set == "compiled" else 1.0)
+        rates = LinearRates(self.state.linear, self.state, self.low, self.matmuls, traffic, self.weight_casts)
         for kernel in kernels:
             total = total.plus(rates.cost(kernel, work.microbatch_size, work.phase))
             total = total.plus(LinearCost(matmuls_s=self._weights_s(kernel, work.phase)))
@@ -177,14 +233,12 @@ class KernelCost:
                 matmuls = self._matmuls(kernel, b, phase)
                 launches_s = self.matmuls.launches_s(kernel.num_groups, kernel.streams)
                 more_s = len(matmuls) * (launches_s - self.matmuls.kernel_overhead_s)
-                return sum(map(self.matmuls.seconds, matmuls)) + more_s + self._weights_s(kernel, phase)
+                extra_s = self._weights_s(kernel, phase) + self._transposes_s(kernel, b, phase)
+                return sum(map(self.matmuls.seconds, matmuls)) + more_s + extra_s
             case Attention():
                 return self.attention.seconds(kernel, b, backward=phase in ACTIVATION_GRADIENTS)
-            case Pointwise(reads=reads, writes=writes, moves=moves, launches=launches):
-                backward = phase in ACTIVATION_GRADIENTS
-                times = _BACKWARD_POINTWISE if backward and not moves else 1
-                num_bytes = b * (reads + writes) * self.state.activation * self.traffic * times
-                return self._streaming_s(num_bytes, launches[backward])
+            case Pointwise():
+                return 0.0  # see ``_memory_bound``
             case Lookup(rows=rows, width=columns):
                 return self._streaming_s(b * rows * columns * (self.state.activation + self.state.gathered))
             case LayerCollective():
@@ -208,23 +262,74 @@ class KernelCost:
         elements = b * (kernel.m * kernel.n + kernel.input_elements) + kernel.weight_elements
         num_bytes = elements * self.state.activation
         operands: Literal["whole", "padded"] = "padded" if kernel.image_elements else "whole"
-        sizes = gemm_sizes(kernel, b, phase).values()
-        return [Matmul(*each, kernel.num_groups, num_bytes, operands) for each in sizes]
+        sizes = gemm_sizes(kernel, b, phase)
+        speeds = {name: _WINOGRAD if self.winograd and _fits_winograd(kernel, name) else 1.0 for name in sizes}
+        return [
+            Matmul(rows, columns, depth / speeds[name], kernel.num_groups, num_bytes, operands)
+            for name, (rows, columns, depth) in sizes.items()
+        ]
+
+    def _transposes_s(self, kernel: Gemm, b: int, phase: Phase) -> float:
+        """Returns the seconds to transpose input and output of each matmul of a convolution."""
+        if not kernel.image_elements or self.transposed == "none":
+            return 0.0
+        num_bytes = 2 * b * (kernel.m * kernel.n + kernel.image_elements) * self.state.activation
+        matmuls = len(gemm_sizes(kernel, b, phase))
+        if self.transposed == "weight_gradients":
+            matmuls = int(phase in WEIGHT_GRADIENTS)
+        rates = self.matmuls
+        bytes_per_s = rates.bytes_per_s
+        if rates.num_sms is not None:
+            bytes_per_s = min(bytes_per_s, rates.num_sms * rates.rates.transpose_bytes_per_s)
+        return matmuls * (num_bytes / bytes_per_s + 2 * rates.kernel_overhead_s)
+
+
+def _fits_winograd(kernel: Gemm, name: GemmKernel) -> bool:
+    """True for outputs and gradients of inputs of a 3 x 3 convolution with stride 1."""
+    is_weight_gradient = name == "linear_weight_gradient"
+    return not is_weight_gradient and kernel.image_elements > 0 and kernel.k * kernel.m == 9 * kernel.image_elements
+
+
+def _memory_bound(
+    layer: LayerSpec, phase: Phase, kernels: tuple[int, ...] | None, widths: tuple[int, int], kernel_set: KernelSet
+) -> tuple[float, int]:
+    """Returns bytes for one sequence, and launches, of the memory-bound kernels that run in a phase."""
+    key = ("memory bound", phase, kernels, widths, kernel_set)
+    if key in layer.derived:
+        known: tuple[float, int] = layer.derived[key]
+        return known
+    backward, weights = phase in ACTIVATION_GRADIENTS, phase in WEIGHT_GRADIENTS
+    num_bytes, launches = 0.0, 0
+    traffic = layer_traffic(layer, *widths, kernel_set)
+    for index in running_indices(LayerWork(layer, phase, 1, 0, kernels)):
+        own = traffic[index]
+        num_bytes += own.backward_bytes if backward else own.forward_bytes
+        launches += own.backward_launches if backward else own.forward_launches
+        if weights and own.bias_bytes:
+            num_bytes += own.bias_bytes
+            launches += 1
+    layer.derived[key] = num_bytes, launches
+    return num_bytes, launches
 
 
 def running_kernels(work: LayerWork) -> list[Kernel]:
     """Returns the kernels of a layer that run in a phase, without collectives."""
-    all_kernels = work.layer.kernels
-    indices = range(len(all_kernels)) if work.kernels is None else work.kernels
-    kernels = [all_kernels[index] for index in indices if not isinstance(all_kernels[index], LayerCollective)]
+    return [work.layer.kernels[index] for index in running_indices(work)]
+
+
+def running_indices(work: LayerWork) -> list[int]:
+    """Returns the indices of the kernels of a layer that run in a phase, without collectives."""
+    kernels = work.layer.kernels
+    indices = range(len(kernels)) if work.kernels is None else work.kernels
+    running = [index for index in indices if not isinstance(kernels[index], LayerCollective)]
     if work.phase is Phase.BACKWARD_WEIGHT:
         weighted = weighted_kernels(work.layer)
-        kernels = [kernel for kernel in kernels if kernel in weighted]
+        running = [index for index in running if kernels[index] in weighted]
     elif work.phase is Phase.BACKWARD_INPUT:
-        kernels = [kernel for kernel in kernels if not isinstance(kernel, Lookup)]
+        running = [index for index in running if not isinstance(kernels[index], Lookup)]
     if work.phase in _BACKWARD:
-        kernels = [kernel for kernel in kernels if has_backward(kernel)]
-    return kernels
+        running = [index for index in running if has_backward(kernels[index])]
+    return running
 
 
 def _flops(kernel: Gemm | Attention, phase: Phase) -> int:

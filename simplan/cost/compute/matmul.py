@@ -12,6 +12,7 @@ from simplan.software.rates import KernelRates
 
 ACTIVATION_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_INPUT)
 WEIGHT_GRADIENTS = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
+Operands = Literal["whole", "slices", "padded"]
 GemmKernel = Literal["linear", "linear_input_gradient", "linear_weight_gradient"]
 
 _TILES = ((256, 128, 0), (128, 256, 0), (128, 128, 1), (128, 64, 2), (64, 128, 2))
@@ -19,6 +20,7 @@ _TILES = ((256, 128, 0), (128, 256, 0), (128, 128, 1), (128, 64, 2), (64, 128, 2
 more per multiplication (NVIDIA, Matrix Multiplication Background User's Guide, section 4)."""
 _WHOLE_TILE = 256 * 128
 _MAX_PARTS = 8
+_MIN_PART = 2048  # inner dimension of a part beyond ``_MAX_PARTS``: gradients of convolutions sum over all pixels
 
 
 class Matmul(NamedTuple):
@@ -37,7 +39,7 @@ class Matmul(NamedTuple):
     depth: float
     groups: int
     num_bytes: float
-    operands: Literal["whole", "slices", "padded"] = "whole"
+    operands: Operands = "whole"
 
     @property
     def flops(self) -> float:
@@ -108,7 +110,7 @@ class MatmulRates:
         best_s, rates = math.inf, self.rates
         for rows, columns, halved in _TILES:
             tiles = matmul.groups * math.ceil(matmul.rows / rows) * math.ceil(matmul.columns / columns)
-            parts = min(max(1, num_sms // tiles), _MAX_PARTS)
+            parts = min(max(1, num_sms // tiles), max(_MAX_PARTS, int(matmul.depth) // _MIN_PART))
             full = tiles * parts / num_sms
             waves = max(1.0, full + rates.tail_wave_fraction * (math.ceil(full) - full))
             share = rates.small_tile_efficiency[halved - 1] if halved else 1.0

@@ -35,16 +35,17 @@ def with_core(operator: Operator, **changes: Any) -> Operator:
     return replace(operator, kernel=replace(operator.kernel, **changes))
 
 
-def unfused(operator: Operator, *, dropout: bool) -> Iterator[Operator]:
+def unfused(operator: Operator, *, dropout: bool, fused_softmax: bool) -> Iterator[Operator]:
     """Attention with materialized scores; one kernel does scaling, mask and softmax, and saves its result.
 
-    Backward changes the gradient of the softmax in place.
+    Backward changes the gradient of the softmax in place. Without ``fused_softmax`` the same tensors count as memory,
+    and single operations in FP32 as time.
     """
     core = operator.kernel
     if not isinstance(core, Attention) or core.eager:
         yield operator
         return
-    eager = replace(core, eager=True, fused_softmax=True, dropout=dropout)
+    eager = replace(core, eager=True, fused_softmax=fused_softmax, dropout=dropout)
     if not operator.makes:  # a part of ring attention
         yield replace(operator, kernel=eager)
         return

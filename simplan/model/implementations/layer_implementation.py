@@ -59,6 +59,7 @@ class LayerImplementation(Spec):
             transformers (``simplan.model.implementations.transformers_code``).
         attention: ``unfused``: scores are materialized; scaling, mask and softmax are one kernel, which saves its
             result in the precision of activations (Megatron-LM's masked_softmax_fusion).
+        fused_softmax: False if these are single operations after all, the softmax in FP32 as under torch's autocast.
         dropout: Families whose models train with dropout after the embedding, after both branches of a block and, in
             unfused attention, on its weights. Masks of one byte per element are saved. A fused kernel samples them
             again.
@@ -104,6 +105,7 @@ class LayerImplementation(Spec):
 
     model_code: ModelCode = "framework"
     attention: Literal["fused", "unfused"] = "fused"
+    fused_softmax: bool = True
     dropout: Annotated[tuple[str, ...], Field(strict=False)] = ()
     fused_gemms: bool = False
     fused_gates: bool = False
@@ -190,7 +192,11 @@ def _with_attention(
 ) -> tuple[tuple[Operator, ...], bool, list[str]]:
     """Operators with an implementation's attention, whether its kernel skips keys of a window, and its key's words."""
     if implementation.attention == "unfused":
-        operators = tuple(found for operator in operators for found in unfused(operator, dropout=dropout))
+        operators = tuple(
+            found
+            for operator in operators
+            for found in unfused(operator, dropout=dropout, fused_softmax=implementation.fused_softmax)
+        )
     if implementation.repeated_keys:
         operators = tuple(with_repeated_keys(operators))
     one_call = implementation.documents_in_one_call and any(
@@ -210,6 +216,7 @@ def _with_attention(
         operators = tuple(with_core(operator, eight_bits=True) for operator in operators)
     words = [
         implementation.attention,
+        "separate softmax" * (implementation.attention == "unfused" and not implementation.fused_softmax),
         "repeated" * implementation.repeated_keys,
         "narrow" * implementation.narrow_values,
     ]
