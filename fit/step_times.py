@@ -148,7 +148,7 @@ def _derivatives(rows: Sequence[FitRow], values: Values) -> dict[str, dict[str, 
 def _weight(row: FitRow, size: int) -> float:
     """Weight of a run in a source of this size."""
     small = _SMALL_MODELS if row.source.startswith("small_models") else 1.0
-    return small * _TRUST[row.run.quality] * size**-_DIVIDED
+    return float(small * _TRUST[row.run.quality] * size**-_DIVIDED)
 
 
 def constants_of(rows: Sequence[FitRow]) -> list[Constant]:

@@ -165,7 +165,7 @@ def test_problems_inside_mappings_name_the_key() -> None:
         'kind = "gpuu": is not a known choice; did you mean gpu?',
         "memory_bytes = 1048576.0: must be a whole number; write 1048576",
         "peak_flop_per_s.bf17: is not a known key; did you mean bf16?",
-        "peak_flop_per_s.bf16 = -1.0: must be greater than 0",
+        "peak_flop_per_s.bf16 = -1.0: must be at least 1",
     ]
 
 

@@ -50,7 +50,7 @@ def test_equal_documents_cost_their_share_of_attention() -> None:
     joined_s = stack.traffic * 4 * 32 * 3 * 2 * 2 * 4096 * 4096 / (rates.bandwidth_efficiency * 3.35e12) * slowest
     kernels_s = 4 * 32 * 2 * rates.kernel_overhead_s * slowest  # one more in forward and in backward
     saved_s, halved_s = attention_s(1) - attention_s(2), attention_s(2) - attention_s(4)
-    assert whole.step_time_s - halves.step_time_s == pytest.approx(saved_s - joined_s - 2 * kernels_s, rel=0.02)
+    assert whole.step_time_s - halves.step_time_s == pytest.approx(saved_s - joined_s - 2 * kernels_s, rel=0.03)
     assert halves.step_time_s - quarters.step_time_s == pytest.approx(halved_s - 2 * kernels_s, rel=1e-6)
 
 

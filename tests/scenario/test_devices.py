@@ -51,7 +51,8 @@ def test_another_architecture_brings_its_kernels(tmp_path: Path) -> None:
          "device has; write it in bytes per second: 3.35 TB/s is 3.35e12"),
         ("{memory_bytes: 60_000_000_000}", 'cluster.device.memory_bytes = "60_000_000_000": must be a whole number; '
          "write 60000000000, as YAML has no _ in numbers"),
-        ("{architecture: amper}", "cluster.device.architecture = amper: is not in the catalog; did you mean ampere?"),
+        ("{architecture: amper}", "cluster.device.architecture = amper: is not in the catalog; did you mean ampere or "
+         "ampere-ga10x?"),
     ],
 )  # fmt: skip
 def test_what_no_device_is(tmp_path: Path, written: str, sentence: str) -> None:

@@ -51,14 +51,15 @@ def test_every_fix_fits_as_written(job: Job) -> None:
     assert same == sorted(same)
 
 
-def test_the_first_fix_of_fsdp_is_the_best_plan_of_its_mesh() -> None:
-    """Two settings away from the plan lies what an exact search over all settings of this mesh finds."""
+def test_no_fix_of_the_mesh_is_faster_than_the_best_plan_of_an_exact_search() -> None:
+    """The search tries every setting of this mesh; it includes recomputation of some blocks, a fix does not."""
     job = job_of(ParallelPlan(dp_shard=8, microbatch_size=2))
-    best = search(job, SearchSpace(tp=(1,), pp=(1,), dp_shard=(8,)), explain=False).best
+    best = search(job, SearchSpace(tp=(1,), pp=(1,), dp_shard=(8,), max_memory_fraction=1.0), explain=False).best
     assert best is not None
-    first, *_ = fixes(predict(job))
-    assert dict(first.changes) == {"plan.microbatch_size": 1, "plan.grad_sync": "microbatch"}
-    assert first.step_time_s == pytest.approx(best.step_time_s, rel=1e-6)
+    meshes = {"plan.tp", "plan.cp", "plan.pp", "plan.dp_shard", "cluster.num_devices"}
+    same = [fix for fix in fixes(predict(job)) if not meshes & fix.changes.keys()]
+    assert {"plan.recompute": "full"} in [dict(fix.changes) for fix in same]
+    assert all(fix.step_time_s >= best.step_time_s for fix in same)
 
 
 def test_a_plan_that_fits_needs_no_fix() -> None:
@@ -73,7 +74,7 @@ def test_lora_is_a_fix_of_fine_tuning_alone() -> None:
 
 
 def test_a_full_host_is_relieved() -> None:
-    job = job_of(ParallelPlan(dp_shard=8, offload_optimizer=True, grad_sync="microbatch"))
+    job = job_of(ParallelPlan(dp_shard=16, offload_optimizer=True), num_devices=16)
     small = replace(job, cluster=job.cluster.with_changes(host_memory_bytes=10 * 2**30))
     before = predict(small)
     assert before.fits

@@ -32,7 +32,7 @@ SPACE = SearchSpace(objectives=("step_time", "memory"), top=3, microbatch_size=(
 
 @pytest.fixture(scope="module")
 def result() -> SearchResult:
-    return search(small_job(num_devices=4), SPACE)
+    return search(small_job(num_devices=4, hidden_size=512, vocab_size=8192, seq_len=512), SPACE)
 
 
 def points(figure: Any) -> list[tuple[float, float]]:

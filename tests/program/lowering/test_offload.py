@@ -292,7 +292,8 @@ def test_level_1_moves_the_same_bytes_in_one_piece() -> None:
     """But that it does not know which unit stays gathered."""
     fine, coarse = (program(2, how=Lowering(level=level), **SHARDED) for level in (2, 1))
     assert in_direction(coarse, Stream.FROM_HOST) == 4 * [sum(FORWARD)]
-    assert in_direction(coarse, Stream.TO_HOST) == [sum(in_direction(fine, Stream.TO_HOST))]
+    moved = in_direction(coarse, Stream.TO_HOST)  # after each of two microbatches
+    assert moved == 2 * [sum(in_direction(fine, Stream.TO_HOST)) // 2]
 
 
 def test_copies_are_priced_by_the_host_link() -> None:
