@@ -84,7 +84,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended.
+    """End of a command.
 
     Attributes:
         code: Exit code.

@@ -8,7 +8,7 @@ import streamlit as st
 
 from app.components.elements import csv_text, download, show_figure
 from app.fields import remembered_choice, remembered_number
-from app.figures.lesson import CLOSED_FORMS, Lesson, LessonTimes, lesson, lesson_figure
+from app.figures.lesson import CLOSED_FORMS, LessonTimes, ScheduleLesson, lesson, lesson_figure
 from app.page import escaped
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.program.schedules import SCHEDULES
@@ -48,7 +48,7 @@ def show_schedules() -> None:
     download("Table", f"{name} lesson", "csv", csv_text(rows), about="Actions with start and end")
 
 
-def why_bubble(one: Lesson) -> str:
+def why_bubble(one: ScheduleLesson) -> str:
     """Reason of the idle time of a schedule, with its numbers."""
     p, m, v = one.num_ranks, one.num_microbatches, one.virtual_stages
     both = one.times.forward + one.times.backward
@@ -91,5 +91,5 @@ def _choose_times() -> LessonTimes:
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
-def _lesson(name: str, ranks: int, microbatches: int, stages: int, times: LessonTimes) -> Lesson:
+def _lesson(name: str, ranks: int, microbatches: int, stages: int, times: LessonTimes) -> ScheduleLesson:
     return lesson(name, ranks, microbatches, stages, times)

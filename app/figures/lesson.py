@@ -62,7 +62,7 @@ class LessonTimes:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class ScheduleLesson:
     """A schedule, step by step.
 
     Attributes:
@@ -112,7 +112,7 @@ class Lesson:
 
 def lesson(
     name: str, num_ranks: int, num_microbatches: int, virtual_stages: int = 2, times: LessonTimes | None = None
-) -> Lesson:
+) -> ScheduleLesson:
     """Computes the timeline of a schedule.
 
     Args:
@@ -133,7 +133,7 @@ def lesson(
         for rank, row in enumerate(table)
         for action in row
     )
-    return Lesson(name, num_ranks, num_microbatches, stages, boxes, times)
+    return ScheduleLesson(name, num_ranks, num_microbatches, stages, boxes, times)
 
 
 _ROW_PX, _AROUND_PX = 42, 215
@@ -141,7 +141,7 @@ _MAX_FRAMES = 120
 _FRAME_MS = 320
 
 
-def lesson_figure(one: Lesson) -> Figure:
+def lesson_figure(one: ScheduleLesson) -> Figure:
     """The full step; playing the figure draws the step from its start."""
     groups = _groups(one)
     instants = _instants(one)
@@ -173,7 +173,7 @@ def lesson_figure(one: Lesson) -> Figure:
 _Group = tuple[ActionKind, int, list[LessonBox]]
 
 
-def _groups(one: Lesson) -> list[_Group]:
+def _groups(one: ScheduleLesson) -> list[_Group]:
     """Boxes by kind and by index of the stage on its rank, which determine the color."""
     stages = [sorted({box.action.stage for box in one.boxes if box.rank == rank}) for rank in range(one.num_ranks)]
     groups: dict[tuple[ActionKind, int], list[LessonBox]] = {}
@@ -187,7 +187,7 @@ def _groups(one: Lesson) -> list[_Group]:
     ]
 
 
-def _until(one: Lesson, groups: Sequence[_Group], time: float) -> list[dict[str, object]]:
+def _until(one: ScheduleLesson, groups: Sequence[_Group], time: float) -> list[dict[str, object]]:
     """Traces of an animation frame: boxes up to its time, and a line at its time.
 
     A box that has not begun has no width instead of zero width, whose outline would be drawn.
@@ -204,7 +204,7 @@ def _until(one: Lesson, groups: Sequence[_Group], time: float) -> list[dict[str,
     return [*bars, {"type": "scatter", "x": [time, time]}]
 
 
-def _bars(one: Lesson, groups: Sequence[_Group]) -> list[dict[str, Any]]:
+def _bars(one: ScheduleLesson, groups: Sequence[_Group]) -> list[dict[str, Any]]:
     """The whole step."""
     bars = []
     for kind, place, boxes in groups:
@@ -236,7 +236,7 @@ def _text(box: LessonBox, *, several: bool) -> str:
     return f"{box.action.stage if several else ''}{box.action.kind}{box.action.microbatch}"
 
 
-def _time_line(one: Lesson) -> dict[str, Any]:
+def _time_line(one: ScheduleLesson) -> dict[str, Any]:
     return scatter(
         x=[one.length, one.length],
         y=[-0.5, one.num_ranks - 0.5],
@@ -247,14 +247,14 @@ def _time_line(one: Lesson) -> dict[str, Any]:
     )
 
 
-def _notes(one: Lesson, time: float) -> dict[str, list[dict[str, object]]]:
+def _notes(one: ScheduleLesson, time: float) -> dict[str, list[dict[str, object]]]:
     """Number of microbatches in flight, as an annotation next to each rank."""
     place = {"x": 1.005, "xref": "paper", "xanchor": "left", "yref": "y", "showarrow": False, "font": {"size": 11}}
     texts = (f"{one.in_flight(rank, time)} in flight, max {most}" for rank, most in enumerate(one.most_in_flight))
     return {"annotations": [place | {"y": rank, "text": text} for rank, text in enumerate(texts)]}
 
 
-def _instants(one: Lesson) -> list[float]:
+def _instants(one: ScheduleLesson) -> list[float]:
     """Times of the frames: one per time unit, or per shortest action, up to a maximum number."""
     shortest = min(1.0, *(box.end - box.start for box in one.boxes))
     num_frames = min(_MAX_FRAMES, math.ceil(one.length / shortest - 1e-9))

@@ -55,7 +55,7 @@ _CLASSES = frozenset({
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     ("torch.serialization", "_get_layout"),
 })  # fmt: skip
-"""What the metadata of tensors consists of, besides data types: plain data, none of which acts when it is made."""
+"""Classes in the metadata of tensors, besides data types: plain data, whose construction runs nothing."""
 
 
 class _DataUnpickler(pickle.Unpickler):

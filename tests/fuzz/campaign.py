@@ -283,7 +283,7 @@ def run_one(kind: Kind, seed: int, folder: Path, limit_s: int = LIMIT_S) -> Find
 
 
 def _wrong(code: int, out: str, err: str, written: Path | None) -> str | None:
-    """What is wrong with how a command ended; None for nothing."""
+    """Fault in the end of a command; None for a proper end."""
     if "Traceback" in err or "Traceback" in out:
         return "it printed a traceback"
     if code not in (0, 1, 2, 3):

@@ -139,7 +139,7 @@ def test_a_log_is_shown_beside_the_prediction() -> None:
 
 
 def test_measurement_is_compared_with_the_current_scenario() -> None:
-    """The same numbers as from an uploaded prediction; and a measurement of another job is refused in a sentence."""
+    """Numbers equal those from an uploaded prediction; a measurement of another job is refused in a sentence."""
     document = yaml.safe_load((SCENARIOS / "1f1b.yaml").read_text())
     document.pop("expect", None)
     page = opened("validate", document, {"held": "measured"})
