@@ -54,6 +54,13 @@ class Override:
 
 
 OVERRIDES = (
+    Override(
+        ("--model",),
+        "model.preset",
+        str,
+        "Model preset, or a config.json, for a file that names no model.",
+        completion.models,
+    ),
     Override(("--cluster",), "cluster.preset", str, "Cluster preset.", completion.clusters),
     Override(("--num-nodes",), "cluster.num_nodes", int, "Number of nodes."),
     Override(("--num-devices", "--gpus"), "cluster.num_devices", int, "Number of devices, instead of nodes."),
@@ -90,12 +97,14 @@ class ScenarioRequest:
         overrides: Dotted key -> value.
         names: Override -> name in errors.
         write: File for the scenario with its overrides; None for none.
+        framework: Format of a framework's file; None to find it by content.
     """
 
     source: Path
     overrides: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     write: Path | None = None
+    framework: str | None = None
 
     @property
     def is_file(self) -> bool:
@@ -112,7 +121,8 @@ class ScenarioRequest:
 
         kept = {key: value for key, value in self.overrides.items() if not without or key.split(".")[0] != without}
         options = (_option(key, self.names[key], value) for key, value in kept.items())
-        return " ".join([as_argument(self.source), *options])
+        framework = [f"--from {shlex.quote(self.framework)}"] if self.framework is not None else []
+        return " ".join([as_argument(self.source), *framework, *options])
 
     def with_overrides(self, changes: Mapping[str, Any]) -> ScenarioRequest:
         """Copy with more overrides, which replace those of the same keys."""
@@ -138,7 +148,7 @@ class ScenarioRequest:
         """
         from simplan.scenario.source import read_source
 
-        source = read_source(str(self.source), self.overrides, self.names)
+        source = read_source(str(self.source), self.overrides, self.names, framework=self.framework)
         scenario = source.scenario()
         self._write(source)
         return scenario
@@ -151,7 +161,8 @@ class ScenarioRequest:
         """
         from simplan.scenario.source import read_source
 
-        source = read_source(str(self.source), *self.overrides_for(searches=True), searches=True)
+        overrides = self.overrides_for(searches=True)
+        source = read_source(str(self.source), *overrides, searches=True, framework=self.framework)
         search = source.search()
         self._write(source)
         return search
@@ -203,7 +214,7 @@ def takes_scenario(
     def decorate(command: Callable[..., int]) -> Callable[..., int]:
         signature = inspect.signature(command, eval_str=True)
         first, *rest = signature.parameters.values()
-        added = [*(override.parameter for override in OVERRIDES), _keyword("set", _SET)]
+        added = [*(override.parameter for override in OVERRIDES), _keyword("set", _SET), _keyword("from_format", _FROM)]
         if writes:
             added.append(_keyword("write_scenario", _WRITE))
 
@@ -227,8 +238,8 @@ _SCENARIO = Annotated[
     Path,
     typer.Argument(
         metavar="SCENARIO",
-        help="Scenario file (YAML), - for standard input; or a model: a name of `simplan show models`, or a "
-        "config.json of Hugging Face or its folder.",
+        help="Scenario file (YAML), - for standard input; a model: a name of `simplan show models`, or a config.json "
+        "of Hugging Face or its folder; or the launch script or configuration of a framework.",
         callback=opened,
         autocompletion=completion.scenarios,
     ),
@@ -240,6 +251,15 @@ _SET = Annotated[
         metavar="KEY=VALUE",
         help="Override of any key of the scenario, e.g. plan.recompute=full; repeatable.",
         autocompletion=completion.keys,
+    ),
+]
+_FROM = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="NAME",
+        help="Format of SCENARIO, if it is a framework's file (default: by its content).",
+        autocompletion=completion.formats,
     ),
 ]
 _WRITE = Annotated[
@@ -255,7 +275,7 @@ def _keyword(name: str, annotation: Any) -> inspect.Parameter:
 def _request(source: Path, given: Mapping[str, Any]) -> ScenarioRequest:
     """Request of SCENARIO and the values of its options, None for options that are not given."""
     overrides, names = overrides_of(given)
-    return ScenarioRequest(source, overrides, names, given.get("write_scenario"))
+    return ScenarioRequest(source, overrides, names, given.get("write_scenario"), given.get("from_format"))
 
 
 def overrides_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -272,7 +292,10 @@ def overrides_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
     for override in OVERRIDES:
         value = given.get(override.parameter.name)
         if value is not None:
-            overrides[override.key], names[override.key] = value, override.names[0]
+            key = override.key
+            if key == "model.preset" and Path(value).exists():
+                key, value = "model.hf_config", str(_config_of(Path(value)))
+            overrides[key], names[key] = value, override.names[0]
     for text in given.get("set") or ():
         key, value = _key_and_value(text)
         if key in overrides:
@@ -280,6 +303,11 @@ def overrides_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
             raise SpecError(Problem(field=key, rule=f"is given twice, also with {twice}", fix="give one of the two"))
         overrides[key], names[key] = value, key
     return overrides, names
+
+
+def _config_of(path: Path) -> Path:
+    """Absolute path of the ``config.json`` of a file or folder."""
+    return (path / "config.json" if path.is_dir() else path).resolve()
 
 
 def _key_and_value(text: str) -> tuple[str, Any]:
