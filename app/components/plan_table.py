@@ -20,7 +20,9 @@ _VERDICT = "memory_verdict"
 _LABELS = {_VERDICT: "memory verdict"}
 _FILTERS = "filters"
 _TABLE = "plans table"
-_ROW_PX, _MAX_PX = 36, 456
+ROW_PX = 31
+"""Height of a row: 2.1875 rem of Streamlit at the ``baseFontSize`` of ``app/theme.toml``."""
+_BORDER_PX, _MAX_PX = 2, 456
 
 _FORMS = {
     "num_devices": "{:,.0f}",
@@ -108,7 +110,7 @@ def show_table_of_plans(rows: Sequence[Mapping[str, Any]], passing: Sequence[int
         key=key,
         hide_index=True,
         placeholder="",  # pending, or not computed for plans only on the Pareto front
-        height=min(_ROW_PX * (len(frame) + 1), _MAX_PX),
+        height=min(ROW_PX * (len(frame) + 1) + _BORDER_PX, _MAX_PX),
         on_select=lambda: _take_row(key, passing),
         selection_mode="single-row",
         selection_default={"selection": {"rows": [passing.index(chosen)]}} if chosen in passing else None,
@@ -151,10 +153,12 @@ def _key(chosen: int, passing: Sequence[int]) -> str:
 
 def _take_row(key: str, passing: Sequence[int]) -> None:
     rows = st.session_state[key].selection.rows
+    version, _ = st.session_state[_TABLE]
     if rows and rows[0] < len(passing):
         select_row(passing[rows[0]])
-        version, _ = st.session_state[_TABLE]
         st.session_state[_TABLE] = version, (passing[rows[0]], tuple(passing))
+    elif not rows:
+        st.session_state[_TABLE] = version, None  # the plan in detail stays selected: a new table shows it so
 
 
 def _filter(key: str) -> None:

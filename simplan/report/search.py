@@ -63,9 +63,10 @@ def counted_plans(number: int) -> str:
     return f"{number:,} plan{'' if number == 1 else 's'}"
 
 
-def search_plan_words(plan: ParallelPlan) -> str:
-    """The plan with its microbatch size."""
-    return f"{plan_words(plan)}, microbatch size {plan.microbatch_size}"
+def search_plan_words(plan: ParallelPlan, software: Mapping[str, object] = MappingProxyType({})) -> str:
+    """The plan with its microbatch size, and with the options of the software that a search varies."""
+    options = [f", {name} {_values([value])}" for name, value in software.items()]
+    return f"{plan_words(plan)}, microbatch size {plan.microbatch_size}{''.join(options)}"
 
 
 def alike_words(alike: EquivalentPlans) -> str:
@@ -111,7 +112,7 @@ def search_text(result: SearchResult, next_steps: Iterable[str] = ()) -> str:
     if result.nearest_misses:
         parts.append("Near misses\n" + "\n".join(f"  - {miss_words(miss)}" for miss in result.nearest_misses))
     if result.changes:
-        lines = (f"  - {change.words}: {search_plan_words(change.plan)}" for change in result.changes)
+        lines = (f"  - {change.words}: {search_plan_words(change.plan, change.software)}" for change in result.changes)
         parts.append("Changes that make a plan feasible, each tried\n" + "\n".join(lines))
     if result.assumptions:
         parts.append("Assumptions\n" + "\n".join(f"  - {text}" for text in result.assumptions))
@@ -119,7 +120,7 @@ def search_text(result: SearchResult, next_steps: Iterable[str] = ()) -> str:
 
 
 def _best(best: RankedPlan, result: SearchResult) -> Iterator[str]:
-    yield f"  plan         {search_plan_words(best.plan)}"
+    yield f"  plan         {search_plan_words(best.plan, best.software)}"
     if best.alike.num_plans:
         yield f"  equivalent   {alike_words(best.alike)}"
     why = best.explanation
@@ -183,7 +184,8 @@ def _ranked_table(result: SearchResult) -> str:
             _main_difference(plan, best),
             "" if why is None else f"{why.limit.replace('_', ' ')} {100 * why.shares[why.limit]:.0f} %",
             "" if why is None or why.help is None else RESOURCES[why.help],
-            search_plan_words(plan.plan) + (f" (and {alike_words(plan.alike)})" if plan.alike.num_plans else ""),
+            search_plan_words(plan.plan, plan.software)
+            + (f" (and {alike_words(plan.alike)})" if plan.alike.num_plans else ""),
         ]
 
     headers = [
@@ -211,7 +213,7 @@ def _main_difference(plan: RankedPlan, best: RankedPlan) -> str:
 
 def _front_table(result: SearchResult) -> str:
     names = " and ".join(GOALS[objective] for objective in result.objectives)
-    rows = [[*_numbers(plan, result), search_plan_words(plan.plan)] for plan in result.pareto]
+    rows = [[*_numbers(plan, result), search_plan_words(plan.plan, plan.software)] for plan in result.pareto]
     shown = rows if len(rows) <= _MAX_POINTS else [*rows[: _MAX_POINTS - 1], rows[-1]]
     more = f"\n  and {len(rows) - len(shown)} between the last two (--json has all)" if len(rows) > len(shown) else ""
     title = f"Pareto front of {names}: {counted_plans(len(rows))}\n"
@@ -261,4 +263,4 @@ def miss_words(miss: NearestMiss) -> str:
         lack = f"{format_time(miss.lacking_s)} over the deadline, step time {format_time(miss.step_time_s)}"
     else:
         lack = f"{format_bytes(miss.lacking_bytes or 0)} over, needs {format_bytes(miss.device_bytes)}"
-    return f"{lack}: {search_plan_words(miss.plan)}"
+    return f"{lack}: {search_plan_words(miss.plan, miss.software)}"

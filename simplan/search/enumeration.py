@@ -269,7 +269,7 @@ def empty_space(space: SearchSpace, software: SoftwareSpec, enumerations: Sequen
     given = given_ranges(software, space)
     if any(enumeration.meshes for enumeration in enumerations):
         return _range_problem(space, given, "have no plan in common", "widen one of them, or leave it out")
-    counts = [enumeration.num_devices for enumeration in enumerations]
+    counts = sorted({enumeration.num_devices for enumeration in enumerations})
     sizes = either(f"{size:,}" for size in counts)
     axes = tuple(name for name in given if name in _AXES)
     rule = f"no values make tp x cp x pp x dp_replicate x dp_shard = {sizes} devices"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from simplan.cluster.hardware import LinkSpec
@@ -12,6 +12,7 @@ from simplan.predict import predict
 from simplan.predict.step_summary import evaluate_step
 from simplan.search.evaluate import Evaluator
 from simplan.search.result import SearchExplanation
+from simplan.search.space import SoftwareOptions
 from simplan.search.statistics import MORE, Waiting
 
 _SHARES = ("compute", "recompute", "exposed_communication", "wait", "host", "optimizer")
@@ -43,10 +44,13 @@ def explain_plan(job: Job, calibration: Calibration | None) -> SearchExplanation
     )
 
 
-def more_memory(evaluator: Evaluator, step_time_s: float, nearly: list[Waiting], capacity: int) -> float:
+def more_memory(
+    evaluators: Mapping[SoftwareOptions, Evaluator], step_time_s: float, nearly: list[Waiting], capacity: int
+) -> float:
     """Fraction of the step time saved by the fastest plan that fits with 10% more memory.
 
     Args:
+        evaluators: Evaluator by searched options of the software.
         step_time_s: Step time of the best plan that fits.
         nearly: Plans that fit with 10% more memory by their bounds; the 32 with the lowest bounds on time are tried.
         capacity: Usable device memory, bytes.
@@ -55,7 +59,7 @@ def more_memory(evaluator: Evaluator, step_time_s: float, nearly: list[Waiting],
     for waiting in sorted(nearly, key=lambda one: one.step_time_s)[:_MAX_TRIED]:
         if waiting.step_time_s >= least_s:
             break
-        [(_, found_s)] = evaluator.numbers([waiting.plan], int(MORE * capacity))
+        [(_, found_s)] = evaluators[waiting.options].numbers([waiting.plan], int(MORE * capacity))
         least_s = min(least_s, found_s or least_s)
     return 1 - least_s / step_time_s
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_args
 from simplan.plan.plan import ParallelPlan, Recompute
 from simplan.search.candidates import plan_order
 from simplan.search.objective import Goal
+from simplan.search.space import SoftwareOptions
 
 NOISE = 1e-3
 """Relative difference of step times within which plans count as equally fast."""
@@ -25,6 +26,7 @@ class Timed(NamedTuple):
         value: Value of the first objective.
         num_devices: Devices that the plan needs.
         device_bytes: Memory of the worst device.
+        options: Searched options of the software.
     """
 
     value: float
@@ -33,10 +35,16 @@ class Timed(NamedTuple):
     device_bytes: int
     order: tuple[Any, ...]
     plan: ParallelPlan
+    options: SoftwareOptions = ()
+
+    @property
+    def key(self) -> tuple[ParallelPlan, SoftwareOptions]:
+        """Identity of the candidate."""
+        return self.plan, self.options
 
 
 class Group(NamedTuple):
-    """Equivalent plans: the same parallel degrees and microbatch size, and step times within 0.1%.
+    """Equivalent plans: the same degrees, microbatch size and software, and step times within 0.1%.
 
     Attributes:
         shown: The simplest plan: fewest stages per rank, then least recomputation, then least memory.
@@ -56,7 +64,7 @@ class Incumbents:
 
     def __init__(self, goal: Goal, top: int) -> None:
         self.goal, self._top = goal, top
-        self._known: dict[ParallelPlan, tuple[int, float]] = {}
+        self._known: dict[tuple[ParallelPlan, SoftwareOptions], tuple[int, float]] = {}
         self._near: list[Timed] = []  # plans that may be in a group, ascending
         self._groups: list[Group] = []
         self._cut: tuple[float, float] | None = None  # largest value and time that may be in a group; None for no limit
@@ -91,18 +99,18 @@ class Incumbents:
         firsts = [min((group.shown, *group.others)) for group in self.groups]
         return list(dict.fromkeys([*self.ranked, *firsts, *self.front]))
 
-    def add(self, plan: ParallelPlan, device_bytes: int, step_time_s: float) -> None:
+    def add(self, plan: ParallelPlan, device_bytes: int, step_time_s: float, options: SoftwareOptions = ()) -> None:
         """Add a plan that fits."""
-        self._known[plan] = device_bytes, step_time_s
+        self._known[plan, options] = device_bytes, step_time_s
         values = self.goal.values(plan.num_devices, device_bytes, step_time_s)
-        timed = Timed(values[0], step_time_s, plan.num_devices, device_bytes, plan_order(plan), plan)
+        timed = Timed(values[0], step_time_s, plan.num_devices, device_bytes, plan_order(plan), plan, options)
         if self._cut is None or timed[:2] <= self._cut:
             insort(self._near, timed)
             self._new += 1
         if len(values) == 2:
             self._pareto(*values, timed)
 
-    def correct(self, plan: ParallelPlan, numbers: tuple[int, float] | None) -> None:
+    def correct(self, plan: ParallelPlan, numbers: tuple[int, float] | None, options: SoftwareOptions = ()) -> None:
         """Replace the numbers of a plan by exact ones, or remove the plan.
 
         Plans that it had displaced are considered again. Candidates pruned by the old numbers must be checked again.
@@ -110,12 +118,12 @@ class Incumbents:
         Args:
             numbers: Exact device bytes and step time in seconds; None removes the plan.
         """
-        del self._known[plan]
+        del self._known[plan, options]
         if numbers is not None:
-            self._known[plan] = numbers
+            self._known[plan, options] = numbers
         self._near, self._groups, self._cut, self._new, self._front = [], [], None, 0, []
-        for other, of_other in list(self._known.items()):
-            self.add(other, *of_other)
+        for (other, its_options), of_other in list(self._known.items()):
+            self.add(other, *of_other, its_options)
 
     def is_hopeless(self, num_devices: int, device_bytes: int, least_time_s: float) -> bool:
         """True if a plan with a step time of at least ``least_time_s`` cannot be kept.
@@ -138,11 +146,11 @@ class Incumbents:
         started: dict[Hashable, list[Timed]] = {}
         groups: list[list[Timed]] = []
         for timed in self._near:
-            group = started.get(_likeness(timed.plan))
+            group = started.get(_likeness(timed))
             if group is None or not self._is_as_good(timed, group[0]):
                 if len(groups) == self._top:
                     continue
-                group = started[_likeness(timed.plan)] = []
+                group = started[_likeness(timed)] = []
                 groups.append(group)
             group.append(timed)
         if len(groups) == self._top:
@@ -177,9 +185,10 @@ class Incumbents:
         self._front[start:end] = [point]
 
 
-def _likeness(plan: ParallelPlan) -> Hashable:
-    """Key of a group: parallel degrees and microbatch size."""
-    return plan.dp, plan.tp, plan.cp, plan.ep, plan.pp, plan.microbatch_size
+def _likeness(timed: Timed) -> Hashable:
+    """Key of a group: parallel degrees, microbatch size and options of the software."""
+    plan = timed.plan
+    return plan.dp, plan.tp, plan.cp, plan.ep, plan.pp, plan.microbatch_size, timed.options
 
 
 def _group(alike: list[Timed]) -> Group:

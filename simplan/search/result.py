@@ -77,6 +77,7 @@ class RankedPlan:
     """A plan that fits, with its memory, step time and throughput.
 
     Attributes:
+        software: Options of the software that the search varies, such as ``{"compiled": True}``.
         num_devices: Devices that the plan needs.
         step_time_s: Seconds of one optimizer step.
         device_bytes: Device memory of the worst rank.
@@ -96,6 +97,7 @@ class RankedPlan:
     cost_dollars: float | None = None
     explanation: SearchExplanation | None = None
     alike: EquivalentPlans = EquivalentPlans()
+    software: Mapping[str, Any] = field(default_factory=dict)
 
     def main_difference(self, best: RankedPlan) -> tuple[str, float] | None:
         """Category of the step breakdown with most of the time by which the step is longer than the best plan's.
@@ -116,6 +118,7 @@ class RankedPlan:
         memory = {"device": self.device_bytes / GIB}
         document: dict[str, Any] = {
             "plan": self.plan.model_dump(mode="json"),
+            "software": dict(self.software),
             "num_devices": self.num_devices,
             "step_time_s": self.step_time_s,
             "peak_memory_gib": memory,
@@ -173,6 +176,7 @@ class NearestMiss:
     """A plan that violates no rule, but exceeds the memory or the deadline.
 
     Attributes:
+        software: Options of the software that the search varies.
         num_devices: Devices that the plan needs.
         device_bytes: Memory that the worst device needs.
         lacking_bytes: Bytes over the usable memory; None if the plan fits.
@@ -186,11 +190,13 @@ class NearestMiss:
     lacking_bytes: int | None = None
     step_time_s: float | None = None
     lacking_s: float | None = None
+    software: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As in the document of ``simplan search --json``."""
         return {
             "plan": self.plan.model_dump(mode="json"),
+            "software": dict(self.software),
             "num_devices": self.num_devices,
             "peak_memory_gib": {"device": self.device_bytes / GIB},
             "lacking_gib": None if self.lacking_bytes is None else self.lacking_bytes / GIB,
@@ -209,12 +215,14 @@ class RequestChange:
             ``plan.offload_optimizer``.
         words: The change as a phrase for reports.
         plan: A plan that is feasible after the change.
+        software: Options of the software that the search varies, with which it is.
     """
 
     what: str
     value: float | str
     words: str
     plan: ParallelPlan
+    software: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -278,6 +286,7 @@ class SearchResult:
                 "rank": rank or None,
                 "on_front": plan in self.pareto,
                 **plan.plan.model_dump(mode="json"),
+                **plan.software,
                 "num_devices": plan.num_devices,
                 "step_time_s": plan.step_time_s,
                 "device_gib": plan.device_bytes / GIB,
