@@ -11,6 +11,7 @@ import streamlit as st
 from app import state
 from app.definitions import meaning
 from app.figures.plans import SETTINGS, settings_of, written
+from simplan.search.space import SOFTWARE_RANGES
 from simplan.units import format_number_evenly
 
 PLAN = "plan"
@@ -132,7 +133,7 @@ def _columns(settings: Sequence[str]) -> dict[str, Any]:
         "tokens_per_s_per_device": column.NumberColumn("throughput", help="Tokens or images per second and device"),
         "cost_dollars": column.NumberColumn("cost"),
         "mfu": column.NumberColumn("MFU", help=meaning("mfu")),
-        **{key: column.TextColumn(SETTINGS[key], help=f"plan.{key}") for key in settings},
+        **{key: column.TextColumn(SETTINGS[key], help=f"{_section(key)}.{key}") for key in settings},
         "limit": column.TextColumn("bottleneck", help="Largest part of the step of the rank that waits least"),
         "limit_share": column.NumberColumn("bottleneck share", help="Fraction of the step"),
         "help": column.TextColumn("top sensitivity", help="Resource of which 10 % more saves most step time"),
@@ -140,6 +141,11 @@ def _columns(settings: Sequence[str]) -> dict[str, Any]:
         "alike": column.NumberColumn("equivalent", help="Plans with the same degrees and step time within 0.1 %"),
         "alike_differ_in": column.TextColumn("differ in", help="Options of the equivalent plans"),
     }
+
+
+def _section(key: str) -> str:
+    """Section of a scenario file with a setting."""
+    return "software" if key in SOFTWARE_RANGES else "plan"
 
 
 def _key(chosen: int, passing: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.report.table import format_table_text
 from simplan.report.text import links_words, memory_interval, plan_words, suggestions
 from simplan.search.incumbents import NOISE
-from simplan.search.result import EquivalentPlans, NearestMiss, RankedPlan, SearchResult, SpaceCount
+from simplan.search.result import EquivalentPlans, NearestMiss, OtherSoftware, RankedPlan, SearchResult, SpaceCount
 from simplan.search.space import Objective
 from simplan.units import counted, format_bytes, format_percent, format_time
 
@@ -149,6 +149,8 @@ def _best(best: RankedPlan, result: SearchResult) -> Iterator[str]:
         return
     first, *others = (f"{name} {format_percent(share)}" for name, share in largest_first(why.shares))
     yield f"  bottleneck   {', '.join((f'{first} of the step of rank {why.busiest_rank}', *others))}"
+    for other in why.other_software:
+        yield f"  instead      {other_software_words(best, other)}"
     if not why.saved:
         yield "  sensitivity  unknown: costs come from this machine's calibration"
         return
@@ -156,6 +158,15 @@ def _best(best: RankedPlan, result: SearchResult) -> Iterator[str]:
     yield f"  sensitivity  10 % more {name} makes a step {format_percent(most, 2)} shorter"
     if rest:
         yield f"  {'':11}  {', '.join(f'{name} {format_percent(share, 2)}' for name, share in rest)}"
+
+
+def other_software_words(plan: RankedPlan, other: OtherSoftware) -> str:
+    """``compiled false: step time 2.3 s (+11.0 %), needs 78.1 GiB, which does not fit``."""
+    options = ", ".join(f"{name} {_values([value])}" for name, value in other.software.items())
+    time = f"step time {format_time(other.step_time_s)} ({100 * (other.step_time_s / plan.step_time_s - 1):+.1f} %)"
+    return (
+        f"{options}: {time}, needs {format_bytes(other.device_bytes)}, which {'fits' if other.fits else 'does not fit'}"
+    )
 
 
 def largest_first(shares: Mapping[str, float], names: Mapping[str, str] | None = None) -> list[tuple[str, float]]:

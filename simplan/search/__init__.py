@@ -7,6 +7,7 @@ from simplan.search.objective import Goal
 from simplan.search.result import (
     EquivalentPlans,
     NearestMiss,
+    OtherSoftware,
     RankedPlan,
     RequestChange,
     SearchExplanation,
@@ -22,6 +23,7 @@ __all__ = [
     "Goal",
     "Largest",
     "NearestMiss",
+    "OtherSoftware",
     "RankedPlan",
     "RequestChange",
     "SearchExplanation",

@@ -257,8 +257,9 @@ class _Search:
             self._tell(f"explaining plan {rank + 1} of {len(ranked)}")
             exploration = self._explorations[timed.num_devices, timed.options]
             capacity = exploration.capacity_bytes
-            why = explain_plan(exploration.job.with_plan(timed.plan), self._calibration)
             evaluators = {options: each.evaluator for (_, options), each in self._explorations.items()}
+            others = [options for options in evaluators if options != timed.options]
+            why = explain_plan(exploration.job.with_plan(timed.plan), self._calibration, others, capacity)
             if rank == 0 and len(evaluators) == len(self._explorations) and capacity is not None:
                 share = more_memory(evaluators, timed.step_time_s, self._statistics.nearly, capacity)
                 why = replace(why, saved={**why.saved, **({"memory": share} if share > 0 else {})})

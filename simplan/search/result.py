@@ -20,6 +20,33 @@ _SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OtherSoftware:
+    """A plan with other options of the software.
+
+    Attributes:
+        software: Values of the searched options.
+        step_time_s: Step time in seconds, on devices of any memory.
+        device_bytes: Memory that the worst device needs.
+        fits: False if that exceeds the memory limit of plans.
+    """
+
+    software: Mapping[str, Any]
+    step_time_s: float
+    device_bytes: int
+    fits: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the document of ``simplan search --json``."""
+        memory = {"device": self.device_bytes / GIB}
+        return {
+            "software": dict(self.software),
+            "step_time_s": self.step_time_s,
+            "peak_memory_gib": memory,
+            "fits": self.fits,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchExplanation:
     """Bottleneck and sensitivities of a plan.
 
@@ -35,6 +62,7 @@ class SearchExplanation:
             host, optimizer.
         saved: By resource, the fraction of the step time that 10% more of it saves; resources without effect are
             missing.
+        other_software: The plan with each other combination of the searched options of the software that has it.
     """
 
     step_time_interval_s: tuple[float, float]
@@ -47,6 +75,7 @@ class SearchExplanation:
     busiest_rank: int
     shares: Mapping[str, float]
     saved: Mapping[str, float]
+    other_software: tuple[OtherSoftware, ...] = ()
 
     @property
     def limit(self) -> str:
@@ -141,6 +170,7 @@ class RankedPlan:
                 "limit": why.limit,
                 "saved_by_10_percent_more": dict(why.saved),
                 "help": why.help,
+                "other_software": [other.to_json() for other in why.other_software],
             }
         return document
 

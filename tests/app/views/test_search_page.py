@@ -17,6 +17,7 @@ from app.figures.plans import AXES, COLOURS
 from app.jobs.job import BackgroundJob, Jobs, State, searches
 from app.jobs.messages import TaskRequest, Update
 from app.jobs.tasks import search_plans
+from app.pinned_plans import PinnedPlan
 from simplan.plan.plan import ParallelPlan
 from simplan.scenario import parse_scenario
 from simplan.search.result import NearestMiss
@@ -116,7 +117,7 @@ def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_is_taken_away_is_the_plan(plan: ParallelPlan) -> None:
-    document = pinned_plans.with_plan({**TINY, "cluster": {"preset": "dgx-h100", "num_nodes": 1}}, plan)
+    document = pinned_plans.with_plan({**TINY, "cluster": {"preset": "dgx-h100", "num_nodes": 1}}, PinnedPlan(plan))
     assert parse_scenario(yaml.safe_dump(document)).job.plan == plan
 
 
