@@ -37,6 +37,7 @@ from simplan.report.search import (
     miss_words,
     other_software_words,
     search_plan_words,
+    unsearched_words,
 )
 from simplan.report.table import format_table_markdown
 from simplan.report.text import memory_interval
@@ -244,6 +245,8 @@ def _show_others(result: SearchResult) -> None:
         st.subheader(f"Outcomes of {result.space.total:,} plans")
         if result.space.some_blocks:
             st.caption(escaped(besides(result.space)))
+        if result.unsearched:
+            st.caption(escaped(unsearched_words(result)))
         show_figure(space_figure(result.space), "rejected plans", alt="Plans by the reason for their rejection")
         with st.expander("Rejection reasons"):
             show_table(space_table(result.space))

@@ -58,6 +58,12 @@ def besides(space: SpaceCount) -> str:
     return f"and {counted_plans(space.some_blocks)} that recompute the fewest blocks that fit"
 
 
+def unsearched_words(result: SearchResult) -> str:
+    """``not searched: cp; add with search: {cp: [1, 2]}``."""
+    ranges = ", ".join(f"{name}: [{_values(values, ', ')}]" for name, values in result.unsearched.items())
+    return f"not searched: {', '.join(result.unsearched)}; add with search: {{{ranges}}}"
+
+
 def counted_plans(number: int) -> str:
     """``1 plan``, ``1,024 plans``."""
     return f"{number:,} plan{'' if number == 1 else 's'}"
@@ -77,9 +83,9 @@ def alike_words(alike: EquivalentPlans) -> str:
     return f"{alike.num_plans:,} more within {format_percent(NOISE)}: {differ}"
 
 
-def _values(values: Sequence[object]) -> str:
+def _values(values: Sequence[object], separator: str = " ") -> str:
     words = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
-    return " ".join(words) if len(words) <= _MAX_VALUES else f"{words[0]} to {words[-1]}"
+    return separator.join(words) if len(words) <= _MAX_VALUES else f"{words[0]} to {words[-1]}"
 
 
 def headroom_words(result: SearchResult) -> str:
@@ -109,6 +115,8 @@ def search_text(result: SearchResult, next_steps: Iterable[str] = ()) -> str:
     if len(result.objectives) == 2 and result.pareto:
         parts.append(_front_table(result))
     parts.append(_space_table(result.space))
+    if result.unsearched:
+        parts[-1] += f"\n  {unsearched_words(result)}"
     if result.nearest_misses:
         parts.append("Near misses\n" + "\n".join(f"  - {miss_words(miss)}" for miss in result.nearest_misses))
     if result.changes:

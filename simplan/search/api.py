@@ -16,7 +16,7 @@ from simplan.problems import parse_model
 from simplan.rules import BY_NAME
 from simplan.search.candidates import FIELDS
 from simplan.search.changes import changes
-from simplan.search.enumeration import empty_space
+from simplan.search.enumeration import empty_space, unsearched
 from simplan.search.explain import explain_plan, more_memory
 from simplan.search.explore import Exploration
 from simplan.search.incumbents import Group, Incumbents, Timed
@@ -142,6 +142,7 @@ class _Search:
         }
         enumerations = [exploration.enumeration for exploration in self._explorations.values()]
         self._total = sum(enumeration.total for enumeration in enumerations)
+        self._unsearched = unsearched(space, next(iter(candidates.values())))
         if not self._total:
             raise SpecError(empty_space(space, job.software, enumerations))
 
@@ -235,6 +236,7 @@ class _Search:
             max_memory_fraction=self._space.max_memory_fraction,
             nearest_misses=self._misses(),
             interrupted=interrupted,
+            unsearched=self._unsearched,
             unit="images" if job.model.sample == "image" else "tokens",
             links=job.cluster.links,
             inputs={

@@ -268,6 +268,7 @@ class SearchResult:
             slow.
         changes: Changes that make a plan feasible; empty if a plan was found.
         interrupted: True if the search was stopped: ranking and counts then cover only the evaluated candidates.
+        unsearched: Axes with one value by default of which the job has plans with others, and values to search.
         unit: Unit of throughput: ``tokens`` or ``images``.
         links: ``ClusterSpec.links`` of the job; a plan of fewer devices may lack one.
         assumptions: Sentences about values that were not given.
@@ -282,6 +283,7 @@ class SearchResult:
     nearest_misses: tuple[NearestMiss, ...] = ()
     changes: tuple[RequestChange, ...] = ()
     interrupted: bool = False
+    unsearched: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     inputs: Mapping[str, Any] = field(default_factory=dict)
     unit: str = "tokens"
     links: Mapping[str, Any] = field(default_factory=dict)
@@ -351,4 +353,5 @@ class SearchResult:
             "nearest_misses": [miss.to_json() for miss in self.nearest_misses],
             "changes": to_jsonable_python(self.changes),
             "interrupted": self.interrupted,
+            "unsearched": {name: list(values) for name, values in self.unsearched.items()},
         }
