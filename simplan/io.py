@@ -209,8 +209,8 @@ def _nearest_file(path: Path) -> str:
     return f"did you mean {path.parent / close[0]}?" if close else "check the path"
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically."""
+def write_text(path: Path, text: str | bytes) -> None:
+    """Write a file atomically; text is UTF-8."""
     try:
         write_whole(path, text)
     except OSError as error:
@@ -218,8 +218,8 @@ def write_text(path: Path, text: str) -> None:
         raise file_error(str(path), f"cannot be written: {error.strerror or error}", fix) from None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write UTF-8 text atomically: to a temporary file in the same folder, synced, then renamed.
+def write_whole(path: Path, text: str | bytes) -> None:
+    """Write UTF-8 text or bytes atomically: to a temporary file in the same folder, synced, then renamed.
 
     If writing fails, for instance on a full disk, the old content stays. A file keeps its permissions. A device or pipe
     is written to directly.
@@ -227,20 +227,21 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         OSError: The file cannot be written.
     """
+    content = text.encode() if isinstance(text, str) else text
     target = Path(os.path.realpath(path))
     if target.is_symlink():
         raise OSError(errno.ELOOP, "its links form a loop")
     if target.exists() and not target.is_file():
-        target.write_text(text, encoding="utf-8", newline="")
+        target.write_bytes(content)
         return
     # a new file with a random name, so that no link of another user is followed
     temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as stream:
+        with os.fdopen(handle, "wb") as stream:
             if target.exists():
                 os.fchmod(handle, stat.S_IMODE(target.stat().st_mode))
-            stream.write(text)
+            stream.write(content)
             stream.flush()
             os.fsync(handle)
         temporary.replace(target)

@@ -69,6 +69,14 @@ def root(
 @takes_scenario(writes=True)
 def predict(
     scenario: ScenarioRequest,
+    others: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="OTHERS",
+            help="More scenarios, for one table of all; options hold for all.",
+            autocompletion=completion.scenarios,
+        ),
+    ] = None,
     json: AsJson = False,
     trace: Annotated[Path | None, _FILE(help="File for a Perfetto trace (default: none).")] = None,
     output: JsonFile = None,
@@ -76,11 +84,15 @@ def predict(
     price: PriceOption = None,
     calibration: CalibrationFile = None,
 ) -> int:
-    """Predict one plan: memory, step time and its breakdown; with a number of tokens also days and cost."""
+    """Predict one plan: memory, step time and its breakdown; with a number of tokens also days and cost.
+
+    Several scenarios are one table, fastest first.
+    """
     from simplan.cli.commands import predict_command
 
     return predict_command(
         scenario,
+        others or (),
         as_json=json,
         trace=trace,
         output=output,
@@ -114,6 +126,12 @@ def search(
             help="Fraction of the device memory that plans may use; 1 keeps none free.",
         ),
     ] = None,
+    from_current: Annotated[
+        bool,
+        typer.Option(
+            "--from-current", help="Start from the plan of SCENARIO: what to change, gain, certainty and cost."
+        ),
+    ] = False,
     largest: Annotated[
         str | None,
         typer.Option(metavar="QUANTITY", help="Quantity to maximize: seq_len, microbatch_size or num_hidden_layers."),
@@ -145,6 +163,7 @@ def search(
         save_plan=save_plan,
         rank=rank,
         largest=largest,
+        from_current=from_current,
         budget={"num_tokens": tokens, "price_per_device_hour": price},
     )
     return search_command(scenario, as_json=json, options=options, calibration_file=calibration)
@@ -167,6 +186,23 @@ def init(
     from simplan.cli.init import init_command
 
     return init_command(scenario, file=output, searches=search, force=force, as_json=json)
+
+
+@_command("import", short_help="Convert a launch script or configuration of a framework to a scenario.")
+@takes_scenario()
+def import_scenario(
+    scenario: ScenarioRequest,
+    output: Annotated[Path | None, _FILE("--output", "-o", help="File for the scenario (default: stdout).")] = None,
+    json: AsJson = False,
+) -> int:
+    """Convert a launch script or configuration of a framework to a scenario, with the line of each value as a comment.
+
+    Lists what the file does not say, what has no effect, and what is not modeled. Nothing is run or expanded except
+    plain variables.
+    """
+    from simplan.cli.init import import_command
+
+    return import_command(scenario, output=output, as_json=json)
 
 
 @_command(short_help="Run a plan on this machine, and compare it with its prediction.")
@@ -479,12 +515,23 @@ def draw(
     return draw_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
 
 
-@_command(short_help="Write a Slurm batch script, or a Kubernetes PyTorchJob.")
+@_command(short_help="Write a plan as a framework's configuration, or as a job that runs it.")
 @takes_scenario()
 def export(
     scenario: ScenarioRequest,
-    to: Annotated[str, typer.Option("--to", metavar="TARGET", help="Target: slurm or kubernetes.")],
-    output: Annotated[Path | None, _FILE("--output", "-o", help="File for the script (default: stdout).")] = None,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="TARGET",
+            help="Target: slurm or kubernetes for the executor; or a framework.",
+            autocompletion=completion.targets,
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        _FILE("--output", "-o", help="File for the result, or folder for several files (default: stdout)."),
+    ] = None,
     nnodes: Annotated[
         str | None,
         typer.Option(
@@ -502,10 +549,11 @@ def export(
     json: AsJson = False,
     calibration: CalibrationFile = None,
 ) -> int:
-    """Write a Slurm batch script or a Kubernetes PyTorchJob that runs the plan on a cluster.
+    """Write a plan as the configuration of a framework; or as a Slurm script or Kubernetes PyTorchJob that runs it.
 
-    Each node runs `torchrun ... -m executor.worker JOB OUT`; the file contains the job. Rank 0 writes
-    OUT/measurement.json, which `simplan compare` compares with a prediction.
+    An option that the framework cannot express is an error that names it. Under Slurm and Kubernetes, each node runs
+    `torchrun ... -m executor.worker JOB OUT`; the file contains the job. Rank 0 writes OUT/measurement.json, which
+    `simplan compare` compares with a prediction.
     """
     from simplan.cli.execute import checkpointing
     from simplan.cli.export import export_command

@@ -11,13 +11,13 @@ from simplan.cli.nodes import numbers_of_nodes, refuse_other_number
 from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.errors import Problem, SpecError, did_you_mean
+from simplan.interop.formats import export_targets, formats
 from simplan.interop.launchers import Launch, claim_of, kubernetes_job, slurm_script
-from simplan.io import write_text
+from simplan.interop.writing import Exported
+from simplan.io import as_argument, write_text
 from simplan.runs.checkpoint import Checkpointing
 from simplan.scenario import Scenario
 from simplan.scenario.elastic import check_elastic
-
-TARGETS = ("kubernetes", "slurm")
 
 
 def export_command(
@@ -32,10 +32,14 @@ def export_command(
     checkpointing: Checkpointing | None = None,
 ) -> int:
     """``simplan export``."""
-    if target not in TARGETS:
-        problem = Problem(field="--to", value=target, rule="is not known", fix=did_you_mean(target, TARGETS))
+    if target not in export_targets():
+        problem = Problem(field="--to", value=target, rule="is not known", fix=did_you_mean(target, export_targets()))
         raise SpecError(problem)
     scenario = request.scenario()
+    write = formats()[target].export if target in formats() else None
+    if write is not None:
+        exported = write(scenario.job, scenario.name)
+        return _print_exported(exported, scenario.name, target, output=output, as_json=as_json)
     refuse_other_software(scenario)
     cluster = scenario.job.cluster
     if cluster.num_devices % cluster.num_nodes:
@@ -65,6 +69,29 @@ def export_command(
     if output is not None:
         write_text(output, text)
         say(f"wrote {output}; start it with `{'sbatch' if target == 'slurm' else 'kubectl apply -f'} {output}`")
+    return 0
+
+
+def _print_exported(exported: Exported, name: str, target: str, *, output: Path | None, as_json: bool) -> int:
+    """Files of a framework: one on standard output or in a file, several in a folder."""
+    several = len(exported.files) > 1
+    if output is None and several and not as_json:
+        rule = f"is missing: {target} takes {len(exported.files):,} files"
+        raise SpecError(Problem(field="--output", rule=rule, fix="name a folder"))
+    texts = {file: text for file, text in exported.files.items() if isinstance(text, str)}
+    if as_json:
+        document = {"schema_version": 1, "kind": "export", "name": name, "target": target}
+        print_json(document | {"files": texts, "start": exported.start, "notes": list(exported.notes)})
+    elif output is None:
+        print_result(next(iter(texts.values())).rstrip("\n"))
+    if output is not None:
+        for file, content in exported.files.items():
+            path = output / file if several else output
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, content)
+        say(f"wrote {as_argument(output)}; start it with `{exported.start}`")
+    for note in exported.notes:
+        say(f"note: {note}")
     return 0
 
 

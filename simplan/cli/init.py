@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from simplan import catalog
-from simplan.cli.terminal.output import print_json, print_result
+from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.scenario_request import NO_SCENARIO, ScenarioRequest
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.errors import Problem, SpecError
@@ -48,6 +48,28 @@ def init_command(request: ScenarioRequest, *, file: Path, searches: bool, force:
         lines.append(f"  links: {links}")
     lines += [f"  assumed: {assumption}" for assumption in source.assumptions]
     print_result("\n".join([*lines, "", "Next", *(f"  {step}" for step in steps)]))
+    return 0
+
+
+def import_command(request: ScenarioRequest, *, output: Path | None, as_json: bool) -> int:
+    """``simplan import``."""
+    source = read_source(str(request.source), request.overrides, request.names, framework=request.framework)
+    scenario = source.scenario()
+    read = source.configuration
+    header = f"Read from {request.source}" + (f" ({read.title})" if read is not None else "")
+    text = source.text((output or Path("scenario.yaml")).resolve().parent, header)
+    if output is not None:
+        write_text(output, text)
+    document = {"schema_version": 1, "kind": "import", "name": scenario.name, "scenario": source.document.data}
+    if as_json:
+        print_json(document | {"text": text, "notes": list(source.notes)})
+        return 0
+    if output is None:
+        print_result(text.rstrip("\n"))
+    for note in source.notes:
+        say(note)
+    if output is not None:
+        say(f"wrote {output}; next: simplan predict {as_argument(output)}")
     return 0
 
 

@@ -18,11 +18,13 @@ from typing import Any
 
 from simplan import catalog
 from simplan.base import Spec
-from simplan.document import Document
+from simplan.document import Document, parse_yaml
 from simplan.document import Path as KeyPath
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
+from simplan.interop.configuration import Configuration
+from simplan.interop.formats import ConfigFile, read_configuration
 from simplan.interop.model_types import MODEL_TYPES
-from simplan.io import folder_of, read_json, read_yaml
+from simplan.io import MAX_YAML_BYTES, folder_of, read_json, read_text
 from simplan.job import Job
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
@@ -42,6 +44,8 @@ NUM_MICROBATCHES = "num_microbatches"
 _DEFAULT_CLUSTER = "dgx-h100"
 _USUAL_LENGTH = 4096
 _MAX_FILES = 1000
+_LARGEST_NODE = 8
+"""Devices that one node of today's machines holds."""
 _MICROBATCHES_PER_STAGE = 4  # with 1F1B, a bubble of at most 1/5 of the step
 _NETWORKS = (
     ("inter_link",),
@@ -100,6 +104,8 @@ class Source:
         file: Name in errors; files that the document names are relative to its folder.
         overrides: Override -> name in errors.
         replaced: Sentence about sections of the file that overrides replace, if there are any.
+        configuration: Framework's file that the document comes from; None for scenarios and models.
+        current: The plan of that file, for a search; None for the rest.
     """
 
     document: Document
@@ -107,12 +113,15 @@ class Source:
     assumptions: tuple[Assumption, ...]
     overrides: Mapping[str, str]
     replaced: tuple[str, ...] = ()
+    configuration: Configuration | None = None
+    current: Source | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for the reader: sections that were replaced, and values that were assumed."""
+        """Sentences for the reader: what a framework's file says, what was replaced, and what was assumed."""
         listed = "; ".join(map(str, self.assumptions))
-        return (*self.replaced, *((f"not given, so assumed: {listed}",) if listed else ()))
+        read = self.configuration.notes if self.configuration is not None else ()
+        return (*read, *self.replaced, *((f"not given, so assumed: {listed}",) if listed else ()))
 
     def parts(self) -> ScenarioParts:
         """Sections of the document, except plan and search.
@@ -145,7 +154,8 @@ class Source:
             search = search_of(self.parts())
         except SpecError as error:
             raise self._as_typed(error) from None
-        return replace(search, assumptions=self.notes)
+        current = None if self.current is None else self.current.scenario()
+        return replace(search, assumptions=self.notes, current=current, configuration=self.configuration)
 
     def text(self, folder: Path, header: str = "") -> str:
         """The document as a complete scenario file for a folder, with comments on assumed values.
@@ -158,14 +168,21 @@ class Source:
             tuple(assumption.key.split(".")): "assumed" + (f": {assumption.why}" if assumption.why else "")
             for assumption in self.assumptions
         }
+        if self.configuration is not None:
+            origins = self.configuration.origins.items()
+            notes |= {tuple(key.split(".")): origin for key, origin in origins if key not in self.overrides}
         return scenario_text({"name": Path(self.file).stem} | document, header, notes)
 
     def _as_typed(self, error: SpecError) -> SpecError:
+        names = self.configuration.names if self.configuration is not None else {}
+
         def typed(problem: Problem) -> Problem:
             for key, name in self.overrides.items():
                 if problem.field == key or problem.field.startswith(f"{key}."):
                     return replace(problem, field=name + problem.field[len(key) :], line=None, column=None)
-            return problem
+            return replace(
+                problem, field=names.get(problem.field, problem.field), column=None if names else problem.column
+            )
 
         return type(error)([typed(problem) for problem in error.problems], file=error.file)
 
@@ -250,20 +267,35 @@ def read_source(
     names: Mapping[str, str] | None = None,
     *,
     searches: bool = False,
+    from_current: bool = False,
+    framework: str | None = None,
 ) -> Source:
     """Document of a file, a model or a mapping; see ``scenario_from``.
 
     Args:
+        from_current: True for a search that starts from the plan of the source.
         searches: True to complete the document of a model with ``search`` instead of ``plan``.
+        framework: Format of a framework's file (``simplan.interop.formats``); None to find it by content.
 
     Raises:
         SpecError: There is no such file or model, or an override names no key of a scenario.
     """
     given = dict(overrides or {})
     typed = {key: (names or {}).get(key, key) for key in given}
-    document, file, is_whole = _read(source)
+    document, file, is_whole, configuration = _read(source, framework)
     number = given.pop(NUM_MICROBATCHES, None)
     data: Any = document.data
+    if configuration is not None:
+        configuration.require(overrides or {})
+        if number is None and "training.global_batch_size" not in given:
+            number = configuration.num_microbatches
+            typed.setdefault(NUM_MICROBATCHES, configuration.names.get(NUM_MICROBATCHES, NUM_MICROBATCHES))
+    current = None
+    if searches and isinstance(data, dict) and (configuration is not None or from_current):
+        current = _current(document, file, configuration, given, number, typed)
+        training = {"training": {**data.get("training", {}), **_batch_of(current)}}
+        data, number = {key: value for key, value in data.items() if key not in ("plan", "expect")} | training, None
+        data.setdefault("search", {})
     assumptions: list[Assumption] = []
     replaced: list[str] = []
     if given and isinstance(data, dict):
@@ -278,28 +310,58 @@ def read_source(
         data, assumptions = _completed(data, file, number, searches=searches)
     if number is not None:
         data = _with_batch(data, file, number, given, typed, searches=searches)
-    return Source(Document(data, _lines(document, given)), file, tuple(assumptions), typed, tuple(replaced))
+    lines = _lines(document, given)
+    return Source(Document(data, lines), file, tuple(assumptions), typed, tuple(replaced), configuration, current)
 
 
-def _read(source: str | Path | Mapping[str, Any]) -> tuple[Document, str, bool]:
-    """Document of a source without overrides, its name, and True if it is a scenario rather than a model alone."""
+def _current(
+    document: Document,
+    file: str,
+    configuration: Configuration | None,
+    given: Mapping[str, Any],
+    number: int | None,
+    typed: Mapping[str, str],
+) -> Source:
+    """Document of the plan that a file has, for a search that starts from it."""
+    kept = {key: value for key, value in given.items() if not key.startswith("search.")}
+    data, assumptions = _completed(_overridden(document.data, kept, typed, file), file, number, searches=False)
+    if number is not None:
+        data = _with_batch(data, file, number, kept, typed, searches=False)
+    return Source(Document(data, _lines(document, kept)), file, tuple(assumptions), typed, (), configuration)
+
+
+def _batch_of(source: Source) -> dict[str, Any]:
+    """Global batch size of a complete document."""
+    return {"global_batch_size": source.document.data["training"]["global_batch_size"]}
+
+
+def _read(
+    source: str | Path | Mapping[str, Any], framework: str | None
+) -> tuple[Document, str, bool, Configuration | None]:
+    """Document of a source without overrides, its name, True if it is a whole scenario, and a framework's file."""
     if isinstance(source, Mapping):
-        return Document(dict(source), {}), "scenario", True
+        return Document(dict(source), {}), "scenario", True, None
     path = Path(source)
     if path.is_dir() and (path / "config.json").is_file():
         path = path / "config.json"
     elif not path.is_file() and str(source) in catalog.names("models"):
-        return Document({"name": str(source), "model": {"preset": str(source)}}, {}), str(source), False
+        return Document({"name": str(source), "model": {"preset": str(source)}}, {}), str(source), False, None
     elif path.is_dir():
         rule, fix = "is a folder without config.json", "name a scenario file in it"
         raise SpecError(Problem(field="", rule=rule, fix=fix), file=str(source))
     elif not path.exists() and not path.is_symlink() and not path.suffix and len(path.parts) <= len(Path("a/b").parts):
         raise _unknown(str(source))
-    document = read_yaml(path)
+    text = read_text(path, MAX_YAML_BYTES)
+    configuration = read_configuration(ConfigFile(path, text), framework)
+    if configuration is not None:
+        name = {"name": path.resolve().stem}
+        named = Document(name | configuration.document.data, configuration.document.lines)
+        return named, str(source), False, configuration
+    document = parse_yaml(text, str(path))
     if isinstance(document.data, dict) and "model" not in document.data and "model_type" in document.data:
-        name = path.resolve().parent.name if path.name == "config.json" else path.stem
-        return Document({"name": name, "model": {"hf_config": path.name}}, {}), str(path), False
-    return document, str(source), True
+        name_of = path.resolve().parent.name if path.name == "config.json" else path.stem
+        return Document({"name": name_of, "model": {"hf_config": path.name}}, {}), str(path), False, None
+    return document, str(source), True, None
 
 
 def _unknown(source: str) -> SpecError:
@@ -373,6 +435,9 @@ def _completed(
     cluster = found.get("cluster")
     if not isinstance(cluster, dict) or not {"preset", "device"} & cluster.keys():
         assume("cluster", "preset", _DEFAULT_CLUSTER, "")
+    devices = found["cluster"].get("num_devices")
+    if "device" in found["cluster"] and "num_nodes" not in found["cluster"] and devices in range(1, _LARGEST_NODE + 1):
+        assume("cluster", "devices_per_node", devices, "all in one node")
     if not {"num_nodes", "num_devices"} & found["cluster"].keys():
         assume("cluster", "num_nodes", 1, "")
     if "software" not in found:

@@ -2,8 +2,8 @@
 
 from simplan.search.api import SearchProgress, search
 from simplan.search.fixes import Fix, fixes
+from simplan.search.incumbents import Goal
 from simplan.search.largest import Largest, largest
-from simplan.search.objective import Goal
 from simplan.search.result import (
     EquivalentPlans,
     NearestMiss,

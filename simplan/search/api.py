@@ -19,8 +19,7 @@ from simplan.search.changes import changes
 from simplan.search.enumeration import empty_space, unsearched
 from simplan.search.explain import explain_plan, more_memory
 from simplan.search.explore import Exploration
-from simplan.search.incumbents import Group, Incumbents, Timed
-from simplan.search.objective import Goal
+from simplan.search.incumbents import Goal, Group, Incumbents, Timed
 from simplan.search.partial_recompute import search_partial_recompute
 from simplan.search.result import (
     EquivalentPlans,

@@ -45,6 +45,13 @@ def clusters(incomplete: str) -> list[str]:
     return _begun(catalog.names("clusters"), incomplete)
 
 
+def devices(incomplete: str) -> list[str]:
+    """Devices of the catalog."""
+    from simplan import catalog
+
+    return _begun(catalog.names("devices"), incomplete)
+
+
 def software(incomplete: str) -> list[str]:
     """Framework profiles."""
     from simplan import catalog
@@ -57,6 +64,20 @@ def models(incomplete: str) -> list[str]:
     from simplan import catalog
 
     return _begun(catalog.names("models"), incomplete)
+
+
+def formats(incomplete: str) -> list[str]:
+    """Formats of frameworks' files that are read."""
+    from simplan.interop.formats import formats as known
+
+    return _begun((name for name, each in known().items() if each.read is not None), incomplete)
+
+
+def targets(incomplete: str) -> list[str]:
+    """Targets of an export."""
+    from simplan.interop.formats import export_targets
+
+    return _begun(export_targets(), incomplete)
 
 
 def schedules(incomplete: str) -> list[str]:

@@ -54,7 +54,22 @@ class Override:
 
 
 OVERRIDES = (
+    Override(
+        ("--model",),
+        "model.preset",
+        str,
+        "Model preset, or a config.json, for a file that names no model.",
+        completion.models,
+    ),
     Override(("--cluster",), "cluster.preset", str, "Cluster preset.", completion.clusters),
+    Override(("--device",), "cluster.device", str, "Device, for nodes that are no preset.", completion.devices),
+    Override(("--devices-per-node", "--gpus-per-node"), "cluster.devices_per_node", int, "Devices of such a node."),
+    Override(
+        ("--gbit-per-node",),
+        "cluster.inter_link_gbit_per_node",
+        int,
+        "Network of a node in Gbit/s, e.g. 10 for 10 GbE.",
+    ),
     Override(("--num-nodes",), "cluster.num_nodes", int, "Number of nodes."),
     Override(("--num-devices", "--gpus"), "cluster.num_devices", int, "Number of devices, instead of nodes."),
     Override(("--software",), "software", str, "Framework profile.", completion.software),
@@ -90,12 +105,14 @@ class ScenarioRequest:
         overrides: Dotted key -> value.
         names: Override -> name in errors.
         write: File for the scenario with its overrides; None for none.
+        framework: Format of a framework's file; None to find it by content.
     """
 
     source: Path
     overrides: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     write: Path | None = None
+    framework: str | None = None
 
     @property
     def is_file(self) -> bool:
@@ -112,7 +129,8 @@ class ScenarioRequest:
 
         kept = {key: value for key, value in self.overrides.items() if not without or key.split(".")[0] != without}
         options = (_option(key, self.names[key], value) for key, value in kept.items())
-        return " ".join([as_argument(self.source), *options])
+        framework = [f"--from {shlex.quote(self.framework)}"] if self.framework is not None else []
+        return " ".join([as_argument(self.source), *framework, *options])
 
     def with_overrides(self, changes: Mapping[str, Any]) -> ScenarioRequest:
         """Copy with more overrides, which replace those of the same keys."""
@@ -138,20 +156,26 @@ class ScenarioRequest:
         """
         from simplan.scenario.source import read_source
 
-        source = read_source(str(self.source), self.overrides, self.names)
+        source = read_source(str(self.source), self.overrides, self.names, framework=self.framework)
         scenario = source.scenario()
         self._write(source)
         return scenario
 
-    def search(self) -> SearchScenario:
+    def search(self, *, from_current: bool = False) -> SearchScenario:
         """The search; writes it to the file of ``--write-scenario``.
+
+        Args:
+            from_current: True to start from the plan of SCENARIO.
 
         Raises:
             SpecError: See ``scenario``.
         """
         from simplan.scenario.source import read_source
 
-        source = read_source(str(self.source), *self.overrides_for(searches=True), searches=True)
+        overrides = self.overrides_for(searches=True)
+        source = read_source(
+            str(self.source), *overrides, searches=True, from_current=from_current, framework=self.framework
+        )
         search = source.search()
         self._write(source)
         return search
@@ -203,7 +227,7 @@ def takes_scenario(
     def decorate(command: Callable[..., int]) -> Callable[..., int]:
         signature = inspect.signature(command, eval_str=True)
         first, *rest = signature.parameters.values()
-        added = [*(override.parameter for override in OVERRIDES), _keyword("set", _SET)]
+        added = [*(override.parameter for override in OVERRIDES), _keyword("set", _SET), _keyword("from_format", _FROM)]
         if writes:
             added.append(_keyword("write_scenario", _WRITE))
 
@@ -227,8 +251,8 @@ _SCENARIO = Annotated[
     Path,
     typer.Argument(
         metavar="SCENARIO",
-        help="Scenario file (YAML), - for standard input; or a model: a name of `simplan show models`, or a "
-        "config.json of Hugging Face or its folder.",
+        help="Scenario file (YAML), - for standard input; a model: a name of `simplan show models`, or a config.json "
+        "of Hugging Face or its folder; or the launch script or configuration of a framework.",
         callback=opened,
         autocompletion=completion.scenarios,
     ),
@@ -240,6 +264,15 @@ _SET = Annotated[
         metavar="KEY=VALUE",
         help="Override of any key of the scenario, e.g. plan.recompute=full; repeatable.",
         autocompletion=completion.keys,
+    ),
+]
+_FROM = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="NAME",
+        help="Format of SCENARIO, if it is a framework's file (default: by its content).",
+        autocompletion=completion.formats,
     ),
 ]
 _WRITE = Annotated[
@@ -255,7 +288,7 @@ def _keyword(name: str, annotation: Any) -> inspect.Parameter:
 def _request(source: Path, given: Mapping[str, Any]) -> ScenarioRequest:
     """Request of SCENARIO and the values of its options, None for options that are not given."""
     overrides, names = overrides_of(given)
-    return ScenarioRequest(source, overrides, names, given.get("write_scenario"))
+    return ScenarioRequest(source, overrides, names, given.get("write_scenario"), given.get("from_format"))
 
 
 def overrides_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -272,7 +305,10 @@ def overrides_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
     for override in OVERRIDES:
         value = given.get(override.parameter.name)
         if value is not None:
-            overrides[override.key], names[override.key] = value, override.names[0]
+            key = override.key
+            if key == "model.preset" and Path(value).exists():
+                key, value = "model.hf_config", str(_config_of(Path(value)))
+            overrides[key], names[key] = value, override.names[0]
     for text in given.get("set") or ():
         key, value = _key_and_value(text)
         if key in overrides:
@@ -280,6 +316,11 @@ def overrides_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
             raise SpecError(Problem(field=key, rule=f"is given twice, also with {twice}", fix="give one of the two"))
         overrides[key], names[key] = value, key
     return overrides, names
+
+
+def _config_of(path: Path) -> Path:
+    """Absolute path of the ``config.json`` of a file or folder."""
+    return (path / "config.json" if path.is_dir() else path).resolve()
 
 
 def _key_and_value(text: str) -> tuple[str, Any]:

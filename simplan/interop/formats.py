@@ -1,0 +1,129 @@
+"""Configuration files that simplan reads and writes, found by name or by content."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from simplan.document import Document, parse_yaml
+from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
+from simplan.interop.configuration import Configuration
+from simplan.interop.writing import Exported, Option
+from simplan.job import Job
+from simplan.search.switch import ChangedSetting, changed_keys, changed_options
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """Text of a file whose format is not known yet.
+
+    Attributes:
+        path: The file; other files that it names are relative to its folder.
+        text: Its content.
+    """
+
+    path: Path
+    text: str
+
+    @property
+    def name(self) -> str:
+        """Name in errors."""
+        return str(self.path)
+
+    @cached_property
+    def yaml(self) -> Document | None:
+        """Content as YAML with a mapping at the top; None if it is something else."""
+        try:
+            document = parse_yaml(self.text, self.name)
+        except SpecError:
+            return None
+        return document if isinstance(document.data, dict) else None
+
+    @cached_property
+    def json(self) -> dict[str, Any] | None:
+        """Content as a JSON object; None if it is something else."""
+        try:
+            data = json.loads(self.text)
+        except (ValueError, RecursionError):
+            return None
+        return data if isinstance(data, dict) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One framework's configuration.
+
+    Attributes:
+        name: Name for ``--from`` and ``--to``.
+        title: Framework and kind of file in words.
+        recognizes: True for a file of this format, by its content.
+        read: Reads such a file; raises ``SpecError``. None for a format that is only written.
+        settings: A job in settings of the framework; raises ``NotModelledError``. None for a format that is only read.
+        export: Files that run a job, by the job and its name; raises ``NotModelledError``.
+    """
+
+    name: str
+    title: str
+    recognizes: Callable[[ConfigFile], bool] = lambda file: False
+    read: Callable[[ConfigFile], Configuration] | None = None
+    settings: Callable[[Job], tuple[Option, ...]] | None = None
+    export: Callable[[Job, str], Exported] | None = None
+
+
+@cache
+def formats() -> Mapping[str, Format]:
+    """All formats by name, those with the most certain signs first."""
+    known: tuple[Format, ...] = ()
+    return {each.name: each for each in known}
+
+
+def read_configuration(file: ConfigFile, framework: str | None = None) -> Configuration | None:
+    """Read a framework's configuration; None if no framework is named and the file is of none.
+
+    Args:
+        framework: Name of the format; None to find it by content.
+
+    Raises:
+        SpecError: The format is unknown, or the file is wrong.
+    """
+    readers = {name: each.read for name, each in formats().items() if each.read is not None}
+    if framework is None:
+        found = (name for name in readers if formats()[name].recognizes(file))
+        framework = next(found, None)
+    if framework is None:
+        return None
+    if framework not in readers:
+        rule, fix = "is no format that simplan reads", did_you_mean(framework, readers)
+        raise SpecError(Problem(field="--from", value=framework, rule=rule, fix=fix))
+    return replace(readers[framework](file), format=framework)
+
+
+def changed_settings(configuration: Configuration, before: Job, after: Job) -> tuple[ChangedSetting, ...]:
+    """Settings of a framework that differ between two jobs, with the lines of the file that the first comes from.
+
+    A framework that cannot express one of the jobs, or that is only read, leaves the keys of the scenario.
+    """
+    write = formats()[configuration.format].settings if configuration.format in formats() else None
+    if write is None:
+        return changed_keys(before, after)
+    try:
+        old, new = ({each.setting.key: each.setting.value for each in write(job)} for job in (before, after))
+    except NotModelledError:
+        return changed_keys(before, after)
+    keys = dict.fromkeys([*old, *new])
+    written = configuration.settings
+    changed = tuple(
+        ChangedSetting(key, old.get(key), new.get(key), written[key].line if key in written else None)
+        for key in keys
+        if old.get(key) != new.get(key)
+    )
+    return changed + changed_options(before, after)
+
+
+def export_targets() -> tuple[str, ...]:
+    """Names of everything that a job can be exported to."""
+    return (*(name for name, each in formats().items() if each.export is not None), "kubernetes", "slurm")

@@ -1,0 +1,1 @@
+"""One module per framework: its configuration as sections of a scenario, and jobs as its configuration."""
