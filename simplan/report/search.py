@@ -109,6 +109,8 @@ def switch_text(switch: Switch) -> str:
         return "The plan of the file is the best one"
     change = switch.step_time_change
     fraction, pairs = switch.right_order
+    has_options = any(each.key.startswith("software.") for each in switch.changes)
+    of_plans = "; they differ in the plan alone, not in software" if has_options else ""
     faster = f"{abs(change):.1%} {'less' if change < 0 else 'more'}".replace("%", " %")
     low, high = (" to ".join(map(format_time, each.step_time_interval_s)) for each in (before, after))
     lines = [
@@ -117,7 +119,7 @@ def switch_text(switch: Switch) -> str:
         f"  memory       {format_bytes(before.worst_memory.device_bytes)} ({before.memory_verdict}) -> "
         f"{format_bytes(after.worst_memory.device_bytes)} ({after.memory_verdict})",
         f"  certainty    of {pairs} published pairs of plans predicted so far apart, "
-        f"{100 * fraction:.0f} % were measured in this order",
+        f"{100 * fraction:.0f} % were measured in this order{of_plans}",
     ]
     for number, each in enumerate(switch.changes):
         place = f"  (line {each.line})" if each.line is not None else ""
