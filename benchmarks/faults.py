@@ -205,7 +205,7 @@ def _starve_rank(bench: Bench) -> Ended:
 
 def _slow_rank(bench: Bench) -> Ended:
     """Stopped for four of five milliseconds, a rank computes at a fifth of its speed; the other one has equal work."""
-    run = bench.start("--steps", "30", "--warmup", "2", scenario=_SCENARIO.replace(_PLAN, "plan: {dp_replicate: 2}"))
+    run = bench.start("--steps", "500", "--warmup", "2", scenario=_SCENARIO.replace(_PLAN, "plan: {dp_replicate: 2}"))
     try:
         pid = run.rank_pid(1)
         while run.process.poll() is None:
