@@ -62,10 +62,12 @@ class Kind:
 
     Attributes:
         make: Writes damaged files into a folder; returns the command.
+        run: Runs the command; returns its exit code. None for ``simplan``.
     """
 
     name: str
     make: Callable[[Mutator, Path], Case]
+    run: Callable[[list[str]], int] | None = None
 
 
 def _scenario(mutator: Mutator, folder: Path) -> Case:
@@ -266,7 +268,7 @@ def run_one(kind: Kind, seed: int, folder: Path, limit_s: int = LIMIT_S) -> Find
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
             warnings.simplefilter("error")
-            code = simplan.cli.main(args)
+            code = (kind.run or simplan.cli.main)(args)
         what = _wrong(code, out.getvalue(), err.getvalue(), written)
     except _HangError:
         what = f"not done after {limit_s} s"
