@@ -48,6 +48,9 @@ _HEAD = """\
 `make faults` breaks real runs of two CPU ranks and writes this page. Time is from the fault to the end of the
 command. "Nothing runs on" means that no process of the run was left.
 
+If the launcher of the ranks is killed, `simplan run` writes the measurement from the ranks' files. On several nodes it writes
+none then: the files of each node's ranks (`rank*.steps.jsonl`) stay in its output folder.
+
 """
 
 

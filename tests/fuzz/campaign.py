@@ -303,10 +303,13 @@ def _wrong(code: int, out: str, err: str, written: Path | None) -> str | None:
 
 
 if __name__ == "__main__":
+    from tests.fuzz.executor_kinds import EXECUTOR_KINDS
+
+    kinds = KINDS + EXECUTOR_KINDS
     count, start = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     total = 0
-    for each in KINDS:
-        for found in run_campaign(each, count // len(KINDS), start):
+    for each in kinds:
+        for found in run_campaign(each, count // len(kinds), start):
             total += 1
             sys.stdout.write(f"{each.name} {found.seed}: {found.what}\n  simplan {' '.join(found.args)}\n")
             sys.stdout.flush()

@@ -42,7 +42,7 @@ from simplan.runs.elastic import Nodes
 from simplan.runs.measurement import MeasuredSpan, PeakMemory, Rehearsal
 from simplan.runs.run_spec import RunSpec
 from simplan.scenario import parse_scenario
-from tests.fuzz.campaign import CALIBRATION, HERE, Case, Kind
+from tests.fuzz.campaign import CALIBRATION, HERE, SMALL, Case, Kind
 from tests.fuzz.mutation import Mutator
 
 _MAX_LAYERS = 8  # of a model that is rehearsed: valid ones with more only take longer
@@ -50,7 +50,6 @@ _MAX_MICROBATCHES = 16
 _STEP = 2
 _PAYLOAD = "__0_0.distcp"
 
-_TWO = f"{HERE}\n".replace("num_devices: 1", "num_devices: 2").replace("plan: {}", "plan: {pp: 2, schedule: 1f1b}")
 _SCENARIO = parse_scenario(HERE)
 _TIMED = Calibration.model_validate_json(CALIBRATION)
 _JOB = run_spec_of_scenario(
@@ -158,7 +157,7 @@ def _of_executor(args: list[str]) -> int:
 
 def _scenario(mutator: Mutator, folder: Path) -> Case:
     file, calibration = folder / "scenario.yaml", folder / "calibration.json"
-    file.write_text(mutator.yaml(mutator.choice((HERE, _TWO))), encoding="utf-8", errors="surrogatepass")
+    file.write_text(mutator.yaml(mutator.choice((HERE, SMALL))), encoding="utf-8", errors="surrogatepass")
     calibration.write_text(CALIBRATION)
     out = str(folder / "out")
     command = mutator.choice(("run", "calibrate", "rehearse"))
