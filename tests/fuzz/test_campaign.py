@@ -20,6 +20,7 @@ NUMBERS = {
 HANG_S = 240  # on a busy machine
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", ALL_KINDS, ids=lambda kind: kind.name)
 def test_damaged_files_are_understood_or_refused(kind: Kind) -> None:
     assert list(run_campaign(kind, NUMBERS.get(kind.name, 200), seed=0, limit_s=HANG_S)) == []
