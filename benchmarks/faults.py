@@ -48,8 +48,8 @@ _HEAD = """\
 `make faults` breaks real runs of two CPU ranks and writes this page. Time is from the fault to the end of the
 command. "Nothing runs on" means that no process of the run was left.
 
-If the launcher of the ranks is killed, `simplan run` writes the measurement from the ranks' files. On several nodes it writes
-none then: the files of each node's ranks (`rank*.steps.jsonl`) stay in its output folder.
+If the launcher of the ranks is killed, `simplan run` writes the measurement from the ranks' files. On several nodes it
+writes none then: the files of each node's ranks (`rank*.steps.jsonl`) stay in its output folder.
 
 """
 
@@ -422,7 +422,7 @@ def main(names: list[str]) -> None:
         where = (
             f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
         )
-        when = f"Made on {datetime.now(UTC):%Y-%m-%d} by simplan {simplan.__version__}, {where}.\n\n"
+        when = f"Made on {datetime.now(UTC):%Y-%m-%d} by simplan {simplan.__version__}, {where}, load average {os.getloadavg()[2]:.0f}.\n\n"
         PAGE.write_text(_HEAD + when + "\n".join(rows) + "\n")
 
 

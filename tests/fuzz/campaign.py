@@ -183,7 +183,7 @@ CONFIG = json.dumps({
 })  # fmt: skip
 LOG = "step_times_s: [2.41, 2.39, 2.40, 2.42]\npeak_allocated_gib: 40.0\n"
 FILES = Path(__file__).parent / "files"
-CALIBRATION = (FILES / "calibration.json").read_text()
+CALIBRATION: str = (FILES / "calibration.json").read_text()
 _PREDICTED = predicted(ParallelPlan(pp=2, stage_layers=(2, 2)))
 PREDICTION = json_text(_PREDICTED.to_json())
 MEASUREMENT = measure(_PREDICTED).model_dump_json()

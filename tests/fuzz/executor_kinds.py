@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -78,7 +79,8 @@ def _metadata() -> bytes:
     """Metadata of a checkpoint with one tensor, as torch.distributed.checkpoint writes it."""
     size = torch.Size((4, 8))
     chunk = ChunkStorageMetadata(offsets=torch.Size((0, 0)), sizes=size)
-    tensors = {"model.weight": TensorStorageMetadata(TensorProperties(dtype=torch.float32), size, [chunk])}
+    weight = TensorStorageMetadata(TensorProperties(dtype=torch.float32), size, [chunk])
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {"model.weight": weight}
     stored = {MetadataIndex("model.weight", torch.Size((0, 0)), 0): _StorageInfo(_PAYLOAD, 0, 128)}
     return pickle.dumps(Metadata(tensors, storage_data=stored))
 
@@ -100,7 +102,10 @@ def _fake_of_small(original: Callable[[RunSpec, int], Rehearsal]) -> Callable[[R
     def fake(job: RunSpec, rank: int) -> Rehearsal:
         num_microbatches = job.training.global_batch_size // (job.plan.dp * job.plan.microbatch_size)
         if len(job.model.layers) > _MAX_LAYERS + 2 or num_microbatches > _MAX_MICROBATCHES:
-            return Rehearsal(job=job, rank=rank, fake=True, peak_memory=PeakMemory(allocated_bytes=1))
+            memory = PeakMemory(allocated_bytes=1)
+            return Rehearsal(
+                job=job, rank=rank, fake=True, peak_memory=memory, peak_by_category={}, peak_action=job.table[0][0]
+            )
         return original(job, rank)
 
     return fake
