@@ -419,10 +419,11 @@ def main(names: list[str]) -> None:
             print(row, flush=True)
             rows.append(row)
     if not names:
-        where = (
+        machine = (
             f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
         )
-        when = f"Made on {datetime.now(UTC):%Y-%m-%d} by simplan {simplan.__version__}, {where}, load average {os.getloadavg()[2]:.0f}.\n\n"
+        when = f"Made on {datetime.now(UTC):%Y-%m-%d} by simplan {simplan.__version__}, {machine}"
+        when += f", load average {os.getloadavg()[2]:.0f}.\n\n"
         PAGE.write_text(_HEAD + when + "\n".join(rows) + "\n")
 
 
