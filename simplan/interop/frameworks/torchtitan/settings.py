@@ -1,0 +1,182 @@
+"""Settings of torchtitan under one name each, whatever version they are of, with its defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from simplan.interop.configuration import Reading, Setting
+
+_PIPELINE = ("degree", "split_points", "schedule", "schedule_csv", "microbatches")
+ALIASES: Mapping[str, str] = {
+    # until the end of 2024 (pytorch/torchtitan at 3f20451, torchtitan/config_manager.py)
+    "training.batch_size": "training.local_batch_size",
+    "training.compile": "compile.enable",
+    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
+    "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
+    "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
+    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
+    "training.disable_loss_parallel": "parallelism.disable_loss_parallel",
+    "training.fsdp_reshard_after_forward": "parallelism.fsdp_reshard_after_forward",
+    **{f"experimental.pipeline_parallel_{key}": f"parallelism.pipeline_parallel_{key}" for key in _PIPELINE},
+    "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
+    "experimental.context_parallel_rotate_method": "parallelism.context_parallel_rotate_method",
+    "experimental.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
+    "float8.enable_float8_linear": "float8.enable_float8_linear",
+    # 2025 (6b11290c1, torchtitan/config_manager.py)
+    **{
+        f"float8.{key}": f"quantize.linear.float8.{key}"
+        for key in (
+            "enable_fsdp_float8_all_gather",
+            "precompute_float8_dynamic_scale_for_fsdp",
+            "force_recompute_fp8_weight_in_bwd",
+            "recipe_name",
+            "filter_fqns",
+            "emulate",
+        )
+    },
+    "float8.moe_fqns_prototype": "quantize.grouped_mm.float8.fqns",
+    **{f"mx.{key}": f"quantize.linear.mx.{key}" for key in ("recipe_name", "filter_fqns")},
+    # 0.3 (torchtitan/config/configs.py)
+    "compile.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
+    "parallelism.pipeline_parallel_module_fqns_per_model_part": "parallelism.module_fqns_per_model_part",
+}
+"""Keys of other versions -> key by which simplan reads and writes them."""
+_OLD = ("training.batch_size", "training.tensor_parallel_degree", "training.data_parallel", "float8.enable_float8_linear")
+_OLD_EXPERIMENTAL = ("experimental.pipeline_parallel", "experimental.context_parallel", "experimental.enable_async")
+
+DEFAULTS: Mapping[str, Any] = {
+    "model.name": "llama3",
+    "model.flavor": "debugmodel",
+    "model.converters": (),
+    "training.local_batch_size": 8,
+    "training.global_batch_size": -1,
+    "training.seq_len": 2048,
+    "training.max_norm": 1.0,
+    "training.dtype": "float32",
+    "training.mixed_precision_param": "bfloat16",
+    "training.enable_cpu_offload": False,
+    "optimizer.name": "AdamW",
+    "optimizer.implementation": "fused",
+    "parallelism.data_parallel_replicate_degree": 1,
+    "parallelism.data_parallel_shard_degree": -1,
+    "parallelism.fsdp_reshard_after_forward": "default",
+    "parallelism.tensor_parallel_degree": 1,
+    "parallelism.enable_sequence_parallel": True,
+    "parallelism.disable_loss_parallel": False,
+    "parallelism.enable_async_tensor_parallel": False,
+    "parallelism.pipeline_parallel_degree": 1,
+    "parallelism.pipeline_parallel_schedule": "1F1B",
+    "parallelism.pipeline_parallel_schedule_csv": "",
+    "parallelism.pipeline_parallel_microbatch_size": 1,
+    "parallelism.pipeline_parallel_first_stage_less_layers": 1,
+    "parallelism.pipeline_parallel_last_stage_less_layers": 1,
+    "parallelism.context_parallel_degree": 1,
+    "parallelism.context_parallel_rotate_method": "allgather",
+    "parallelism.expert_parallel_degree": 1,
+    "parallelism.expert_tensor_parallel_degree": 1,
+    "activation_checkpoint.mode": "selective",
+    "activation_checkpoint.selective_ac_option": "2",
+    "compile.enable": False,
+    "compile.components": ("model", "loss"),
+    "loss": "chunked",
+}
+"""Defaults of torchtitan (238fa9953, torchtitan/config/job_config.py; 0.3.0, torchtitan/config/configs.py)."""
+BEFORE_2025: Mapping[str, Any] = {"optimizer.implementation": "foreach", "compile.components": ("model",)}
+"""Other defaults until the end of 2024 (3f20451; the optimizer is fused since 6e4988550, 2025-02-24)."""
+VERSION_0_3: Mapping[str, Any] = {"activation_checkpoint.selective_ac_option": "op"}
+"""Other defaults of version 0.3, where SelectiveAC is per operation."""
+
+
+@dataclass(slots=True)
+class Settings:
+    """Settings of a run by their canonical keys; what the file does not have, the named configuration or torchtitan has.
+
+    Attributes:
+        reading: Settings under the keys that the file has.
+        names: Canonical key -> key of the file.
+        named: Settings of the configuration that the command names.
+        name: Name of that configuration; empty for none.
+        is_before_2025: True for keys of 2024.
+    """
+
+    reading: Reading
+    names: Mapping[str, str]
+    named: Mapping[str, Any]
+    name: str
+    is_before_2025: bool
+
+    @classmethod
+    def of(
+        cls, title: str, file: str, settings: Iterable[Setting], named: Mapping[str, Any] | None = None, name: str = ""
+    ) -> Settings:
+        """Settings of a file, of which the last one of a key counts.
+
+        Args:
+            named: Settings of the configuration that the command names; None before version 0.3.
+        """
+        by_key: dict[str, Setting] = {}
+        for setting in settings:
+            key = ALIASES.get(setting.key, setting.key)
+            by_key.pop(key, None)
+            by_key[key] = setting
+        names = {key: setting.key for key, setting in by_key.items()}
+        reading = Reading.of(title, file, by_key.values())
+        old = any(key.startswith((*_OLD, *_OLD_EXPERIMENTAL)) for key in names.values())
+        layers = {} if named is None else VERSION_0_3 | dict(named)
+        return cls(reading, names, layers, name, old and named is None)
+
+    def __contains__(self, key: str) -> bool:
+        """True if the file or the named configuration has the key."""
+        return key in self.names or key in self.named
+
+    def __getitem__(self, key: str) -> Any:
+        """Value of a canonical key, which counts as read from here on; None if there is no default either."""
+        if key in self.names:
+            return self.reading.value(self.names[key])
+        if key in self.named:
+            return self.named[key]
+        return (BEFORE_2025 if self.is_before_2025 and key in BEFORE_2025 else DEFAULTS).get(key)
+
+    def key(self, key: str) -> str:
+        """Key in the words of the file, or its canonical name."""
+        return self.names.get(key, key)
+
+    def put(self, path: str, value: Any, key: str) -> None:
+        """Give a key of the scenario the value that a setting gives."""
+        if key in self.names:
+            self.reading.put(path, value, self.names[key])
+        elif key in self.named and self.name:
+            self.reading.put(path, value, f"{key} of torchtitan's {self.name}")
+        else:
+            self.reading.put(path, value, f"torchtitan's default of {key}")
+
+    def whole(self, key: str, minimum: int = 1) -> int:
+        """Whole number of a key; a contradiction is recorded for other values, and the minimum returned."""
+        value = self[key]
+        if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
+            return value
+        self.reading.contradiction(self.key(key), f"must be a whole number, at least {minimum}")
+        return max(minimum, 1)
+
+    def flag(self, key: str) -> bool:
+        """True if a flag is on; a contradiction is recorded for values that are not boolean."""
+        value = self[key]
+        if not isinstance(value, bool | None):
+            self.reading.contradiction(self.key(key), "must be true or false")
+        return value is True
+
+    def refuse(self, key: str, rule: str, fix: str = "") -> None:
+        """Refuse a setting; see ``Reading.refuse``."""
+        self.reading.refuse(self.key(key), rule, fix)
+
+    def contradiction(self, key: str, rule: str, fix: str = "") -> None:
+        """Record a contradiction; see ``Reading.contradiction``."""
+        self.reading.contradiction(self.key(key), rule, fix)
+
+    def not_modeled(self, key: str, why: str) -> None:
+        """Note what is left out; a setting of the named configuration is noted under its canonical key."""
+        if key not in self.names and key in self:
+            self.reading.settings[key] = Setting(key, self[key])
+        self.reading.not_modeled(self.key(key), why)
