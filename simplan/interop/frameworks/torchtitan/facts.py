@@ -25,12 +25,14 @@ class Facts:
         models: Model -> flavor -> keys of the section ``model``.
         before_2025: Flavors with another shape until the end of 2024.
         other_models: Model that simplan does not have -> description.
+        other_configurations: Configuration of a model that simplan has -> what it has that simplan does not have.
         configurations: Module -> configuration -> settings that are not the default.
     """
 
     models: Mapping[str, Mapping[str, Mapping[str, Any]]]
     before_2025: Mapping[str, Mapping[str, Mapping[str, Any]]]
     other_models: Mapping[str, str]
+    other_configurations: Mapping[str, str]
     configurations: Mapping[str, Mapping[str, Mapping[str, Any]]]
 
     def model(self, name: str, flavor: str, *, before_2025: bool = False) -> Mapping[str, Any] | None:
@@ -49,7 +51,7 @@ def facts() -> Facts:
         module: {name: _with_base(settings) for name, settings in named.items()}
         for module, named in data["configurations"].items()
     }
-    return Facts(data["models"], data["before_2025"], data["other_models"], configurations)
+    return Facts(**{**data, "configurations": configurations})
 
 
 def num_layers(model: Mapping[str, Any]) -> int:

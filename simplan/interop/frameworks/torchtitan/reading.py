@@ -21,7 +21,7 @@ _KEYS_WITHOUT_EFFECT = frozenset({
     "hf_assets_path", "dump_folder", "model.hf_assets_path", "model.tokenizer_path", "model.print_after_conversion",
     "optimizer.lr", "optimizer.beta1", "optimizer.beta2", "optimizer.eps", "optimizer.weight_decay",
     "training.dataset", "training.dataset_path", "training.steps", "training.warmup_steps", "training.seed",
-    "training.gc_freq", "training.mixed_precision_reduce", "parallelism.context_parallel_load_balancer",
+    "training.gc_freq", "training.shuffle_seed", "training.mixed_precision_reduce", "parallelism.context_parallel_load_balancer",
     "parallelism.spmd_backend", "activation_checkpoint.preserve_rng_state", "activation_checkpoint.early_stop",
     "activation_checkpoint.determinism_check", "quantize.linear.float8.scaling_type_input",
     "quantize.linear.float8.scaling_type_weight", "quantize.linear.float8.scaling_type_grad_output",
@@ -379,7 +379,9 @@ def _optimizer(settings: Settings) -> None:
     elif how != "fused":
         settings.refuse("optimizer.implementation", "is not modeled yet", "use fused or foreach")
     norm = settings["training.max_norm"]
-    if isinstance(norm, int | float) and norm > 0:
+    if settings["parallelism.expert_parallel_degree"] != 1:
+        settings.not_modeled("training.max_norm", "clipping with experts on several ranks takes one more all-reduce")
+    elif isinstance(norm, int | float) and norm > 0:
         settings.put("training.clip_grad_norm", float(norm), "training.max_norm")
 
 
@@ -401,9 +403,16 @@ def _software(settings: Settings) -> None:
 
 def _version_0_3(settings: Settings) -> None:
     """Note features of version 0.3 that the profiles of 2024 and 2025 do not have."""
-    settings.reading.settings["version"] = version = Setting("version", "0.3")
-    if settings["loss"] == "chunked":
-        settings.reading.not_modeled("version", "")
+    chunked, graphs = settings["loss"] == "chunked", not settings["training.disable_cuda_graphs"]
+    features = [
+        *["a loss in chunks, with less memory for logits"] * chunked,
+        *["steps replayed from CUDA graphs, with less time on the host"] * graphs,
+        "attention by FlexAttention or of variable length, within documents",
+    ]
+    settings.reading.not_modeled("config", f"version 0.3 has {'; '.join(features)}")
+    for key in settings.names:
+        if key.startswith("loss.") or key == "training.disable_cuda_graphs":
+            settings.not_modeled(key, "see config")
 
 
 def _rest(settings: Settings) -> None:
@@ -411,5 +420,8 @@ def _rest(settings: Settings) -> None:
     for key, why in _NOT_MODELED.items():
         if key in settings and settings[key] not in (False, None):
             settings.not_modeled(key, why)
-    left = [key for key in settings.names if key.startswith(_NO_EFFECT) or key in _KEYS_WITHOUT_EFFECT]
-    settings.reading.no_effect(*(settings.names[key] for key in left))
+    settings.reading.no_effect(*(name for key, name in settings.names.items() if not _has_effect(key)))
+
+
+def _has_effect(key: str) -> bool:
+    return not key.startswith(_NO_EFFECT) and key not in _KEYS_WITHOUT_EFFECT

@@ -38,7 +38,8 @@ ALIASES: Mapping[str, str] = {
     },
     "float8.moe_fqns_prototype": "quantize.grouped_mm.float8.fqns",
     **{f"mx.{key}": f"quantize.linear.mx.{key}" for key in ("recipe_name", "filter_fqns")},
-    # 0.3 (torchtitan/config/configs.py)
+    # 0.3 (torchtitan/config/configs.py, manager.py)
+    "module": "model.name",
     "compile.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
     "parallelism.pipeline_parallel_module_fqns_per_model_part": "parallelism.module_fqns_per_model_part",
 }
@@ -81,8 +82,16 @@ DEFAULTS: Mapping[str, Any] = {
     "compile.enable": False,
     "compile.components": ("model", "loss"),
     "loss": "chunked",
+    **dict.fromkeys((
+        "compile.backend", "float8.enable_float8_linear", "optimizer.fused", "parallelism.context_parallel_load_balancer",
+        "parallelism.expert_parallel_comm_backend", "parallelism.module_fqns_per_model_part",
+        "parallelism.pipeline_parallel_layers_per_stage", "parallelism.pipeline_parallel_microbatches",
+        "parallelism.pipeline_parallel_split_points", "quantize.linear.float8.filter_fqns",
+        "quantize.linear.float8.recipe_name", "training.disable_cuda_graphs",
+    )),
 }
-"""Defaults of torchtitan (238fa9953, torchtitan/config/job_config.py; 0.3.0, torchtitan/config/configs.py)."""
+"""Keys that simplan reads, with torchtitan's defaults (238fa9953, torchtitan/config/job_config.py; 0.3.0,
+torchtitan/config/configs.py); None for those without."""
 BEFORE_2025: Mapping[str, Any] = {"optimizer.implementation": "foreach", "compile.components": ("model",)}
 """Other defaults until the end of 2024 (3f20451; the optimizer is fused since 6e4988550, 2025-02-24)."""
 VERSION_0_3: Mapping[str, Any] = {"activation_checkpoint.selective_ac_option": "op"}
@@ -176,7 +185,7 @@ class Settings:
         self.reading.contradiction(self.key(key), rule, fix)
 
     def not_modeled(self, key: str, why: str) -> None:
-        """Note what is left out; a setting of the named configuration is noted under its canonical key."""
-        if key not in self.names and key in self:
+        """Note what is left out; a setting that the file does not have is noted under its canonical key."""
+        if key not in self.names:
             self.reading.settings[key] = Setting(key, self[key])
         self.reading.not_modeled(self.key(key), why)
