@@ -78,7 +78,7 @@ def formats() -> Mapping[str, Format]:
     """All formats by name, those with the most certain signs first."""
     from simplan.interop.frameworks import torchtitan
 
-    known: tuple[Format, ...] = (torchtitan.FORMAT,)
+    known: tuple[Format, ...] = (torchtitan.FORMAT, torchtitan.TOML_FORMAT)
     return {each.name: each for each in known}
 
 

@@ -23,21 +23,21 @@ class Facts:
 
     Attributes:
         models: Model -> flavor -> keys of the section ``model``.
-        before_2025: Flavors with another shape until the end of 2024.
+        of_2024: Flavors with another shape until the end of 2024.
         other_models: Model that simplan does not have -> description.
         other_configurations: Configuration of a model that simplan has -> what it has that simplan does not have.
         configurations: Module -> configuration -> settings that are not the default.
     """
 
     models: Mapping[str, Mapping[str, Mapping[str, Any]]]
-    before_2025: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    of_2024: Mapping[str, Mapping[str, Mapping[str, Any]]]
     other_models: Mapping[str, str]
     other_configurations: Mapping[str, str]
     configurations: Mapping[str, Mapping[str, Mapping[str, Any]]]
 
-    def model(self, name: str, flavor: str, *, before_2025: bool = False) -> Mapping[str, Any] | None:
+    def model(self, name: str, flavor: str, *, of_2024: bool = False) -> Mapping[str, Any] | None:
         """Keys of the section ``model`` for a model and flavor; None if torchtitan has no such flavor."""
-        known = {**self.models.get(name, {}), **(self.before_2025.get(name, {}) if before_2025 else {})}
+        known = {**self.models.get(name, {}), **(self.of_2024.get(name, {}) if of_2024 else {})}
         ending = next((each for each in _ATTENTION if flavor.endswith(each)), "")
         return known.get(flavor.removesuffix(ending))
 

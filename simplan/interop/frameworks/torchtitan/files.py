@@ -18,7 +18,9 @@ from simplan.interop.frameworks.torchtitan.settings import ALIASES, DEFAULTS, Se
 from simplan.io import MAX_YAML_BYTES, read_text
 
 _TOML_TITLE, _SCRIPT_TITLE = "job configuration of torchtitan", "launch script of torchtitan"
-_SECTIONS = re.compile(r"^\s*\[(training|parallelism|experimental|activation_checkpoint|model|optimizer|job)\]", re.M)
+_SECTIONS = re.compile(
+    r"^\s*\[\s*(training|parallelism|experimental|activation_checkpoint|model|optimizer|job)\s*\]\s*(?:#.*)?$", re.M
+)
 _MIN_SECTIONS = 2
 _OF_TORCHTITAN = re.compile(r"torchtitan[./]|--job\.config[-_]file|\brun_train\.sh\b|--module[ =]\S+\s.*--config[ =]", re.S)
 _SECTION_LINE = re.compile(r"\s*\[([\w.\" -]+)\]\s*(#.*)?")
@@ -33,7 +35,8 @@ _SUBCOMMAND = re.compile(r"([a-z][\w-]*):([a-z][\w-]*)")
 
 def recognizes(file: ConfigFile) -> bool:
     """True for TOML with sections of torchtitan, and for scripts and command lines that start it."""
-    if len(set(_SECTIONS.findall(file.text))) >= _MIN_SECTIONS and not file.text.lstrip().startswith(("#!", "{")):
+    sections = set(_SECTIONS.findall(file.text))
+    if len(sections) >= (1 if file.path.suffix == ".toml" else _MIN_SECTIONS) and not _is_script(file):
         return True
     return file.path.suffix not in (".yaml", ".yml", ".json", ".toml") and bool(_OF_TORCHTITAN.search(file.text))
 
@@ -44,9 +47,13 @@ def read(file: ConfigFile) -> Configuration:
     Raises:
         SpecError: The file is neither, or settings of it are refused or contradict each other.
     """
-    if file.path.suffix == ".toml" or (_SECTIONS.search(file.text) and not file.text.startswith("#!")):
+    if file.path.suffix == ".toml" or (_SECTIONS.search(file.text) and not _is_script(file)):
         return configuration_of(Settings.of(_TOML_TITLE, file.name, toml_settings(file.text, file.name)))
     return _read_script(file)
+
+
+def _is_script(file: ConfigFile) -> bool:
+    return file.text.startswith("#!") or file.path.suffix in (".sh", ".slurm", ".sbatch")
 
 
 def toml_settings(text: str, file: str, *, with_lines: bool = True) -> tuple[Setting, ...]:

@@ -90,7 +90,7 @@ def _model(settings: Settings) -> Any:
     if name in facts().other_models:
         settings.refuse("model.name", f"is {facts().other_models[name]}, which is not modeled yet")
         return None
-    model = facts().model(name, flavor, before_2025=settings.is_before_2025)
+    model = facts().model(name, flavor, of_2024=settings.is_of_2024)
     if model is None:
         what = f"has the model {name} {flavor}, which is not one of torchtitan's own"
         settings.reading.ask("model.preset", "model.hf_config", what=what, fix="add --model with a preset or a config")
@@ -194,8 +194,8 @@ def _generated(settings: Settings, layers: int, number: int) -> tuple[tuple[int,
     each = settings["parallelism.pipeline_parallel_layers_per_stage"]
     if each is not None:
         number = stages.stages_for_layers(layers, *less, settings.whole("parallelism.pipeline_parallel_layers_per_stage"))
-    if settings.is_before_2025:
-        return stages.generated_layers_before_2025(layers, number), number
+    if settings.is_of_2024:
+        return stages.generated_layers_of_2024(layers, number), number
     return stages.generated_layers(layers, number, *less), number
 
 
@@ -203,8 +203,9 @@ def _batch(settings: Settings, pp: int) -> None:
     """Put microbatch size and batch."""
     local, microbatch = settings.whole("training.local_batch_size"), "training.local_batch_size"
     size, number = local, 1
-    if pp > 1 and settings.is_before_2025:
-        number = settings["parallelism.pipeline_parallel_microbatches"] or pp
+    microbatches = settings["parallelism.pipeline_parallel_microbatches"]
+    if pp > 1 and (settings.is_of_2024 or microbatches is not None):  # until 5e2033c75, 2025-04-07
+        number = microbatches or pp
         size, rest = divmod(local, number) if isinstance(number, int) and number > 0 else (0, 1)
         if rest or size == 0:
             rule = f"must be a multiple of the {render_value(number)} microbatches of the pipeline"
@@ -360,7 +361,7 @@ def _float8(settings: Settings) -> None:
     others = sorted(map(str, names - _HEAD - {"router.gate", "auto_filter_small_kn"}))
     if others:
         settings.not_modeled("quantize.linear.float8.filter_fqns", f"{', '.join(others)} stay in BF16")
-    elif not names & _HEAD and not settings.is_before_2025:
+    elif not names & _HEAD and not settings.is_of_2024:
         settings.not_modeled("quantize.linear.float8.filter_fqns", "the head is in FP8, too")
         settings.not_modeled("model.converters", "the head is in FP8, too, unless filter_fqns leaves it out")
 

@@ -44,8 +44,11 @@ ALIASES: Mapping[str, str] = {
     "parallelism.pipeline_parallel_module_fqns_per_model_part": "parallelism.module_fqns_per_model_part",
 }
 """Keys of other versions -> key by which simplan reads and writes them."""
-_OLD = ("training.batch_size", "training.tensor_parallel_degree", "training.data_parallel", "float8.enable_float8_linear")
-_OLD_EXPERIMENTAL = ("experimental.pipeline_parallel", "experimental.context_parallel", "experimental.enable_async")
+_OLD = (
+    "training.tensor_parallel_degree", "training.data_parallel", "float8.enable_float8_linear",
+    "experimental.pipeline_parallel", "experimental.context_parallel", "experimental.enable_async",
+)  # fmt: skip
+"""Beginnings of keys that were renamed in March 2025 (785c34c99, the section ``parallelism``), or before."""
 
 DEFAULTS: Mapping[str, Any] = {
     "model.name": "llama3",
@@ -92,8 +95,8 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """Keys that simplan reads, with torchtitan's defaults (238fa9953, torchtitan/config/job_config.py; 0.3.0,
 torchtitan/config/configs.py); None for those without."""
-BEFORE_2025: Mapping[str, Any] = {"optimizer.implementation": "foreach", "compile.components": ("model",)}
-"""Other defaults until the end of 2024 (3f20451; the optimizer is fused since 6e4988550, 2025-02-24)."""
+OF_2024: Mapping[str, Any] = {"optimizer.implementation": "foreach", "compile.components": ("model",)}
+"""Other defaults at the end of 2024 (3f20451; the optimizer is fused since 6e4988550, 2025-02-24)."""
 VERSION_0_3: Mapping[str, Any] = {"activation_checkpoint.selective_ac_option": "op"}
 """Other defaults of version 0.3, where SelectiveAC is per operation."""
 
@@ -107,14 +110,14 @@ class Settings:
         names: Canonical key -> key of the file.
         named: Settings of the configuration that the command names.
         name: Name of that configuration; empty for none.
-        is_before_2025: True for keys of 2024.
+        is_of_2024: True for keys that were renamed by March 2025.
     """
 
     reading: Reading
     names: Mapping[str, str]
     named: Mapping[str, Any]
     name: str
-    is_before_2025: bool
+    is_of_2024: bool
 
     @classmethod
     def of(
@@ -132,7 +135,7 @@ class Settings:
             by_key[key] = setting
         names = {key: setting.key for key, setting in by_key.items()}
         reading = Reading.of(title, file, by_key.values())
-        old = any(key.startswith((*_OLD, *_OLD_EXPERIMENTAL)) for key in names.values())
+        old = any(key.startswith(_OLD) for key in names.values())
         layers = {} if named is None else VERSION_0_3 | dict(named)
         return cls(reading, names, layers, name, old and named is None)
 
@@ -146,7 +149,7 @@ class Settings:
             return self.reading.value(self.names[key])
         if key in self.named:
             return self.named[key]
-        return (BEFORE_2025 if self.is_before_2025 and key in BEFORE_2025 else DEFAULTS).get(key)
+        return (OF_2024 if self.is_of_2024 and key in OF_2024 else DEFAULTS).get(key)
 
     def key(self, key: str) -> str:
         """Key in the words of the file, or its canonical name."""

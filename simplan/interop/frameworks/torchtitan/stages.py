@@ -52,7 +52,7 @@ def generated_layers(num_layers: int, num_stages: int, first_less: int = 1, last
     return tuple(layers)
 
 
-def generated_layers_before_2025(num_layers: int, num_stages: int) -> tuple[int, ...]:
+def generated_layers_of_2024(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Blocks of each stage that torchtitan generated until the end of 2024: after the first stage, the next ones take
     what is left over.
 
