@@ -41,7 +41,7 @@ def _toml(settings: dict[str, Any]) -> str:
 
 
 def _arguments(settings: dict[str, Any]) -> str:
-    words = []
+    words: list[str] = []
     for key, value in settings.items():
         option = f"--{key.replace('_', '-')}" if len(words) % 2 else f"--{key}"
         words.append(option if value is True else f"{option}={value}" if len(words) % 3 else f"{option} {value}")
@@ -63,7 +63,7 @@ def _written(case: dict[str, Any], folder: Path) -> Path:
         named = f"--module {case['module']} --config {case['config']}"
     path = folder / "launch.sh"
     text = f'srun torchrun {launcher} --rdzv_endpoint "$HEAD:29500" -m torchtitan.train {named} \\\n  '
-    path.write_text(f"#!/bin/bash\n{text}{_arguments(case['settings'])} \"$@\"\n", encoding="utf-8")
+    path.write_text(f'#!/bin/bash\n{text}{_arguments(case["settings"])} "$@"\n', encoding="utf-8")
     return path
 
 
@@ -188,7 +188,7 @@ def test_generated_stages_are_those_of_torchtitan() -> None:
 
 
 _PAGE = Path(__file__).parents[2] / "scenarios" / "published" / "torchtitan.yaml"
-_TITAN_RUNS = {run.id: run for file in read_published([_PAGE]) for run in file.runs}
+_TITAN_RUNS = {run.id: run for file in read_published([_PAGE]) for run in file.runs or ()}
 
 
 @pytest.mark.parametrize("name", _TITAN_RUNS)
@@ -216,7 +216,8 @@ def _settings_of_run(run: Any, job: Job, *, new: bool) -> dict[str, Any]:
         (name, flavor)
         for name, flavors in facts().models.items()
         for flavor, fields in flavors.items()
-        if fields.get("preset", "").replace("llama3.1-405b", "llama3-405b") == job.model.name.replace("llama3.1", "llama3")
+        if fields.get("preset", "").replace("llama3.1-405b", "llama3-405b")
+        == job.model.name.replace("llama3.1", "llama3")
     )
     degrees, batch = ("parallelism", "local_batch_size") if new else ("training", "batch_size")
     others = "parallelism" if new else "experimental"
@@ -255,7 +256,11 @@ def _settings_of_run(run: Any, job: Job, *, new: bool) -> dict[str, Any]:
 _BAD = {
     "half a file": ("job.toml", "[model]\nname = ", "this is not TOML"),
     "variable of a script": ("job.toml", "[training]\nseq_len = $SEQ\n[model]\n", "this is not TOML"),
-    "text for a degree": ("job.toml", '[model]\nname="llama3"\n[parallelism]\ntensor_parallel_degree="8"\n', "whole number"),
+    "text for a degree": (
+        "job.toml",
+        '[model]\nname="llama3"\n[parallelism]\ntensor_parallel_degree="8"\n',
+        "whole number",
+    ),
     "degrees that do not divide": (
         "run.sh",
         "torchrun --nproc_per_node 8 --nnodes 1 -m torchtitan.train --module llama3 --config llama3_8b "
@@ -275,8 +280,8 @@ _BAD = {
     ),
     "stages out of order": (
         "job.toml",
-        '[model]\n[parallelism]\npipeline_parallel_degree=2\nmodule_fqns_per_model_part=[["tok_embeddings", "layers.1"], '
-        '["layers.0", "norm", "output"]]\n',
+        "[model]\n[parallelism]\npipeline_parallel_degree=2\nmodule_fqns_per_model_part="
+        '[["tok_embeddings", "layers.1"], ["layers.0", "norm", "output"]]\n',
         "do not have the blocks 0 to 5",
     ),
     "schedule of torch alone": (
@@ -300,8 +305,16 @@ _BAD = {
         "MODULE=llama3 CONFIG=llama3_9b ./run_train.sh",
         "did you mean llama3_8b",
     ),
-    "other module": ("run.sh", "torchrun -m torchtitan.train --module mine --config x", "is no module of torchtitan 0.3"),
-    "nothing to start": ("run.sh", "# torchtitan.train\necho --module llama3 --config llama3_8b\n", "no command of it starts"),
+    "other module": (
+        "run.sh",
+        "torchrun -m torchtitan.train --module mine --config x",
+        "is no module of torchtitan 0.3",
+    ),
+    "nothing to start": (
+        "run.sh",
+        "# torchtitan.train\necho --module llama3 --config llama3_8b\n",
+        "no command of it starts",
+    ),
     "deep": ("job.toml", "[training]\n[model]\nx=" + "[" * 3000, "nested too deeply"),
     "key of a later version": (
         "run.sh",
@@ -346,7 +359,10 @@ def test_exported_arguments_pass_torchtitan(name: str, tmp_path: Path) -> None:
     job = _job(_PLANS[name])
     script = str(formats()["torchtitan"].export(job, name).files["train.sh"])  # type: ignore[misc]
     printed = subprocess.run(
-        ["bash", "-c", script.replace("\ntorchrun", "\nprintf '%s\\n' torchrun")], capture_output=True, text=True, check=True
+        ["bash", "-c", script.replace("\ntorchrun", "\nprintf '%s\\n' torchrun")],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     words = printed.stdout.splitlines()
     arguments = words[words.index("torchtitan.train") + 1 :]

@@ -1,4 +1,4 @@
-"""What torchtitan's names stand for: ``facts.yaml``."""
+"""Models, flavors and configurations that torchtitan has names for: ``facts.yaml``."""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ _SECTIONS = re.compile(
     r"^\s*\[\s*(training|parallelism|experimental|activation_checkpoint|model|optimizer|job)\s*\]\s*(?:#.*)?$", re.M
 )
 _MIN_SECTIONS = 2
-_OF_TORCHTITAN = re.compile(r"torchtitan[./]|--job\.config[-_]file|\brun_train\.sh\b|--module[ =]\S+\s.*--config[ =]", re.S)
+_OF_TORCHTITAN = re.compile(
+    r"torchtitan[./]|--job\.config[-_]file|\brun_train\.sh\b|--module[ =]\S+\s.*--config[ =]", re.S
+)
 _SECTION_LINE = re.compile(r"\s*\[([\w.\" -]+)\]\s*(#.*)?")
 _KEY_LINE = re.compile(r"\s*([\w.-]+)\s*=")
 _MAX_DEPTH = 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from simplan.interop.configuration import Configuration
@@ -21,8 +22,9 @@ _KEYS_WITHOUT_EFFECT = frozenset({
     "hf_assets_path", "dump_folder", "model.hf_assets_path", "model.tokenizer_path", "model.print_after_conversion",
     "optimizer.lr", "optimizer.beta1", "optimizer.beta2", "optimizer.eps", "optimizer.weight_decay",
     "training.dataset", "training.dataset_path", "training.steps", "training.warmup_steps", "training.seed",
-    "training.gc_freq", "training.shuffle_seed", "training.mixed_precision_reduce", "parallelism.context_parallel_load_balancer",
-    "parallelism.spmd_backend", "activation_checkpoint.preserve_rng_state", "activation_checkpoint.early_stop",
+    "training.gc_freq", "training.shuffle_seed", "training.mixed_precision_reduce",
+    "parallelism.context_parallel_load_balancer", "parallelism.spmd_backend",
+    "activation_checkpoint.preserve_rng_state", "activation_checkpoint.early_stop",
     "activation_checkpoint.determinism_check", "quantize.linear.float8.scaling_type_input",
     "quantize.linear.float8.scaling_type_weight", "quantize.linear.float8.scaling_type_grad_output",
     "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice", "model.norm_type",
@@ -35,6 +37,7 @@ _NOT_MODELED = {
     "debug.detect_anomaly": "checks of every operation take time",
     "training.gc_debug": "a collection of garbage at every step takes time",
     "fault_tolerance.enable": "replicas of torchft reduce gradients over a slower network",
+    "override.imports": "other kernels in place of torchtitan's",
     "optimizer.early_step_in_backward": "gradients are freed during backward, and updates overlap it",
     "parallelism.enable_compiled_autograd": "backward is compiled across blocks",
     "parallelism.enable_fsdp_symm_mem": "FSDP's collectives through symmetric memory are faster",
@@ -50,7 +53,11 @@ _MX = ("mx", "quantize.linear.mx", "quantize.dense.mx")
 _EXPERTS = ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx", "quantize.moe.mx")
 _RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 _HEAD = {"output", "lm_head"}
-_LATER = ("training.num_tokens_per_microbatch_per_dp_rank", "training.max_context_length", "parallelism.num_pp_microbatches")
+_LATER = (
+    "training.num_tokens_per_microbatch_per_dp_rank",
+    "training.max_context_length",
+    "parallelism.num_pp_microbatches",
+)
 
 
 def configuration_of(settings: Settings, num_devices: int | None = None, devices_key: str = "") -> Configuration:
@@ -115,7 +122,7 @@ def _devices(settings: Settings, num_devices: int | None, devices_key: str) -> N
             rule = f"the degrees multiply to {degrees}, and {devices_key} starts {num_devices} ranks"
             settings.contradiction("parallelism.data_parallel_shard_degree", rule, "change one of them")
     elif product is not None:
-        origin = "the product of all degrees"
+        origin = "all degrees multiplied"
         settings.reading.put("cluster.num_devices", product, origin)
     what = "does not say on which devices it runs"
     if num_devices is None and product is None:
@@ -188,15 +195,14 @@ def _stages(settings: Settings, pp: int, schedule: str, layers: int | None) -> N
 
 def _generated(settings: Settings, layers: int, number: int) -> tuple[tuple[int, ...], int]:
     """Blocks of each stage, and number of stages, that torchtitan generates."""
-    less = [
-        settings.whole(f"parallelism.pipeline_parallel_{end}_stage_less_layers", 0) for end in ("first", "last")
-    ]
-    each = settings["parallelism.pipeline_parallel_layers_per_stage"]
-    if each is not None:
-        number = stages.stages_for_layers(layers, *less, settings.whole("parallelism.pipeline_parallel_layers_per_stage"))
+    ends = (f"parallelism.pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
+    first_less, last_less = (settings.whole(key, 0) for key in ends)
+    each = "parallelism.pipeline_parallel_layers_per_stage"
+    if settings[each] is not None:
+        number = math.ceil((layers + first_less + last_less) / settings.whole(each))
     if settings.is_of_2024:
         return stages.generated_layers_of_2024(layers, number), number
-    return stages.generated_layers(layers, number, *less), number
+    return stages.generated_layers(layers, number, first_less, last_less), number
 
 
 def _batch(settings: Settings, pp: int) -> None:
@@ -319,7 +325,8 @@ def _precision(settings: Settings) -> None:
     wide = settings["training.mixed_precision_param"]
     if settings["training.dtype"] != "float32":
         settings.refuse(
-            "training.dtype", "puts weights, gradients and optimizer states in 16 bits, which is not modeled yet",
+            "training.dtype",
+            "puts weights, gradients and optimizer states in 16 bits, which is not modeled yet",
             "use float32, with mixed_precision_param for the computation",
         )
     converters = settings["model.converters"]
@@ -394,7 +401,10 @@ def _software(settings: Settings) -> None:
     model, loss = (enabled and part in parts for part in ("model", "loss"))
     settings.put("software.preset", "torchtitan-2025" if loss else "torchtitan", "compile.enable")
     settings.put("software.compiled", model, "compile.enable")
-    if settings.flag("parallelism.enable_async_tensor_parallel") and settings.whole("parallelism.tensor_parallel_degree") > 1:
+    if (
+        settings.flag("parallelism.enable_async_tensor_parallel")
+        and settings.whole("parallelism.tensor_parallel_degree") > 1
+    ):
         settings.put("software.tp_overlap", "all", "parallelism.enable_async_tensor_parallel")
     if settings["compile.backend"] not in (None, "inductor"):
         settings.not_modeled("compile.backend", "another compiler makes other kernels")
@@ -419,10 +429,10 @@ def _version_0_3(settings: Settings) -> None:
 def _rest(settings: Settings) -> None:
     """Note what is left."""
     for key, why in _NOT_MODELED.items():
-        if key in settings and settings[key] not in (False, None):
+        if key in settings and settings[key] not in (False, None, []):
             settings.not_modeled(key, why)
     settings.reading.no_effect(*(name for key, name in settings.names.items() if not _has_effect(key)))
 
 
 def _has_effect(key: str) -> bool:
-    return not key.startswith(_NO_EFFECT) and key not in _KEYS_WITHOUT_EFFECT
+    return not key.startswith(_NO_EFFECT) and key not in _KEYS_WITHOUT_EFFECT and ".optimizer_kwargs." not in key

@@ -86,13 +86,13 @@ DEFAULTS: Mapping[str, Any] = {
     "compile.components": ("model", "loss"),
     "loss": "chunked",
     **dict.fromkeys((
-        "compile.backend", "float8.enable_float8_linear", "optimizer.fused", "parallelism.context_parallel_load_balancer",
-        "parallelism.expert_parallel_comm_backend", "parallelism.module_fqns_per_model_part",
-        "parallelism.pipeline_parallel_layers_per_stage", "parallelism.pipeline_parallel_microbatches",
-        "parallelism.pipeline_parallel_split_points", "quantize.linear.float8.filter_fqns",
-        "quantize.linear.float8.recipe_name", "training.disable_cuda_graphs",
+        "compile.backend", "float8.enable_float8_linear", "optimizer.fused",
+        "parallelism.context_parallel_load_balancer", "parallelism.expert_parallel_comm_backend",
+        "parallelism.module_fqns_per_model_part", "parallelism.pipeline_parallel_layers_per_stage",
+        "parallelism.pipeline_parallel_microbatches", "parallelism.pipeline_parallel_split_points",
+        "quantize.linear.float8.filter_fqns", "quantize.linear.float8.recipe_name", "training.disable_cuda_graphs",
     )),
-}
+}  # fmt: skip
 """Keys that simplan reads, with torchtitan's defaults (238fa9953, torchtitan/config/job_config.py; 0.3.0,
 torchtitan/config/configs.py); None for those without."""
 OF_2024: Mapping[str, Any] = {"optimizer.implementation": "foreach", "compile.components": ("model",)}
@@ -103,7 +103,7 @@ VERSION_0_3: Mapping[str, Any] = {"activation_checkpoint.selective_ac_option": "
 
 @dataclass(slots=True)
 class Settings:
-    """Settings of a run by their canonical keys; what the file does not have, the named configuration or torchtitan has.
+    """Settings of a run by their canonical keys: those of the file, of the configuration that it names, and defaults.
 
     Attributes:
         reading: Settings under the keys that the file has.
@@ -136,7 +136,7 @@ class Settings:
         names = {key: setting.key for key, setting in by_key.items()}
         reading = Reading.of(title, file, by_key.values())
         old = any(key.startswith(_OLD) for key in names.values())
-        layers = {} if named is None else VERSION_0_3 | dict(named)
+        layers = {} if named is None else {**VERSION_0_3, **named}
         return cls(reading, names, layers, name, old and named is None)
 
     def __contains__(self, key: str) -> bool:

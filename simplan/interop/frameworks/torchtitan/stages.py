@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 SCHEDULES = {
@@ -34,8 +34,9 @@ def default_stages_per_rank(schedule: str) -> int:
 
 
 def generated_layers(num_layers: int, num_stages: int, first_less: int = 1, last_less: int = 1) -> tuple[int, ...]:
-    """Blocks of each stage that torchtitan generates: embedding and head count as so many blocks, and the first stages
-    take what is left over.
+    """Blocks of each stage that torchtitan generates.
+
+    Embedding and head count as blocks, and the first stages take the remainder of the division.
 
     Source: pytorch/torchtitan 0.3.0, torchtitan/distributed/pipeline_parallel.py, _generate_llm_fqn_per_model_part;
     the same since 2025 (6b11290c1, torchtitan/distributed/pipeline.py, generate_split_points).
@@ -53,8 +54,9 @@ def generated_layers(num_layers: int, num_stages: int, first_less: int = 1, last
 
 
 def generated_layers_of_2024(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Blocks of each stage that torchtitan generated until the end of 2024: after the first stage, the next ones take
-    what is left over.
+    """Blocks of each stage that torchtitan generated until the end of 2024.
+
+    The stages after the first one take the remainder of the division.
 
     Source: pytorch/torchtitan at 3f20451, torchtitan/parallelisms/pipelining_utils.py, generate_split_points.
 
@@ -76,7 +78,7 @@ def layers_of_splits(splits: Sequence[str], num_layers: int) -> tuple[int, ...]:
         ValueError: A module is no block, or blocks are out of order.
     """
     begins = [0, *(_block(name) for name in splits), num_layers]
-    layers = tuple(end - begin for begin, end in zip(begins, begins[1:], strict=False))
+    layers = tuple(end - begin for begin, end in pairwise(begins))
     if any(number < 1 for number in layers):
         raise ValueError(f"the stages {', '.join(splits)} are no parts of {num_layers} blocks in their order")
     return layers
@@ -114,11 +116,6 @@ def modules_of_layers(layers: Sequence[int], head: str) -> list[list[str]]:
     parts[0].insert(0, _EMBEDDING)
     parts[-1] += ["norm", head]
     return parts
-
-
-def stages_for_layers(num_layers: int, first_less: int, last_less: int, layers_per_stage: int) -> int:
-    """Number of stages for a number of blocks per stage."""
-    return math.ceil((num_layers + first_less + last_less) / layers_per_stage)
 
 
 def _block(name: Any) -> int:

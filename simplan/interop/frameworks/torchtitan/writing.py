@@ -7,6 +7,7 @@ import io
 import json
 import shlex
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 from simplan import catalog
@@ -201,7 +202,9 @@ class _Job:
         plan, number = self.job.plan, self.job.num_microbatches
         self._writing.taken("plan.microbatch_size")
         if plan.pp > 1:
-            self._set("training.local_batch_size", number * plan.microbatch_size, "global_batch_size / data-parallel ranks")
+            self._set(
+                "training.local_batch_size", number * plan.microbatch_size, "global_batch_size / data-parallel ranks"
+            )
             self._set(f"{_P}pipeline_parallel_microbatch_size", plan.microbatch_size, "plan.microbatch_size")
         else:
             self._set("training.local_batch_size", plan.microbatch_size, "plan.microbatch_size")
@@ -247,7 +250,7 @@ class _Job:
         names = {own: name for name, own in stages.SCHEDULES.items()}
         prediction = predict(self.job)
         bounds = prediction.assignment.boundaries
-        layers = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+        layers = [end - begin for begin, end in pairwise(bounds)]
         layers[0] -= 1  # the embedding, and the layers after the blocks
         layers[-1] -= self.job.model.num_last_layers
         if plan.schedule in names:
@@ -353,4 +356,3 @@ def _script(job: Job, name: str, command: Iterable[str], arguments: Iterable[str
     )
     lines += [f"{launcher} \\", f"  {' '.join(command)}", ""]
     return "\n".join(lines)
-
