@@ -9,4 +9,4 @@ __all__ = ["FORMAT", "TOML_FORMAT"]
 FORMAT = Format(
     "torchtitan", "torchtitan job configuration or launch script", recognizes, read, settings_of, export_arguments
 )
-TOML_FORMAT = Format("torchtitan-toml", "torchtitan job configuration up to version 0.2", export=export_toml)
+TOML_FORMAT = Format("torchtitan-toml", "torchtitan job configuration of version 0.2", export=export_toml)

@@ -22,7 +22,7 @@ from simplan.predict import predict
 from simplan.program.action import Table, format_table
 from simplan.wording import either
 
-TARGET, TARGET_TOML = "torchtitan", "torchtitan's TOML files (up to version 0.2)"
+TARGET, TARGET_TOML = "torchtitan", "torchtitan's TOML files (version 0.2)"
 _PROFILES = ("torchtitan", "torchtitan-2025")
 _IGNORED = frozenset({"name", "sources", "packs", "seq_len", "max_position_embeddings"})
 _TABLE_FILE = "schedule.csv"
@@ -59,7 +59,7 @@ def settings_of(job: Job) -> tuple[Option, ...]:
 
 
 def export_toml(job: Job, name: str) -> Exported:
-    """TOML file and launch script for torchtitan up to version 0.2.
+    """TOML file and launch script for torchtitan 0.2.
 
     Raises:
         NotModelledError: torchtitan cannot express the job; names the key.
@@ -313,7 +313,7 @@ def _toml(options: Iterable[Option], name: str) -> str:
         section, _, key = option.setting.key.rpartition(".")
         comment = f"  # {option.comment}" if option.comment else ""
         sections.setdefault(section, []).append(f"{key} = {json.dumps(option.setting.value)}{comment}")
-    lines = [f"# {name}: written by simplan for torchtitan 0.1 and 0.2.", "# Each comment is the key of the scenario."]
+    lines = [f"# {name}: written by simplan for torchtitan 0.2.", "# Comments are keys of the scenario."]
     for section, settings in sections.items():
         lines += ["", f"[{section}]", *settings]
     return "\n".join(lines) + "\n"
