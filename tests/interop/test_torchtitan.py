@@ -14,9 +14,13 @@ import yaml
 from simplan import catalog
 from simplan.accuracy.published_job import job_of_published_run
 from simplan.accuracy.reading import read_published
+from simplan.document import Document
 from simplan.errors import NotModelledError, SpecError
+from simplan.interop.configuration import Setting
 from simplan.interop.formats import formats
 from simplan.interop.frameworks.torchtitan.facts import facts
+from simplan.interop.frameworks.torchtitan.reading import configuration_of
+from simplan.interop.frameworks.torchtitan.settings import ALIASES, DEFAULTS, Settings
 from simplan.interop.frameworks.torchtitan.stages import generated_layers, generated_layers_of_2024
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
@@ -333,6 +337,30 @@ def test_bad_file_is_one_sentence(name: str, tmp_path: Path, monkeypatch: pytest
         read_source(file, {"cluster.preset": "dgx-h100"})
     assert words in str(error.value)
     assert not (tmp_path / "pwned").exists()
+
+
+_STRANGE: tuple[Any, ...] = (
+    None, True, False, 0, -7, 3, 10**30, 2.5, float("nan"), "", "x", "8", [], [1], [["a"], [1]], {"a": 1}, [[]],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{}, {"parallelism.pipeline_parallel_degree": 2}, {"model.converters": ["float8"], "training.compile": True}],
+    ids=["plain", "pipeline", "fp8"],
+)
+def test_strange_value_of_any_key_is_an_error_or_a_job(others: dict[str, Any]) -> None:
+    """No traceback; a value that the reader takes is checked again by the scenario."""
+    for key in [*DEFAULTS, *ALIASES]:
+        for value in _STRANGE:
+            settings = {"model.name": "llama3", "model.flavor": "8B"} | others | {key: value}
+            listed = [Setting(name, each, 1) for name, each in settings.items()]
+            try:
+                read = configuration_of(Settings.of("torchtitan", "job.toml", listed))
+                source = Source(Document({**read.document.data, "cluster": "dgx-h100"}, {}), "job.toml", (), {})
+                source.scenario()
+            except SpecError:
+                continue
 
 
 def test_run_train_takes_its_variables(tmp_path: Path) -> None:

@@ -322,15 +322,14 @@ def _recomputation(settings: Settings) -> None:
 
 
 def _precision(settings: Settings) -> None:
-    wide = settings["training.mixed_precision_param"]
+    wide = settings.word("training.mixed_precision_param") or ""
     if settings["training.dtype"] != "float32":
         settings.refuse(
             "training.dtype",
             "puts weights, gradients and optimizer states in 16 bits, which is not modeled yet",
             "use float32, with mixed_precision_param for the computation",
         )
-    converters = settings["model.converters"]
-    names = converters.split(",") if isinstance(converters, str) else list(converters or ())
+    names = settings.listed("model.converters")
     key, precision = "training.mixed_precision_param", {"bfloat16": "bf16", "float32": "fp32"}.get(wide)
     if precision is None:
         settings.refuse(key, "is not modeled yet", "use bfloat16 or float32")
@@ -358,13 +357,12 @@ def _precision(settings: Settings) -> None:
 
 def _float8(settings: Settings) -> None:
     """Put the recipe of FP8, and note layers that it leaves out."""
-    recipe = settings["quantize.linear.float8.recipe_name"] or "tensorwise"
+    recipe = settings.word("quantize.linear.float8.recipe_name") or "tensorwise"
     if recipe in _RECIPES:
         settings.put("training.fp8_recipe", recipe, "quantize.linear.float8.recipe_name")
     else:
         settings.refuse("quantize.linear.float8.recipe_name", "is not modeled yet", f"use {either(_RECIPES)}")
-    left_out = settings["quantize.linear.float8.filter_fqns"] or ()
-    names = set(left_out.split(",")) if isinstance(left_out, str) else set(left_out)
+    names = set(settings.listed("quantize.linear.float8.filter_fqns"))
     others = sorted(map(str, names - _HEAD - {"router.gate", "auto_filter_small_kn"}))
     if others:
         settings.not_modeled("quantize.linear.float8.filter_fqns", f"{', '.join(others)} stay in BF16")
@@ -374,7 +372,7 @@ def _float8(settings: Settings) -> None:
 
 
 def _optimizer(settings: Settings) -> None:
-    name = settings["optimizer.name"]
+    name = settings.word("optimizer.name")
     if name in _OPTIMIZERS:
         settings.put("training.optimizer", _OPTIMIZERS[name], "optimizer.name")
     else:
@@ -395,11 +393,11 @@ def _optimizer(settings: Settings) -> None:
 
 def _software(settings: Settings) -> None:
     """Put the profile: the one of 2025 has a compiled loss, the one of 2024 an eager loss."""
-    components = settings["compile.components"]
-    parts = components.split(",") if isinstance(components, str) else list(components or ())
+    parts = settings.listed("compile.components")
     enabled = settings.flag("compile.enable")
     model, loss = (enabled and part in parts for part in ("model", "loss"))
-    settings.put("software.preset", "torchtitan-2025" if loss else "torchtitan", "compile.enable")
+    profile = "torchtitan-2025" if loss else "torchtitan"
+    settings.put("software.preset", profile, "compile.components" if enabled else "compile.enable")
     settings.put("software.compiled", model, "compile.enable")
     if (
         settings.flag("parallelism.enable_async_tensor_parallel")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simplan.interop.configuration import Reading, Setting
+from simplan.problems import render_value
 
 _PIPELINE = ("degree", "split_points", "schedule", "schedule_csv", "microbatches")
 ALIASES: Mapping[str, str] = {
@@ -155,6 +156,11 @@ class Settings:
         """Key in the words of the file, or its canonical name."""
         return self.names.get(key, key)
 
+    def word(self, key: str) -> str | None:
+        """Value of a key that is text; its rendered value else, which no table has."""
+        value = self[key]
+        return value if isinstance(value, str | None) else render_value(value)
+
     def put(self, path: str, value: Any, key: str) -> None:
         """Give a key of the scenario the value that a setting gives."""
         if key in self.names:
@@ -171,6 +177,16 @@ class Settings:
             return value
         self.reading.contradiction(self.key(key), f"must be a whole number, at least {minimum}")
         return max(minimum, 1)
+
+    def listed(self, key: str) -> list[str]:
+        """Names of a list, or of text with commas; a contradiction is recorded for other values."""
+        value = self[key]
+        names = value.split(",") if isinstance(value, str) and value else list(value) if _is_list(value) else None
+        if names is not None and all(isinstance(name, str) for name in names):
+            return names
+        if value not in (None, ""):
+            self.reading.contradiction(self.key(key), "must be a list of names")
+        return []
 
     def flag(self, key: str) -> bool:
         """True if a flag is on; a contradiction is recorded for values that are not boolean."""
@@ -192,3 +208,7 @@ class Settings:
         if key not in self.names:
             self.reading.settings[key] = Setting(key, self[key])
         self.reading.not_modeled(self.key(key), why)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
