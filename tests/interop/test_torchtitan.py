@@ -149,11 +149,76 @@ def test_exported_plan_read_again_is_equal(name: str, target: str, tmp_path: Pat
     assert (option.setting.key, option.setting.value) == ("parallelism.tensor_parallel_degree", job.plan.tp)
 
 
+@pytest.mark.parametrize(("target", "recipe"), [("torchtitan", "rowwise"), ("torchtitan-toml", "tensorwise")])
+def test_exported_fp8_read_again_is_equal(target: str, recipe: str, tmp_path: Path) -> None:
+    software = catalog.software("torchtitan-2025").model_copy(update={"compiled": True, "tp_overlap": "all"})
+    plan = ParallelPlan(dp_shard=8, tp=8, recompute="full")
+    job = replace(_job(plan, precision="fp8", fp8_recipe=recipe), software=software)
+    exported = formats()[target].export(job, "fp8")  # type: ignore[misc]
+    assert _again(exported.files, tmp_path, {"add": {"cluster.preset": "dgx-h100"}}) == job
+
+
+_PYTHON = '''
+from torchtitan.components.quantization import Float8LinearConverter
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.qwen3 import model_registry
+from torchtitan.models.qwen3.config_registry import qwen3_14b
+
+def base():
+    """Docstring."""
+    config = qwen3_14b()
+    config.training.seq_len = 8192
+    config.metrics = MetricsProcessor.Config(log_freq=1)
+    config.activation_checkpoint = SelectiveAC.Config()
+    return config
+
+def mine():
+    config = base()
+    config.parallelism = ParallelismConfig(tensor_parallel_degree=4, data_parallel_shard_degree=4)
+    config.training.local_batch_size = 3
+    config.compile.enable = True
+    config.training.unheard_of = 1
+    return config
+
+def loops():
+    config = base()
+    for _ in range(3):
+        config.training.seq_len = 1
+    return config
+
+def calls():
+    config = base()
+    config.training.seq_len = __import__("os").system("touch pwned")
+    return config
+'''
+
+
+def test_function_in_python_is_read_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lab" / "configs").mkdir(parents=True)
+    (tmp_path / "lab" / "configs" / "config_registry.py").write_text(_PYTHON)
+    command = "torchrun --nproc_per_node 8 --nnodes 2 -m torchtitan.train --module lab.configs --config "
+    (tmp_path / "mine.sh").write_text(f"{command}mine --training.local_batch_size 2")
+    source = _read(tmp_path / "mine.sh")
+    job = source.scenario().job
+    assert job.model.name == "qwen3-14b"
+    assert (job.model.seq_len, job.plan.microbatch_size, job.plan.recompute) == (8192, 2, "selective_op")
+    assert (job.plan.tp, job.plan.dp_shard, job.software.title) == (4, 4, "torchtitan-2025, compiled")
+    assert source.configuration is not None
+    assert [setting.key for setting in source.configuration.unknown] == ["training.unheard_of"]
+    for name, words in {"loops": r"in range\(3\)", "calls": "os", "gone": "has no function gone"}.items():
+        (tmp_path / "bad.sh").write_text(command + name)
+        with pytest.raises(SpecError, match=words):
+            _read(tmp_path / "bad.sh")
+    assert not (tmp_path / "pwned").exists()
+
+
 @pytest.mark.parametrize(
     ("job", "target", "words"),
     [
         (_job(ParallelPlan(dp_shard=64, zero_stage=1)), "torchtitan-toml", "plan.zero_stage = 1: cannot be said in"),
-        (_job(ParallelPlan(dp_shard=64), precision="fp8"), "torchtitan", 'training.precision = "fp8"'),
+        (_job(ParallelPlan(dp_shard=64), precision="fp8"), "torchtitan", "training.fp8_recipe = null"),
+        (_job(ParallelPlan(dp_shard=64), precision="nvfp4"), "torchtitan-toml", 'training.precision = "nvfp4"'),
         (_job(ParallelPlan(dp_shard=64), optimizer="lamb"), "torchtitan", "use "),
         (_job(ParallelPlan(dp_shard=64, recompute="selective")), "torchtitan-toml", 'plan.recompute = "selective"'),
         (_job(ParallelPlan(dp_shard=64, offload_activations=True)), "torchtitan", "plan.offload_activations = true"),
@@ -312,7 +377,7 @@ _BAD = {
     "other module": (
         "run.sh",
         "torchrun -m torchtitan.train --module mine --config x",
-        "is no module of torchtitan 0.3",
+        "is neither a module of torchtitan 0.3",
     ),
     "nothing to start": (
         "run.sh",

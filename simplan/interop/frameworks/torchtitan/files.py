@@ -13,6 +13,7 @@ from simplan.interop.configuration import Configuration, Setting
 from simplan.interop.formats import ConfigFile
 from simplan.interop.frameworks.shell import Launch, Word, read_launches
 from simplan.interop.frameworks.torchtitan.facts import facts
+from simplan.interop.frameworks.torchtitan.python import read_function
 from simplan.interop.frameworks.torchtitan.reading import configuration_of
 from simplan.interop.frameworks.torchtitan.settings import ALIASES, DEFAULTS, Settings
 from simplan.io import MAX_YAML_BYTES, read_text
@@ -113,6 +114,7 @@ def _read_script(file: ConfigFile) -> Configuration:
         settings = (*_included(file, path), *by_key.values())
     else:
         name, named = _named(file, by_key, unknown)
+        settings = tuple(by_key.values())
     problems = [
         _problem_of(setting, unknown[setting.key], "write its value")
         for setting in by_key.values()
@@ -225,16 +227,19 @@ def plain(text: str) -> Any:
 
 
 def _included(file: ConfigFile, path: Setting) -> Iterable[Setting]:
-    """Settings of the TOML file that a script names, which may be relative to a folder above the script."""
+    """Settings of the TOML file that a script names."""
+    found = _found(file, str(path.value))
+    if found is None:
+        rule = f"is neither in {file.path.resolve().parent} nor in the {_PARENTS} folders above it"
+        raise _problem(file, path, rule, "put it there, or give simplan that file")
+    return toml_settings(read_text(found, MAX_YAML_BYTES), str(found), with_lines=False)
+
+
+def _found(file: ConfigFile, *names: str) -> Path | None:
+    """The first file of some names in the folder of the script, or in one above it."""
     folder = file.path.resolve().parent
-    name = str(path.value)
-    for base in [folder, *folder.parents[:_PARENTS]]:
-        found = base / Path(name)
-        if found.is_file():
-            text = read_text(found, MAX_YAML_BYTES)
-            return toml_settings(text, str(found), with_lines=False)
-    rule = f"is neither in {folder} nor in the {_PARENTS} folders above it"
-    raise _problem(file, path, rule, "put it there, or give simplan that file")
+    paths = (base / name for base in [folder, *folder.parents[:_PARENTS]] for name in names)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _named(file: ConfigFile, by_key: dict[str, Setting], unknown: Mapping[str, str]) -> tuple[str, Mapping[str, Any]]:
@@ -253,14 +258,30 @@ def _named(file: ConfigFile, by_key: dict[str, Setting], unknown: Mapping[str, s
         raise _problem(file, module, f"is {facts().other_models[name]}, which is not modeled yet", "")
     known = facts().configurations.get("llama3" if name == "torchft.llama3" else name)
     if known is None:
-        rule = "is no module of torchtitan 0.3, whose configurations simplan knows"
-        raise _problem(file, module, rule, did_you_mean(name, facts().configurations))
+        return _own(file, by_key, name)
     if config.value in facts().other_configurations:
         raise _problem(file, config, f"has {facts().other_configurations[config.value]}, which is not modeled yet", "")
     if config.value not in known:
         rule = f"is no configuration of {name} in torchtitan 0.3"
         raise _problem(file, config, rule, did_you_mean(str(config.value), known))
     return str(config.value), known[config.value]
+
+
+def _own(file: ConfigFile, by_key: dict[str, Setting], name: str) -> tuple[str, Mapping[str, Any]]:
+    """Name and settings of a configuration in a Python file of the user's."""
+    base = name.replace(".", "/")
+    found = _found(file, f"{base}.py", f"{base}/config_registry.py") if re.fullmatch(r"[\w.]+", name) else None
+    if found is None:
+        rule = "is neither a module of torchtitan 0.3 that simplan knows nor a Python file near the script"
+        raise _problem(file, by_key["module"], rule, did_you_mean(name, facts().configurations))
+    config = str(by_key["config"].value)
+    model, settings = read_function(read_text(found, MAX_YAML_BYTES), str(found), config, name)
+    if not model:
+        raise _problem(file, by_key["config"], "has no model of torchtitan that simplan knows", "")
+    by_key["module"] = Setting("module", model, by_key["module"].line)
+    read = {ALIASES.get(setting.key, setting.key): setting.value for setting in settings}
+    by_key |= {key: Setting(key, value) for key, value in read.items() if key not in DEFAULTS | by_key}
+    return config, {key: value for key, value in read.items() if key in DEFAULTS}
 
 
 def _problem(file: ConfigFile, setting: Setting, rule: str, fix: str) -> SpecError:

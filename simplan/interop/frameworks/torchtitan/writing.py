@@ -81,15 +81,49 @@ def export_arguments(job: Job, name: str) -> Exported:
     """
     written = _Job(job, TARGET)
     options = written.options()
-    command = ["-m", "torchtitan.train", "--module", written.module, "--config", written.configuration]
+    module, configuration = written.module, written.configuration
+    files: dict[str, str | bytes] = dict(written.files)
+    if job.training.precision == "fp8":
+        module, configuration = _MODULE, "quantized"
+        files[f"{_MODULE}.py"] = _quantized(job, written)
+    command = ["-m", "torchtitan.train", "--module", module, "--config", configuration]
     places = ["--hf_assets_path", '"$HF_ASSETS"', "--dataloader.dataset", '"$DATASET"', '"${ARGUMENTS[@]}"']
     mode = next(each.setting.value for each in options if each.setting.key == "activation_checkpoint.mode")
     lines = [_argument(option) for option in options if not option.setting.key.startswith(_NO_ARGUMENTS)]
     script = _script(job, name, [*command, *places, f"activation-checkpoint:{mode}"], lines)
-    files: dict[str, str | bytes] = {"train.sh": script, **written.files}
-    return Exported(files, "bash train.sh", tuple(written.notes))
+    return Exported({"train.sh": script, **files}, "bash train.sh", tuple(written.notes))
 
 
+def _quantized(job: Job, written: _Job) -> str:
+    """Configuration in Python, without which version 0.3 quantizes nothing."""
+    models, flavor = f"torchtitan.models.{written.module}", written.flavor
+    arguments = {
+        "recipe_name": job.training.fp8_recipe,
+        "filter_fqns": ["lm_head"],
+        "model_compile_enabled": job.software.compiled,
+    }
+    listed = "".join(f"                {key}={value!r},\n" for key, value in arguments.items()).replace("'", '"')
+    return f'''"""{written.configuration} of torchtitan 0.3 with linear layers in FP8; written by simplan."""
+
+from torchtitan.components.quantization import Float8LinearConverter
+from {models} import model_registry
+from {models}.config_registry import {written.configuration}
+
+
+def quantized():
+    config = {written.configuration}()
+    config.model_spec = model_registry(
+        "{flavor}",
+        converters=[
+            Float8LinearConverter.Config(
+{listed}            )
+        ],
+    )
+    return config
+'''
+
+
+_MODULE = "simplan_config"
 _NO_ARGUMENTS = ("model.", "activation_checkpoint.", "optimizer.name", "quantize.")
 """Settings that are no options of version 0.3: the configuration or a subcommand says them."""
 
@@ -100,7 +134,7 @@ class _Job:
     Attributes:
         files: Files that the settings name.
         notes: Sentences on what the settings do not say.
-        module, configuration: Configuration of version 0.3 that the settings are written over.
+        module, configuration, flavor: Configuration of version 0.3 that the settings are written over, and its model.
     """
 
     def __init__(self, job: Job, target: str) -> None:
@@ -108,7 +142,7 @@ class _Job:
         self.is_toml = target == TARGET_TOML
         self.files: dict[str, str | bytes] = {}
         self.notes: list[str] = []
-        self.module = self.configuration = ""
+        self.module = self.configuration = self.flavor = ""
         self._writing = Writing(job, target)
 
     def options(self) -> tuple[Option, ...]:
@@ -154,7 +188,7 @@ class _Job:
             ones = sorted({settings["model.flavor"] for settings in known.values()})
             fix = f"its configurations are of {', '.join(ones)}; use --to torchtitan-toml" if ones else ""
             self._refuse("model.name", fix or "use --to torchtitan-toml")
-        self.module, self.configuration = name, found[0]
+        self.module, self.configuration, self.flavor = name, found[0], flavor
 
     def _software(self) -> None:
         software = self.job.software
@@ -190,13 +224,14 @@ class _Job:
         converter = {"fp8": "quantize.linear.float8", "mxfp8": "quantize.linear.mx"}.get(training.precision)
         if converter is None:
             return
-        if not self.is_toml:
-            fix = "version 0.3 takes it from a configuration in Python only; use --to torchtitan-toml"
-            self._refuse("training.precision", fix)
+        if not self.is_toml and training.precision == "mxfp8":
+            self._refuse("training.precision", "use --to torchtitan-toml, or bf16 or fp8")
+        if not self.is_toml and (training.fp8_recipe or "tensorwise") not in ("rowwise", "rowwise_with_gw_hp"):
+            self._refuse("training.fp8_recipe", "use rowwise, as version 0.3 has no other; or --to torchtitan-toml")
         self._set("model.converters", [converter], "training.precision")
         if training.precision == "fp8":
             self._set(f"{converter}.recipe_name", training.fp8_recipe or "tensorwise", "training.fp8_recipe")
-        self._set(f"{converter}.filter_fqns", ["output"], "the head stays in BF16")
+        self._set(f"{converter}.filter_fqns", ["output" if self.is_toml else "lm_head"], "the head stays in BF16")
 
     def _batch(self) -> None:
         plan, number = self.job.plan, self.job.num_microbatches
