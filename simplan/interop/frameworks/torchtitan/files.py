@@ -280,7 +280,7 @@ def _own(file: ConfigFile, by_key: dict[str, Setting], name: str) -> tuple[str, 
         raise _problem(file, by_key["config"], "has no model of torchtitan that simplan knows", "")
     by_key["module"] = Setting("module", model, by_key["module"].line)
     read = {ALIASES.get(setting.key, setting.key): setting.value for setting in settings}
-    by_key |= {key: Setting(key, value) for key, value in read.items() if key not in DEFAULTS | by_key}
+    by_key |= {key: Setting(key, value) for key, value in read.items() if key not in {*DEFAULTS, *by_key}}
     return config, {key: value for key, value in read.items() if key in DEFAULTS}
 
 

@@ -69,7 +69,10 @@ def read_function(text: str, file: str, name: str, module: str) -> tuple[str, tu
     if name not in functions:
         raise file_error(file, f"{module} has no function {name}", did_you_mean(name, functions))
     function = _Function(file, functions, _imported(tree))
-    function.run(functions[name])
+    try:
+        function.run(functions[name])
+    except RecursionError:  # ast.unparse
+        raise file_error(file, f"{name} is nested too deeply", _FIX, functions[name].lineno) from None
     return function.model, tuple(function.settings.values())
 
 
