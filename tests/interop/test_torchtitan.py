@@ -385,6 +385,11 @@ _BAD = {
         "no command of it starts",
     ),
     "deep": ("job.toml", "[training]\n[model]\nx=" + "[" * 3000, "nested too deeply"),
+    "Python": (
+        "mine.py",
+        "from torchtitan.models.llama3.config_registry import llama3_8b\n",
+        "--module mine --config NAME",
+    ),
     "key of a later version": (
         "run.sh",
         "torchrun -m torchtitan.train --module llama3 --config llama3_8b --training.max_context_length 8192",

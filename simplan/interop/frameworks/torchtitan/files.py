@@ -52,6 +52,10 @@ def read(file: ConfigFile) -> Configuration:
     """
     if file.path.suffix == ".toml" or (_SECTIONS.search(file.text) and not _is_script(file)):
         return configuration_of(Settings.of(_TOML_TITLE, file.name, toml_settings(file.text, file.name)))
+    if file.path.suffix == ".py":
+        rule = "a Python file has several configurations, and no number of devices"
+        fix = f"give a file with the command: torchrun ... --module {file.path.stem} --config NAME"
+        raise file_error(file.name, rule, fix)
     return _read_script(file)
 
 
