@@ -96,7 +96,9 @@ class Format:
 @cache
 def formats() -> Mapping[str, Format]:
     """All formats by name, those with the most certain signs first."""
-    known: tuple[Format, ...] = ()
+    from simplan.interop.frameworks import torchtitan
+
+    known: tuple[Format, ...] = (torchtitan.FORMAT, torchtitan.TOML_FORMAT)
     return {each.name: each for each in known}
 
 
