@@ -29,7 +29,7 @@ from simplan.program.tables.table import plan_table
 from simplan.report.text import prediction_text
 from simplan.scenario import load_scenario
 from simplan.scenario.search import load_search
-from simplan.validate.logged import LoggedRun, parse_measured
+from simplan.validate.logged_run import LoggedRun, parse_measured
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -123,7 +123,7 @@ def test_a_log_is_shown_beside_the_prediction() -> None:
     def page() -> None:
         from app import uploads
         from app.components.measured import show_logged
-        from simplan.validate.logged import LoggedRun
+        from simplan.validate.logged_run import LoggedRun
         from tests.app.test_uploads import made
 
         logged = uploads.measured_of("log.yaml", b"step_times_s: [0.4, 0.4]\npeak_device_gib: 20\n")

@@ -1,0 +1,82 @@
+"""Logs of Megatron-LM and of programs with its iteration lines: Megatron Bridge, Megatron-DeepSpeed, GPT-NeoX, Primus.
+
+``training_log`` prints the mean time of the iterations since the previous line, and ``report_memory`` allocated and
+reserved bytes in units of 1024 x 1024, which it calls MB (NVIDIA/Megatron-LM, megatron/training/training.py and
+utils.py). Megatron Bridge adds a line ``Step Time``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+from simplan.interop.logs.reading import LoggedStep, LogReading, each_once, number, typical
+
+_ITERATION = re.compile(
+    r"\biteration\s+(\d{1,12})\s*/\s*\d{1,12}\s*\|(?:(?!\biteration\s)[^\x00]){0,300}?"
+    r"elapsed\s+time\s+per\s+iteration\s*\((ms|s)\)\s*:\s*(\d[\d.]*)"
+)
+_STEP_TIME = re.compile(r"\bStep Time\s*:\s*(\d[\d.]*)\s*s\s+GPU utilization")
+_MEMORY = re.compile(
+    r"\[Rank (\d{1,7})\][^\n|]{0,80}memory \((MB|GB)\)[^\n]{0,80}?\bmax allocated: (\d[\d.]*)"
+    r"(?:[^\n]{0,80}?\bmax (?:reserved|cached): (\d[\d.]*))?"
+)
+_REST = {
+    "global_batch_size": re.compile(r"global\s+batch\s+size\s*:\s*(\d{1,9})"),
+    "samples_per_s": re.compile(r"samples\s+per\s+second\s*:\s*(\d[\d.]*)"),
+    "tokens_per_s_per_device": re.compile(
+        r"(?:tokens per gpu per second \(tgs\)|tokens/sec/GPU|\(Tok/s/GPU\)|\(tokens/s/GPU\))\s*:\s*(\d[\d.]*)", re.I
+    ),
+}
+_MAX_REST = 800  # characters of a line after the time
+_MIB_PER_GIB = 1024.0
+
+
+def read(text: str) -> LogReading | None:
+    """Read iteration lines and memory reports; None if there are none."""
+    matches = list(_ITERATION.finditer(text))
+    steps = each_once(
+        [LoggedStep(int(m[1]), number(m[3]) * (1e-3 if m[2] == "ms" else 1.0), m.start(), m.end()) for m in matches]
+    )
+    is_bridge = _STEP_TIME.search(text) is not None
+    lines = "`elapsed time per iteration`"
+    notes: tuple[str, ...] = ()
+    if not steps and is_bridge:
+        found = enumerate(_STEP_TIME.finditer(text), 1)
+        steps = each_once([LoggedStep(place, number(m[1]), m.start(), m.end()) for place, m in found])
+        lines, notes = "`Step Time`", ("the log has step times to 10 ms only",)
+    peaks = _peaks(text)
+    if not steps and not peaks:
+        return None
+    if not steps:
+        lines = "memory reports"
+    title = "Megatron Bridge" if is_bridge else "Megatron-LM"
+    return LogReading(title, lines, "step_times_s", steps, {**peaks, **_rest(text, steps)}, notes)
+
+
+def _rest(text: str, steps: tuple[LoggedStep, ...]) -> dict[str, Any]:
+    """Batch and throughput of the same lines; a batch that ramps up counts as its last size."""
+    values: dict[str, list[float]] = {name: [] for name in _REST}
+    for step, following in zip(steps, [*(step.start for step in steps[1:]), len(text)], strict=True):
+        rest = text[step.end : min(following, step.end + _MAX_REST)]
+        for name, pattern in _REST.items():
+            if found := pattern.search(rest):
+                values[name].append(number(found[1]))
+    sizes = Counter(int(size) for size in values.pop("global_batch_size") if size > 0)
+    rates = {name: rate for name, found in values.items() if (rate := typical(found)) is not None}
+    if len(sizes) > 1:
+        return {}  # the batch ramps up, and throughputs are of several batches
+    return {**rates, **({"global_batch_size": next(iter(sizes))} if sizes else {})}
+
+
+def _peaks(text: str) -> dict[str, Any]:
+    """Peaks in GiB of the rank that needs most, over all reports."""
+    allocated_gib, reserved_gib = [], []
+    for m in _MEMORY.finditer(text):
+        scale = _MIB_PER_GIB if m[2] == "MB" else 1.0
+        allocated_gib.append(number(m[3]) / scale)
+        if m[4] is not None:
+            reserved_gib.append(number(m[4]) / scale)
+    peaks = {"peak_allocated_gib": max(allocated_gib, default=0.0), "peak_reserved_gib": max(reserved_gib, default=0.0)}
+    return {name: (peak,) for name, peak in peaks.items() if peak > 0}
