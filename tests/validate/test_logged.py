@@ -33,15 +33,22 @@ def test_step_time_is_that_of_the_full_measurement(prediction: Prediction, facto
     assert bare.difference_s == pytest.approx((1 - factor) * prediction.step_time_s)
 
 
-def test_steps_of_the_warm_up_are_left_out() -> None:
-    logged = LoggedRun(step_times_s=(20.0, 5.0, 2.0, 2.1, 3.5, 2.0))
-    assert tuple(logged.relative_times[index] for index in logged.steady.indices) == (
-        2.0,
-        2.1,
-        3.5,
-        2.0,
-    )  # the median of all is 2.8
-    assert LoggedRun(step_times_s=(1.0,)).steady_steps_s == (1.0,)
+@pytest.mark.parametrize(
+    ("times_s", "steady", "num_warmup", "outliers"),
+    [
+        ((20.0, 5.0, 2.0, 2.1, 3.5, 2.0), (2, 3, 4, 5), 2, ()),  # one in four is no outlier
+        ((1.0,), (0,), 0, ()),
+        ((9.0, 2.0, 2.6, *[2.0] * 17), tuple(range(3, 20)), 3, ()),  # a second compilation
+        ((2.3, *[2.0, 2.02] * 10, 3.4, *[2.01] * 10), (*range(1, 21), *range(22, 32)), 1, (21,)),
+        ((2.0, 2.1, 1.9, 2.05, 2.0, 1.95), tuple(range(6)), 0, ()),  # noise
+        ((2.0, 4.0) * 10, tuple(range(20)), 0, ()),  # every second step accumulates
+    ],
+)
+def test_steady_steps(
+    times_s: tuple[float, ...], steady: tuple[int, ...], num_warmup: int, outliers: tuple[int, ...]
+) -> None:
+    found = LoggedRun(step_times_s=times_s).steady
+    assert (found.indices, found.num_warmup, found.outliers) == (steady, num_warmup, outliers)
 
 
 def test_parts_are_those_of_the_predicted_critical_path(prediction: Prediction) -> None:

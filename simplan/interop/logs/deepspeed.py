@@ -2,7 +2,8 @@
 
 The timer runs from the forward of a step to the end of its update, so it leaves out the time between steps. Its samples
 are those of all devices, and ``CurrSamplesPerSec`` is of one step. All GB are 1024^3 bytes, and peaks are of allocated
-memory; ``Max_CA`` is of reserved memory, in whole GiB (DeepSpeed 0.19.8, utils/timer.py and runtime/utils.py).
+memory; ``Max_CA`` is of reserved memory, in whole GiB (DeepSpeed 0.19.8, utils/timer.py and runtime/utils.py). Reports
+before the first step are those of the set-up, and do not count.
 """
 
 from __future__ import annotations
@@ -26,25 +27,26 @@ _FEWEST = 3  # steps of which a median is better than the running mean
 
 
 def read(text: str) -> LogReading | None:
-    """Read the lines of both timers; None if there are none, and no memory."""
+    """Read the lines of both timers; None if there are none."""
     others: dict[str, Any] = {}
+    pipeline, timer = list(_PIPELINE.finditer(text)), list(_TIMER.finditer(text))
+    trains_from = min((m.start() for m in (*pipeline[:1], *timer[:1])), default=len(text))
     for name, pattern in (("peak_allocated_gib", _ALLOCATED), ("peak_reserved_gib", _RESERVED)):
-        peak = max((number(next(filter(None, m.groups()), "")) for m in pattern.finditer(text)), default=0.0)
+        found = pattern.finditer(text, trains_from)
+        peak = max((number(next(filter(None, m.groups()), "")) for m in found), default=0.0)
         if peak > 0:
             others[name] = (peak,)
-    pipeline = list(_PIPELINE.finditer(text))
     if steps := each_once([LoggedStep(int(m[1]), number(m[2]), m.start(), m.end()) for m in pipeline]):
         rate = typical([number(m[3]) for m in pipeline])
         others |= {} if rate is None else {"samples_per_s": (rate,)}
         return LogReading("DeepSpeed", "`iter time (s)`", "step_times_s", steps, others)
-    return _timer(text, others)
+    return _timer(text, timer, others)
 
 
-def _timer(text: str, others: dict[str, Any]) -> LogReading | None:
-    matches = list(_TIMER.finditer(text))
+def _timer(text: str, matches: Sequence[re.Match[str]], others: dict[str, Any]) -> LogReading | None:
     steps = each_once([LoggedStep(int(m[1]), number(m[3]), m.start(), m.end()) for m in matches])
     if not steps:
-        return LogReading("DeepSpeed", "memory reports", others=others) if others else None
+        return None
     notes = ["DeepSpeed's timer runs from the forward of a step to its update: time between steps is left out"]
     last = next(m for m in reversed(matches) if int(m[1]) in {step.number for step in steps})
     if last[2] is None:

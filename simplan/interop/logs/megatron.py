@@ -14,8 +14,8 @@ from typing import Any
 from simplan.interop.logs.reading import LoggedStep, LogReading, each_once, number, typical
 
 _ITERATION = re.compile(
-    r"\biteration\s+(\d{1,12})\s*/\s*\d{1,12}\s*\|(?:(?!\biteration\s)[^\x00]){0,300}?"
-    r"elapsed\s+time\s+per\s+iteration\s*\((ms|s)\)\s*:\s*(\d[\d.]*)"
+    r"\biteration(?:\s+|\s*=\s*)(\d{1,12})\s*/\s*\d{1,12}\s*\|(?:(?!\biteration[\s=])[^\x00]){0,300}?"
+    r"elapsed[\s_]+time[\s_]+per[\s_]+iteration[\s_]*\(?(ms|s)\)?\s*[:=]\s*(\d[\d.]*)"
 )
 _STEP_TIME = re.compile(r"\bStep Time\s*:\s*(\d[\d.]*)\s*s\s+GPU utilization")
 _MEMORY = re.compile(
@@ -23,7 +23,7 @@ _MEMORY = re.compile(
     r"(?:[^\n]{0,80}?\bmax (?:reserved|cached): (\d[\d.]*))?"
 )
 _REST = {
-    "global_batch_size": re.compile(r"global\s+batch\s+size\s*:\s*(\d{1,9})"),
+    "global_batch_size": re.compile(r"global[\s_]+batch[\s_]+size\s*[:=]\s*(\d{1,9})"),
     "samples_per_s": re.compile(r"samples\s+per\s+second\s*:\s*(\d[\d.]*)"),
     "tokens_per_s_per_device": re.compile(
         r"(?:tokens per gpu per second \(tgs\)|tokens/sec/GPU|\(Tok/s/GPU\)|\(tokens/s/GPU\))\s*:\s*(\d[\d.]*)", re.I
