@@ -94,7 +94,7 @@ def _show_hypotheses(comparison: LoggedComparison) -> dict[str, list[dict[str, A
     """Changes of the job that bring the prediction closer, if any were tried."""
     if comparison.hypotheses is None:
         return {}
-    st.subheader("Possible explanations", help="The job predicted again with one change each, nearest first")
+    st.subheader("Possible explanations", help="The job predicted again with one change each")
     if not comparison.hypotheses:
         st.caption("No single change that was tried brings the prediction closer to the log.")
         return {}

@@ -222,8 +222,8 @@ def logged_text(comparison: LoggedComparison) -> str:
 
 
 _ONE_CHANGE = (
-    "hypotheses: the job predicted again with one change each; only those that shrink the error by a tenth or more are "
-    "listed, and several may explain the same numbers"
+    "hypotheses: the job predicted again with one change each, listed if the error shrinks by a tenth or more; several "
+    "may explain the same numbers, and a slow rank or a busy host fits almost any slower log"
 )
 _OF_PARTS = (
     "std: one standard deviation of the cost estimates; correlated for all compute, and for all communication",
@@ -242,7 +242,7 @@ def _hypotheses(comparison: LoggedComparison) -> str:
     if not found:
         return _NO_HYPOTHESIS
     times, peaks = found[0].step_error is not None, found[0].peak_error is not None
-    headers = ["what could explain it, nearest first", *(["step time", "error"] if times else [])]
+    headers = ["what could explain it", *(["step time", "error"] if times else [])]
     headers += [*(["peak memory", "error"] if peaks else []), ""]
     rows = []
     for each in found:

@@ -2,7 +2,7 @@
 
 A log names no cause. Each hypothesis changes one thing that a scenario may describe wrongly (compilation,
 recomputation, the attention kernel), or that it does not describe at all (a slow rank, a slow link, a busy host). Those
-that bring the prediction closer to the measurement are candidates, nearest first. Several may explain the same numbers.
+that bring the prediction closer to the measurement are candidates. Several may explain the same numbers.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ _LESS = 0.9  # of the original error: what explains less than a tenth of it is l
 _SLOWER = (1.1, 1.2, 1.3, 1.4, 1.5)
 _MORE_HOST_WORK = (2, 5, 10, 20)
 _RECOMPUTE = ("none", "selective", "selective_op", "full")
+_MICROBATCHES = (2, 4, 8, 16)  # times as large, or as small
+_SCANNED = ("rank", "host")  # of any size, so they fit almost any slower log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +111,9 @@ def hypotheses(job: Job, predicted_s: float, measured: Measured) -> tuple[Hypoth
         measured: The measurement.
 
     Returns:
-        Changes that shrink the error by at least a tenth, nearest first; of several values of one setting, the nearest.
-        None if the job cannot be predicted again: its ranks share cores, or a calibration was used.
+        Changes that shrink the error by at least a tenth; of several values of one setting, the nearest. Those that
+        explain the measurement come first, settings before a slow rank and a busy host, and then the nearest. None if
+        the job cannot be predicted again: its ranks share cores, or a calibration was used.
     """
     if job.cluster.cores_per_node is not None:
         return None
@@ -124,7 +127,8 @@ def hypotheses(job: Job, predicted_s: float, measured: Measured) -> tuple[Hypoth
         best = found.get(kind)
         if hypothesis.distance <= _LESS * error and (best is None or hypothesis.distance < best.distance):
             found[kind] = hypothesis
-    return tuple(sorted(found.values(), key=lambda each: each.distance))
+    kinds = sorted(found, key=lambda kind: (not found[kind].explains, kind in _SCANNED, found[kind].distance))
+    return tuple(found[kind] for kind in kinds)
 
 
 def _compared(change: str, summary: StepSummary, measured: Measured) -> Hypothesis:
@@ -216,9 +220,10 @@ def _setting_changes(job: Job) -> Iterator[dict[str, Any]]:
                 yield {"plan.zero_stage": stage}
         if plan.zero_stage == 3:
             yield {"plan.reshard_after_forward": not plan.reshard_after_forward}
-    for size in (plan.microbatch_size // 2, plan.microbatch_size * 2):
-        if size and plan.microbatch_size % min(size, plan.microbatch_size) == 0:
-            yield {"plan.microbatch_size": size}
+    for factor in _MICROBATCHES:
+        yield {"plan.microbatch_size": plan.microbatch_size * factor}
+        if plan.microbatch_size % factor == 0:
+            yield {"plan.microbatch_size": plan.microbatch_size // factor}
     if plan.tp > 1:
         yield {"plan.sequence_parallel": not plan.sequence_parallel}
     if training.fused_optimizer is not None or training.optimizer in ("adam", "adamw"):

@@ -80,7 +80,7 @@ class LoggedComparison:
         parts: Parts of the predicted critical path, largest uncertainty in seconds first; empty if the log has no
             times.
         notes: Notes for the reader: the lines that were used, what was left out, and what a log cannot show.
-        hypotheses: Changes of the job that bring the prediction closer to the log, nearest first; None if none were
+        hypotheses: Changes of the job that bring the prediction closer to the log, likeliest first; None if none were
             tried, because the log agrees with the prediction or the job cannot be predicted again.
         memory_terms: Categories that could explain a measured peak outside of its interval, largest first.
         num_steps: Steps that count for the step time.
