@@ -253,9 +253,14 @@ def _hypotheses(comparison: LoggedComparison) -> str:
 
 
 def _memory_terms(terms: tuple[MemoryTerm, ...]) -> str:
-    headers = ["at the predicted peak", "predicted", "alone"]
-    rows = [[term.category.replace("_", " "), _value(term.predicted_gib, "GiB"), _times(term.factor)] for term in terms]
-    return format_table_text(headers, rows, indent=0)
+    single = any(term.factor is not None for term in terms)
+    headers = ["at the predicted peak", "predicted", *(["alone"] if single else [])]
+    rows = [
+        [term.category.replace("_", " "), _value(term.predicted_gib, "GiB"), *([_times(term.factor)] if single else [])]
+        for term in terms
+    ]
+    text = format_table_text(headers, rows, indent=0)
+    return text if single else f"{text}\nno single category could be that much smaller"
 
 
 def _times(factor: float | None) -> str:

@@ -16,7 +16,7 @@ HANG_S = 240  # on a busy machine
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_damaged_files_are_understood_or_refused(kind: Kind) -> None:
     """2,000 inputs over all kinds, fewer of those that take longest."""
-    number = {"scenario": 120, "search": 80}.get(kind.name, 300)
+    number = {"scenario": 120, "search": 80, "log": 150, "framework-log": 120}.get(kind.name, 300)
     assert list(run_campaign(kind, number, seed=0, limit_s=HANG_S)) == []
 
 

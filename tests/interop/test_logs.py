@@ -38,8 +38,8 @@ def megatron_text(entry: Entry) -> str:
         size = "" if batch is None else f" global batch size: {batch:5d} |"
         line = (
             f" [2021-05-25 18:00:00] iteration {number:8d}/{1000:8d} | consumed samples: {4 * number:12d} | elapsed "
-            f"time per iteration (ms): {elapsed_ms:.1f} | learning rate: 1.497E-04 |{size} lm loss: 8.238016E+00 | number "
-            "of nan iterations:   0 |"
+            f"time per iteration (ms): {elapsed_ms:.1f} | learning rate: 1.497E-04 |{size} lm loss: 8.238016E+00 | "
+            "number of nan iterations:   0 |"
         )
         lines.append(wrapped(line) if entry.get("wrapped") else line)
         lines.append("time (ms) | forward-compute: 92.25 | optimizer: 42.31 | batch-generator: 2.72")
