@@ -105,7 +105,9 @@ def test_snippets_of_a_page_work(page: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
     listed = list(snippets(page))
     for number, one in enumerate(listed):
-        if one.language == "yaml" and one.is_run:
+        if one.note.startswith("file: "):
+            (tmp_path / one.note.removeprefix("file: ")).write_text(one.text)
+        elif one.language == "yaml" and one.is_run:
             read_yaml(one.text, tmp_path, number)
     printed = ""
     for one in listed:

@@ -8,17 +8,18 @@ from itertools import combinations
 from typing import Any
 
 from simplan.errors import Problem, SpecError
+from simplan.prediction import MemoryKind
 from simplan.units import GIB
 from simplan.validate.rows import ComparisonRow, compared
 
-COLUMNS = ("allocated", "reserved", "device")
+COLUMNS: tuple[MemoryKind, ...] = ("allocated", "reserved", "device")
 """Memory columns; each includes the previous one."""
 
 _ROUNDED = 1.01  # figures of one log agree within their digits
 _UNITS = (("GB", 1e9), ("MiB", 2**20), ("MB", 1e6), ("bytes", 1))
 
 
-Peaks = Mapping[str, tuple[float, ...]]
+Peaks = Mapping[MemoryKind, tuple[float, ...]]
 """Logged peaks in GiB by column: one number for the peak-memory rank, or one per rank."""
 
 

@@ -74,7 +74,7 @@ def test_deviations_of_computing_add_up_to_the_interval(prediction: Prediction) 
 
 def test_a_throughput_is_a_step_time(prediction: Prediction) -> None:
     """124 M parameters do not matter here: 4 sequences of 1,024 tokens on 2 devices."""
-    comparison = compare_logged(prediction.to_json(), LoggedRun(tokens_per_s_per_device=1024.0))
+    comparison = compare_logged(prediction.to_json(), LoggedRun(tokens_per_s_per_device=(1024.0,)))
     assert comparison.rows[0].measured == pytest.approx(4 * 1024 / 2 / 1024.0)
 
 
@@ -127,7 +127,7 @@ def test_a_log_in_milliseconds_is_noted(factor: float, noted: bool, prediction: 
 
 
 def test_both_may_be_given_when_they_agree(prediction: Prediction) -> None:
-    logged = LoggedRun(step_times_s=(1.99, 2.0, 2.02), tokens_per_s_per_device=1024.0)
+    logged = LoggedRun(step_times_s=(1.99, 2.0, 2.02), tokens_per_s_per_device=(1024.0,))
     assert compare_logged(prediction.to_json(), logged).rows[0].measured == 2.0
 
 
@@ -187,6 +187,7 @@ def test_small_causes_of_a_difference_are_not_named(prediction: Prediction) -> N
     """A fifth of the step: compute is within its deviations, and P2P sends between stages are far outside of theirs."""
     comparison = compare_logged(prediction.to_json(), LoggedRun(step_time_s=1.2 * prediction.step_time_s))
     (sends,) = [part for part in comparison.parts if part.share == "exposed_communication"]
+    assert comparison.difference_s is not None
     assert abs(comparison.difference_s) > 10 * sends.std_s > 0
     sentence = candidate_causes(comparison)
     assert "could come from: backward" in sentence

@@ -28,7 +28,8 @@ _UNSAID = "peak_memory_usage"
 
 def read(text: str) -> LogReading | None:
     """Read the lines with step timings; None if there are none."""
-    steps, start = [], 0
+    steps: list[LoggedStep] = []
+    start = 0
     others: dict[str, Any] = {}
     tokens = []
     for line in text.split("\n"):
@@ -49,7 +50,7 @@ def read(text: str) -> LogReading | None:
         return None
     if (rate := typical(tokens)) is not None:
         others["tokens_per_s_per_device"] = rate
-    notes = ()
+    notes: tuple[str, ...] = ()
     if _UNSAID in text:
         notes = (f"{_UNSAID} is left out: the log does not say if it is of tensors or of the allocator",)
     return LogReading("NeMo", "`train_step_timing in s`", "step_times_s", kept, _positive(others), notes)

@@ -64,12 +64,12 @@ def read_trace(data: Mapping[str, Any], file: str) -> LogReading:
 def _complete(events: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str, float, float, Any]]:
     """Yield name, lower-case category, start and end in microseconds, and arguments of events with a duration."""
     for event in events:
-        start, duration = event.get("ts"), event.get("dur")
-        if event.get("ph") != "X" or not _is_number(start) or not _is_number(duration) or duration < 0:
-            continue
+        start, duration = _number(event.get("ts")), _number(event.get("dur"))
         name, category = event.get("name"), event.get("cat", "")
+        if event.get("ph") != "X" or start is None or duration is None or duration < 0:
+            continue
         if isinstance(name, str) and isinstance(category, str):
-            yield name, category.lower(), float(start), float(start) + float(duration), event.get("args")
+            yield name, category.lower(), start, start + duration, event.get("args")
 
 
 def _steps(
@@ -103,9 +103,9 @@ def _gpu_time(
     if not kernels:
         return None
     device, _ = Counter({key: len(a) + len(b) for key, (a, b) in kernels.items()}).most_common(1)[0]
-    compute, communication = (_merged(spans) for spans in kernels[device])
-    compute_us, communication_us = _length(compute), _length(communication)
-    busy_us = _length(_merged([*compute, *communication]))
+    compute, communication = kernels[device]
+    compute_us, communication_us = _length(_merged(compute)), _length(_merged(communication))
+    busy_us = _length(_merged(compute + communication))
     exposed_us = busy_us - compute_us
     scale = _US / num_steps
     return GpuTime(
@@ -141,8 +141,7 @@ def _peaks(events: Iterable[dict[str, Any]]) -> Iterator[tuple[str, tuple[float,
         args = event.get("args")
         if event.get("name") == "[memory]" and isinstance(args, dict) and args.get("Device Type") == 1:
             for key in keys:
-                if _is_number(args.get(key)):
-                    peaks[key] = max(peaks[key], float(args[key]))
+                peaks[key] = max(peaks[key], _number(args.get(key)) or 0.0)
     yield from ((keys[key], (peak / GIB,)) for key, peak in peaks.items() if 0 < peak < 1e18)
 
 
@@ -152,5 +151,6 @@ def _rank(data: Mapping[str, Any]) -> int | None:
     return rank if isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 else None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18
+    return float(value) if is_number else None
