@@ -99,8 +99,9 @@ def _show_hypotheses(comparison: LoggedComparison) -> dict[str, list[dict[str, A
         st.caption("No single change that was tried brings the prediction closer to the log.")
         return {}
     rows: list[dict[str, Any]] = [
-        {"change": each.change, "step, ms": each.step_time_s * 1e3, "step error": each.step_error}
-        | ({} if each.peak_gib is None else {"peak, GiB": each.peak_gib, "peak error": each.peak_error})
+        {"change": each.change, "step, ms": each.step_time_s * 1e3}
+        | ({} if each.step_error is None else {"step error, %": 100 * each.step_error})
+        | ({} if each.peak_error is None else {"peak, GiB": each.peak_gib, "peak error, %": 100 * each.peak_error})
         | {"explains it": "yes" if each.explains else ""}
         for each in comparison.hypotheses
     ]
@@ -113,10 +114,14 @@ def _show_memory(comparison: LoggedComparison) -> dict[str, list[dict[str, Any]]
     if not comparison.memory_terms:
         return {}
     st.subheader("Memory by category", help="Factor of one category alone that would explain the logged peak")
+    single = any(term.factor is not None for term in comparison.memory_terms)
     rows = [
-        {"category": term.category.replace("_", " "), "predicted, GiB": term.predicted_gib, "factor alone": term.factor}
+        {"category": term.category.replace("_", " "), "predicted, GiB": term.predicted_gib}
+        | ({"factor alone": term.factor} if single else {})
         for term in comparison.memory_terms
     ]
+    if not single:
+        st.caption("No single category could be that much smaller.")
     show_table(rows, digits=3)
     return {"Memory": rows}
 
@@ -216,7 +221,7 @@ def _metrics(
 
 def _show_downloads(found: Comparison | LoggedComparison, **tables: Sequence[dict[str, Any]]) -> None:
     """Notes of a comparison, and buttons that save its tables and its JSON document."""
-    st.caption(escaped(". ".join(found.notes)))
+    st.caption(escaped(" ".join(f"{note[0].upper()}{note[1:]}." for note in found.notes)))
     with st.container(horizontal=True):
         for name, rows in tables.items():
             download(name, name, "csv", csv_text(rows))

@@ -72,7 +72,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What hypotheses are compared with.
+    """Measured step time and peak that hypotheses are compared with.
 
     Attributes:
         step_time_s: Measured step time in seconds; None if the log has none.

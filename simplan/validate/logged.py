@@ -144,11 +144,15 @@ def compare_logged(prediction: Mapping[str, Any], logged: LoggedRun, job: Job | 
 
 
 def _same_batch(prediction: Mapping[str, Any], logged: LoggedRun) -> None:
-    predicted, found = prediction["inputs"]["training"].get("global_batch_size"), logged.global_batch_size
-    if found is not None and predicted is not None and found != predicted:
-        rule = f"is the batch of the log, and the predicted job has {predicted}"
-        fix = f"predict the job that was run (--global-batch-size {found})"
-        raise SpecError(Problem(field="global_batch_size", value=str(found), rule=rule, fix=fix))
+    problems = []
+    for section, name in (("training", "global_batch_size"), ("model", "seq_len")):
+        predicted, found = prediction["inputs"][section].get(name), getattr(logged, name)
+        if found is not None and predicted is not None and found != predicted:
+            rule = f"is in the log, and the predicted job has {predicted}"
+            fix = f"predict the job that was run ({section}.{name}: {found})"
+            problems.append(Problem(field=name, value=str(found), rule=rule, fix=fix))
+    if problems:
+        raise SpecError(problems)
 
 
 def _step_times_s(prediction: Mapping[str, Any], logged: LoggedRun) -> tuple[float, ...]:

@@ -58,7 +58,8 @@ class LoggedRun(Spec):
         peak_allocated_gib: Peak of tensors in GiB (``torch.cuda.max_memory_allocated``).
         peak_reserved_gib: Peak of the caching allocator in GiB (``torch.cuda.max_memory_reserved``).
         peak_device_gib: Peak on the device in GiB (``nvidia-smi``).
-        global_batch_size: Sequences per step, if the log has them; must be that of the predicted job.
+        global_batch_size, seq_len: Sequences per step and tokens of a sequence, if the log has them; must be those of
+            the predicted job.
         gpu_time: Time of one GPU in a step, from a trace.
         step_numbers: Numbers of the steps in the log; None for 1, 2, 3 and so on.
         interruptions: Step number -> what the log says before that step (``checkpoint``, ``evaluation``).
@@ -75,6 +76,7 @@ class LoggedRun(Spec):
     peak_reserved_gib: _OneOrMore | None = None
     peak_device_gib: _OneOrMore | None = None
     global_batch_size: Count | None = None
+    seq_len: Count | None = None
     gpu_time: GpuTime | None = None
     step_numbers: tuple[int, ...] | None = None
     interruptions: dict[int, Line] = Field(default_factory=dict)

@@ -168,6 +168,21 @@ def test_step_time_of_public_logs(framework: str, entry: Entry) -> None:
         assert peaks == {}  # NeMo's peak_memory_usage does not say what it is
 
 
+def test_peaks_and_sizes_of_logs() -> None:
+    """Bytes of NeMo, and the sizes that torchtitan prints first."""
+    line = (
+        "Training epoch 0, iteration {0}/99 | global_batch_size: 128 | global_step: {0} | max_memory_reserved: "
+        "127785762816 | max_memory_allocated: 115792977920 | train_step_timing in s: 6.08 | consumed_samples: 5888"
+    )
+    run = run_of("\n".join(line.format(step) for step in range(45, 48)))
+    assert run.peaks == {"allocated": (115792977920 / 2**30,), "reserved": (127785762816 / 2**30,)}
+    titan = run_of(
+        "[rank0]: - Training starts at step 1, with local batch size 1, global batch size 8, sequence length 8192\n"
+        "[rank0]: - step:  1  loss: 12.2  wps: 1,478  mfu: 8.65%\n"
+    )
+    assert (titan.global_batch_size, titan.seq_len, titan.tokens_per_s_per_device) == (8, 8192, (1478.0,))
+
+
 def test_enough_public_logs() -> None:
     assert len(EXCERPTS) >= 20
 

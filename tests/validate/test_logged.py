@@ -95,6 +95,9 @@ def test_memory_is_of_the_rank_that_needed_most(prediction: Prediction) -> None:
         ({}, "step_times_s: is missing, and nothing else tells a time"),
         ({"step_time_s": 1.0, "step_times_s": (1.0,)}, "step_time_s: says the same as step_times_s"),
         ({"step_time_s": 1.0, "tokens_per_s_per_device": 1024.0}, "is a step of 2.000 s in the predicted job"),
+        ({"step_time_s": 1.0, "samples_per_s": (1.0,)}, "is a step of 4.000 s .* the throughput of one device"),
+        ({"step_time_s": 1.0, "global_batch_size": 8}, "global_batch_size = 8: is in the log, .* job has 4"),
+        ({"step_time_s": 1.0, "seq_len": 512}, "seq_len = 512: .* has 1024; predict .* .model.seq_len: 512"),
         ({"step_time_s": 1.0, "peak_device_gib": (1.0, 2.0, 3.0)}, "has 3 numbers, and the predicted job has 2 ranks"),
         ({"step_time_s": 1.0, "peak_reserved_gib": (60.0, 81.9)}, "peak_reserved_gib = 81.9: is more than the 79.65 "
          "GiB of a device of .*; if it is in GB, write 76"),

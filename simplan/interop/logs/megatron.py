@@ -8,7 +8,6 @@ utils.py). Megatron Bridge adds a line ``Step Time``.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from typing import Any
 
 from simplan.interop.logs.reading import LoggedStep, LogReading, each_once, number, typical
@@ -24,6 +23,7 @@ _MEMORY = re.compile(
 )
 _REST = {
     "global_batch_size": re.compile(r"global[\s_]+batch[\s_]+size\s*[:=]\s*(\d{1,9})"),
+    "seq_len": re.compile(r"actual\s+seqlen\s*:\s*(\d{1,9})"),
     "samples_per_s": re.compile(r"samples\s+per\s+second\s*:\s*(\d[\d.]*)"),
     "tokens_per_s_per_device": re.compile(
         r"(?:tokens per gpu per second \(tgs\)|tokens/sec/GPU|\(Tok/s/GPU\)|\(tokens/s/GPU\))\s*:\s*(\d[\d.]*)", re.I
@@ -63,11 +63,11 @@ def _rest(text: str, steps: tuple[LoggedStep, ...]) -> dict[str, Any]:
         for name, pattern in _REST.items():
             if found := pattern.search(rest):
                 values[name].append(number(found[1]))
-    sizes = Counter(int(size) for size in values.pop("global_batch_size") if size > 0)
-    rates = {name: rate for name, found in values.items() if (rate := typical(found)) is not None}
-    if len(sizes) > 1:
+    sizes = {name: {int(size) for size in values.pop(name) if size > 0} for name in ("global_batch_size", "seq_len")}
+    if any(len(found) > 1 for found in sizes.values()):
         return {}  # the batch ramps up, and throughputs are of several batches
-    return {**rates, **({"global_batch_size": next(iter(sizes))} if sizes else {})}
+    rates = {name: (rate,) for name, found in values.items() if (rate := typical(found)) is not None}
+    return {**rates, **{name: min(found) for name, found in sizes.items() if found}}
 
 
 def _peaks(text: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ def read(text: str) -> LogReading | None:
     steps: list[LoggedStep] = []
     start = 0
     others: dict[str, Any] = {}
+    peaks: dict[str, float] = {}
     tokens = []
     for line in text.split("\n"):
         if timing := _TIMING.search(line):
@@ -39,7 +40,7 @@ def read(text: str) -> LogReading | None:
             steps.append(LoggedStep(step, number(timing[1]), start, start + len(line)))
             for field, pattern in _PEAKS.items():
                 if found := pattern.search(line):
-                    others[field] = max(others.get(field, 0.0), number(found[1]) / GIB)
+                    peaks[field] = max(peaks.get(field, 0.0), number(found[1]) / GIB)
             if found := _BATCH.search(line):
                 others["global_batch_size"] = max(1, int(found[1]))
             if found := _TOKENS.search(line):
@@ -49,12 +50,9 @@ def read(text: str) -> LogReading | None:
     if not kept:
         return None
     if (rate := typical(tokens)) is not None:
-        others["tokens_per_s_per_device"] = rate
+        others["tokens_per_s_per_device"] = (rate,)
+    others |= {field: (peak,) for field, peak in peaks.items() if peak > 0}
     notes: tuple[str, ...] = ()
     if _UNSAID in text:
         notes = (f"{_UNSAID} is left out: the log does not say if it is of tensors or of the allocator",)
-    return LogReading("NeMo", "`train_step_timing in s`", "step_times_s", kept, _positive(others), notes)
-
-
-def _positive(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value > 0}
+    return LogReading("NeMo", "`train_step_timing in s`", "step_times_s", kept, others, notes)

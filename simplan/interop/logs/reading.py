@@ -1,4 +1,4 @@
-"""What a reader of one kind of log finds, and how that becomes a ``LoggedRun``."""
+"""Steps and other values that a reader finds in a log, and their ``LoggedRun``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LoggedStep:
 
 @dataclass(frozen=True, slots=True)
 class LogReading:
-    """What one reader finds in a log.
+    """Findings of one reader in a log.
 
     Attributes:
         title: Program that wrote the log.
@@ -109,7 +109,7 @@ def number(text: str) -> float:
 
 
 def _interruptions(text: str, steps: Sequence[LoggedStep]) -> dict[int, str]:
-    """What is printed between a step and the one before it."""
+    """Interruptions by the number of the step after them: ``checkpoint``, ``evaluation`` or both."""
     found = {}
     for before, step in pairwise(steps):
         between = text[before.end : step.start][-_MAX_GAP:]

@@ -15,7 +15,10 @@ _STEP = re.compile(
     r"(?<!validate )\bstep:\s*(\d{1,12})\b[^\n]{0,300}?(?:\bm?memory:\s*(\d[\d.]*)\s*GiB[^\n]{0,80}?)?"
     r"\b(?:tps|wps):\s*(\d[\d,.]*)"
 )
-_BATCH = re.compile(r"\bglobal batch size (\d{1,9})\b")
+_SIZES = {
+    "global_batch_size": re.compile(r"\bglobal batch size (\d{1,9})\b"),
+    "seq_len": re.compile(r"\bsequence length (\d{1,9})\b"),
+}
 
 
 def read(text: str) -> LogReading | None:
@@ -28,6 +31,7 @@ def read(text: str) -> LogReading | None:
     peak_gib = max((number(m[2]) for m in matches if m[2]), default=0.0)
     if peak_gib > 0:
         others["peak_reserved_gib"] = (peak_gib,)
-    if batch := _BATCH.search(text):
-        others["global_batch_size"] = max(1, int(batch[1]))
+    for name, pattern in _SIZES.items():
+        if size := pattern.search(text):
+            others[name] = max(1, int(size[1]))
     return LogReading("torchtitan", "`tps`", "tokens_per_s_per_device", steps, others)
