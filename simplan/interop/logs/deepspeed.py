@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from simplan.interop.logs.reading import LoggedStep, LogReading, each_once, number, typical
+from simplan.interop.logs.reading import LoggedStep, LogReading, each_once, lines_with, number, typical
 from simplan.units import format_time
 
 _TIMER = re.compile(
@@ -29,11 +29,11 @@ _FEWEST = 3  # steps of which a median is better than the running mean
 def read(text: str) -> LogReading | None:
     """Read the lines of both timers; None if there are none."""
     others: dict[str, Any] = {}
-    pipeline, timer = list(_PIPELINE.finditer(text)), list(_TIMER.finditer(text))
+    pipeline, timer = _matches(text, "iter time (s)", _PIPELINE), _matches(text, "SamplesPerSec=", _TIMER)
     trains_from = min((m.start() for m in (*pipeline[:1], *timer[:1])), default=len(text))
     for name, pattern in (("peak_allocated_gib", _ALLOCATED), ("peak_reserved_gib", _RESERVED)):
-        found = pattern.finditer(text, trains_from)
-        peak = max((number(next(filter(None, m.groups()), "")) for m in found), default=0.0)
+        matches = pattern.finditer(text, trains_from)
+        peak = max((number(next(filter(None, m.groups()), "")) for m in matches), default=0.0)
         if peak > 0:
             others[name] = (peak,)
     if steps := each_once([LoggedStep(int(m[1]), number(m[2]), m.start(), m.end()) for m in pipeline]):
@@ -41,6 +41,11 @@ def read(text: str) -> LogReading | None:
         others |= {} if rate is None else {"samples_per_s": (rate,)}
         return LogReading("DeepSpeed", "`iter time (s)`", "step_times_s", steps, others)
     return _timer(text, timer, others)
+
+
+def _matches(text: str, literal: str, pattern: re.Pattern[str]) -> list[re.Match[str]]:
+    """Matches of a pattern in the lines that contain a text, one a line."""
+    return [m for start, end in lines_with(text, literal) if (m := pattern.search(text, start, end)) is not None]
 
 
 def _timer(text: str, matches: Sequence[re.Match[str]], others: dict[str, Any]) -> LogReading | None:

@@ -10,32 +10,35 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from simplan.interop.logs.reading import LoggedStep, LogReading, each_once, number, typical
+from simplan.interop.logs.reading import LoggedStep, LogReading, each_once, lines_with, number, typical
 
 _ITERATION = re.compile(
-    r"\biteration(?:\s+|\s*=\s*)(\d{1,12})\s*/\s*\d{1,12}\s*\|(?:(?!\biteration[\s=])[^\x00]){0,300}?"
-    r"elapsed[\s_]+time[\s_]+per[\s_]+iteration[\s_]*\(?(ms|s)\)?\s*[:=]\s*(\d[\d.]*)"
+    r"iteration\s{0,20}=?\s{0,20}(\d{1,12})\s{0,20}/\s{0,20}\d{1,12}\s{0,20}\|(?:(?!\biteration[\s=])[^\x00]){0,300}?"
+    r"elapsed[\s_]{1,20}time[\s_]{1,20}per[\s_]{1,20}iteration[\s_]{0,20}\(?(ms|s)\)?\s{0,20}[:=]\s{0,20}(\d[\d.]{0,40})"
 )
-_STEP_TIME = re.compile(r"\bStep Time\s*:\s*(\d[\d.]*)\s*s\s+GPU utilization")
+_STEP_TIME = re.compile(r"Step Time\s{0,9}:\s{0,9}(\d[\d.]{0,40})\s{0,9}s\s{1,9}GPU utilization")
 _MEMORY = re.compile(
     r"\[Rank (\d{1,7})\][^\n|]{0,80}memory \((MB|GB)\)[^\n]{0,80}?\bmax allocated: (\d[\d.]*)"
     r"(?:[^\n]{0,80}?\bmax (?:reserved|cached): (\d[\d.]*))?"
 )
 _REST = {
-    "global_batch_size": re.compile(r"global[\s_]+batch[\s_]+size\s*[:=]\s*(\d{1,9})"),
-    "seq_len": re.compile(r"actual\s+seqlen\s*:\s*(\d{1,9})"),
-    "samples_per_s": re.compile(r"samples\s+per\s+second\s*:\s*(\d[\d.]*)"),
+    "global_batch_size": re.compile(r"global[\s_]{1,20}batch[\s_]{1,20}size\s{0,20}[:=]\s{0,20}(\d{1,9})"),
+    "seq_len": re.compile(r"actual\s{1,20}seqlen\s{0,20}:\s{0,20}(\d{1,9})"),
+    "samples_per_s": re.compile(r"samples\s{1,20}per\s{1,20}second\s{0,20}:\s{0,20}(\d[\d.]*)"),
     "tokens_per_s_per_device": re.compile(
         r"(?:tokens per gpu per second \(tgs\)|tokens/sec/GPU|\(Tok/s/GPU\)|\(tokens/s/GPU\))\s*:\s*(\d[\d.]*)", re.I
     ),
 }
+_WORD = re.compile(r"\biteration[\s=]")
+_MAX_LINE = 800  # characters of a line up to the time, with white space
 _MAX_REST = 800  # characters of a line after the time
 _MIB_PER_GIB = 1024.0
 
 
 def read(text: str) -> LogReading | None:
     """Read iteration lines and memory reports; None if there are none."""
-    matches = list(_ITERATION.finditer(text))
+    found = (_ITERATION.match(text, at.start(), at.start() + _MAX_LINE) for at in _WORD.finditer(text))
+    matches = [match for match in found if match is not None]
     steps = each_once(
         [LoggedStep(int(m[1]), number(m[3]) * (1e-3 if m[2] == "ms" else 1.0), m.start(), m.end()) for m in matches]
     )
@@ -43,8 +46,8 @@ def read(text: str) -> LogReading | None:
     lines = "`elapsed time per iteration`"
     notes: tuple[str, ...] = ()
     if not steps and is_bridge:
-        found = enumerate(_STEP_TIME.finditer(text), 1)
-        steps = each_once([LoggedStep(place, number(m[1]), m.start(), m.end()) for place, m in found])
+        printed = enumerate(_STEP_TIME.finditer(text), 1)
+        steps = each_once([LoggedStep(place, number(m[1]), m.start(), m.end()) for place, m in printed])
         lines, notes = "`Step Time`", ("the log has step times to 10 ms only",)
     peaks = _peaks(text)
     if not steps and not peaks:
@@ -73,7 +76,8 @@ def _rest(text: str, steps: tuple[LoggedStep, ...]) -> dict[str, Any]:
 def _peaks(text: str) -> dict[str, Any]:
     """Peaks in GiB of the rank that needs most, over all reports."""
     allocated_gib, reserved_gib = [], []
-    for m in _MEMORY.finditer(text):
+    bounds = lines_with(text, " max allocated: ")
+    for m in (m for start, end in bounds for m in _MEMORY.finditer(text, start, end)):
         scale = _MIB_PER_GIB if m[2] == "MB" else 1.0
         allocated_gib.append(number(m[3]) / scale)
         if m[4] is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from simplan.interop.logs.reading import LoggedStep, LogReading, each_once, number, typical
+from simplan.interop.logs.reading import LoggedStep, LogReading, each_once, lines_with, number, typical
 from simplan.units import GIB
 
 _TIMING = re.compile(r"train_step_timing in s\s*[:=]\s*(\d[\d.]*(?:e[+-]?\d{1,3})?)")
@@ -29,15 +29,15 @@ _UNSAID = "peak_memory_usage"
 def read(text: str) -> LogReading | None:
     """Read the lines with step timings; None if there are none."""
     steps: list[LoggedStep] = []
-    start = 0
     others: dict[str, Any] = {}
     peaks: dict[str, float] = {}
     tokens = []
-    for line in text.split("\n"):
+    for start, end in lines_with(text, "train_step_timing in s"):
+        line = text[start:end]
         if timing := _TIMING.search(line):
             place = next((found for pattern in _NUMBERS if (found := pattern.search(line))), None)
             step = len(steps) + 1 if place is None else int(number(place[1]))
-            steps.append(LoggedStep(step, number(timing[1]), start, start + len(line)))
+            steps.append(LoggedStep(step, number(timing[1]), start, end))
             for field, pattern in _PEAKS.items():
                 if found := pattern.search(line):
                     peaks[field] = max(peaks.get(field, 0.0), number(found[1]) / GIB)
@@ -45,7 +45,6 @@ def read(text: str) -> LogReading | None:
                 others["global_batch_size"] = max(1, int(found[1]))
             if found := _TOKENS.search(line):
                 tokens.append(number(found[1]))
-        start += len(line) + 1
     kept = each_once(steps)
     if not kept:
         return None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Literal
 
 from simplan.units import counted
 from simplan.validate.logged_run import LoggedRun
+from simplan.validate.steady import steady_steps
 
 Quantity = Literal["step_times_s", "tokens_per_s_per_device", "samples_per_s"]
 """Field of ``LoggedRun`` for the number that a log prints for every step."""
@@ -20,7 +20,8 @@ _INTERRUPTIONS = {
     "checkpoint": re.compile(r"sav(?:e|ed|ing)[^\n]{0,60}checkpoint|checkpoint[^\n]{0,60}sav(?:e|ed|ing)", re.I),
     "evaluation": re.compile(r"validat|evaluat|eval_loss|val_loss", re.I),
 }
-_MAX_GAP = 20_000  # characters between two steps that are searched for interruptions
+_MAX_GAP = 20_000  # characters before a step that are searched for interruptions
+_MAX_LINE = 1500  # characters of a line before, and after, the text that it is found by
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +66,42 @@ class LogReading:
         return bool(self.steps) or "step_time_s" in self.others or "samples_per_s" in self.others
 
     def run(self, text: str) -> LoggedRun:
-        """The run, with the steps that the log interrupted for something else."""
+        """The run, with what the log did before the steps that are left out."""
         fields: dict[str, Any] = dict(self.others)
         source = f"{self.lines} of {self.title}"
         if self.steps:
             fields[self.quantity] = tuple(step.value for step in self.steps)
             fields["step_numbers"] = tuple(step.number for step in self.steps)
-            fields["interruptions"] = _interruptions(text, self.steps)
+            fields["interruptions"] = self._interruptions(text)
             source = f"{counted(len(self.steps), 'line')} with {source}"
         return LoggedRun(source=source, notes=self.notes, **fields)
+
+    def _interruptions(self, text: str) -> dict[int, str]:
+        """Interruptions by the number of the step after them: ``checkpoint``, ``evaluation`` or both."""
+        is_time = self.quantity == "step_times_s"
+        found = {}
+        for index in steady_steps([step.value if is_time else 1 / step.value for step in self.steps]).outliers:
+            before, step = self.steps[index - 1], self.steps[index]
+            between = text[max(before.end, step.start - _MAX_GAP) : step.start]
+            causes = [cause for cause, pattern in _INTERRUPTIONS.items() if pattern.search(between)]
+            if index and causes:
+                found[step.number] = " and ".join(causes)
+        return found
+
+
+def lines_with(text: str, literal: str) -> Iterator[tuple[int, int]]:
+    """Yield start and end of the lines that contain a text; long lines are cut around it.
+
+    Patterns are searched for in these lines only, so that their time stays linear in the size of a log.
+    """
+    at = text.find(literal)
+    while at >= 0:
+        cut = max(0, at - _MAX_LINE)
+        start = max(cut, text.rfind("\n", cut, at) + 1)
+        end = text.find("\n", at, at + _MAX_LINE)
+        end = min(len(text), at + _MAX_LINE) if end < 0 else end
+        yield start, end
+        at = text.find(literal, end)
 
 
 def plain_text(text: str) -> str:
@@ -106,14 +134,3 @@ def number(text: str) -> float:
         return float(text.replace(",", "")) if len(text) < 40 else 0.0
     except ValueError:
         return 0.0
-
-
-def _interruptions(text: str, steps: Sequence[LoggedStep]) -> dict[int, str]:
-    """Interruptions by the number of the step after them: ``checkpoint``, ``evaluation`` or both."""
-    found = {}
-    for before, step in pairwise(steps):
-        between = text[before.end : step.start][-_MAX_GAP:]
-        causes = [cause for cause, pattern in _INTERRUPTIONS.items() if pattern.search(between)]
-        if causes:
-            found[step.number] = " and ".join(causes)
-    return found

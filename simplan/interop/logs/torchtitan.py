@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from simplan.interop.logs.reading import LoggedStep, LogReading, each_once, number
+from simplan.interop.logs.reading import LoggedStep, LogReading, each_once, lines_with, number
 
 _STEP = re.compile(
-    r"(?<!validate )\bstep:\s*(\d{1,12})\b[^\n]{0,300}?(?:\bm?memory:\s*(\d[\d.]*)\s*GiB[^\n]{0,80}?)?"
-    r"\b(?:tps|wps):\s*(\d[\d,.]*)"
+    r"(?<!validate )\bstep:\s{0,20}(\d{1,12})\b[^\n]{0,300}?"
+    r"(?:\bm?memory:\s{0,20}(\d[\d.]{0,20})\s{0,9}GiB[^\n]{0,80}?)?\b(?:tps|wps):\s{0,20}(\d[\d,.]*)"
 )
 _SIZES = {
     "global_batch_size": re.compile(r"\bglobal batch size (\d{1,9})\b"),
@@ -23,7 +23,8 @@ _SIZES = {
 
 def read(text: str) -> LogReading | None:
     """Read the lines of steps; None if there are none."""
-    matches = list(_STEP.finditer(text))
+    bounds = sorted({*lines_with(text, "tps:"), *lines_with(text, "wps:")})
+    matches = [m for start, end in bounds if (m := _STEP.search(text, start, end)) is not None]
     steps = each_once([LoggedStep(int(m[1]), number(m[3]), m.start(), m.end()) for m in matches])
     if not steps:
         return None

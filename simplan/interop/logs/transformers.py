@@ -17,13 +17,12 @@ from simplan.interop.logs.reading import LogReading, number
 _TITLE = "the Hugging Face Trainer"
 _CONTAINS = "the time of the Trainer is that of the whole run: warm-up, evaluation and checkpoints are inside"
 _METRIC = re.compile(
-    r"'?\"?\b(train_runtime|train_samples_per_second|train_steps_per_second)'?\"?\s*[:=]\s*"
-    r"'?(\d[\d.:]*)"
+    r"train_(runtime|samples_per_second|steps_per_second)['\"]?\s{0,40}[:=]\s{0,9}['\"]?(\d[\d.:]{0,40})"
 )
-_GLOBAL_STEP = re.compile(r"\bglobal_step['\"]?\s*[=:]\s*(\d{1,12})\b")
-_BAR = re.compile(r"\|\s*(\d{1,12})/(\d{1,12})\s*\[((?:\d{1,6}:)?\d{1,3}:\d\d)<")
-_TOTAL = re.compile(r"Total optimization steps\s*=\s*([\d,]{1,15})")
-_BATCH = re.compile(r"Total train batch size \(w\. parallel, distributed & accumulation\)\s*=\s*([\d,]{1,12})")
+_GLOBAL_STEP = re.compile(r"global_step['\"]?\s{0,9}[=:]\s{0,9}(\d{1,12})\b")
+_BAR = re.compile(r"\|\s{0,20}(\d{1,12})/(\d{1,12})\s{0,9}\[((?:\d{1,6}:)?\d{1,3}:\d\d)<")
+_TOTAL = re.compile(r"Total optimization steps\s{0,40}=\s{0,9}([\d,]{1,15})")
+_BATCH = re.compile(r"Total train batch size \(w\. parallel, distributed & accumulation\)\s{0,40}=\s{0,9}([\d,]{1,12})")
 
 
 def is_state(data: Mapping[str, Any]) -> bool:
@@ -54,12 +53,12 @@ def read(text: str) -> LogReading | None:
     whole = [(done, seconds) for done, total, seconds in bars if done == total]
     steps = next((number(m) for m in reversed(_GLOBAL_STEP.findall(text))), 0.0)
     steps = steps or next((number(m) for m in reversed(_TOTAL.findall(text))), 0.0)
-    runtime_s = _seconds(metrics.get("train_runtime", ""))
-    if "train_runtime" in metrics:
+    runtime_s = _seconds(metrics.get("runtime", ""))
+    if "runtime" in metrics:
         if not steps:  # evaluation has bars of its own
             near = [done for done, seconds in whole if abs(seconds - runtime_s) <= 2 + 0.02 * runtime_s]
             steps = float(near[-1]) if near else 0.0
-        found = _reading("`train_runtime`", runtime_s, steps, number(metrics.get("train_steps_per_second", "")))
+        found = _reading("`train_runtime`", runtime_s, steps, number(metrics.get("steps_per_second", "")))
         return None if found is None else _with_batch(found, text)
     if "Running training" not in text and "'loss'" not in text:
         return None  # any program may draw a progress bar
