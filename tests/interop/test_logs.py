@@ -204,6 +204,16 @@ def test_steps_and_interruptions_of_a_log() -> None:
     assert run.interruptions == {20: "checkpoint"}
 
 
+def test_batch_that_ramps_up_counts_at_its_last_size() -> None:
+    lines = [
+        f" iteration {step:8d}/ 100 | elapsed time per iteration (ms): {100.0 * batch} | global batch size: {batch:5d} |"
+        for step, batch in enumerate((16, 16, 32, 48, 48, 48), 1)
+    ]
+    run = run_of("\n".join(lines))
+    assert (run.global_batch_size, run.step_times_s, run.step_numbers) == (48, (4.8, 4.8, 4.8), (4, 5, 6))
+    assert run.notes == ("3 lines with a smaller batch left out: the batch ramps up",)
+
+
 DEEPSPEED = (
     "[2022-08-29 06:58:{second:02d},{ms:03d}] [INFO] [timer.py:198:stop] 0/{step}, RunningAvgSamplesPerSec=232.5, "
     "CurrSamplesPerSec={rate}, MemAllocated=0.36GB, MaxMemAllocated={peak}GB"

@@ -8,9 +8,11 @@ utils.py). Megatron Bridge adds a line ``Step Time``.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from simplan.interop.logs.reading import LoggedStep, LogReading, each_once, lines_with, number, typical
+from simplan.units import counted
 
 _ITERATION = re.compile(
     r"iteration\s{0,20}=?\s{0,20}(\d{1,12})\s{0,20}/\s{0,20}\d{1,12}\s{0,20}\|(?:(?!\biteration[\s=])[^\x00]){0,300}?"
@@ -55,22 +57,38 @@ def read(text: str) -> LogReading | None:
     if not steps:
         lines = "memory reports"
     title = "Megatron Bridge" if is_bridge else "Megatron-LM"
-    return LogReading(title, lines, "step_times_s", steps, {**peaks, **_rest(text, steps)}, notes)
+    rows = [_rest(text, step, following) for step, following in _following(text, steps)]
+    batch = next((row["global_batch_size"] for row in reversed(rows) if "global_batch_size" in row), None)
+    kept = [index for index, row in enumerate(rows) if row.get("global_batch_size", batch) == batch]
+    if len(kept) < len(steps):
+        notes += (f"{counted(len(steps) - len(kept), 'line')} with a smaller batch left out: the batch ramps up",)
+    others = _common([rows[index] for index in kept])
+    return LogReading(title, lines, "step_times_s", [steps[index] for index in kept], {**peaks, **others}, notes)
 
 
-def _rest(text: str, steps: tuple[LoggedStep, ...]) -> dict[str, Any]:
-    """Batch and throughput of the same lines; a batch that ramps up counts as its last size."""
-    values: dict[str, list[float]] = {name: [] for name in _REST}
-    for step, following in zip(steps, [*(step.start for step in steps[1:]), len(text)], strict=True):
-        rest = text[step.end : min(following, step.end + _MAX_REST)]
-        for name, pattern in _REST.items():
-            if found := pattern.search(rest):
-                values[name].append(number(found[1]))
-    sizes = {name: {int(size) for size in values.pop(name) if size > 0} for name in ("global_batch_size", "seq_len")}
-    if any(len(found) > 1 for found in sizes.values()):
-        return {}  # the batch ramps up, and throughputs are of several batches
-    rates = {name: (rate,) for name, found in values.items() if (rate := typical(found)) is not None}
-    return {**rates, **{name: min(found) for name, found in sizes.items() if found}}
+def _following(text: str, steps: Sequence[LoggedStep]) -> Iterator[tuple[LoggedStep, int]]:
+    """Steps, with the start of the next one."""
+    yield from zip(steps, [*(step.start for step in steps[1:]), len(text)], strict=True)
+
+
+def _rest(text: str, step: LoggedStep, following: int) -> dict[str, float]:
+    """Batch, sequence length and throughput in the line of a step."""
+    rest = text[step.end : min(following, step.end + _MAX_REST)]
+    return {name: number(found[1]) for name, pattern in _REST.items() if (found := pattern.search(rest))}
+
+
+def _common(rows: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Sizes that all lines have, and typical throughputs."""
+    found: dict[str, Any] = {}
+    for name in _REST:
+        values = [row[name] for row in rows if row.get(name, 0.0) > 0]
+        if not values:
+            continue
+        if name in ("global_batch_size", "seq_len"):
+            found |= {name: int(values[0])} if len({*values}) == 1 else {}
+        elif (rate := typical(values)) is not None:
+            found[name] = (rate,)
+    return found
 
 
 def _peaks(text: str) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def test_a_log_is_shown_beside_the_prediction() -> None:
     assert_no_bug(shown)
     assert {metric.label: metric.value for metric in shown.metric}["Measured step"] == "400 ms"
     tables = [table.value for table in shown.dataframe]
-    assert [table.columns[0] for table in tables] == ["change", "category", "part"]
+    assert [table.columns[0] for table in tables] == ["change", "part"]
     assert {"step error, %", "peak error, %"} < {*tables[0].columns}
     parts = tables[-1]
     prediction_s = json.loads(made()[0])["step_time_s"]
