@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -39,6 +39,19 @@ _SLOWER = (1.1, 1.2, 1.3, 1.4, 1.5)
 _MORE_HOST_WORK = (2, 5, 10, 20)
 _RECOMPUTE = ("none", "selective", "selective_op", "full")
 _MICROBATCHES = (2, 4, 8, 16)  # times as large, or as small
+_PARTS = {
+    "compute": ("compiled", "attention", "plan.recompute", "training.fused_optimizer"),
+    "exposed communication": (
+        Resource.INTRA_LINK,
+        Resource.INTER_LINK,
+        "plan.grad_sync",
+        "plan.zero_stage",
+        "plan.reshard_after_forward",
+    ),
+    "idle": ("host",),
+}
+"""Part of a profiled step that a kind of change moves; a slow rank is compute on itself and a wait on others."""
+_PART_OF = {kind: part for part, kinds in _PARTS.items() for kind in kinds}
 _SCANNED = ("rank", "host")  # of any size, so they fit almost any slower log
 
 
@@ -78,11 +91,13 @@ class Measured:
         step_time_s: Measured step time in seconds; None if the log has none.
         column: Compared column of memory; None if the log has none.
         peak_gib: Measured peak in that column, GiB.
+        longer_s: Measured minus predicted seconds of the parts of a profiled step; empty without a trace.
     """
 
     step_time_s: float | None = None
     column: MemoryKind | None = None
     peak_gib: float = 0.0
+    longer_s: Mapping[str, float] = field(default_factory=dict)
 
 
 def job_of_prediction(prediction: Mapping[str, Any]) -> Job | None:
@@ -112,8 +127,9 @@ def hypotheses(job: Job, predicted_s: float, measured: Measured) -> tuple[Hypoth
 
     Returns:
         Changes that shrink the error by at least a tenth; of several values of one setting, the nearest. Those that
-        explain the measurement come first, settings before a slow rank and a busy host, and then the nearest. None if
-        the job cannot be predicted again: its ranks share cores, or a calibration was used.
+        explain the measurement come first, settings before a slow rank and a busy host, and then the nearest. Changes
+        of a part that a trace shows to have moved the other way are left out. None if the job cannot be predicted
+        again: its ranks share cores, or a calibration was used.
     """
     if job.cluster.cores_per_node is not None:
         return None
@@ -123,6 +139,9 @@ def hypotheses(job: Job, predicted_s: float, measured: Measured) -> tuple[Hypoth
     error = _compared("", base, measured).distance
     found: dict[str, Hypothesis] = {}
     for kind, change, summary in _changed(job, base):
+        longer_s = measured.longer_s.get(_PART_OF.get(kind, ""))
+        if longer_s is not None and longer_s * (summary.step_time_s - base.step_time_s) < 0:
+            continue
         hypothesis = _compared(change, summary, measured)
         best = found.get(kind)
         if hypothesis.distance <= _LESS * error and (best is None or hypothesis.distance < best.distance):

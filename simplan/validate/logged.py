@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from simplan.errors import Problem, SpecError
@@ -124,11 +124,13 @@ def compare_logged(prediction: Mapping[str, Any], logged: LoggedRun, job: Job | 
     memory = tuple(memory_rows(prediction, logged.peaks))
     times_s = _step_times_s(prediction, logged)
     measured_s = statistics.median(times_s) if times_s else None
-    rows = [*_gpu_rows(prediction, logged), *memory]
+    gpu_rows = tuple(_gpu_rows(prediction, logged))
+    rows = [*gpu_rows, *memory]
     if measured_s is not None:
         rows = [compared("step time", predicted_s, measured_s, "s", relative_spread(times_s)), *rows]
     holds = None if measured_s is None else low_s <= measured_s <= high_s
-    tried, tried_notes = _hypotheses(prediction, logged, measured_s, holds, job)
+    longer_s = {row.name.partition(",")[0]: row.measured - row.predicted for row in gpu_rows}
+    tried, tried_notes = _hypotheses(prediction, logged, Measured(measured_s, longer_s=longer_s), holds, job)
     return LoggedComparison(
         rows=tuple(rows),
         interval_s=(low_s, high_s),
@@ -220,7 +222,7 @@ def _gpu_rows(prediction: Mapping[str, Any], logged: LoggedRun) -> Iterator[Comp
 
 
 def _hypotheses(
-    prediction: Mapping[str, Any], logged: LoggedRun, measured_s: float | None, holds: bool | None, job: Job | None
+    prediction: Mapping[str, Any], logged: LoggedRun, measured: Measured, holds: bool | None, job: Job | None
 ) -> tuple[tuple[Hypothesis, ...] | None, tuple[str, ...]]:
     """Hypotheses and notes on them, if the log lies outside of an interval."""
     peaks = {column: max(found) for column, found in logged.peaks.items()}
@@ -228,12 +230,13 @@ def _hypotheses(
     if holds is not False and not outside:
         return None, ()
     column = next(iter(outside or peaks), None)
-    measured = Measured(measured_s, column, 0.0 if column is None else peaks[column])
+    if column is not None:
+        measured = replace(measured, column=column, peak_gib=peaks[column])
     job = job_of_prediction(prediction) if job is None else job
     found = None if job is None else hypotheses(job, prediction["step_time_s"], measured)
     if found is None:
         return None, ("no hypotheses are tried: the job cannot be predicted again from the file of the prediction",)
-    return found, ()
+    return found, ("changes that the trace contradicts are left out",) if measured.longer_s else ()
 
 
 def _unsure_parts(prediction: Mapping[str, Any], longer_s: float) -> tuple[UncertainTerm, ...]:

@@ -206,7 +206,7 @@ def test_steps_and_interruptions_of_a_log() -> None:
 
 def test_batch_that_ramps_up_counts_at_its_last_size() -> None:
     lines = [
-        f" iteration {step:8d}/ 100 | elapsed time per iteration (ms): {100.0 * batch} | global batch size: {batch:5d} |"
+        f" iteration {step:8d}/ 9 | elapsed time per iteration (ms): {100.0 * batch} | global batch size: {batch:5d} |"
         for step, batch in enumerate((16, 16, 32, 48, 48, 48), 1)
     ]
     run = run_of("\n".join(lines))

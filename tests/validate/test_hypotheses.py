@@ -223,4 +223,15 @@ def test_parts_of_a_profiled_step() -> None:
     rows = {row.name: row for row in compare_logged(found.to_json(), logged).rows[1:]}
     assert list(rows) == ["compute, rank 1", "exposed communication, rank 1", "idle, rank 1"]
     assert all(row.predicted == pytest.approx(row.measured) for row in rows.values())
+    slower = 2 * found.step_time_s
+    idle = logged.model_copy(
+        update={
+            "step_time_s": slower,
+            "gpu_time": time.model_copy(update={"idle_s": found.step_time_s, "compute_s": 0.0}),
+        }
+    )
+    for run, is_listed in ((LoggedRun(step_time_s=slower), True), (idle, False)):
+        changes = [each.change for each in compare_logged(found.to_json(), run).hypotheses or ()]
+        assert ("plan.recompute: full" in changes) == is_listed  # the trace has less compute than predicted
+        assert any(change.startswith("a rank that computes") for change in changes)
     assert sum(row.predicted for row in rows.values()) == pytest.approx(found.step_time_s)
