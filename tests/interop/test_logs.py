@@ -73,7 +73,7 @@ def torchtitan_text(entry: Entry) -> str:
             "\x1b[36mtflops: 21.73  \x1b[35mmfu: 2.20%\x1b[39m"
             for rank in (0, 1)
         ]
-        lines.append("[rank0]:[titan] - validate step: 10  loss: 9.1  memory: 29.00GiB(30.5%)  tps: 12,000")
+        lines.append(f"[rank0]:[titan] - validate step: {step + 5}  loss: 9.1  memory: 29.00GiB(30.5%)  tps: 12,000")
     return "\n".join(lines)
 
 
