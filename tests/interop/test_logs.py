@@ -308,6 +308,31 @@ def test_trace_of_the_profiler(packed: bool) -> None:
     assert run.peaks == {"allocated": (3.0,), "reserved": (4.0,)}
 
 
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 30), st.booleans()), min_size=1, max_size=30))
+@settings(max_examples=50, deadline=None)
+def test_parts_of_a_trace_cover_every_microsecond_once(kernels: list[tuple[int, int, bool]]) -> None:
+    """Kernels of any order and overlap, counted microsecond by microsecond."""
+    events = [span("ProfilerStep#1", "user_annotation", 0, 100)]
+    busy: tuple[set[int], set[int]] = set(), set()
+    for start, length, communicates in kernels:
+        events.append(span("ncclKernel" if communicates else "gemm", "kernel", start, start + length))
+        busy[communicates].update(range(start, min(100, start + length)))
+    compute, communication = busy
+    run = parse_run(json.dumps({"traceEvents": events}).encode(), "trace.json")
+    assert isinstance(run, LoggedRun)
+    assert run.gpu_time is not None
+    parts = (
+        len(compute),
+        len(communication - compute),
+        len(communication & compute),
+        100 - len(compute | communication),
+    )
+    found = run.gpu_time
+    assert (
+        found.compute_s, found.exposed_communication_s, found.hidden_communication_s, found.idle_s,
+    ) == pytest.approx(tuple(1e-6 * part for part in parts), abs=1e-12)  # fmt: skip
+
+
 def test_trace_that_torch_writes(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     schedule = torch.profiler.schedule(wait=1, warmup=1, active=3)
