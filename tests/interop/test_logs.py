@@ -262,6 +262,8 @@ def test_trainer_state() -> None:
     assert any("three decimals" in note for note in results.notes)
     with pytest.raises(SpecError, match="has no train_runtime: the run had not ended"):
         run_of(json.dumps({"global_step": 5, "log_history": history[:1]}), "trainer_state.json")
+    with pytest.raises(SpecError, match="has neither a number of steps nor train_steps_per_second"):
+        run_of(json.dumps({"train_runtime": 3225.4, "train_samples_per_second": 8.371}), "train_results.json")
 
 
 def span(name: str, category: str, start_us: float, end_us: float, **args: Any) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def read_state(data: Mapping[str, Any], file: str) -> LogReading:
     """Read ``trainer_state.json``, ``train_results.json`` or ``all_results.json``.
 
     Raises:
-        SpecError: The file has no times, because the run had not ended.
+        SpecError: The file has no times, because the run had not ended, or does not say how many steps were made.
     """
     history = [entry for entry in data.get("log_history") or [] if isinstance(entry, dict)]
     ended = next((entry for entry in reversed(history) if "train_runtime" in entry), data)
@@ -42,7 +42,7 @@ def read_state(data: Mapping[str, Any], file: str) -> LogReading:
     steps = _number(ended.get("step")) or _number(data.get("global_step"))
     found = _reading("`train_runtime`", runtime_s, steps, steps_per_s)
     if found is None:
-        raise _without_times(file)
+        raise _without_times(file, runtime_s)
     return found
 
 
@@ -108,6 +108,11 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _without_times(file: str) -> SpecError:
+def _without_times(file: str, runtime_s: float) -> SpecError:
     rule = "has no train_runtime: the run had not ended, and log_history has no times of steps"
+    if runtime_s > 0:  # huggingface/transformers pull request 11818
+        rule = (
+            "has neither a number of steps nor train_steps_per_second, and train_samples_per_second of versions before "
+            "4.7 counts steps"
+        )
     return file_error(file, rule, "give the printed log, or write step_time_s into a YAML file")
