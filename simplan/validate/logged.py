@@ -40,6 +40,10 @@ _OWN_WORDS = {
 _MILLISECONDS = (300, 3000)  # times the predicted step: the log may be in milliseconds
 _SAME_JOB = 0.02  # a throughput and a step time of one job agree within the digits of a log
 _MAX_NAMED = 8
+_TRACE_CONTRADICTS = "changes of a part that moved the other way in the trace are left out"
+_WAITS = (
+    "kernels of a collective or P2P receive wait for late ranks, so exposed communication contains waits and bubbles"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +182,7 @@ def _step_times_s(prediction: Mapping[str, Any], logged: LoggedRun) -> tuple[flo
                 f"{format_time(told_s)}: another batch, sequence length or number of devices was run, or it is the "
                 f"throughput of {'all devices' if field == 'tokens_per_s_per_device' else 'one device'}"
             )
-            fix = "predict the job that was run, or remove one of the two"
+            fix = "predict the job that was run" + ("" if logged.source else ", or remove one of the two")
             raise SpecError(Problem(field=field, value=f"{rate:g}", rule=rule, fix=fix))
     scale = 1.0 if told_s is not None else next(iter(amounts.values()))
     return tuple(scale * time for time in steady)
@@ -198,11 +202,14 @@ def _amounts(prediction: Mapping[str, Any], logged: LoggedRun) -> Iterator[tuple
 
 
 _BUSY = ("compute", "recompute", "optimizer")
-_IDLE = ("wait", "host")
+_COMMUNICATION = ("exposed_communication", "wait")  # a communication kernel runs while it waits for a late rank
 
 
 def _gpu_rows(prediction: Mapping[str, Any], logged: LoggedRun) -> Iterator[ComparisonRow]:
-    """Yield parts of a profiled step, compared with those of the same rank, or the mean over ranks."""
+    """Yield parts of a profiled step, compared with those of the same rank, or the mean over ranks.
+
+    Predicted waits (bubbles, late ranks) count as exposed communication.
+    """
     found = logged.gpu_time
     if found is None:
         return
@@ -216,9 +223,9 @@ def _gpu_rows(prediction: Mapping[str, Any], logged: LoggedRun) -> Iterator[Comp
 
     whose = "" if found.rank is None else f", rank {found.rank}"
     yield compared(f"compute{whose}", predicted_s(*_BUSY), found.compute_s, "s", None)
-    exposed_s = predicted_s("exposed_communication")
+    exposed_s = predicted_s(*_COMMUNICATION)
     yield compared(f"exposed communication{whose}", exposed_s, found.exposed_communication_s, "s", None)
-    yield compared(f"idle{whose}", predicted_s(*_IDLE), found.idle_s, "s", None)
+    yield compared(f"idle{whose}", predicted_s("host"), found.idle_s, "s", None)
 
 
 def _hypotheses(
@@ -236,7 +243,7 @@ def _hypotheses(
     found = None if job is None else hypotheses(job, prediction["step_time_s"], measured)
     if found is None:
         return None, ("no hypotheses are tried: the job cannot be predicted again from the file of the prediction",)
-    return found, ("changes that the trace contradicts are left out",) if measured.longer_s else ()
+    return found, (_TRACE_CONTRADICTS,) if measured.longer_s else ()
 
 
 def _unsure_parts(prediction: Mapping[str, Any], longer_s: float) -> tuple[UncertainTerm, ...]:
@@ -303,7 +310,9 @@ def _notes(prediction: Mapping[str, Any], logged: LoggedRun, measured_s: float |
         yield from _left_out(logged)
     yield from logged.notes
     yield from memory_notes(prediction, logged.peaks)
-    if logged.gpu_time is None:
+    if logged.gpu_time is not None:
+        yield _WAITS
+    else:
         yield (
             "a log has no timeline: which part made the difference, whether actions and collectives were those "
             "predicted and what was left unexplained only `simplan run` can say, which records them"

@@ -214,9 +214,9 @@ def test_parts_of_a_profiled_step() -> None:
     busy_s = split.compute_s + split.recompute_s + split.optimizer_s
     time = GpuTime(
         compute_s=busy_s,
-        exposed_communication_s=split.exposed_communication_s,
+        exposed_communication_s=split.exposed_communication_s + split.wait_s,
         hidden_communication_s=0.1,
-        idle_s=split.wait_s + split.host_s,
+        idle_s=split.host_s,
         rank=1,
     )
     logged = LoggedRun(step_time_s=found.step_time_s, gpu_time=time)
