@@ -16,11 +16,13 @@ from simplan.documentation import documentation
 from simplan.errors import Problem, SpecError
 from simplan.interop.formats import ConfigFile, read_configuration
 from simplan.interop.huggingface import model_fields_from_config
+from simplan.interop.logs.formats import parse_run
 from simplan.io import MAX_YAML_BYTES, parse_json
 from simplan.runs.measurement import Measurement
 from simplan.scenario import parse_scenario, parse_search, read_source
 from simplan.validate.compare import Comparison, compare
-from simplan.validate.logged import LoggedComparison, LoggedRun, compare_logged, parse_measured
+from simplan.validate.logged import LoggedComparison, compare_logged
+from simplan.validate.logged_run import LoggedRun
 from simplan.validate.prediction_file import parse_prediction
 
 MAX_BYTES = 32 * 2**20
@@ -32,13 +34,17 @@ _MAX_CHARS = 80
 
 def text_of(name: str, content: bytes, max_bytes: int = MAX_BYTES, *, kind: str = "a file that simplan wrote") -> str:
     """Text of a file of a kind."""
-    if len(content) > max_bytes:
-        raise SpecError(Problem(field="", rule=f"is larger than {max_bytes // 2**20} MiB"), file=name)
     try:
-        return content.decode("utf-8-sig")
+        return _small(name, content, max_bytes).decode("utf-8-sig")
     except UnicodeDecodeError:
         problem = Problem(field=name, rule="is not UTF-8 text", fix=f"drop {kind}")
         raise SpecError(problem, file=name) from None
+
+
+def _small(name: str, content: bytes, max_bytes: int) -> bytes:
+    if len(content) > max_bytes:
+        raise SpecError(Problem(field="", rule=f"is larger than {max_bytes // 2**20} MiB"), file=name)
+    return content
 
 
 def config_fields(name: str, content: bytes, seq_len: int) -> dict[str, Any]:
@@ -108,8 +114,8 @@ def prediction_of(name: str, content: bytes) -> dict[str, Any]:
 
 
 def measured_of(name: str, content: bytes) -> Measurement | LoggedRun:
-    """A measurement, or the values of a log."""
-    return parse_measured(text_of(name, content), name)
+    """A measurement, a log, a trace, or the values of a log."""
+    return parse_run(_small(name, content, MAX_BYTES), name)
 
 
 def measurement_of(name: str, content: bytes) -> Measurement:

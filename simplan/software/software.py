@@ -311,6 +311,11 @@ class SoftwareSpec(Spec):
         return ", ".join([self.id, *(words[option] for option in self.options if words[option])])
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The section ``software`` of a scenario: ``preset``, and the options with their values."""
+        return {"preset": self.id, **{option: getattr(self, option) for option in self.options}}
+
+    @property
     def preallocated_receives(self) -> bool:
         """True if a pipeline rank has one receive buffer per microbatch and direction."""
         return self.runtime == "torch"
