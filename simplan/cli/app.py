@@ -129,7 +129,7 @@ def search(
     from_current: Annotated[
         bool,
         typer.Option(
-            "--from-current", help="Start from the plan of SCENARIO: what to change, gain, certainty and cost."
+            "--from-current", help="Comparison of the best plan with that of SCENARIO: changed settings, gain and cost."
         ),
     ] = False,
     largest: Annotated[
