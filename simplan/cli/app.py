@@ -188,14 +188,14 @@ def init(
     return init_command(scenario, file=output, searches=search, force=force, as_json=json)
 
 
-@_command("import", short_help="Convert a launch script or configuration of a framework to a scenario.")
+@_command("import", short_help="Write a launch script or configuration of a framework as a scenario.")
 @takes_scenario()
 def import_scenario(
     scenario: ScenarioRequest,
     output: Annotated[Path | None, _FILE("--output", "-o", help="File for the scenario (default: stdout).")] = None,
     json: AsJson = False,
 ) -> int:
-    """Convert a launch script or configuration of a framework to a scenario, with the line of each value as a comment.
+    """Write a launch script or configuration of a framework as a scenario, with the line of each value as a comment.
 
     Lists what the file does not say, what has no effect, and what is not modeled. Nothing is run or expanded except
     plain variables.
