@@ -171,6 +171,10 @@ class Source:
         if self.configuration is not None:
             origins = self.configuration.origins.items()
             notes |= {tuple(key.split(".")): origin for key, origin in origins if key not in self.overrides}
+            if (
+                microbatches := notes.pop((NUM_MICROBATCHES,), "")
+            ) and "training.global_batch_size" not in self.overrides:
+                notes[("training", "global_batch_size")] = f"microbatches: {microbatches}"
         return scenario_text({"name": Path(self.file).stem} | document, header, notes)
 
     def _as_typed(self, error: SpecError) -> SpecError:

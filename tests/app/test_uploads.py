@@ -205,3 +205,40 @@ def test_own_yaml_is_applied_and_what_is_wrong_is_said_by_line() -> None:
     apply(text)
     assert not page.warning
     assert page.query_params["training.global_batch_size"] in ("32", ["32"])
+
+
+TORCHTITAN = """[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 2
+seq_len = 4096
+[parallelism]
+tensor_parallel_degree = 2
+"""
+
+
+def test_a_configuration_takes_from_the_session_what_it_does_not_say() -> None:
+    current = {
+        "model": {"preset": "gpt2-1.5b"},
+        "cluster": {"preset": "dgx-a100-80gb", "num_nodes": 2},
+        "training": {"global_batch_size": 5},
+    }
+    text, notes = uploads.as_scenario("train.toml", TORCHTITAN.encode(), current)
+    job = parse_scenario(text).job
+    assert (job.model.name, job.model.seq_len, job.cluster.id) == ("llama3-8b", 4096, "dgx-a100-80gb")
+    assert (job.plan.tp, job.plan.dp_shard, job.training.global_batch_size) == (2, 8, 16)
+    assert notes[0] == "from the scenario in the sidebar: cluster.preset, cluster.num_nodes"
+    assert "tensor_parallel_degree = 2 (line 8)" in text
+    own = yaml.safe_dump(SMALL)
+    assert uploads.as_scenario("own.yaml", own.encode(), current) == (own, ())
+    with pytest.raises(SpecError, match="tensor_parallel_degree"):
+        uploads.as_scenario("train.toml", TORCHTITAN.replace("degree = 2", "degree = 3").encode(), current)
+
+
+def test_an_upload_opens_no_file_of_the_server() -> None:
+    script = "torchrun train.py --model_name_or_path ./model --deepspeed /etc/passwd --per_device_train_batch_size 1\n"
+    with pytest.raises(SpecError) as refusal:
+        uploads.as_scenario("train.sh", script.encode(), {"cluster": {"preset": "dgx-h100", "num_nodes": 1}})
+    assert "root:" not in refusal.value.text()
+    assert "an upload cannot bring along" in refusal.value.text()
