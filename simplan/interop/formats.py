@@ -76,9 +76,9 @@ class Format:
 @cache
 def formats() -> Mapping[str, Format]:
     """All formats by name, those with the most certain signs first."""
-    from simplan.interop.frameworks import nemo
+    from simplan.interop.frameworks import bridge, nemo
 
-    known: tuple[Format, ...] = (nemo.FORMAT,)
+    known: tuple[Format, ...] = (bridge.FORMAT, nemo.FORMAT)
     return {each.name: each for each in known}
 
 
