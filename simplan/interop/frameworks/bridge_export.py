@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,6 +64,8 @@ def _write_model(writing: Writing) -> None:
     writing.set("dataset.seq_length", length, "model.seq_len")
     writing.taken("model.max_position_embeddings", "model.gated_mlp", "model.expert_imbalance")
     gpt = model.family == "gpt"
+    if gpt and model.max_position_embeddings != model.seq_len:
+        writing.refuse("model.max_position_embeddings", f"use model.seq_len = {model.seq_len}, as its table has one row a token")
     for key, value in (
         ("gated_linear_unit", not gpt),
         ("activation_func", "gelu" if gpt else "silu"),
@@ -106,7 +109,6 @@ def _write_experts(writing: Writing) -> None:
     layers = [0] * dense + [1] * (model.num_hidden_layers - dense)
     writing.set("model.moe_layer_freq", layers if dense else 1, "model.num_dense_layers")
     writing.set("model.moe_grouped_gemm", True, _AS_PROFILE)
-    writing.set("model.moe_router_pre_softmax", False, "no effect on time or memory")
     if writing.value("model.drop_tokens"):
         writing.set("model.moe_expert_capacity_factor", writing.value("model.capacity_factor"), "model.capacity_factor")
         writing.set("model.moe_pad_expert_input_to_capacity", True, "model.drop_tokens: all slots are computed")
@@ -266,6 +268,7 @@ def export(job: Job, name: str) -> Exported:
         NotModelledError: Megatron Bridge cannot express the job; names the key.
     """
     options = settings(job)
+    name = re.sub(r"[^\w.-]+", "-", name)
     file = f"{name}.yaml"
     provider = ("mla_provider", "MLAModelProvider") if job.model.family == "deepseek" else None
     cluster = job.cluster
@@ -275,6 +278,7 @@ def export(job: Job, name: str) -> Exported:
     notes = [
         f"the configuration is for {job.plan.num_devices:,} x {cluster.device.id}; data-parallel ranks follow from the number of ranks",
         f"data, tokenizer and checkpoints: the placeholders at the top of {file}; without data, tokens are made up",
+        "what changes neither time nor memory (rotary base, norm epsilon, scores of routers) is Megatron Core's default",
     ]
     program = _program(file, provider, _mixed(job))
     return Exported({file: _yaml(options, name), "pretrain.py": program}, start, tuple(notes))
