@@ -76,9 +76,10 @@ class Format:
 @cache
 def formats() -> Mapping[str, Format]:
     """All formats by name, those with the most certain signs first."""
+    from simplan.interop import chakra
     from simplan.interop.frameworks import bridge, nemo
 
-    known: tuple[Format, ...] = (bridge.FORMAT, nemo.FORMAT)
+    known: tuple[Format, ...] = (bridge.FORMAT, nemo.FORMAT, chakra.FORMAT)
     return {each.name: each for each in known}
 
 
