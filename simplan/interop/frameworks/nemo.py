@@ -291,8 +291,9 @@ def _put_model(reading: Reading, *, experts: bool) -> None:
         )
     else:
         reading.refuse("model.activation", "is not modeled yet for experts", f"only {', '.join(_GATES)} are")
+    falcon = "falcon" in str(reading.value("model.name"))  # the customization is of its blocks alone
     for key, left in _BLOCK_OPTIONS.items():
-        if reading.value(key) and reading.value(key) != "pre_ln":
+        if reading.value(key, "pre_ln") != "pre_ln" and (falcon or "customization" not in key) and reading.value(key):
             reading.not_modeled(key, left)
         reading.no_effect(key)
     for key in ("model.hidden_dropout", "model.attention_dropout"):
