@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from simplan.document import Document
@@ -285,16 +286,23 @@ def read_data_parallel(reading: Reading, words: Words, *, default: bool, origin:
             reading.refuse(strategy, "is not known", f"use {', '.join(stages)}")
             return
         put_sharding(reading, stages[kind], strategy if strategy in reading else fsdp[0])
+        _put_instances(reading, ddp, is_sharded=stages[kind] > 0)
         return
     reading.no_effect(strategy)
     said = [key for key in shared if key in reading]
     chosen = any([truth(reading, key) for key in said]) if said else default
     put_sharding(reading, int(chosen), said[0] if said else origin)
     reading.no_effect(*said)
-    instances = f"{ddp}num_distributed_optimizer_instances"
-    if chosen and (number := whole(reading, instances)) > 1:
-        reading.put("plan.dp_replicate", number, instances)
-    reading.no_effect(instances)
+    _put_instances(reading, ddp, is_sharded=chosen)
+
+
+def _put_instances(reading: Reading, ddp: str, *, is_sharded: bool) -> None:
+    """Put the groups of data-parallel ranks that each share one copy of the optimizer states."""
+    key = f"{ddp}num_distributed_optimizer_instances"
+    number = whole(reading, key)
+    if is_sharded and number > 1:
+        reading.put("plan.dp_replicate", number, key)
+    reading.no_effect(key)
 
 
 def put_sharding(reading: Reading, zero_stage: int, key: str) -> None:
@@ -313,6 +321,7 @@ def put_model(reading: Reading, form: ModelForm, origin: str) -> None:
         origin: Words on where values come from that the file does not have.
     """
     family = _family(form)
+    reading.put("model.name", Path(reading.file).stem, "the name of the file")
     gate = form.why.get("gated", "")
     reading.put("model.family", family, gate if gate in reading else origin)
     for name, key in form.keys.items():

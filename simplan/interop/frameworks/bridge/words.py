@@ -1,6 +1,6 @@
 """Megatron Bridge's keys and values beside simplan's, for reading and for writing.
 
-Sources: see ``simplan.interop.frameworks.bridge``; layouts of pipelines: NVIDIA/Megatron-LM, core_v0.16.0,
+Sources: see ``simplan.interop.frameworks.bridge.reading``; layouts of pipelines: NVIDIA/Megatron-LM, core_v0.16.0,
 megatron/core/transformer/pipeline_parallel_layer_layout.py.
 """
 

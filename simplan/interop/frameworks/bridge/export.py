@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from simplan.interop.frameworks import megatron_core as core
-from simplan.interop.frameworks.bridge_words import (
+from simplan.interop.frameworks.bridge.words import (
     DISPATCHERS,
     EXPERT_MATCHES,
     LATENT_MATCHES,
@@ -238,9 +238,9 @@ def _write_training(writing: Writing) -> None:
 def _write_software(writing: Writing) -> None:
     software = writing.job.software
     writing.taken("software.id", "software.vocab_multiple", "software.fp8_dot_product_attention")
-    padded = software.vocab_multiple > 1
-    writing.set("model.should_pad_vocab", padded, "software.vocab_multiple")
-    if padded:
+    if software.vocab_multiple > 1:  # vocabularies of tokenizers are padded, those of models are not
+        writing.set("tokenizer.use_tokenizer_vocab_size", True, "software.vocab_multiple")
+        writing.set("tokenizer.vocab_size", writing.job.model.vocab_size, "model.vocab_size")
         writing.set("model.make_vocab_size_divisible_by", software.vocab_multiple, "software.vocab_multiple")
     if software.fp8_dot_product_attention:
         writing.set("mixed_precision.fp8_dot_product_attention", True, "software.fp8_dot_product_attention")

@@ -14,9 +14,9 @@ from simplan import catalog
 from simplan.document import parse_yaml
 from simplan.interop.configuration import Configuration, Match, Reading, Setting
 from simplan.interop.formats import ConfigFile, Format
-from simplan.interop.frameworks import bridge_export
+from simplan.interop.frameworks.bridge.export import BUCKET_ELEMENTS, export, settings
 from simplan.interop.frameworks import megatron_core as core
-from simplan.interop.frameworks.bridge_words import (
+from simplan.interop.frameworks.bridge.words import (
     COMPARED,
     DISPATCHERS,
     EXPERT_MATCHES,
@@ -132,9 +132,8 @@ def _put_plan(reading: Reading, *, experts: bool, whole: bool) -> dict[str, int]
     dist = "dist.use_megatron_fsdp"  # sets the same key of ddp
     if core.truth(reading, dist):
         strategy = reading.value("ddp.data_parallel_sharding_strategy", "optim_grads_params")
-        stage = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}.get(strategy, 3)
+        stage = {"no_shard": 0, "optim": 1, "optim_grads": 2}.get(strategy, 3)
         core.put_sharding(reading, stage, dist)
-        reading.no_effect("ddp.use_megatron_fsdp", "ddp.use_distributed_optimizer", "optimizer.use_distributed_optimizer")
     else:
         reading.no_effect(dist)
         core.read_data_parallel(reading, WORDS, default=True, origin=f"the distributed optimizer: {_RECIPE}")
@@ -219,7 +218,7 @@ def _put_precision(reading: Reading) -> str:
 def _put_software(reading: Reading, *, experts: bool) -> None:
     """Put the profile with its options."""
     software: dict[str, Any] = {"preset": "megatron-bridge"}
-    if core.truth(reading, "model.should_pad_vocab"):
+    if _is_vocabulary_of_tokenizer(reading):
         software["vocab_multiple"] = core.whole(reading, "model.make_vocab_size_divisible_by", 128)
     dispatcher = reading.value("model.moe_token_dispatcher_type")
     backend = reading.value("model.moe_flex_dispatcher_backend", "deepep")
@@ -244,6 +243,14 @@ def _put_software(reading: Reading, *, experts: bool) -> None:
     reading.no_effect(*overlaps, "model.use_transformer_engine_op_fuser", "mixed_precision.fp8_dot_product_attention")
 
 
+def _is_vocabulary_of_tokenizer(reading: Reading) -> bool:
+    """True if the vocabulary is the tokenizer's, which is padded; that of a model is not (``training/setup.py``)."""
+    stated = reading.settings.get("model.vocab_size")
+    from_model = stated is not None and stated.value is not None
+    whole = all(key in reading for key in _SIZES)
+    return core.truth(reading, "tokenizer.use_tokenizer_vocab_size") or (whole and not from_model)
+
+
 def _put_optimizer(reading: Reading, precision: str, degrees: Mapping[str, int]) -> None:
     key = "optimizer.optimizer"
     name = reading.value(key, "adam")
@@ -255,7 +262,7 @@ def _put_optimizer(reading: Reading, precision: str, degrees: Mapping[str, int])
     reading.put("training.optimizer", chosen, key if key in reading else f"{_CORE}: Adam with decoupled weight decay")
     bucket = "ddp.bucket_size"
     size = reading.value(bucket)
-    if type(size) is int and size != bridge_export.BUCKET_ELEMENTS:
+    if type(size) is int and size != BUCKET_ELEMENTS:
         reading.put("plan.bucket_bytes", size * 4, bucket)
     reading.no_effect(bucket)
 
@@ -304,7 +311,10 @@ def _put_model(reading: Reading, *, experts: bool) -> None:
         more["qkv_bias"] = (True, "model.add_qkv_bias")
     if reading.value("model.qk_layernorm") and not mla:
         more["qk_norm"] = ("head", "model.qk_layernorm")
-    if reading.value("model.vocab_size") is None:
+    tokenizer = "tokenizer.vocab_size"
+    if _is_vocabulary_of_tokenizer(reading) and reading.value(tokenizer) is not None:
+        keys["vocab_size"] = tokenizer
+    elif reading.value("model.vocab_size") is None:
         reading.ask("model.vocab_size", what="does not say how many tokens there are", fix="add --set model.vocab_size=128256")
     position = str(reading.value("model.position_embedding_type", "learned_absolute"))
     gated = core.truth(reading, "model.gated_linear_unit")
@@ -364,4 +374,4 @@ def _put_rest(reading: Reading, degrees: Mapping[str, int]) -> None:
     core.no_effect(reading, NO_EFFECT)
 
 
-FORMAT = Format("bridge", "Megatron Bridge configuration", _recognizes, read, bridge_export.settings, bridge_export.export)
+FORMAT = Format("bridge", "Megatron Bridge configuration", _recognizes, read, settings, export)
