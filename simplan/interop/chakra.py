@@ -1,12 +1,12 @@
 """``simplan export --to chakra``: execution traces of a step, one file a rank, as ASTRA-sim's feeder reads them.
 
-Format: MLCommons Chakra 0.0.4, mlcommons/chakra at 21585d8, schema/protobuf/et_def.proto. A file is a ``GlobalMetadata``
-and then ``Node`` messages, each after its length as a varint. Attributes: src/feeder/et_feeder_node.cpp there, and
-astra-sim/astra-sim at 518bd51, astra-sim/workload/Workload.cc: ``comm_size`` is the buffer that a rank gives to a
-collective, and groups of ranks are numbered in a JSON file from 1 on.
+Format: MLCommons Chakra 0.0.4, mlcommons/chakra at 21585d8, schema/protobuf/et_def.proto. A file is a
+``GlobalMetadata`` and then ``Node`` messages, each after its length as a varint. Attributes:
+src/feeder/et_feeder_node.cpp there, and astra-sim/astra-sim at 518bd51, astra-sim/workload/Workload.cc. ``comm_size``
+is the buffer that a rank gives to a collective, and groups of ranks are numbered in a JSON file from 1 on.
 
-Layout of protobuf messages: https://protobuf.dev/programming-guides/encoding/. The few kinds of fields are written here,
-as protobuf would be a dependency for 40 lines.
+Layout of protobuf messages: https://protobuf.dev/programming-guides/encoding/. The few kinds of fields are written
+here, as protobuf would be a dependency for 40 lines.
 """
 
 from __future__ import annotations
@@ -71,11 +71,13 @@ class _Groups:
         places = [self.mapping.place(each) for each in ranks]
         return tuple(
             self.mapping.rank(
-                here._replace(**{
-                    axis: getattr(place, axis)
-                    for axis in here._fields
-                    if any(getattr(other, axis) != getattr(there, axis) for other in places)
-                })
+                here._replace(
+                    **{
+                        axis: getattr(place, axis)
+                        for axis in here._fields
+                        if any(getattr(other, axis) != getattr(there, axis) for other in places)
+                    }
+                )
             )
             for place in places
         )
@@ -163,8 +165,11 @@ def export(job: Job, name: str) -> Exported:
     numbered = {str(number): list(ranks) for ranks, number in groups.numbers.items()}
     files["comm_groups.json"] = json.dumps(numbered, indent=1) + "\n"
     files["ranks.json"] = json.dumps({str(rank): of for rank, of in enumerate(program.stands_for)}, indent=1) + "\n"
-    start = f"AstraSim_Analytical_Congestion_Aware --workload-configuration={prefix} --comm-group-configuration=comm_groups.json"
-    return Exported(files, f"{start} ...", tuple(_notes(mapping.world_size, num_nodes, len(program.ranks), prefix, whole=whole)))
+    groups_option = "--comm-group-configuration=comm_groups.json"
+    start = f"AstraSim_Analytical_Congestion_Aware --workload-configuration={prefix} {groups_option}"
+    return Exported(
+        files, f"{start} ...", tuple(_notes(mapping.world_size, num_nodes, len(program.ranks), prefix, whole=whole))
+    )
 
 
 def _refuse(job: Job, number: int) -> None:
@@ -181,10 +186,11 @@ def _notes(world: int, num_nodes: int, num_simulated: int, prefix: str, *, whole
         yield f"{num_nodes:,} nodes of {world:,} ranks; ranks.json says which rank is simulated for each"
     else:
         yield (
-            f"{num_nodes:,} nodes of {world:,} ranks are more than {MAX_NODES:,}: the files are of the {num_simulated:,} simulated ranks, "
-            f"and ranks.json says whose file is each rank's; the feeder needs {prefix}.RANK.et for all, with their own groups"
+            f"{num_nodes:,} nodes of {world:,} ranks are more than {MAX_NODES:,}, so the files are those of the "
+            f"{num_simulated:,} simulated ranks; ranks.json says whose file is each rank's. The feeder needs "
+            f"{prefix}.RANK.et of every rank, with its own groups: export fewer microbatches or devices for it"
         )
-    yield "compute has the predicted duration, without what overlapping communication slows it down; communication has bytes"
+    yield "durations of compute are without the slowdown by overlapping communication; communication has bytes"
     yield "network, system and memory are ASTRA-sim's configuration; it issues one communication of a rank at a time"
 
 
@@ -250,10 +256,12 @@ def _part(
 ) -> Iterator[_Part]:
     """Nodes of one piece of work: one, or the send and the receive of a ring."""
     communication = work[0] if work and isinstance(work[0], Communication) else None
-    fields = b"".join((
-        _bytes(5, b"".join(map(_varint, deps))) if deps else b"",
-        *(_number(key, value) for key, value in zip((6, 7), times_us, strict=True) if value),
-    ))
+    fields = b"".join(
+        (
+            _bytes(5, b"".join(map(_varint, deps))) if deps else b"",
+            *(_number(key, value) for key, value in zip((6, 7), times_us, strict=True) if value),
+        )
+    )
     tag = op.meeting % 2**31 if isinstance(op.meeting, int) else 0
     if communication is None:
         on_host = bool(work) and all(

@@ -78,8 +78,8 @@ class Format:
 def formats() -> Mapping[str, Format]:
     """All formats by name, those with the most certain signs first."""
     from simplan.interop import chakra
-    from simplan.interop.frameworks import nemo
     from simplan.interop.frameworks.bridge import reading as bridge
+    from simplan.interop.frameworks.nemo import reading as nemo
 
     known: tuple[Format, ...] = (bridge.FORMAT, nemo.FORMAT, chakra.FORMAT)
     return {each.name: each for each in known}

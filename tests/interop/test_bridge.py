@@ -20,13 +20,22 @@ from simplan.interop.frameworks.bridge.words import blocks_of_layout, layout_of_
 from simplan.job import Job
 from simplan.predict import predict
 from simplan.scenario.source import make_job, read_source
-from tests.interop.public import CLUSTER, cases, chosen, read, written
+from tests.interop.public import CLUSTER, cases, chosen, read
 
 _CASES = cases("bridge")
 _READ = [case for case in _CASES if "expect" in case]
 _SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios" / "published"
 _DUMP: dict[str, Any] = next(case["settings"] for case in _CASES if case["name"] == "llama3.2-1b-dump")
-_MODELS = ("llama3-8b", "qwen2.5-7b", "qwen3-8b", "mistral-7b", "gpt2-124m", "mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")
+_MODELS = (
+    "llama3-8b",
+    "qwen2.5-7b",
+    "qwen3-8b",
+    "mistral-7b",
+    "gpt2-124m",
+    "mixtral-8x7b",
+    "qwen3-30b-a3b",
+    "deepseek-v3",
+)
 
 
 def imported(job: Job, folder: Path) -> Job:
@@ -37,7 +46,9 @@ def imported(job: Job, folder: Path) -> Job:
     file.write_text(text, encoding="utf-8")
     given = CLUSTER | {"cluster.num_devices": job.cluster.num_devices}
     found = read_source(file, given).scenario().job
-    return dataclasses.replace(found, model=found.model.model_copy(update={"name": job.model.name, "sources": job.model.sources}))
+    return dataclasses.replace(
+        found, model=found.model.model_copy(update={"name": job.model.name, "sources": job.model.sources})
+    )
 
 
 @pytest.mark.parametrize("case", _READ, ids=lambda case: case["name"])
@@ -127,7 +138,11 @@ def test_job_is_the_same_after_export_and_import(job: Job, tmp_path_factory: pyt
         ("llama3-8b", {"training.optimizer": "sgd"}, "training.optimizer"),
         ("olmoe-1b-7b", {}, "model.qk_norm"),
         ("gpt-oss-20b", {}, "model.attention_bias"),
-        ("llama3-8b", {"plan.dp_shard": 8, "plan.zero_stage": 3, "plan.reshard_after_forward": False}, "plan.reshard_after_forward"),
+        (
+            "llama3-8b",
+            {"plan.dp_shard": 8, "plan.zero_stage": 3, "plan.reshard_after_forward": False},
+            "plan.reshard_after_forward",
+        ),
     ],
 )
 def test_job_that_cannot_be_said_is_refused(model: str, keys: dict[str, Any], refused: str) -> None:
@@ -166,7 +181,7 @@ def test_layout_of_stages(layout: Any, blocks: tuple[int, ...] | None) -> None:
         ({"model.is_hybrid_model": True}, NotModelledError, "model.is_hybrid_model: Mamba layers are not modeled yet"),
         ({"dist.use_torch_fsdp2": True}, NotModelledError, "dist.use_torch_fsdp2"),
         ({"train.micro_batch_size": -1}, SpecError, "train.micro_batch_size = -1"),
-        ({"model.recompute_granularity": "half"}, NotModelledError, 'model.recompute_granularity = "half": is not known'),
+        ({"model.recompute_granularity": "half"}, NotModelledError, 'recompute_granularity = "half": is not known'),
     ],
 )  # fmt: skip
 def test_wrong_setting_is_named(changes: dict[str, Any], error: type[SpecError], sentence: str, tmp_path: Path) -> None:
@@ -208,15 +223,16 @@ def test_megatron_core_takes_the_settings() -> None:
 
     # fields that GPTModelProvider adds: src/megatron/bridge/models/gpt_provider.py at 067f987
     provider = {
-        "vocab_size", "seq_length", "share_embeddings_and_output_weights", "position_embedding_type", "should_pad_vocab",
+        "vocab_size", "seq_length", "share_embeddings_and_output_weights", "position_embedding_type",
         "make_vocab_size_divisible_by", "virtual_pipeline_model_parallel_size",
     }  # fmt: skip
+    selective = {"plan.ep": 8, "plan.recompute": "selective"}
     plans: list[tuple[str, dict[str, Any]]] = [
-        ("llama3-8b", {"plan.tp": 4, "plan.pp": 2, "plan.virtual_stages": 2, "plan.recompute": "full", "plan.recompute_layers": 1}),
-        ("qwen3-30b-a3b", {"plan.ep": 8, "plan.dp_shard": 16, "plan.recompute": "selective", "plan.recompute_modules": ["moe_act"]}),
-        ("deepseek-v3", {"plan.ep": 8, "plan.pp": 2, "plan.recompute": "selective", "plan.recompute_modules": ["mla_up_proj"]}),
-        ("gpt2-124m", {"plan.tp": 2}),
-    ]  # fmt: skip
+        ("llama3-8b", {"plan.tp": 4, "plan.pp": 2, "plan.virtual_stages": 2, "plan.recompute": "full"}),
+        ("qwen3-30b-a3b", selective | {"plan.dp_shard": 16, "plan.recompute_modules": ["moe_act"]}),
+        ("deepseek-v3", selective | {"plan.pp": 2, "plan.recompute_modules": ["mla_up_proj"]}),
+        ("gpt2-124m", {"plan.tp": 2, "model.vocab_size": 50304}),
+    ]
     for model, keys in plans:
         job = make_job(model, {**CLUSTER, "cluster.num_devices": 16, "software": "megatron-bridge", **keys})
         files = formats()["bridge"].export(job, "job").files

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from simplan.cost.program_costs import estimate_program
 from simplan.errors import NotModelledError
 from simplan.interop import chakra
 from simplan.job import Job
@@ -21,7 +22,6 @@ from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.program import Communication
 from simplan.scenario.source import make_job
 from simplan.sim.engine import simulate
-from simplan.cost.program_costs import estimate_program
 
 # Fields of the messages: mlcommons/chakra at 21585d8, schema/protobuf/et_def.proto, read 2026-11-26; types by their
 # number in descriptor.proto, repeated fields with a star.
@@ -49,8 +49,8 @@ _JOBS: dict[str, dict[str, Any]] = {
     },
     "hsdp": {"num_devices": 16, "dp_shard": 8, "dp_replicate": 2},
     "experts": {
-        "model": "mixtral-8x7b", "num_devices": 16, "software": "megatron-core", "tp": 2, "pp": 2, "dp_shard": 4, "ep": 4,
-        "etp": 1, "zero_stage": 1, "num_hidden_layers": 2,
+        "model": "mixtral-8x7b", "num_devices": 16, "software": "megatron-core", "tp": 2, "pp": 2, "dp_shard": 4,
+        "ep": 4, "etp": 1, "zero_stage": 1, "num_hidden_layers": 2,
     },
 }  # fmt: skip
 
@@ -125,7 +125,8 @@ def read(data: bytes, messages: dict[str, Any]) -> Trace:
     for node, text in zip(nodes, rest, strict=True):
         assert not list(node.FindInitializationErrors())
         assert node.ByteSize() == len(text), "a field is not in the schema, or has another type"
-    kinds = {"comm_size": "int64_val", "comm_type": "int64_val", "num_ops": "int64_val", "tensor_size": "uint64_val"} | {
+    kinds = {
+        "comm_size": "int64_val", "comm_type": "int64_val", "num_ops": "int64_val", "tensor_size": "uint64_val",
         "comm_src": "int32_val", "comm_dst": "int32_val", "comm_tag": "int32_val", "pg_name": "string_val",
         "is_cpu_op": "bool_val",
     }  # fmt: skip
@@ -138,7 +139,9 @@ def read(data: bytes, messages: dict[str, Any]) -> Trace:
 
 
 @pytest.fixture(scope="module", params=_JOBS)
-def exported(request: pytest.FixtureRequest, messages: dict[str, Any]) -> tuple[Job, dict[int, Trace], dict[int, list[int]]]:
+def exported(
+    request: pytest.FixtureRequest, messages: dict[str, Any]
+) -> tuple[Job, dict[int, Trace], dict[int, list[int]]]:
     """A job, the files of its ranks, and the groups of ranks."""
     job = job_of(request.param)
     files = chakra.export(job, "step").files
@@ -218,7 +221,6 @@ def test_communication_is_that_of_an_unfolded_program(exported: Any) -> None:
 def test_replay_of_the_files_takes_the_simulated_time(exported: Any) -> None:
     """Longest path through the nodes of all files, whose collectives and transfers start together."""
     job, traces, groups = exported
-    waiting: dict[Any, list[tuple[int, int]]] = defaultdict(list)
     members: dict[Any, int] = {}
     ends: dict[tuple[int, int], float] = {}
     meeting: dict[tuple[int, int], Any] = {}
@@ -233,7 +235,6 @@ def test_replay_of_the_files_takes_the_simulated_time(exported: Any) -> None:
             seen[base, node.type] += 1
             members[key] = len(groups[int(base)]) if collective else 2
     ready: dict[Any, list[tuple[float, int, int, float]]] = defaultdict(list)
-    position = dict.fromkeys(traces, 0)
     pending = {rank: list(trace.nodes) for rank, trace in traces.items()}
     progress = True
     while progress and any(pending.values()):
@@ -258,7 +259,9 @@ def test_replay_of_the_files_takes_the_simulated_time(exported: Any) -> None:
     assert not any(pending.values()), "ranks wait for each other"
     cost = cost_model(job, None)
     assignment = assign_layers(job, cost)
-    program = lower(job, assignment, table_of(job, assignment, cost, job.num_microbatches), Lowering(2, folding_of(job)))
+    program = lower(
+        job, assignment, table_of(job, assignment, cost, job.num_microbatches), Lowering(2, folding_of(job))
+    )
     expected_us = simulate(program, estimate_program(program, cost).durations_s).step_time_s * 1e6
     most = max(len(trace.nodes) for trace in traces.values())
     assert max(ends.values()) == pytest.approx(expected_us, abs=0.5 * most, rel=0.01)

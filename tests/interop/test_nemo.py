@@ -74,7 +74,7 @@ def test_device_count_from_command_line_keeps_file_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "sentence"),
     [
-        ({"model.tensor_model_parallel_size": 3}, SpecError, "trainer.devices = 8: is 64 devices, and tensor x pipeline"),
+        ({"model.tensor_model_parallel_size": 3}, SpecError, "trainer.devices = 8: is 64 devices, and tensor x"),
         ({"model.tensor_model_parallel_size": "two"}, SpecError, "model.tensor_model_parallel_size"),
         ({"model.activation": "mish"}, NotModelledError, "model.activation = \"mish\": is not known"),
         ({"model.optim.name": "sophia"}, NotModelledError, "model.optim.name = \"sophia\": is not modeled yet"),

@@ -27,6 +27,8 @@ SPAN = re.compile(r"\[(\d)\]\*(\d{1,4})")
 
 CP_COMM = {None: "ring", "p2p": "ring", "all_gather": "all_gather", "a2a": "a2a"}
 """``cp_comm_type`` -> ``plan.cp_comm``."""
+ORIGIN = "the default of Megatron Core"
+WIDE_WEIGHTS = "weights are counted in 16 bits next to those in FP8"
 CLIPPING = "the norm of all gradients is computed and reduced before the update"
 OPTIMIZERS = {"adam": "adam", "sgd": "sgd_momentum"}
 """``OptimizerConfig.optimizer`` -> ``training.optimizer``; its SGD has a momentum of 0.9."""
@@ -68,6 +70,7 @@ class ModelForm:
         keys: Field of ``ModelSpec`` -> key of the file.
         more: Further fields of the model, each with its value and the key or words on its origin.
         why: Field of ``gated``, ``positions``, ``biases``, ``layer_norm`` -> key of the file that says so.
+        dropouts: Keys of rates of dropout, which are 0.1 by default.
     """
 
     gated: bool
@@ -80,6 +83,7 @@ class ModelForm:
     keys: Mapping[str, str] = field(default_factory=dict)
     more: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     why: Mapping[str, str] = field(default_factory=dict)
+    dropouts: tuple[str, ...] = ("model.hidden_dropout", "model.attention_dropout")
 
 
 def flattened(document: Document) -> list[Setting]:
@@ -223,7 +227,9 @@ def check_world(reading: Reading, degrees: Mapping[str, int], world: int | None,
     if world is None:
         return None
     if world % group:
-        rule = f"is {world:,} devices, and tensor x pipeline x context parallelism is {group:,}, which does not divide it"
+        rule = (
+            f"is {world:,} devices, and tensor x pipeline x context parallelism is {group:,}, which does not divide it"
+        )
         reading.contradiction(key, rule)
         return None
     dp = world // group
@@ -290,7 +296,8 @@ def read_data_parallel(reading: Reading, words: Words, *, default: bool, origin:
         return
     reading.no_effect(strategy)
     said = [key for key in shared if key in reading]
-    chosen = any([truth(reading, key) for key in said]) if said else default
+    values = [truth(reading, key) for key in said]
+    chosen = any(values) if said else default
     put_sharding(reading, int(chosen), said[0] if said else origin)
     reading.no_effect(*said)
     _put_instances(reading, ddp, is_sharded=chosen)
@@ -332,18 +339,27 @@ def put_model(reading: Reading, form: ModelForm, origin: str) -> None:
         reading.put(f"model.{name}", value, key)
     tied = form.why.get("tied", "")
     reading.put("model.tied_embeddings", form.tied, tied if tied in reading else origin)
+    _note_differences(reading, form, family)
+
+
+def _note_differences(reading: Reading, form: ModelForm, family: str) -> None:
+    """Note what blocks of the family have otherwise than the file's."""
+    gpt = family == "gpt"
     if family in ("llama", "moe") and form.biases:
         reading.put("model.attention_bias", True, form.why.get("biases", ""))
         reading.not_modeled(form.why.get("biases", ""), "biases of MLPs are left out")
-    if family in ("llama", "moe", "deepseek") and form.layer_norm:
-        reading.not_modeled(form.why.get("layer_norm", ""), "counted as RMSNorm, which reads no bias")
-    if family == "gpt" and not form.layer_norm:
-        reading.not_modeled(form.why.get("layer_norm", ""), "counted as LayerNorm")
-    if family == "gpt" and not form.biases:
+    elif gpt and not form.biases:
         reading.not_modeled(form.why.get("biases", ""), "counted with biases")
+    if form.layer_norm is not (family in ("gpt", "mpt")):
+        what = "LayerNorm" if gpt else "RMSNorm, which reads no bias"
+        reading.not_modeled(form.why.get("layer_norm", ""), f"counted as {what}")
     expected = {"gpt": "learned", "mpt": "alibi"}.get(family, "rope")
     if form.positions != expected:
         reading.not_modeled(form.why.get("positions", ""), f"counted as {expected} positions")
+    for key in form.dropouts:
+        if bool(reading.value(key, 0.1)) is not gpt:
+            reading.not_modeled(key, f"the profile has {'dropout' if gpt else 'no dropout'} in this family")
+        reading.no_effect(key)
 
 
 def _family(form: ModelForm) -> str:
@@ -355,6 +371,20 @@ def _family(form: ModelForm) -> str:
     if form.gated:
         return "llama"
     return "mpt" if form.positions == "alibi" and not form.biases else "gpt"
+
+
+def window(reading: Reading, key: str) -> dict[str, tuple[Any, str]]:
+    """The sliding window, from ``window_size``: keys before a query and after it."""
+    value = reading.value(key)
+    if isinstance(value, list) and value and type(value[0]) is int and value[0] > 0:
+        return {"sliding_window": (value[0], key)}
+    return {}
+
+
+def capacity(reading: Reading, key: str) -> dict[str, tuple[Any, str]]:
+    """Capacity slots of experts; without a factor, experts take all their tokens."""
+    factor = reading.value(key)
+    return {} if factor is None else {"capacity_factor": (factor, key), "drop_tokens": (True, key)}
 
 
 def expert_keys(reading: Reading, prefix: str) -> dict[str, str]:
@@ -397,6 +427,19 @@ def grad_dtype(reading: Reading, precision: str, in_fp32: bool | None, key: str)
             reading.put("plan.grad_dtype", "fp32", key)
     elif not in_fp32:
         reading.put("plan.grad_dtype", "bf16", key)
+
+
+def compare(reading: Reading, compared: Mapping[str, tuple[tuple[Any, ...], str]], degrees: Mapping[str, int]) -> None:
+    """Note settings with which the prediction leaves something out.
+
+    Args:
+        compared: Key -> values with which it leaves nothing out, and what it does with others.
+    """
+    for key, (values, why) in compared.items():
+        is_moot = degrees["tp"] == 1 and key.endswith("tp_comm_overlap")
+        if key in reading and reading.value(key) not in values and not is_moot:
+            reading.not_modeled(key, why)
+        reading.no_effect(key)
 
 
 def no_effect(reading: Reading, beginnings: tuple[str, ...]) -> None:

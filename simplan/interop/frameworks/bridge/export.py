@@ -65,7 +65,8 @@ def _write_model(writing: Writing) -> None:
     writing.taken("model.max_position_embeddings", "model.gated_mlp", "model.expert_imbalance")
     gpt = model.family == "gpt"
     if gpt and model.max_position_embeddings != model.seq_len:
-        writing.refuse("model.max_position_embeddings", f"use model.seq_len = {model.seq_len}, as its table has one row a token")
+        fix = f"use model.seq_len = {model.seq_len}, as its table has one row per token"
+        writing.refuse("model.max_position_embeddings", fix)
     for key, value in (
         ("gated_linear_unit", not gpt),
         ("activation_func", "gelu" if gpt else "silu"),
@@ -76,7 +77,17 @@ def _write_model(writing: Writing) -> None:
         ("attention_dropout", 0.1 if gpt else 0.0),
     ):
         writing.set(f"model.{key}", value, f"model.family = {model.family}")
-    writing.set("model.share_embeddings_and_output_weights", writing.value("model.tied_embeddings"), "model.tied_embeddings")
+    tied = writing.value("model.tied_embeddings")
+    writing.set("model.share_embeddings_and_output_weights", tied, "model.tied_embeddings")
+    _write_attention(writing)
+    if experts:
+        _write_experts(writing)
+    _write_adapters(writing)
+
+
+def _write_attention(writing: Writing) -> None:
+    model = writing.job.model
+    latent = model.family == "deepseek"
     if latent:
         writing.set("model.multi_latent_attention", True, "model.family = deepseek")
     if writing.value("model.qkv_bias"):
@@ -91,16 +102,17 @@ def _write_model(writing: Writing) -> None:
             writing.set("model.window_attn_skip_freq", model.sliding_window_pattern, "model.sliding_window_pattern")
     if writing.value("model.attention_sinks"):
         writing.set("model.softmax_type", "learnable", "model.attention_sinks")
-    if experts:
-        _write_experts(writing)
-    if writing.value("model.lora_rank"):
-        targets = writing.value("model.lora_targets")
-        if len(targets) != 1 or targets[0] not in LORA_TARGETS:
-            writing.refuse("model.lora_targets", f"use one of {', '.join(LORA_TARGETS)}")
-        writing.set("peft._target_", "megatron.bridge.peft.lora.LoRA", "training.task = lora")
-        writing.set("peft.dim", model.lora_rank, "model.lora_rank")
-        writing.set("peft.target_modules", list(LORA_TARGETS[targets[0]]), "model.lora_targets")
-    writing.taken("model.lora_targets")
+
+
+def _write_adapters(writing: Writing) -> None:
+    rank, targets = writing.value("model.lora_rank"), writing.value("model.lora_targets")
+    if not rank:
+        return
+    if len(targets) != 1 or targets[0] not in LORA_TARGETS:
+        writing.refuse("model.lora_targets", f"use one of {', '.join(LORA_TARGETS)}")
+    writing.set("peft._target_", "megatron.bridge.peft.lora.LoRA", "training.task = lora")
+    writing.set("peft.dim", rank, "model.lora_rank")
+    writing.set("peft.target_modules", list(LORA_TARGETS[targets[0]]), "model.lora_targets")
 
 
 def _write_experts(writing: Writing) -> None:
@@ -193,7 +205,11 @@ def _write_data_parallel(writing: Writing) -> None:
 def _write_training(writing: Writing) -> None:
     training = writing.job.training
     optimizer = writing.value("training.optimizer")
-    words: Mapping[str, tuple[str, bool]] = {"adamw": ("adam", True), "adam": ("adam", False), "sgd_momentum": ("sgd", True)}
+    words: Mapping[str, tuple[str, bool]] = {
+        "adamw": ("adam", True),
+        "adam": ("adam", False),
+        "sgd_momentum": ("sgd", True),
+    }
     if optimizer not in words:
         writing.refuse("training.optimizer", f"use {', '.join(words)}")
     name, decoupled = words[optimizer]
@@ -276,9 +292,9 @@ def export(job: Job, name: str) -> Exported:
     several = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HOST:29500" if nodes > 1 else ""
     start = f"torchrun --nproc-per-node {each}{several} pretrain.py"
     notes = [
-        f"the configuration is for {job.plan.num_devices:,} x {cluster.device.id}; data-parallel ranks follow from the number of ranks",
+        f"data-parallel ranks follow from the number of ranks, here {job.plan.num_devices:,} x {cluster.device.id}",
         f"data, tokenizer and checkpoints: the placeholders at the top of {file}; without data, tokens are made up",
-        "what changes neither time nor memory (rotary base, norm epsilon, scores of routers) is Megatron Core's default",
+        "what changes neither time nor memory (rotary base, norm epsilon, router scores) is Megatron Core's default",
     ]
     program = _program(file, provider, _mixed(job))
     return Exported({file: _yaml(options, name), "pretrain.py": program}, start, tuple(notes))
@@ -286,7 +302,10 @@ def export(job: Job, name: str) -> Exported:
 
 def _mixed(job: Job) -> str:
     """Name of the mixed precision that the configuration changes."""
-    wanted = (job.training.precision, job.training.fp8_recipe or ("tensorwise" if job.training.precision == "fp8" else None))
+    wanted = (
+        job.training.precision,
+        job.training.fp8_recipe or ("tensorwise" if job.training.precision == "fp8" else None),
+    )
     return next((name for name, own in RECIPES.items() if own == wanted), "bf16_mixed")
 
 

@@ -14,8 +14,8 @@ from simplan import catalog
 from simplan.document import parse_yaml
 from simplan.interop.configuration import Configuration, Match, Reading, Setting
 from simplan.interop.formats import ConfigFile, Format
-from simplan.interop.frameworks.bridge.export import BUCKET_ELEMENTS, export, settings
 from simplan.interop.frameworks import megatron_core as core
+from simplan.interop.frameworks.bridge.export import BUCKET_ELEMENTS, export, settings
 from simplan.interop.frameworks.bridge.words import (
     COMPARED,
     DISPATCHERS,
@@ -25,15 +25,25 @@ from simplan.interop.frameworks.bridge.words import (
     MODEL_MATCHES,
     NO_EFFECT,
     PRECISIONS,
-    REFUSED,
     RECIPES,
+    REFUSED,
     WORDS,
     blocks_of_layout,
 )
 
-_SECTIONS = ("model", "train", "optimizer", "scheduler", "ddp", "dataset", "checkpoint", "logger", "mixed_precision", "dist")
+_SECTIONS = (
+    "model",
+    "train",
+    "optimizer",
+    "scheduler",
+    "ddp",
+    "dataset",
+    "checkpoint",
+    "logger",
+    "mixed_precision",
+    "dist",
+)
 _RECIPE = "the recipes of Megatron Bridge have it"
-_CORE = "the default of Megatron Core"
 _NAMED = re.compile(r"(?P<model>.+?)_(?:pretrain|sft|finetune|peft|cpt|lora|dora)(?:_.*)?")
 _SIZES = tuple(f"model.{name}" for name in ("num_layers", "hidden_size", "num_attention_heads"))
 
@@ -123,7 +133,9 @@ def _put_plan(reading: Reading, *, experts: bool, whole: bool) -> dict[str, int]
         ):
             if key not in reading:
                 reading.ask(path, what=f"leaves {key} to its recipe", fix=f"add {option}, or what the recipe has")
-    said = {name for name in ("expert_model_parallel_size", "expert_tensor_parallel_size") if f"model.{name}" in reading}
+    said = {
+        name for name in ("expert_model_parallel_size", "expert_tensor_parallel_size") if f"model.{name}" in reading
+    }
     degrees = core.read_parallel(reading, WORDS, experts=experts and (whole or bool(said)))
     names = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
     core.read_recompute(reading, WORDS.recompute, names=names)
@@ -188,7 +200,9 @@ def _put_precision(reading: Reading) -> str:
         if recipe is not None:
             reading.put("training.fp8_recipe", recipe, section)
         return "fp16" if precision == "fp16" else "bf16"
-    where = next((each for each in ("mixed_precision.", "model.") if f"{each}bf16" in reading or f"{each}fp8" in reading), "")
+    where = next(
+        (each for each in ("mixed_precision.", "model.") if f"{each}bf16" in reading or f"{each}fp8" in reading), ""
+    )
     wide = next((name for name in ("fp16", "bf16", "fp32") if reading.value(f"{where}{name}")), None)
     if wide is None and not where:
         wide = "bf16"
@@ -204,7 +218,7 @@ def _put_precision(reading: Reading) -> str:
             precision, name = PRECISIONS[recipe]
             reading.put("training.precision", precision, f"{where}fp8")
             if name is not None:
-                reading.put("training.fp8_recipe", name, key if key in reading else _CORE)
+                reading.put("training.fp8_recipe", name, key if key in reading else core.ORIGIN)
     else:
         said = f"{where}{wide or 'fp32'}"
         reading.put("training.precision", wide or "fp32", said if said in reading else f"{_RECIPE}: bf16_mixed")
@@ -259,7 +273,9 @@ def _put_optimizer(reading: Reading, precision: str, degrees: Mapping[str, int])
         return
     decoupled = core.truth(reading, "optimizer.decoupled_weight_decay", default=True)
     chosen = "adamw" if name == "adam" and decoupled else core.OPTIMIZERS[name]
-    reading.put("training.optimizer", chosen, key if key in reading else f"{_CORE}: Adam with decoupled weight decay")
+    reading.put(
+        "training.optimizer", chosen, key if key in reading else f"{core.ORIGIN}: Adam with decoupled weight decay"
+    )
     bucket = "ddp.bucket_size"
     size = reading.value(bucket)
     if type(size) is int and size != BUCKET_ELEMENTS:
@@ -269,7 +285,9 @@ def _put_optimizer(reading: Reading, precision: str, degrees: Mapping[str, int])
 
 def _put_lengths(reading: Reading) -> None:
     """Put the length of sequences, which is the dataset's."""
-    key = next((each for each in ("dataset.seq_length", "dataset.sequence_length", "model.seq_length") if each in reading), "")
+    key = next(
+        (each for each in ("dataset.seq_length", "dataset.sequence_length", "model.seq_length") if each in reading), ""
+    )
     if key:
         reading.put("model.seq_len", reading.value(key), key)
     else:
@@ -280,42 +298,14 @@ def _put_lengths(reading: Reading) -> None:
 def _put_model(reading: Reading, *, experts: bool) -> None:
     """Put a model whose sizes the file has."""
     mla = core.truth(reading, "model.multi_latent_attention")
-    matches: Sequence[Match] = (*MODEL_MATCHES, *(EXPERT_MATCHES if experts else ()), *(LATENT_MATCHES if mla else ()))
-    keys = {match.path.partition(".")[2]: match.key for match in matches}
-    more: dict[str, tuple[Any, str]] = {}
-    if mla:
-        keys = {name: key for name, key in keys.items() if name not in ("num_key_value_heads", "head_dim")}
-    hidden = reading.value("model.hidden_size")
-    if reading.value("model.ffn_hidden_size") is None and type(hidden) is int:
-        more["intermediate_size"] = (4 * hidden, f"{_CORE}: 4 x hidden_size")
-    if experts:
-        more |= core.dense_layers(reading, "model.moe_layer_freq", reading.value("model.num_layers"))
-        width = "model.moe_ffn_hidden_size"
-        if reading.value(width) is None:
-            more["moe_intermediate_size"] = (reading.value("model.ffn_hidden_size"), f"{width}: as ffn_hidden_size")
-        if "num_dense_layers" not in more:
-            keys.pop("intermediate_size")
-            more.pop("intermediate_size", None)
-        capacity = "model.moe_expert_capacity_factor"
-        if (factor := reading.value(capacity)) is not None:
-            more |= {"capacity_factor": (factor, capacity), "drop_tokens": (True, capacity)}
-    window = reading.value("model.window_size")
-    if isinstance(window, list) and window and type(window[0]) is int and window[0] > 0 and not mla:
-        more["sliding_window"] = (window[0], "model.window_size")
-        skip = reading.value("model.window_attn_skip_freq")
-        if type(skip) is int:
-            more["sliding_window_pattern"] = (skip, "model.window_attn_skip_freq")
-    if reading.value("model.softmax_type") == "learnable":
-        more["attention_sinks"] = (True, "model.softmax_type")
-    if reading.value("model.add_qkv_bias"):
-        more["qkv_bias"] = (True, "model.add_qkv_bias")
-    if reading.value("model.qk_layernorm") and not mla:
-        more["qk_norm"] = ("head", "model.qk_layernorm")
+    keys, more = _sizes(reading, experts=experts, mla=mla)
+    more |= _attention(reading, mla=mla)
     tokenizer = "tokenizer.vocab_size"
     if _is_vocabulary_of_tokenizer(reading) and reading.value(tokenizer) is not None:
         keys["vocab_size"] = tokenizer
     elif reading.value("model.vocab_size") is None:
-        reading.ask("model.vocab_size", what="does not say how many tokens there are", fix="add --set model.vocab_size=128256")
+        what = "does not say how many tokens there are"
+        reading.ask("model.vocab_size", what=what, fix="add --set model.vocab_size=128256")
     position = str(reading.value("model.position_embedding_type", "learned_absolute"))
     gated = core.truth(reading, "model.gated_linear_unit")
     if experts and not gated:
@@ -338,11 +328,46 @@ def _put_model(reading: Reading, *, experts: bool) -> None:
             "tied": "model.share_embeddings_and_output_weights",
         },
     )
-    core.put_model(reading, form, _CORE)
-    drops = form.positions == "learned" and not gated
-    for key in ("model.hidden_dropout", "model.attention_dropout"):
-        if bool(reading.value(key, 0.1)) is not drops:
-            reading.not_modeled(key, f"the profile has {'dropout' if drops else 'no dropout'} in this family")
+    core.put_model(reading, form, core.ORIGIN)
+
+
+def _sizes(reading: Reading, *, experts: bool, mla: bool) -> tuple[dict[str, str], dict[str, tuple[Any, str]]]:
+    """Fields of the model -> keys; and further fields with their values and keys."""
+    matches: Sequence[Match] = (*MODEL_MATCHES, *(EXPERT_MATCHES if experts else ()), *(LATENT_MATCHES if mla else ()))
+    keys = {match.path.partition(".")[2]: match.key for match in matches}
+    if mla:
+        keys = {name: key for name, key in keys.items() if name not in ("num_key_value_heads", "head_dim")}
+    more: dict[str, tuple[Any, str]] = {}
+    hidden, width = reading.value("model.hidden_size"), reading.value("model.ffn_hidden_size")
+    if width is None and type(hidden) is int:
+        width = 4 * hidden
+        more["intermediate_size"] = (width, f"{core.ORIGIN}: 4 x hidden_size")
+    if not experts:
+        return keys, more
+    more |= core.dense_layers(reading, "model.moe_layer_freq", reading.value("model.num_layers"))
+    more |= core.capacity(reading, "model.moe_expert_capacity_factor")
+    if reading.value("model.moe_ffn_hidden_size") is None:
+        more["moe_intermediate_size"] = (width, f"{core.ORIGIN}: as ffn_hidden_size")
+    if "num_dense_layers" not in more:
+        keys.pop("intermediate_size")
+        more.pop("intermediate_size", None)
+    return keys, more
+
+
+def _attention(reading: Reading, *, mla: bool) -> dict[str, tuple[Any, str]]:
+    """Fields of attention with their values and keys."""
+    more = {} if mla else core.window(reading, "model.window_size")
+    skip = reading.value("model.window_attn_skip_freq")
+    if more and type(skip) is int:
+        more["sliding_window_pattern"] = (skip, "model.window_attn_skip_freq")
+    for key, chosen, name, value in (
+        ("model.softmax_type", "learnable", "attention_sinks", True),
+        ("model.add_qkv_bias", True, "qkv_bias", True),
+        ("model.qk_layernorm", True, "qk_norm", "head"),
+    ):
+        if reading.value(key) == chosen and not (mla and name == "qk_norm"):
+            more[name] = (value, key)
+    return more
 
 
 def _put_adapters(reading: Reading) -> None:
@@ -356,21 +381,20 @@ def _put_adapters(reading: Reading) -> None:
     modules = frozenset(targets) if isinstance(targets, list) else frozenset(LORA_TARGETS["all"])
     name = next((name for name, known in LORA_TARGETS.items() if frozenset(known) == modules), None)
     if name is None:
-        reading.refuse("peft.target_modules", "is not modeled yet", f"only {' or '.join(map(str, LORA_TARGETS.values()))} are")
+        reading.refuse(
+            "peft.target_modules", "is not modeled yet", f"only {' or '.join(map(str, LORA_TARGETS.values()))} are"
+        )
         return
     reading.put("training.task", "lora", "peft._target_" if kind is not None else "peft.dim")
-    reading.put("model.lora_rank", rank if rank is not None else 32, "peft.dim" if rank is not None else "LoRA's default")
+    reading.put(
+        "model.lora_rank", rank if rank is not None else 32, "peft.dim" if rank is not None else "LoRA's default"
+    )
     reading.put("model.lora_targets", [name], "peft.target_modules" if targets is not None else "LoRA's default")
 
 
 def _put_rest(reading: Reading, degrees: Mapping[str, int]) -> None:
     """Note what the prediction leaves out, and what has no effect."""
-    for key, (values, why) in COMPARED.items():
-        value = reading.value(key)
-        overlaps = degrees["tp"] == 1 and key.endswith("tp_comm_overlap")
-        if key in reading and value not in values and not overlaps:
-            reading.not_modeled(key, why)
-        reading.no_effect(key)
+    core.compare(reading, COMPARED, degrees)
     core.no_effect(reading, NO_EFFECT)
 
 
