@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from simplan.accuracy.published_job import job_of_published_run
 from simplan.accuracy.reading import read_published
 from simplan.errors import NotModelledError, SpecError
-from simplan.interop.formats import formats
+from simplan.interop.frameworks.bridge.export import export
 from simplan.interop.frameworks.bridge.words import blocks_of_layout, layout_of_blocks
 from simplan.job import Job
 from simplan.predict import predict
@@ -41,7 +41,7 @@ _MODELS = (
 def imported(job: Job, folder: Path) -> Job:
     """The job, exported and read again."""
     file = folder / "job.yaml"
-    text = formats()["bridge"].export(job, "job").files["job.yaml"]
+    text = export(job, "job").files["job.yaml"]
     assert isinstance(text, str)
     file.write_text(text, encoding="utf-8")
     given = CLUSTER | {"cluster.num_devices": job.cluster.num_devices}
@@ -84,7 +84,10 @@ def jobs(draw: st.DrawFn) -> Job:
     """Jobs that follow the rules, over what both sides can say."""
     model = draw(st.sampled_from(_MODELS))
     experts = model in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")
-    choose = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+
+    def choose(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
+
     pp, tp, cp = choose(1, 2, 4), choose(1, 2, 4), choose(1, 1, 2)
     zero_stage = choose(0, 1, 1, 3)
     keys: dict[str, Any] = {
@@ -148,7 +151,7 @@ def test_job_is_the_same_after_export_and_import(job: Job, tmp_path_factory: pyt
 def test_job_that_cannot_be_said_is_refused(model: str, keys: dict[str, Any], refused: str) -> None:
     job = make_job(model, {**CLUSTER, "cluster.num_devices": 8, "software": "megatron-bridge", **keys})
     with pytest.raises(NotModelledError) as error:
-        formats()["bridge"].export(job, "job")
+        export(job, "job")
     assert f"{refused} = " in str(error.value)
     assert "cannot be said in Megatron Bridge" in str(error.value)
 
@@ -190,6 +193,16 @@ def test_wrong_setting_is_named(changes: dict[str, Any], error: type[SpecError],
     assert sentence in str(refused.value)
 
 
+@pytest.mark.parametrize("value", [[1, [2]], {"a": 1}, "${.x}", -1, 10**30], ids=str)
+def test_any_value_of_a_setting_is_read_or_refused(value: Any, tmp_path: Path) -> None:
+    settings = next(case["settings"] for case in _CASES if case["name"] == "llama3-70b-64gpu-h100-fp8cs")
+    for key in settings:
+        try:
+            read({"name": "dump", "settings": settings | {key: value}}, tmp_path).scenario()
+        except SpecError as error:
+            assert str(error)  # noqa: PT017
+
+
 def test_unknown_settings_are_listed(tmp_path: Path) -> None:
     case = {"name": "dump", "settings": _DUMP | {"model.new_kernel": True, "optimizer.magic": 3}}
     configuration = read(case, tmp_path).configuration
@@ -216,11 +229,10 @@ def test_file_with_several_plans_is_refused(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # Megatron Core's about its own defaults
 def test_megatron_core_takes_the_settings() -> None:
     """Megatron Core's configuration classes take the exported settings, and check them against each other."""
-    pytest.importorskip("megatron.core")
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
+    distributed, optimizer, transformer = (
+        pytest.importorskip(f"megatron.core.{name}")
+        for name in ("distributed", "optimizer", "transformer.transformer_config")
+    )
     # fields that GPTModelProvider adds: src/megatron/bridge/models/gpt_provider.py at 067f987
     provider = {
         "vocab_size", "seq_length", "share_embeddings_and_output_weights", "position_embedding_type",
@@ -235,15 +247,15 @@ def test_megatron_core_takes_the_settings() -> None:
     ]
     for model, keys in plans:
         job = make_job(model, {**CLUSTER, "cluster.num_devices": 16, "software": "megatron-bridge", **keys})
-        files = formats()["bridge"].export(job, "job").files
+        files = export(job, "job").files
         found = yaml.safe_load(files["job.yaml"])
-        kind = MLATransformerConfig if model == "deepseek-v3" else TransformerConfig
+        kind = transformer.MLATransformerConfig if model == "deepseek-v3" else transformer.TransformerConfig
         known = {field.name for field in dataclasses.fields(kind)}
         assert set(found["model"]) - known <= provider
         left = ("activation_func", "apply_rope_fusion")  # a name there; and what needs Transformer Engine
         taken = {key: value for key, value in found["model"].items() if key in known and key not in left}
         config = kind(**taken, bf16=True, pipeline_dtype="bf16")
         assert config.tensor_model_parallel_size == job.plan.tp
-        DistributedDataParallelConfig(**found["ddp"])
-        OptimizerConfig(**found["optimizer"])
+        distributed.DistributedDataParallelConfig(**found["ddp"])
+        optimizer.OptimizerConfig(**found["optimizer"])
         ast.parse(str(files["pretrain.py"]))

@@ -69,8 +69,10 @@ class Trace:
 @pytest.fixture(scope="module")
 def messages() -> dict[str, Any]:
     """Classes of protobuf's own runtime for the schema."""
-    descriptor_pb2 = pytest.importorskip("google.protobuf.descriptor_pb2")
-    from google.protobuf import descriptor_pool, message_factory
+    descriptor_pb2, descriptor_pool, message_factory = (
+        pytest.importorskip(f"google.protobuf.{name}")
+        for name in ("descriptor_pb2", "descriptor_pool", "message_factory")
+    )
 
     file = descriptor_pb2.FileDescriptorProto(name="et_def.proto", package="ChakraProtoMsg", syntax="proto3")
     field_type = descriptor_pb2.FieldDescriptorProto
@@ -164,7 +166,8 @@ def test_dependencies_are_earlier_nodes(exported: Any) -> None:
 def test_sends_pair_with_receives(exported: Any) -> None:
     job, traces, _ = exported
     keys = ("comm_src", "comm_dst", "comm_tag", "comm_size")
-    sent, received = Counter(), Counter()
+    sent: Counter[Any] = Counter()
+    received: Counter[Any] = Counter()
     for rank, trace in traces.items():
         for _, each in trace.of(_SEND):
             assert each["comm_src"] == rank != each["comm_dst"]
@@ -230,7 +233,7 @@ def test_replay_of_the_files_takes_the_simulated_time(exported: Any) -> None:
             if node.type == _COMP:
                 continue
             collective = node.type == _COLLECTIVE
-            base = each["pg_name"] if collective else (each["comm_src"], each["comm_dst"], each["comm_tag"])
+            base: Any = each["pg_name"] if collective else (each["comm_src"], each["comm_dst"], each["comm_tag"])
             key = meeting[rank, node.id] = (base, seen[base, node.type])
             seen[base, node.type] += 1
             members[key] = len(groups[int(base)]) if collective else 2
@@ -247,10 +250,10 @@ def test_replay_of_the_files_takes_the_simulated_time(exported: Any) -> None:
                     continue
                 start = max((ends[rank, dep] for dep in node.data_deps), default=0.0)
                 progress = True
-                key = meeting.get((rank, node.id))
-                if key is None:
+                if (rank, node.id) not in meeting:
                     ends[rank, node.id] = start + node.duration_micros
                     continue
+                key = meeting[rank, node.id]
                 ready[key].append((start, rank, node.id, node.duration_micros))
                 if len(ready[key]) == members[key]:
                     end = max(each[0] for each in ready[key]) + max(each[3] for each in ready[key])

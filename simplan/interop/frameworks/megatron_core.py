@@ -6,7 +6,6 @@ model_parallel_config.py, distributed/distributed_data_parallel_config.py, optim
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -164,6 +163,14 @@ def truth(reading: Reading, key: str, *, default: bool = False) -> bool:
     return value
 
 
+def word(reading: Reading, key: str, default: str | None = None) -> str | int | float | bool | None:
+    """A single value, to look up; null and absent are the default, and a list is text that nothing has."""
+    value = reading.value(key)
+    if value is None:
+        return default
+    return value if isinstance(value, str | int | float | bool) else str(value)
+
+
 def parallel_matches(words: Words) -> tuple[Match, ...]:
     """Degrees and batch, for reading and for writing."""
     p = words.parallel
@@ -286,13 +293,13 @@ def read_data_parallel(reading: Reading, words: Words, *, default: bool, origin:
     shared = [f"{section}use_distributed_optimizer" for section in (ddp, words.optimizer)]
     stages = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
     if fsdp:
-        kind = reading.value(strategy, "optim_grads_params")
+        kind = word(reading, strategy, "optim_grads_params")
         reading.no_effect(*shared)
         if kind not in stages:
             reading.refuse(strategy, "is not known", f"use {', '.join(stages)}")
             return
-        put_sharding(reading, stages[kind], strategy if strategy in reading else fsdp[0])
-        _put_instances(reading, ddp, is_sharded=stages[kind] > 0)
+        put_sharding(reading, stages[str(kind)], strategy if strategy in reading else fsdp[0])
+        _put_instances(reading, ddp, is_sharded=stages[str(kind)] > 0)
         return
     reading.no_effect(strategy)
     said = [key for key in shared if key in reading]
@@ -449,8 +456,8 @@ def no_effect(reading: Reading, beginnings: tuple[str, ...]) -> None:
     )
 
 
-def world_size(*numbers: Any) -> int | None:
-    """Product of whole numbers; None if one is none."""
-    if any(type(number) is not int or number < 1 for number in numbers):
+def world_size(nodes: Any, devices: Any) -> int | None:
+    """Devices of all nodes; None if one of the numbers is no whole number."""
+    if not isinstance(nodes, int) or not isinstance(devices, int) or isinstance(nodes, bool) or min(nodes, devices) < 1:
         return None
-    return math.prod(numbers)
+    return nodes * devices

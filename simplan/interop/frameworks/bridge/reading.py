@@ -143,7 +143,7 @@ def _put_plan(reading: Reading, *, experts: bool, whole: bool) -> dict[str, int]
     _put_stages(reading, stages)
     dist = "dist.use_megatron_fsdp"  # sets the same key of ddp
     if core.truth(reading, dist):
-        strategy = reading.value("ddp.data_parallel_sharding_strategy", "optim_grads_params")
+        strategy = str(core.word(reading, "ddp.data_parallel_sharding_strategy", "optim_grads_params"))
         stage = {"no_shard": 0, "optim": 1, "optim_grads": 2}.get(strategy, 3)
         core.put_sharding(reading, stage, dist)
     else:
@@ -211,14 +211,14 @@ def _put_precision(reading: Reading) -> str:
         reading.put("training.precision", "nvfp4", f"{where}fp4")
     elif fp8 is not None:
         key = f"{where}fp8_recipe"
-        recipe = reading.value(key, "tensorwise")
+        recipe = str(reading.value(key, "tensorwise"))
         if recipe not in PRECISIONS:
             reading.refuse(key, "is not modeled yet", f"only {', '.join(PRECISIONS)} are")
         else:
-            precision, name = PRECISIONS[recipe]
+            precision, scaling = PRECISIONS[recipe]
             reading.put("training.precision", precision, f"{where}fp8")
-            if name is not None:
-                reading.put("training.fp8_recipe", name, key if key in reading else core.ORIGIN)
+            if scaling is not None:
+                reading.put("training.fp8_recipe", scaling, key if key in reading else core.ORIGIN)
     else:
         said = f"{where}{wide or 'fp32'}"
         reading.put("training.precision", wide or "fp32", said if said in reading else f"{_RECIPE}: bf16_mixed")
@@ -234,8 +234,8 @@ def _put_software(reading: Reading, *, experts: bool) -> None:
     software: dict[str, Any] = {"preset": "megatron-bridge"}
     if _is_vocabulary_of_tokenizer(reading):
         software["vocab_multiple"] = core.whole(reading, "model.make_vocab_size_divisible_by", 128)
-    dispatcher = reading.value("model.moe_token_dispatcher_type")
-    backend = reading.value("model.moe_flex_dispatcher_backend", "deepep")
+    dispatcher = core.word(reading, "model.moe_token_dispatcher_type")
+    backend = core.word(reading, "model.moe_flex_dispatcher_backend", "deepep")
     overlaps = ("comm_overlap.overlap_moe_expert_parallel_comm", "model.overlap_moe_expert_parallel_comm")
     if experts:
         kind = "deepep" if reading.value("model.moe_enable_deepep") else DISPATCHERS.get((dispatcher, backend))
@@ -267,7 +267,7 @@ def _is_vocabulary_of_tokenizer(reading: Reading) -> bool:
 
 def _put_optimizer(reading: Reading, precision: str, degrees: Mapping[str, int]) -> None:
     key = "optimizer.optimizer"
-    name = reading.value(key, "adam")
+    name = str(reading.value(key, "adam"))
     if name not in core.OPTIMIZERS:
         reading.refuse(key, "is not modeled yet", f"only {' and '.join(core.OPTIMIZERS)} are")
         return
@@ -378,7 +378,7 @@ def _put_adapters(reading: Reading) -> None:
     if kind is not None and not str(kind).endswith(".LoRA"):
         reading.refuse("peft._target_", "is not modeled yet", "only LoRA is")
         return
-    modules = frozenset(targets) if isinstance(targets, list) else frozenset(LORA_TARGETS["all"])
+    modules = frozenset(map(str, targets)) if isinstance(targets, list) else frozenset(LORA_TARGETS["all"])
     name = next((name for name, known in LORA_TARGETS.items() if frozenset(known) == modules), None)
     if name is None:
         reading.refuse(

@@ -56,7 +56,7 @@ RECIPES: Mapping[str, tuple[str, str | None]] = {
     "bf16_with_nvfp4_mixed": ("nvfp4", None),
 }
 """Name of a mixed precision -> ``training.precision`` and ``training.fp8_recipe``."""
-DISPATCHERS = {("flex", "deepep"): "deepep", ("flex", "hybridep"): "hybridep"}
+DISPATCHERS: Mapping[tuple[Any, Any], str] = {("flex", "deepep"): "deepep", ("flex", "hybridep"): "hybridep"}
 """Token dispatcher and its backend -> ``software.expert_dispatch``."""
 LORA_TARGETS = {
     "all": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),

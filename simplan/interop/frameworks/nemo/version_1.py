@@ -14,7 +14,7 @@ from simplan.interop.configuration import Configuration, Reading
 from simplan.interop.frameworks import megatron_core as core
 
 ORIGIN = "the default of NeMo"
-PRECISIONS = {
+PRECISIONS: Mapping[str | int, str] = {
     **dict.fromkeys(("bf16", "bf16-mixed"), "bf16"),
     **dict.fromkeys((16, "16", "16-mixed", "fp16", "fp16-mixed"), "fp16"),
     **dict.fromkeys((32, "32", "32-true", "fp32"), "fp32"),

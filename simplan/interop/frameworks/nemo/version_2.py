@@ -64,7 +64,7 @@ def read_version_2(reading: Reading) -> Configuration:
         reading.refuse("trainer.strategy.fsdp", "sharded parameters are not modeled yet for NeMo")
     _put_precision(reading)
     optimizer = "optim.config.optimizer"
-    name = reading.value(optimizer, "adam")
+    name = str(reading.value(optimizer, "adam"))
     if name not in core.OPTIMIZERS:
         reading.refuse(optimizer, "is not modeled yet", f"only {' and '.join(core.OPTIMIZERS)} are")
     else:
@@ -89,7 +89,7 @@ def _put_precision(reading: Reading) -> None:
     value = reading.value(said, "bf16-mixed")
     precision = WIDE_PRECISIONS.get(value) if isinstance(value, str | int) else None
     fp8, recipe = f"{plugins}fp8", f"{plugins}fp8_recipe"
-    name = reading.value(recipe, "delayed")
+    name = str(reading.value(recipe, "delayed"))
     if precision is None:
         reading.refuse(said, "is not known", f"use {', '.join(map(str, WIDE_PRECISIONS))}")
     elif reading.value(fp8) is None:
