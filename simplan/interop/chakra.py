@@ -165,10 +165,18 @@ def export(job: Job, name: str) -> Exported:
     numbered = {str(number): list(ranks) for ranks, number in groups.numbers.items()}
     files["comm_groups.json"] = json.dumps(numbered, indent=1) + "\n"
     files["ranks.json"] = json.dumps({str(rank): of for rank, of in enumerate(program.stands_for)}, indent=1) + "\n"
-    groups_option = "--comm-group-configuration=comm_groups.json"
-    start = f"AstraSim_Analytical_Congestion_Aware --workload-configuration={prefix} {groups_option}"
+    options = {
+        "workload": prefix,
+        "comm-group": "comm_groups.json",
+        "system": "SYSTEM.json",
+        "network": "NETWORK.yml",
+        "remote-memory": "MEMORY.json",
+    }
+    written = " ".join(f"--{option}-configuration={value}" for option, value in options.items())
     return Exported(
-        files, f"{start} ...", tuple(_notes(mapping.world_size, num_nodes, len(program.ranks), prefix, whole=whole))
+        files,
+        f"AstraSim_Analytical_Congestion_Aware {written}",
+        tuple(_notes(mapping.world_size, num_nodes, len(program.ranks), prefix, whole=whole)),
     )
 
 
@@ -191,7 +199,7 @@ def _notes(world: int, num_nodes: int, num_simulated: int, prefix: str, *, whole
             f"{prefix}.RANK.et of every rank, with its own groups: export fewer microbatches or devices for it"
         )
     yield "durations of compute are without the slowdown by overlapping communication; communication has bytes"
-    yield "network, system and memory are ASTRA-sim's configuration; it issues one communication of a rank at a time"
+    yield "SYSTEM, NETWORK and MEMORY are ASTRA-sim's own files; it issues one communication of a rank at a time"
 
 
 def _metadata(job: Job, simulated: Simulated) -> bytes:
