@@ -139,6 +139,7 @@ def test_job_is_the_same_after_export_and_import(job: Job, tmp_path_factory: pyt
         ("llama3-8b", {"software": "megatron-core"}, "software.id"),
         ("llama3-8b", {"plan.pp": 2, "plan.schedule": "gpipe"}, "plan.schedule"),
         ("llama3-8b", {"training.optimizer": "sgd"}, "training.optimizer"),
+        ("llama3-8b", {"training.precision": "fp32", "plan.zero_stage": 1, "plan.dp_shard": 8}, "training.precision"),
         ("olmoe-1b-7b", {}, "model.qk_norm"),
         ("gpt-oss-20b", {}, "model.attention_bias"),
         (

@@ -191,6 +191,7 @@ def _write_data_parallel(writing: Writing) -> None:
     writing.set("ddp.use_megatron_fsdp", stage == 3, "plan.zero_stage")
     if stage == 3:
         writing.set("ddp.data_parallel_sharding_strategy", "optim_grads_params", "plan.zero_stage")
+        writing.set("checkpoint.ckpt_format", "fsdp_dtensor", "what Megatron FSDP writes")
     if stage and plan.dp_replicate > 1:
         writing.set("ddp.num_distributed_optimizer_instances", plan.dp_replicate, "plan.dp_replicate")
     writing.set("ddp.overlap_grad_reduce", job.software.grad_overlap, _AS_PROFILE)
@@ -218,10 +219,10 @@ def _write_training(writing: Writing) -> None:
     if writing.value("training.clip_grad_norm") is not None:
         writing.set("optimizer.clip_grad", training.clip_grad_norm, "training.clip_grad_norm")
     precision, recipe = writing.value("training.precision"), writing.value("training.fp8_recipe")
-    if precision not in ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"):
-        writing.refuse("training.precision", "use fp32, fp16, bf16, fp8, mxfp8 or nvfp4")
-    wide = precision if precision in ("fp32", "fp16") else "bf16"
-    for kind in ("bf16", "fp16", "fp32"):
+    if precision not in ("fp16", "bf16", "fp8", "mxfp8", "nvfp4"):
+        writing.refuse("training.precision", "use fp16, bf16, fp8, mxfp8 or nvfp4")
+    wide = "fp16" if precision == "fp16" else "bf16"
+    for kind in ("bf16", "fp16"):
         writing.set(f"mixed_precision.{kind}", kind == wide, "training.precision")
     if precision in ("fp8", "mxfp8"):
         chosen = (precision, recipe or ("tensorwise" if precision == "fp8" else None))
@@ -254,9 +255,11 @@ def _write_training(writing: Writing) -> None:
 def _write_software(writing: Writing) -> None:
     software = writing.job.software
     writing.taken("software.id", "software.vocab_multiple", "software.fp8_dot_product_attention")
+    writing.set("tokenizer.tokenizer_type", "NullTokenizer", "a placeholder")
+    comment = "model.vocab_size, less the one token that a NullTokenizer adds"
+    writing.set("tokenizer.vocab_size", writing.job.model.vocab_size - 1, comment)
     if software.vocab_multiple > 1:  # vocabularies of tokenizers are padded, those of models are not
         writing.set("tokenizer.use_tokenizer_vocab_size", True, "software.vocab_multiple")
-        writing.set("tokenizer.vocab_size", writing.job.model.vocab_size, "model.vocab_size")
         writing.set("model.make_vocab_size_divisible_by", software.vocab_multiple, "software.vocab_multiple")
     if software.fp8_dot_product_attention:
         writing.set("mixed_precision.fp8_dot_product_attention", True, "software.fp8_dot_product_attention")
@@ -344,7 +347,7 @@ def _yaml(options: tuple[Option, ...], name: str) -> str:
         f"# Import it again: simplan import {as_argument(name)}.yaml",
         "# Yours to fill in:",
         "#   dataset: {blend: [[DATA], null]}",
-        "#   tokenizer: {tokenizer_type: HuggingFaceTokenizer, tokenizer_model: TOKENIZER}",
+        "#   tokenizer: {tokenizer_type: HuggingFaceTokenizer, tokenizer_model: TOKENIZER} instead of the placeholder",
         "#   checkpoint: {save: CHECKPOINTS}",
     ]
     for section, listed in sections.items():

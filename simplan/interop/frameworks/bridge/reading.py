@@ -301,8 +301,11 @@ def _put_model(reading: Reading, *, experts: bool) -> None:
     keys, more = _sizes(reading, experts=experts, mla=mla)
     more |= _attention(reading, mla=mla)
     tokenizer = "tokenizer.vocab_size"
-    if _is_vocabulary_of_tokenizer(reading) and reading.value(tokenizer) is not None:
-        keys["vocab_size"] = tokenizer
+    size = reading.value(tokenizer)
+    if _is_vocabulary_of_tokenizer(reading) and type(size) is int:
+        del keys["vocab_size"]
+        added = int(reading.value("tokenizer.tokenizer_type") == "NullTokenizer")  # its token for the end of documents
+        more["vocab_size"] = (size + added, tokenizer)
     elif reading.value("model.vocab_size") is None:
         what = "does not say how many tokens there are"
         reading.ask("model.vocab_size", what=what, fix="add --set model.vocab_size=128256")
