@@ -183,20 +183,25 @@ def parallel_matches(words: Words) -> tuple[Match, ...]:
     )
 
 
-def read_parallel(reading: Reading, words: Words, *, experts: bool) -> dict[str, int]:
-    """Put degrees, virtual stages, sequence parallelism, expert degrees and batch; returns the degrees."""
+def read_parallel(reading: Reading, words: Words, *, experts: bool, is_whole: bool = True) -> dict[str, int]:
+    """Put degrees, virtual stages, sequence parallelism, expert degrees and batch; returns the degrees.
+
+    Args:
+        experts: The model has experts, or may have some.
+        is_whole: False for overrides of a recipe, which leave other settings to it.
+    """
     p = words.parallel
     degrees = {match.path.partition(".")[2]: whole(reading, match.key) for match in parallel_matches(words)[:3]}
     reading.match(parallel_matches(words))
     key = f"{p}virtual_pipeline_model_parallel_size"
     virtual = whole(reading, key)
-    if degrees["pp"] > 1:
+    if degrees["pp"] > 1 and (is_whole or key in reading):
         reading.put("plan.virtual_stages", virtual, key if key in reading else "one stage per rank by default")
     else:
         reading.no_effect(key)
     key = f"{p}sequence_parallel"
     sequence = truth(reading, key)
-    if degrees["tp"] > 1:
+    if degrees["tp"] > 1 and (is_whole or key in reading):
         reading.put("plan.sequence_parallel", sequence, key if key in reading else "off by default")
     else:
         reading.no_effect(key)
@@ -207,9 +212,9 @@ def read_parallel(reading: Reading, words: Words, *, experts: bool) -> dict[str,
         ("expert_tensor_parallel_size", "etp", degrees["tp"]),
     ):
         degree = whole(reading, p + name, default)
-        if experts:
-            in_file = reading.settings.get(p + name)
-            said = in_file is not None and in_file.value is not None
+        in_file = reading.settings.get(p + name)
+        said = in_file is not None and in_file.value is not None
+        if experts and (is_whole or said):
             reading.put(f"plan.{path}", degree, p + name if said else "the default of Megatron Core")
             degrees[path] = degree
         else:
@@ -280,15 +285,19 @@ def read_recompute(reading: Reading, prefix: str, *, names: tuple[str, str, str,
         reading.not_modeled(number, "blocks are recomputed one by one, which stores more and recomputes the same")
 
 
-def read_data_parallel(reading: Reading, words: Words, *, default: bool, origin: str) -> None:
+def read_data_parallel(
+    reading: Reading, words: Words, *, default: bool, origin: str, fsdp_keys: tuple[str, ...] = ()
+) -> None:
     """Put how data-parallel ranks share states: replicas, distributed optimizer, or Megatron FSDP.
 
     Args:
         default: ``use_distributed_optimizer`` of a file without the key.
         origin: Words on where that comes from.
+        fsdp_keys: Further keys that choose Megatron FSDP.
     """
     ddp = words.ddp
-    fsdp = [key for key in (f"{ddp}use_megatron_fsdp", f"{ddp}use_custom_fsdp") if truth(reading, key)]
+    keys = (f"{ddp}use_megatron_fsdp", f"{ddp}use_custom_fsdp", *fsdp_keys)
+    fsdp = [key for key in keys if truth(reading, key)]
     strategy = f"{ddp}data_parallel_sharding_strategy"
     shared = [f"{section}use_distributed_optimizer" for section in (ddp, words.optimizer)]
     stages = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}

@@ -98,6 +98,8 @@ def read(file: ConfigFile) -> Configuration:
     _put_lengths(reading)
     if whole:
         _put_model(reading, experts=experts)
+    else:
+        _put_changes(reading)
     _put_adapters(reading)
     reading.ask("cluster", what="does not say how many devices there are", fix="add --cluster dgx-h100 --num-nodes 4")
     _put_rest(reading, degrees)
@@ -133,22 +135,14 @@ def _put_plan(reading: Reading, *, experts: bool, whole: bool) -> dict[str, int]
         ):
             if key not in reading:
                 reading.ask(path, what=f"leaves {key} to its recipe", fix=f"add {option}, or what the recipe has")
-    said = {
-        name for name in ("expert_model_parallel_size", "expert_tensor_parallel_size") if f"model.{name}" in reading
-    }
-    degrees = core.read_parallel(reading, WORDS, experts=experts and (whole or bool(said)))
+    degrees = core.read_parallel(reading, WORDS, experts=experts, is_whole=whole)
     names = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
     core.read_recompute(reading, WORDS.recompute, names=names)
     stages = degrees["pp"] * core.whole(reading, "model.virtual_pipeline_model_parallel_size")
     _put_stages(reading, stages)
-    dist = "dist.use_megatron_fsdp"  # sets the same key of ddp
-    if core.truth(reading, dist):
-        strategy = str(core.word(reading, "ddp.data_parallel_sharding_strategy", "optim_grads_params"))
-        stage = {"no_shard": 0, "optim": 1, "optim_grads": 2}.get(strategy, 3)
-        core.put_sharding(reading, stage, dist)
-    else:
-        reading.no_effect(dist)
-        core.read_data_parallel(reading, WORDS, default=True, origin=f"the distributed optimizer: {_RECIPE}")
+    origin = f"the distributed optimizer: {_RECIPE}"
+    fsdp = ("dist.use_megatron_fsdp",)  # sets the same key of ddp
+    core.read_data_parallel(reading, WORDS, default=True, origin=origin, fsdp_keys=fsdp)
     if reading.value("model.cpu_offloading") and reading.value("model.cpu_offloading_activations", True):
         reading.put("plan.offload_activations", True, "model.cpu_offloading")
         if (layers := reading.value("model.cpu_offloading_num_layers")) is not None:
@@ -332,6 +326,17 @@ def _put_model(reading: Reading, *, experts: bool) -> None:
         },
     )
     core.put_model(reading, form, core.ORIGIN)
+
+
+def _put_changes(reading: Reading) -> None:
+    """Put what overrides of a recipe change in its model."""
+    for match in (*MODEL_MATCHES, *EXPERT_MATCHES, *LATENT_MATCHES):
+        if reading.value(match.key) is not None:
+            reading.put(match.path, reading.value(match.key), match.key)
+    layers = reading.value("model.num_layers")
+    if layers is not None:
+        for name, (value, key) in core.dense_layers(reading, "model.moe_layer_freq", layers).items():
+            reading.put(f"model.{name}", value, key)
 
 
 def _sizes(reading: Reading, *, experts: bool, mla: bool) -> tuple[dict[str, str], dict[str, tuple[Any, str]]]:
