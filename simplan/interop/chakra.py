@@ -151,8 +151,8 @@ def export(job: Job, name: str) -> Exported:
         _refuse(job, len(program))
     simulated = simulate_program(program, cost, job.cluster)
     mapping = RankMapping.of(job.plan)
-    width = job.software.state_bytes["bf16" if "bf16" in job.software.state_bytes else "fp32"].activation
-    parts = {rank: _parts_of_rank(simulated, rank, int(width)) for rank in program.ranks}
+    width = int(job.software.state(job.training, job.plan).activation)
+    parts = {rank: _parts_of_rank(simulated, rank, width) for rank in program.ranks}
     num_nodes = sum(len(parts[stands]) for stands in program.stands_for)
     whole = num_nodes <= MAX_NODES
     ranks = range(mapping.world_size) if whole else program.ranks

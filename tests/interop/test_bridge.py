@@ -136,7 +136,7 @@ def test_job_is_the_same_after_export_and_import(job: Job, tmp_path_factory: pyt
     ("model", "keys", "refused"),
     [
         ("gemma2-9b", {}, "model.family"),
-        ("llama3-8b", {"software": "megatron-core"}, "software.id"),
+        ("llama3-8b", {"software": "megatron-core"}, "software"),
         ("llama3-8b", {"plan.pp": 2, "plan.schedule": "gpipe"}, "plan.schedule"),
         ("llama3-8b", {"training.optimizer": "sgd"}, "training.optimizer"),
         ("llama3-8b", {"training.precision": "fp32", "plan.zero_stage": 1, "plan.dp_shard": 8}, "training.precision"),

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from simplan.errors import NotModelledError, Problem
 from simplan.interop.frameworks import megatron_core as core
 from simplan.interop.frameworks.bridge.words import (
     DISPATCHERS,
@@ -39,7 +40,10 @@ def settings(job: Job) -> tuple[Option, ...]:
     """
     writing = Writing(job, _TARGET)
     if job.software.id != _PROFILE:
-        writing.refuse("software.id", f"use software: {_PROFILE}")
+        rule = f"cannot be said in {_TARGET}"
+        raise NotModelledError(
+            Problem(field="software", value=job.software.id, rule=rule, fix=f"use software: {_PROFILE}")
+        )
     if job.model.family not in _FAMILIES:
         writing.refuse("model.family", f"use {', '.join(_FAMILIES)}")
     _write_model(writing)
