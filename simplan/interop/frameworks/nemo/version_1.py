@@ -105,6 +105,8 @@ _VIRTUAL = "model.virtual_pipeline_model_parallel_size"
 _REFUSED = {
     "model.fsdp": "sharded parameters are not modeled yet for NeMo 1.x",
     "model.cpu_offloading": "offloading to the host is not modeled yet for NeMo 1.x",
+    "model.adapter_tuning.type": "adapters are not modeled yet for NeMo 1.x",
+    "model.virtual_prompt_style": "prompt tuning is not modeled yet",
     "model.peft.peft_scheme": "adapters are not modeled yet for NeMo 1.x",
     "model.pipeline_model_parallel_split_rank": "an encoder and a decoder on separate stages are not modeled yet",
 }
