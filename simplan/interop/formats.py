@@ -96,9 +96,18 @@ class Format:
 @cache
 def formats() -> Mapping[str, Format]:
     """All formats by name, those with the most certain signs first."""
+    from simplan.interop import chakra
     from simplan.interop.frameworks import torchtitan
+    from simplan.interop.frameworks.bridge import reading as bridge
+    from simplan.interop.frameworks.nemo import reading as nemo
 
-    known: tuple[Format, ...] = (torchtitan.FORMAT, torchtitan.TOML_FORMAT)
+    known: tuple[Format, ...] = (
+        torchtitan.FORMAT,
+        torchtitan.TOML_FORMAT,
+        bridge.FORMAT,
+        nemo.FORMAT,
+        chakra.FORMAT,
+    )
     return {each.name: each for each in known}
 
 
