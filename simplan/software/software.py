@@ -27,6 +27,9 @@ SoftwareOption = Literal[
     "expert_overlap",
     "fp8_dot_product_attention",
     "fused_experts",
+    "grad_overlap",
+    "overlap_param_gather",
+    "tp_overlap",
     "vocab_multiple",
 ]
 """Fields of a profile that a user can set."""
@@ -304,6 +307,11 @@ class SoftwareSpec(Spec):
             "expert_overlap": "expert all-to-all overlapped with another microbatch" if self.expert_overlap else "",
             "fp8_dot_product_attention": "FP8 attention" if self.fp8_dot_product_attention else "",
             "fused_experts": "fused experts" if self.fused_experts else "",
+            "grad_overlap": "gradient reduction overlapped with backward" if self.grad_overlap else "",
+            "overlap_param_gather": "parameter all-gather overlapped with forward" if self.overlap_param_gather else "",
+            "tp_overlap": f"overlap of tensor-parallel collectives: {self.tp_overlap}"
+            if self.tp_overlap != "backward"
+            else "",
             "vocab_multiple": "",  # predictions tell it where it changes anything
         }
         return ", ".join([self.id, *(words[option] for option in self.options if words[option])])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from pathlib import Path
 
 from simplan.errors import file_error
 from simplan.interop.frameworks.shell.syntax import (
@@ -30,10 +31,17 @@ from simplan.interop.frameworks.shell.syntax import (
     SourceWord,
     parse_script,
 )
+from simplan.io import read_text
 
 _MAX_STEPS, _MAX_CALLS, _MAX_PIECES, _MAX_CHARS = 50_000, 20, 20_000, 400_000
 _MAX_EXPRESSION = 200
+OTHER_FILE = 1_000_000
+"""Lines of the first script that this one calls are counted from here on, those of the second from twice this on."""
+_UNSET = "is not set in the script"
+_ARGUMENT = "is an argument of the script"
 _LARGEST = 2**63
+_MAX_ARGUMENTS = 100
+_SHELLS = ("bash", "sh", "source", ".", "zsh")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +112,13 @@ class Shell:
 
     Attributes:
         file: Name of the script in errors.
+        folder: Folder of the script, from which it may call others; None to follow no other script.
         variables: Name -> elements; one for a plain variable.
         called: Commands that were called so far.
     """
 
     file: str
+    folder: Path | None = None
     variables: dict[str, tuple[Value, ...]] = field(default_factory=dict)
     called: list[Called] = field(default_factory=list)
     _functions: dict[str, Body] = field(default_factory=dict)
@@ -116,6 +126,7 @@ class Shell:
     _condition: int | None = None
     _steps: int = 0
     _calls: int = 0
+    _num_files: int = 0
 
     def run(self, body: Body) -> None:
         """Follow commands."""
@@ -252,19 +263,28 @@ class Shell:
     def _call(self, name: str, words: tuple[Value, ...]) -> None:
         if self._calls >= _MAX_CALLS:
             return
-        kept = {key: self.variables.get(key) for key in map(str, range(1, 10))}
-        self.variables |= {str(number): (value,) for number, value in enumerate(words[1:10], start=1)}
+        self._with_arguments(list(words[1:]), self._functions[name])
+
+    def _with_arguments(self, values: list[Value], body: Body) -> None:
+        """Follow the commands of a function or script with its own arguments."""
+        names = [*map(str, range(1, _MAX_ARGUMENTS)), "@", "*"]
+        kept = {key: self.variables.get(key) for key in names}
+        given = {str(number): (value,) for number, value in enumerate(values, start=1)}
+        self.variables = {key: value for key, value in self.variables.items() if key not in names}
+        self.variables |= given | {"@": tuple(values), "*": tuple(values)}
         self._calls += 1
-        self.run(self._functions[name])
+        self.run(body)
         self._calls -= 1
-        for key, value in kept.items():
+        for key, before in kept.items():
             self.variables.pop(key, None)
-            if value is not None:
-                self.variables[key] = value
+            if before is not None:
+                self.variables[key] = before
 
     def _note(self, words: Iterable[Value], own: Mapping[str, Word], line: int) -> None:
         """Note a command; of ``bash -c TEXT``, the commands of the text."""
         texts = [Word.of(word, line) for word in words]
+        if self._follow(texts, own):
+            return
         for position, (first, second) in enumerate(pairwise(texts[:-1])):
             is_shell = first.text.rpartition("/")[2] in ("bash", "sh")
             if is_shell and second.text.startswith("-") and second.text.endswith("c") and self._calls < _MAX_CALLS:
@@ -278,6 +298,24 @@ class Shell:
                 return
         exported = {name: Word.of(self.variables[name][0], line) for name in self._exported if self.variables.get(name)}
         self.called.append(Called(tuple(texts), exported | dict(own), self._condition))
+
+    def _follow(self, words: list[Word], own: Mapping[str, Word]) -> bool:
+        """Follow another script of the folder, with its arguments; False if the command calls none."""
+        if self.folder is None or self._calls >= _MAX_CALLS:
+            return False
+        calls = words[:1] if words and words[0].text.endswith(".sh") else words[1:2]
+        if not calls or (len(calls) == 1 and calls[0] is not words[0] and words[0].text not in _SHELLS):
+            return False
+        name = calls[0].text.rpartition("/")[2] if calls[0].unknown else calls[0].text
+        path = (self.folder / name).resolve()
+        if not path.is_relative_to(self.folder.resolve()) or not path.is_file():
+            return False
+        self._num_files += 1
+        body = parse_script(read_text(path, _MAX_CHARS), str(path), 1 + self._num_files * OTHER_FILE)
+        arguments = words[words.index(calls[0]) + 1 :]
+        self.variables |= {name: ((Piece(word.text, word.line, word.unknown),),) for name, word in own.items()}
+        self._with_arguments([(Piece(word.text, word.line, word.unknown),) for word in arguments], body)
+        return True
 
     def _assigned(self, assignment: Assignment) -> tuple[Value, ...]:
         before = self.variables.get(assignment.name, ())
@@ -364,11 +402,11 @@ class Shell:
         if part.operator == "?":
             return ((Piece(written, part.line, "is an expansion that simplan does not read"),),)
         if found is None:
-            why = "is an argument of the script" if not part.text[0].isalpha() and part.text[0] != "_" else ""
-            return ((Piece(written, part.line, why or "is not set in the script"),),)
+            is_argument = not part.text[0].isalpha() and part.text[0] != "_"
+            return ((Piece(written, part.line, _ARGUMENT if is_argument else _UNSET),),)
         if part.operator == "#":
             return ((Piece(str(len(found)), part.line),),)
-        if part.operator.startswith("[") and part.operator[1] in "@*":
+        if part.text in ("@", "*") or (part.operator.startswith("[") and part.operator[1] in "@*"):
             return found
         index = int(part.operator[1:-1]) if part.operator.startswith("[") else 0
         return (found[index] if index < len(found) else (),)
@@ -452,6 +490,8 @@ class _Test:
         if words and words[0].text == "!":
             inner = _Test(words[1:]).status()
             return None if inner is None else not inner
+        if len(words) == 2 and words[0].text in ("-n", "-z") and words[1].unknown in (_UNSET, _ARGUMENT):
+            return words[0].text == "-z" if words[1].text.startswith("$") else None  # as ${NAME:-default} has it
         if any(word.unknown or word.condition for word in words):
             return None
         texts = [word.text for word in words]
@@ -484,14 +524,18 @@ def _joined(
         return (*start, *(tuple(replace(piece, condition=line) for piece in value) for value in added))
     texts = [each[0] if each else () for each in known]
     head = start[0] if start else ()
+    if head and all(text[len(text) - len(head) :] == head for text in texts):
+        added_pieces = [piece for text in texts for piece in text[: len(text) - len(head)]]
+        return ((*(replace(piece, condition=line) for piece in added_pieces), *head),)
     if all(text[: len(head)] == head for text in texts):
         rests = [text[len(head) :] for text in texts]
         words = ["".join(piece.text for piece in rest).strip() for rest in rests]
         if all(word.startswith("-") or not word for word in words):
             space = Piece(" ", line, condition=line)
-            added_pieces = (piece for rest in rests for piece in (space, *rest))
+            added_pieces = [piece for rest in rests for piece in (space, *rest)]
             return ((*head, *(replace(piece, condition=line) for piece in added_pieces)),)
-    return ((Piece(f"${name}", line, f"depends on the condition in line {line}, which simplan cannot decide"),),)
+    why = f"depends on the condition in line {line % OTHER_FILE}, which simplan cannot decide"
+    return ((Piece(f"${name}", line, why),),)
 
 
 def _runs(value: Value) -> Iterable[tuple[Piece, bool]]:

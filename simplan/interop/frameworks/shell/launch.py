@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from simplan.errors import file_error
 from simplan.interop.configuration import Setting
@@ -65,10 +66,14 @@ class Launch:
     environment: Mapping[str, Word]
 
 
-def read_launches(text: str, file: str) -> tuple[Launch, ...]:
+def read_launches(text: str, file: str, folder: Path | None = None) -> tuple[Launch, ...]:
     """Commands of a launch script that start a Python program, those that no undecided condition guards first.
 
     A file whose first word is an option is taken as arguments without a command.
+
+    Args:
+        file: Name of the script in errors.
+        folder: Folder of the script, whose scripts it may call; None to follow no other script.
 
     Raises:
         SpecError: The text is no shell script.
@@ -76,7 +81,7 @@ def read_launches(text: str, file: str) -> tuple[Launch, ...]:
     if _BINARY in text:
         raise file_error(file, "this is no shell script: it is binary", "name a launch script")
     sbatch = {setting.key: setting for setting in _sbatch_settings(text)}
-    shell = Shell(file, _slurm_variables(sbatch))
+    shell = Shell(file, folder, _slurm_variables(sbatch))
     first = next((line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")), "")
     shell.run(parse_script(f"python - {text}" if first.startswith("--") else text, file))
     found = [(called, launch) for called in shell.called if (launch := _launch(called, sbatch)) is not None]

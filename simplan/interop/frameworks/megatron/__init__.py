@@ -1,0 +1,9 @@
+"""Launch scripts of Megatron-LM, and of Megatron-DeepSpeed: in and out."""
+
+from simplan.interop.formats import Format
+from simplan.interop.frameworks.megatron.arguments import recognizes
+from simplan.interop.frameworks.megatron.reading import TITLE, read
+
+__all__ = ["FORMAT"]
+
+FORMAT = Format("megatron", TITLE, recognizes, read)
