@@ -49,9 +49,7 @@ class Arguments:
 
 
 def recognizes(file: ConfigFile) -> bool:
-    """True for text with at least three arguments that every Megatron-LM script has, and for a shell script that names
-    Megatron or its programs.
-    """
+    """True for text with three arguments of every Megatron-LM script, and for a shell script that names Megatron."""
     is_script = (file.text.startswith("#!") or file.path.suffix in _SUFFIXES) and _NAMES.search(file.text) is not None
     return is_script or len(set(_SIGN.findall(file.text))) >= _MIN_SIGNS
 

@@ -59,56 +59,61 @@ OLDER_NAMES = {
 }
 """Names of earlier versions, or of parts of a model with one."""
 
-FLAGS = frozenset(
-    """
-    --accumulate-allreduce-grads-in-fp32 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
-    --add-qkv-bias --apply-layernorm-1p --bf16 --calculate-per-token-loss --checkpoint-activations
-    --cross-entropy-loss-fusion --deepspeed --disable-bias-linear --distribute-saved-activations --enable-cuda-graph
-    --external-cuda-graph --fp16 --fp8-param-gather --grad-reduce-in-bf16 --group-query-attention --log-throughput
-    --mock-data --moe-enable-deepep --moe-grouped-gemm --moe-pad-expert-input-to-capacity --moe-permute-fusion
-    --moe-shared-expert-gate --moe-shared-expert-overlap --multi-latent-attention --no-create-attention-mask-in-dataloader
-    --no-load-optim --no-load-rng --no-masked-softmax-fusion --no-mmap-bin-files --no-position-embedding
-    --no-rope-fusion --overlap-grad-reduce --overlap-moe-expert-parallel-comm --overlap-param-gather --qk-layernorm
-    --recompute-activations --reset-attention-mask --reset-position-ids --sequence-parallel --sft --swiglu
-    --tp-comm-overlap --untie-embeddings-and-output-weights --use-distributed-optimizer --use-flash-attn
-    --use-mcore-models --use-precision-aware-optimizer --use-rotary-position-embeddings --use-torch-fsdp2
-    """.split()
-)
+FLAGS = frozenset({
+    "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split",
+    "--accumulate-allreduce-grads-in-fp32", "--add-qkv-bias", "--apply-layernorm-1p", "--bf16",
+    "--calculate-per-token-loss", "--checkpoint-activations", "--cross-entropy-loss-fusion", "--deepspeed",
+    "--disable-bias-linear", "--distribute-saved-activations", "--enable-cuda-graph", "--external-cuda-graph",
+    "--fp16", "--fp8-param-gather", "--grad-reduce-in-bf16", "--group-query-attention", "--log-throughput",
+    "--mock-data", "--moe-enable-deepep", "--moe-grouped-gemm", "--moe-pad-expert-input-to-capacity",
+    "--moe-permute-fusion", "--moe-shared-expert-gate", "--moe-shared-expert-overlap", "--multi-latent-attention",
+    "--no-create-attention-mask-in-dataloader", "--no-load-optim", "--no-load-rng", "--no-masked-softmax-fusion",
+    "--no-mmap-bin-files", "--no-position-embedding", "--no-rope-fusion", "--overlap-grad-reduce",
+    "--overlap-moe-expert-parallel-comm", "--overlap-param-gather", "--qk-layernorm", "--recompute-activations",
+    "--reset-attention-mask", "--reset-position-ids", "--sequence-parallel", "--sft", "--swiglu", "--tp-comm-overlap",
+    "--untie-embeddings-and-output-weights", "--use-distributed-optimizer", "--use-flash-attn", "--use-mcore-models",
+    "--use-precision-aware-optimizer", "--use-rotary-position-embeddings", "--use-torch-fsdp2",
+})  # fmt: skip
 """Arguments without a value, after which an unknown word is no value."""
 
-NO_EFFECT = frozenset(
-    """
-    --accumulate --activation-func-clamp-value --adam --adlr --app-tag --apply-layernorm-1p
-    --apply-query-key-layer-scaling --async --attention-backend --attention-softmax-in-fp32 --auto-detect-ckpt-format
-    --bert-no-binary-head --beta-fast --beta-slow --calculate-per-token-loss --check --ckpt --clone
-    --config-logger-dir --create-all-gather-group --cross-entropy --data --dataloader
-    --ddp-average-in-collective --decoupled --deepspeed --disable-gloo-process-groups --dist --distributed     --enable-experimental --enable-ft --enable-one-logger --end-weight-decay --eod-mask-loss
-    --error-injection --eval --exit --finetune --fp8-amax --fp8-interval --fp8-margin --ft --full-validation
-    --glu-linear-offset --head-lr-mult --high-priority-stream-groups --hysteresis --init --initial-loss-scale
-    --inprocess --iterations-to-skip --kv-lora --layernorm-epsilon --lazy-mpu-init --load --local-rank --local_rank
-    --log --logging --loss-scale --lr --manual-gc --mask-prob --memory-snapshot-path --merge-file --min-loss-scale
-    --min-lr --mmap --mock-data --moe-aux-loss-coeff --moe-deepep-num-sms --moe-grouped-gemm --moe-input-jitter-eps
-    --moe-per-layer-logging --moe-router --moe-z-loss-coeff --mscale --mtp-loss-scaling-factor
-    --multiple-validation-sets --no-barrier-with-level-1-timing --no-check
-    --no-ckpt --no-create-attention-mask-in-dataloader --no-data-sharding --no-fp8-wgrad
-    --no-gradient-reduce-div-fusion --no-initialization --no-load --no-log --no-mmap --no-one-logger
-    --no-pipeline-parallel --no-position-embedding --no-query-key-layer-scaling --no-save --no-strict
-    --no-use-tokenizer-model-from-checkpoint-args --node-rank --non-persistent --norm-epsilon --normalization
-    --num-dataset-builder-threads --num-workers --object-storage --one-logger --onnx-safe --openai-gelu
-    --original-max-position-embeddings --otel --override --persistent-save-interval --position-embedding-type
-    --pretrained-checkpoint --profile --qk-clip --quick-geglu --record-memory-history --replication --rerun
-    --reset-position-ids --result-rejected --rope --rotary-base --rotary-interleaved --rotary-percent
-    --rotary-scaling-factor --rotary-seq-len --s3 --save --seed --sft --sgd-momentum --short-seq-prob --skip-train
-    --split --start-weight-decay --straggler --suggested-communication-unit-size --synchronize
-    --te-rng-tracker --tensorboard --test-data-path --tiktoken --timing --tokenizer --tp-comm-bootstrap-backend
-    --train-data-path --train-sync-interval --transformer-impl --trust-remote-code --use-checkpoint
-    --use-cpu-initialization --use-dist-ckpt --use-flash-attn --use-gloo-process-groups --use-mcore-models
-    --use-mp-args-from-checkpoint-args --use-persistent-ckpt-worker --use-pytorch-profiler
-    --use-rope-scaling --use-rotary-position-embeddings --valid-data-path --vocab-file --wandb
-    --warmup --weight-decay --yarn     """.split()
-)
-"""Names, each with all longer names that begin with it and a hyphen. Arguments of which the reader makes something are
-among them, as it looks at them first."""
+NO_EFFECT = frozenset({
+    "--deepspeed_config", "--use-legacy-models", "--DDP-impl", "--sample-rate", "--tiktoken-pattern",
+    "--accumulate", "--activation-func-clamp-value", "--adam", "--adlr", "--app-tag", "--apply-layernorm-1p",
+    "--apply-query-key-layer-scaling", "--async", "--attention-backend", "--attention-softmax-in-fp32",
+    "--auto-detect-ckpt-format", "--bert-no-binary-head", "--beta-fast", "--beta-slow", "--calculate-per-token-loss",
+    "--check", "--ckpt", "--clone", "--config-logger-dir", "--create-all-gather-group", "--cross-entropy", "--data",
+    "--dataloader", "--ddp-average-in-collective", "--decoupled", "--deepspeed", "--disable-gloo-process-groups",
+    "--dist", "--distributed", "--enable-experimental", "--enable-ft", "--enable-one-logger", "--end-weight-decay",
+    "--eod-mask-loss", "--error-injection", "--eval", "--exit", "--finetune", "--fp8-amax", "--fp8-interval",
+    "--fp8-margin", "--ft", "--full-validation", "--glu-linear-offset", "--head-lr-mult",
+    "--high-priority-stream-groups", "--hysteresis", "--init", "--initial-loss-scale", "--inprocess",
+    "--iterations-to-skip", "--kv-lora", "--layernorm-epsilon", "--lazy-mpu-init", "--load", "--local-rank",
+    "--local_rank", "--log", "--logging", "--loss-scale", "--lr", "--manual-gc", "--mask-prob",
+    "--memory-snapshot-path", "--merge-file", "--min-loss-scale", "--min-lr", "--mmap", "--mock-data",
+    "--moe-aux-loss-coeff", "--moe-deepep-num-sms", "--moe-grouped-gemm", "--moe-input-jitter-eps",
+    "--moe-per-layer-logging", "--moe-router", "--moe-z-loss-coeff", "--mscale", "--mtp-loss-scaling-factor",
+    "--multiple-validation-sets", "--no-barrier-with-level-1-timing", "--no-check", "--no-ckpt",
+    "--no-create-attention-mask-in-dataloader", "--no-data-sharding", "--no-fp8-wgrad",
+    "--no-gradient-reduce-div-fusion", "--no-initialization", "--no-load", "--no-log", "--no-mmap", "--no-one-logger",
+    "--no-pipeline-parallel", "--no-position-embedding", "--no-query-key-layer-scaling", "--no-save", "--no-strict",
+    "--no-use-tokenizer-model-from-checkpoint-args", "--node-rank", "--non-persistent", "--norm-epsilon",
+    "--normalization", "--num-dataset-builder-threads", "--num-workers", "--object-storage", "--one-logger",
+    "--onnx-safe", "--openai-gelu", "--original-max-position-embeddings", "--otel", "--override",
+    "--persistent-save-interval", "--position-embedding-type", "--pretrained-checkpoint", "--profile", "--qk-clip",
+    "--quick-geglu", "--record-memory-history", "--replication", "--rerun", "--reset-position-ids",
+    "--result-rejected", "--rope", "--rotary-base", "--rotary-interleaved", "--rotary-percent",
+    "--rotary-scaling-factor", "--rotary-seq-len", "--s3", "--save", "--seed", "--sft", "--sgd-momentum",
+    "--short-seq-prob", "--skip-train", "--split", "--start-weight-decay", "--straggler",
+    "--suggested-communication-unit-size", "--synchronize", "--te-rng-tracker", "--tensorboard", "--test-data-path",
+    "--tiktoken", "--timing", "--tokenizer", "--tp-comm-bootstrap-backend", "--train-data-path",
+    "--train-sync-interval", "--transformer-impl", "--trust-remote-code", "--use-checkpoint",
+    "--use-cpu-initialization", "--use-dist-ckpt", "--use-flash-attn", "--use-gloo-process-groups",
+    "--use-mcore-models", "--use-mp-args-from-checkpoint-args", "--use-persistent-ckpt-worker",
+    "--use-pytorch-profiler", "--use-rope-scaling", "--use-rotary-position-embeddings", "--valid-data-path",
+    "--vocab-file", "--wandb", "--warmup", "--weight-decay", "--yarn",
+})  # fmt: skip
+"""Names without effect, each with all longer names that begin with it and a hyphen. Arguments that the reader looks at
+before are among them."""
 
 NOT_MODELED = {
     "--cuda-graph-impl": "CUDA graphs save launches on the host, and hold memory",
@@ -188,11 +193,11 @@ REFUSED = {
     "--is-hybrid-model": ("is for Mamba's blocks, which are not modeled yet", ""),
     "--linear-attention-freq": ("is for linear attention, which is not modeled yet", ""),
     "--num-layers-per-stage": ("is not modeled yet", ""),
-    "--optimizer-cpu-offload": ("keeps optimizer states in host memory, which is not modeled with Megatron Core", "remove it"),
-    "--pipeline-model-parallel-split-rank": ("splits the pipeline of encoder and decoder, which is not modeled yet", ""),
+    "--optimizer-cpu-offload": ("keeps optimizer states in host memory, which is not modeled yet", "remove it"),
+    "--pipeline-model-parallel-split-rank": ("gives encoder and decoder ranks of their own, which is not modeled", ""),
     "--retro-add-retriever": ("is for Retro, which is not modeled yet", ""),
     "--standalone-embedding-stage": ("is not modeled yet", "give --pipeline-model-parallel-layout"),
-    "--use-torch-fsdp2": ("is FSDP2, which simplan models with torch", "import it, then set software: torch and zero_stage: 3"),
+    "--use-torch-fsdp2": ("is FSDP2, which simplan models with the software torch only", "remove it"),
     "--yaml-cfg": ("has the arguments in another file", "name that file"),
 }  # fmt: skip
 """Arguments without which the answer would be about another job -> rule and fix."""

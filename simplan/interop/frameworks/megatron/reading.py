@@ -30,7 +30,7 @@ from simplan.interop.frameworks.shell import OTHER_FILE
 
 TITLE = "Megatron-LM arguments"
 CORE, OF_2022, OF_2021, DEEPSPEED = "megatron-core", "megatron-lm-2022", "megatron-lm-2021", "megatron-deepspeed"
-_SIGNS_OF_CORE = ("--use-mcore-models", "--use-flash-attn", "--attention-backend", "--num-experts", "--fp8-format")
+_SIGNS_OF_CORE = ("--use-mcore-models", "--use-flash-attn", "--attention-backend", "--moe-router-topk", "--fp8-format")
 _SIGNS_OF_2021 = (
     "--checkpoint-activations", "--activations-checkpoint-method", "--distribute-checkpointed-activations",
     "--checkpoint-num-layers", "--use-contiguous-buffers-in-ddp",
@@ -44,13 +44,17 @@ _SIGNS_OF_2022 = (
 )
 _DEFAULT = "the default of Megatron-LM"
 _OPTIONS = {
-    "plan.tp": "--tp 8", "plan.pp": "--pp 4", "plan.cp": "--cp 2", "plan.ep": "--ep 8", "model.seq_len": "--seq-len 4096",
-    "plan.microbatch_size": "--microbatch-size 1", "training.global_batch_size": "--global-batch-size 512",
-    "plan.recompute": "--recompute full", "plan.virtual_stages": "--virtual-stages 2", "training.precision": "--precision bf16",
+    "plan.tp": "--tp 8", "plan.pp": "--pp 4", "plan.cp": "--cp 2", "plan.ep": "--ep 8",
+    "plan.microbatch_size": "--microbatch-size 1", "plan.recompute": "--recompute full",
+    "plan.virtual_stages": "--virtual-stages 2", "model.seq_len": "--seq-len 4096",
+    "training.precision": "--precision bf16", "training.global_batch_size": "--global-batch-size 512",
+    "plan.zero_stage": "--set plan.zero_stage=1", "plan.sequence_parallel": "--set plan.sequence_parallel=true",
+    "training.optimizer": "--set training.optimizer=adamw",
 }  # fmt: skip
 """Key of a scenario -> option with a usual value."""
 _ASKED = {
-    **{match.key: match.path for match in (*MODEL, *T5, *EXPERTS, *LATENT_ATTENTION, *PLAN, *TRAINING, CONTEXT_PARALLEL)},
+    **{match.key: match.path for match in (*MODEL, *T5, *EXPERTS, *LATENT_ATTENTION)},
+    **{match.key: match.path for match in (*PLAN, *TRAINING, CONTEXT_PARALLEL)},
     "--ffn-hidden-size": "model.intermediate_size",
     "--num-query-groups": "model.num_key_value_heads",
     "--kv-channels": "model.head_dim",
@@ -99,7 +103,7 @@ def read(file: ConfigFile) -> Configuration:
     line = arguments.launcher[0].line if arguments.launcher else None
     devices = Setting(_NUM_DEVICES, words, line if line is not None and line < OTHER_FILE else None)
     reading = Reading.of(TITLE, file.name, (*arguments.settings, devices, *arguments.extra))
-    if not arguments.launcher:
+    if arguments.num_devices is None:
         reading.value(_NUM_DEVICES)
     return MegatronReader(reading, arguments).configuration()
 
@@ -147,16 +151,17 @@ class MegatronReader:
                 self.reading.refuse(key, rule, fix)
         known = FLAGS | NOT_MODELED.keys() | REFUSED.keys() | _ASKED.keys()
         for setting, other in hyphenated(self.arguments.settings):
-            if other.key in known or alike(NO_EFFECT, other.key):
-                if not alike(NO_EFFECT, setting.key) and not setting.key.startswith("--deepspeed"):
-                    self.reading.contradiction(setting.key, "is no argument of Megatron-LM", f"write {other.key}")
+            is_own = alike(NO_EFFECT, setting.key) or setting.key.startswith("--deepspeed")
+            if not is_own and (other.key in known or alike(NO_EFFECT, other.key)):
+                self.reading.contradiction(setting.key, "is no argument of Megatron-LM", f"write {other.key}")
 
     def _read_unsure(self) -> None:
         """Ask for values that decide the plan and that the file does not tell."""
         asked: set[str] = set()
         for setting, why in self.arguments.unsure:
             path = _ASKED.get(setting.key)
-            if path is None or path in asked:
+            is_rotary = setting.key == "--max-position-embeddings" and self.value("--position-embedding-type") == "rope"
+            if path is None or path in asked or is_rotary:
                 continue
             shown = setting.key if setting.value is True else f"{setting.key} {setting.value}"
             place = f" in line {setting.line}" if setting.line is not None else ""
@@ -256,7 +261,9 @@ class MegatronReader:
         if "--kv-channels" in reading and family != "deepseek":
             reading.put("model.head_dim", reading.value("--kv-channels"), "--kv-channels")
         reading.no_effect("--kv-channels")
-        if family in ("llama", "moe", "gpt") and "--group-query-attention" in reading:
+        if family in ("llama", "moe", "gpt") and "--num-key-value-heads" in reading:
+            reading.put("model.num_key_value_heads", reading.value("--num-key-value-heads"), "--num-key-value-heads")
+        elif family in ("llama", "moe", "gpt") and "--group-query-attention" in reading:
             groups = reading.value("--num-query-groups", 1)
             reading.put(
                 "model.num_key_value_heads",
@@ -377,7 +384,7 @@ class MegatronReader:
                 reading.put("model.mtp_num_layers", reading.value("--mtp-num-layers"), "--mtp-num-layers")
 
     def _read_window(self) -> None:
-        """``--window-size LEFT,RIGHT``, and ``--window-attn-skip-freq``: blocks of a period, the last without window."""
+        """``--window-size LEFT,RIGHT``, and ``--window-attn-skip-freq``: period whose last block has no window."""
         reading = self.reading
         window = reading.value("--window-size")
         if window is None:
@@ -500,19 +507,24 @@ class MegatronReader:
     def _read_parallelism(self) -> None:
         reading = self.reading
         reading.match(PLAN)
-        tp = self.value("--tensor-model-parallel-size", 1)
-        on = "--sequence-parallel" in reading and tp != 1
-        if tp != 1 and not self._is_unsure("--sequence-parallel"):
-            reading.put("plan.sequence_parallel", on, "--sequence-parallel" if on else "without --sequence-parallel")
+        tp = None if self._is_unsure("--tensor-model-parallel-size") else self.value("--tensor-model-parallel-size", 1)
+        if "--sequence-parallel" not in reading and tp != 1 and not self._is_unsure("--sequence-parallel"):
+            reading.put("plan.sequence_parallel", False, "without --sequence-parallel")
+        elif "--sequence-parallel" in reading and isinstance(tp, int) and tp > 1:
+            reading.put("plan.sequence_parallel", True, "--sequence-parallel")
         reading.no_effect("--sequence-parallel")  # with one tensor-parallel rank
         if _is_above(self.value("--context-parallel-size"), 1):
             reading.match([CONTEXT_PARALLEL])
         reading.no_effect("--cp-comm-type")
+        own = "--expert-tensor-parallel-size"
         if _is_above(self.value("--num-experts"), 1) and tp != 1:
-            if "--expert-tensor-parallel-size" in reading:
-                reading.put("plan.etp", reading.value("--expert-tensor-parallel-size"), "--expert-tensor-parallel-size")
+            if own in reading:
+                reading.put("plan.etp", reading.value(own), own)
             elif isinstance(tp, int):
                 reading.put("plan.etp", tp, f"{_DEFAULT}, as --tensor-model-parallel-size")
+            elif not self._is_unsure(own):
+                what = f"has no {own}, which is then --tensor-model-parallel-size"
+                reading.ask("plan.etp", what=what, fix="add --set plan.etp=1")
         reading.no_effect("--expert-tensor-parallel-size")
 
     def _read_stages(self) -> None:
@@ -554,7 +566,7 @@ class MegatronReader:
                     by_rank[rank] = reading.value(key)
             middle = [rank for rank, blocks in enumerate(by_rank) if blocks is None]
             rest = layers - sum(blocks for blocks in by_rank if isinstance(blocks, int))
-            if not middle and rest or middle and rest % len(middle):
+            if (not middle and rest) or (middle and rest % len(middle)):
                 reading.contradiction(keys[0], f"leaves {rest} blocks for {len(middle)} pipeline ranks", "change it")
                 return
             blocks = [rest // len(middle) if each is None else each for each in by_rank]
@@ -574,7 +586,7 @@ class MegatronReader:
         reading.put("plan.stage_layers", stages, keys[0])
 
     def _read_layout(self, layout: str, pp: int) -> None:
-        """``--pipeline-model-parallel-layout``: E, t, m and L by stage, stages between ``|``, with ``*N`` for N times."""
+        """``--pipeline-model-parallel-layout``: E, t, m and L by stage, ``|`` between stages, ``*N`` for N times."""
         key, text = "--pipeline-model-parallel-layout", layout.replace(",", "").replace(" ", "")
         while match := re.search(r"\(([^()]*)\)\*(\d{1,4})|([A-Za-z|])\*(\d{1,4})", text):
             group, times = (match[1], match[2]) if match[2] else (match[3], match[4])
@@ -688,7 +700,11 @@ class MegatronReader:
 
     def _read_zero_stage(self) -> None:
         reading, key = self.reading, "--zero-stage"
-        if key in reading:
+        if key in reading and reading.value(key) == 0 and "--bf16" in reading:
+            own = "with --bf16, whose optimizer in DeepSpeed shards its states at --zero-stage 0"
+            reading.put("plan.zero_stage", 1, own)
+            reading.put("plan.dp_replicate", 1, "BF16_Optimizer shards over all data-parallel ranks")
+        elif key in reading:
             stage = reading.value(key)
             reading.put("plan.zero_stage", stage, key)
             path = "plan.dp_replicate" if stage != 0 else "plan.dp_shard"
@@ -763,6 +779,8 @@ class MegatronReader:
         reading = self.reading
         for key, why in NOT_MODELED.items():
             reading.not_modeled(key, why)
+        if not _is_above(self.value("--num-experts"), 1):
+            reading.no_effect(*(key for key in reading.settings if key == "--num-experts" or key.startswith("--moe-")))
         reading.no_effect(*(key for key in reading.settings if alike(NO_EFFECT, key)))
         for setting, why in self.arguments.unsure:
             known = alike(NO_EFFECT, setting.key) and setting.key not in _ASKED
@@ -783,7 +801,7 @@ def _preset_of(tokenizer: Any) -> str | None:
 
 
 def _plain_name(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+    return re.sub(r"[^a-z0-9.]", "", name.lower())
 
 
 def _option(path: str) -> str:
