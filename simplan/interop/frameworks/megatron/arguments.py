@@ -104,20 +104,25 @@ def _sorted(launch: Launch) -> Arguments:
             key, joined, value = word.text.partition("=")
             arguments.append(_Argument(key, word.line, value if joined else None, reason=_reason(word)))
         elif not arguments or (word.unknown and (arguments[-1].key in FLAGS or arguments[-1].words)):
-            extra.append(Setting(word.text, True, word.line))
+            extra.append(Setting(word.text, True, _line(word.line)))
         else:
             arguments[-1].words.append(word)
             arguments[-1].reason = arguments[-1].reason or _reason(word)
     last = {OLDER_NAMES.get(each.key, each.key): each for each in arguments}
     certain, unsure = [], []
     for key, argument in last.items():
-        setting = Setting(key, _value(argument), argument.line if argument.line < OTHER_FILE else None)
+        setting = Setting(key, _value(argument), _line(argument.line))
         if argument.reason:
             unsure.append((setting, argument.reason))
         else:
             certain.append(setting)
     program = PurePath(launch.program.text).as_posix()
     return Arguments(tuple(certain), tuple(unsure), tuple(extra), program, launch.launcher, launch.num_devices)
+
+
+def _line(line: int) -> int | None:
+    """Line of the file; None for one of another script that it calls."""
+    return line if line < OTHER_FILE else None
 
 
 def _reason(word: Word) -> str:

@@ -253,7 +253,11 @@ class MegatronReader:
     def _read_sizes(self, family: str, *, gated: bool) -> None:
         reading = self.reading
         hidden, heads = self.value("--hidden-size"), self.value("--num-attention-heads")
-        if "--ffn-hidden-size" in reading:
+        if family in ("moe", "deepseek") and "--moe-layer-freq" not in reading:
+            reading.no_effect(
+                "--ffn-hidden-size" if "--moe-ffn-hidden-size" in reading else ""
+            )  # of blocks without experts
+        elif "--ffn-hidden-size" in reading:
             reading.put("model.intermediate_size", reading.value("--ffn-hidden-size"), "--ffn-hidden-size")
         elif isinstance(hidden, int) and not self._is_unsure("--ffn-hidden-size"):
             size = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -15,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from simplan.errors import file_error
+from simplan.interop.frameworks.shell.slurm import sbatch_settings
 from simplan.interop.frameworks.shell.syntax import (
     Arithmetic,
     Assignment,
@@ -41,6 +43,7 @@ _UNSET = "is not set in the script"
 _ARGUMENT = "is an argument of the script"
 _LARGEST = 2**63
 _MAX_ARGUMENTS = 100
+_ENDS_COMMAND = re.compile(r"\d*(&?>|<|\||;|&)")
 _SHELLS = ("bash", "sh", "source", ".", "zsh")
 
 
@@ -253,7 +256,7 @@ class Shell:
         elif name == "eval":
             unquoted = [tuple(replace(piece, text=piece.text.replace('"', "")) for piece in word) for word in words[1:]]
             again = [piece for word in unquoted for piece in (*word, Piece(" ", simple.line))]
-            self._note(_split(again), own, simple.line)
+            self._note(_command_of(_split(again)), own, simple.line)
         elif name in ("echo", "printf", "cd", "mkdir", "set"):
             return None
         else:
@@ -303,19 +306,34 @@ class Shell:
         """Follow another script of the folder, with its arguments; False if the command calls none."""
         if self.folder is None or self._calls >= _MAX_CALLS:
             return False
-        calls = words[:1] if words and words[0].text.endswith(".sh") else words[1:2]
-        if not calls or (len(calls) == 1 and calls[0] is not words[0] and words[0].text not in _SHELLS):
-            return False
-        name = calls[0].text.rpartition("/")[2] if calls[0].unknown else calls[0].text
-        path = (self.folder / name).resolve()
-        if not path.is_relative_to(self.folder.resolve()) or not path.is_file():
+        called = words[0].text.rpartition("/")[2] if words else ""
+        if called == "sbatch":
+            position = next((at for at, word in enumerate(words) if at and self._path_of(word)), None)
+        else:
+            position = 0 if called.endswith(".sh") else 1 if called in _SHELLS and len(words) > 1 else None
+        path = None if position is None else self._path_of(words[position])
+        if path is None or position is None:
             return False
         self._num_files += 1
-        body = parse_script(read_text(path, _MAX_CHARS), str(path), 1 + self._num_files * OTHER_FILE)
-        arguments = words[words.index(calls[0]) + 1 :]
+        text, outer = read_text(path, _MAX_CHARS), len(self.called)
+        body = parse_script(text, str(path), 1 + self._num_files * OTHER_FILE)
         self.variables |= {name: ((Piece(word.text, word.line, word.unknown),),) for name, word in own.items()}
-        self._with_arguments([(Piece(word.text, word.line, word.unknown),) for word in arguments], body)
+        arguments: list[Value] = [(Piece(word.text, word.line, word.unknown),) for word in words[position + 1 :]]
+        self._with_arguments(arguments, body)
+        if called == "sbatch":
+            line = words[0].line
+            options = [f"{setting.key.removeprefix('#SBATCH ')}={setting.value}" for setting in sbatch_settings(text)]
+            prefix = (Word("srun", line), *(Word(option, line) for option in options), *words[1:position])
+            self.called[outer:] = [replace(each, words=prefix + each.words) for each in self.called[outer:]]
         return True
+
+    def _path_of(self, word: Word) -> Path | None:
+        """File of the folder that a word names; of a word with an unknown folder, the file of its name."""
+        if self.folder is None:
+            return None
+        name = word.text.rpartition("/")[2] if word.unknown else word.text
+        path = (self.folder / name).resolve()
+        return path if path.is_relative_to(self.folder.resolve()) and path.is_file() else None
 
     def _assigned(self, assignment: Assignment) -> tuple[Value, ...]:
         before = self.variables.get(assignment.name, ())
@@ -564,6 +582,13 @@ def _split(pieces: Iterable[Piece]) -> list[Value]:
         else:
             words[-1].append(piece)
     return [tuple(word) for word in words if word]
+
+
+def _command_of(words: list[Value]) -> list[Value]:
+    """Words of a command up to its redirections, or to the next command."""
+    texts = ["".join(piece.text for piece in word) for word in words]
+    end = next((at for at, text in enumerate(texts) if _ENDS_COMMAND.match(text)), len(words))
+    return words[:end]
 
 
 def _number_of(value: Value) -> int | None:
