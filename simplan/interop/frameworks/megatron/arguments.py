@@ -23,7 +23,7 @@ _MIN_SIGNS = 3
 _SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 _NAMES = re.compile(r"(?i)megatron|mcore|pretrain_(gpt|bert|t5)\b")
 _MODEL_ARGS = "MODEL_ARGS"
-_NUMBER = re.compile(r"[-+]?\d{1,18}")
+_NUMBER = re.compile(r"[-+]?\d(_?\d){0,17}")
 _REAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 

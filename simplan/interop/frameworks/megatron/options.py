@@ -77,7 +77,10 @@ FLAGS = frozenset({
 """Arguments without a value, after which an unknown word is no value."""
 
 NO_EFFECT = frozenset({
-    "--deepspeed_config", "--use-legacy-models", "--DDP-impl", "--sample-rate", "--tiktoken-pattern",
+    "--abort-on-unmet-fused-kernel-constraints", "--codecarbon-dir", "--deepspeed_config", "--kill-switch-path",
+    "--sync-tp-duplicated-parameters", "--train-tokens", "--train-weighted-split-paths-path",
+    "--valid-num-workers", "--valid-weighted-split-paths-path", "--use-legacy-models", "--DDP-impl",
+    "--sample-rate", "--tiktoken-pattern",
     "--accumulate", "--activation-func-clamp-value", "--adam", "--adlr", "--app-tag", "--apply-layernorm-1p",
     "--apply-query-key-layer-scaling", "--async", "--attention-backend", "--attention-softmax-in-fp32",
     "--auto-detect-ckpt-format", "--bert-no-binary-head", "--beta-fast", "--beta-slow", "--calculate-per-token-loss",
@@ -87,7 +90,7 @@ NO_EFFECT = frozenset({
     "--eod-mask-loss", "--error-injection", "--eval", "--exit", "--finetune", "--fp8-amax", "--fp8-interval",
     "--fp8-margin", "--ft", "--full-validation", "--glu-linear-offset", "--head-lr-mult",
     "--high-priority-stream-groups", "--hysteresis", "--init", "--initial-loss-scale", "--inprocess",
-    "--iterations-to-skip", "--kv-lora", "--layernorm-epsilon", "--lazy-mpu-init", "--load", "--local-rank",
+    "--iterations-to-skip", "--layernorm-epsilon", "--lazy-mpu-init", "--load", "--local-rank",
     "--local_rank", "--log", "--logging", "--loss-scale", "--lr", "--manual-gc", "--mask-prob",
     "--memory-snapshot-path", "--merge-file", "--min-loss-scale", "--min-lr", "--mmap", "--mock-data",
     "--moe-aux-loss-coeff", "--moe-deepep-num-sms", "--moe-grouped-gemm", "--moe-input-jitter-eps",
@@ -116,6 +119,7 @@ NO_EFFECT = frozenset({
 before are among them."""
 
 NOT_MODELED = {
+    "--embed-layernorm": "the norm after the embedding is left out",
     "--cuda-graph-impl": "CUDA graphs save launches on the host, and hold memory",
     "--cuda-graph-modules": "CUDA graphs save launches on the host, and hold memory",
     "--cuda-graph-scope": "CUDA graphs save launches on the host, and hold memory",

@@ -49,6 +49,7 @@ _OPTIONS = {
     "plan.virtual_stages": "--virtual-stages 2", "model.seq_len": "--seq-len 4096",
     "training.precision": "--precision bf16", "training.global_batch_size": "--global-batch-size 512",
     "plan.zero_stage": "--set plan.zero_stage=1", "plan.sequence_parallel": "--set plan.sequence_parallel=true",
+    "software.expert_dispatch": "--set software.expert_dispatch=all_to_all",
     "training.optimizer": "--set training.optimizer=adamw",
 }  # fmt: skip
 """Key of a scenario -> option with a usual value."""
@@ -74,6 +75,7 @@ _ASKED = {
     "--fp16": "training.precision",
     "--fp8-format": "training.precision",
     "--swiglu": "model.family",
+    "--moe-token-dispatcher-type": "software.expert_dispatch",
 }  # fmt: skip
 """Argument whose value decides the plan -> key of the scenario that is asked for if the value is not known."""
 _RECOMPUTED = {
@@ -313,7 +315,7 @@ class MegatronReader:
                 "--moe-expert-capacity-factor",
             )
             reading.put("model.drop_tokens", True, "--moe-expert-capacity-factor")
-        if self.software == CORE:
+        if self.software == CORE and not self._is_unsure("--moe-token-dispatcher-type"):
             self._read_dispatch()
         if "--moe-grouped-gemm" not in reading:
             reading.not_modeled(
@@ -418,7 +420,7 @@ class MegatronReader:
     def _note_differences(self, family: str, *, gated: bool) -> None:
         """Note parts of the blocks that the family has in another form."""
         reading = self.reading
-        rms = self.value("--normalization", "LayerNorm") == "RMSNorm"
+        rms = str(self.value("--normalization", "LayerNorm")).lower() == "rmsnorm"
         rotary = (
             self.value("--position-embedding-type") in ("rope", "yarn", "mrope")
             or "--use-rotary-position-embeddings" in reading
@@ -444,6 +446,9 @@ class MegatronReader:
                 reading.not_modeled(
                     key, "rotary positions are predicted as learned ones; the rotation takes a little longer"
                 )
+            elif self.value("--position-embedding-type") not in (None, "learned_absolute"):
+                what = "is predicted as learned positions, whose time is nearly the same"
+                reading.not_modeled("--position-embedding-type", what)
             if "--disable-bias-linear" in reading:
                 reading.not_modeled(
                     "--disable-bias-linear", "biases are predicted nevertheless, which are a few numbers per row"
@@ -560,9 +565,12 @@ class MegatronReader:
         reading = self.reading
         first, last = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
         embedding, loss = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
+        parts = "--pp-partition-method"
         keys = [key for key in (first, last, embedding, loss) if key in reading]
-        if not keys:
+        with_ends = reading.value(parts) == "type:transformer|embedding"
+        if not keys and not with_ends:
             return
+        keys = keys or [parts]
         by_rank: list[int | None] = [None] * pp
         if first in reading or last in reading:
             for key, rank in ((first, 0), (last, -1)):
@@ -576,10 +584,10 @@ class MegatronReader:
             blocks = [rest // len(middle) if each is None else each for each in by_rank]
             stages = [number // virtual for _ in range(virtual) for number in blocks]
         else:
-            total = layers + len(keys)
-            stages = [total // (pp * virtual)] * (pp * virtual)
-            stages[0] -= embedding in reading
-            stages[-1] -= loss in reading
+            ends = (embedding in reading or with_ends, loss in reading or with_ends)
+            stages = [(layers + sum(ends)) // (pp * virtual)] * (pp * virtual)
+            stages[0] -= ends[0]
+            stages[-1] -= ends[1]
         for key in keys:
             reading.value(key)
         if sum(stages) != layers:
@@ -722,7 +730,14 @@ class MegatronReader:
         reading = self.reading
         reading.match(TRAINING)
         self._read_precision()
-        if "--global-batch-size" not in reading and not self._is_unsure("--global-batch-size"):
+        steps = "--step-batch-size-schedule"
+        if "--global-batch-size" not in reading and steps in reading:
+            last = str(reading.value(steps)).strip("[]'\" ").rpartition(":")[2]
+            if last.isdecimal():
+                reading.put("training.global_batch_size", int(last), steps)
+            else:
+                reading.refuse(steps, "has no batch at its end", "write START:BATCH START:BATCH ...")
+        elif "--global-batch-size" not in reading and not self._is_unsure("--global-batch-size"):
             reading.put("num_microbatches", 1, f"{_DEFAULT}: the global batch is one microbatch per data-parallel rank")
         if reading.value("--clip-grad") not in (None, 0, 0.0):
             reading.not_modeled(
