@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,7 @@ def script(configuration: dict[str, Any], folder: Path) -> Path:
         for key, value in configuration["settings"].items()
     ]
     middle = len(words) // 2
-    quoted = " \\\n    ".join(words[middle:]).replace("$", "\\$").replace('"', '\\"')
+    quoted = " \\\n    ".join(words[middle:]).replace('"', '\\"')
     path = folder / f"{configuration['name']}.sh"
     program = configuration.get("program", "pretrain_gpt.py")
     launcher = (
@@ -79,8 +80,9 @@ def test_public_script_comes_back_from_an_export(configuration: dict[str, Any], 
     job = scenario_from(script(configuration, tmp_path), add).job
     target = formats()["megatron"]
     assert target.export is not None
-    if configuration["expect"]["software"] == "megatron-deepspeed":
-        with pytest.raises(NotModelledError, match="software.id"):
+    is_uneven = job.plan.stage_layers is None and job.model.num_hidden_layers % job.plan.num_stages
+    if is_uneven or job.software.id == "megatron-deepspeed":
+        with pytest.raises(NotModelledError, match=r"software\.id|stage_layers"):
             target.export(job, "out")
         return
 
@@ -94,14 +96,14 @@ def test_public_script_comes_back_from_an_export(configuration: dict[str, Any], 
 
 @pytest.mark.parametrize("configuration", REFUSED, ids=lambda each: each["name"])
 def test_script_of_another_job_is_refused_with_its_reason(configuration: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=configuration["refused"].replace("(", "\\(")):
+    with pytest.raises(SpecError, match=re.escape(configuration["refused"])):
         scenario_from(script(configuration, tmp_path), _CLUSTER | configuration.get("add", {}))
 
 
 @pytest.mark.parametrize("configuration", PUBLISHED, ids=lambda each: each["name"])
 def test_script_of_a_published_run_is_predicted_as_the_run(configuration: dict[str, Any], tmp_path: Path) -> None:
     runs = read_published([ROOT / "scenarios" / "published" / "megatron_sc21_and_2020.yaml"])
-    (run,) = (read.run for read in runs if read.run is not None and read.run.id == configuration["published"])
+    (run,) = (run for read in runs for run in read.runs or () if run.id == configuration["published"])
     job = scenario_from(script(configuration, tmp_path), _CLUSTER | configuration["add"]).job
     published = job_of_published_run(run).job
 
@@ -109,7 +111,8 @@ def test_script_of_a_published_run_is_predicted_as_the_run(configuration: dict[s
     expected = simplan.predict(published)
 
     assert own.step_time_s == pytest.approx(expected.step_time_s, rel=1e-3)
-    assert own.peak_memory_bytes == pytest.approx(expected.peak_memory_bytes, rel=1e-3)
+    memory = [prediction.memory[0].device_bytes for prediction in (own, expected)]
+    assert memory[0] == pytest.approx(memory[1], rel=1e-3)
 
 
 _JOBS = st.fixed_dictionaries(
@@ -168,8 +171,8 @@ _SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 3
         ("--max-position-embeddings 32 --pipeline-model-parallel-size 3", "3"),
         ("--max-position-embeddings 32 --optimizer muon", "--optimizer = .*is not modeled yet"),
         ("--max-position-embeddings many", "--max-position-embeddings = .*must be a whole number"),
-        ("--max-position-embeddings 32 --swiglu --num-experts 4 --moe-layer-freq __import__('os')", "cannot be read"),
-        ("--max-position-embeddings 32 --pipeline-model-parallel-layout Et|(t|)*9999999999", "is a layout"),
+        ("--max-position-embeddings 32 --swiglu --num-experts 4 --moe-layer-freq '__import__(1)'", "cannot be read"),
+        ("--max-position-embeddings 32 --pipeline-model-parallel-layout 'Et|(t|)*9999999999'", "is a layout"),
         ("--max-position-embeddings 32 --yaml-cfg a.yaml", "name that file"),
         ('--max-position-embeddings 32 --bf16 "', "a quote is not closed"),
     ],

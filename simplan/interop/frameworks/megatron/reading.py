@@ -32,7 +32,8 @@ TITLE = "Megatron-LM arguments"
 CORE, OF_2022, OF_2021, DEEPSPEED = "megatron-core", "megatron-lm-2022", "megatron-lm-2021", "megatron-deepspeed"
 _SIGNS_OF_CORE = ("--use-mcore-models", "--use-flash-attn", "--attention-backend", "--moe-router-topk", "--fp8-format")
 _SIGNS_OF_2021 = (
-    "--checkpoint-activations", "--activations-checkpoint-method", "--distribute-checkpointed-activations",
+    "--checkpoint-activations", "--activations-checkpoint-method",
+    "--activations-checkpoint-num-layers", "--distribute-checkpointed-activations",
     "--checkpoint-num-layers", "--use-contiguous-buffers-in-ddp",
 )  # fmt: skip
 _SIGNS_OF_2022 = (
@@ -89,6 +90,11 @@ _RECOMPUTED = {
 }
 _FP8_RECIPES = {"delayed": "delayed", "tensorwise": "tensorwise", "blockwise": "blockwise"}
 _MAX_LAYERS = 10_000
+_UNEVEN = (
+    "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
+    "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split",
+)  # fmt: skip
+"""Arguments that give the first and last stage other numbers of blocks."""
 _NUM_DEVICES = "devices"
 """Name of the product of nodes and ranks per node of the launcher, in origins."""
 _VOCABULARY_KEYS = ("--padded-vocab-size", "--pad-vocab-size-to", "--vocab-size")
@@ -317,6 +323,7 @@ class MegatronReader:
             reading.put("model.drop_tokens", True, "--moe-expert-capacity-factor")
         if self.software == CORE and not self._is_unsure("--moe-token-dispatcher-type"):
             self._read_dispatch()
+        reading.no_effect("--moe-permute-fusion")
         if "--moe-grouped-gemm" not in reading:
             reading.not_modeled(
                 "--num-experts", "without --moe-grouped-gemm, experts run one after another, which takes longer"
@@ -557,18 +564,33 @@ class MegatronReader:
             if virtual > 1:
                 reading.put("plan.virtual_stages", virtual, per_stage)
         reading.no_effect(per_stage)
-        if isinstance(layers, int) and isinstance(pp, int) and isinstance(virtual, int) and pp > 1:
+        if self._is_unsure("--pipeline-model-parallel-size"):
+            self._ask_for_stages()
+        elif isinstance(layers, int) and isinstance(pp, int) and isinstance(virtual, int) and pp > 1:
             self._read_uneven_stages(layers, pp, virtual)
+
+    def _ask_for_stages(self) -> None:
+        keys = [key for key in _UNEVEN if key in self.reading]
+        for key in keys:
+            self.reading.value(key)
+        if keys:
+            what = f"has {keys[0]}, whose stages depend on --pipeline-model-parallel-size"
+            fix = "add --set plan.stage_layers='[2, 3, 3, 2]', blocks of each stage"
+            self.reading.ask("plan.stage_layers", what=what, fix=fix)
 
     def _read_uneven_stages(self, layers: int, pp: int, virtual: int) -> None:
         """Other numbers of blocks in the first and last rank (megatron/core/transformer/transformer_block.py)."""
         reading = self.reading
-        first, last = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-        embedding, loss = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
+        first, last, embedding, loss = _UNEVEN
         parts = "--pp-partition-method"
         keys = [key for key in (first, last, embedding, loss) if key in reading]
         with_ends = reading.value(parts) == "type:transformer|embedding"
         if not keys and not with_ends:
+            if layers % (pp * virtual):
+                what = (
+                    f"does not divide --num-layers = {layers}, which Megatron-LM refuses; here stages differ by a block"
+                )
+                reading.not_modeled("--pipeline-model-parallel-size", what)
             return
         keys = keys or [parts]
         by_rank: list[int | None] = [None] * pp
@@ -724,7 +746,6 @@ class MegatronReader:
         elif not self._is_unsure(key):
             what = "has its ZeRO stage in the JSON of --deepspeed_config, which is not read"
             reading.ask("plan.zero_stage", what=what, fix="add --set plan.zero_stage=1")
-            reading.put("plan.dp_replicate", 1, "ZeRO shards over all data-parallel ranks")
 
     def _read_training(self) -> None:
         reading = self.reading
@@ -770,7 +791,9 @@ class MegatronReader:
             reading.put(path, "mxfp8", fp8)
         elif fp8:
             reading.put(path, "fp8", fp8)
-            if recipe in _FP8_RECIPES:
+            if recipe == "tensorwise":
+                reading.value("--fp8-recipe")  # simplan's default
+            elif recipe in _FP8_RECIPES:
                 reading.put("training.fp8_recipe", recipe, "--fp8-recipe" if "--fp8-recipe" in reading else _DEFAULT)
             else:
                 reading.refuse("--fp8-recipe", "is not modeled yet", f"only {', '.join(_FP8_RECIPES)} and mxfp8 are")

@@ -188,6 +188,8 @@ class _Writer:
             writing.refuse("model.family", f"use {', '.join(_FAMILIES)}")
         if self.is_core:
             writing.set("--use-mcore-models", True, "software")
+        elif self.job.software.id == OF_2022:
+            writing.set("--DDP-impl", "local", "software")
         multiple = writing.value("software.vocab_multiple")
         writing.set("--make-vocab-size-divisible-by", multiple, "software.vocab_multiple")
 
@@ -370,6 +372,8 @@ class _Writer:
         method = "uniform" if layers is None else "block"
         number = 1 if layers is None else layers
         if kind == "none":
+            if self.job.software.id == OF_2021:
+                writing.set("--activations-checkpoint-num-layers", 1, "software; no effect without a method")
             return
         if kind not in ("full", "selective") or (kind == "selective" and self.job.software.id == OF_2021):
             writing.refuse("plan.recompute", "use full" if self.job.software.id == OF_2021 else "use full or selective")

@@ -254,7 +254,7 @@ class Shell:
         elif name in self._functions:
             self._call(name, words)
         elif name == "eval":
-            unquoted = [tuple(replace(piece, text=piece.text.replace('"', "")) for piece in word) for word in words[1:]]
+            unquoted = [tuple(map(_as_evaluated, word)) for word in words[1:]]
             again = [piece for word in unquoted for piece in (*word, Piece(" ", simple.line))]
             self._note(_command_of(_split(again)), own, simple.line)
         elif name in ("echo", "printf", "cd", "mkdir", "set"):
@@ -582,6 +582,13 @@ def _split(pieces: Iterable[Piece]) -> list[Value]:
         else:
             words[-1].append(piece)
     return [tuple(word) for word in words if word]
+
+
+def _as_evaluated(piece: Piece) -> Piece:
+    """Piece of an argument of ``eval``, without the quotes that eval removes; what it would expand is unknown."""
+    expands = not piece.unknown and ("$" in piece.text or "`" in piece.text)
+    unknown = "is expanded by eval, which simplan does not follow" if expands else piece.unknown
+    return replace(piece, text=piece.text.replace('"', ""), unknown=unknown)
 
 
 def _command_of(words: list[Value]) -> list[Value]:
