@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,20 @@ from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import NoFeasiblePlanError, Problem, SpecError, did_you_mean
+from simplan.interop.formats import changed_settings
 from simplan.io import read_yaml, write_text
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
+from simplan.predict import predict
 from simplan.problems import parse_model
 from simplan.report.search import search_plan_words, search_text, search_verdict
 from simplan.scenario import Scenario, SearchScenario, load_scenario, load_search, plan_document
 from simplan.scenario.writing import scenario_text
-from simplan.search import SearchProgress, SearchResult, SearchSpace, largest, search
+from simplan.search import Largest, RankedPlan, SearchProgress, SearchResult, SearchSpace, largest, search
 from simplan.search.enumeration import Enumeration
-from simplan.search.jobs import check_without_plan
 from simplan.search.largest import QUANTITIES
+from simplan.search.space import check_without_plan, software_options, with_options
+from simplan.search.switch import Switch, changed_keys
 from simplan.units import format_percent, format_time
 
 _INTERRUPTED = 130
@@ -60,6 +64,7 @@ class SearchOptions:
     save_plan: Path | None = None
     rank: int | None = None
     largest: str | None = None
+    from_current: bool = False
     budget: Mapping[str, float | None] = field(default_factory=dict)
 
 
@@ -67,7 +72,8 @@ def search_command(
     request: ScenarioRequest, *, as_json: bool, options: SearchOptions, calibration_file: Path | None
 ) -> int:
     """``simplan search``."""
-    scenario, command = request.search(), f"simplan search {request.argument()}"
+    scenario = request.search(from_current=options.from_current)
+    command = f"simplan search {request.argument()}" + " --from-current" * options.from_current
     space = _space(scenario, options)
     scenario = replace(scenario, space=space)
     _check_rank(options, space)
@@ -87,10 +93,11 @@ def search_command(
             on_progress=watch.show,
         )
     result = replace(result, assumptions=scenario.assumptions)
+    switch = _switch(scenario, result, calibration) if options.from_current else None
     if as_json:
-        print_json(result.to_json())
+        print_json(result.to_json() | ({} if switch is None else {"switch": switch.to_json()}))
     else:
-        text = search_text(result, _next(scenario, command, result, options))
+        text = search_text(result, _next(scenario, command, result, options), switch)
         line = search_verdict(result)
         print_result(text.replace(line, emphasize(line, result.best is not None), 1))
     if result.best is not None and options.save_plan is not None:
@@ -100,6 +107,19 @@ def search_command(
     return NoFeasiblePlanError.exit_code if result.best is None else 0
 
 
+def _switch(scenario: SearchScenario, result: SearchResult, calibration: Calibration | None) -> Switch | None:
+    """Comparison of the plan of the file with the best one; None if no plan fits."""
+    if scenario.current is None or result.best is None:
+        return None
+    before = scenario.current.job
+    after = with_options(before.with_plan(result.best.plan), tuple(result.best.software.items()))
+    if scenario.configuration is not None:
+        changes = changed_settings(scenario.configuration, before, after)
+    else:
+        changes = changed_keys(before, after)
+    return Switch(predict(before, calibration=calibration), predict(after, calibration=calibration), changes)
+
+
 def slow_search(job: Job, space: SearchSpace) -> str:
     """Warning before a long search, else empty: on shared CPU cores, every plan's full step is simulated.
 
@@ -107,7 +127,7 @@ def slow_search(job: Job, space: SearchSpace) -> str:
         SpecError: The job violates a rule under any plan.
     """
     check_without_plan(job, space)
-    total = Enumeration(space, job).total
+    total = Enumeration(space, job).total * len(software_options(space))
     if total < _MANY or job.cluster.cores_per_node is None:
         return ""
     return (
@@ -141,14 +161,14 @@ def _largest(
     if options.save_plan is not None:
         what = f"A plan that fits with {quantity} = {found.value:,}, the largest that "
         what += f"`{command} --largest {quantity}` found; there may be faster ones"
-        _save(scenario, found.plan, options.save_plan, what, found.model_fields)
+        _save(scenario, found, options.save_plan, what, found.model_fields)
     if as_json:
         print_json(found.to_json())
         return 0
     where = "of all sizes" if found.exact else "of the values tried"
     print_result(
         f"{scenario.name}: {quantity} = {found.value:,} is the largest {where} for which a plan fits\n"
-        f"  plan         {search_plan_words(found.plan)}\n"
+        f"  plan         {search_plan_words(found.plan, found.software)}\n"
         f"  fits         {_listed(found.fitting)}\n"
         f"  does not     {_listed(found.failing)}\n"
         f"  memory       plans may use {format_percent(space.max_memory_fraction)} of the device memory"
@@ -214,18 +234,18 @@ def _save_ranked(scenario: SearchScenario, command: str, result: SearchResult, f
     until = " until it was stopped: there may be better ones" if result.interrupted else ""
     what = f"The best plan that `{command}` found" if rank == 1 else f"Plan {rank} of the ranking of `{command}`"
     name = scenario.name if given is None else f"{scenario.name}-{rank}"
-    _save(scenario, result.ranked[rank - 1].plan, file, what + until, name=name)
+    _save(scenario, result.ranked[rank - 1], file, what + until, name=name)
 
 
 def _save(
     scenario: SearchScenario,
-    plan: ParallelPlan,
+    found: RankedPlan | Largest,
     file: Path,
     what: str,
     model: Mapping[str, int] | None = None,
     name: str | None = None,
 ) -> None:
-    document = plan_document(scenario, plan, file.resolve().parent)
+    document = plan_document(scenario, found.plan, file.resolve().parent, found.software)
     if name is not None:
         document["name"] = name
     if model:
@@ -256,6 +276,7 @@ def scenarios_to_time(file: Path) -> list[Scenario]:
     search = load_search(file)
     check_without_plan(search.job, search.space)
     enumeration = Enumeration(search.space, search.job)
+    jobs = [with_options(search.job, options) for options in software_options(search.space)]
     one_of: dict[object, ParallelPlan] = {}
     for table in enumeration.tables(Counter()):
         cut = [table[name] for name in ("tp", "sequence_parallel", "cp", "cp_comm", "ep", "microbatch_size")]
@@ -264,7 +285,10 @@ def scenarios_to_time(file: Path) -> list[Scenario]:
         for row, key in enumerate(map(tuple, keys.tolist())):
             if key not in one_of:
                 one_of[key] = table.plan(row)
-    return [Scenario(name=search.name, job=search.job.with_plan(plan), file=search.file) for plan in one_of.values()]
+    return [
+        Scenario(name=search.name, job=job.with_plan(plan), file=search.file)
+        for job, plan in product(jobs, one_of.values())
+    ]
 
 
 class _Watch(ProgressLine):
