@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise
 
 from simplan.interop.frameworks.megatron.options import (
     CONTEXT_PARALLEL,
@@ -18,6 +18,7 @@ from simplan.interop.frameworks.megatron.options import (
 from simplan.interop.frameworks.megatron.reading import CORE, OF_2021, OF_2022
 from simplan.interop.writing import Exported, Option, Writing
 from simplan.job import Job
+from simplan.predict.build import assign_layers, cost_model
 
 _TARGET = "Megatron-LM arguments"
 _PROGRAMS = {"t5": "pretrain_t5.py", "bert": "pretrain_bert.py"}
@@ -304,21 +305,38 @@ class _Writer:
         if writing.value("plan.schedule") not in _SCHEDULES:
             writing.refuse("plan.schedule", "use 1f1b or interleaved_1f1b")
         virtual, blocks = writing.value("plan.virtual_stages"), writing.value("plan.stage_layers")
+        if blocks is None and plan.pp > 1 and layers % plan.num_stages:
+            if not self.is_core:
+                writing.refuse("plan.stage_layers", f"use the software {CORE}")
+            blocks = self._balanced_blocks()
         if blocks is not None:
             if not self.is_core:
                 writing.refuse("plan.stage_layers", f"use the software {CORE}")
-            stages = [f"t*{number}" if number > 1 else "t" * number for number in blocks]
-            end = "m" * self.job.model.mtp_num_layers + "L"
-            layout = "|".join(stages)
-            writing.set("--pipeline-model-parallel-layout", f"E{layout}{end}", "plan.stage_layers")
+            writing.set("--pipeline-model-parallel-layout", self._layout(blocks), "plan.stage_layers")
             return
-        if plan.pp > 1 and layers % plan.num_stages:
-            writing.refuse("plan.stage_layers", f"give the blocks of each of the {plan.num_stages} stages")
         if virtual > 1 and self.is_core:
             writing.set("--num-virtual-stages-per-pipeline-rank", virtual, "plan.virtual_stages")
         elif virtual > 1:
             per_stage = layers // plan.num_stages
             writing.set("--num-layers-per-virtual-pipeline-stage", per_stage, "plan.virtual_stages")
+
+    def _layout(self, blocks: Sequence[int]) -> str:
+        """Stages as Megatron-LM writes them: ``Et|(tt|)*6tL`` for 1, 2, 2, 2, 2, 2, 2 and 1 blocks."""
+        first, *middle, last = ("t" * number for number in blocks)
+        text = f"E{first}|"
+        for stage, group in groupby(middle):
+            number = len([*group])
+            text += f"({stage}|)*{number}" if number > 1 else f"{stage}|"
+        return f"{text}{last}{'m' * self.job.model.mtp_num_layers}L"
+
+    def _balanced_blocks(self) -> list[int]:
+        """Blocks per stage as predicted, which Megatron-LM has to be told if they are not equal."""
+        model = self.job.model
+        boundaries = assign_layers(self.job, cost_model(self.job, None)).boundaries
+        blocks = [after - before for before, after in pairwise(boundaries)]
+        blocks[0] -= 1  # the embedding
+        blocks[-1] -= model.num_last_layers
+        return blocks
 
     def sharding(self) -> None:
         """Data parallelism, which follows from the number of devices."""
