@@ -104,6 +104,9 @@ def test_snippets_of_a_page_work(page: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
     listed = list(snippets(page))
+    for one in listed:
+        if named := re.match(r"# (\S+\.sh)\n", one.text):
+            (tmp_path / named.group(1)).write_text(one.text)
     for number, one in enumerate(listed):
         if one.language == "yaml" and one.is_run:
             read_yaml(one.text, tmp_path, number)

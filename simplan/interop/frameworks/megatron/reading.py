@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 from typing import Any
 
 from simplan import catalog
@@ -143,7 +144,7 @@ class MegatronReader:
         self._read_training()
         self._read_devices()
         self._sort_rest()
-        return self.reading.finish()
+        return replace(self.reading.finish(), search={"schedule": ["1f1b", "interleaved_1f1b"]})
 
     def _check_program(self) -> None:
         program = self.arguments.program
