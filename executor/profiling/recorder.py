@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated, Self
 
 import torch
+from pydantic import Field, model_validator
 
 from executor.launch.watchdog import Heartbeat, RankState
 from simplan.base import Spec
+from simplan.errors import RunError
 from simplan.program.action import Action, ActionKind
 from simplan.program.timeline import SpanKind
 from simplan.runs.measurement import IssuedKind, MeasuredCollective, MeasuredSpan
 
 Stamp = float | torch.cuda.Event
+_MAX_CLOCK_S = 1e9  # 31 years
 
 
 class Clock:
@@ -101,7 +106,13 @@ class StepRecord(Spec):
     spans: tuple[MeasuredSpan, ...]
     reruns: tuple[MeasuredSpan, ...] = ()
     collectives: tuple[MeasuredCollective, ...]
-    reference_s: float | None = None
+    reference_s: Annotated[float, Field(gt=0, le=_MAX_CLOCK_S)] | None = None
+
+    @model_validator(mode="after")
+    def _goes_forward(self) -> Self:
+        if not -_MAX_CLOCK_S <= self.start_s < self.end_s <= _MAX_CLOCK_S:
+            raise ValueError("ends before it starts, or beyond the range of clocks")
+        return self
 
 
 @dataclass(slots=True)
@@ -222,8 +233,14 @@ class Recorder:
         is_warmup: bool = False,
         reference_s: float | None = None,
     ) -> StepRecord:
-        """The ended step as data."""
+        """The ended step as data.
+
+        Raises:
+            RunError: A loss is not finite: the steps after it would compute on infinities.
+        """
         seconds = self._clock.seconds
+        if wrong := [loss for loss in losses if not math.isfinite(loss)]:
+            raise RunError(f"the loss of step {self._step} is {wrong[0]}: try precision fp32 or bf16")
 
         def measured(found: tuple[Action, Stamp, Stamp], kind: SpanKind) -> MeasuredSpan:
             action, start, end = found

@@ -330,7 +330,8 @@ def compare(
         Path,
         typer.Argument(
             metavar="MEASUREMENT",
-            help="measurement.json of a run, or a file with values of its log, e.g. step_times_s: [2.41, 2.39].",
+            help="measurement.json of a run; a log of Megatron-LM, Megatron Bridge, NeMo, torchtitan, DeepSpeed or the "
+            "Hugging Face Trainer; a trace of torch.profiler; a memory snapshot; or YAML: step_times_s: [2.41, 2.39].",
         ),
     ],
     json: AsJson = False,
@@ -339,7 +340,12 @@ def compare(
         typer.Option(metavar="FILE.svg", help="File for a drawing of both on one time axis; FILE.html for a page."),
     ] = None,
 ) -> int:
-    """Show the errors of a prediction, next to the spread of the steps, and the terms that cause them."""
+    """Show the errors of a prediction, next to the spread of the steps, and the terms that cause them.
+
+    Files are found by content. Steps of the warm-up and interrupted steps of a log are left out, and named. If the log
+    lies outside of the prediction's intervals, the job is predicted again with one change at a time. Changes that bring
+    it closer are listed.
+    """
     from simplan.cli.compare import compare_command
 
     return compare_command(prediction, measurement, as_json=json, plot=plot)

@@ -309,10 +309,15 @@ class SoftwareSpec(Spec):
             "fused_experts": "fused experts" if self.fused_experts else "",
             "grad_overlap": "gradient reduction overlapped with backward" if self.grad_overlap else "",
             "overlap_param_gather": "parameter all-gather overlapped with forward" if self.overlap_param_gather else "",
-            "tp_overlap": f"tensor-parallel overlap: {self.tp_overlap}" if self.tp_overlap != "backward" else "",
+            "tp_overlap": "asynchronous tensor parallelism" if self.tp_overlap in ("gathers", "all") else "",
             "vocab_multiple": "",  # predictions tell it where it changes anything
         }
         return ", ".join([self.id, *(words[option] for option in self.options if words[option])])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The section ``software`` of a scenario: ``preset``, and the options with their values."""
+        return {"preset": self.id, **{option: getattr(self, option) for option in self.options}}
 
     @property
     def preallocated_receives(self) -> bool:

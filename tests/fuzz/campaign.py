@@ -10,9 +10,11 @@ than 4 GiB, a file that is not whole.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -62,10 +64,12 @@ class Kind:
 
     Attributes:
         make: Writes damaged files into a folder; returns the command.
+        run: Runs the command; returns its exit code. None for ``simplan``.
     """
 
     name: str
     make: Callable[[Mutator, Path], Case]
+    run: Callable[[list[str]], int] | None = None
 
 
 def _scenario(mutator: Mutator, folder: Path) -> Case:
@@ -117,6 +121,18 @@ def _logged(mutator: Mutator, folder: Path) -> Case:
     prediction.write_text(PREDICTION)
     log.write_text(mutator.yaml(LOG), encoding="utf-8", errors="surrogatepass")
     return ["compare", str(prediction), str(log)], None
+
+
+def _framework_log(mutator: Mutator, folder: Path) -> Case:
+    """Logs as bytes: of a framework, a trace, and a snapshot."""
+    prediction, log = folder / "prediction.json", folder / "train.log"
+    prediction.write_text(PREDICTION)
+    content = mutator.damaged(mutator.choice(FRAMEWORK_LOGS)).encode("utf-8", errors="surrogatepass")
+    if mutator.choice((True, False)):
+        content = mutator.choice((pickle.dumps(SNAPSHOT), gzip.compress(content)))
+        content = content[: mutator.choice((len(content), len(content) - 3, 40))]
+    log.write_bytes(content)
+    return ["compare", str(prediction), str(log), *mutator.choice(([], ["--json"]))], None
 
 
 def _published(mutator: Mutator, folder: Path) -> Case:
@@ -180,8 +196,27 @@ CONFIG = json.dumps({
     "rope_theta": 10000.0, "rope_scaling": None, "attention_bias": False, "mlp_bias": False,
 })  # fmt: skip
 LOG = "step_times_s: [2.41, 2.39, 2.40, 2.42]\npeak_allocated_gib: 40.0\n"
+_ITERATION = " iteration {0:8d}/ 100 | elapsed time per iteration (ms): {0}20.5 | global batch size: 4 | lm loss: 1.0 |"
+SNAPSHOT = {
+    "segments": [{"device": 0, "total_size": 4096, "allocated_size": 2048}],
+    "device_traces": [[{"action": "alloc", "size": 512}, {"action": "free_completed", "size": 512}]],
+}
+TRACE = [
+    {"ph": "X", "cat": category, "name": name, "ts": 1.5, "dur": 20}
+    for category, name in (("user_annotation", "ProfilerStep#1"), ("kernel", "gemm"), ("kernel", "ncclKernel"))
+]
+FRAMEWORK_LOGS = (
+    "\n".join(_ITERATION.format(step) for step in range(1, 9)),
+    "[rank0]:[titan] step: 1  loss: 12.2  memory: 27.34GiB(28.78%)  tps: 375  mfu: 2.20%\n" * 5,
+    "Training epoch 0, iteration 5/49 | global_batch_size: 4 | train_step_timing in s: 2.693 | consumed_samples: 20",
+    "epoch=0/micro_step=1/global_step=2, RunningAvgSamplesPerSec=58.7, CurrSamplesPerSec=61.35, MaxMemAllocated=19.5GB",
+    "{'loss': 1.0}\n100%|####| 200/200 [03:45<00:00]\n{'train_runtime': 225.8, 'train_steps_per_second': 0.886}",
+    json.dumps({"log_history": [{"train_runtime": 100.5, "step": 50}], "global_step": 50}),
+    json.dumps({"traceEvents": TRACE}),
+    json.dumps(SNAPSHOT),
+)
 FILES = Path(__file__).parent / "files"
-CALIBRATION = (FILES / "calibration.json").read_text()
+CALIBRATION: str = (FILES / "calibration.json").read_text()
 _PREDICTED = predicted(ParallelPlan(pp=2, stage_layers=(2, 2)))
 PREDICTION = json_text(_PREDICTED.to_json())
 MEASUREMENT = measure(_PREDICTED).model_dump_json()
@@ -194,6 +229,7 @@ KINDS = (
     Kind("schedule", _schedule),
     Kind("compare", _compared),
     Kind("log", _logged),
+    Kind("framework-log", _framework_log),
     Kind("published", _published),
     Kind("config", _config),
     Kind("calibration", _calibration),
@@ -266,7 +302,7 @@ def run_one(kind: Kind, seed: int, folder: Path, limit_s: int = LIMIT_S) -> Find
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
             warnings.simplefilter("error")
-            code = simplan.cli.main(args)
+            code = (kind.run or simplan.cli.main)(args)
         what = _wrong(code, out.getvalue(), err.getvalue(), written)
     except _HangError:
         what = f"not done after {limit_s} s"
@@ -301,10 +337,13 @@ def _wrong(code: int, out: str, err: str, written: Path | None) -> str | None:
 
 
 if __name__ == "__main__":
+    from tests.fuzz.executor_kinds import EXECUTOR_KINDS
+
+    kinds = KINDS + EXECUTOR_KINDS
     count, start = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     total = 0
-    for each in KINDS:
-        for found in run_campaign(each, count // len(KINDS), start):
+    for each in kinds:
+        for found in run_campaign(each, count // len(kinds), start):
             total += 1
             sys.stdout.write(f"{each.name} {found.seed}: {found.what}\n  simplan {' '.join(found.args)}\n")
             sys.stdout.flush()

@@ -65,7 +65,9 @@ class Launch:
     environment: Mapping[str, Word]
 
 
-def read_launches(text: str, file: str, folder: Path | None = None) -> tuple[Launch, ...]:
+def read_launches(
+    text: str, file: str, folder: Path | None = None, *, wrappers: frozenset[str] = frozenset()
+) -> tuple[Launch, ...]:
     """Commands of a launch script that start a Python program, those that no undecided condition guards first.
 
     A file whose first word is an option is taken as arguments without a command.
@@ -73,6 +75,7 @@ def read_launches(text: str, file: str, folder: Path | None = None) -> tuple[Lau
     Args:
         file: Name of the script in errors.
         folder: Folder of the script, whose scripts it may call; None to follow no other script.
+        wrappers: Names of scripts that pass their arguments on to the program, and count as it.
 
     Raises:
         SpecError: The text is no shell script.
@@ -83,7 +86,7 @@ def read_launches(text: str, file: str, folder: Path | None = None) -> tuple[Lau
     shell = Shell(file, folder, _slurm_variables(sbatch))
     first = next((line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")), "")
     shell.run(parse_script(f"python - {text}" if first.startswith("--") else text, file))
-    found = [(called, launch) for called in shell.called if (launch := _launch(called, sbatch)) is not None]
+    found = [(called, launch) for called in shell.called if (launch := _launch(called, sbatch, wrappers)) is not None]
     found.sort(key=lambda each: each[0].condition is not None)
     return tuple(launch for _, launch in found)
 
@@ -98,13 +101,15 @@ def _slurm_variables(sbatch: Mapping[str, Setting]) -> dict[str, tuple[Value, ..
     return values
 
 
-def _launch(called: Called, sbatch: Mapping[str, Setting]) -> Launch | None:
+def _launch(called: Called, sbatch: Mapping[str, Setting], wrappers: frozenset[str]) -> Launch | None:
     """The training that a command starts; None if it starts no Python program."""
     words, options = called.words, list[Setting]()
     position, is_launched = 0, False
     while position < len(words):
         name = words[position].text.rpartition("/")[2]
         is_python = _PYTHON.fullmatch(name) is not None
+        if name in wrappers:
+            return _launched(words[position], words[position + 1 :], options, sbatch, called)
         if is_python or name in _LAUNCHERS:
             is_launched = True
             position = _launcher_options(words, position + 1, options)
