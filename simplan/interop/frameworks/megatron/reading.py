@@ -284,7 +284,7 @@ class MegatronReader:
                 "--num-query-groups" if "--num-query-groups" in reading else _DEFAULT,
             )
         elif family in ("llama", "moe", "gpt") and isinstance(heads, int):
-            reading.put("model.num_key_value_heads", heads, "without --group-query-attention, as many as heads")
+            reading.put("model.num_key_value_heads", heads, "without --group-query-attention, one for each head")
         reading.no_effect("--group-query-attention", "--num-query-groups")
         untied = "--untie-embeddings-and-output-weights" in reading
         key = "--untie-embeddings-and-output-weights"
