@@ -129,7 +129,7 @@ def search(
     from_current: Annotated[
         bool,
         typer.Option(
-            "--from-current", help="Start from the plan of SCENARIO: what to change, gain, certainty and cost."
+            "--from-current", help="Comparison of the best plan with that of SCENARIO: changed settings, gain and cost."
         ),
     ] = False,
     largest: Annotated[
@@ -188,16 +188,16 @@ def init(
     return init_command(scenario, file=output, searches=search, force=force, as_json=json)
 
 
-@_command("import", short_help="Convert a launch script or configuration of a framework to a scenario.")
+@_command("import", short_help="Write a launch script or configuration of a framework as a scenario.")
 @takes_scenario()
 def import_scenario(
     scenario: ScenarioRequest,
     output: Annotated[Path | None, _FILE("--output", "-o", help="File for the scenario (default: stdout).")] = None,
     json: AsJson = False,
 ) -> int:
-    """Convert a launch script or configuration of a framework to a scenario, with the line of each value as a comment.
+    """Write a launch script or configuration of a framework as a scenario, with the line of each value as a comment.
 
-    Lists what the file does not say, what has no effect, and what is not modeled. Nothing is run or expanded except
+    Lists missing values, settings without effect, and settings that are not modeled. Nothing is run or expanded except
     plain variables.
     """
     from simplan.cli.init import import_command
