@@ -90,7 +90,7 @@ _RECOMPUTED = {
     "shared_experts": "shared_experts",
 }
 _FP8_RECIPES = {"delayed": "delayed", "tensorwise": "tensorwise", "blockwise": "blockwise"}
-_MAX_LAYERS = 10_000
+_MAX_LAYERS, _MAX_PATTERN = 10_000, 1_000
 _UNEVEN = (
     "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
     "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split",
@@ -315,12 +315,10 @@ class MegatronReader:
                 fix="add --set model.moe_intermediate_size=1408",
             )
         self._read_dense_layers()
-        if "--moe-expert-capacity-factor" in reading:
-            reading.put(
-                "model.capacity_factor",
-                float(reading.value("--moe-expert-capacity-factor")),
-                "--moe-expert-capacity-factor",
-            )
+        factor = reading.value("--moe-expert-capacity-factor")
+        if factor is not None:
+            number = float(factor) if isinstance(factor, int | float) else factor
+            reading.put("model.capacity_factor", number, "--moe-expert-capacity-factor")
             reading.put("model.drop_tokens", True, "--moe-expert-capacity-factor")
         if self.software == CORE and not self._is_unsure("--moe-token-dispatcher-type"):
             self._read_dispatch()
@@ -499,7 +497,7 @@ class MegatronReader:
             reading.put(path, reading.value(sized), sized)
             for key in _VOCABULARY_KEYS:
                 reading.value(key)
-        elif kind in VOCABULARIES:
+        elif isinstance(kind, str) and kind in VOCABULARIES:
             extra = reading.value("--vocab-extra-ids", 0)
             reading.put(path, VOCABULARIES[kind] + (extra if isinstance(extra, int) else 0), "--tokenizer-type")
         elif kind is None and self._program in DEFAULT_TOKENIZERS and "--tokenizer-model" not in self._all_keys():
@@ -567,7 +565,7 @@ class MegatronReader:
         reading.no_effect(per_stage)
         if self._is_unsure("--pipeline-model-parallel-size"):
             self._ask_for_stages()
-        elif isinstance(layers, int) and isinstance(pp, int) and isinstance(virtual, int) and pp > 1:
+        elif isinstance(layers, int) and isinstance(pp, int) and _is_above(virtual, 0) and pp > 1:
             self._read_uneven_stages(layers, pp, virtual)
 
     def _ask_for_stages(self) -> None:
@@ -783,7 +781,7 @@ class MegatronReader:
         fp8 = next((key for key in ("--fp8-format", "--fp8-hybrid", "--fp8-e4m3") if key in reading), "")
         wide = next((key for key in ("--bf16", "--fp16") if key in reading), "")
         recipe, fp4 = (
-            reading.value("--fp8-recipe", "delayed"),
+            str(reading.value("--fp8-recipe", "delayed")),
             next((key for key in ("--fp4-format", "--fp4") if key in reading), ""),
         )
         if fp4:
@@ -860,6 +858,8 @@ def _pattern(value: Any) -> int | list[int] | None:
     if isinstance(value, int):
         return value
     text = "".join(map(str, value)) if isinstance(value, list) else str(value)
+    if len(text) > _MAX_PATTERN:
+        return None
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):

@@ -42,7 +42,7 @@ OTHER_FILE = 1_000_000
 _UNSET = "is not set in the script"
 _ARGUMENT = "is an argument of the script"
 _LARGEST = 2**63
-_MAX_ARGUMENTS = 100
+_MAX_ARGUMENTS, _MAX_TEST_WORDS = 100, 200
 _ENDS_COMMAND = re.compile(r"\d*(&?>|<|\||;|&)")
 _SHELLS = ("bash", "sh", "source", ".", "zsh")
 
@@ -237,7 +237,7 @@ class Shell:
         words = self._words(simple.words)
         texts = [Word.of(word, simple.line) for word in words]
         name = texts[0].text if texts else ""
-        own = {each.name: Word.of(self._assigned(each)[0], each.line) for each in simple.assignments if words}
+        own = {each.name: Word.of(_first(self._assigned(each)), each.line) for each in simple.assignments if words}
         if not words or name in ("export", "local", "declare", "readonly", "typeset"):
             for each in simple.assignments:
                 self.variables[each.name] = self._assigned(each)
@@ -412,7 +412,7 @@ class Shell:
     def _variable(self, part: Part) -> tuple[Value, ...]:
         found, by_default = self.variables.get(part.text), part.operator.strip(":")
         if by_default in ("-", "=", "+") and part.operator[:1] in ":-=+":
-            is_set = found is not None and (part.operator[0] != ":" or any(piece.text for piece in found[0]))
+            is_set = found is not None and (part.operator[0] != ":" or any(piece.text for piece in _first(found)))
             if by_default == "+":
                 return (self._expanded(part.default) if is_set else (),)
             return (found or ((),))[:1] if is_set else (self._expanded(part.default),)
@@ -444,7 +444,7 @@ class Shell:
         if isinstance(node, ast.Constant):
             return node.value if isinstance(node.value, int) else None
         if isinstance(node, ast.Name):
-            return _number_of(self.variables.get(node.id, ((),))[0])
+            return _number_of(_first(self.variables.get(node.id, ((),))))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             value = self._computed(node.operand)
             return None if value is None else -value
@@ -493,6 +493,8 @@ class _Test:
 
     def status(self) -> bool | None:
         """Truth of the condition; None if it depends on what is unknown, or on files."""
+        if len(self.words) > _MAX_TEST_WORDS:
+            return None
         for joint, decides in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
             texts = [word.text for word in self.words]
             if joint in texts[1:]:
@@ -554,6 +556,11 @@ def _joined(
             return ((*head, *(replace(piece, condition=line) for piece in added_pieces)),)
     why = f"depends on the condition in line {line % OTHER_FILE}, which simplan cannot decide"
     return ((Piece(f"${name}", line, why),),)
+
+
+def _first(elements: tuple[Value, ...]) -> Value:
+    """First element of a variable; nothing for an empty array."""
+    return elements[0] if elements else ()
 
 
 def _runs(value: Value) -> Iterable[tuple[Piece, bool]]:
