@@ -76,7 +76,9 @@ class Format:
 @cache
 def formats() -> Mapping[str, Format]:
     """All formats by name, those with the most certain signs first."""
-    known: tuple[Format, ...] = ()
+    from simplan.interop.frameworks.hugging_face import accelerate, deepspeed, trainer
+
+    known: tuple[Format, ...] = (accelerate.FORMAT, deepspeed.FORMAT, trainer.FORMAT)
     return {each.name: each for each in known}
 
 

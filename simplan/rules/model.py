@@ -223,6 +223,18 @@ _RECOMPUTES = ("none", "full", "selective_layer")
 _FIX = "use software torch"
 
 
+def has_transformers_code(model: ModelSpec) -> bool:
+    """True if the code that transformers has for a model is modeled."""
+    limits = _MODELLED | (_MIXTRAL if model.family == "moe" else {})
+    heads, width = model.num_attention_heads, model.num_attention_heads * model.head_dim
+    return (
+        model.family in _FAMILIES
+        and all(getattr(model, field) in values for field, values in limits.items())
+        and not (model.qkv_bias and (model.attention_bias or model.qk_norm))
+        and not (model.family == "gpt" and (width != model.hidden_size or model.num_key_value_heads != heads))
+    )
+
+
 def _is_transformers(job: Job) -> bool:
     return job.software.layers.model_code == "transformers"
 

@@ -1,0 +1,622 @@
+"""A training run of the Hugging Face stack: what the files of one run say together, as a scenario.
+
+A run has up to three files: arguments of the Trainer, the configuration of ``accelerate launch``, and DeepSpeed's JSON.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from simplan import catalog
+from simplan.errors import SpecError
+from simplan.interop.configuration import Configuration, Reading
+from simplan.interop.frameworks.hugging_face import names
+from simplan.interop.frameworks.hugging_face.keys import Keys, is_true, whole
+from simplan.interop.frameworks.hugging_face.models import preset_of
+from simplan.interop.huggingface import model_fields_from_config
+from simplan.io import folder_of, read_json
+from simplan.model.model import ModelSpec
+from simplan.rules.model import has_transformers_code
+
+_TRAINER = "the default of transformers' TrainingArguments"
+_DEEPSPEED = "the default of DeepSpeed"
+_HALVES = ("bf16", "fp16")
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "bf16": "bf16", "fp16": "fp16"}
+_PREFETCHED = ("backward_pre", "1", "no_prefetch", "none")
+
+
+@dataclass(slots=True)
+class Run:
+    """Files of one run.
+
+    Attributes:
+        reading: Reading of all of them.
+        trainer: Arguments of the training script, which are TrainingArguments with those of the script.
+        accelerate: Configuration and options of ``accelerate launch``.
+        deepspeed: DeepSpeed's configuration.
+        num_devices, ranks_per_node: Ranks that the launcher starts; None if no file says so.
+        devices_key: Setting that says so.
+        names_launcher: True if the files say how the run is launched, so that DDP is what is left.
+    """
+
+    reading: Reading
+    trainer: Keys
+    accelerate: Keys
+    deepspeed: Keys
+    num_devices: int | None = None
+    ranks_per_node: int | None = None
+    devices_key: str = ""
+    names_launcher: bool = True
+    _precision: str = field(default="", init=False)
+    _model: ModelSpec | None = field(default=None, init=False)
+
+    def configuration(self) -> Configuration:
+        """The run as sections of a scenario.
+
+        Raises:
+            SpecError: Settings are refused, or contradict each other.
+        """
+        self._read_devices()
+        strategy = self._strategy()
+        self._read_precision(strategy)
+        self._read_batch()
+        self._read_optimizer(strategy)
+        self._read_recomputation(strategy)
+        self._read_model()
+        self._read_adapters()
+        offloads = False
+        if strategy == "deepspeed":
+            offloads = self._read_zero()
+        elif strategy == "fsdp":
+            self._read_fsdp()
+        elif strategy == "ddp":
+            self._read_replicas()
+        else:
+            self.reading.ask(
+                *("plan.zero_stage", "plan.dp_shard", "plan.dp_replicate"),
+                what="does not say what ranks shard, which the configuration of `accelerate launch` does",
+                fix="give the launch script, or add --set plan.zero_stage=3 (FSDP), or 0 (DDP)",
+            )
+        self._read_parallelism()
+        self._choose_software(strategy, offloads=offloads)
+        self._read_rest()
+        return self.reading.finish()
+
+    # Devices, batch and precision
+
+    def _read_devices(self) -> None:
+        processes = whole(self.accelerate.value("num_processes"))
+        machines = whole(self.accelerate.value("num_machines")) or 1
+        is_single = str(self.accelerate.value("distributed_type", "")).upper() == "NO"
+        if self.num_devices is None and (processes or is_single):
+            self.num_devices = processes or 1
+            self.devices_key = self.accelerate.full("num_processes" if processes else "distributed_type")
+            if self.num_devices % machines:
+                rule = f"is no multiple of the {machines} machines (num_machines)"
+                self.reading.contradiction(self.devices_key, rule)
+            self.ranks_per_node = self.num_devices // machines
+        if self.num_devices is not None:
+            self.reading.put("cluster.num_devices", self.num_devices, self.devices_key)
+            self.reading.ask(
+                "cluster.preset",
+                "cluster.device",
+                what="does not say which devices it runs on",
+                fix="add --cluster dgx-h100 (`simplan show clusters`)",
+            )
+        else:
+            self.reading.ask(
+                "cluster",
+                what="does not say which devices it runs on, and how many",
+                fix="add --cluster dgx-h100 --num-devices 8",
+            )
+
+    def _strategy(self) -> str:
+        """``deepspeed``, ``fsdp``, ``ddp``, or empty if the files do not say."""
+        kind = str(self.accelerate.value("distributed_type", "")).upper()
+        if kind in names.OTHER_DISTRIBUTED_TYPES:
+            self.accelerate.refuse("distributed_type", "is not modeled", names.OTHER_DISTRIBUTED_TYPES[kind])
+        if self.deepspeed or kind == "DEEPSPEED" or self.accelerate.is_true("use_deepspeed"):
+            return "deepspeed"
+        options = self._fsdp_options()
+        if kind == "FSDP" or self.accelerate.is_true("use_fsdp") or (options and "no_shard" not in options):
+            return "fsdp"
+        return "ddp" if self.names_launcher or options or self.num_devices == 1 else ""
+
+    def _fsdp_options(self) -> list[str]:
+        """Words of the argument ``fsdp``: ``full_shard``, ``auto_wrap``, ``offload``; or ``true``."""
+        value = self.trainer.value("fsdp")
+        listed = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
+        return [str(word).lower() for word in listed if str(word).lower() not in ("false", "none")]
+
+    def _read_precision(self, strategy: str) -> None:
+        found = next(self._precisions(), None)
+        if found is not None:
+            precision, key = found
+            self.reading.put("training.precision", precision, key)
+        elif strategy == "deepspeed" and not self.trainer and not self.accelerate:
+            precision = ""
+            auto = [key for key in ("bf16.enabled", "fp16.enabled") if key in self.deepspeed.settings]
+            what = f"leaves the precision to the Trainer ({' and '.join(auto)} are auto)" if auto else ""
+            if what:
+                fix = "add --precision bf16, or give the file with the Trainer's arguments"
+                self.reading.ask("training.precision", what=what, fix=fix)
+            else:
+                precision = "fp32"
+                self.reading.put("training.precision", precision, _DEEPSPEED)
+        else:
+            precision = "tf32" if self.trainer.is_true("tf32") else "fp32"
+            where = self.trainer.full("tf32") if precision == "tf32" else "no mixed precision is the default"
+            self.reading.put("training.precision", precision, where)
+        self._precision = precision
+        self.trainer.no_effect(("tf32",))
+        for half in _HALVES:
+            self.deepspeed.no_effect(prefixes=(f"{half}.",))
+        self._read_weights(strategy)
+
+    def _precisions(self) -> Any:
+        """Pairs of precision and setting, the deciding one first."""
+        for half in _HALVES:
+            if self.deepspeed.is_true(f"{half}.enabled"):
+                yield half, self.deepspeed.full(f"{half}.enabled")
+        for half in _HALVES:
+            if self.trainer.is_true(half) or str(self.trainer.value("mixed_precision", "")).lower() == half:
+                yield half, self.trainer.full(half if half in self.trainer else "mixed_precision")
+        word = str(self.accelerate.value("mixed_precision", "")).lower()
+        if word == "fp8" or self.trainer.is_true("fp8"):
+            keys, key = (self.accelerate, "mixed_precision") if word == "fp8" else (self.trainer, "fp8")
+            keys.refuse(key, "is not modeled yet with transformers' models", "use bf16, or software torch with fp8")
+        if word in _HALVES:
+            yield word, self.accelerate.full("mixed_precision")
+        if self.accelerate.is_true("fp16"):
+            yield "fp16", self.accelerate.full("fp16")
+
+    def _read_weights(self, strategy: str) -> None:
+        """Precision in which the weights are loaded."""
+        key = self.trainer.first("torch_dtype", "dtype", "model_dtype")
+        loaded = _DTYPES.get(str(self.trainer.value(key or "", "")).lower().removeprefix("torch."))
+        is_pure = self.trainer.is_true("pure_bf16")
+        if strategy == "deepspeed" or self._adapter_rank() is not None:
+            self.trainer.no_effect(("torch_dtype", "dtype", "model_dtype", "pure_bf16"))
+        elif is_pure or (loaded is not None and self._precision in ("fp32", "tf32")):
+            rule = "trains weights of 16 bits without an FP32 copy, which is not modeled yet"
+            self.trainer.refuse("pure_bf16" if is_pure else key or "", rule, "use mixed precision: bf16")
+        elif strategy == "ddp" and loaded is not None:
+            rule = "trains weights of 16 bits without an FP32 copy under DDP, which is not modeled yet"
+            self.trainer.refuse(key or "", rule, "use float32, or shard them: FSDP makes FP32 copies")
+        elif strategy == "ddp" and self._precision in _HALVES and "model_name_or_path" in self.trainer:
+            why = (
+                "weights, gradients and states are FP32 here; transformers 5 loads checkpoints in their own precision, "
+                "so a checkpoint of 16 bits takes half of that"
+            )
+            self.reading.not_modeled(self.trainer.full(self._precision), why)
+        else:
+            self.trainer.no_effect(("torch_dtype", "dtype", "model_dtype", "pure_bf16"))
+
+    def _read_batch(self) -> None:
+        micro, micro_key = self._number("per_device_train_batch_size", "train_micro_batch_size_per_gpu")
+        steps, steps_key = self._number("gradient_accumulation_steps", "gradient_accumulation_steps")
+        total = whole(self.deepspeed.value("train_batch_size"))
+        if self.trainer and micro is None:
+            micro, micro_key = 8, _TRAINER
+        if self.trainer and steps is None and total is None:
+            steps, steps_key = 1, _TRAINER
+        devices = self.num_devices
+        if total is not None and devices is not None and micro is None and total % (devices * (steps or 1)) == 0:
+            micro, micro_key = total // devices // (steps or 1), self.deepspeed.full("train_batch_size")
+        if micro is None:
+            self.reading.ask(
+                "plan.microbatch_size",
+                what="does not say how many sequences a device takes at once",
+                fix="add --microbatch-size 1",
+            )
+        else:
+            self.reading.put("plan.microbatch_size", micro, micro_key)
+        if total is not None:
+            self.reading.put("training.global_batch_size", total, self.deepspeed.full("train_batch_size"))
+            if devices is not None and micro is not None and total != micro * devices * (steps or total // micro // devices):
+                rule = f"is not {micro} sequences x {devices} devices x {steps or 1} steps of accumulation"
+                self.reading.contradiction(self.deepspeed.full("train_batch_size"), rule)
+        elif steps is None:
+            self.reading.ask(
+                "training.global_batch_size",
+                "num_microbatches",
+                what="does not say how large the batch is",
+                fix="add --num-microbatches 1, the steps of gradient accumulation",
+            )
+        else:
+            self.reading.put("num_microbatches", steps, steps_key)
+
+    def _number(self, trainer: str, deepspeed: str) -> tuple[int | None, str]:
+        """Number that the Trainer and DeepSpeed both have, and its setting; they must agree."""
+        found = [
+            (value, keys.full(key))
+            for keys, key in ((self.trainer, trainer), (self.deepspeed, deepspeed), (self.accelerate, deepspeed))
+            if (value := whole(keys.value(key))) is not None
+        ]
+        if len({value for value, _ in found}) > 1:
+            (first, key), (other, other_key) = found[:2]
+            self.reading.contradiction(other_key, f"is {other}, and {key} = {first}", "use auto, or the same number")
+        return found[0] if found else (None, "")
+
+    @property
+    def _accumulates(self) -> bool:
+        steps, _ = self._number("gradient_accumulation_steps", "gradient_accumulation_steps")
+        return (steps or 1) > 1
+
+    # Optimizer, recomputation
+
+    def _read_optimizer(self, strategy: str) -> None:
+        of_deepspeed = self.deepspeed.value("optimizer.type")
+        if of_deepspeed is not None:
+            self._put_optimizer(self.deepspeed, "optimizer.type", names.DEEPSPEED_OPTIMIZERS)
+            self.trainer.no_effect(("optim",))
+        elif "optim" in self.trainer:
+            self._put_optimizer(self.trainer, "optim", names.OPTIMIZERS)
+            if str(self.trainer.value("optim")) in names.UNFUSED and strategy != "deepspeed":
+                self.reading.put("training.fused_optimizer", False, self.trainer.full("optim"))
+        else:
+            where = _TRAINER if self.trainer else "usual; no file names one"
+            self.reading.put("training.optimizer", "adamw", where)
+        clip = self.trainer.value("max_grad_norm", 1.0 if self.trainer else None)
+        key = self.trainer.full("max_grad_norm") if "max_grad_norm" in self.trainer else _TRAINER
+        if "gradient_clipping" in self.deepspeed:
+            clip, key = self.deepspeed.value("gradient_clipping"), self.deepspeed.full("gradient_clipping")
+        elif (own := self.accelerate.first("gradient_clipping")) is not None and not self.trainer:
+            clip, key = self.accelerate.value(own), self.accelerate.full(own)
+        if isinstance(clip, int | float) and not isinstance(clip, bool) and clip > 0:
+            self.reading.put("training.clip_grad_norm", float(clip), key)
+
+    def _put_optimizer(self, keys: Keys, key: str, known: dict[str, str]) -> None:
+        word = str(keys.value(key)).lower().removeprefix("optimizernames.")
+        if word in known:
+            self.reading.put("training.optimizer", known[word], keys.full(key))
+            if word.startswith("paged"):
+                keys.not_modeled(key, "its states may move to host memory page by page")
+        else:
+            rule = "is an optimizer that is not modeled yet, for it has other states"
+            keys.refuse(key, rule, "use " + ("AdamW" if known is names.DEEPSPEED_OPTIMIZERS else "adamw_torch_fused"))
+
+    def _read_recomputation(self, strategy: str) -> None:
+        """Activation checkpointing: of the model, or of FSDP."""
+        fsdp = self._fsdp() if strategy == "fsdp" else Keys(self.reading)
+        for keys, key in (
+            (self.trainer, "gradient_checkpointing"),
+            (self.trainer, "activation_checkpointing"),
+            (fsdp, "activation_checkpointing"),
+        ):
+            if key in keys and keys.value(key) != "offload":
+                recompute = "full" if keys.is_true(key) else "none"
+                if recompute == "full" or self.reading.written("plan.recompute") is None:
+                    self.reading.put("plan.recompute", recompute, keys.full(key))
+        if self.trainer.value("gradient_checkpointing") == "offload":
+            self.reading.put("plan.recompute", "full", self.trainer.full("gradient_checkpointing"))
+            self.trainer.not_modeled("gradient_checkpointing", "the inputs of blocks move to host memory")
+        if self.trainer.is_true("disable_gradient_checkpointing"):
+            self.reading.put("plan.recompute", "none", self.trainer.full("disable_gradient_checkpointing"))
+        if fsdp.is_true("activation_checkpointing_offload"):
+            fsdp.not_modeled("activation_checkpointing_offload", "the inputs of blocks move to host memory")
+
+    # Model
+
+    def _read_model(self) -> None:
+        length = self.trainer.first(*names.LENGTHS)
+        tokens = whole(self.trainer.value(length)) if length is not None else None
+        if length is not None and tokens is not None:
+            self.reading.put("model.seq_len", tokens, self.trainer.full(length))
+            if not self.trainer.is_true("packing") and length != "block_size":
+                why = "shorter sequences are padded to the longest of their batch only; all are this long here"
+                self.trainer.not_modeled(length, why)
+        else:
+            self.reading.ask("model.seq_len", what="does not say how long sequences are", fix="add --seq-len 4096")
+        key = self.trainer.first("model_name_or_path", "config_name", "base_model")
+        name = str(self.trainer.value(key)) if key is not None else ""
+        base = folder_of(self.reading.file)
+        folder = next((each for each in (name, ".") if each and _config_in(base, each) is not None), None)
+        if folder is not None and (folder != "." or not preset_of(name)):
+            path = _config_in(base, folder)
+            assert path is not None
+            self.reading.put("model.hf_config", path, self.trainer.full(key) if folder != "." and key else "next to it")
+            self._model = _model_of(base / path, tokens)
+        elif preset := preset_of(name):
+            self.reading.put("model.preset", preset, self.trainer.full(key or ""))
+            self._model = catalog.model(preset)
+        else:
+            what = f"names the model {name}, whose shapes are not in the catalog" if name else "names no model"
+            fix = "add --model with its config.json, or with a name of `simplan show models`"
+            self.reading.ask("model.preset", "model.hf_config", what=what, fix=fix)
+        self.trainer.no_effect(("model_name_or_path", "config_name", "base_model", *names.LENGTHS))
+
+    def _adapter_rank(self) -> tuple[str, int] | None:
+        """Setting and rank of low-rank adapters; None if all weights are trained."""
+        trainer = self.trainer
+        uses = trainer.first("use_peft", "use_peft_lora", "use_lora", "finetuning_type", "adapter")
+        word = str(trainer.value(uses)).lower() if uses is not None else ""
+        rank = trainer.first("lora_r", "lora_rank", "lora_dim")
+        number = whole(trainer.value(rank)) if rank is not None else None
+        if uses is None and (rank not in ("lora_dim",) or not number):
+            return None
+        if word in ("false", "full", "none", "freeze", ""):
+            return None if word != "" or not number else (trainer.full(rank or ""), number)
+        if number is None:
+            key = trainer.full(uses or "")
+            return (key, 8 if uses == "finetuning_type" else 16)
+        return trainer.full(rank or ""), number
+
+    def _read_adapters(self) -> None:
+        trainer = self.trainer
+        for key in trainer.settings:
+            if key.startswith(names.QUANTIZED) and key in trainer and trainer.value(key) not in (False, "false", "no"):
+                rule, fix = "is not modeled yet: frozen weights of 4 or 8 bits", "use LoRA with weights of 16 bits"
+                trainer.refuse(key, rule, fix)
+        for key, (neutral, what) in names.OTHER_TASKS.items():
+            if key in trainer and str(trainer.value(key)).lower() not in neutral:
+                trainer.refuse(key, f"is {what}, which is not modeled yet", "predict its cost of one update as sft")
+        adapters = self._adapter_rank()
+        trainer.no_effect(names.ADAPTER_NAMES, ("lora_", "peft_"))
+        if adapters is None:
+            return
+        key, rank = adapters
+        self.reading.put("training.task", "lora", key)
+        self.reading.put("model.lora_rank", rank, key)
+        targets = trainer.first("lora_target_modules", "lora_target")
+        all_matrices = trainer.is_true("lora_target_linear")
+        value = "all" if all_matrices else trainer.value(targets) if targets is not None else None
+        words = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
+        known = [names.ADAPTED.get(str(word).lower().removesuffix("_proj"), "") for word in words]
+        where = trainer.full("lora_target_linear" if all_matrices else targets or "")
+        if not words:
+            is_factory = "finetuning_type" in trainer
+            targets_here = ["all"] if is_factory else ["q", "v"]
+            self.reading.put("model.lora_targets", targets_here, "the default of " + ("it" if is_factory else "PEFT"))
+        elif all(known):
+            self.reading.put("model.lora_targets", ["all"] if "all" in known else known, where)
+        else:
+            self.reading.refuse(where, "names other matrices than those of a block", "use all-linear")
+
+    # Strategies
+
+    def _read_replicas(self) -> None:
+        self.reading.put("plan.dp_shard", 1, "DDP replicates parameters")
+        megabytes = whole(self.trainer.value("ddp_bucket_cap_mb"))
+        if megabytes and self.num_devices not in (None, 1):
+            self.reading.put("plan.bucket_bytes", megabytes * 2**20, self.trainer.full("ddp_bucket_cap_mb"))
+
+    def _fsdp(self) -> Keys:
+        """Settings of FSDP of Accelerate and of the Trainer, by names without ``fsdp_``."""
+
+        def rename(name: str) -> str:
+            return {"offload_params": "cpu_offload"}.get(name.removeprefix("fsdp_"), name.removeprefix("fsdp_"))
+
+        of_trainer = self.trainer.view(("fsdp_config.", "fsdp_"), rename)
+        of_accelerate = self.accelerate.view(("fsdp_config.", "fsdp_"), rename)
+        return Keys(self.reading, {**of_accelerate.settings, **of_trainer.settings})
+
+    def _read_fsdp(self) -> None:
+        keys, options = self._fsdp(), self._fsdp_options()
+        version = whole(keys.value("version")) or (2 if options and not self.accelerate else 1)
+        strategy, key = self._sharding(keys, options, version)
+        if strategy == "no_shard":
+            self.reading.put("plan.dp_shard", 1, key)
+            self.reading.not_modeled(key, "FSDP that shards nothing is DDP here")
+        else:
+            self.reading.put("plan.zero_stage", 2 if strategy.endswith(("grad_op", "zero2")) else 3, key)
+            if strategy.startswith("hybrid"):
+                self._read_hybrid(key)
+            else:
+                self.reading.put("plan.dp_replicate", 1, key)
+            if strategy == "kept":
+                self.reading.put("plan.reshard_after_forward", False, key)
+            if self._precision in _HALVES:
+                self.reading.put(
+                    "plan.grad_dtype", self._precision, "Accelerate reduces gradients in the compute precision"
+                )
+            if self._accumulates and not self.trainer.is_true("accelerator_config.gradient_accumulation_kwargs.sync_each_batch"):
+                where = "Accelerate reduces gradients at the last step of accumulation"
+                self.reading.put("plan.grad_sync", "step", where)
+        if "offload" in options or keys.is_true("cpu_offload"):
+            where = keys.full("cpu_offload") if "cpu_offload" in keys else self.trainer.full("fsdp")
+            self.reading.put("plan.offload_optimizer", True, where)
+        if version == 1 and (where := self._first_full(keys, ("version", "sharding_strategy"), "distributed_type", "fsdp")):
+            self.reading.not_modeled(where, "FSDP1 gathers and frees flat parameters; FSDP2 is modeled")
+        wrap = str(keys.value("auto_wrap_policy", "transformer_based_wrap")).lower()
+        if wrap != "transformer_based_wrap":
+            keys.not_modeled("auto_wrap_policy", "each block is one unit of FSDP here")
+        if str(keys.value("backward_prefetch", "none")).lower() not in _PREFETCHED:
+            keys.not_modeled("backward_prefetch", "FSDP2's order of all-gathers in the backward is modeled")
+        if keys.is_true("forward_prefetch"):
+            keys.not_modeled("forward_prefetch", "FSDP2's order of all-gathers in the forward is modeled")
+        keys.no_effect(names.FSDP)
+
+    def _first_full(self, keys: Keys, own: tuple[str, ...], accelerate: str, trainer: str) -> str | None:
+        candidates = [*((keys, key) for key in own), (self.accelerate, accelerate), (self.trainer, trainer)]
+        return next((each.full(key) for each, key in candidates if key in each), None)
+
+    def _sharding(self, keys: Keys, options: list[str], version: int) -> tuple[str, str]:
+        """Sharding strategy of FSDP1 by name, or ``kept`` for parameters that FSDP2 does not reshard; its setting."""
+        found = next((word for word in options if word in names.SHARDING), None)
+        if found is not None:
+            return found, self.trainer.full("fsdp")
+        for key in ("sharding_strategy", "reshard_after_forward"):
+            if key not in keys or (key == "sharding_strategy" and version == 2 and "reshard_after_forward" in keys):
+                continue
+            value = keys.value(key)
+            word = str(value).lower()
+            if word in ("true", "false"):
+                return ("full_shard" if word == "true" else "kept"), keys.full(key)
+            number = whole(value)
+            if number is not None and 1 <= number <= len(names.SHARDING):
+                return names.SHARDING[number - 1], keys.full(key)
+            if word in names.SHARDING:
+                return word, keys.full(key)
+            keys.refuse(key, "is no sharding strategy", f"use {' or '.join(names.SHARDING)}")
+        return "full_shard", "the default of FSDP"
+
+    def _read_hybrid(self, key: str) -> None:
+        """Shards within a node, replicas over nodes."""
+        if self.ranks_per_node is not None:
+            self.reading.put("plan.dp_shard", self.ranks_per_node, self.devices_key)
+        else:
+            what = f"shards within a node ({self.reading.settings[key] if key in self.reading else key})"
+            self.reading.ask("plan.dp_shard", what=what, fix="add --dp-shard 8, the devices of a node")
+
+    def _read_zero(self) -> bool:
+        """ZeRO of DeepSpeed; True if the optimizer is on the host."""
+        inline = self.accelerate.view(("deepspeed_config.", ""))
+        deepspeed, key = self.deepspeed, "zero_optimization.stage"
+        if deepspeed.is_true("zero_optimization"):
+            stage, where = 1, deepspeed.full("zero_optimization")
+        elif deepspeed:
+            stage, where = whole(deepspeed.value(key, 0)), deepspeed.full(key) if key in deepspeed else _DEEPSPEED
+        elif self._names_missing_file():
+            self.accelerate.no_effect(prefixes=("deepspeed_",))
+            return False
+        else:
+            stage = whole(inline.value("zero_stage", 2))
+            where = inline.full("zero_stage") if "zero_stage" in inline else "the default of Accelerate"
+        if stage not in (0, 1, 2, 3):
+            self.reading.refuse(where, "is no stage of ZeRO", "use 0, 1, 2 or 3")
+            return False
+        if stage == 0:
+            self.reading.put("plan.dp_shard", 1, where)
+        else:
+            self.reading.put("plan.zero_stage", stage, where)
+            mics = whole(deepspeed.value("zero_optimization.mics_shard_size"))
+            if mics and mics > 0:
+                self.reading.put("plan.dp_shard", mics, deepspeed.full("zero_optimization.mics_shard_size"))
+            else:
+                self.reading.put("plan.dp_replicate", 1, where)
+        offloads = self._read_offload(stage, inline)
+        self._note_zero(stage)
+        return offloads
+
+    def _names_missing_file(self) -> bool:
+        """Ask for what a DeepSpeed file says that is named and not there."""
+        keys, key = (self.trainer, "deepspeed") if "deepspeed" in self.trainer else (self.accelerate, "deepspeed_config_file")
+        if key not in keys:
+            return False
+        what = f"names the DeepSpeed configuration {keys.value(key)}, which is not next to it"
+        self.reading.ask("plan.zero_stage", what=what, fix="put it there, or add --set plan.zero_stage=3")
+        self.reading.put("plan.dp_replicate", 1, keys.full(key))
+        return True
+
+    def _read_offload(self, stage: int, inline: Keys) -> bool:
+        """Optimizer states on the host; True if they are there."""
+        zero = self.deepspeed.view(("zero_optimization.",))
+        places = {}
+        for what in ("optimizer", "param"):
+            for keys, key in ((zero, f"offload_{what}.device"), (inline, f"offload_{what}_device")):
+                value = str(keys.value(key, "none")).lower()
+                if value == "nvme":
+                    keys.refuse(key, "is not modeled: states on NVMe", "use cpu")
+                elif value == "cpu" and what not in places:
+                    places[what] = keys, key
+        if "optimizer" not in places and zero.is_true("cpu_offload"):
+            places["optimizer"] = zero, "cpu_offload"
+        if not places:
+            return False
+        keys, key = places.get("optimizer") or places["param"]
+        if "optimizer" not in places:
+            keys.refuse(key, "is not modeled without offload_optimizer", "offload both, or neither")
+        elif stage < 2:
+            keys.refuse(key, f"is not modeled with ZeRO-{stage}", "use stage 2 or 3")
+        else:
+            self.reading.put("plan.offload_optimizer", True, keys.full(key))
+            for keys, key in places.values():
+                keys.not_modeled(key, "FSDP2's CPUOffloadPolicy, with parameters, gradients and states on the host")
+        return True
+
+    def _note_zero(self, stage: int) -> None:
+        zero = self.deepspeed.view(("zero_optimization.",))
+        for name, (neutral, why) in names.ZERO_NOT_MODELED.items():
+            if name in zero and not _is_one_of(zero.value(name), neutral):
+                zero.not_modeled(name, why)
+        if "overlap_comm" in zero and zero.is_true("overlap_comm") != (stage >= 2):
+            why = "reductions overlap the backward in ZeRO-2 and 3 here, and follow it in ZeRO-1"
+            zero.not_modeled("overlap_comm", why)
+        for name, (neutral, why) in names.DEEPSPEED_NOT_MODELED.items():
+            if name in self.deepspeed and not _is_one_of(self.deepspeed.value(name), neutral):
+                self.deepspeed.not_modeled(name, why)
+        for name, (neutral, why) in names.DEEPSPEED_REFUSED.items():
+            if name in self.deepspeed and not _is_one_of(self.deepspeed.value(name), neutral):
+                self.deepspeed.refuse(name, why, "remove it")
+
+    def _read_parallelism(self) -> None:
+        """Degrees of Accelerate's ``parallelism_config``."""
+
+        def rename(name: str) -> str:
+            return name.removeprefix("parallelism_config_")
+
+        keys = self.accelerate.view(("parallelism_config.", "parallelism_config_"), rename)
+        keys = Keys(self.reading, {**keys.settings, **self.trainer.view(("parallelism_config.",), rename).settings})
+        for name, path in names.DEGREES.items():
+            degree = whole(keys.value(name))
+            if degree is not None:
+                self.reading.put(path, degree, keys.full(name))
+        if (whole(keys.value("sp_size")) or 1) > 1:
+            keys.refuse("sp_size", "is not modeled: sequence parallelism of DeepSpeed-Ulysses", "use cp_size")
+        if (whole(keys.value("cp_size")) or 1) > 1:
+            self.reading.put("plan.cp_comm", "all_gather", keys.full("cp_size"))
+        keys.no_effect(("sp_size", "sp_backend", "sp_seq_length_is_variable", "sp_attn_implementation", "cp_comm_strategy"))
+
+    # Software, and what is left
+
+    def _choose_software(self, strategy: str, *, offloads: bool) -> None:
+        where = {"deepspeed": "DeepSpeed with ", "fsdp": "FSDP with ", "ddp": "DDP with "}.get(strategy, "") + "transformers' models"
+        is_split = (self.reading.written("plan.cp") or 1) > 1
+        compiles = self._compiles()
+        if (self._model is not None and not has_transformers_code(self._model)) or is_split:
+            name, where = "torch", "the code of transformers for this model is not modeled"
+            if strategy == "deepspeed":
+                where += ", and neither are DeepSpeed's states with it"
+        elif compiles is not None and strategy != "deepspeed":
+            self.reading.put("software", {"preset": "torch", "compiled": True}, compiles)
+            return
+        else:
+            name = "deepspeed" if strategy == "deepspeed" and not offloads else "transformers"
+        if compiles is not None:
+            self.reading.not_modeled(compiles, "compiled blocks are faster and save fewer tensors")
+        self.reading.put("software", name, where)
+
+    def _compiles(self) -> str | None:
+        """Setting that turns torch.compile on; None if it is off."""
+        backend = str(self.accelerate.value("dynamo_config.dynamo_backend", "no")).lower()
+        if self.trainer.is_true("torch_compile"):
+            return self.trainer.full("torch_compile")
+        return self.accelerate.full("dynamo_config.dynamo_backend") if backend not in ("no", "eager") else None
+
+    def _read_rest(self) -> None:
+        trainer = self.trainer
+        for name, (neutral, why) in names.TRAINER_NOT_MODELED.items():
+            if name in trainer and not _is_one_of(trainer.value(name), neutral):
+                trainer.not_modeled(name, why)
+        trainer.no_effect((*names.TRAINER, *names.TRAINER_NOT_MODELED), names.TRAINER_PREFIXES)
+        self.accelerate.no_effect(names.ACCELERATE, names.ACCELERATE_PREFIXES)
+        self.deepspeed.no_effect(
+            (*names.DEEPSPEED, *names.DEEPSPEED_NOT_MODELED, *names.DEEPSPEED_REFUSED), names.DEEPSPEED_PREFIXES
+        )
+
+
+def _is_one_of(value: Any, words: tuple[Any, ...]) -> bool:
+    return any(value == word or (isinstance(word, bool) and is_true(value) == word) for word in words)
+
+
+def _config_in(base: Path, name: str) -> str | None:
+    """``config.json`` of a model in a folder below ``base``, relative to it; None if there is none."""
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts:
+        return None
+    found = base / path / "config.json"
+    try:
+        return str(path / "config.json") if found.is_file() and "model_type" in read_json(found) else None
+    except SpecError:
+        return None
+
+
+def _model_of(path: Path, seq_len: int | None) -> ModelSpec | None:
+    try:
+        fields = model_fields_from_config(read_json(path), name=path.parent.name, seq_len=seq_len or 1)
+        return ModelSpec.model_validate(fields)
+    except (SpecError, ValueError):  # the reading of the section reports it
+        return None
