@@ -122,6 +122,13 @@ def test_a_sweep_is_a_prediction_for_each_combination(job: simplan.Job) -> None:
         assert table["error"][row] == ""
     assert pd.isna(table["step_time_s"][1])
     assert "must be a multiple of dp x microbatch_size = 8 x 3" in table["error"][1]
+    alone = simplan.sweep(job, {"plan.tp": [1, 2, 16, 3]})  # shards fill the devices, where they can
+    assert alone["plan.dp_shard"].tolist()[:2] == [8, 4]
+    assert alone["step_time_s"].tolist()[:2] == [table["step_time_s"][0], table["step_time_s"][2]]
+    assert alone["step_time_s"].isna().tolist() == [False, False, True, True]
+    assert "16" in alone["error"][2]
+    replicated = simplan.make_job("gpt2-124m", num_nodes=1, dp_replicate=8)
+    assert simplan.sweep(replicated, {"plan.pp": [2]})["plan.dp_replicate"].tolist() == [4]
     with pytest.raises(SpecError, match=r"plan\.tq: is not a known key"):
         simplan.sweep(job, {"plan.tq": [1]})
     with pytest.raises(SpecError, match="more than 10,000 combinations"):

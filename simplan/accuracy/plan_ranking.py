@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -41,14 +42,12 @@ class Choices:
 def choices(outcomes: Iterable[RunOutcome]) -> Choices:
     """Evaluate choices in groups of runs of one file that differ only in their plan."""
     groups = [group for group in _groups(outcomes) if len({_plan(outcome) for outcome in group}) > 1]
-    regrets, orders = [], []
+    regrets = []
     for group in groups:
         best_s = min(_measured_s(outcome) for outcome in group)
         regrets.append(_measured_s(min(group, key=_predicted_s)) / best_s - 1)
-        for one, other in combinations(group, 2):
-            slower = _measured_s(one) / _measured_s(other)
-            if _plan(one) != _plan(other) and not 1 / _APART <= slower <= _APART:
-                orders.append(float(np.sign(slower - 1) * np.sign(_predicted_s(one) - _predicted_s(other))))
+    pairs = [pair for group in groups for pair in _pairs(group)]
+    orders = [float(np.sign(was) * np.sign(said)) for said, was in pairs if abs(was) > math.log(_APART)]
     return Choices(
         num_groups=len(groups),
         num_runs=sum(len(group) for group in groups),
@@ -58,6 +57,18 @@ def choices(outcomes: Iterable[RunOutcome]) -> Choices:
         num_pairs=len(orders),
         kendall_tau=float(np.mean(orders)) if orders else None,
     )
+
+
+def plan_pairs(outcomes: Iterable[RunOutcome]) -> list[tuple[float, float]]:
+    """Pairs of runs that differ only in their plan: logarithm of the predicted and the measured ratio of step times."""
+    return [pair for group in _groups(outcomes) for pair in _pairs(group)]
+
+
+def _pairs(group: Iterable[RunOutcome]) -> Iterator[tuple[float, float]]:
+    for one, other in combinations(group, 2):
+        if _plan(one) != _plan(other):
+            predicted, measured = _predicted_s(one) / _predicted_s(other), _measured_s(one) / _measured_s(other)
+            yield math.log(predicted), math.log(measured)
 
 
 def _groups(outcomes: Iterable[RunOutcome]) -> list[list[RunOutcome]]:

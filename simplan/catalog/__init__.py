@@ -366,11 +366,22 @@ def _entry(kind: Kind, name: str) -> dict[str, Any]:
         fix = listed if len(data[kind]) <= _MAX_LISTED else f"`simplan show {kind}` lists all"
         rule = f"{missing[name]} is not modeled yet"
         raise NotModelledError(Problem(field=singular, value=name, rule=rule, fix=fix))
-    fix = _profiles_of(name) if kind == "software" else ""
+    advice = {"software": _profiles_of, "clusters": _machines_with}.get(kind)
+    fix = "" if advice is None else advice(name)
     fix = fix or did_you_mean(name, (*names(kind), *missing)) or f"`simplan show {kind}` lists them"
-    if kind in _INSTEAD:
+    if kind in _INSTEAD and "is a device" not in fix:
         fix += f"{' ' if fix.endswith('?') else '; '}{_INSTEAD[kind]}"
     raise SpecError(Problem(field=singular, value=name, rule="is not in the catalog", fix=fix))
+
+
+def _machines_with(device: str) -> str:
+    """Fix for the name of a device in place of a cluster; empty if no device has such a name."""
+    letters = re.sub(r"\W|_", "", device.lower())
+    if [name for name in names("clusters") if letters in name.replace("-", "")]:
+        return ""
+    found = [name for name in names("devices") if len(letters) > 2 and letters in name.replace("-", "")]
+    fix = "give device and devices_per_node in place of a preset (--device, --devices-per-node)"
+    return f"{found[0]} is a device: {fix}" if found else ""
 
 
 def _profiles_of(framework: str) -> str:

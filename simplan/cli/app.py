@@ -69,6 +69,14 @@ def root(
 @takes_scenario(writes=True)
 def predict(
     scenario: ScenarioRequest,
+    others: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="OTHERS",
+            help="More scenarios, for one table of all; options hold for all.",
+            autocompletion=completion.scenarios,
+        ),
+    ] = None,
     json: AsJson = False,
     trace: Annotated[Path | None, _FILE(help="File for a Perfetto trace (default: none).")] = None,
     output: JsonFile = None,
@@ -76,11 +84,15 @@ def predict(
     price: PriceOption = None,
     calibration: CalibrationFile = None,
 ) -> int:
-    """Predict one plan: memory, step time and its breakdown; with a number of tokens also days and cost."""
+    """Predict one plan: memory, step time and its breakdown; with a number of tokens also days and cost.
+
+    Several scenarios are one table, fastest first.
+    """
     from simplan.cli.commands import predict_command
 
     return predict_command(
         scenario,
+        others or (),
         as_json=json,
         trace=trace,
         output=output,
@@ -114,6 +126,12 @@ def search(
             help="Fraction of the device memory that plans may use; 1 keeps none free.",
         ),
     ] = None,
+    from_current: Annotated[
+        bool,
+        typer.Option(
+            "--from-current", help="Start from the plan of SCENARIO: what to change, gain, certainty and cost."
+        ),
+    ] = False,
     largest: Annotated[
         str | None,
         typer.Option(metavar="QUANTITY", help="Quantity to maximize: seq_len, microbatch_size or num_hidden_layers."),
@@ -145,6 +163,7 @@ def search(
         save_plan=save_plan,
         rank=rank,
         largest=largest,
+        from_current=from_current,
         budget={"num_tokens": tokens, "price_per_device_hour": price},
     )
     return search_command(scenario, as_json=json, options=options, calibration_file=calibration)

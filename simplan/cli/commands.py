@@ -28,6 +28,7 @@ from simplan.cli.nodes import NodeRendezvous, nodes_of, nodes_to_time, refuse_wi
 from simplan.cli.search import scenarios_to_time
 from simplan.cli.terminal.budget import chosen_budget
 from simplan.cli.terminal.drawing import print_drawing, refuse_other_suffix
+from simplan.cli.terminal.options import opened
 from simplan.cli.terminal.output import emphasize, print_json, print_result, say
 from simplan.cli.terminal.progress import ProgressLine
 from simplan.cli.terminal.scenario_request import ScenarioRequest
@@ -42,7 +43,7 @@ from simplan.report.comparison import comparison_text
 from simplan.report.drawings.drawing import draw_pipeline
 from simplan.report.drawings.drawing_svg import drawing_svg
 from simplan.report.explanation import difference_text, explanation_text
-from simplan.report.text import prediction_text, verdict
+from simplan.report.text import prediction_text, predictions_text, verdict
 from simplan.report.trace import predicted_trace, write_predicted_trace
 from simplan.runs.lock import exclusive
 from simplan.scenario import Scenario
@@ -52,6 +53,7 @@ from simplan.search import Fix, fixes
 
 def predict_command(
     request: ScenarioRequest,
+    others: Sequence[Path],
     *,
     as_json: bool,
     trace: Path | None,
@@ -60,6 +62,11 @@ def predict_command(
     budget: Mapping[str, float | None],
 ) -> int:
     """``simplan predict``."""
+    if others:
+        if trace is not None:
+            rule, fix = "is of one scenario", f"give it with each of the {len(others) + 1}"
+            raise SpecError(Problem(field="--trace", value=str(trace), rule=rule, fix=fix))
+        return _predict_all(request, others, as_json, output, calibration_file, budget)
     scenario = request.scenario()
     given = chosen_budget(budget, scenario.job.model, scenario.budget.num_tokens)
     scenario = replace(scenario, budget=scenario.budget.model_copy(update=given))
@@ -79,6 +86,33 @@ def predict_command(
     text, line = prediction_text(prediction, _next(scenario, request, found), found or ()), verdict(prediction)
     certain = {"fits": True, "does not fit": False}.get(prediction.memory_verdict or "")
     print_result(text.replace(line, emphasize(line, certain), 1))
+    return 0
+
+
+def _predict_all(
+    request: ScenarioRequest,
+    others: Sequence[Path],
+    as_json: bool,
+    output: Path | None,
+    calibration_file: Path | None,
+    budget: Mapping[str, float | None],
+) -> int:
+    """Table of the predictions of several scenarios."""
+    predictions = []
+    for each in (request, *(replace(request, source=opened(other)) for other in others)):
+        scenario = each.scenario()
+        given = chosen_budget(budget, scenario.job.model, scenario.budget.num_tokens)
+        scenario = replace(scenario, budget=scenario.budget.model_copy(update=given))
+        calibration = _calibration_for(scenario, calibration_file if is_needed(scenario.job.cluster) else None)
+        predictions.append(replace(scenario.predict(calibration), name=_name_of(each, scenario, several=True)))
+    predictions.sort(key=lambda prediction: prediction.step_time_s)
+    document = {"schema_version": 1, "kind": "predictions", "predictions": [each.to_json() for each in predictions]}
+    if output is not None:
+        write_json(output, document)
+    if as_json:
+        print_json(document)
+    else:
+        print_result(predictions_text(predictions))
     return 0
 
 
@@ -114,7 +148,8 @@ def explain_command(
             scenario, calibration_file if is_needed(scenario.job.cluster) or other is None else None
         )
         prediction, simulated = scenario.predict_step(calibration)
-        explained.append(explain(replace(prediction, name=_name_of(each, scenario, other)), simulated))
+        name = _name_of(each, scenario, several=other is not None)
+        explained.append(explain(replace(prediction, name=name), simulated))
     if other is None:
         document, text = explained[0].to_json(), explanation_text(explained[0])
     else:
@@ -127,9 +162,9 @@ def explain_command(
     return 0
 
 
-def _name_of(request: ScenarioRequest, scenario: Scenario, other: Path | None) -> str:
-    """Name of a scenario, or of its file where two are explained: those of saved plans have one name."""
-    return scenario.name if other is None or not request.is_file else request.source.stem
+def _name_of(request: ScenarioRequest, scenario: Scenario, *, several: bool) -> str:
+    """Name of a scenario, or of its file if there are several: those of saved plans have one name."""
+    return request.source.stem if several and request.is_file else scenario.name
 
 
 def trace_command(

@@ -19,9 +19,11 @@ from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import NoFeasiblePlanError, Problem, SpecError, did_you_mean
+from simplan.interop.formats import changed_settings
 from simplan.io import read_yaml, write_text
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
+from simplan.predict import predict
 from simplan.problems import parse_model
 from simplan.report.search import search_plan_words, search_text, search_verdict
 from simplan.scenario import Scenario, SearchScenario, load_scenario, load_search, plan_document
@@ -30,6 +32,7 @@ from simplan.search import SearchProgress, SearchResult, SearchSpace, largest, s
 from simplan.search.enumeration import Enumeration
 from simplan.search.jobs import check_without_plan
 from simplan.search.largest import QUANTITIES
+from simplan.search.switch import Switch, changed_keys
 from simplan.units import format_percent, format_time
 
 _INTERRUPTED = 130
@@ -60,6 +63,7 @@ class SearchOptions:
     save_plan: Path | None = None
     rank: int | None = None
     largest: str | None = None
+    from_current: bool = False
     budget: Mapping[str, float | None] = field(default_factory=dict)
 
 
@@ -67,7 +71,8 @@ def search_command(
     request: ScenarioRequest, *, as_json: bool, options: SearchOptions, calibration_file: Path | None
 ) -> int:
     """``simplan search``."""
-    scenario, command = request.search(), f"simplan search {request.argument()}"
+    scenario = request.search(from_current=options.from_current)
+    command = f"simplan search {request.argument()}" + " --from-current" * options.from_current
     space = _space(scenario, options)
     scenario = replace(scenario, space=space)
     _check_rank(options, space)
@@ -87,10 +92,11 @@ def search_command(
             on_progress=watch.show,
         )
     result = replace(result, assumptions=scenario.assumptions)
+    switch = _switch(scenario, result, calibration) if options.from_current else None
     if as_json:
-        print_json(result.to_json())
+        print_json(result.to_json() | ({} if switch is None else {"switch": switch.to_json()}))
     else:
-        text = search_text(result, _next(scenario, command, result, options))
+        text = search_text(result, _next(scenario, command, result, options), switch)
         line = search_verdict(result)
         print_result(text.replace(line, emphasize(line, result.best is not None), 1))
     if result.best is not None and options.save_plan is not None:
@@ -98,6 +104,18 @@ def search_command(
     if result.interrupted:
         return _INTERRUPTED
     return NoFeasiblePlanError.exit_code if result.best is None else 0
+
+
+def _switch(scenario: SearchScenario, result: SearchResult, calibration: Calibration | None) -> Switch | None:
+    """Comparison of the plan of the file with the best one; None if no plan fits."""
+    if scenario.current is None or result.best is None:
+        return None
+    before, after = scenario.current.job, scenario.current.job.with_plan(result.best.plan)
+    if scenario.configuration is not None:
+        changes = changed_settings(scenario.configuration, before, after)
+    else:
+        changes = changed_keys(before.plan, after.plan)
+    return Switch(predict(before, calibration=calibration), predict(after, calibration=calibration), changes)
 
 
 def slow_search(job: Job, space: SearchSpace) -> str:

@@ -83,6 +83,8 @@ class Configuration:
         not_modeled: Settings that change time or memory by something that is left out, each with what that is.
         unknown: Settings that no reader knows.
         missing: What the command line has to add.
+        settings: All settings of the file, by key.
+        format: Name of the format (``simplan.interop.formats``).
     """
 
     title: str
@@ -95,6 +97,8 @@ class Configuration:
     not_modeled: tuple[tuple[Setting, str], ...] = ()
     unknown: tuple[Setting, ...] = ()
     missing: tuple[Missing, ...] = ()
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    format: str = ""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -269,6 +273,7 @@ class Reading:
             tuple(self._not_modeled),
             tuple(self._left.values()),
             tuple(self._missing),
+            self.settings,
         )
 
     def _problem(self, key: str, rule: str, fix: str) -> Problem:

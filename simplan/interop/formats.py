@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from simplan.document import Document, parse_yaml
-from simplan.errors import Problem, SpecError, did_you_mean
+from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.interop.configuration import Configuration
 from simplan.interop.writing import Exported, Option
 from simplan.job import Job
+from simplan.search.switch import ChangedSetting, changed_keys
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,28 @@ def read_configuration(file: ConfigFile, framework: str | None = None) -> Config
     if framework not in readers:
         rule, fix = "is no format that simplan reads", did_you_mean(framework, readers)
         raise SpecError(Problem(field="--from", value=framework, rule=rule, fix=fix))
-    return readers[framework](file)
+    return replace(readers[framework](file), format=framework)
+
+
+def changed_settings(configuration: Configuration, before: Job, after: Job) -> tuple[ChangedSetting, ...]:
+    """Settings of a framework that differ between two jobs, with the lines of the file that the first comes from.
+
+    A framework that cannot express one of the jobs, or that is only read, leaves the keys of the scenario.
+    """
+    write = formats()[configuration.format].settings if configuration.format in formats() else None
+    if write is None:
+        return changed_keys(before.plan, after.plan)
+    try:
+        old, new = ({each.setting.key: each.setting.value for each in write(job)} for job in (before, after))
+    except NotModelledError:
+        return changed_keys(before.plan, after.plan)
+    keys = dict.fromkeys([*old, *new])
+    written = configuration.settings
+    return tuple(
+        ChangedSetting(key, old.get(key), new.get(key), written[key].line if key in written else None)
+        for key in keys
+        if old.get(key) != new.get(key)
+    )
 
 
 def export_targets() -> tuple[str, ...]:

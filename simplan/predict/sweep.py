@@ -24,8 +24,8 @@ def sweep(job: Job, settings: Mapping[str, Sequence[Any]], *, calibration: Calib
     Columns: one per setting; ``step_time_s`` with its 90 % interval ``step_time_low_s`` and ``step_time_high_s``;
     ``tokens_per_s_per_device``, ``mfu``, ``device_gib`` (memory of the worst rank), ``fits``, ``memory_verdict`` and
     ``error``. Impossible combinations have the violated rule as ``error``, and no numbers. Settings that are not swept
-    keep their values, so that parallel degrees should be swept together with the ones that make room for them, or with
-    ``cluster.num_devices``.
+    keep their values, except that data-parallel ranks take all devices that another degree leaves: ``plan.dp_shard`` or
+    ``plan.dp_replicate``, which is a column then.
 
     Args:
         job: The job.
@@ -52,8 +52,29 @@ def sweep(job: Job, settings: Mapping[str, Sequence[Any]], *, calibration: Calib
         for names, value in zip(settings, combination, strict=True):
             several = names.split()
             changes |= dict(zip(several, value if len(several) > 1 else (value,), strict=True))
+        changes |= _data_parallel(job, changes)
         rows.append(changes | _figures(job, changes, calibration))
     return pd.DataFrame(rows)
+
+
+def _data_parallel(job: Job, changes: Mapping[str, Any]) -> dict[str, int]:
+    """Degree of data parallelism that fills the devices, if the changes leave too many or too few.
+
+    The degree is that of the shards, or of the replicas for a plan without shards. None if it is among the changes, or
+    the devices are no multiple of the others: then the plan is impossible, which a rule says.
+    """
+    keys = ("plan.dp_shard", "plan.dp_replicate")
+    if not {"plan.tp", "plan.pp", "plan.cp", "cluster.num_devices"} & changes.keys() or {*keys} & changes.keys():
+        return {}
+    try:
+        changed = job.with_changes(changes)
+    except SpecError:
+        return {}
+    plan, key = job.plan, keys[job.plan.dp_shard == 1 and job.plan.dp_replicate > 1]
+    kept = plan.dp_replicate if key == keys[0] else plan.dp_shard
+    others = changed.plan.tp * changed.plan.pp * changed.plan.cp * kept
+    devices = changed.cluster.num_devices
+    return {key: devices // others} if devices % others == 0 else {}
 
 
 def _figures(job: Job, changes: Mapping[str, Any], calibration: Calibration | None) -> dict[str, Any]:

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from simplan.plan.plan import ParallelPlan
+from simplan.problems import render_value
 from simplan.report.table import format_table_text
 from simplan.report.text import links_words, memory_interval, plan_words, suggestions
 from simplan.search.incumbents import NOISE
 from simplan.search.result import EquivalentPlans, NearestMiss, RankedPlan, SearchResult, SpaceCount
 from simplan.search.space import Objective
+from simplan.search.switch import ChangedSetting, Switch
 from simplan.units import counted, format_bytes, format_percent, format_time
 
 GOALS: Mapping[Objective, str] = MappingProxyType(
@@ -93,9 +95,51 @@ def headroom_words(result: SearchResult) -> str:
     return f"{100 * free:.3g} % of the device memory is kept free; {left_out}"
 
 
-def search_text(result: SearchResult, next_steps: Iterable[str] = ()) -> str:
-    """Full search report as text; ``next_steps`` are commands to suggest at the end."""
-    parts = [f"{result.name}: {search_verdict(result)}"]
+def switch_text(switch: Switch) -> str:
+    """Change from the plan that runs today to the best one: settings, gain, certainty and cost."""
+    before, after = switch.current, switch.best
+    if not switch.changes:
+        return "The plan of the file is the best one"
+    change = switch.step_time_change
+    fraction, pairs = switch.right_order
+    faster = f"{abs(change):.1%} {'less' if change < 0 else 'more'}".replace("%", " %")
+    low, high = (" to ".join(map(format_time, each.step_time_interval_s)) for each in (before, after))
+    lines = [
+        f"From the plan of the file to the best one: {faster} time a step",
+        f"  step time    {format_time(before.step_time_s)} ({low}) -> {format_time(after.step_time_s)} ({high})",
+        f"  memory       {format_bytes(before.worst_memory.device_bytes)} ({before.memory_verdict}) -> "
+        f"{format_bytes(after.worst_memory.device_bytes)} ({after.memory_verdict})",
+        f"  certainty    of {pairs} published pairs of plans predicted so far apart, "
+        f"{100 * fraction:.0f} % were measured in this order",
+    ]
+    for number, each in enumerate(switch.changes):
+        place = f"  (line {each.line})" if each.line is not None else ""
+        lines.append(f"  {'' if number else 'change':11}  {_change_words(each)}{place}")
+    lines += [f"  {'' if number else 'cost':11}  {cost}" for number, cost in enumerate(switch.costs)]
+    return "\n".join(lines)
+
+
+def _change_words(change: ChangedSetting) -> str:
+    if change.before is None or change.after is None:
+        value = change.after if change.before is None else change.before
+        shown = "" if value is True else f" {_word(value)}"  # a flag has no value
+        return f"{change.key}{shown}: {'add' if change.before is None else 'remove'}"
+    return f"{change.key} {_word(change.before)} -> {_word(change.after)}"
+
+
+def _word(value: object) -> str:
+    return value if isinstance(value, str) else render_value(value)
+
+
+def search_text(result: SearchResult, next_steps: Iterable[str] = (), switch: Switch | None = None) -> str:
+    """Full search report as text.
+
+    Args:
+        result: Result of the search.
+        next_steps: Commands to suggest at the end.
+        switch: Comparison with the plan that runs today; None for none.
+    """
+    parts = [f"{result.name}: {search_verdict(result)}", *([] if switch is None else [switch_text(switch)])]
     if result.best is not None:
         shown = list(_best(result.best, result))
         if links := links_words(result.links):

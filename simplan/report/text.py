@@ -97,6 +97,42 @@ def prediction_text(prediction: Prediction, next_steps: Iterable[str] = (), fixe
     return "\n\n".join([*parts, *suggestions(next_steps)])
 
 
+def predictions_text(predictions: Sequence[Prediction]) -> str:
+    """Table of several predictions: time and memory with their intervals, verdict, and what limits each."""
+    headers = ["scenario", "step time", "90 % interval", "MFU", "peak memory", "90 % interval", "verdict", "limited by"]
+    has_cost = any(each.training_run is not None for each in predictions)
+    if has_cost:
+        headers[3:3] = ["days", "cost"]
+    rows = []
+    for each in predictions:
+        low_s, high_s = map(format_time, each.step_time_interval_s)
+        worst = each.worst_memory
+        row = [
+            each.name,
+            format_time(each.step_time_s),
+            f"{low_s} to {high_s}",
+            "?" if each.mfu is None else format_percent(each.mfu),
+            format_bytes(worst.device_bytes),
+            " to ".join(map(format_bytes, worst.device_interval_bytes)),
+            each.memory_verdict or "?",
+            _limits(each),
+        ]
+        if has_cost:
+            run = each.training_run
+            cost = None if run is None else run.cost
+            row[3:3] = ["" if run is None else _rounded(run.days), "" if cost is None else f"{cost:,.0f}"]
+        rows.append(row)
+    return format_table_text(headers, rows, indent=0)
+
+
+def _limits(prediction: Prediction) -> str:
+    """Largest two shares of the step of the rank that waits least: ``compute 71 %, exposed communication 20 %``."""
+    split = asdict(min(prediction.splits, key=lambda split: split.wait_s))
+    largest = sorted((name for name in split if split[name] > 0), key=lambda name: -split[name])[:2]
+    parts = (f"{name.removesuffix('_s').replace('_', ' ')} {split[name] / sum(split.values()):.0%}" for name in largest)
+    return ", ".join(parts).replace("%", " %")
+
+
 def fixes_table(fixes: Sequence[Fix]) -> str:
     """Table of changes: peak memory, headroom and step time of each."""
     rows = [

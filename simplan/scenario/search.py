@@ -18,10 +18,11 @@ from typing import Any
 
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import SpecError
+from simplan.interop.configuration import Configuration
 from simplan.io import folder_of, read_yaml
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
-from simplan.scenario.file import ScenarioParts, check_budget, parts_of, relocated
+from simplan.scenario.file import Scenario, ScenarioParts, check_budget, parts_of, relocated
 from simplan.search import SearchResult, SearchSpace, search
 from simplan.search.space import that_it_has
 from simplan.training import TrainingBudget
@@ -36,6 +37,8 @@ class SearchScenario:
         space: Plans to choose from.
         document: Data of the file; with a plan, it makes a scenario.
         assumptions: Sentences about values that were not given.
+        current: Scenario of the plan that the file has, if the search starts from it; else None.
+        configuration: Framework's file that the search comes from; None for scenarios and models.
     """
 
     name: str
@@ -44,6 +47,8 @@ class SearchScenario:
     document: dict[str, Any]
     file: str
     assumptions: tuple[str, ...] = ()
+    current: Scenario | None = None
+    configuration: Configuration | None = None
 
     def search(self, calibration: Calibration | None = None, *, jobs: int = 1) -> SearchResult:
         """The best plans of the space.

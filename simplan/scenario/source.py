@@ -44,6 +44,8 @@ NUM_MICROBATCHES = "num_microbatches"
 _DEFAULT_CLUSTER = "dgx-h100"
 _USUAL_LENGTH = 4096
 _MAX_FILES = 1000
+_LARGEST_NODE = 8
+"""Devices that one node of today's machines holds."""
 _MICROBATCHES_PER_STAGE = 4  # with 1F1B, a bubble of at most 1/5 of the step
 _NETWORKS = (
     ("inter_link",),
@@ -152,7 +154,8 @@ class Source:
             search = search_of(self.parts())
         except SpecError as error:
             raise self._as_typed(error) from None
-        return replace(search, assumptions=self.notes)
+        current = None if self.current is None else self.current.scenario()
+        return replace(search, assumptions=self.notes, current=current, configuration=self.configuration)
 
     def text(self, folder: Path, header: str = "") -> str:
         """The document as a complete scenario file for a folder, with comments on assumed values.
@@ -264,11 +267,13 @@ def read_source(
     names: Mapping[str, str] | None = None,
     *,
     searches: bool = False,
+    from_current: bool = False,
     framework: str | None = None,
 ) -> Source:
     """Document of a file, a model or a mapping; see ``scenario_from``.
 
     Args:
+        from_current: True for a search that starts from the plan of the source.
         searches: True to complete the document of a model with ``search`` instead of ``plan``.
         framework: Format of a framework's file (``simplan.interop.formats``); None to find it by content.
 
@@ -286,10 +291,11 @@ def read_source(
             number = configuration.num_microbatches
             typed.setdefault(NUM_MICROBATCHES, configuration.names.get(NUM_MICROBATCHES, NUM_MICROBATCHES))
     current = None
-    if configuration is not None and searches:
+    if searches and isinstance(data, dict) and (configuration is not None or from_current):
         current = _current(document, file, configuration, given, number, typed)
         training = {"training": {**data.get("training", {}), **_batch_of(current)}}
-        data, number = {key: value for key, value in data.items() if key != "plan"} | training, None
+        data, number = {key: value for key, value in data.items() if key not in ("plan", "expect")} | training, None
+        data.setdefault("search", {})
     assumptions: list[Assumption] = []
     replaced: list[str] = []
     if given and isinstance(data, dict):
@@ -311,12 +317,12 @@ def read_source(
 def _current(
     document: Document,
     file: str,
-    configuration: Configuration,
+    configuration: Configuration | None,
     given: Mapping[str, Any],
     number: int | None,
     typed: Mapping[str, str],
 ) -> Source:
-    """Document of the plan that a framework's file has, for a search that starts from it."""
+    """Document of the plan that a file has, for a search that starts from it."""
     kept = {key: value for key, value in given.items() if not key.startswith("search.")}
     data, assumptions = _completed(_overridden(document.data, kept, typed, file), file, number, searches=False)
     if number is not None:
@@ -429,6 +435,9 @@ def _completed(
     cluster = found.get("cluster")
     if not isinstance(cluster, dict) or not {"preset", "device"} & cluster.keys():
         assume("cluster", "preset", _DEFAULT_CLUSTER, "")
+    devices = found["cluster"].get("num_devices")
+    if "device" in found["cluster"] and "num_nodes" not in found["cluster"] and devices in range(1, _LARGEST_NODE + 1):
+        assume("cluster", "devices_per_node", devices, "all in one node")
     if not {"num_nodes", "num_devices"} & found["cluster"].keys():
         assume("cluster", "num_nodes", 1, "")
     if "software" not in found:

@@ -38,6 +38,19 @@ def test_predict_prints_the_verdict_first(simplan: Simplan, scenario: Path) -> N
     assert "\033" not in result.stdout, "no color off a terminal"
 
 
+def test_several_scenarios_are_one_table_fastest_first(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(scenario.read_text().replace("gpipe", "1f1b").replace("name: small", "name: other"))
+    alone = [json.loads(simplan("predict", path, "--json").stdout) for path in (scenario, other)]
+    document = json.loads(simplan("predict", scenario, other, "--json").stdout)
+    times = [each["step_time_s"] for each in document["predictions"]]
+    assert times == sorted(each["step_time_s"] for each in alone)
+    lines = simplan("predict", scenario, other).stdout.splitlines()
+    assert lines[0].split()[:3] == ["scenario", "step", "time"]
+    assert {line.split()[0] for line in lines[1:]} == {scenario.stem, "other"}
+    refused(simplan("predict", scenario, other, "--trace", tmp_path / "t.json"), "--trace", "is of one scenario")
+
+
 def test_explain_shows_every_term_with_its_formula(simplan: Simplan, new_simplan: Simplan, scenario: Path) -> None:
     result = new_simplan("explain", scenario)
     assert (result.returncode, result.stderr) == (0, "")

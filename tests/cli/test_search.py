@@ -309,3 +309,36 @@ def test_interrupting_prints_the_best_so_far(tmp_path: Path, environment: dict[s
     assert re.match(r"large: stopped; best of the first [\d,]+ plans by step time so far: ", out)
     saved = (tmp_path / "plan.yaml").read_text()
     assert saved.startswith("# The best plan that `simplan search large.yaml` found until it was stopped")
+
+
+TODAY = """name: today
+model: {preset: llama3-8b, seq_len: 2048}
+cluster: {preset: dgx-h100, num_nodes: 1}
+training: {global_batch_size: 64}
+software: megatron-core
+plan: {tp: 8}
+"""
+
+
+def test_a_search_from_the_plan_of_today_says_what_to_change(simplan: Simplan, tmp_path: Path) -> None:
+    file = tmp_path / "today.yaml"
+    file.write_text(TODAY)
+    arguments = ["search", "--from-current", file, "--pp", "1"]
+    document = json.loads(simplan(*arguments, "--json").stdout)
+    switch, best = document["switch"], document["best"]
+    assert switch["best"]["step_time_s"] == pytest.approx(best["step_time_s"], rel=1e-9)
+    assert switch["current"]["step_time_s"] == json.loads(simplan("predict", file, "--json").stdout)["step_time_s"]
+    assert switch["step_time_change"] < -0.2, "tensor parallelism over 8 ranks is far from the best for 8 B"
+    changed = dict(switch["current"]["plan"])
+    for each in switch["changes"]:
+        section, _, key = each["key"].partition(".")
+        assert section == "plan"
+        assert changed[key] == each["before"]
+        changed[key] = each["after"]
+    assert changed == switch["best"]["plan"]
+    text = simplan(*arguments).stdout
+    assert "less time a step" in text
+    assert "plan.tp 8 -> " in text
+    assert "can be resharded" in text
+    file.write_text(TODAY.replace("{tp: 8}", json.dumps({k: v for k, v in best["plan"].items() if v is not None})))
+    assert "The plan of the file is the best one" in simplan(*arguments).stdout

@@ -45,6 +45,13 @@ def clusters(incomplete: str) -> list[str]:
     return _begun(catalog.names("clusters"), incomplete)
 
 
+def devices(incomplete: str) -> list[str]:
+    """Devices of the catalog."""
+    from simplan import catalog
+
+    return _begun(catalog.names("devices"), incomplete)
+
+
 def software(incomplete: str) -> list[str]:
     """Framework profiles."""
     from simplan import catalog

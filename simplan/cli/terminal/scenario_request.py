@@ -62,6 +62,14 @@ OVERRIDES = (
         completion.models,
     ),
     Override(("--cluster",), "cluster.preset", str, "Cluster preset.", completion.clusters),
+    Override(("--device",), "cluster.device", str, "Device, for nodes that are no preset.", completion.devices),
+    Override(("--devices-per-node", "--gpus-per-node"), "cluster.devices_per_node", int, "Devices of such a node."),
+    Override(
+        ("--gbit-per-node",),
+        "cluster.inter_link_gbit_per_node",
+        int,
+        "Network of a node in Gbit/s, e.g. 10 for 10 GbE.",
+    ),
     Override(("--num-nodes",), "cluster.num_nodes", int, "Number of nodes."),
     Override(("--num-devices", "--gpus"), "cluster.num_devices", int, "Number of devices, instead of nodes."),
     Override(("--software",), "software", str, "Framework profile.", completion.software),
@@ -153,8 +161,11 @@ class ScenarioRequest:
         self._write(source)
         return scenario
 
-    def search(self) -> SearchScenario:
+    def search(self, *, from_current: bool = False) -> SearchScenario:
         """The search; writes it to the file of ``--write-scenario``.
+
+        Args:
+            from_current: True to start from the plan of SCENARIO.
 
         Raises:
             SpecError: See ``scenario``.
@@ -162,7 +173,9 @@ class ScenarioRequest:
         from simplan.scenario.source import read_source
 
         overrides = self.overrides_for(searches=True)
-        source = read_source(str(self.source), *overrides, searches=True, framework=self.framework)
+        source = read_source(
+            str(self.source), *overrides, searches=True, from_current=from_current, framework=self.framework
+        )
         search = source.search()
         self._write(source)
         return search

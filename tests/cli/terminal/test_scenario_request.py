@@ -73,6 +73,7 @@ def test_search_takes_options_as_ranges(simplan: Simplan) -> None:
         ("--tp 3", "gpt2-124m: --tp = 3: must divide model.vocab_size = 50257"),
         ("--recompute ful", 'gpt2-124m: --recompute = "ful": is not a known choice; did you mean full?'),
         ("--cluster dgx-h10", "gpt2-124m: --cluster = dgx-h10: is not in the catalog; did you mean dgx-h100?"),
+        ("--cluster 4090", "gpt2-124m: --cluster = 4090: is not in the catalog; rtx-4090 is a device: give device and"),
         ("--set plan.tp", "--set = plan.tp: must be KEY=VALUE; write e.g. --set plan.tp=4"),
         ("--set plan.tp=x", 'gpt2-124m: plan.tp = "x": must be a whole number'),
         ("--set plan.recomput=full", "gpt2-124m: plan.recomput: is not a known key; did you mean recompute"),
@@ -83,6 +84,15 @@ def test_search_takes_options_as_ranges(simplan: Simplan) -> None:
 def test_errors_name_options_as_typed(simplan: Simplan, arguments: str, sentence: str) -> None:
     result = simplan("predict", "gpt2-124m", *arguments.split())
     refused(result, sentence)
+
+
+def test_nodes_that_are_no_preset_have_options(simplan: Simplan) -> None:
+    options = ["--device", "rtx-4090", "--gpus-per-node", "4", "--num-nodes", "2", "--gbit-per-node", "10"]
+    links = json.loads(simplan("predict", "gpt2-124m", *options, "--json").stdout)["links"]
+    assert links["inter_node"]["bytes_per_s_per_device"] == 10e9 / 8 / 4
+    one = json.loads(simplan("predict", "gpt2-124m", "--device", "l4", "--gpus", "4", "--json").stdout)
+    assert one["inputs"]["cluster"]["devices_per_node"] == 4
+    refused(simplan("predict", "gpt2-124m", "--device", "l4", "--gpus", "9"), "cluster.devices_per_node: is missing")
 
 
 def test_other_commands_take_a_model_and_set(simplan: Simplan) -> None:

@@ -1,0 +1,535 @@
+"""Variables and commands of a launch script, followed as the shell would, without running anything.
+
+Outputs of commands, arguments of the script and variables that it does not set are unknown, and stay as written. Where
+a condition cannot be decided, all branches are followed: an option that only some of them add is *conditional*.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from itertools import pairwise
+
+from simplan.errors import file_error
+from simplan.interop.frameworks.shell.syntax import (
+    Arithmetic,
+    Assignment,
+    Body,
+    Branch,
+    Case,
+    Chain,
+    Command,
+    Function,
+    Group,
+    Loop,
+    Part,
+    Simple,
+    SourceWord,
+    parse_script,
+)
+
+_MAX_STEPS, _MAX_CALLS, _MAX_PIECES, _MAX_CHARS = 50_000, 20, 20_000, 400_000
+_MAX_EXPRESSION = 200
+_LARGEST = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of a value.
+
+    Attributes:
+        text: The text; as written in the script if it is unknown.
+        line: 1-based line.
+        unknown: Reason that the text is not known, as a predicate; empty if it is known.
+        condition: Line of the undecided condition that the text depends on; None for none.
+    """
+
+    text: str
+    line: int
+    unknown: str = ""
+    condition: int | None = None
+
+
+Value = tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """Word of a command.
+
+    Attributes:
+        text: The text, in which unknown parts are as written.
+        line: 1-based line of its first character.
+        unknown: Reason that the text is not known, as a predicate (``is not set in the script``); empty if it is known.
+        condition: Line of the undecided condition that the word depends on; None for none.
+    """
+
+    text: str
+    line: int
+    unknown: str = ""
+    condition: int | None = None
+
+    @classmethod
+    def of(cls, value: Value, line: int) -> Word:
+        """Word of a value that begins in a line."""
+        return cls(
+            "".join(piece.text for piece in value),
+            value[0].line if value else line,
+            next((piece.unknown for piece in value if piece.unknown), ""),
+            next((piece.condition for piece in value if piece.condition is not None), None),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """Command that the script calls.
+
+    Attributes:
+        words: Words of the command, redirections left out.
+        environment: Variables that it exports, or sets for this command.
+        condition: Line of the undecided condition under which it is called; None for none.
+    """
+
+    words: tuple[Word, ...]
+    environment: Mapping[str, Word]
+    condition: int | None = None
+
+
+@dataclass(slots=True)
+class Shell:
+    """State of a script.
+
+    Attributes:
+        file: Name of the script in errors.
+        variables: Name -> elements; one for a plain variable.
+        called: Commands that were called so far.
+    """
+
+    file: str
+    variables: dict[str, tuple[Value, ...]] = field(default_factory=dict)
+    called: list[Called] = field(default_factory=list)
+    _functions: dict[str, Body] = field(default_factory=dict)
+    _exported: set[str] = field(default_factory=set)
+    _condition: int | None = None
+    _steps: int = 0
+    _calls: int = 0
+
+    def run(self, body: Body) -> None:
+        """Follow commands."""
+        for command in body:
+            self._status(command)
+
+    def _status(self, command: Command) -> bool | None:
+        """Follow a command; its status, None if it cannot be known."""
+        self._steps += 1
+        if self._steps > _MAX_STEPS:
+            raise file_error(self.file, "the script has too many steps", "take the launch command out of it")
+        if isinstance(command, Simple):
+            return self._simple(command)
+        if isinstance(command, Chain):
+            return self._chain(command)
+        if isinstance(command, Branch):
+            self._branch(command)
+        elif isinstance(command, Case):
+            self._case(command)
+        elif isinstance(command, Loop):
+            self._loop(command)
+        elif isinstance(command, Function):
+            self._functions[command.name] = command.body
+        elif isinstance(command, Group):
+            self.run(command.body)
+        elif isinstance(command, Arithmetic):
+            number = _number_of(self._expanded(command.expression))
+            return None if number is None else number != 0
+        return None
+
+    def _chain(self, chain: Chain) -> bool | None:
+        status: bool | None = None
+        for joined, negated, command in chain.commands:
+            if joined in ("&&", "||"):
+                if status is None:
+                    result = self._undecided([(command,)], chain.line)
+                elif status == (joined == "&&"):
+                    result = self._status(command)
+                else:
+                    continue
+            else:
+                result = self._status(command)
+            status = None if result is None else result != negated
+        return status
+
+    def _branch(self, branch: Branch) -> None:
+        open_bodies: list[Body] = []
+        for condition, body in branch.branches:
+            status: bool | None = True
+            for command in condition:
+                status = self._status(command)
+            if status is False:
+                continue
+            if status and not open_bodies:
+                self.run(body)
+                return
+            open_bodies.append(body)
+            if status:  # whatever the conditions above are, one of these bodies is run
+                self._undecided(open_bodies, branch.line, one_of_them=True)
+                return
+        if open_bodies:
+            self._undecided(open_bodies, branch.line)
+
+    def _case(self, case: Case) -> None:
+        word = Word.of(self._expanded(case.word), case.line)
+        if word.unknown:
+            catches_all = any(_text(pattern) == "*" for patterns, _ in case.branches for pattern in patterns)
+            bodies = [body for _, body in case.branches]
+            self._undecided(bodies, case.line, one_of_them=catches_all)
+            return
+        for patterns, body in case.branches:
+            if any(fnmatchcase(word.text, Word.of(self._expanded(pattern), 0).text) for pattern in patterns):
+                self.run(body)
+                return
+
+    def _loop(self, loop: Loop) -> None:
+        words = self._words(loop.words) if loop.words else ()
+        if loop.name and len(words) == 1 and words[0] and not any(piece.unknown for piece in words[0]):
+            self.variables[loop.name] = words
+            self.run(loop.body)
+            return
+        if loop.name:
+            self.variables[loop.name] = (
+                (Piece(f"${loop.name}", loop.line, f"changes in the loop of line {loop.line}"),),
+            )
+        self._undecided([loop.body], loop.line)
+
+    def _undecided(self, bodies: list[Body], line: int, *, one_of_them: bool = False) -> bool | None:
+        """Follow bodies of which at most one is run, and join their variables."""
+        before, outer = self.variables, self._condition
+        self._condition = line if outer is None else outer
+        states = [] if one_of_them else [dict(before)]
+        for body in bodies:
+            self.variables = dict(before)
+            self.run(body)
+            states.append(self.variables)
+        self._condition = outer
+        self.variables = {
+            name: _joined(name, before.get(name), [state.get(name) for state in states], line)
+            for name in dict.fromkeys(name for state in states for name in state)
+        }
+        return None
+
+    def _simple(self, simple: Simple) -> bool | None:
+        words = self._words(simple.words)
+        texts = [Word.of(word, simple.line) for word in words]
+        name = texts[0].text if texts else ""
+        own = {each.name: Word.of(self._assigned(each)[0], each.line) for each in simple.assignments if words}
+        if not words or name in ("export", "local", "declare", "readonly", "typeset"):
+            for each in simple.assignments:
+                self.variables[each.name] = self._assigned(each)
+            if name == "export":
+                self._exported |= {each.name for each in simple.assignments} | {word.text for word in texts[1:]}
+            return True if not words else None
+        if name in ("[", "[[", "test"):
+            return _Test(texts[1:-1] if name != "test" else texts[1:]).status()
+        if name in ("true", ":", "false"):
+            return name != "false"
+        if name == "unset":
+            for word in texts[1:]:
+                self.variables.pop(word.text, None)
+        elif name in self._functions:
+            self._call(name, words)
+        elif name == "eval":
+            unquoted = [tuple(replace(piece, text=piece.text.replace('"', "")) for piece in word) for word in words[1:]]
+            again = [piece for word in unquoted for piece in (*word, Piece(" ", simple.line))]
+            self._note(_split(again), own, simple.line)
+        elif name in ("echo", "printf", "cd", "mkdir", "set"):
+            return None
+        else:
+            self._note(words, own, simple.line)
+        return None
+
+    def _call(self, name: str, words: tuple[Value, ...]) -> None:
+        if self._calls >= _MAX_CALLS:
+            return
+        kept = {key: self.variables.get(key) for key in map(str, range(1, 10))}
+        self.variables |= {str(number): (value,) for number, value in enumerate(words[1:10], start=1)}
+        self._calls += 1
+        self.run(self._functions[name])
+        self._calls -= 1
+        for key, value in kept.items():
+            self.variables.pop(key, None)
+            if value is not None:
+                self.variables[key] = value
+
+    def _note(self, words: Iterable[Value], own: Mapping[str, Word], line: int) -> None:
+        """Note a command; of ``bash -c TEXT``, the commands of the text."""
+        texts = [Word.of(word, line) for word in words]
+        for position, (first, second) in enumerate(pairwise(texts[:-1])):
+            is_shell = first.text.rpartition("/")[2] in ("bash", "sh")
+            if is_shell and second.text.startswith("-") and second.text.endswith("c") and self._calls < _MAX_CALLS:
+                inner = texts[position + 2]
+                self._calls += 1
+                outer = len(self.called)
+                self.run(parse_script(inner.text, self.file, inner.line))
+                self._calls -= 1
+                wrapper = tuple(texts[:position])
+                self.called[outer:] = [replace(each, words=wrapper + each.words) for each in self.called[outer:]]
+                return
+        exported = {name: Word.of(self.variables[name][0], line) for name in self._exported if self.variables.get(name)}
+        self.called.append(Called(tuple(texts), exported | dict(own), self._condition))
+
+    def _assigned(self, assignment: Assignment) -> tuple[Value, ...]:
+        before = self.variables.get(assignment.name, ())
+        if assignment.is_indexed:
+            text = f"${{{assignment.name}}}"
+            return ((Piece(text, assignment.line, "is an array with indices, which simplan does not read"),),)
+        if assignment.is_array:
+            added = self._words(assignment.values)
+            values = (*before, *added) if assignment.appends else added
+        else:
+            value = self._expanded(assignment.values[0])
+            first = before[0] if before and assignment.appends else ()
+            values = ((*first, *value), *(before[1:] if assignment.appends else ()))
+        if (
+            sum(map(len, values)) > _MAX_PIECES
+            or sum(len(piece.text) for value in values for piece in value) > _MAX_CHARS
+        ):
+            what = f"the variable {assignment.name} is too long"
+            raise file_error(self.file, what, "take the launch command out of the script", assignment.line)
+        return values
+
+    def _words(self, words: Iterable[SourceWord]) -> tuple[Value, ...]:
+        """Words with their variables expanded and split."""
+        return tuple(value for word in words for value in self._fields(word))
+
+    def _fields(self, word: SourceWord) -> list[Value]:
+        fields: list[list[Piece]] = []
+        is_open = False
+
+        def append(pieces: Iterable[Piece]) -> None:
+            nonlocal is_open
+            if not is_open:
+                fields.append([])
+                is_open = True
+            fields[-1] += pieces
+
+        for part in word:
+            expanded = self._part(part)
+            if part.kind == "text":
+                append(expanded[0])
+                continue
+            for number, element in enumerate(expanded):
+                if number:
+                    is_open = False
+                if part.quoted:
+                    append(element)
+                    continue
+                for text, ends in _runs(element):
+                    if ends:
+                        is_open = False
+                    else:
+                        append([text])
+        return [tuple(piece for piece in each if piece.text) for each in fields]
+
+    def _expanded(self, word: SourceWord) -> Value:
+        """Word without splitting, as in an assignment."""
+        pieces: list[Piece] = []
+        for part in word:
+            for number, element in enumerate(self._part(part)):
+                pieces += [Piece(" ", part.line)] * bool(number) + list(element)
+        return tuple(pieces)
+
+    def _part(self, part: Part) -> tuple[Value, ...]:
+        """Elements of a part of a word: one, except for all elements of an array."""
+        if part.kind == "text":
+            return ((Piece(part.text, part.line),),)
+        if part.kind == "command":
+            return ((Piece(part.text, part.line, "is the output of a command, which simplan does not run"),),)
+        if part.kind == "arithmetic":
+            number = self._arithmetic(part.text)
+            if number is None:
+                return ((Piece(f"$(({part.text}))", part.line, "is not known without its variables"),),)
+            return ((Piece(str(number), part.line),),)
+        return self._variable(part)
+
+    def _variable(self, part: Part) -> tuple[Value, ...]:
+        found, by_default = self.variables.get(part.text), part.operator.strip(":")
+        if by_default in ("-", "=", "+") and part.operator[:1] in ":-=+":
+            is_set = found is not None and (part.operator[0] != ":" or any(piece.text for piece in found[0]))
+            if by_default == "+":
+                return (self._expanded(part.default) if is_set else (),)
+            return (found or ((),))[:1] if is_set else (self._expanded(part.default),)
+        written = f"${{{part.text}}}" if part.operator == "?" else f"${part.text}"
+        if part.operator == "?":
+            return ((Piece(written, part.line, "is an expansion that simplan does not read"),),)
+        if found is None:
+            why = "is an argument of the script" if not part.text[0].isalpha() and part.text[0] != "_" else ""
+            return ((Piece(written, part.line, why or "is not set in the script"),),)
+        if part.operator == "#":
+            return ((Piece(str(len(found)), part.line),),)
+        if part.operator.startswith("[") and part.operator[1] in "@*":
+            return found
+        index = int(part.operator[1:-1]) if part.operator.startswith("[") else 0
+        return (found[index] if index < len(found) else (),)
+
+    def _arithmetic(self, expression: str) -> int | None:
+        """Value of an arithmetic expression; None if a variable of it is unknown."""
+        if len(expression) > _MAX_EXPRESSION:
+            return None
+        text = expression.replace("${", " ").replace("}", " ").replace("$", " ").replace("/", "//")
+        try:
+            tree = ast.parse(text.replace("&&", " and ").replace("||", " or ").strip(), mode="eval")
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            return None
+        return self._computed(tree.body)
+
+    def _computed(self, node: ast.expr) -> int | None:
+        if isinstance(node, ast.Constant):
+            return node.value if isinstance(node.value, int) else None
+        if isinstance(node, ast.Name):
+            return _number_of(self.variables.get(node.id, ((),))[0])
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            value = self._computed(node.operand)
+            return None if value is None else -value
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+            left, right = self._computed(node.left), self._computed(node.right)
+            if left is None or right is None or (right == 0 and isinstance(node.op, ast.FloorDiv | ast.Mod)):
+                return None
+            result = _OPERATIONS[type(node.op)](left, right)
+            return result if abs(result) < _LARGEST else None
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
+            left, right = self._computed(node.left), self._computed(node.comparators[0])
+            return None if left is None or right is None else int(_COMPARISONS[type(node.ops[0])](left, right))
+        return None
+
+
+_OPERATIONS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARISONS: dict[type, Callable[[int, int], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_TESTS: dict[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-lt": operator.lt,
+    "-le": operator.le,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+}
+
+
+@dataclass(slots=True)
+class _Test:
+    """Condition of ``[ ... ]`` or ``[[ ... ]]``, by its words."""
+
+    words: list[Word]
+
+    def status(self) -> bool | None:
+        """Truth of the condition; None if it depends on what is unknown, or on files."""
+        for joint, decides in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
+            texts = [word.text for word in self.words]
+            if joint in texts[1:]:
+                at = texts.index(joint, 1)
+                left, right = _Test(self.words[:at]).status(), _Test(self.words[at + 1 :]).status()
+                if decides in (left, right):
+                    return decides
+                return None if None in (left, right) else not decides
+        return self._single()
+
+    def _single(self) -> bool | None:
+        words = self.words
+        if words and words[0].text == "!":
+            inner = _Test(words[1:]).status()
+            return None if inner is None else not inner
+        if any(word.unknown or word.condition for word in words):
+            return None
+        texts = [word.text for word in words]
+        if len(texts) == 1:
+            return bool(texts[0])
+        if texts[:1] in (["-n"], ["-z"]) and len(texts) <= 2:
+            return bool("".join(texts[1:])) == (texts[0] == "-n")
+        if len(texts) != 3:
+            return None
+        left, comparison, right = texts
+        if comparison in ("=", "==", "!="):
+            return fnmatchcase(left, right) == (comparison != "!=")
+        numbers = _integer(left), _integer(right)
+        if comparison in _TESTS and numbers[0] is not None and numbers[1] is not None:
+            return _TESTS[comparison](numbers[0], numbers[1])
+        return None
+
+
+def _joined(
+    name: str, before: tuple[Value, ...] | None, after: list[tuple[Value, ...] | None], line: int
+) -> tuple[Value, ...]:
+    """Elements of a variable after branches, of which it is not known which one is run."""
+    first = after[0]
+    if first is not None and all(each == first for each in after):
+        return first
+    known = [each for each in after if each is not None]
+    start = before or ()
+    if all(each[: len(start)] == start for each in known) and (start[1:] or any(len(each) != 1 for each in known)):
+        added = [value for each in known for value in each[len(start) :]]
+        return (*start, *(tuple(replace(piece, condition=line) for piece in value) for value in added))
+    texts = [each[0] if each else () for each in known]
+    head = start[0] if start else ()
+    if all(text[: len(head)] == head for text in texts):
+        rests = [text[len(head) :] for text in texts]
+        words = ["".join(piece.text for piece in rest).strip() for rest in rests]
+        if all(word.startswith("-") or not word for word in words):
+            space = Piece(" ", line, condition=line)
+            added_pieces = (piece for rest in rests for piece in (space, *rest))
+            return ((*head, *(replace(piece, condition=line) for piece in added_pieces)),)
+    return ((Piece(f"${name}", line, f"depends on the condition in line {line}, which simplan cannot decide"),),)
+
+
+def _runs(value: Value) -> Iterable[tuple[Piece, bool]]:
+    """Pieces of an unquoted value split at spaces; True with a piece that ends a word."""
+    for piece in value:
+        if piece.unknown:
+            yield piece, False
+            continue
+        rest = piece.text
+        while rest:
+            stripped = rest.lstrip()
+            if len(stripped) < len(rest):
+                yield replace(piece, text=" "), True
+            word = stripped.split(None, 1)[0] if stripped else ""
+            if word:
+                yield replace(piece, text=word), False
+            rest = stripped[len(word) :]
+
+
+def _split(pieces: Iterable[Piece]) -> list[Value]:
+    """Words of a value, split at spaces."""
+    words: list[list[Piece]] = [[]]
+    for piece, ends in _runs(tuple(pieces)):
+        if ends:
+            words.append([])
+        else:
+            words[-1].append(piece)
+    return [tuple(word) for word in words if word]
+
+
+def _number_of(value: Value) -> int | None:
+    return None if any(piece.unknown for piece in value) else _integer("".join(piece.text for piece in value))
+
+
+def _integer(text: str) -> int | None:
+    text = text.strip()
+    return int(text) if text.lstrip("-").isdecimal() and text.isascii() and len(text) <= 19 else None
+
+
+def _text(word: SourceWord) -> str:
+    return "".join(part.text for part in word if part.kind == "text")

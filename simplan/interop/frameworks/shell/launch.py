@@ -1,0 +1,187 @@
+"""Launch scripts as the training command that they start: program, arguments, and the devices of the launcher.
+
+::
+
+    (launch,) = read_launches(text, "train.sh")
+    launch.program.text, [word.text for word in launch.arguments], launch.num_devices
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from simplan.errors import file_error
+from simplan.interop.configuration import Setting
+from simplan.interop.frameworks.shell.evaluate import Called, Piece, Shell, Value, Word
+from simplan.interop.frameworks.shell.syntax import parse_script
+
+_PYTHON = re.compile(r"(python|python3|python3\.\d+|pypy3?)")
+_TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "torch.distributed.elastic.launch")
+_LAUNCHERS = (*_TORCHRUN, "deepspeed", "accelerate", "srun", "mpirun", "mpiexec", "mpiexec.hydra", "salloc")
+# fmt: off
+_WITHOUT_VALUE = frozenset((
+    "standalone", "no-python", "use-env", "run-path", "virtual-local-rank", "no-local-rank", "force-multi", "no-ssh",
+    "no-ssh-check", "save-pid", "elastic-training", "bind-cores-to-rank", "multi-gpu", "allow-run-as-root",
+    "unbuffered", "exclusive", "use-deepspeed", "use-fsdp", "use-megatron-lm", "quiet", "debug", "oversubscribe",
+    "label", "no-kill", "cpu", "tpu", "u", "l", "O", "B",
+))
+# fmt: on
+_NUM_NODES = ("nnodes", "num-nodes", "nodes", "N", "num-machines")
+_RANKS_PER_NODE = ("nproc-per-node", "num-gpus", "ntasks-per-node", "npernode")
+_RANKS = ("n", "np", "ntasks", "num-processes")
+_SBATCH = {"N": "nodes", "n": "ntasks", "G": "gpus"}
+_SLURM_VARIABLES = {
+    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "ntasks": ("SLURM_NTASKS",),
+    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
+    "gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+}
+_BINARY = "\0"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Command that starts a training.
+
+    Attributes:
+        program: Script or module that is run; empty text for options without a command.
+        arguments: Words after it.
+        launcher: Settings of the launcher and of ``#SBATCH`` that say how many devices there are.
+        num_nodes: Nodes; None if the script does not say.
+        ranks_per_node: Ranks per node; None if the script does not say.
+        num_devices: Ranks in all; None if the script does not say.
+        environment: Variables that are exported, or set for the command.
+    """
+
+    program: Word
+    arguments: tuple[Word, ...]
+    launcher: tuple[Setting, ...]
+    num_nodes: int | None
+    ranks_per_node: int | None
+    num_devices: int | None
+    environment: Mapping[str, Word]
+
+
+def read_launches(text: str, file: str) -> tuple[Launch, ...]:
+    """Commands of a launch script that start a Python program, those that no undecided condition guards first.
+
+    A file whose first word is an option is taken as arguments without a command.
+
+    Raises:
+        SpecError: The text is no shell script.
+    """
+    if _BINARY in text:
+        raise file_error(file, "this is no shell script: it is binary", "name a launch script")
+    sbatch = {setting.key: setting for setting in _sbatch_settings(text)}
+    shell = Shell(file, _slurm_variables(sbatch))
+    first = next((line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")), "")
+    shell.run(parse_script(f"python - {text}" if first.startswith("--") else text, file))
+    found = [(called, launch) for called in shell.called if (launch := _launch(called, sbatch)) is not None]
+    found.sort(key=lambda each: each[0].condition is not None)
+    return tuple(launch for _, launch in found)
+
+
+def _sbatch_settings(text: str) -> Iterator[Setting]:
+    """Options of Slurm in comments, by their long names."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.startswith("#SBATCH"):
+            continue
+        try:
+            words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
+        except ValueError:
+            continue
+        for position, word in enumerate(words):
+            if not word.startswith("-"):
+                continue
+            key, joined, value = word.partition("=")
+            name = _SBATCH.get(key.lstrip("-"), key.lstrip("-"))
+            value = value if joined else "".join(words[position + 1 : position + 2])
+            if match := re.fullmatch(r"gpu:(?:[\w.-]+:)?(\d+)", value) if name == "gres" else None:
+                name, value = "gpus-per-node", match[1]
+            yield Setting(f"#SBATCH --{name}", _whole(value.rpartition(":")[2]) or value, number)
+
+
+def _slurm_variables(sbatch: Mapping[str, Setting]) -> dict[str, tuple[Value, ...]]:
+    """Variables that Slurm sets by the options of the script."""
+    values: dict[str, tuple[Value, ...]] = {}
+    for option, names in _SLURM_VARIABLES.items():
+        setting = sbatch.get(f"#SBATCH --{option}")
+        if setting is not None and isinstance(setting.value, int):
+            values |= {name: ((Piece(str(setting.value), setting.line or 0),),) for name in names}
+    return values
+
+
+def _launch(called: Called, sbatch: Mapping[str, Setting]) -> Launch | None:
+    """The training that a command starts; None if it starts no Python program."""
+    words, options = called.words, list[Setting]()
+    position, is_launched = 0, False
+    while position < len(words):
+        name = words[position].text.rpartition("/")[2]
+        is_python = _PYTHON.fullmatch(name) is not None
+        if is_python or name in _LAUNCHERS:
+            is_launched = True
+            position = _launcher_options(words, position + 1, options)
+        elif is_launched:
+            program = words[position]
+            if name.endswith(".py") or words[position - 1].text in ("-m", "--module") or name == "-":
+                return _launched(
+                    program if name != "-" else Word("", program.line), words[position + 1 :], options, sbatch, called
+                )
+            position += 1  # a wrapper, or a container with its options
+        else:
+            position += 1
+    return None
+
+
+def _launcher_options(words: tuple[Word, ...], position: int, options: list[Setting]) -> int:
+    """Read options of a launcher; position of the first word that is none."""
+    while position < len(words):
+        word = words[position]
+        if not word.text.startswith("-") or word.text == "-":
+            return position
+        key, joined, value = word.text.partition("=")
+        name = key.lstrip("-").replace("_", "-")
+        position += 1
+        if name in ("m", "module"):
+            return position
+        known = not word.unknown
+        following = words[position] if position < len(words) else None
+        if not joined and name not in _WITHOUT_VALUE and following is not None and _is_value(following.text):
+            value, known, position = following.text, not following.unknown, position + 1
+        options.append(Setting(key, (_whole(value) or value) if known else None, word.line))
+    return position
+
+
+def _is_value(text: str) -> bool:
+    return not text.startswith("-") and not text.endswith(".py") and text.rpartition("/")[2] not in _LAUNCHERS
+
+
+def _launched(
+    program: Word, arguments: tuple[Word, ...], options: list[Setting], sbatch: Mapping[str, Setting], called: Called
+) -> Launch:
+    by_name = {setting.key.lstrip("-").replace("_", "-"): setting for setting in options}
+    used: list[Setting] = []
+
+    def number(names: tuple[str, ...], *slurm: str) -> int | None:
+        candidates = [by_name.get(name) for name in names] + [sbatch.get(f"#SBATCH --{name}") for name in slurm]
+        for setting in candidates:
+            if setting is not None and isinstance(setting.value, int):
+                used.append(setting)
+                return setting.value
+        return None
+
+    nodes = number(_NUM_NODES, "nodes")
+    per_node = number(_RANKS_PER_NODE, "gpus-per-node", "ntasks-per-node")
+    if nodes is None and per_node is not None and not {*_NUM_NODES} & by_name.keys():
+        nodes = 1 if {"nproc-per-node", "num-gpus"} & by_name.keys() else None
+    in_all = nodes * per_node if nodes is not None and per_node is not None else number(_RANKS, "ntasks", "gpus")
+    return Launch(program, arguments, tuple(used), nodes, per_node, in_all, called.environment)
+
+
+def _whole(text: str) -> int | None:
+    """Whole number, or the lower of a range of nodes if both are equal."""
+    match = re.fullmatch(r"(\d{1,9})(?::\1)?", text)
+    return int(match[1]) if match else None
