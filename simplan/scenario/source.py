@@ -44,6 +44,8 @@ NUM_MICROBATCHES = "num_microbatches"
 _DEFAULT_CLUSTER = "dgx-h100"
 _USUAL_LENGTH = 4096
 _MAX_FILES = 1000
+_IN_FOLDERS = ("training_args.json", "config.json")
+"""Files that say what a folder holds: arguments of a training, next to which is its model, or a model."""
 _LARGEST_NODE = 8
 """Devices that one node of today's machines holds."""
 _MICROBATCHES_PER_STAGE = 4  # with 1F1B, a bubble of at most 1/5 of the step
@@ -342,8 +344,9 @@ def _read(
     if isinstance(source, Mapping):
         return Document(dict(source), {}), "scenario", True, None
     path = Path(source)
-    if path.is_dir() and (path / "config.json").is_file():
-        path = path / "config.json"
+    in_folder = next((name for name in _IN_FOLDERS if path.is_dir() and (path / name).is_file()), None)
+    if in_folder is not None:
+        path = path / in_folder
     elif not path.is_file() and str(source) in catalog.names("models"):
         return Document({"name": str(source), "model": {"preset": str(source)}}, {}), str(source), False, None
     elif path.is_dir():

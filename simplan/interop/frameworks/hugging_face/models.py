@@ -20,6 +20,8 @@ _VERSION = re.compile(r"-v\d+(\.\d+)*$")
 _SAME_SHAPE = {  # shapes as in the models' config.json on the Hub, read 2026-11-26
     "llama-7b": "llama2-7b",
     "llama-13b": "llama2-13b",
+    "vicuna-7b-v1.5": "llama2-7b",
+    "vicuna-13b-v1.5": "llama2-13b",
     "mpt-7b": "mpt-7b-alibi",
 }
 """Models of another name with the shapes of a preset."""

@@ -187,7 +187,9 @@ ACCELERATE = (
     "gpu_ids", "num_processes", "num_machines", "mixed_precision", "fp16", "commands", "command_file", "config_file",
     "multi_gpu", "use_deepspeed", "use_fsdp", "module", "m", "no_python", "num_cpu_threads_per_process", "quiet",
     "role", "rdzv_conf", "max_restarts", "monitor_interval", "log_dir", "tee", "deepspeed_config_file", "rdzv_id",
-    "rdzv_endpoint", "mpirun_config", "gradient_clipping", "gradient_accumulation_steps", "dynamo_backend",
+    "rdzv_endpoint", "mpirun_config", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "standalone",
+    "num_gpus", "num_nodes", "hostfile", "include", "exclude", "launcher", "same_network", "start_method", "config",
+    "use_env", "zero_stage", "dynamo_mode", "launcher_args", "gradient_clipping", "gradient_accumulation_steps", "dynamo_backend",
 )  # fmt: skip
 ACCELERATE_PREFIXES = (
     "tpu_", "fsdp_config", "deepspeed_", "dynamo_config.", "parallelism_config", "mpirun_config", "fp8_config",

@@ -39,6 +39,8 @@ class Run:
         num_devices, ranks_per_node: Ranks that the launcher starts; None if no file says so.
         devices_key: Setting that says so.
         names_launcher: True if the files say how the run is launched, so that DDP is what is left.
+        unknown: Arguments whose values the script does not say.
+        missing: Settings that name files which are not there.
     """
 
     reading: Reading
@@ -49,6 +51,8 @@ class Run:
     ranks_per_node: int | None = None
     devices_key: str = ""
     names_launcher: bool = True
+    unknown: frozenset[str] = frozenset()
+    missing: tuple[str, ...] = ()
     _precision: str = field(default="", init=False)
     _model: ModelSpec | None = field(default=None, init=False)
 
@@ -74,10 +78,13 @@ class Run:
         elif strategy == "ddp":
             self._read_replicas()
         else:
+            what = "does not say what ranks shard, which the configuration of `accelerate launch` does"
+            if (key := self.accelerate.full("config_file")) in self.missing:
+                what = f"names {self.accelerate.value('config_file')}, which is not next to it ({key})"
             self.reading.ask(
                 *("plan.zero_stage", "plan.dp_shard", "plan.dp_replicate"),
-                what="does not say what ranks shard, which the configuration of `accelerate launch` does",
-                fix="give the launch script, or add --set plan.zero_stage=3 (FSDP), or 0 (DDP)",
+                what=what,
+                fix="give the launch script with that file, or add --set plan.zero_stage=3 (FSDP), or 0 (DDP)",
             )
         self._read_parallelism()
         self._choose_software(strategy, offloads=offloads)
@@ -117,7 +124,8 @@ class Run:
         kind = str(self.accelerate.value("distributed_type", "")).upper()
         if kind in names.OTHER_DISTRIBUTED_TYPES:
             self.accelerate.refuse("distributed_type", "is not modeled", names.OTHER_DISTRIBUTED_TYPES[kind])
-        if self.deepspeed or kind == "DEEPSPEED" or self.accelerate.is_true("use_deepspeed"):
+        of_trainer = self.trainer.value("deepspeed") or "zero_stage" in self.trainer  # the latter of DeepSpeed-Chat
+        if self.deepspeed or of_trainer or kind == "DEEPSPEED" or self.accelerate.is_true("use_deepspeed"):
             return "deepspeed"
         options = self._fsdp_options()
         if kind == "FSDP" or self.accelerate.is_true("use_fsdp") or (options and "no_shard" not in options):
@@ -198,9 +206,9 @@ class Run:
         micro, micro_key = self._number("per_device_train_batch_size", "train_micro_batch_size_per_gpu")
         steps, steps_key = self._number("gradient_accumulation_steps", "gradient_accumulation_steps")
         total = whole(self.deepspeed.value("train_batch_size"))
-        if self.trainer and micro is None:
+        if self.trainer and micro is None and "per_device_train_batch_size" not in self.unknown:
             micro, micro_key = 8, _TRAINER
-        if self.trainer and steps is None and total is None:
+        if self.trainer and steps is None and total is None and "gradient_accumulation_steps" not in self.unknown:
             steps, steps_key = 1, _TRAINER
         devices = self.num_devices
         if total is not None and devices is not None and micro is None and total % (devices * (steps or 1)) == 0:
@@ -265,7 +273,11 @@ class Run:
             clip, key = self.deepspeed.value("gradient_clipping"), self.deepspeed.full("gradient_clipping")
         elif (own := self.accelerate.first("gradient_clipping")) is not None and not self.trainer:
             clip, key = self.accelerate.value(own), self.accelerate.full(own)
-        if isinstance(clip, int | float) and not isinstance(clip, bool) and clip > 0:
+        if not isinstance(clip, int | float) or isinstance(clip, bool) or clip <= 0:
+            return
+        if strategy == "deepspeed" and key in self.reading.settings:
+            self.reading.not_modeled(key, "ranks read their gradients once more for the norm")
+        elif strategy != "deepspeed":
             self.reading.put("training.clip_grad_norm", float(clip), key)
 
     def _put_optimizer(self, keys: Keys, key: str, known: dict[str, str]) -> None:
@@ -311,7 +323,7 @@ class Run:
         else:
             self.reading.ask("model.seq_len", what="does not say how long sequences are", fix="add --seq-len 4096")
         key = self.trainer.first("model_name_or_path", "config_name", "base_model")
-        name = str(self.trainer.value(key)) if key is not None else ""
+        name = str(self.trainer.value(key) or "") if key is not None else ""
         base = folder_of(self.reading.file)
         folder = next((each for each in (name, ".") if each and _config_in(base, each) is not None), None)
         if folder is not None and (folder != "." or not preset_of(name)):
@@ -335,10 +347,8 @@ class Run:
         word = str(trainer.value(uses)).lower() if uses is not None else ""
         rank = trainer.first("lora_r", "lora_rank", "lora_dim")
         number = whole(trainer.value(rank)) if rank is not None else None
-        if uses is None and (rank not in ("lora_dim",) or not number):
+        if word in ("false", "full", "none", "freeze") or (uses is None and not number):
             return None
-        if word in ("false", "full", "none", "freeze", ""):
-            return None if word != "" or not number else (trainer.full(rank or ""), number)
         if number is None:
             key = trainer.full(uses or "")
             return (key, 8 if uses == "finetuning_type" else 16)
@@ -352,7 +362,7 @@ class Run:
                 trainer.refuse(key, rule, fix)
         for key, (neutral, what) in names.OTHER_TASKS.items():
             if key in trainer and str(trainer.value(key)).lower() not in neutral:
-                trainer.refuse(key, f"is {what}, which is not modeled yet", "predict its cost of one update as sft")
+                trainer.refuse(key, f"belongs to {what}, which is not modeled yet", "predict an update of its policy as sft")
         adapters = self._adapter_rank()
         trainer.no_effect(names.ADAPTER_NAMES, ("lora_", "peft_"))
         if adapters is None:
@@ -469,12 +479,19 @@ class Run:
             stage, where = 1, deepspeed.full("zero_optimization")
         elif deepspeed:
             stage, where = whole(deepspeed.value(key, 0)), deepspeed.full(key) if key in deepspeed else _DEEPSPEED
+        elif "zero_stage" in self.trainer:
+            stage, where = whole(self.trainer.value("zero_stage")), self.trainer.full("zero_stage")
         elif self._names_missing_file():
             self.accelerate.no_effect(prefixes=("deepspeed_",))
             return False
         else:
             stage = whole(inline.value("zero_stage", 2))
             where = inline.full("zero_stage") if "zero_stage" in inline else "the default of Accelerate"
+        if stage is None:
+            fix = "add --set plan.zero_stage=3"
+            self.reading.ask("plan.zero_stage", what=f"does not say the stage of ZeRO ({where})", fix=fix)
+            self.reading.put("plan.dp_replicate", 1, where)
+            return False
         if stage not in (0, 1, 2, 3):
             self.reading.refuse(where, "is no stage of ZeRO", "use 0, 1, 2 or 3")
             return False
@@ -494,7 +511,7 @@ class Run:
     def _names_missing_file(self) -> bool:
         """Ask for what a DeepSpeed file says that is named and not there."""
         keys, key = (self.trainer, "deepspeed") if "deepspeed" in self.trainer else (self.accelerate, "deepspeed_config_file")
-        if key not in keys:
+        if keys.full(key) not in self.missing:
             return False
         what = f"names the DeepSpeed configuration {keys.value(key)}, which is not next to it"
         self.reading.ask("plan.zero_stage", what=what, fix="put it there, or add --set plan.zero_stage=3")
@@ -566,8 +583,10 @@ class Run:
         where = {"deepspeed": "DeepSpeed with ", "fsdp": "FSDP with ", "ddp": "DDP with "}.get(strategy, "") + "transformers' models"
         is_split = (self.reading.written("plan.cp") or 1) > 1
         compiles = self._compiles()
-        if (self._model is not None and not has_transformers_code(self._model)) or is_split:
-            name, where = "torch", "the code of transformers for this model is not modeled"
+        adapts = self.reading.written("model.lora_rank") is not None and strategy != "deepspeed"
+        if (self._model is not None and not has_transformers_code(self._model)) or is_split or adapts:
+            of = "with adapters" if adapts else "split over sequences" if is_split else "for this model"
+            name, where = "torch", f"the code of transformers {of} is not modeled"
             if strategy == "deepspeed":
                 where += ", and neither are DeepSpeed's states with it"
         elif compiles is not None and strategy != "deepspeed":
@@ -581,10 +600,11 @@ class Run:
 
     def _compiles(self) -> str | None:
         """Setting that turns torch.compile on; None if it is off."""
-        backend = str(self.accelerate.value("dynamo_config.dynamo_backend", "no")).lower()
+        key = self.accelerate.first("dynamo_config.dynamo_backend", "dynamo_backend") or ""
+        backend = str(self.accelerate.value(key, "no")).lower()
         if self.trainer.is_true("torch_compile"):
             return self.trainer.full("torch_compile")
-        return self.accelerate.full("dynamo_config.dynamo_backend") if backend not in ("no", "eager") else None
+        return self.accelerate.full(key) if backend not in ("no", "eager") else None
 
     def _read_rest(self) -> None:
         trainer = self.trainer
