@@ -40,7 +40,7 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
 )  # fmt: skip
 
 _NOT_MODELLED: tuple[Rule, ...] = (
-    parallel.ring_on_cpus, schedule.schedule_modelled, sharding.grad_dtype_modelled, sharding.grad_dtype_of_replicas,
+    parallel.ring_on_cpus, schedule.schedule_modelled, sharding.grad_dtype_modelled,
     sharding.zero_stage_modelled, experts.sequence_parallel_of_experts, experts.etp_modelled,
     parallel.cp_of_attention, schedule.split_backward_of_experts, experts.expert_dispatch_modelled,
     experts.ep_within_replicas, experts.ep_covers_shards, training.grad_sync_of_experts, parallel.tp_of_wide_norms,

@@ -11,9 +11,6 @@ from simplan.plan.schedules import is_custom_schedule, splits_backward
 from simplan.rules.rule import experts_apart, not_modelled, problem_of, rule, unmodelled
 from simplan.wording import either
 
-_FAMILIES = ("gpt", "llama")
-_WITH_FSDP2 = ("torch", "torchtitan", "torchtitan-2025", "transformers")
-
 
 @rule("dp_shard > 1 needs zero_stage 1, 2 or 3", reads="dp zero_stage")
 def zero_stage_of_shards(job: Job) -> Iterator[Problem]:
@@ -66,14 +63,6 @@ def grad_dtype_modelled(job: Job) -> Iterator[Problem]:
         yield not_modelled(job, "plan.grad_dtype", what, fix)
 
 
-@unmodelled("DDP of torch reduces gradients in the dtype of their parameters", reads="grad_dtype shards_parameters")
-def grad_dtype_of_replicas(job: Job) -> Iterator[Problem]:
-    plan = job.plan
-    if plan.grad_dtype not in (None, "fp32") and not plan.shards_parameters and job.software.id in _WITH_FSDP2:
-        what = "reducing the gradients of replicas in 16 bits (a communication hook of DDP)"
-        yield not_modelled(job, "plan.grad_dtype", what, "remove it, or shard parameters (dp_shard, zero_stage = 3)")
-
-
 @unmodelled("this ZeRO stage is not modeled for the software", reads="zero_stage dp_shard cp")
 def zero_stage_modelled(job: Job) -> Iterator[Problem]:
     plan, known = job.plan, job.software.zero_stages
@@ -104,6 +93,10 @@ def mtp_sharded(job: Job) -> Iterator[Problem]:
     if layers and job.plan.shards_parameters:
         what = f"sharding of parameters with model.mtp_num_layers = {layers}"
         yield not_modelled(job, "plan.zero_stage", what, "use 0 or 1")
+
+
+_FAMILIES = ("gpt", "llama")
+_WITH_FSDP2 = ("torch", "torchtitan", "torchtitan-2025", "transformers", "accelerate")
 
 
 @rule(

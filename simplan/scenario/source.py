@@ -66,8 +66,8 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
 }
 """Override -> keys of its section that it replaces; a key that is an override itself stays, to be refused."""
 _KEPT: dict[str, tuple[str, ...]] = {
-    "model.preset": ("seq_len",),
-    "model.hf_config": ("seq_len",),
+    "model.preset": ("seq_len", "lora_rank", "lora_targets"),
+    "model.hf_config": ("seq_len", "lora_rank", "lora_targets"),
     "cluster.preset": ("num_nodes", "num_devices", "price_per_device_hour"),
 }
 """Override that replaces its section -> keys of the section that it keeps."""

@@ -7,6 +7,7 @@ from simplan.interop.configuration import Configuration
 from simplan.interop.formats import ConfigFile, Format
 from simplan.interop.frameworks.hugging_face.keys import document_of, flattened
 from simplan.interop.frameworks.hugging_face.trainer import read_run
+from simplan.interop.frameworks.hugging_face.writing import accelerate_options, export_accelerate
 
 _TITLE = "Accelerate configuration"
 _SIGNS = ("compute_environment", "num_processes", "fsdp_config", "deepspeed_config", "num_machines", "mixed_precision")
@@ -26,4 +27,11 @@ def _read(file: ConfigFile) -> Configuration:
     return read_run(_TITLE, file.name, accelerate=[*flattened(document)])
 
 
-FORMAT = Format(name="accelerate", title=_TITLE, recognizes=_recognizes, read=_read)
+FORMAT = Format(
+    name="accelerate",
+    title=_TITLE,
+    recognizes=_recognizes,
+    read=_read,
+    settings=accelerate_options,
+    export=export_accelerate,
+)

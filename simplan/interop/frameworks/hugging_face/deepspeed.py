@@ -7,6 +7,7 @@ from simplan.interop.configuration import Configuration, Reading
 from simplan.interop.formats import ConfigFile, Format
 from simplan.interop.frameworks.hugging_face.keys import Keys, document_of, flattened
 from simplan.interop.frameworks.hugging_face.run import Run
+from simplan.interop.frameworks.hugging_face.writing import deepspeed_options, export_deepspeed
 
 _TITLE = "DeepSpeed configuration"
 _SIGNS = ("zero_optimization", "train_micro_batch_size_per_gpu")
@@ -31,4 +32,11 @@ def _read(file: ConfigFile) -> Configuration:
     return Run(reading, none, none, Keys(reading, {key: setting.key for key, setting in settings})).configuration()
 
 
-FORMAT = Format(name="deepspeed", title=_TITLE, recognizes=_recognizes, read=_read)
+FORMAT = Format(
+    name="deepspeed",
+    title=_TITLE,
+    recognizes=_recognizes,
+    read=_read,
+    settings=deepspeed_options,
+    export=export_deepspeed,
+)

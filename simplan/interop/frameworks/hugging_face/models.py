@@ -12,9 +12,7 @@ from simplan.interop.huggingface import model_fields_from_config
 from simplan.interop.model_types import MODEL_TYPES
 from simplan.model.model import ModelSpec
 
-_OTHER_WEIGHTS = re.compile(
-    r"-(hf|instruct|chat|base|it|coder|math|uncased|cased|deduped|bf16|fp16|\d{4})(?=$|-v?\d)"
-)
+_OTHER_WEIGHTS = re.compile(r"-(hf|instruct|chat|base|it|coder|math|uncased|cased|deduped|bf16|fp16|\d{4})(?=$|-v?\d)")
 """Parts of a name that tell how weights were made, not their shapes."""
 _VERSION = re.compile(r"-v\d+(\.\d+)*$")
 _SAME_SHAPE = {  # shapes as in the models' config.json on the Hub, read 2026-11-26
@@ -85,7 +83,9 @@ def _put(config: dict[str, Any], key: str, value: Any) -> None:
 
 def _same_model(config: Mapping[str, Any], model: ModelSpec) -> bool:
     try:
-        fields = model_fields_from_config(config, name=model.name, seq_len=model.seq_len, mtp=bool(model.mtp_num_layers))
+        fields = model_fields_from_config(
+            config, name=model.name, seq_len=model.seq_len, mtp=bool(model.mtp_num_layers)
+        )
         read = ModelSpec.model_validate(fields)
     except (SpecError, ValueError):
         return False

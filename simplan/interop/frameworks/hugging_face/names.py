@@ -17,6 +17,8 @@ LENGTHS = (
 )  # fmt: skip
 """Arguments of scripts that say how long sequences are: TRL, FastChat, LLaMA-Factory, axolotl, run_clm.py."""
 
+PACKING = ("packing", "sample_packing", "neat_packing")
+
 OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw_apex_fused": "adamw",
     "paged_adamw_32bit": "adamw", "paged_adamw": "adamw", "sgd": "sgd",
@@ -28,11 +30,11 @@ DEEPSPEED_OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "lamb": "lamb", "fused
 SHARDING = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 """Sharding strategies of FSDP1, in the order of their numbers."""
 FSDP = (
-    "version", "sharding_strategy", "reshard_after_forward", "auto_wrap_policy", "backward_prefetch", "forward_prefetch",
-    "cpu_ram_efficient_loading", "state_dict_type", "sync_module_states", "use_orig_params", "limit_all_gathers",
-    "transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap", "min_num_params", "cpu_offload",
-    "activation_checkpointing", "activation_checkpointing_offload", "ignored_modules", "xla", "xla_fsdp_v2",
-    "xla_fsdp_grad_ckpt", "param_init_fn", "final_state_dict_type",
+    "version", "sharding_strategy", "reshard_after_forward", "auto_wrap_policy", "backward_prefetch",
+    "forward_prefetch", "cpu_ram_efficient_loading", "state_dict_type", "sync_module_states", "use_orig_params",
+    "limit_all_gathers", "transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap", "min_num_params",
+    "cpu_offload", "activation_checkpointing", "activation_checkpointing_offload", "ignored_modules", "xla",
+    "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "param_init_fn", "final_state_dict_type",
 )  # fmt: skip
 DEGREES = {
     "dp_replicate_size": "plan.dp_replicate",
@@ -52,12 +54,21 @@ ADAPTED = {
     "all": "all", "c_attn": "qkv",
 }  # fmt: skip
 """Matrix with adapters, without ``_proj`` -> name in ``model.lora_targets``."""
+ADAPTER_RANKS = {"use_peft": 16, "finetuning_type": 8}
+"""Switch -> rank of TRL's and LLaMA-Factory's arguments by default."""
 ADAPTER_NAMES = (
     "use_peft", "use_peft_lora", "use_lora", "finetuning_type", "adapter", "use_dora", "use_rslora", "load_in_4bit",
     "load_in_8bit", "use_4bit_quantization", "use_8bit_quantization", "q_lora", "use_nested_quant",
     "bnb_4bit_compute_dtype", "bnb_4bit_quant_type", "use_bnb_nested_quant", "stage", "quantization_method",
 )  # fmt: skip
-QUANTIZED = ("load_in_4bit", "load_in_8bit", "use_4bit_quantization", "use_8bit_quantization", "quantization_bit", "q_lora")
+QUANTIZED = (
+    "load_in_4bit",
+    "load_in_8bit",
+    "use_4bit_quantization",
+    "use_8bit_quantization",
+    "quantization_bit",
+    "q_lora",
+)
 OTHER_TASKS: Notes = {
     "stage": (("sft", "pt", "pretrain"), "preference training or reinforcement learning"),
     "rl": (("none", ""), "preference training or reinforcement learning"),
@@ -142,33 +153,35 @@ TRAINER_NOT_MODELED: Notes = {
 }
 
 TRAINER = (
-    "output_dir", "overwrite_output_dir", "num_train_epochs", "max_steps", "learning_rate", "weight_decay", "adam_beta1",
-    "adam_beta2", "adam_epsilon", "optim_args", "average_tokens_across_devices", "tf32", "gradient_checkpointing_kwargs",
-    "torch_compile_backend", "torch_compile_mode", "use_cache", "disable_tqdm", "report_to", "run_name", "project",
-    "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "ignore_data_skip", "full_determinism", "seed",
-    "data_seed", "use_cpu", "no_cuda", "remove_unused_columns", "label_names", "length_column_name", "ddp_backend",
-    "ddp_timeout", "debug", "skip_memory_metrics", "do_train", "do_eval", "do_predict", "resume_from_checkpoint",
-    "local_rank", "prediction_loss_only", "include_for_metrics", "batch_eval_metrics", "enable_jit_checkpoint",
-    "train_sampling_strategy", "trust_remote_code", "model_revision", "tokenizer_name", "tokenizer_name_or_path",
-    "tokenizer_type", "model_type", "use_fast_tokenizer", "use_slow_tokenizer", "cache_dir", "token", "use_auth_token",
-    "low_cpu_mem_usage", "data_path", "train_file", "validation_file", "validation_split_percentage", "streaming",
-    "preprocessing_num_workers", "overwrite_cache", "max_train_samples", "max_eval_samples", "max_samples", "template",
-    "dataset", "datasets", "eval_dataset", "val_set_size", "val_size", "plot_loss", "chat_template", "chat_template_format",
-    "eos_token", "pad_token", "add_special_tokens", "append_concat_token", "splits", "lazy_preprocess", "num_epochs",
-    "fsdp", "deepspeed", "pretraining_tp", "assistant_only_loss", "completion_only_loss", "use_reentrant", "use_flash_attn",
-    "resize_vocab", "lr_scheduler", "packing_strategy", "num_proc", "wandb_project", "with_tracking", "text_column",
-    "train_on_inputs", "strict", "special_tokens", "base_model_config", "tokens", "bf16", "fp16", "bf16_full_eval",
-    "fp16_full_eval", "per_gpu_train_batch_size", "per_gpu_eval_batch_size", "past_index", "jit_mode_eval", "fp16_backend",
+    "output_dir", "overwrite_output_dir", "num_train_epochs", "max_steps", "learning_rate", "weight_decay",
+    "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "average_tokens_across_devices", "tf32",
+    "gradient_checkpointing_kwargs", "torch_compile_backend", "torch_compile_mode", "use_cache", "disable_tqdm",
+    "report_to", "run_name", "project", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+    "ignore_data_skip", "full_determinism", "seed", "data_seed", "use_cpu", "no_cuda", "remove_unused_columns",
+    "label_names", "length_column_name", "ddp_backend", "ddp_timeout", "debug", "skip_memory_metrics", "do_train",
+    "do_eval", "do_predict", "resume_from_checkpoint", "local_rank", "prediction_loss_only", "include_for_metrics",
+    "batch_eval_metrics", "enable_jit_checkpoint", "train_sampling_strategy", "trust_remote_code", "model_revision",
+    "tokenizer_name", "tokenizer_name_or_path", "tokenizer_type", "model_type", "use_fast_tokenizer",
+    "use_slow_tokenizer", "cache_dir", "token", "use_auth_token", "low_cpu_mem_usage", "data_path", "train_file",
+    "validation_file", "validation_split_percentage", "streaming", "preprocessing_num_workers", "overwrite_cache",
+    "max_train_samples", "max_eval_samples", "max_samples", "template", "dataset", "datasets", "eval_dataset",
+    "val_set_size", "val_size", "plot_loss", "chat_template", "chat_template_format", "eos_token", "pad_token",
+    "add_special_tokens", "append_concat_token", "splits", "lazy_preprocess", "num_epochs", "fsdp", "deepspeed",
+    "pretraining_tp", "assistant_only_loss", "completion_only_loss", "use_reentrant", "use_flash_attn", "resize_vocab",
+    "lr_scheduler", "packing_strategy", "num_proc", "wandb_project", "with_tracking", "text_column", "train_on_inputs",
+    "strict", "special_tokens", "base_model_config", "tokens", "bf16", "fp16", "bf16_full_eval", "fp16_full_eval",
+    "per_gpu_train_batch_size", "per_gpu_eval_batch_size", "past_index", "jit_mode_eval", "fp16_backend",
     "fp16_opt_level", "half_precision_backend", "mp_parameters", "sharded_ddp", "use_ipex", "use_mps_device", "_n_gpu",
     "gradient_checkpointing", "activation_checkpointing", "optim", "optim_target_modules", "max_grad_norm",
     "include_inputs_for_metrics", "include_num_input_tokens_seen", "include_tokens_per_second", "liger_kernel_config",
-    "liger_rope", "parallelism_config", "pissa_init", "pissa_iter", "pissa_convert", "system_prompt", "mixed_precision",
-    "torch_compile", "accelerator_config", "fsdp_transformer_layer_cls_to_wrap", "disable_gradient_checkpointing",
-    "plugins", "lora_model_dir", "auto_resume_from_checkpoints", "s2_attention", "xformers_attention", "group_by_length",
-    "early_stopping_patience", "loss_watchdog_threshold", "loss_watchdog_patience", "saves_per_epoch", "evals_per_epoch",
-    "model_init_kwargs", "config", "is_llama", "is_mistral_derived_model", "tokenizer", "ref_model", "max_token_limit",
-    "print_loss", "clean_enc", "use_special_token", "use_custom_llm", "response_template", "instruction_template",
-    "do_sample", "log_on_each_node", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "offload",
+    "liger_rope", "parallelism_config", "pissa_init", "pissa_iter", "pissa_convert", "system_prompt",
+    "mixed_precision", "torch_compile", "accelerator_config", "fsdp_transformer_layer_cls_to_wrap",
+    "disable_gradient_checkpointing", "plugins", "lora_model_dir", "auto_resume_from_checkpoints", "s2_attention",
+    "xformers_attention", "group_by_length", "early_stopping_patience", "loss_watchdog_threshold",
+    "loss_watchdog_patience", "saves_per_epoch", "evals_per_epoch", "model_init_kwargs", "config", "is_llama",
+    "is_mistral_derived_model", "tokenizer", "ref_model", "max_token_limit", "print_loss", "clean_enc",
+    "use_special_token", "use_custom_llm", "response_template", "instruction_template", "do_sample",
+    "log_on_each_node", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "offload",
     "fix_untrusted_model_repo", "ddp_find_unused_parameters", "val_max_samples", "dtype", "use_swanlab", "val_set",
 )  # fmt: skip
 """Arguments without an effect on the time or memory of a step, or whose effect is read elsewhere."""
@@ -187,9 +200,10 @@ ACCELERATE = (
     "gpu_ids", "num_processes", "num_machines", "mixed_precision", "fp16", "commands", "command_file", "config_file",
     "multi_gpu", "use_deepspeed", "use_fsdp", "module", "m", "no_python", "num_cpu_threads_per_process", "quiet",
     "role", "rdzv_conf", "max_restarts", "monitor_interval", "log_dir", "tee", "deepspeed_config_file", "rdzv_id",
-    "rdzv_endpoint", "mpirun_config", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "standalone",
-    "num_gpus", "num_nodes", "hostfile", "include", "exclude", "launcher", "same_network", "start_method", "config",
-    "use_env", "zero_stage", "dynamo_mode", "launcher_args", "gradient_clipping", "gradient_accumulation_steps", "dynamo_backend",
+    "rdzv_endpoint", "mpirun_config", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port",
+    "standalone", "num_gpus", "num_nodes", "hostfile", "include", "exclude", "launcher", "start_method", "config",
+    "use_env", "zero_stage", "dynamo_mode", "launcher_args", "gradient_clipping", "gradient_accumulation_steps",
+    "dynamo_backend",
 )  # fmt: skip
 ACCELERATE_PREFIXES = (
     "tpu_", "fsdp_config", "deepspeed_", "dynamo_config.", "parallelism_config", "mpirun_config", "fp8_config",
@@ -204,8 +218,8 @@ DEEPSPEED = (
 )  # fmt: skip
 DEEPSPEED_PREFIXES = (
     "optimizer.", "scheduler.", "fp16.", "bf16.", "bfloat16.", "flops_profiler", "tensorboard", "wandb", "csv_monitor",
-    "comms_logger", "activation_checkpointing", "aio", "checkpoint", "zero_optimization.", "amp.", "curriculum_learning",
-    "data_efficiency", "autotuning", "hybrid_engine", "nebula", "timers", "torch_autocast", "compile", "elasticity",
-    "communication_data_type", "data_types",
+    "comms_logger", "activation_checkpointing", "aio", "checkpoint", "zero_optimization.", "amp.",
+    "curriculum_learning", "data_efficiency", "autotuning", "hybrid_engine", "nebula", "timers", "torch_autocast",
+    "compile", "elasticity", "communication_data_type", "data_types",
 )  # fmt: skip
 """Beginnings of settings without an effect, once those that have one are read."""

@@ -24,6 +24,7 @@ _TRAINER = "the default of transformers' TrainingArguments"
 _DEEPSPEED = "the default of DeepSpeed"
 _HALVES = ("bf16", "fp16")
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "bf16": "bf16", "fp16": "fp16"}
+_SYNC_EACH_BATCH = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
 _PREFETCHED = ("backward_pre", "1", "no_prefetch", "none")
 
 
@@ -41,6 +42,7 @@ class Run:
         names_launcher: True if the files say how the run is launched, so that DDP is what is left.
         unknown: Arguments whose values the script does not say.
         missing: Settings that name files which are not there.
+        task: Words on the program or setting that makes it supervised fine-tuning; empty for none.
     """
 
     reading: Reading
@@ -53,6 +55,7 @@ class Run:
     names_launcher: bool = True
     unknown: frozenset[str] = frozenset()
     missing: tuple[str, ...] = ()
+    task: str = ""
     _precision: str = field(default="", init=False)
     _model: ModelSpec | None = field(default=None, init=False)
 
@@ -143,16 +146,8 @@ class Run:
         if found is not None:
             precision, key = found
             self.reading.put("training.precision", precision, key)
-        elif strategy == "deepspeed" and not self.trainer and not self.accelerate:
-            precision = ""
-            auto = [key for key in ("bf16.enabled", "fp16.enabled") if key in self.deepspeed.settings]
-            what = f"leaves the precision to the Trainer ({' and '.join(auto)} are auto)" if auto else ""
-            if what:
-                fix = "add --precision bf16, or give the file with the Trainer's arguments"
-                self.reading.ask("training.precision", what=what, fix=fix)
-            else:
-                precision = "fp32"
-                self.reading.put("training.precision", precision, _DEEPSPEED)
+        elif strategy == "" or (strategy == "deepspeed" and not self.trainer and not self.accelerate):
+            precision = self._ask_for_precision(strategy)
         else:
             precision = "tf32" if self.trainer.is_true("tf32") else "fp32"
             where = self.trainer.full("tf32") if precision == "tf32" else "no mixed precision is the default"
@@ -163,6 +158,18 @@ class Run:
             self.deepspeed.no_effect(prefixes=(f"{half}.",))
         self._read_weights(strategy)
 
+    def _ask_for_precision(self, strategy: str) -> str:
+        """Precision that files without a launcher or Trainer leave open; empty if it has to be asked for."""
+        auto = [key for key in ("bf16.enabled", "fp16.enabled") if key in self.deepspeed.settings]
+        if strategy == "deepspeed" and not auto:
+            self.reading.put("training.precision", "fp32", _DEEPSPEED)
+            return "fp32"
+        what = "does not say the precision, which `accelerate launch` may set"
+        if auto:
+            what = f"leaves the precision to the Trainer ({' and '.join(auto)}: auto)"
+        self.reading.ask("training.precision", what=what, fix="add --precision bf16")
+        return ""
+
     def _precisions(self) -> Any:
         """Pairs of precision and setting, the deciding one first."""
         for half in _HALVES:
@@ -171,6 +178,9 @@ class Run:
         for half in _HALVES:
             if self.trainer.is_true(half) or str(self.trainer.value("mixed_precision", "")).lower() == half:
                 yield half, self.trainer.full(half if half in self.trainer else "mixed_precision")
+        if "zero_stage" in self.trainer.settings and not self.deepspeed:  # DeepSpeed-Chat writes the file itself
+            half = _DTYPES.get(str(self.trainer.value("dtype", "fp16")).lower(), "fp16")
+            yield half, self.trainer.full("dtype") if "dtype" in self.trainer else "the default of DeepSpeed-Chat"
         word = str(self.accelerate.value("mixed_precision", "")).lower()
         if word == "fp8" or self.trainer.is_true("fp8"):
             keys, key = (self.accelerate, "mixed_precision") if word == "fp8" else (self.trainer, "fp8")
@@ -223,7 +233,11 @@ class Run:
             self.reading.put("plan.microbatch_size", micro, micro_key)
         if total is not None:
             self.reading.put("training.global_batch_size", total, self.deepspeed.full("train_batch_size"))
-            if devices is not None and micro is not None and total != micro * devices * (steps or total // micro // devices):
+            if (
+                devices is not None
+                and micro is not None
+                and total != micro * devices * (steps or total // micro // devices)
+            ):
                 rule = f"is not {micro} sequences x {devices} devices x {steps or 1} steps of accumulation"
                 self.reading.contradiction(self.deepspeed.full("train_batch_size"), rule)
         elif steps is None:
@@ -317,7 +331,8 @@ class Run:
         tokens = whole(self.trainer.value(length)) if length is not None else None
         if length is not None and tokens is not None:
             self.reading.put("model.seq_len", tokens, self.trainer.full(length))
-            if not self.trainer.is_true("packing") and length != "block_size":
+            packs = any(self.trainer.is_true(key) for key in names.PACKING)
+            if not packs and length != "block_size":
                 why = "shorter sequences are padded to the longest of their batch only; all are this long here"
                 self.trainer.not_modeled(length, why)
         else:
@@ -341,7 +356,7 @@ class Run:
         self.trainer.no_effect(("model_name_or_path", "config_name", "base_model", *names.LENGTHS))
 
     def _adapter_rank(self) -> tuple[str, int] | None:
-        """Setting and rank of low-rank adapters; None if all weights are trained."""
+        """Setting and rank of low-rank adapters, 0 if it is not said; None if all weights are trained."""
         trainer = self.trainer
         uses = trainer.first("use_peft", "use_peft_lora", "use_lora", "finetuning_type", "adapter")
         word = str(trainer.value(uses)).lower() if uses is not None else ""
@@ -350,8 +365,7 @@ class Run:
         if word in ("false", "full", "none", "freeze") or (uses is None and not number):
             return None
         if number is None:
-            key = trainer.full(uses or "")
-            return (key, 8 if uses == "finetuning_type" else 16)
+            return trainer.full(uses or ""), names.ADAPTER_RANKS.get(uses or "", 0)
         return trainer.full(rank or ""), number
 
     def _read_adapters(self) -> None:
@@ -362,14 +376,24 @@ class Run:
                 trainer.refuse(key, rule, fix)
         for key, (neutral, what) in names.OTHER_TASKS.items():
             if key in trainer and str(trainer.value(key)).lower() not in neutral:
-                trainer.refuse(key, f"belongs to {what}, which is not modeled yet", "predict an update of its policy as sft")
+                trainer.refuse(
+                    key, f"belongs to {what}, which is not modeled yet", "predict an update of its policy as sft"
+                )
         adapters = self._adapter_rank()
+        if str(trainer.value("stage", "")).lower() == "sft":
+            self.task = trainer.full("stage")
         trainer.no_effect(names.ADAPTER_NAMES, ("lora_", "peft_"))
         if adapters is None:
+            if self.task:
+                self.reading.put("training.task", "sft", self.task)
             return
         key, rank = adapters
         self.reading.put("training.task", "lora", key)
-        self.reading.put("model.lora_rank", rank, key)
+        if rank:
+            self.reading.put("model.lora_rank", rank, key)
+        else:
+            what = f"trains adapters of a rank that it does not say ({key})"
+            self.reading.ask("model.lora_rank", what=what, fix="add --set model.lora_rank=8")
         targets = trainer.first("lora_target_modules", "lora_target")
         all_matrices = trainer.is_true("lora_target_linear")
         value = "all" if all_matrices else trainer.value(targets) if targets is not None else None
@@ -389,6 +413,8 @@ class Run:
 
     def _read_replicas(self) -> None:
         self.reading.put("plan.dp_shard", 1, "DDP replicates parameters")
+        if self._accumulates and self.num_devices != 1 and self.trainer.is_true(_SYNC_EACH_BATCH):
+            self.reading.put("plan.grad_sync", "microbatch", self.trainer.full(_SYNC_EACH_BATCH))
         megabytes = whole(self.trainer.value("ddp_bucket_cap_mb"))
         if megabytes and self.num_devices not in (None, 1):
             self.reading.put("plan.bucket_bytes", megabytes * 2**20, self.trainer.full("ddp_bucket_cap_mb"))
@@ -405,30 +431,26 @@ class Run:
 
     def _read_fsdp(self) -> None:
         keys, options = self._fsdp(), self._fsdp_options()
-        version = whole(keys.value("version")) or (2 if options and not self.accelerate else 1)
+        version = whole(keys.value("version")) or (2 if options else 1)
         strategy, key = self._sharding(keys, options, version)
         if strategy == "no_shard":
             self.reading.put("plan.dp_shard", 1, key)
             self.reading.not_modeled(key, "FSDP that shards nothing is DDP here")
         else:
-            self.reading.put("plan.zero_stage", 2 if strategy.endswith(("grad_op", "zero2")) else 3, key)
+            self.reading.put("plan.zero_stage", 2 if strategy.endswith(("grad_op", "zero2", "kept")) else 3, key)
             if strategy.startswith("hybrid"):
                 self._read_hybrid(key)
             else:
                 self.reading.put("plan.dp_replicate", 1, key)
-            if strategy == "kept":
-                self.reading.put("plan.reshard_after_forward", False, key)
-            if self._precision in _HALVES:
-                self.reading.put(
-                    "plan.grad_dtype", self._precision, "Accelerate reduces gradients in the compute precision"
-                )
-            if self._accumulates and not self.trainer.is_true("accelerator_config.gradient_accumulation_kwargs.sync_each_batch"):
+            if self._accumulates and not self.trainer.is_true(_SYNC_EACH_BATCH):
                 where = "Accelerate reduces gradients at the last step of accumulation"
                 self.reading.put("plan.grad_sync", "step", where)
         if "offload" in options or keys.is_true("cpu_offload"):
             where = keys.full("cpu_offload") if "cpu_offload" in keys else self.trainer.full("fsdp")
             self.reading.put("plan.offload_optimizer", True, where)
-        if version == 1 and (where := self._first_full(keys, ("version", "sharding_strategy"), "distributed_type", "fsdp")):
+        if version == 1 and (
+            where := self._first_full(keys, ("version", "sharding_strategy"), "distributed_type", "fsdp")
+        ):
             self.reading.not_modeled(where, "FSDP1 gathers and frees flat parameters; FSDP2 is modeled")
         wrap = str(keys.value("auto_wrap_policy", "transformer_based_wrap")).lower()
         if wrap != "transformer_based_wrap":
@@ -510,7 +532,9 @@ class Run:
 
     def _names_missing_file(self) -> bool:
         """Ask for what a DeepSpeed file says that is named and not there."""
-        keys, key = (self.trainer, "deepspeed") if "deepspeed" in self.trainer else (self.accelerate, "deepspeed_config_file")
+        keys, key = (
+            (self.trainer, "deepspeed") if "deepspeed" in self.trainer else (self.accelerate, "deepspeed_config_file")
+        )
         if keys.full(key) not in self.missing:
             return False
         what = f"names the DeepSpeed configuration {keys.value(key)}, which is not next to it"
@@ -575,17 +599,20 @@ class Run:
             keys.refuse("sp_size", "is not modeled: sequence parallelism of DeepSpeed-Ulysses", "use cp_size")
         if (whole(keys.value("cp_size")) or 1) > 1:
             self.reading.put("plan.cp_comm", "all_gather", keys.full("cp_size"))
-        keys.no_effect(("sp_size", "sp_backend", "sp_seq_length_is_variable", "sp_attn_implementation", "cp_comm_strategy"))
+        keys.no_effect(
+            ("sp_size", "sp_backend", "sp_seq_length_is_variable", "sp_attn_implementation", "cp_comm_strategy")
+        )
 
     # Software, and what is left
 
     def _choose_software(self, strategy: str, *, offloads: bool) -> None:
-        where = {"deepspeed": "DeepSpeed with ", "fsdp": "FSDP with ", "ddp": "DDP with "}.get(strategy, "") + "transformers' models"
+        where = {"deepspeed": "DeepSpeed with ", "fsdp": "FSDP with ", "ddp": "DDP with "}.get(
+            strategy, ""
+        ) + "transformers' models"
         is_split = (self.reading.written("plan.cp") or 1) > 1
         compiles = self._compiles()
-        adapts = self.reading.written("model.lora_rank") is not None and strategy != "deepspeed"
-        if (self._model is not None and not has_transformers_code(self._model)) or is_split or adapts:
-            of = "with adapters" if adapts else "split over sequences" if is_split else "for this model"
+        if (self._model is not None and not has_transformers_code(self._model)) or is_split:
+            of = "split over sequences" if is_split else "for this model"
             name, where = "torch", f"the code of transformers {of} is not modeled"
             if strategy == "deepspeed":
                 where += ", and neither are DeepSpeed's states with it"
@@ -593,7 +620,7 @@ class Run:
             self.reading.put("software", {"preset": "torch", "compiled": True}, compiles)
             return
         else:
-            name = "deepspeed" if strategy == "deepspeed" and not offloads else "transformers"
+            name = "deepspeed" if strategy == "deepspeed" and not offloads else "accelerate"
         if compiles is not None:
             self.reading.not_modeled(compiles, "compiled blocks are faster and save fewer tensors")
         self.reading.put("software", name, where)

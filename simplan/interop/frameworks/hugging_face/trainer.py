@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from simplan.errors import Problem, SpecError, file_error
 from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.formats import ConfigFile, Format
-from simplan.interop.frameworks.hugging_face.keys import Keys, document_of, flattened, named_document
+from simplan.interop.frameworks.hugging_face.keys import AUTO, Keys, document_of, flattened, named_document
 from simplan.interop.frameworks.hugging_face.run import Run
 from simplan.interop.frameworks.hugging_face.script import (
     arguments_of,
@@ -15,6 +16,7 @@ from simplan.interop.frameworks.hugging_face.script import (
     included_devices,
     launch_of,
     options_of,
+    sft_of,
 )
 from simplan.interop.frameworks.shell import Launch
 
@@ -58,10 +60,16 @@ def _arguments(settings: Named) -> tuple[str, Named, bool]:
     keys = {key for key, _ in settings}
     if _is_axolotl(keys):
         names = _AXOLOTL if "adapter" in keys else {**_AXOLOTL, "lora_r": "lora_unused"}
+        settings = [(key, _halved(key, setting)) for key, setting in settings]
         return "axolotl configuration", [(names.get(key, key), setting) for key, setting in settings], True
     if "finetuning_type" in keys:
         return "LLaMA-Factory configuration", settings, True
     return _TITLE, settings, False
+
+
+def _halved(key: str, setting: Setting) -> Setting:
+    """``bf16: auto`` of axolotl as what it is on every device that has BF16."""
+    return replace(setting, value=True) if key == "bf16" and setting.value == AUTO else setting
 
 
 def _read_launch(launch: Launch, file: str) -> Configuration:
@@ -95,6 +103,7 @@ def _read_launch(launch: Launch, file: str) -> Configuration:
         devices_key=key,
         names_launcher=launch.launchers[-1:] != ("accelerate",),
         unknown=frozenset(unknown),
+        task=sft_of(launch),
     )
 
 
@@ -109,12 +118,13 @@ def read_run(
     devices_key: str = "",
     names_launcher: bool = True,
     unknown: frozenset[str] = frozenset(),
+    task: str = "",
 ) -> Configuration:
     """Read the arguments of a training with the files that they name.
 
     Args:
         trainer, accelerate: Settings of the training script, and of ``accelerate launch``.
-        num_devices, ranks_per_node, devices_key, names_launcher, unknown: As in ``Run``.
+        num_devices, ranks_per_node, devices_key, names_launcher, unknown, task: As in ``Run``.
 
     Raises:
         SpecError: Settings are refused, contradict each other, or a file is wrong.
@@ -150,6 +160,7 @@ def read_run(
         names_launcher=names_launcher,
         unknown=unknown,
         missing=tuple(missing),
+        task=task,
     )
     return run.configuration()
 
