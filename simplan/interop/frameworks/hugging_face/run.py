@@ -128,12 +128,15 @@ class Run:
         if kind in names.OTHER_DISTRIBUTED_TYPES:
             self.accelerate.refuse("distributed_type", "is not modeled", names.OTHER_DISTRIBUTED_TYPES[kind])
         of_trainer = self.trainer.value("deepspeed") or "zero_stage" in self.trainer  # the latter of DeepSpeed-Chat
+        if self.unknown & {"fsdp", "config_file"}:
+            return ""
+        of_trainer = of_trainer or "deepspeed" in self.unknown
         if self.deepspeed or of_trainer or kind == "DEEPSPEED" or self.accelerate.is_true("use_deepspeed"):
             return "deepspeed"
         options = self._fsdp_options()
         if kind == "FSDP" or self.accelerate.is_true("use_fsdp") or (options and "no_shard" not in options):
             return "fsdp"
-        return "ddp" if self.names_launcher or options or self.num_devices == 1 else ""
+        return "ddp" if kind or self.names_launcher or options or self.num_devices == 1 else ""
 
     def _fsdp_options(self) -> list[str]:
         """Words of the argument ``fsdp``: ``full_shard``, ``auto_wrap``, ``offload``; or ``true``."""
@@ -143,7 +146,9 @@ class Run:
 
     def _read_precision(self, strategy: str) -> None:
         found = next(self._precisions(), None)
-        if found is not None:
+        if found is None and self.unknown & {*_HALVES, "mixed_precision"}:
+            precision = self._ask_for_precision("")
+        elif found is not None:
             precision, key = found
             self.reading.put("training.precision", precision, key)
         elif strategy == "" or (strategy == "deepspeed" and not self.trainer and not self.accelerate):
@@ -254,9 +259,12 @@ class Run:
         """Number that the Trainer and DeepSpeed both have, and its setting; they must agree."""
         found = [
             (value, keys.full(key))
-            for keys, key in ((self.trainer, trainer), (self.deepspeed, deepspeed), (self.accelerate, deepspeed))
+            for keys, key in ((self.trainer, trainer), (self.deepspeed, deepspeed))
             if (value := whole(keys.value(key))) is not None
         ]
+        for key in (deepspeed, f"deepspeed_config.{deepspeed}"):  # the Trainer's own value wins over Accelerate's
+            value = whole(self.accelerate.value(key))
+            found += [(value, self.accelerate.full(key))] if value is not None and not found else []
         if len({value for value, _ in found}) > 1:
             (first, key), (other, other_key) = found[:2]
             self.reading.contradiction(other_key, f"is {other}, and {key} = {first}", "use auto, or the same number")
@@ -285,7 +293,7 @@ class Run:
         key = self.trainer.full("max_grad_norm") if "max_grad_norm" in self.trainer else _TRAINER
         if "gradient_clipping" in self.deepspeed:
             clip, key = self.deepspeed.value("gradient_clipping"), self.deepspeed.full("gradient_clipping")
-        elif (own := self.accelerate.first("gradient_clipping")) is not None and not self.trainer:
+        elif (own := self.accelerate.first("gradient_clipping", "deepspeed_config.gradient_clipping")) is not None and not self.trainer:
             clip, key = self.accelerate.value(own), self.accelerate.full(own)
         if not isinstance(clip, int | float) or isinstance(clip, bool) or clip <= 0:
             return
@@ -535,9 +543,12 @@ class Run:
         keys, key = (
             (self.trainer, "deepspeed") if "deepspeed" in self.trainer else (self.accelerate, "deepspeed_config_file")
         )
-        if keys.full(key) not in self.missing:
+        if key in self.unknown:
+            what = f"does not say the file of DeepSpeed's configuration ({keys.full(key)})"
+        elif keys.full(key) in self.missing:
+            what = f"names the DeepSpeed configuration {keys.value(key)}, which is not next to it"
+        else:
             return False
-        what = f"names the DeepSpeed configuration {keys.value(key)}, which is not next to it"
         self.reading.ask("plan.zero_stage", what=what, fix="put it there, or add --set plan.zero_stage=3")
         self.reading.put("plan.dp_replicate", 1, keys.full(key))
         return True
