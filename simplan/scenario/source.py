@@ -359,7 +359,7 @@ def _read(
     if configuration is not None:
         name = {"name": path.resolve().stem}
         named = Document(name | configuration.document.data, configuration.document.lines)
-        return named, str(source), False, configuration
+        return named, str(path), False, configuration
     document = parse_yaml(text, str(path))
     if isinstance(document.data, dict) and "model" not in document.data and "model_type" in document.data:
         name_of = path.resolve().parent.name if path.name == "config.json" else path.stem
