@@ -23,12 +23,13 @@ from simplan.scenario import scenario_from
 from simplan.scenario.source import read_source
 
 CONFIGURATIONS = Path(__file__).parent / "configurations"
-ENTRIES = [
-    pytest.param(kind, entry, id=f"{kind}-{entry['name']}")
+CASES = [
+    (kind, entry)
     for kind in ("deepspeed", "accelerate", "trainer")
     for entry in yaml.safe_load((CONFIGURATIONS / f"{kind}.yaml").read_text(encoding="utf-8"))
 ]
-IMPORTED = [each for each in ENTRIES if "refused" not in each.values[1]]
+ENTRIES = [pytest.param(kind, entry, id=f"{kind}-{entry['name']}") for kind, entry in CASES]
+IMPORTED = [pytest.param(k, e, id=f"{k}-{e['name']}") for k, e in CASES if "refused" not in e]
 
 
 def write(folder: Path, kind: str, entry: dict[str, Any]) -> Path:
@@ -78,7 +79,7 @@ def test_public_configuration_becomes_its_plan(kind: str, entry: dict[str, Any],
 def test_public_configuration_survives_export(kind: str, entry: dict[str, Any], tmp_path: Path) -> None:
     job = scenario_from(write(tmp_path, kind, entry), entry["add"]).job
     target = "deepspeed" if job.software.id == "deepspeed" or kind == "deepspeed" else "accelerate"
-    if job.plan.cp > 1 or job.software.id == "torch" and target == "deepspeed":
+    if job.plan.cp > 1 or (job.software.id == "torch" and target == "deepspeed"):
         with pytest.raises(NotModelledError, match=r"plan\.cp|software"):
             export(job, target)
         return
@@ -281,7 +282,7 @@ BAD = {
     "a command inside": (
         "torchrun --nproc_per_node=$(touch FILE) train.py --per_device_train_batch_size $(touch FILE) --bf16\n",
         ".sh",
-        "sequences a device takes",
+        "sequences a microbatch has",
     ),
     "nvme": ('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}', ".json", "NVMe"),
     "8-bit Adam": ("per_device_train_batch_size: 1\noptim: adamw_bnb_8bit\n", ".yaml", "other states"),

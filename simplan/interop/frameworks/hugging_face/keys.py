@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from simplan.document import Document, parse_yaml
-from simplan.errors import SpecError, file_error
+from simplan.errors import file_error
 from simplan.interop.configuration import Reading, Setting
 from simplan.interop.formats import ConfigFile
 from simplan.io import MAX_YAML_BYTES, folder_of, read_text
@@ -92,6 +92,11 @@ class Keys:
 def is_true(value: Any) -> bool:
     """True for the words that argparse and YAML 1.1 take as true."""
     return value is True or (isinstance(value, str) and value.lower() in ("true", "yes", "y", "on", "1")) or value == 1
+
+
+def is_one_of(value: Any, words: tuple[Any, ...]) -> bool:
+    """True if a value equals one of several, where true and false may be written as words."""
+    return any(value == word or (isinstance(word, bool) and is_true(value) == word) for word in words)
 
 
 def whole(value: Any) -> int | None:
@@ -178,17 +183,3 @@ def read_document(path: Path) -> Document:
         parse_yaml(file.text, file.name)
         raise file_error(file.name, "it holds no settings", "write key: value, or a JSON object")
     return document
-
-
-__all__ = [
-    "AUTO",
-    "Keys",
-    "SpecError",
-    "document_of",
-    "flattened",
-    "is_true",
-    "named_document",
-    "plain",
-    "read_document",
-    "whole",
-]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from simplan.model.adapters import MODULES
+
 Notes = dict[str, tuple[tuple[Any, ...], str]]
 """Setting -> values that change nothing, and what other values do that is left out."""
 
@@ -49,11 +51,10 @@ OTHER_DISTRIBUTED_TYPES = {
     "MULTI_CPU": "use MULTI_GPU",
 }
 
-ADAPTED = {
-    "q": "q", "k": "k", "v": "v", "o": "proj", "gate": "gate", "up": "up", "down": "down", "all-linear": "all",
-    "all": "all", "c_attn": "qkv",
-}  # fmt: skip
-"""Matrix with adapters, without ``_proj`` -> name in ``model.lora_targets``."""
+ADAPTED = {**MODULES, "all": "all", "c_attn": "qkv"}
+"""Matrix with adapters -> name in ``model.lora_targets``: PEFT's names, LLaMA-Factory's, and one of GPT-2."""
+PEFT_TARGETS = [MODULES["q_proj"], MODULES["v_proj"]]
+"""Matrices with adapters in a Llama by default, PEFT ``utils/constants.py``."""
 ADAPTER_RANKS = {"use_peft": 16, "finetuning_type": 8}
 """Switch -> rank of TRL's and LLaMA-Factory's arguments by default."""
 ADAPTER_NAMES = (

@@ -13,19 +13,24 @@ from simplan import catalog
 from simplan.errors import SpecError
 from simplan.interop.configuration import Configuration, Reading
 from simplan.interop.frameworks.hugging_face import names
-from simplan.interop.frameworks.hugging_face.keys import Keys, is_true, whole
+from simplan.interop.frameworks.hugging_face.keys import Keys, is_one_of, whole
 from simplan.interop.frameworks.hugging_face.models import preset_of
+from simplan.interop.frameworks.hugging_face.strategies import (
+    DEEPSPEED_DEFAULT,
+    fsdp_keys,
+    read_fsdp,
+    read_parallelism,
+    read_replicas,
+    read_zero,
+)
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.io import folder_of, read_json
 from simplan.model.model import ModelSpec
 from simplan.rules.model import has_transformers_code
 
 _TRAINER = "the default of transformers' TrainingArguments"
-_DEEPSPEED = "the default of DeepSpeed"
 _HALVES = ("bf16", "fp16")
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "bf16": "bf16", "fp16": "fp16"}
-_SYNC_EACH_BATCH = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
-_PREFETCHED = ("backward_pre", "1", "no_prefetch", "none")
 
 
 @dataclass(slots=True)
@@ -75,11 +80,11 @@ class Run:
         self._read_adapters()
         offloads = False
         if strategy == "deepspeed":
-            offloads = self._read_zero()
+            offloads = read_zero(self)
         elif strategy == "fsdp":
-            self._read_fsdp()
+            read_fsdp(self)
         elif strategy == "ddp":
-            self._read_replicas()
+            read_replicas(self)
         else:
             what = "does not say what ranks shard, which the configuration of `accelerate launch` does"
             if (key := self.accelerate.full("config_file")) in self.missing:
@@ -89,7 +94,7 @@ class Run:
                 what=what,
                 fix="give the launch script with that file, or add --set plan.zero_stage=3 (FSDP), or 0 (DDP)",
             )
-        self._read_parallelism()
+        read_parallelism(self)
         self._choose_software(strategy, offloads=offloads)
         self._read_rest()
         return self.reading.finish()
@@ -133,12 +138,12 @@ class Run:
         of_trainer = of_trainer or "deepspeed" in self.unknown
         if self.deepspeed or of_trainer or kind == "DEEPSPEED" or self.accelerate.is_true("use_deepspeed"):
             return "deepspeed"
-        options = self._fsdp_options()
+        options = self.fsdp_options()
         if kind == "FSDP" or self.accelerate.is_true("use_fsdp") or (options and "no_shard" not in options):
             return "fsdp"
         return "ddp" if kind or self.names_launcher or options or self.num_devices == 1 else ""
 
-    def _fsdp_options(self) -> list[str]:
+    def fsdp_options(self) -> list[str]:
         """Words of the argument ``fsdp``: ``full_shard``, ``auto_wrap``, ``offload``; or ``true``."""
         value = self.trainer.value("fsdp")
         listed = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
@@ -167,7 +172,7 @@ class Run:
         """Precision that files without a launcher or Trainer leave open; empty if it has to be asked for."""
         auto = [key for key in ("bf16.enabled", "fp16.enabled") if key in self.deepspeed.settings]
         if strategy == "deepspeed" and not auto:
-            self.reading.put("training.precision", "fp32", _DEEPSPEED)
+            self.reading.put("training.precision", "fp32", DEEPSPEED_DEFAULT)
             return "fp32"
         what = "does not say the precision, which `accelerate launch` may set"
         if auto:
@@ -231,7 +236,7 @@ class Run:
         if micro is None:
             self.reading.ask(
                 "plan.microbatch_size",
-                what="does not say how many sequences a device takes at once",
+                what="does not say how many sequences a microbatch has",
                 fix="add --microbatch-size 1",
             )
         else:
@@ -271,7 +276,8 @@ class Run:
         return found[0] if found else (None, "")
 
     @property
-    def _accumulates(self) -> bool:
+    def accumulates(self) -> bool:
+        """True if an optimizer step has several microbatches."""
         steps, _ = self._number("gradient_accumulation_steps", "gradient_accumulation_steps")
         return (steps or 1) > 1
 
@@ -293,7 +299,9 @@ class Run:
         key = self.trainer.full("max_grad_norm") if "max_grad_norm" in self.trainer else _TRAINER
         if "gradient_clipping" in self.deepspeed:
             clip, key = self.deepspeed.value("gradient_clipping"), self.deepspeed.full("gradient_clipping")
-        elif (own := self.accelerate.first("gradient_clipping", "deepspeed_config.gradient_clipping")) is not None and not self.trainer:
+        elif (
+            own := self.accelerate.first("gradient_clipping", "deepspeed_config.gradient_clipping")
+        ) is not None and not self.trainer:
             clip, key = self.accelerate.value(own), self.accelerate.full(own)
         if not isinstance(clip, int | float) or isinstance(clip, bool) or clip <= 0:
             return
@@ -314,7 +322,7 @@ class Run:
 
     def _read_recomputation(self, strategy: str) -> None:
         """Activation checkpointing: of the model, or of FSDP."""
-        fsdp = self._fsdp() if strategy == "fsdp" else Keys(self.reading)
+        fsdp = fsdp_keys(self) if strategy == "fsdp" else Keys(self.reading)
         for keys, key in (
             (self.trainer, "gradient_checkpointing"),
             (self.trainer, "activation_checkpointing"),
@@ -406,213 +414,17 @@ class Run:
         all_matrices = trainer.is_true("lora_target_linear")
         value = "all" if all_matrices else trainer.value(targets) if targets is not None else None
         words = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
-        known = [names.ADAPTED.get(str(word).lower().removesuffix("_proj"), "") for word in words]
+        known = [names.ADAPTED.get(str(word).lower(), "") for word in words]
         where = trainer.full("lora_target_linear" if all_matrices else targets or "")
         if not words:
             is_factory = "finetuning_type" in trainer
-            targets_here = ["all"] if is_factory else ["q", "v"]
-            self.reading.put("model.lora_targets", targets_here, "the default of " + ("it" if is_factory else "PEFT"))
+            usual = ["all"] if is_factory else names.PEFT_TARGETS
+            where = "the default of " + ("LLaMA-Factory" if is_factory else "PEFT")
+            self.reading.put("model.lora_targets", usual, where)
         elif all(known):
             self.reading.put("model.lora_targets", ["all"] if "all" in known else known, where)
         else:
             self.reading.refuse(where, "names other matrices than those of a block", "use all-linear")
-
-    # Strategies
-
-    def _read_replicas(self) -> None:
-        self.reading.put("plan.dp_shard", 1, "DDP replicates parameters")
-        if self._accumulates and self.num_devices != 1 and self.trainer.is_true(_SYNC_EACH_BATCH):
-            self.reading.put("plan.grad_sync", "microbatch", self.trainer.full(_SYNC_EACH_BATCH))
-        megabytes = whole(self.trainer.value("ddp_bucket_cap_mb"))
-        if megabytes and self.num_devices not in (None, 1):
-            self.reading.put("plan.bucket_bytes", megabytes * 2**20, self.trainer.full("ddp_bucket_cap_mb"))
-
-    def _fsdp(self) -> Keys:
-        """Settings of FSDP of Accelerate and of the Trainer, by names without ``fsdp_``."""
-
-        def rename(name: str) -> str:
-            return {"offload_params": "cpu_offload"}.get(name.removeprefix("fsdp_"), name.removeprefix("fsdp_"))
-
-        of_trainer = self.trainer.view(("fsdp_config.", "fsdp_"), rename)
-        of_accelerate = self.accelerate.view(("fsdp_config.", "fsdp_"), rename)
-        return Keys(self.reading, {**of_accelerate.settings, **of_trainer.settings})
-
-    def _read_fsdp(self) -> None:
-        keys, options = self._fsdp(), self._fsdp_options()
-        version = whole(keys.value("version")) or (2 if options else 1)
-        strategy, key = self._sharding(keys, options, version)
-        if strategy == "no_shard":
-            self.reading.put("plan.dp_shard", 1, key)
-            self.reading.not_modeled(key, "FSDP that shards nothing is DDP here")
-        else:
-            self.reading.put("plan.zero_stage", 2 if strategy.endswith(("grad_op", "zero2", "kept")) else 3, key)
-            if strategy.startswith("hybrid"):
-                self._read_hybrid(key)
-            else:
-                self.reading.put("plan.dp_replicate", 1, key)
-            if self._accumulates and not self.trainer.is_true(_SYNC_EACH_BATCH):
-                where = "Accelerate reduces gradients at the last step of accumulation"
-                self.reading.put("plan.grad_sync", "step", where)
-        if "offload" in options or keys.is_true("cpu_offload"):
-            where = keys.full("cpu_offload") if "cpu_offload" in keys else self.trainer.full("fsdp")
-            self.reading.put("plan.offload_optimizer", True, where)
-        if version == 1 and (
-            where := self._first_full(keys, ("version", "sharding_strategy"), "distributed_type", "fsdp")
-        ):
-            self.reading.not_modeled(where, "FSDP1 gathers and frees flat parameters; FSDP2 is modeled")
-        wrap = str(keys.value("auto_wrap_policy", "transformer_based_wrap")).lower()
-        if wrap != "transformer_based_wrap":
-            keys.not_modeled("auto_wrap_policy", "each block is one unit of FSDP here")
-        if str(keys.value("backward_prefetch", "none")).lower() not in _PREFETCHED:
-            keys.not_modeled("backward_prefetch", "FSDP2's order of all-gathers in the backward is modeled")
-        if keys.is_true("forward_prefetch"):
-            keys.not_modeled("forward_prefetch", "FSDP2's order of all-gathers in the forward is modeled")
-        keys.no_effect(names.FSDP)
-
-    def _first_full(self, keys: Keys, own: tuple[str, ...], accelerate: str, trainer: str) -> str | None:
-        candidates = [*((keys, key) for key in own), (self.accelerate, accelerate), (self.trainer, trainer)]
-        return next((each.full(key) for each, key in candidates if key in each), None)
-
-    def _sharding(self, keys: Keys, options: list[str], version: int) -> tuple[str, str]:
-        """Sharding strategy of FSDP1 by name, or ``kept`` for parameters that FSDP2 does not reshard; its setting."""
-        found = next((word for word in options if word in names.SHARDING), None)
-        if found is not None:
-            return found, self.trainer.full("fsdp")
-        for key in ("sharding_strategy", "reshard_after_forward"):
-            if key not in keys or (key == "sharding_strategy" and version == 2 and "reshard_after_forward" in keys):
-                continue
-            value = keys.value(key)
-            word = str(value).lower()
-            if word in ("true", "false"):
-                return ("full_shard" if word == "true" else "kept"), keys.full(key)
-            number = whole(value)
-            if number is not None and 1 <= number <= len(names.SHARDING):
-                return names.SHARDING[number - 1], keys.full(key)
-            if word in names.SHARDING:
-                return word, keys.full(key)
-            keys.refuse(key, "is no sharding strategy", f"use {' or '.join(names.SHARDING)}")
-        return "full_shard", "the default of FSDP"
-
-    def _read_hybrid(self, key: str) -> None:
-        """Shards within a node, replicas over nodes."""
-        if self.ranks_per_node is not None:
-            self.reading.put("plan.dp_shard", self.ranks_per_node, self.devices_key)
-        else:
-            what = f"shards within a node ({self.reading.settings[key] if key in self.reading else key})"
-            self.reading.ask("plan.dp_shard", what=what, fix="add --dp-shard 8, the devices of a node")
-
-    def _read_zero(self) -> bool:
-        """ZeRO of DeepSpeed; True if the optimizer is on the host."""
-        inline = self.accelerate.view(("deepspeed_config.", ""))
-        deepspeed, key = self.deepspeed, "zero_optimization.stage"
-        if deepspeed.is_true("zero_optimization"):
-            stage, where = 1, deepspeed.full("zero_optimization")
-        elif deepspeed:
-            stage, where = whole(deepspeed.value(key, 0)), deepspeed.full(key) if key in deepspeed else _DEEPSPEED
-        elif "zero_stage" in self.trainer:
-            stage, where = whole(self.trainer.value("zero_stage")), self.trainer.full("zero_stage")
-        elif self._names_missing_file():
-            self.accelerate.no_effect(prefixes=("deepspeed_",))
-            return False
-        else:
-            stage = whole(inline.value("zero_stage", 2))
-            where = inline.full("zero_stage") if "zero_stage" in inline else "the default of Accelerate"
-        if stage is None:
-            fix = "add --set plan.zero_stage=3"
-            self.reading.ask("plan.zero_stage", what=f"does not say the stage of ZeRO ({where})", fix=fix)
-            self.reading.put("plan.dp_replicate", 1, where)
-            return False
-        if stage not in (0, 1, 2, 3):
-            self.reading.refuse(where, "is no stage of ZeRO", "use 0, 1, 2 or 3")
-            return False
-        if stage == 0:
-            self.reading.put("plan.dp_shard", 1, where)
-        else:
-            self.reading.put("plan.zero_stage", stage, where)
-            mics = whole(deepspeed.value("zero_optimization.mics_shard_size"))
-            if mics and mics > 0:
-                self.reading.put("plan.dp_shard", mics, deepspeed.full("zero_optimization.mics_shard_size"))
-            else:
-                self.reading.put("plan.dp_replicate", 1, where)
-        offloads = self._read_offload(stage, inline)
-        self._note_zero(stage)
-        return offloads
-
-    def _names_missing_file(self) -> bool:
-        """Ask for what a DeepSpeed file says that is named and not there."""
-        keys, key = (
-            (self.trainer, "deepspeed") if "deepspeed" in self.trainer else (self.accelerate, "deepspeed_config_file")
-        )
-        if key in self.unknown:
-            what = f"does not say the file of DeepSpeed's configuration ({keys.full(key)})"
-        elif keys.full(key) in self.missing:
-            what = f"names the DeepSpeed configuration {keys.value(key)}, which is not next to it"
-        else:
-            return False
-        self.reading.ask("plan.zero_stage", what=what, fix="put it there, or add --set plan.zero_stage=3")
-        self.reading.put("plan.dp_replicate", 1, keys.full(key))
-        return True
-
-    def _read_offload(self, stage: int, inline: Keys) -> bool:
-        """Optimizer states on the host; True if they are there."""
-        zero = self.deepspeed.view(("zero_optimization.",))
-        places = {}
-        for what in ("optimizer", "param"):
-            for keys, key in ((zero, f"offload_{what}.device"), (inline, f"offload_{what}_device")):
-                value = str(keys.value(key, "none")).lower()
-                if value == "nvme":
-                    keys.refuse(key, "is not modeled: states on NVMe", "use cpu")
-                elif value == "cpu" and what not in places:
-                    places[what] = keys, key
-        if "optimizer" not in places and zero.is_true("cpu_offload"):
-            places["optimizer"] = zero, "cpu_offload"
-        if not places:
-            return False
-        keys, key = places.get("optimizer") or places["param"]
-        if "optimizer" not in places:
-            keys.refuse(key, "is not modeled without offload_optimizer", "offload both, or neither")
-        elif stage < 2:
-            keys.refuse(key, f"is not modeled with ZeRO-{stage}", "use stage 2 or 3")
-        else:
-            self.reading.put("plan.offload_optimizer", True, keys.full(key))
-            for keys, key in places.values():
-                keys.not_modeled(key, "FSDP2's CPUOffloadPolicy, with parameters, gradients and states on the host")
-        return True
-
-    def _note_zero(self, stage: int) -> None:
-        zero = self.deepspeed.view(("zero_optimization.",))
-        for name, (neutral, why) in names.ZERO_NOT_MODELED.items():
-            if name in zero and not _is_one_of(zero.value(name), neutral):
-                zero.not_modeled(name, why)
-        if "overlap_comm" in zero and zero.is_true("overlap_comm") != (stage >= 2):
-            why = "reductions overlap the backward in ZeRO-2 and 3 here, and follow it in ZeRO-1"
-            zero.not_modeled("overlap_comm", why)
-        for name, (neutral, why) in names.DEEPSPEED_NOT_MODELED.items():
-            if name in self.deepspeed and not _is_one_of(self.deepspeed.value(name), neutral):
-                self.deepspeed.not_modeled(name, why)
-        for name, (neutral, why) in names.DEEPSPEED_REFUSED.items():
-            if name in self.deepspeed and not _is_one_of(self.deepspeed.value(name), neutral):
-                self.deepspeed.refuse(name, why, "remove it")
-
-    def _read_parallelism(self) -> None:
-        """Degrees of Accelerate's ``parallelism_config``."""
-
-        def rename(name: str) -> str:
-            return name.removeprefix("parallelism_config_")
-
-        keys = self.accelerate.view(("parallelism_config.", "parallelism_config_"), rename)
-        keys = Keys(self.reading, {**keys.settings, **self.trainer.view(("parallelism_config.",), rename).settings})
-        for name, path in names.DEGREES.items():
-            degree = whole(keys.value(name))
-            if degree is not None:
-                self.reading.put(path, degree, keys.full(name))
-        if (whole(keys.value("sp_size")) or 1) > 1:
-            keys.refuse("sp_size", "is not modeled: sequence parallelism of DeepSpeed-Ulysses", "use cp_size")
-        if (whole(keys.value("cp_size")) or 1) > 1:
-            self.reading.put("plan.cp_comm", "all_gather", keys.full("cp_size"))
-        keys.no_effect(
-            ("sp_size", "sp_backend", "sp_seq_length_is_variable", "sp_attn_implementation", "cp_comm_strategy")
-        )
 
     # Software, and what is left
 
@@ -647,17 +459,13 @@ class Run:
     def _read_rest(self) -> None:
         trainer = self.trainer
         for name, (neutral, why) in names.TRAINER_NOT_MODELED.items():
-            if name in trainer and not _is_one_of(trainer.value(name), neutral):
+            if name in trainer and not is_one_of(trainer.value(name), neutral):
                 trainer.not_modeled(name, why)
         trainer.no_effect((*names.TRAINER, *names.TRAINER_NOT_MODELED), names.TRAINER_PREFIXES)
         self.accelerate.no_effect(names.ACCELERATE, names.ACCELERATE_PREFIXES)
         self.deepspeed.no_effect(
             (*names.DEEPSPEED, *names.DEEPSPEED_NOT_MODELED, *names.DEEPSPEED_REFUSED), names.DEEPSPEED_PREFIXES
         )
-
-
-def _is_one_of(value: Any, words: tuple[Any, ...]) -> bool:
-    return any(value == word or (isinstance(word, bool) and is_true(value) == word) for word in words)
 
 
 def _config_in(base: Path, name: str) -> str | None:

@@ -79,7 +79,7 @@ def arguments_of(words: Iterable[Word]) -> list[tuple[str, Setting]]:
 
 
 def config_files(launch: Launch) -> list[str]:
-    """Files with arguments that a command names: ``--config FILE``, or FILE without an option, as TRL's parser takes."""
+    """Files with arguments that a command names: ``--config FILE``, or FILE without an option."""
     named = [str(setting.value) for name, setting in arguments_of(launch.arguments) if name == "config"]
     loose = []
     for position, word in enumerate(launch.arguments):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from simplan.errors import Problem, SpecError, file_error
@@ -111,8 +111,8 @@ def read_run(
     title: str,
     file: str,
     *,
-    trainer: Named = (),  # type: ignore[assignment]
-    accelerate: Named = (),  # type: ignore[assignment]
+    trainer: Sequence[tuple[str, Setting]] = (),
+    accelerate: Sequence[tuple[str, Setting]] = (),
     num_devices: int | None = None,
     ranks_per_node: int | None = None,
     devices_key: str = "",
@@ -129,9 +129,9 @@ def read_run(
     Raises:
         SpecError: Settings are refused, contradict each other, or a file is wrong.
     """
-    trainer, accelerate, missing = [*trainer], [*accelerate], list[str]()
+    missing: list[str] = []
 
-    def named(*candidates: tuple[str, Named]) -> Named:
+    def named(*candidates: tuple[str, Sequence[tuple[str, Setting]]]) -> Named:
         """Settings of the file that the first of the keys names."""
         for key, settings in candidates:
             setting = next((setting for name, setting in settings if name == key), None)
@@ -141,19 +141,25 @@ def read_run(
                 return [] if found is None else [*flattened(found[1], found[0])]
         return []
 
-    accelerate = named(("config_file", accelerate)) + accelerate
+    accelerate = [*named(("config_file", accelerate)), *accelerate]
     deepspeed = named(
         ("deepspeed", trainer),
         ("deepspeed_config_file", accelerate),
         ("deepspeed_config.deepspeed_config_file", accelerate),
     )
     deepspeed += [(key.removeprefix("deepspeed."), setting) for key, setting in trainer if key.startswith("deepspeed.")]
+    trainer = [*trainer]
     trainer += [(f"fsdp_config.{key}", setting) for key, setting in named(("fsdp_config", trainer))]
     reading = Reading.of(title, file, [setting for _, setting in [*trainer, *accelerate, *deepspeed]])
-    keys = [Keys(reading, {key: setting.key for key, setting in each}) for each in (trainer, accelerate, deepspeed)]
+
+    def keys(settings: Sequence[tuple[str, Setting]]) -> Keys:
+        return Keys(reading, {key: setting.key for key, setting in settings})
+
     run = Run(
         reading,
-        *keys,
+        keys(trainer),
+        keys(accelerate),
+        keys(deepspeed),
         num_devices=num_devices,
         ranks_per_node=ranks_per_node,
         devices_key=devices_key,

@@ -13,6 +13,7 @@ from simplan.interop.frameworks.hugging_face.models import config_of
 from simplan.interop.frameworks.hugging_face.names import DEEPSPEED_OPTIMIZERS
 from simplan.interop.writing import Exported, Option, Writing
 from simplan.job import Job
+from simplan.model.adapters import MODULES
 from simplan.rules.model import has_transformers_code
 
 ACCELERATE_FILE, DEEPSPEED_FILE, MODEL_FOLDER, SCRIPT = "accelerate.yaml", "ds_config.json", "model", "train.sh"
@@ -23,10 +24,7 @@ _PROGRAMS = {
     "sft": ("sft.py", "TRL: trl/scripts"),
     "lora": ("sft.py", "TRL: trl/scripts"),
 }
-_TARGETS = {
-    "q": "q_proj", "k": "k_proj", "v": "v_proj", "proj": "o_proj", "gate": "gate_proj", "up": "up_proj",
-    "down": "down_proj", "all": "all-linear",
-}  # fmt: skip
+_TARGETS = {target: module for module, target in MODULES.items()}
 
 
 def accelerate_options(job: Job) -> tuple[Option, ...]:
