@@ -322,3 +322,19 @@ def transformers_experts_autocast(job: Job) -> Iterator[Problem]:
     if _is_transformers(job) and job.model.num_experts and narrow and not job.plan.shards_parameters:
         what = "transformers' Mixtral under autocast, which leaves its experts in fp32,"
         yield not_modelled(job, "training.precision", what, f"use fp32, or FSDP (dp_shard), or {_FIX}")
+
+
+_OF_TRAINER = ("accelerate", "deepspeed")
+
+
+@rule("the Hugging Face Trainer has no pipelines", reads="pp")
+def trainer_pipelines(job: Job) -> Iterator[Problem]:
+    if job.software.id in _OF_TRAINER and job.plan.pp > 1:
+        yield problem_of(job, "plan.pp", f"is a pipeline, which the Trainer with {job.software.id} has not", "use 1")
+
+
+@unmodelled("tensor parallelism of DeepSpeed with transformers' models is not modeled", reads="tp")
+def deepspeed_splits(job: Job) -> Iterator[Problem]:
+    if job.software.id == "deepspeed" and job.plan.tp > 1:
+        what = "tensor parallelism of DeepSpeed (AutoTP)"
+        yield not_modelled(job, "plan.tp", what, "use 1, or software accelerate")

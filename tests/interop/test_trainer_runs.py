@@ -190,6 +190,17 @@ def test_exported_files_are_those_of_the_frameworks(tmp_path: Path) -> None:
     assert (read.num_hidden_layers, read.hidden_size, read.tie_word_embeddings) == (28, 1024, True)
 
 
+def test_exported_deepspeed_file_is_read_by_deepspeed() -> None:
+    """DeepSpeed's own class reads the JSON."""
+    config = pytest.importorskip("deepspeed.runtime.config")
+    usual = {"cluster.preset": "dgx-h100", "software": "deepspeed", "plan.dp_shard": 8, "training.precision": "fp16"}
+    job = scenario_from("llama3-8b", {**usual, "plan.microbatch_size": 2, "num_microbatches": 3}).job
+    read = config.DeepSpeedConfig(json.loads(export(job, "deepspeed").files["ds_config.json"]))
+    assert (int(read.zero_config.stage), read.float16_config.enabled, read.bfloat16_config.enabled) == (3, True, False)
+    assert (read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (2, 3)
+    assert (read.optimizer_name, read.gradient_clipping) == ("adamw", 0.0)
+
+
 def test_trainer_reads_its_own_json(tmp_path: Path) -> None:
     """A folder with what ``TrainingArguments.to_json_string`` writes, next to a model."""
     transformers = pytest.importorskip("transformers")

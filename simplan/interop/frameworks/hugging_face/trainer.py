@@ -18,6 +18,7 @@ from simplan.interop.frameworks.hugging_face.script import (
     options_of,
     sft_of,
 )
+from simplan.interop.frameworks.hugging_face.writing import trainer_options
 from simplan.interop.frameworks.shell import Launch
 
 Named = list[tuple[str, Setting]]
@@ -171,4 +172,4 @@ def read_run(
     return run.configuration()
 
 
-FORMAT = Format(name="trainer", title=_TITLE, recognizes=_recognizes, read=_read)
+FORMAT = Format(name="trainer", title=_TITLE, recognizes=_recognizes, read=_read, settings=trainer_options)

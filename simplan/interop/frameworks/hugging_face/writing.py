@@ -84,6 +84,15 @@ def deepspeed_options(job: Job) -> tuple[Option, ...]:
     return writing.finish()
 
 
+def trainer_options(job: Job) -> tuple[Option, ...]:
+    """A job as arguments of the Trainer, with those of DeepSpeed or Accelerate.
+
+    Raises:
+        NotModelledError: The Trainer cannot express a choice of the job.
+    """
+    return deepspeed_options(job) if job.software.id == "deepspeed" else accelerate_options(job)
+
+
 def export_accelerate(job: Job, name: str) -> Exported:
     """Files of a run under ``accelerate launch``.
 
