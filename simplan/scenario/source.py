@@ -310,7 +310,7 @@ def read_source(
         data = _overridden(data, given, typed, file)
     if not is_whole and isinstance(data, dict):
         data, assumptions = _completed(data, file, number, searches=searches)
-    if number is not None:
+    if number is not None and isinstance(data, dict):
         data = _with_batch(data, file, number, given, typed, searches=searches)
     lines = _lines(document, given)
     return Source(Document(data, lines), file, tuple(assumptions), typed, tuple(replaced), configuration, current)
