@@ -12,10 +12,10 @@ from app.components.elements import csv_text, download, show_figure, show_table
 from app.fields import remembered_choice
 from app.figures.plans import difference_figure, difference_rows, difference_words
 from app.page import escaped, show_problems
+from app.pinned_plans import PinnedPlan
 from app.results.plan import predicted_step
 from simplan.errors import SpecError
 from simplan.explain import Difference, Explanation, difference, explain
-from simplan.plan.plan import ParallelPlan
 from simplan.report.search import search_plan_words
 from simplan.search import SearchResult
 from simplan.units import format_bytes, format_time
@@ -57,9 +57,10 @@ def show_comparison(result: object) -> None:
     show_difference(found, key)
 
 
-def _plans(result: object) -> dict[str, ParallelPlan]:
+def _plans(result: object) -> dict[str, PinnedPlan]:
     ranked = result.ranked if isinstance(result, SearchResult) else ()
-    return {search_plan_words(plan.plan): plan.plan for plan in ranked} | pinned_plans.pinned()
+    found = [PinnedPlan(one.plan, one.software) for one in ranked]
+    return {search_plan_words(*one): one for one in found} | pinned_plans.pinned()
 
 
 def _show_pinned() -> None:
@@ -73,7 +74,7 @@ def _show_pinned() -> None:
                 st.rerun()
 
 
-def _explained(plan: ParallelPlan) -> Explanation:
+def _explained(plan: PinnedPlan) -> Explanation:
     document = pinned_plans.with_plan(state.document(), plan)
     return awaited("explaining both plans", explained, *result_cache.worker_inputs(document))
 

@@ -11,6 +11,7 @@ import streamlit as st
 from app import state
 from app.definitions import meaning
 from app.figures.plans import SETTINGS, settings_of, written
+from simplan.search.space import SOFTWARE_RANGES
 from simplan.units import format_number_evenly
 
 PLAN = "plan"
@@ -20,7 +21,9 @@ _VERDICT = "memory_verdict"
 _LABELS = {_VERDICT: "memory verdict"}
 _FILTERS = "filters"
 _TABLE = "plans table"
-_ROW_PX, _MAX_PX = 36, 456
+ROW_PX = 31
+"""Height of a row: 2.1875 rem of Streamlit at the ``baseFontSize`` of ``app/theme.toml``."""
+_BORDER_PX, _MAX_PX = 2, 456
 
 _FORMS = {
     "num_devices": "{:,.0f}",
@@ -108,7 +111,7 @@ def show_table_of_plans(rows: Sequence[Mapping[str, Any]], passing: Sequence[int
         key=key,
         hide_index=True,
         placeholder="",  # pending, or not computed for plans only on the Pareto front
-        height=min(_ROW_PX * (len(frame) + 1), _MAX_PX),
+        height=min(ROW_PX * (len(frame) + 1) + _BORDER_PX, _MAX_PX),
         on_select=lambda: _take_row(key, passing),
         selection_mode="single-row",
         selection_default={"selection": {"rows": [passing.index(chosen)]}} if chosen in passing else None,
@@ -130,7 +133,7 @@ def _columns(settings: Sequence[str]) -> dict[str, Any]:
         "tokens_per_s_per_device": column.NumberColumn("throughput", help="Tokens or images per second and device"),
         "cost_dollars": column.NumberColumn("cost"),
         "mfu": column.NumberColumn("MFU", help=meaning("mfu")),
-        **{key: column.TextColumn(SETTINGS[key], help=f"plan.{key}") for key in settings},
+        **{key: column.TextColumn(SETTINGS[key], help=f"{_section(key)}.{key}") for key in settings},
         "limit": column.TextColumn("bottleneck", help="Largest part of the step of the rank that waits least"),
         "limit_share": column.NumberColumn("bottleneck share", help="Fraction of the step"),
         "help": column.TextColumn("top sensitivity", help="Resource of which 10 % more saves most step time"),
@@ -138,6 +141,11 @@ def _columns(settings: Sequence[str]) -> dict[str, Any]:
         "alike": column.NumberColumn("equivalent", help="Plans with the same degrees and step time within 0.1 %"),
         "alike_differ_in": column.TextColumn("differ in", help="Options of the equivalent plans"),
     }
+
+
+def _section(key: str) -> str:
+    """Section of a scenario file with a setting."""
+    return "software" if key in SOFTWARE_RANGES else "plan"
 
 
 def _key(chosen: int, passing: Sequence[int]) -> str:
@@ -151,10 +159,12 @@ def _key(chosen: int, passing: Sequence[int]) -> str:
 
 def _take_row(key: str, passing: Sequence[int]) -> None:
     rows = st.session_state[key].selection.rows
+    version, _ = st.session_state[_TABLE]
     if rows and rows[0] < len(passing):
         select_row(passing[rows[0]])
-        version, _ = st.session_state[_TABLE]
         st.session_state[_TABLE] = version, (passing[rows[0]], tuple(passing))
+    elif not rows:
+        st.session_state[_TABLE] = version, None  # the plan in detail stays selected: a new table shows it so
 
 
 def _filter(key: str) -> None:

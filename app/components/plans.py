@@ -35,7 +35,9 @@ from simplan.report.search import (
     headroom_words,
     largest_first,
     miss_words,
+    other_software_words,
     search_plan_words,
+    unsearched_words,
 )
 from simplan.report.table import format_table_markdown
 from simplan.report.text import memory_interval
@@ -77,7 +79,7 @@ def show_plans_so_far(result: SearchResult) -> None:
     left, right = st.columns([3, 2], gap="medium")
     with right:
         best = result.ranked[0]
-        st.markdown(f"**{escaped('1. ' + search_plan_words(best.plan))}**")
+        st.markdown(f"**{escaped('1. ' + search_plan_words(best.plan, best.software))}**")
         _show_detail(best, result)
     time.sleep(_HEAD_START_S)
     with left:
@@ -109,7 +111,9 @@ def _show_points(rows: list[dict[str, Any]], shown: list[dict[str, Any]]) -> Non
     with three:
         y = remembered_choice("Y axis", "y", list(AXES), "device_gib", format_func=_label)
     with four:
-        colour = remembered_choice("Color", "colour", list(COLOURS), "schedule", format_func=COLOURS.get)
+        colour = remembered_choice(
+            "Color", "colour", [key for key in COLOURS if key in rows[0]], "schedule", format_func=COLOURS.get
+        )
     figure = plans_figure(shown, x, y, colour, pinned_plans.pinned(), rows[selected_row(len(rows))]["plan"])
     alt = f"Plans of the search by {_label(x)} and {_label(y)}"
     show_figure(figure, "plans", alt=alt, key=_POINTS, on_select=lambda: _take_point(rows))
@@ -151,7 +155,7 @@ def _show_importance(plan: RankedPlan) -> None:
     about = "Step time of the selected plan with one other value of one setting; data parallelism follows the devices"
     if not remembered_switch(title, "importance", help=about):
         return
-    text = state.document_text(without_budget(pinned_plans.with_plan(state.document(), plan.plan)))
+    text = state.document_text(without_budget(pinned_plans.with_plan(state.document(), plan)))
     effects = awaited("predicting the plan with other settings", setting_effects, text)
     show_figure(importance_figure(effects), "importance of settings", alt="Change of the step time by setting")
 
@@ -187,6 +191,7 @@ def _why(plan: RankedPlan, result: SearchResult) -> list[str]:
     if why.saved:
         saved = ", ".join(f"{name} {format_percent(share, 2)}" for name, share in largest_first(why.saved, RESOURCES))
         lines.append(f"**Sensitivity**: step time saved by 10 % more {saved}.")
+    lines += [f"With {escaped(other_software_words(plan, other))}." for other in why.other_software]
     if why.mfu is not None:
         lines.append(f"MFU {format_percent(why.mfu)}.")
     return [*lines, *_compared(plan, result)]
@@ -205,15 +210,15 @@ def _compared(plan: RankedPlan, result: SearchResult) -> list[str]:
 
 
 def _show_actions(asked: SearchScenario, plan: RankedPlan) -> None:
-    document = pinned_plans.with_plan(state.document(), plan.plan)
-    key = search_plan_words(plan.plan)
+    document = pinned_plans.with_plan(state.document(), plan)
+    key = search_plan_words(plan.plan, plan.software)
     with st.container(horizontal=True):
         if key in pinned_plans.pinned():
             if st.button("Unpin", icon=":material/keep_off:", key="unpin plan"):
                 pinned_plans.unpin(key)
                 st.rerun()
         elif st.button("Pin", icon=":material/keep:", key="pin plan", help="Keep the plan in the link of the page"):
-            pinned_plans.pin(plan.plan)
+            pinned_plans.pin(pinned_plans.PinnedPlan(plan.plan, plan.software))
             st.rerun()
         if st.button("Open as the plan", icon=":material/open_in_new:", key="open plan"):
             state.set_document(document)
@@ -234,11 +239,14 @@ def _show_others(result: SearchResult) -> None:
             st.markdown(bullets(map(miss_words, result.nearest_misses)))
         if result.changes:
             st.subheader("Feasible changes", help="Changes that make a plan feasible; each was tried")
-            st.markdown(bullets(f"{change.words}: {search_plan_words(change.plan)}" for change in result.changes))
+            plans = [(change.words, search_plan_words(change.plan, change.software)) for change in result.changes]
+            st.markdown(bullets(f"{words}: {plan}" for words, plan in plans))
     with right:
         st.subheader(f"Outcomes of {result.space.total:,} plans")
         if result.space.some_blocks:
             st.caption(escaped(besides(result.space)))
+        if result.unsearched:
+            st.caption(escaped(unsearched_words(result)))
         show_figure(space_figure(result.space), "rejected plans", alt="Plans by the reason for their rejection")
         with st.expander("Rejection reasons"):
             show_table(space_table(result.space))

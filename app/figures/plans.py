@@ -15,6 +15,7 @@ from simplan.explain import DifferenceRow
 from simplan.plan.plan import ParallelPlan
 from simplan.report.search import RESOURCES, alike_words, search_plan_words, space_rows
 from simplan.search import RankedPlan, SearchResult, SpaceCount
+from simplan.search.space import SOFTWARE_RANGES
 from simplan.units import GIB, format_bytes, format_number, format_time
 
 
@@ -62,6 +63,7 @@ COLOURS: Mapping[str, str] = MappingProxyType(
         "tp": "tensor-parallel ranks",
         "pp": "pipeline ranks",
         "limit": "bottleneck",
+        **{key: key for key in SOFTWARE_RANGES},
     }
 )
 """Fields for the color of points, by key of a row."""
@@ -86,9 +88,10 @@ SETTINGS: Mapping[str, str] = MappingProxyType(
         "offload_optimizer": "offload optimizer",
         "offload_activations": "offload activations",
         "offload_layers": "offloaded blocks",
+        **{key: key for key in SOFTWARE_RANGES},
     }
 )
-"""Settings of a plan: column heads by key of a row."""
+"""Settings of a plan and searched options of its software: column heads by key of a row."""
 
 _FAST_TO_SLOW = [[0.0, PLANS[0]], [0.5, PLANS[4]], [1.0, PLANS[1]]]
 _LABEL_CHARS, _CHARS_ACROSS = 44, 120
@@ -103,8 +106,8 @@ def plan_rows(result: SearchResult) -> list[dict[str, Any]]:
     """
     ranked = [(rank, plan) for rank, plan in enumerate(result.ranked, 1)]
     others = [(None, plan) for plan in result.pareto if plan not in result.ranked]
-    front = [plan.plan for plan in result.pareto]
-    rows = [_row(rank, plan, result, plan.plan in front) for rank, plan in [*ranked, *others]]
+    front = [(plan.plan, plan.software) for plan in result.pareto]
+    rows = [_row(rank, plan, result, (plan.plan, plan.software) in front) for rank, plan in [*ranked, *others]]
     unset = [key for key in ParallelPlan.model_fields if all(row[key] is None for row in rows)]
     return [{key: value for key, value in row.items() if key not in unset} for row in rows]
 
@@ -114,6 +117,8 @@ def settings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     always = ("dp_shard", "tp", "microbatch_size")
 
     def is_set(key: str) -> bool:
+        if key in SOFTWARE_RANGES:
+            return any(key in row for row in rows)
         default = ParallelPlan.model_fields[key].default
         return any(row.get(key, default) != default for row in rows)
 
@@ -124,7 +129,7 @@ def _row(rank: int | None, plan: RankedPlan, result: SearchResult, on_front: boo
     why, best = plan.explanation, result.ranked[0]
     return {
         "rank": rank,
-        "plan": search_plan_words(plan.plan),
+        "plan": search_plan_words(plan.plan, plan.software),
         "step_time_s": plan.step_time_s,
         "vs_best": plan.step_time_s / best.step_time_s - 1,
         "device_gib": plan.device_bytes / GIB,
@@ -142,6 +147,7 @@ def _row(rank: int | None, plan: RankedPlan, result: SearchResult, on_front: boo
         "alike": plan.alike.num_plans or None,
         "alike_differ_in": alike_words(plan.alike) or None,
         **plan.plan.model_dump(mode="json"),
+        **plan.software,
     }
 
 

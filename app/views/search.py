@@ -15,12 +15,13 @@ from app.components.plans import show_plans, show_plans_so_far
 from app.components.progress import Following, ProgressBar, follow, show_progress, stage
 from app.components.scenario_form import show_scenario_form
 from app.components.verdict import TOKENS_START, show_budget
-from app.fields import get, remembered_choice, remembered_number
+from app.fields import get, remembered_choice, remembered_number, remembered_switch
 from app.jobs.job import BackgroundJob, State, searches
 from app.jobs.messages import TaskRequest
 from app.jobs.tasks import SEARCHING, search_plans
 from app.page import escaped, run_page
 from app.result_cache import without_budget
+from simplan import catalog
 from simplan.report.search import GOALS, search_verdict
 from simplan.scenario import SearchScenario, parse_search
 from simplan.search import SearchResult, SearchSpace
@@ -81,10 +82,19 @@ def _search_section() -> dict[str, Any]:
     deadline_s = remembered_number("Deadline, s", "deadline", 0.0, help="Maximum step time; 0 for none")
     if deadline_s:
         section["max_step_time_s"] = deadline_s
+    if _may_compile() and remembered_switch("Compiled and eager", "compiled", help="Compare both in every plan"):
+        section["compiled"] = [True, False]
     if "cost" in (first, second):
         show_budget(images=False)
         section["token_budget"] = get(("training", "num_tokens"), TOKENS_START)
     return section
+
+
+def _may_compile() -> bool:
+    """True if the framework of the scenario has the option ``compiled``."""
+    chosen = get(("software",), "torch")
+    name = chosen.get("preset", "torch") if isinstance(chosen, dict) else chosen
+    return name in catalog.names("software") and "compiled" in catalog.software(name).options
 
 
 def _document(section: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ from simplan.problems import parse_model
 from simplan.report.search import search_plan_words, search_text, search_verdict
 from simplan.scenario import Scenario, SearchScenario, load_scenario, load_search, plan_document
 from simplan.scenario.writing import scenario_text
-from simplan.search import SearchProgress, SearchResult, SearchSpace, largest, search
+from simplan.search import Largest, RankedPlan, SearchProgress, SearchResult, SearchSpace, largest, search
 from simplan.search.enumeration import Enumeration
-from simplan.search.jobs import check_without_plan
 from simplan.search.largest import QUANTITIES
+from simplan.search.space import check_without_plan, software_options, with_options
 from simplan.search.switch import Switch, changed_keys
 from simplan.units import format_percent, format_time
 
@@ -110,11 +111,12 @@ def _switch(scenario: SearchScenario, result: SearchResult, calibration: Calibra
     """Comparison of the plan of the file with the best one; None if no plan fits."""
     if scenario.current is None or result.best is None:
         return None
-    before, after = scenario.current.job, scenario.current.job.with_plan(result.best.plan)
+    before = scenario.current.job
+    after = with_options(before.with_plan(result.best.plan), tuple(result.best.software.items()))
     if scenario.configuration is not None:
         changes = changed_settings(scenario.configuration, before, after)
     else:
-        changes = changed_keys(before.plan, after.plan)
+        changes = changed_keys(before, after)
     return Switch(predict(before, calibration=calibration), predict(after, calibration=calibration), changes)
 
 
@@ -125,7 +127,7 @@ def slow_search(job: Job, space: SearchSpace) -> str:
         SpecError: The job violates a rule under any plan.
     """
     check_without_plan(job, space)
-    total = Enumeration(space, job).total
+    total = Enumeration(space, job).total * len(software_options(space))
     if total < _MANY or job.cluster.cores_per_node is None:
         return ""
     return (
@@ -159,14 +161,14 @@ def _largest(
     if options.save_plan is not None:
         what = f"A plan that fits with {quantity} = {found.value:,}, the largest that "
         what += f"`{command} --largest {quantity}` found; there may be faster ones"
-        _save(scenario, found.plan, options.save_plan, what, found.model_fields)
+        _save(scenario, found, options.save_plan, what, found.model_fields)
     if as_json:
         print_json(found.to_json())
         return 0
     where = "of all sizes" if found.exact else "of the values tried"
     print_result(
         f"{scenario.name}: {quantity} = {found.value:,} is the largest {where} for which a plan fits\n"
-        f"  plan         {search_plan_words(found.plan)}\n"
+        f"  plan         {search_plan_words(found.plan, found.software)}\n"
         f"  fits         {_listed(found.fitting)}\n"
         f"  does not     {_listed(found.failing)}\n"
         f"  memory       plans may use {format_percent(space.max_memory_fraction)} of the device memory"
@@ -232,18 +234,18 @@ def _save_ranked(scenario: SearchScenario, command: str, result: SearchResult, f
     until = " until it was stopped: there may be better ones" if result.interrupted else ""
     what = f"The best plan that `{command}` found" if rank == 1 else f"Plan {rank} of the ranking of `{command}`"
     name = scenario.name if given is None else f"{scenario.name}-{rank}"
-    _save(scenario, result.ranked[rank - 1].plan, file, what + until, name=name)
+    _save(scenario, result.ranked[rank - 1], file, what + until, name=name)
 
 
 def _save(
     scenario: SearchScenario,
-    plan: ParallelPlan,
+    found: RankedPlan | Largest,
     file: Path,
     what: str,
     model: Mapping[str, int] | None = None,
     name: str | None = None,
 ) -> None:
-    document = plan_document(scenario, plan, file.resolve().parent)
+    document = plan_document(scenario, found.plan, file.resolve().parent, found.software)
     if name is not None:
         document["name"] = name
     if model:
@@ -274,6 +276,7 @@ def scenarios_to_time(file: Path) -> list[Scenario]:
     search = load_search(file)
     check_without_plan(search.job, search.space)
     enumeration = Enumeration(search.space, search.job)
+    jobs = [with_options(search.job, options) for options in software_options(search.space)]
     one_of: dict[object, ParallelPlan] = {}
     for table in enumeration.tables(Counter()):
         cut = [table[name] for name in ("tp", "sequence_parallel", "cp", "cp_comm", "ep", "microbatch_size")]
@@ -282,7 +285,10 @@ def scenarios_to_time(file: Path) -> list[Scenario]:
         for row, key in enumerate(map(tuple, keys.tolist())):
             if key not in one_of:
                 one_of[key] = table.plan(row)
-    return [Scenario(name=search.name, job=search.job.with_plan(plan), file=search.file) for plan in one_of.values()]
+    return [
+        Scenario(name=search.name, job=job.with_plan(plan), file=search.file)
+        for job, plan in product(jobs, one_of.values())
+    ]
 
 
 class _Watch(ProgressLine):

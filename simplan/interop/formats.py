@@ -14,7 +14,7 @@ from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.interop.configuration import Configuration
 from simplan.interop.writing import Exported, Option
 from simplan.job import Job
-from simplan.search.switch import ChangedSetting, changed_keys
+from simplan.search.switch import ChangedSetting, changed_keys, changed_options
 
 
 @dataclass(frozen=True)
@@ -111,18 +111,19 @@ def changed_settings(configuration: Configuration, before: Job, after: Job) -> t
     """
     write = formats()[configuration.format].settings if configuration.format in formats() else None
     if write is None:
-        return changed_keys(before.plan, after.plan)
+        return changed_keys(before, after)
     try:
         old, new = ({each.setting.key: each.setting.value for each in write(job)} for job in (before, after))
     except NotModelledError:
-        return changed_keys(before.plan, after.plan)
+        return changed_keys(before, after)
     keys = dict.fromkeys([*old, *new])
     written = configuration.settings
-    return tuple(
+    changed = tuple(
         ChangedSetting(key, old.get(key), new.get(key), written[key].line if key in written else None)
         for key in keys
         if old.get(key) != new.get(key)
     )
+    return changed + changed_options(before, after)
 
 
 def export_targets() -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from simplan.problems import render_value
 from simplan.report.table import format_table_text
 from simplan.report.text import links_words, memory_interval, plan_words, suggestions
 from simplan.search.incumbents import NOISE
-from simplan.search.result import EquivalentPlans, NearestMiss, RankedPlan, SearchResult, SpaceCount
+from simplan.search.result import EquivalentPlans, NearestMiss, OtherSoftware, RankedPlan, SearchResult, SpaceCount
 from simplan.search.space import Objective
 from simplan.search.switch import ChangedSetting, Switch
 from simplan.units import counted, format_bytes, format_percent, format_time
@@ -60,14 +60,21 @@ def besides(space: SpaceCount) -> str:
     return f"and {counted_plans(space.some_blocks)} that recompute the fewest blocks that fit"
 
 
+def unsearched_words(result: SearchResult) -> str:
+    """``not searched: cp; add with search: {cp: [1, 2]}``."""
+    ranges = ", ".join(f"{name}: [{_values(values, ', ')}]" for name, values in result.unsearched.items())
+    return f"not searched: {', '.join(result.unsearched)}; add with search: {{{ranges}}}"
+
+
 def counted_plans(number: int) -> str:
     """``1 plan``, ``1,024 plans``."""
     return f"{number:,} plan{'' if number == 1 else 's'}"
 
 
-def search_plan_words(plan: ParallelPlan) -> str:
-    """The plan with its microbatch size."""
-    return f"{plan_words(plan)}, microbatch size {plan.microbatch_size}"
+def search_plan_words(plan: ParallelPlan, software: Mapping[str, object] = MappingProxyType({})) -> str:
+    """The plan with its microbatch size, and with the options of the software that a search varies."""
+    options = [f", {name} {_values([value])}" for name, value in software.items()]
+    return f"{plan_words(plan)}, microbatch size {plan.microbatch_size}{''.join(options)}"
 
 
 def alike_words(alike: EquivalentPlans) -> str:
@@ -78,9 +85,9 @@ def alike_words(alike: EquivalentPlans) -> str:
     return f"{alike.num_plans:,} more within {format_percent(NOISE)}: {differ}"
 
 
-def _values(values: Sequence[object]) -> str:
+def _values(values: Sequence[object], separator: str = " ") -> str:
     words = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
-    return " ".join(words) if len(words) <= _MAX_VALUES else f"{words[0]} to {words[-1]}"
+    return separator.join(words) if len(words) <= _MAX_VALUES else f"{words[0]} to {words[-1]}"
 
 
 def headroom_words(result: SearchResult) -> str:
@@ -102,6 +109,8 @@ def switch_text(switch: Switch) -> str:
         return "The plan of the file is the best one"
     change = switch.step_time_change
     fraction, pairs = switch.right_order
+    has_options = any(each.key.startswith("software.") for each in switch.changes)
+    of_plans = "; they differ in the plan alone, not in software" if has_options else ""
     faster = f"{abs(change):.1%} {'less' if change < 0 else 'more'}".replace("%", " %")
     low, high = (" to ".join(map(format_time, each.step_time_interval_s)) for each in (before, after))
     lines = [
@@ -110,7 +119,7 @@ def switch_text(switch: Switch) -> str:
         f"  memory       {format_bytes(before.worst_memory.device_bytes)} ({before.memory_verdict}) -> "
         f"{format_bytes(after.worst_memory.device_bytes)} ({after.memory_verdict})",
         f"  certainty    of {pairs} published pairs of plans predicted so far apart, "
-        f"{100 * fraction:.0f} % were measured in this order",
+        f"{100 * fraction:.0f} % were measured in this order{of_plans}",
     ]
     for number, each in enumerate(switch.changes):
         place = f"  (line {each.line})" if each.line is not None else ""
@@ -152,10 +161,12 @@ def search_text(result: SearchResult, next_steps: Iterable[str] = (), switch: Sw
     if len(result.objectives) == 2 and result.pareto:
         parts.append(_front_table(result))
     parts.append(_space_table(result.space))
+    if result.unsearched:
+        parts[-1] += f"\n  {unsearched_words(result)}"
     if result.nearest_misses:
         parts.append("Near misses\n" + "\n".join(f"  - {miss_words(miss)}" for miss in result.nearest_misses))
     if result.changes:
-        lines = (f"  - {change.words}: {search_plan_words(change.plan)}" for change in result.changes)
+        lines = (f"  - {change.words}: {search_plan_words(change.plan, change.software)}" for change in result.changes)
         parts.append("Changes that make a plan feasible, each tried\n" + "\n".join(lines))
     if result.assumptions:
         parts.append("Assumptions\n" + "\n".join(f"  - {text}" for text in result.assumptions))
@@ -163,7 +174,7 @@ def search_text(result: SearchResult, next_steps: Iterable[str] = (), switch: Sw
 
 
 def _best(best: RankedPlan, result: SearchResult) -> Iterator[str]:
-    yield f"  plan         {search_plan_words(best.plan)}"
+    yield f"  plan         {search_plan_words(best.plan, best.software)}"
     if best.alike.num_plans:
         yield f"  equivalent   {alike_words(best.alike)}"
     why = best.explanation
@@ -192,6 +203,8 @@ def _best(best: RankedPlan, result: SearchResult) -> Iterator[str]:
         return
     first, *others = (f"{name} {format_percent(share)}" for name, share in largest_first(why.shares))
     yield f"  bottleneck   {', '.join((f'{first} of the step of rank {why.busiest_rank}', *others))}"
+    for other in why.other_software:
+        yield f"  instead      {other_software_words(best, other)}"
     if not why.saved:
         yield "  sensitivity  unknown: costs come from this machine's calibration"
         return
@@ -199,6 +212,15 @@ def _best(best: RankedPlan, result: SearchResult) -> Iterator[str]:
     yield f"  sensitivity  10 % more {name} makes a step {format_percent(most, 2)} shorter"
     if rest:
         yield f"  {'':11}  {', '.join(f'{name} {format_percent(share, 2)}' for name, share in rest)}"
+
+
+def other_software_words(plan: RankedPlan, other: OtherSoftware) -> str:
+    """``compiled false: step time 2.3 s (+11.0 %), needs 78.1 GiB, which does not fit``."""
+    options = ", ".join(f"{name} {_values([value])}" for name, value in other.software.items())
+    time = f"step time {format_time(other.step_time_s)} ({100 * (other.step_time_s / plan.step_time_s - 1):+.1f} %)"
+    return (
+        f"{options}: {time}, needs {format_bytes(other.device_bytes)}, which {'fits' if other.fits else 'does not fit'}"
+    )
 
 
 def largest_first(shares: Mapping[str, float], names: Mapping[str, str] | None = None) -> list[tuple[str, float]]:
@@ -227,7 +249,8 @@ def _ranked_table(result: SearchResult) -> str:
             _main_difference(plan, best),
             "" if why is None else f"{why.limit.replace('_', ' ')} {100 * why.shares[why.limit]:.0f} %",
             "" if why is None or why.help is None else RESOURCES[why.help],
-            search_plan_words(plan.plan) + (f" (and {alike_words(plan.alike)})" if plan.alike.num_plans else ""),
+            search_plan_words(plan.plan, plan.software)
+            + (f" (and {alike_words(plan.alike)})" if plan.alike.num_plans else ""),
         ]
 
     headers = [
@@ -255,7 +278,7 @@ def _main_difference(plan: RankedPlan, best: RankedPlan) -> str:
 
 def _front_table(result: SearchResult) -> str:
     names = " and ".join(GOALS[objective] for objective in result.objectives)
-    rows = [[*_numbers(plan, result), search_plan_words(plan.plan)] for plan in result.pareto]
+    rows = [[*_numbers(plan, result), search_plan_words(plan.plan, plan.software)] for plan in result.pareto]
     shown = rows if len(rows) <= _MAX_POINTS else [*rows[: _MAX_POINTS - 1], rows[-1]]
     more = f"\n  and {len(rows) - len(shown)} between the last two (--json has all)" if len(rows) > len(shown) else ""
     title = f"Pareto front of {names}: {counted_plans(len(rows))}\n"
@@ -305,4 +328,4 @@ def miss_words(miss: NearestMiss) -> str:
         lack = f"{format_time(miss.lacking_s)} over the deadline, step time {format_time(miss.step_time_s)}"
     else:
         lack = f"{format_bytes(miss.lacking_bytes or 0)} over, needs {format_bytes(miss.device_bytes)}"
-    return f"{lack}: {search_plan_words(miss.plan)}"
+    return f"{lack}: {search_plan_words(miss.plan, miss.software)}"

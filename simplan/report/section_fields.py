@@ -12,7 +12,7 @@ from simplan.model.families import FAMILIES
 from simplan.model.model import ModelSpec
 from simplan.report.plan_fields import values_of, word_of
 from simplan.search.enumeration import DEFAULT_SCHEDULES, LONG_SEQUENCE
-from simplan.search.space import OBJECTIVES, RANGES, SearchSpace
+from simplan.search.space import OBJECTIVES, RANGES, SOFTWARE_RANGES, SearchSpace
 from simplan.training import TrainingSection
 
 _TRAINING = {
@@ -189,6 +189,7 @@ _DEFAULTS = {
         "microbatch, step at zero_stage 2 and 3, else step",
         "where pp = 1, a step has several microbatches and the software has both",
     ),
+    "compiled": ("the scenario's software.compiled", "true, false to compare both, where the software has the option"),
     "objective": ("step_time", ", ".join(OBJECTIVES)),
     "objectives": ("", "two objectives: Pareto front, ranked by the first"),
     "top": ("5", "plans to rank"),
@@ -209,11 +210,12 @@ _DEFAULTS = {
 
 
 def search_space() -> list[dict[str, str]]:
-    """Every key with its default and its meaning, ranges of the plan first.
+    """Every key with its default and its meaning, ranges of the plan and of the software first.
 
     The layer split is not a range: each plan has the one that ``predict`` gives it.
     """
-    others = [name for name in SearchSpace.model_fields if name not in RANGES]
+    ranges = (*RANGES, *SOFTWARE_RANGES)
+    others = [name for name in SearchSpace.model_fields if name not in ranges]
     return [
-        {"name": name, "default": _DEFAULTS[name][0], "description": _DEFAULTS[name][1]} for name in (*RANGES, *others)
+        {"name": name, "default": _DEFAULTS[name][0], "description": _DEFAULTS[name][1]} for name in (*ranges, *others)
     ]

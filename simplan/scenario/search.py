@@ -12,8 +12,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from simplan.cost.calibration.format import Calibration
@@ -107,11 +109,14 @@ def _with_budget(search: Any, budget: TrainingBudget) -> Any:
     return {key: value for key, value in known.items() if value is not None} | search
 
 
-def plan_document(scenario: SearchScenario, plan: ParallelPlan, folder: Path) -> dict[str, Any]:
+def plan_document(
+    scenario: SearchScenario, plan: ParallelPlan, folder: Path, software: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """The scenario with a plan instead of the search, complete for ``predict``, ``run`` and ``check``.
 
     Args:
         folder: Folder of the new file; paths in the file are relative to this folder.
+        software: Options of the software that the search varies, as the plan has them.
     """
     document = {key: value for key, value in scenario.document.items() if key not in ("search", "name")}
     document = relocated(document, folder_of(scenario.file), folder)
@@ -124,7 +129,16 @@ def plan_document(scenario: SearchScenario, plan: ParallelPlan, folder: Path) ->
     ):
         if value is not None:
             document[section] = document[section] | {key: value}
-    return {"name": scenario.name, **document, "plan": plan_section(plan)}
+    return {"name": scenario.name, **with_software(document, software), "plan": plan_section(plan)}
+
+
+def with_software(document: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """A scenario with other options of its software."""
+    if not options:
+        return dict(document)
+    given = document.get("software", "torch")
+    section = given if isinstance(given, dict) else {"preset": given}
+    return {**document, "software": {**section, **options}}
 
 
 def plan_section(plan: ParallelPlan) -> dict[str, Any]:

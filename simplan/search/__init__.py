@@ -2,11 +2,12 @@
 
 from simplan.search.api import SearchProgress, search
 from simplan.search.fixes import Fix, fixes
+from simplan.search.incumbents import Goal
 from simplan.search.largest import Largest, largest
-from simplan.search.objective import Goal
 from simplan.search.result import (
     EquivalentPlans,
     NearestMiss,
+    OtherSoftware,
     RankedPlan,
     RequestChange,
     SearchExplanation,
@@ -22,6 +23,7 @@ __all__ = [
     "Goal",
     "Largest",
     "NearestMiss",
+    "OtherSoftware",
     "RankedPlan",
     "RequestChange",
     "SearchExplanation",

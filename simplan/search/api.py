@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from simplan.cost.calibration.format import Calibration
@@ -15,15 +16,28 @@ from simplan.problems import parse_model
 from simplan.rules import BY_NAME
 from simplan.search.candidates import FIELDS
 from simplan.search.changes import changes
-from simplan.search.enumeration import empty_space
+from simplan.search.enumeration import empty_space, unsearched
 from simplan.search.explain import explain_plan, more_memory
 from simplan.search.explore import Exploration
-from simplan.search.incumbents import Group, Incumbents, Timed
-from simplan.search.jobs import check_without_plan
-from simplan.search.objective import Goal
+from simplan.search.incumbents import Goal, Group, Incumbents, Timed
 from simplan.search.partial_recompute import search_partial_recompute
-from simplan.search.result import EquivalentPlans, NearestMiss, RankedPlan, SearchExplanation, SearchResult, SpaceCount
-from simplan.search.space import SearchSpace, that_it_has
+from simplan.search.result import (
+    EquivalentPlans,
+    NearestMiss,
+    RankedPlan,
+    RequestChange,
+    SearchExplanation,
+    SearchResult,
+    SpaceCount,
+)
+from simplan.search.space import (
+    SearchSpace,
+    SoftwareOptions,
+    check_without_plan,
+    software_options,
+    that_it_has,
+    with_options,
+)
 from simplan.search.statistics import ROUNDING, Statistics, rounded
 
 _LIMITS = {"memory": "the worst device must hold it", "max_step_time_s": "a step must be within the deadline"}
@@ -104,12 +118,15 @@ class _Search:
         on_progress: Callable[[SearchProgress], None] | None,
     ) -> None:
         self._name, self._job, self._space, self._calibration = name, job, space, calibration
-        self._explained: dict[ParallelPlan, SearchExplanation] = {}
-        self._confirmed: set[ParallelPlan] = set()
+        self._explained: dict[tuple[ParallelPlan, SoftwareOptions], SearchExplanation] = {}
+        self._confirmed: set[tuple[ParallelPlan, SoftwareOptions]] = set()
         self._on_progress = on_progress or (lambda _: None)
         sizes = sorted(set(space.num_devices or _default_sizes(space, job)))
-        sized = {size: job.with_num_devices(size) for size in sizes}
-        for asked in sized.values():
+        candidates = {
+            (size, options): with_options(job, options).with_num_devices(size)
+            for size, options in product(sizes, software_options(space))
+        }
+        for asked in candidates.values():
             check_without_plan(asked, space)
         if "cost" in space.goals and job.model.sample == "image":
             rule = "is the price of a number of tokens, and the model is one of images"
@@ -117,11 +134,14 @@ class _Search:
         self._incumbents, self._statistics = Incumbents(Goal.of(space, job), space.top), Statistics()
         self._num_partial = 0
         self._explorations = {
-            size: Exploration(asked, space, calibration, jobs, self._incumbents, self._statistics, self._tell)
-            for size, asked in sized.items()
+            (size, options): Exploration(
+                asked, space, calibration, jobs, self._incumbents, self._statistics, self._tell, options
+            )
+            for (size, options), asked in candidates.items()
         }
         enumerations = [exploration.enumeration for exploration in self._explorations.values()]
         self._total = sum(enumeration.total for enumeration in enumerations)
+        self._unsearched = unsearched(space, next(iter(candidates.values())))
         if not self._total:
             raise SpecError(empty_space(space, job.software, enumerations))
 
@@ -151,8 +171,16 @@ class _Search:
         found = self._answer(interrupted=False)
         if explain and not found.ranked:
             self._tell("looking for what would make a plan")
-            return replace(found, changes=changes(self._job, self._space, found.nearest_misses, self._calibration))
+            return replace(found, changes=self._changes(found.nearest_misses))
         return found
+
+    def _changes(self, misses: tuple[NearestMiss, ...]) -> tuple[RequestChange, ...]:
+        """Changes that make a plan feasible, with the software options of the nearest miss."""
+        software = misses[0].software if misses else dict(software_options(self._space)[0])
+        job = with_options(self._job, tuple(software.items()))
+        alike = tuple(miss for miss in misses if miss.software == software)
+        found = changes(job, self._space, alike, self._calibration)
+        return tuple(replace(change, software=software) for change in found)
 
     def _confirm(self) -> bool:
         """Replace numbers of truncated steps by those of ``predict`` for ranked plans and the front.
@@ -163,10 +191,10 @@ class _Search:
             True if the numbers of any plan changed.
         """
         changed = False
-        while unknown := [timed for timed in self._incumbents.shown if timed.plan not in self._confirmed]:
+        while unknown := [timed for timed in self._incumbents.shown if timed.key not in self._confirmed]:
             for timed in unknown:
-                self._confirmed.add(timed.plan)
-                exploration = self._explorations[timed.num_devices]
+                self._confirmed.add(timed.key)
+                exploration = self._explorations[timed.num_devices, timed.options]
                 evaluator = exploration.evaluator
                 if not evaluator.is_approximate(timed.plan):
                     continue
@@ -176,7 +204,7 @@ class _Search:
                     continue
                 changed = True
                 late = numbers is not None and numbers[1] * ROUNDING > (self._space.max_step_time_s or math.inf)
-                self._incumbents.correct(timed.plan, None if late else numbers)
+                self._incumbents.correct(timed.plan, None if late else numbers, timed.options)
                 if (numbers is None or late) and timed.plan.recompute_layers is None:
                     self._statistics.timed -= 1
                     self._statistics.rejected["max_step_time_s" if late else "memory"] += 1
@@ -207,6 +235,7 @@ class _Search:
             max_memory_fraction=self._space.max_memory_fraction,
             nearest_misses=self._misses(),
             interrupted=interrupted,
+            unsearched=self._unsearched,
             unit="images" if job.model.sample == "image" else "tokens",
             links=job.cluster.links,
             inputs={
@@ -227,25 +256,28 @@ class _Search:
         ranked = self._incumbents.ranked
         for rank, timed in enumerate(ranked):
             self._tell(f"explaining plan {rank + 1} of {len(ranked)}")
-            exploration = self._explorations[timed.num_devices]
+            exploration = self._explorations[timed.num_devices, timed.options]
             capacity = exploration.capacity_bytes
-            why = explain_plan(exploration.job.with_plan(timed.plan), self._calibration)
-            if rank == 0 and len(self._explorations) == 1 and capacity is not None:
-                share = more_memory(exploration.evaluator, timed.step_time_s, self._statistics.nearly, capacity)
+            evaluators = {options: each.evaluator for (_, options), each in self._explorations.items()}
+            others = [options for options in evaluators if options != timed.options]
+            why = explain_plan(exploration.job.with_plan(timed.plan), self._calibration, others, capacity)
+            if rank == 0 and len(evaluators) == len(self._explorations) and capacity is not None:
+                share = more_memory(evaluators, timed.step_time_s, self._statistics.nearly, capacity)
                 why = replace(why, saved={**why.saved, **({"memory": share} if share > 0 else {})})
-            self._explained[timed.plan] = why
+            self._explained[timed.key] = why
 
     def _plan(self, timed: Timed) -> RankedPlan:
-        capacity, goal = self._explorations[timed.num_devices].capacity_bytes, self._incumbents.goal
+        capacity, goal = self._explorations[timed.num_devices, timed.options].capacity_bytes, self._incumbents.goal
         return RankedPlan(
             plan=timed.plan,
+            software=dict(timed.options),
             num_devices=timed.num_devices,
             step_time_s=timed.step_time_s,
             device_bytes=timed.device_bytes,
             headroom_bytes=None if capacity is None else capacity - timed.device_bytes,
             tokens_per_s_per_device=goal.tokens_per_s_per_device(timed.num_devices, timed.step_time_s),
             cost_dollars=goal.cost_dollars(timed.num_devices, timed.step_time_s),
-            explanation=self._explained.get(timed.plan),
+            explanation=self._explained.get(timed.key),
             alike=next((_alike(group) for group in self._incumbents.groups if group.shown == timed), EquivalentPlans()),
         )
 
@@ -255,6 +287,7 @@ class _Search:
         return tuple(
             NearestMiss(
                 plan=miss.plan,
+                software=dict(miss.options),
                 num_devices=miss.plan.num_devices,
                 device_bytes=miss.device_bytes,
                 lacking_bytes=None if late else int(miss.lacking),

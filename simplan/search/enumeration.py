@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, product
 from typing import Any, NamedTuple, TypeVar
 
-from simplan.errors import Problem
+from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.model.families import FAMILIES
 from simplan.plan.schedules import SCHEDULE_FACTS
@@ -15,7 +15,15 @@ from simplan.problems import render_value
 from simplan.rules import RULES, SEARCH_RULES
 from simplan.rules.filter import FilterStage, PlanFilter
 from simplan.search.candidates import Candidates, categories
-from simplan.search.space import SearchSpace, given_ranges
+from simplan.search.space import (
+    SOFTWARE_RANGES,
+    SearchSpace,
+    check_without_plan,
+    given_ranges,
+    software_options,
+    that_it_has,
+    with_options,
+)
 from simplan.software.software import SoftwareSpec
 from simplan.wording import divisors, either
 
@@ -257,6 +265,36 @@ def _in(value: Value, values: tuple[Value, ...] | None) -> bool:
     return values is None or value in values
 
 
+def unsearched(space: SearchSpace, job: Job) -> dict[str, tuple[Any, ...]]:
+    """Axes with one value by default, of which the job has plans with others, and values to search.
+
+    Args:
+        space: Ranges of the search, with the restrictions of the software.
+    """
+    found: dict[str, tuple[Any, ...]] = {}
+    for axis in ("tp", "cp"):
+        searched = {getattr(mesh, axis) for mesh in Enumeration(space, job).meshes}
+        if getattr(space, axis) is None and searched == {1} and _has_plan(space, job, {axis: (2,)}):
+            found[axis] = (1, 2)
+    for option in SOFTWARE_RANGES:
+        other = not getattr(job.software, option) if option in job.software.options else None
+        if getattr(space, option) is None and other is not None and _has_plan(space, job, {option: (other,)}):
+            found[option] = (False, True)
+    return found
+
+
+def _has_plan(space: SearchSpace, job: Job, ranges: Mapping[str, tuple[Any, ...]]) -> bool:
+    """True if a plan with other ranges violates no rule; it may exceed the memory."""
+    try:
+        wider = that_it_has(job.software, space.model_copy(update=ranges))
+        asked = with_options(job, software_options(wider)[0])
+        check_without_plan(asked, wider)
+    except SpecError:
+        return False
+    enumeration = Enumeration(wider, asked)
+    return any(True for mesh in enumeration.meshes for _ in enumeration.tables(Counter(), [mesh]))
+
+
 _AXES = ("tp", "cp", "pp", "dp_replicate", "dp_shard")
 
 
@@ -269,7 +307,7 @@ def empty_space(space: SearchSpace, software: SoftwareSpec, enumerations: Sequen
     given = given_ranges(software, space)
     if any(enumeration.meshes for enumeration in enumerations):
         return _range_problem(space, given, "have no plan in common", "widen one of them, or leave it out")
-    counts = [enumeration.num_devices for enumeration in enumerations]
+    counts = sorted({enumeration.num_devices for enumeration in enumerations})
     sizes = either(f"{size:,}" for size in counts)
     axes = tuple(name for name in given if name in _AXES)
     rule = f"no values make tp x cp x pp x dp_replicate x dp_shard = {sizes} devices"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from simplan.cluster.hardware import LinkSpec
@@ -10,8 +10,10 @@ from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.predict import predict
 from simplan.predict.step_summary import evaluate_step
+from simplan.rules import violations
 from simplan.search.evaluate import Evaluator
-from simplan.search.result import SearchExplanation
+from simplan.search.result import OtherSoftware, SearchExplanation
+from simplan.search.space import SoftwareOptions, with_options
 from simplan.search.statistics import MORE, Waiting
 
 _SHARES = ("compute", "recompute", "exposed_communication", "wait", "host", "optimizer")
@@ -19,11 +21,15 @@ _MAX_TRIED = 32  # plans
 _NOTICED = 1e-4  # smallest reported fraction of the step time
 
 
-def explain_plan(job: Job, calibration: Calibration | None) -> SearchExplanation:
-    """Predict a plan, and its step time with 10% more of each resource.
+def explain_plan(
+    job: Job, calibration: Calibration | None, others: Iterable[SoftwareOptions] = (), capacity: int | None = None
+) -> SearchExplanation:
+    """Predict a plan, its step time with 10% more of each resource, and the plan with other software.
 
     Args:
         job: Job with the plan, on the devices that the plan needs.
+        others: Other combinations of the searched options of the software.
+        capacity: Usable device memory, bytes; None if it is unknown.
     """
     prediction = predict(job, calibration=calibration)
     busiest = min(range(len(prediction.splits)), key=lambda rank: (prediction.splits[rank].wait_s, rank))
@@ -40,13 +46,31 @@ def explain_plan(job: Job, calibration: Calibration | None) -> SearchExplanation
         busiest_rank=prediction.memory[busiest].rank,
         shares={name: getattr(split, f"{name}_s") / prediction.step_time_s for name in _SHARES},
         saved=_saved(job, calibration, prediction.step_time_s),
+        other_software=tuple(_with_others(job, calibration, others, capacity)),
     )
 
 
-def more_memory(evaluator: Evaluator, step_time_s: float, nearly: list[Waiting], capacity: int) -> float:
+def _with_others(
+    job: Job, calibration: Calibration | None, others: Iterable[SoftwareOptions], capacity: int | None
+) -> Iterator[OtherSoftware]:
+    """Yield the plan with other software, where that has the plan."""
+    for options in others:
+        other = with_options(job, options)
+        if any(violations(other)):
+            continue
+        size, step_time_s = evaluate_step(other, calibration, whole=True)
+        assert step_time_s is not None
+        fits = capacity is None or size <= capacity
+        yield OtherSoftware(software=dict(options), step_time_s=step_time_s, device_bytes=size, fits=fits)
+
+
+def more_memory(
+    evaluators: Mapping[SoftwareOptions, Evaluator], step_time_s: float, nearly: list[Waiting], capacity: int
+) -> float:
     """Fraction of the step time saved by the fastest plan that fits with 10% more memory.
 
     Args:
+        evaluators: Evaluator by searched options of the software.
         step_time_s: Step time of the best plan that fits.
         nearly: Plans that fit with 10% more memory by their bounds; the 32 with the lowest bounds on time are tried.
         capacity: Usable device memory, bytes.
@@ -55,7 +79,7 @@ def more_memory(evaluator: Evaluator, step_time_s: float, nearly: list[Waiting],
     for waiting in sorted(nearly, key=lambda one: one.step_time_s)[:_MAX_TRIED]:
         if waiting.step_time_s >= least_s:
             break
-        [(_, found_s)] = evaluator.numbers([waiting.plan], int(MORE * capacity))
+        [(_, found_s)] = evaluators[waiting.options].numbers([waiting.plan], int(MORE * capacity))
         least_s = min(least_s, found_s or least_s)
     return 1 - least_s / step_time_s
 

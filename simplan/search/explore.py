@@ -25,8 +25,7 @@ from simplan.search.candidates import Candidates, Column, plan_order
 from simplan.search.enumeration import Enumeration, Mesh
 from simplan.search.evaluate import Evaluator
 from simplan.search.incumbents import Incumbents
-from simplan.search.jobs import capacity_bytes
-from simplan.search.space import SearchSpace
+from simplan.search.space import SearchSpace, SoftwareOptions, capacity_bytes
 from simplan.search.statistics import MORE, ROUNDING, InfeasiblePlan, Statistics, Waiting, rounded
 
 _BATCHES = (2, 4, 8, 16, 32)
@@ -53,15 +52,16 @@ class _Beyond(NamedTuple):
 
 
 class Exploration:
-    """Exploration of the candidates for one number of devices.
+    """Exploration of the candidates for one number of devices and one software.
 
     Args:
-        job: Job on these devices, without the searched plan fields.
+        job: Job on these devices and with these options of the software, without the searched plan fields.
         space: Ranges and limits of the search.
         jobs: Worker processes; see ``Evaluator``.
         incumbents: Best plans, updated; they also prune candidates.
         statistics: Counts, updated. Both are consistent up to the last batch after an interruption.
         on_progress: Called after each batch.
+        options: Searched options of the software, as the job has them.
     """
 
     def __init__(
@@ -73,7 +73,9 @@ class Exploration:
         incumbents: Incumbents,
         statistics: Statistics,
         on_progress: Callable[[], None],
+        options: SoftwareOptions = (),
     ) -> None:
+        self.options = options
         self.job, self.capacity_bytes, self.deadline_s = job, capacity_bytes(job, space), space.max_step_time_s
         self._memory_bytes = job.cluster.device.memory_bytes or 0
         self.enumeration, self.bounds = Enumeration(space, job), Bounds(job, calibration)
@@ -140,7 +142,7 @@ class Exploration:
                     continue
                 left -= 1
                 [(size, _)] = self.evaluator.numbers([one.plan], 0)
-            statistics.missed(InfeasiblePlan(size - capacity, one.order, one.plan, size))
+            statistics.missed(InfeasiblePlan(size - capacity, one.order, one.plan, size, options=self.options))
 
     def _hopeful(self, rows: Sequence[int], cut: list[int]) -> Iterator[int]:
         """Yield rows that are not pruned by the current incumbents; append pruned rows to ``cut``."""
@@ -185,10 +187,11 @@ class Exploration:
                 continue
             step_time_s = rounded(exact_s)
             if deadline_s is not None and step_time_s * ROUNDING > deadline_s:
-                statistics.too_late(InfeasiblePlan(step_time_s - deadline_s, plan_order(plan), plan, size, step_time_s))
+                late_s = step_time_s - deadline_s
+                statistics.too_late(InfeasiblePlan(late_s, plan_order(plan), plan, size, step_time_s, self.options))
             else:
                 statistics.timed += 1
-                self._incumbents.add(plan, size, step_time_s)
+                self._incumbents.add(plan, size, step_time_s, self.options)
 
     def _note_beyond(
         self, table: Candidates, least_bytes: Column, least_s: Floats, outside: NDArray[np.bool_], capacity: int
@@ -210,7 +213,7 @@ class Exploration:
 
     def _waiting(self, plan: ParallelPlan, device_bytes: int, least_s: float) -> Waiting:
         value = self._incumbents.goal.values(plan.num_devices, device_bytes, least_s)[0]
-        return Waiting(value, least_s, plan_order(plan), plan)
+        return Waiting(value, least_s, plan_order(plan), plan, self.options)
 
 
 def first_fit(

@@ -101,7 +101,8 @@ def fixes(
     """Find the smallest changes with which a predicted job fits; of each kind of change, the smallest one that does.
 
     Pairs of changes are shown if no single change is enough, or if they are faster than all that are. Changes on the
-    same devices come before those that take more, and faster ones before slower ones. At most 80 steps are simulated.
+    same devices come before those that take more, and faster ones before slower ones. A fix is left out if another one
+    changes fewer settings, is no slower and needs no more memory. At most 80 steps are simulated.
 
     Args:
         prediction: Prediction of a job that does not fit.
@@ -133,7 +134,18 @@ def fixes(
                     headroom_bytes=capacity - device_bytes,
                 )
             )
-    return _shown(found, top)
+    return _shown([fix for fix in found if not any(_dominates(other, fix) for other in found)], top)
+
+
+def _dominates(other: Fix, fix: Fix) -> bool:
+    """True if another fix of the same task is no slower, needs no more memory or devices, and changes less."""
+    return (
+        len(other.changes) < len(fix.changes)
+        and other.step_time_s <= fix.step_time_s
+        and other.device_bytes <= fix.device_bytes
+        and other.job.cluster.num_devices <= fix.job.cluster.num_devices
+        and other.job.training.task == fix.job.training.task
+    )
 
 
 def _written(value: Any) -> str:

@@ -1,21 +1,96 @@
-"""Incumbents of a search: the best plans and the Pareto front so far."""
+"""Objectives of a search as numbers to minimize, and incumbents: the best plans and the Pareto front so far."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.job import Job
 from simplan.plan.plan import ParallelPlan, Recompute
+from simplan.prediction import training_run
 from simplan.search.candidates import plan_order
-from simplan.search.objective import Goal
+from simplan.search.space import Objective, SearchSpace, SoftwareOptions
 
 NOISE = 1e-3
 """Relative difference of step times within which plans count as equally fast."""
 _RECOMPUTES = get_args(Recompute)  # least recomputation first
 _ALL = float("inf")
 _REGROUP_INTERVAL = 16  # groups are remade once 1 in 16 near plans is new
+
+
+# Each grows with the step time or does not depend on it, so its value at a lower bound of the time is a lower bound.
+# For one batch, throughput per device is the inverse of device-seconds per step.
+_VALUES: Mapping[Objective, Callable[[Any, Any, Any], Any]] = MappingProxyType(
+    {
+        "step_time": lambda num_devices, device_bytes, step_time_s: step_time_s,
+        "tokens_per_s_per_device": lambda num_devices, device_bytes, step_time_s: step_time_s * num_devices,
+        "num_devices": lambda num_devices, device_bytes, step_time_s: 1.0 * num_devices,
+        "memory": lambda num_devices, device_bytes, step_time_s: 1.0 * device_bytes,
+        "cost": lambda num_devices, device_bytes, step_time_s: step_time_s * num_devices,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """Objectives of a search, and the inputs to convert their values to reported units.
+
+    Attributes:
+        objectives: One objective, or the two of a Pareto front.
+        tokens_per_step: Tokens per optimizer step; images for image models.
+        dollars_per_device_hour, token_budget: As in ``SearchSpace``.
+    """
+
+    objectives: tuple[Objective, ...]
+    tokens_per_step: int
+    dollars_per_device_hour: float | None = None
+    token_budget: float | None = None
+
+    @classmethod
+    def of(cls, space: SearchSpace, job: Job) -> Goal:
+        """Make the goal that a space requests."""
+        tokens = 1 if job.model.sample == "image" else job.model.seq_len
+        tokens_per_step = job.training.global_batch_size * tokens
+        return cls(space.goals, tokens_per_step, space.dollars_per_device_hour, space.token_budget)
+
+    def values(self, num_devices: int, device_bytes: int, step_time_s: float) -> tuple[float, ...]:
+        """Values to minimize, one per objective."""
+        return tuple(_VALUES[name](num_devices, device_bytes, step_time_s) for name in self.objectives)
+
+    def first_values(
+        self, num_devices: NDArray[np.int64], device_bytes: NDArray[np.int64], step_time_s: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """``(plans,)`` Values of the first objective."""
+        return np.asarray(_VALUES[self.objectives[0]](num_devices, device_bytes, step_time_s))
+
+    @property
+    def follows_time(self) -> bool:
+        """True if the first objective is proportional to the step time at a fixed number of devices."""
+        return self.objectives[0] in ("step_time", "tokens_per_s_per_device", "cost")
+
+    def tokens_per_s_per_device(self, num_devices: int, step_time_s: float) -> float:
+        """Throughput per device, in tokens (or images) per second."""
+        return self.tokens_per_step / step_time_s / num_devices
+
+    def cost_dollars(self, num_devices: int, step_time_s: float) -> float | None:
+        """Price in dollars of the steps that the token budget needs; None without a price or a budget."""
+        if self.dollars_per_device_hour is None or self.token_budget is None:
+            return None
+        return training_run(
+            self.token_budget,
+            step_time_s,
+            None,
+            tokens_per_step=self.tokens_per_step,
+            num_devices=num_devices,
+            price_per_device_hour=self.dollars_per_device_hour,
+        ).cost
 
 
 class Timed(NamedTuple):
@@ -25,6 +100,7 @@ class Timed(NamedTuple):
         value: Value of the first objective.
         num_devices: Devices that the plan needs.
         device_bytes: Memory of the worst device.
+        options: Searched options of the software.
     """
 
     value: float
@@ -33,10 +109,16 @@ class Timed(NamedTuple):
     device_bytes: int
     order: tuple[Any, ...]
     plan: ParallelPlan
+    options: SoftwareOptions = ()
+
+    @property
+    def key(self) -> tuple[ParallelPlan, SoftwareOptions]:
+        """Identity of the candidate."""
+        return self.plan, self.options
 
 
 class Group(NamedTuple):
-    """Equivalent plans: the same parallel degrees and microbatch size, and step times within 0.1%.
+    """Equivalent plans: the same degrees, microbatch size and software, and step times within 0.1%.
 
     Attributes:
         shown: The simplest plan: fewest stages per rank, then least recomputation, then least memory.
@@ -56,7 +138,7 @@ class Incumbents:
 
     def __init__(self, goal: Goal, top: int) -> None:
         self.goal, self._top = goal, top
-        self._known: dict[ParallelPlan, tuple[int, float]] = {}
+        self._known: dict[tuple[ParallelPlan, SoftwareOptions], tuple[int, float]] = {}
         self._near: list[Timed] = []  # plans that may be in a group, ascending
         self._groups: list[Group] = []
         self._cut: tuple[float, float] | None = None  # largest value and time that may be in a group; None for no limit
@@ -91,18 +173,18 @@ class Incumbents:
         firsts = [min((group.shown, *group.others)) for group in self.groups]
         return list(dict.fromkeys([*self.ranked, *firsts, *self.front]))
 
-    def add(self, plan: ParallelPlan, device_bytes: int, step_time_s: float) -> None:
+    def add(self, plan: ParallelPlan, device_bytes: int, step_time_s: float, options: SoftwareOptions = ()) -> None:
         """Add a plan that fits."""
-        self._known[plan] = device_bytes, step_time_s
+        self._known[plan, options] = device_bytes, step_time_s
         values = self.goal.values(plan.num_devices, device_bytes, step_time_s)
-        timed = Timed(values[0], step_time_s, plan.num_devices, device_bytes, plan_order(plan), plan)
+        timed = Timed(values[0], step_time_s, plan.num_devices, device_bytes, plan_order(plan), plan, options)
         if self._cut is None or timed[:2] <= self._cut:
             insort(self._near, timed)
             self._new += 1
         if len(values) == 2:
             self._pareto(*values, timed)
 
-    def correct(self, plan: ParallelPlan, numbers: tuple[int, float] | None) -> None:
+    def correct(self, plan: ParallelPlan, numbers: tuple[int, float] | None, options: SoftwareOptions = ()) -> None:
         """Replace the numbers of a plan by exact ones, or remove the plan.
 
         Plans that it had displaced are considered again. Candidates pruned by the old numbers must be checked again.
@@ -110,12 +192,12 @@ class Incumbents:
         Args:
             numbers: Exact device bytes and step time in seconds; None removes the plan.
         """
-        del self._known[plan]
+        del self._known[plan, options]
         if numbers is not None:
-            self._known[plan] = numbers
+            self._known[plan, options] = numbers
         self._near, self._groups, self._cut, self._new, self._front = [], [], None, 0, []
-        for other, of_other in list(self._known.items()):
-            self.add(other, *of_other)
+        for (other, its_options), of_other in list(self._known.items()):
+            self.add(other, *of_other, its_options)
 
     def is_hopeless(self, num_devices: int, device_bytes: int, least_time_s: float) -> bool:
         """True if a plan with a step time of at least ``least_time_s`` cannot be kept.
@@ -138,11 +220,11 @@ class Incumbents:
         started: dict[Hashable, list[Timed]] = {}
         groups: list[list[Timed]] = []
         for timed in self._near:
-            group = started.get(_likeness(timed.plan))
+            group = started.get(_likeness(timed))
             if group is None or not self._is_as_good(timed, group[0]):
                 if len(groups) == self._top:
                     continue
-                group = started[_likeness(timed.plan)] = []
+                group = started[_likeness(timed)] = []
                 groups.append(group)
             group.append(timed)
         if len(groups) == self._top:
@@ -177,9 +259,10 @@ class Incumbents:
         self._front[start:end] = [point]
 
 
-def _likeness(plan: ParallelPlan) -> Hashable:
-    """Key of a group: parallel degrees and microbatch size."""
-    return plan.dp, plan.tp, plan.cp, plan.ep, plan.pp, plan.microbatch_size
+def _likeness(timed: Timed) -> Hashable:
+    """Key of a group: parallel degrees, microbatch size and options of the software."""
+    plan = timed.plan
+    return plan.dp, plan.tp, plan.cp, plan.ep, plan.pp, plan.microbatch_size, timed.options
 
 
 def _group(alike: list[Timed]) -> Group:

@@ -16,8 +16,7 @@ from simplan.model.families import FAMILIES
 from simplan.plan.plan import ParallelPlan
 from simplan.search.enumeration import Enumeration
 from simplan.search.explore import first_fit
-from simplan.search.jobs import check_without_plan
-from simplan.search.space import SearchSpace, that_it_has
+from simplan.search.space import SearchSpace, check_without_plan, software_options, that_it_has, with_options
 
 Quantity = Literal["seq_len", "microbatch_size", "num_hidden_layers"]
 QUANTITIES: tuple[str, ...] = ("seq_len", "microbatch_size", "num_hidden_layers")
@@ -39,6 +38,7 @@ class Largest:
             memory grows with the quantity, but the available plans depend on divisors.
         exact: True if all values were tried.
         model_fields: Fields of the model that differ from the job's model.
+        software: Options of the software that the search varies, with which the plan fits.
     """
 
     quantity: str
@@ -48,6 +48,7 @@ class Largest:
     failing: tuple[int, ...]
     exact: bool
     model_fields: Mapping[str, int] = field(default_factory=dict)
+    software: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """JSON document of ``simplan search --largest --json``."""
@@ -66,7 +67,8 @@ def largest(
 
     ``microbatch_size`` tries all sizes of the space, largest first. ``seq_len`` (steps of 1,024 tokens) and
     ``num_hidden_layers`` (steps of 1) double until nothing fits, then refine the gap by eighths down to the step. Each
-    value is a separate search that ends at the first plan that fits.
+    value is a separate search that ends at the first plan that fits. If options of the software are searched, each
+    combination has its own largest value, and the result is the largest of these.
 
     Args:
         on_progress: Called with each value before it is tried.
@@ -80,7 +82,22 @@ def largest(
     if job.cluster.device.memory_bytes is None:
         rule = "does not say how much memory it has, so anything fits"
         raise SpecError(Problem(field="cluster.device", value=job.cluster.device.id, rule=rule))
-    told = on_progress or (lambda _: None)
+    found, reasons = [], []
+    for options in software_options(space):
+        try:
+            one = _largest(with_options(job, options), space, quantity, on_progress or (lambda _: None), calibration)
+        except NoFeasiblePlanError as error:
+            reasons.append(error)
+        else:
+            found.append(replace(one, software=dict(options)))
+    if not found:
+        raise reasons[0]
+    return max(found, key=lambda one: one.value)
+
+
+def _largest(
+    job: Job, space: SearchSpace, quantity: Quantity, told: Callable[[int], None], calibration: Calibration | None
+) -> Largest:
     if quantity == "microbatch_size":
         return _largest_microbatch(job, space, told, calibration)
     return _Growth(job, space, quantity, told, calibration).largest()

@@ -95,7 +95,7 @@ def search_partial_recompute(
             continue
         fitting = _fewest_blocks(job, one, exploration.evaluator, capacity)
         if fitting is not None and fitting[2] <= (space.max_step_time_s or math.inf):
-            incumbents.add(*fitting)
+            incumbents.add(*fitting, exploration.options)
             found += 1
         on_progress()
     return found

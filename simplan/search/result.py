@@ -20,6 +20,33 @@ _SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OtherSoftware:
+    """A plan with other options of the software.
+
+    Attributes:
+        software: Values of the searched options.
+        step_time_s: Step time in seconds, on devices of any memory.
+        device_bytes: Memory that the worst device needs.
+        fits: False if that exceeds the memory limit of plans.
+    """
+
+    software: Mapping[str, Any]
+    step_time_s: float
+    device_bytes: int
+    fits: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the document of ``simplan search --json``."""
+        memory = {"device": self.device_bytes / GIB}
+        return {
+            "software": dict(self.software),
+            "step_time_s": self.step_time_s,
+            "peak_memory_gib": memory,
+            "fits": self.fits,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchExplanation:
     """Bottleneck and sensitivities of a plan.
 
@@ -35,6 +62,7 @@ class SearchExplanation:
             host, optimizer.
         saved: By resource, the fraction of the step time that 10% more of it saves; resources without effect are
             missing.
+        other_software: The plan with each other combination of the searched options of the software that has it.
     """
 
     step_time_interval_s: tuple[float, float]
@@ -47,6 +75,7 @@ class SearchExplanation:
     busiest_rank: int
     shares: Mapping[str, float]
     saved: Mapping[str, float]
+    other_software: tuple[OtherSoftware, ...] = ()
 
     @property
     def limit(self) -> str:
@@ -77,6 +106,7 @@ class RankedPlan:
     """A plan that fits, with its memory, step time and throughput.
 
     Attributes:
+        software: Options of the software that the search varies, such as ``{"compiled": True}``.
         num_devices: Devices that the plan needs.
         step_time_s: Seconds of one optimizer step.
         device_bytes: Device memory of the worst rank.
@@ -96,6 +126,7 @@ class RankedPlan:
     cost_dollars: float | None = None
     explanation: SearchExplanation | None = None
     alike: EquivalentPlans = EquivalentPlans()
+    software: Mapping[str, Any] = field(default_factory=dict)
 
     def main_difference(self, best: RankedPlan) -> tuple[str, float] | None:
         """Category of the step breakdown with most of the time by which the step is longer than the best plan's.
@@ -116,6 +147,7 @@ class RankedPlan:
         memory = {"device": self.device_bytes / GIB}
         document: dict[str, Any] = {
             "plan": self.plan.model_dump(mode="json"),
+            "software": dict(self.software),
             "num_devices": self.num_devices,
             "step_time_s": self.step_time_s,
             "peak_memory_gib": memory,
@@ -138,6 +170,7 @@ class RankedPlan:
                 "limit": why.limit,
                 "saved_by_10_percent_more": dict(why.saved),
                 "help": why.help,
+                "other_software": [other.to_json() for other in why.other_software],
             }
         return document
 
@@ -173,6 +206,7 @@ class NearestMiss:
     """A plan that violates no rule, but exceeds the memory or the deadline.
 
     Attributes:
+        software: Options of the software that the search varies.
         num_devices: Devices that the plan needs.
         device_bytes: Memory that the worst device needs.
         lacking_bytes: Bytes over the usable memory; None if the plan fits.
@@ -186,11 +220,13 @@ class NearestMiss:
     lacking_bytes: int | None = None
     step_time_s: float | None = None
     lacking_s: float | None = None
+    software: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As in the document of ``simplan search --json``."""
         return {
             "plan": self.plan.model_dump(mode="json"),
+            "software": dict(self.software),
             "num_devices": self.num_devices,
             "peak_memory_gib": {"device": self.device_bytes / GIB},
             "lacking_gib": None if self.lacking_bytes is None else self.lacking_bytes / GIB,
@@ -209,12 +245,14 @@ class RequestChange:
             ``plan.offload_optimizer``.
         words: The change as a phrase for reports.
         plan: A plan that is feasible after the change.
+        software: Options of the software that the search varies, with which it is.
     """
 
     what: str
     value: float | str
     words: str
     plan: ParallelPlan
+    software: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -230,6 +268,7 @@ class SearchResult:
             slow.
         changes: Changes that make a plan feasible; empty if a plan was found.
         interrupted: True if the search was stopped: ranking and counts then cover only the evaluated candidates.
+        unsearched: Axes with one value by default of which the job has plans with others, and values to search.
         unit: Unit of throughput: ``tokens`` or ``images``.
         links: ``ClusterSpec.links`` of the job; a plan of fewer devices may lack one.
         assumptions: Sentences about values that were not given.
@@ -244,6 +283,7 @@ class SearchResult:
     nearest_misses: tuple[NearestMiss, ...] = ()
     changes: tuple[RequestChange, ...] = ()
     interrupted: bool = False
+    unsearched: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     inputs: Mapping[str, Any] = field(default_factory=dict)
     unit: str = "tokens"
     links: Mapping[str, Any] = field(default_factory=dict)
@@ -278,6 +318,7 @@ class SearchResult:
                 "rank": rank or None,
                 "on_front": plan in self.pareto,
                 **plan.plan.model_dump(mode="json"),
+                **plan.software,
                 "num_devices": plan.num_devices,
                 "step_time_s": plan.step_time_s,
                 "device_gib": plan.device_bytes / GIB,
@@ -312,4 +353,5 @@ class SearchResult:
             "nearest_misses": [miss.to_json() for miss in self.nearest_misses],
             "changes": to_jsonable_python(self.changes),
             "interrupted": self.interrupted,
+            "unsearched": {name: list(values) for name, values in self.unsearched.items()},
         }

@@ -1,15 +1,19 @@
-"""Search space: the section ``search:`` of a scenario."""
+"""Search space: the section ``search:`` of a scenario, and what a job must satisfy to be searched."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
 from simplan.base import Count, Positive, Spec
-from simplan.errors import NotModelledError, Problem
-from simplan.plan.plan import Recompute, RecomputeModule
+from simplan.errors import NotModelledError, Problem, SpecError
+from simplan.job import Job
+from simplan.plan.plan import ParallelPlan, Recompute, RecomputeModule
 from simplan.problems import render_value
+from simplan.rules import RULES, check_job
 from simplan.software.software import SoftwareSpec
 from simplan.wording import either
 
@@ -47,6 +51,7 @@ class SearchSpace(Spec):
             attention core.
         tp, cp, cp_comm, ep, pp, virtual_stages, schedule, dp_replicate, dp_shard, zero_stage, reshard_after_forward,
             sequence_parallel, microbatch_size, recompute, grad_sync: Ranges of the plan's keys of the same names.
+        compiled: Values of ``software.compiled`` to compare; by default the job's own.
     """
 
     objective: Objective = "step_time"
@@ -75,6 +80,7 @@ class SearchSpace(Spec):
     recompute: tuple[Recompute, ...] | None = None
     recompute_modules: _Modules | None = None
     grad_sync: tuple[Literal["step", "microbatch"], ...] | None = None
+    compiled: Annotated[tuple[bool, ...], Field(min_length=1)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -84,7 +90,11 @@ class SearchSpace(Spec):
             return data
 
         def listed(key: str, value: Any) -> Any:
-            if key not in (*RANGES, "num_devices", "objectives") or value is None or isinstance(value, dict):
+            if (
+                key not in (*RANGES, *SOFTWARE_RANGES, "num_devices", "objectives")
+                or value is None
+                or isinstance(value, dict)
+            ):
                 return value
             values = tuple(value) if isinstance(value, list | tuple) else (value,)
             if key != "recompute_modules":
@@ -122,6 +132,24 @@ RANGES = (
 )  # fmt: skip
 """Plan fields that a search varies."""
 
+SOFTWARE_RANGES = ("compiled",)
+"""Options of the software that a search varies on request."""
+
+SoftwareOptions = tuple[tuple[str, Any], ...]
+"""Names and values of the searched options of one candidate; empty where no option is searched."""
+
+
+def software_options(space: SearchSpace) -> list[SoftwareOptions]:
+    """Combinations of the searched options of the software; one empty combination if none is searched."""
+    asked = {name: getattr(space, name) for name in SOFTWARE_RANGES}
+    ranges = [[(name, value) for value in dict.fromkeys(values)] for name, values in asked.items() if values]
+    return list(product(*ranges))
+
+
+def with_options(job: Job, options: SoftwareOptions) -> Job:
+    """Copy of a job with other options of its software."""
+    return job.with_changes({f"software.{name}": value for name, value in options}) if options else job
+
 
 def that_it_has(software: SoftwareSpec, space: SearchSpace) -> SearchSpace:
     """Restrict the default ranges of a space to values that the software supports.
@@ -134,7 +162,9 @@ def that_it_has(software: SoftwareSpec, space: SearchSpace) -> SearchSpace:
         allowed["cp"] = (1,)
     if not software.sequence_parallelism:
         allowed["sequence_parallel"] = (False,)
-    problems, ranges = [], {}
+    options = [name for name in SOFTWARE_RANGES if getattr(space, name) is not None]
+    problems = [_unknown_option(software, space, name) for name in options if name not in software.options]
+    ranges = {}
     for field, values in allowed.items():
         asked = getattr(space, field)
         if any(value not in values for value in asked or ()):
@@ -149,8 +179,58 @@ def that_it_has(software: SoftwareSpec, space: SearchSpace) -> SearchSpace:
     return space.model_copy(update=ranges) if ranges else space
 
 
+def _unknown_option(software: SoftwareSpec, space: SearchSpace, name: str) -> Problem:
+    known = f"its options are {', '.join(software.options)}" if software.options else "it has no options"
+    value, rule = render_value(list(getattr(space, name))), f"is no option of {software.id}"
+    return Problem(field=f"search.{name}", value=value, rule=rule, fix=f"{known}; remove it")
+
+
 def given_ranges(software: SoftwareSpec, space: SearchSpace) -> tuple[str, ...]:
     """Names of the ranges that the user set and that differ from the software's own restrictions."""
     whole = that_it_has(software, space.model_copy(update=dict.fromkeys(RANGES)))
     ranges = ((name, getattr(space, name), getattr(whole, name)) for name in RANGES)
     return tuple(name for name, given, restricted in ranges if given is not None and given != restricted)
+
+
+_OF_MODULES = [rule for rule in RULES if rule.name.startswith("recompute_modules_")]
+
+
+def check_without_plan(job: Job, space: SearchSpace) -> None:
+    """Raise errors of a job that no plan of a space can fix.
+
+    Args:
+        job: The job; its plan is ignored.
+
+    Raises:
+        SpecError: The job is invalid for every plan; lists all problems.
+        NotModelledError: The software cannot recompute a module of ``search.recompute_modules`` on its own.
+    """
+    plan = ParallelPlan(dp_replicate=job.cluster.num_devices)
+    try:
+        check_job(job.with_plan(plan))
+    except SpecError as error:
+        lasting = [p for p in error.problems if p.field.split(".")[0] != "plan" and "batch" not in p.field]
+        if lasting:
+            raise type(error)(lasting) from None
+    _check_modules(job, space)
+
+
+def _check_modules(job: Job, space: SearchSpace) -> None:
+    """Check ``search.recompute_modules``, which does not depend on parallel degrees."""
+    if space.recompute_modules and space.recompute is not None and "selective" not in space.recompute:
+        value = render_value([list(modules) for modules in space.recompute_modules])
+        asked = render_value(list(space.recompute))
+        rule = f"lists modules for selective recomputation, and search.recompute = {asked} does not include it"
+        fix = "add selective to it, or remove this"
+        raise SpecError(Problem(field="search.recompute_modules", value=value, rule=rule, fix=fix))
+    for modules in space.recompute_modules or ():
+        try:
+            check_job(job.with_plan(ParallelPlan(recompute="selective", recompute_modules=modules)), _OF_MODULES)
+        except SpecError as error:
+            raise type(error)([replace(each, field="search.recompute_modules") for each in error.problems]) from None
+
+
+def capacity_bytes(job: Job, space: SearchSpace) -> int | None:
+    """Usable device memory in bytes; None if the device memory is unknown."""
+    memory_bytes = job.cluster.device.memory_bytes
+    return None if memory_bytes is None else int(memory_bytes * space.max_memory_fraction)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from simplan.plan.plan import ParallelPlan
+from simplan.search.space import SoftwareOptions
 
 MORE = 1.1
 """Factor by which a resource is increased to find its effect; a plan that fits with 10% more memory nearly fits."""
@@ -25,6 +26,7 @@ class InfeasiblePlan(NamedTuple):
         lacking: Bytes over the memory limit; for plans that fit, seconds over the deadline.
         device_bytes: Memory that the worst device needs.
         step_time_s: Step time in seconds; None if the plan does not fit.
+        options: Searched options of the software.
     """
 
     lacking: float
@@ -32,6 +34,7 @@ class InfeasiblePlan(NamedTuple):
     plan: ParallelPlan
     device_bytes: int
     step_time_s: float | None = None
+    options: SoftwareOptions = ()
 
 
 class Waiting(NamedTuple):
@@ -40,12 +43,14 @@ class Waiting(NamedTuple):
     Attributes:
         value: Lower bound on the first objective.
         step_time_s: Lower bound on the step time.
+        options: Searched options of the software.
     """
 
     value: float
     step_time_s: float
     order: tuple[Any, ...]
     plan: ParallelPlan
+    options: SoftwareOptions = ()
 
 
 @dataclass(slots=True)

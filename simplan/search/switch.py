@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.prediction import Prediction
+from simplan.search.space import SOFTWARE_RANGES
 
 RIGHT_ORDER = ((0.02, 0.56, 41), (0.05, 0.80, 84), (0.10, 0.80, 89), (0.20, 0.84, 88), (math.inf, 0.90, 139))
 """Upper end of the relative difference of two predicted step times, fraction of published pairs of plans that were
@@ -106,7 +108,15 @@ def switching_costs(before: ParallelPlan, after: ParallelPlan) -> tuple[str, ...
     return (checkpoint, sums)
 
 
-def changed_keys(before: ParallelPlan, after: ParallelPlan) -> tuple[ChangedSetting, ...]:
-    """Fields of the plan that differ, as settings of a scenario."""
-    pairs = ((name, getattr(before, name), getattr(after, name)) for name in type(before).model_fields)
-    return tuple(ChangedSetting(f"plan.{name}", old, new) for name, old, new in pairs if old != new)
+def changed_keys(before: Job, after: Job) -> tuple[ChangedSetting, ...]:
+    """Fields of the plan and searched options of the software that differ, as settings of a scenario."""
+    old_plan, new_plan = before.plan, after.plan
+    pairs = ((name, getattr(old_plan, name), getattr(new_plan, name)) for name in type(old_plan).model_fields)
+    of_plan = tuple(ChangedSetting(f"plan.{name}", old, new) for name, old, new in pairs if old != new)
+    return of_plan + changed_options(before, after)
+
+
+def changed_options(before: Job, after: Job) -> tuple[ChangedSetting, ...]:
+    """Searched options of the software that differ, as settings of a scenario."""
+    pairs = ((name, getattr(before.software, name), getattr(after.software, name)) for name in SOFTWARE_RANGES)
+    return tuple(ChangedSetting(f"software.{name}", old, new) for name, old, new in pairs if old != new)

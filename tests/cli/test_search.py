@@ -104,6 +104,18 @@ def test_another_ranked_plan_is_saved(simplan: Simplan, file: Path, tmp_path: Pa
     assert yaml.safe_load(saved)["name"] == "small-2"
 
 
+def test_a_plan_is_saved_with_its_software(simplan: Simplan, file: Path, tmp_path: Path) -> None:
+    file.write_text(SCENARIO.replace("search: {", "search: {compiled: [false, true], "))
+    result = simplan("search", file, "--save-plan", "plan.yaml")
+    assert "microbatch size 2, compiled true\n" in result.stdout
+    assert "\n  instead      compiled false: step time " in result.stdout
+    best = json.loads(simplan("search", file, "--json").stdout)["best"]
+    assert best["software"] == {"compiled": True}
+    saved = json.loads(simplan("predict", "plan.yaml", "--json").stdout)
+    assert saved["step_time_s"] == pytest.approx(best["step_time_s"], rel=1e-9)
+    assert yaml.safe_load((tmp_path / "plan.yaml").read_text())["software"] == {"preset": "torch", "compiled": True}
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -216,6 +228,11 @@ def test_the_longest_sequence_is_saved_with_its_positions(simplan: Simplan, file
             "{zero_stage: [1, 2]}\nsoftware: megatron-core",
             "has zero_stage 0 or 1 only, as far as it is modeled; write [1]",
         ),
+        (
+            "{compiled: [true, false]}\nsoftware: megatron-core",
+            "search.compiled = [true, false]: is no option of megatron-core; its options are expert_dispatch, ",
+        ),
+        ("{compiled: []}", "search.compiled = []: must not be empty"),
         ("{stage_layers: [3]}", "write plan.stage_layers in the scenario that --save-plan writes, as a search "),
         ("{recompute_layers: 3}", "search.recompute_layers = 3: is not a known choice; known: all, least"),
         ("{objective: cost}", "give dollars_per_device_hour and token_budget"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from simplan import catalog
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
+from simplan.predict import predict
 from simplan.search import SearchProgress, SearchResult, SearchSpace, evaluate, search
 from simplan.search.evaluate import Evaluator
 from simplan.units import MIB
@@ -236,3 +238,38 @@ def test_software_without_a_zero_stage_is_searched_without_it() -> None:
         asked_for(software="megatron-core"), SearchSpace(microbatch_size=(1,), recompute=("none",)), explain=False
     )
     assert {ranked.plan.zero_stage for ranked in result.ranked} <= {0, 1}
+
+
+@pytest.mark.parametrize(("software", "capacity"), [("torch", 1085), ("torchtitan", 1085)])
+def test_compiled_is_an_axis(software: str, capacity: int) -> None:
+    """The best plans over both values are those of ``predict``; of both, some fit and some do not."""
+    job = asked_for(4, software, capacity * MIB)
+    space = SearchSpace.model_validate({**SPACE, "schedule": ("1f1b", "zb-h1"), "zero_stage": job.software.zero_stages})
+    rows = [
+        (row, compiled)
+        for compiled in (False, True)
+        for row in shown(sorted(fitting(_blocks(job, compiled=compiled), space), key=lambda row: row[2]))
+    ]
+    wanted = sorted(rows, key=lambda row: (row[0][2], row[0][1]))
+    assert {compiled for _, compiled in wanted[:12]} == {False, True}
+    for compiled in (False, True):
+        assert any(size > capacity * MIB for _, size, _ in every_plan(_blocks(job, compiled=compiled), space))
+    both = space.model_copy(update={"compiled": (True, False), "top": 12})
+    result = search(job, both, explain=False)
+    assert [(one.step_time_s, one.software["compiled"], one.alike.num_plans) for one in result.ranked] == [
+        (seconds, compiled, others) for (_, _, seconds, others), compiled in wanted[:12]
+    ]
+    assert counts_add_up(result)
+    assert result.space.bounded > 0
+    alone = search(_blocks(job, compiled=True), space, explain=False)
+    assert search(job, space.model_copy(update={"compiled": (True,)}), explain=False).space == alone.space
+    best = search(job, both.model_copy(update={"top": 1})).ranked[0]
+    assert best.explanation is not None
+    [other] = best.explanation.other_software
+    assert other.software == {"compiled": not best.software["compiled"]}
+    alone_s = predict(_blocks(job, **other.software).with_plan(best.plan)).step_time_s
+    assert other.step_time_s == pytest.approx(alone_s, rel=1e-12)
+
+
+def _blocks(job: Job, *, compiled: bool) -> Job:
+    return replace(job, software=job.software.model_copy(update={"compiled": compiled}))

@@ -49,6 +49,13 @@ def test_every_fix_fits_as_written(job: Job) -> None:
         assert fix.step_time_change == pytest.approx(after.step_time_s / before.step_time_s - 1)
     same = [fix.step_time_s for fix in found if not fix.more_devices and fix.job.training == job.training]
     assert same == sorted(same)
+    rows = [
+        (fix.job.training.task, fix.job.cluster.num_devices, len(fix.changes), fix.step_time_s, fix.device_bytes)
+        for fix in found
+    ]
+    for task, *row in rows:
+        better = [other for same_task, *other in rows if same_task == task and other[1] < row[1]]
+        assert not any(all(a <= b for a, b in zip(other, row, strict=True)) for other in better), "no row is dominated"
 
 
 def test_no_fix_of_the_mesh_is_faster_than_the_best_plan_of_an_exact_search() -> None:

@@ -8,8 +8,7 @@ import pytest
 
 from simplan.plan.plan import ParallelPlan
 from simplan.search.candidates import plan_order
-from simplan.search.incumbents import NOISE, Incumbents, Timed
-from simplan.search.objective import Goal
+from simplan.search.incumbents import NOISE, Goal, Incumbents, Timed
 from simplan.search.space import Objective
 from tests.search.jobs import plain_plan
 

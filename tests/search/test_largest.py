@@ -61,6 +61,17 @@ def test_the_largest_microbatch() -> None:
     assert found.exact
 
 
+def test_the_largest_of_both_kinds_of_blocks() -> None:
+    space = SPACE.model_copy(update={"microbatch_size": (1,)})
+    alone = {
+        compiled: largest(ASKED.with_changes({"software.compiled": compiled}), space, "num_hidden_layers").value
+        for compiled in (False, True)
+    }
+    assert alone[False] < alone[True]
+    found = largest(ASKED, space.model_copy(update={"compiled": (False, True)}), "num_hidden_layers")
+    assert (found.value, found.software) == (alone[True], {"compiled": True})
+
+
 def test_nothing_fits_or_there_is_no_such_thing() -> None:
     tiny = small_job(num_devices=2, memory_bytes=1000)
     for quantity in ("seq_len", "microbatch_size", "num_hidden_layers"):

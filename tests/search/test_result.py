@@ -35,6 +35,33 @@ def test_a_result_goes_into_pandas_and_json() -> None:
     assert space["total"] == sum(space["rejected"].values()) + space["bounded"] + space["timed"]
 
 
+@pytest.mark.parametrize(
+    ("family", "software", "given", "axes"),
+    [
+        ("llama", "torch", {}, {"cp", "compiled"}),
+        ("llama", "torch", {"cp": [1], "compiled": [True]}, set()),
+        ("llama", "megatron-core", {}, {"cp"}),
+        ("llama", "megatron-lm-2021", {}, set()),
+        ("moe", "megatron-core", {}, {"tp", "cp"}),
+        ("resnet", "torch", {}, {"compiled"}),
+    ],
+)
+def test_axes_left_out_are_named(family: str, software: str, given: dict[str, Any], axes: set[str]) -> None:
+    """Each of them, added as the result says, gives plans that the search did not have."""
+    job = small_job(family, software=software, precision="fp32" if family == "resnet" else "bf16")
+    few = {"microbatch_size": 1, "recompute": "none", "pp": 1, "top": 1000}
+    space = parse_model(SearchSpace, {**few, **given})
+    found = search(job, space, explain=False)
+    assert set(found.unsearched) == axes
+    for axis, values in found.unsearched.items():
+        wider = search(job, space.model_copy(update={axis: values}), explain=False)
+        of_axis = {one.software.get(axis, getattr(one.plan, axis, None)) for one in wider.ranked}
+        assert of_axis == set(values)
+        assert axis not in wider.unsearched
+    long = small_job(seq_len=32_768)
+    assert "cp" not in search(long, space, explain=False).unsearched, "searched from this length on"
+
+
 def test_a_stopped_search_gives_the_best_so_far() -> None:
     def stop(progress: SearchProgress) -> None:
         if progress.best_step_time_s is not None:

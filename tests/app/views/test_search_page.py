@@ -17,6 +17,7 @@ from app.figures.plans import AXES, COLOURS
 from app.jobs.job import BackgroundJob, Jobs, State, searches
 from app.jobs.messages import TaskRequest, Update
 from app.jobs.tasks import search_plans
+from app.pinned_plans import PinnedPlan
 from simplan.plan.plan import ParallelPlan
 from simplan.scenario import parse_scenario
 from simplan.search.result import NearestMiss
@@ -81,6 +82,25 @@ def test_plans_are_found_filtered_pinned_and_compared() -> None:
     assert page.session_state["simplan document"]["plan"] == pinned
 
 
+def test_compiled_plans_are_searched_pinned_and_opened() -> None:
+    page = button(opened({"compiled": True}), "Search").click().run(timeout=240)
+    assert complaints(page) == []
+    assert set(page.dataframe[0].value["compiled"]) == {"true"}, "faster, and it needs less memory"
+    assert any("With compiled false" in markdown.value for markdown in page.markdown)
+    button(page, "Pin").click().run()
+    [pinned] = page.session_state["simplan view"]["pins"]
+    assert pinned["software"] == {"compiled": True}
+    others = [{**pinned, "software": software} for software in ({"compiled": False}, {"tp": 2}, {"compiled": 2}, 3)]
+    again = opened({"pins": [pinned, *others]})
+    assert complaints(again) == []
+    unpin = [each.label for each in again.button if each.help == "Unpin"]
+    assert [label.rpartition(", ")[2] for label in unpin[:2]] == ["compiled true", "compiled false"]
+    assert len(unpin) == 3, "what a search does not vary is ignored, and wrong values are no pins"
+    button(page, "Open as the plan").click().run()
+    assert complaints(page) == []
+    assert page.session_state["simplan document"]["software"] == {"preset": "torch", "compiled": True}
+
+
 def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     section = {"objectives": ["step_time", "memory"], "top": 3}
     text = yaml.safe_dump({**{key: TINY[key] for key in TINY if key != "plan"}, "search": section})
@@ -116,7 +136,7 @@ def test_the_ranking_is_final_before_its_plans_are_explained(monkeypatch: pytest
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_is_taken_away_is_the_plan(plan: ParallelPlan) -> None:
-    document = pinned_plans.with_plan({**TINY, "cluster": {"preset": "dgx-h100", "num_nodes": 1}}, plan)
+    document = pinned_plans.with_plan({**TINY, "cluster": {"preset": "dgx-h100", "num_nodes": 1}}, PinnedPlan(plan))
     assert parse_scenario(yaml.safe_dump(document)).job.plan == plan
 
 
