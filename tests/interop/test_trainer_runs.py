@@ -13,7 +13,7 @@ import yaml
 
 from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
-from simplan.interop.formats import formats
+from simplan.interop.formats import changed_settings, formats
 from simplan.interop.frameworks.hugging_face.models import config_of, preset_of
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.job import Job
@@ -146,7 +146,11 @@ def test_job_survives_export(name: str, tmp_path: Path) -> None:
         ("accelerate", {"plan.tp": 2}, "plan.tp"),
         ("accelerate", {"plan.recompute": "selective_layer"}, "plan.recompute"),
         ("accelerate", {"plan.zero_stage": 2, "software": "torch"}, "software"),
-        ("deepspeed", {"plan.tp": 2, "software": "deepspeed"}, "plan.tp"),
+        (
+            "deepspeed",
+            {"plan.zero_stage": 3, "plan.dp_shard": 4, "plan.dp_replicate": 2, "software": "deepspeed"},
+            "dp",
+        ),
         ("deepspeed", {}, "software"),
     ],
 )
@@ -156,6 +160,84 @@ def test_job_that_target_cannot_express_is_refused(target: str, overrides: dict[
     with pytest.raises(NotModelledError, match="cannot be said in") as error:
         export(job, target)
     assert field in str(error.value)
+
+
+SHARDED = {
+    "FSDP1, full": ({"fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD"}, {"zero_stage": 3, "dp_shard": 16}),
+    "FSDP1, by number": ({"fsdp_sharding_strategy": 2}, {"zero_stage": 2, "dp_shard": 16}),
+    "FSDP1, old name": ({"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}, {"zero_stage": 2, "dp_shard": 16}),
+    "FSDP1, within nodes": (
+        {"fsdp_sharding_strategy": "HYBRID_SHARD"},
+        {"zero_stage": 3, "dp_shard": 8, "dp_replicate": 2},
+    ),
+    "FSDP1, nothing": ({"fsdp_sharding_strategy": "NO_SHARD"}, {"zero_stage": 0, "dp_replicate": 16}),
+    "FSDP2": ({"fsdp_version": 2}, {"zero_stage": 3, "reshard_after_forward": True, "dp_shard": 16}),
+    "FSDP2, kept": (
+        {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_sharding_strategy": "FULL_SHARD"},
+        {"zero_stage": 2, "dp_shard": 16},
+    ),
+    "recomputed": ({"fsdp_version": 2, "fsdp_activation_checkpointing": True}, {"recompute": "full"}),
+    "on the host": ({"fsdp_version": 2, "fsdp_offload_params": True}, {"offload_optimizer": True}),
+}
+"""Accelerate 1.15, ``utils/dataclasses.py``, FullyShardedDataParallelPlugin; two nodes of 8."""
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_fsdp_strategy_is_its_plan(name: str, tmp_path: Path) -> None:
+    settings, expected = SHARDED[name]
+    path = tmp_path / "fsdp.yaml"
+    launch = {"distributed_type": "FSDP", "num_machines": 2, "num_processes": 16, "mixed_precision": "bf16"}
+    path.write_text(yaml.safe_dump({**launch, "fsdp_config": settings}), encoding="utf-8")
+    add = {"cluster.preset": "dgx-h100", "model.preset": "llama3-8b", "model.seq_len": 512, "plan.microbatch_size": 1}
+    plan = scenario_from(path, {**add, "num_microbatches": 1}).job.plan
+    assert {key: getattr(plan, key) for key in expected} == expected
+
+
+def test_change_of_a_script_is_in_its_words(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(
+        "torchrun --nproc_per_node 8 train.py --model_name_or_path meta-llama/Llama-3.1-8B --bf16 \\\n"
+        "  --fsdp 'full_shard auto_wrap' --gradient_checkpointing true --block_size 2048 \\\n"
+        "  --per_device_train_batch_size 2 --gradient_accumulation_steps 2\n",
+        encoding="utf-8",
+    )
+    source = read_source(path, {"cluster.preset": "dgx-h100"})
+    assert source.configuration is not None
+    before = source.scenario().job
+    after = before.with_plan(before.plan.with_changes(recompute="none", microbatch_size=1, grad_sync="step"))
+    changes = {
+        change.key: (change.before, change.after, change.line)
+        for change in changed_settings(source.configuration, before, after)
+    }
+    assert changes == {
+        "--gradient_checkpointing": (True, False, 2),
+        "--per_device_train_batch_size": (2, 1, 3),
+        "--gradient_accumulation_steps": (2, 4, 3),
+    }
+
+
+@pytest.mark.parametrize(
+    ("command", "asked"),
+    [
+        ("accelerate launch train.py --per_device_train_batch_size 1 --bf16", "does not say what ranks shard"),
+        (
+            "deepspeed train.py --deepspeed ds.json --per_device_train_batch_size 1",
+            "names the DeepSpeed configuration ds",
+        ),
+        ("torchrun train.py --deepspeed $FILE --per_device_train_batch_size 1", "file of DeepSpeed's configuration"),
+        ("python train.py --per_device_train_batch_size $SIZE --bf16", "how many sequences a microbatch has"),
+        ("torchrun train.py --model_name_or_path a/b --per_device_train_batch_size 1", "names the model a/b"),
+        ("torchrun train.py --use_lora --per_device_train_batch_size 1", "adapters of a rank that it does not say"),
+    ],
+)
+def test_what_a_script_does_not_say_is_asked_for(command: str, asked: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(command + "\n", encoding="utf-8")
+    with pytest.raises(SpecError) as error:
+        scenario_from(path)
+    sentences = [problem.sentence() for problem in error.value.problems]
+    assert [sentence for sentence in sentences if asked in sentence]
+    assert [sentence for sentence in sentences if "add --seq-len 4096" in sentence]
 
 
 def test_exported_files_are_those_of_the_frameworks(tmp_path: Path) -> None:
