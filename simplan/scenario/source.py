@@ -357,7 +357,7 @@ def _read(
     text = read_text(path, MAX_YAML_BYTES)
     configuration = read_configuration(ConfigFile(path, text), framework)
     if configuration is not None:
-        name = {"name": path.resolve().stem}
+        name = {"name": path.stem}
         named = Document(name | configuration.document.data, configuration.document.lines)
         return named, str(path), False, configuration
     document = parse_yaml(text, str(path))

@@ -217,6 +217,24 @@ def test_change_of_a_script_is_in_its_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 8", {"zero_stage": 3, "dp_shard": 8}),
+        ("accelerate launch --use_deepspeed --zero_stage 1 --num_processes=4", {"zero_stage": 1, "dp_shard": 4}),
+        ("accelerate launch --multi_gpu --num_processes 16 --num_machines 2", {"zero_stage": 0, "dp_replicate": 16}),
+        ("torchrun --nnodes 2 --nproc-per-node 4", {"zero_stage": 0, "dp_replicate": 8}),
+        ("deepspeed --include localhost:0,1@other:0,1", {"zero_stage": 0, "dp_replicate": 4}),
+        ("python", {"dp_replicate": 1, "dp_shard": 1}),
+    ],
+)
+def test_options_of_a_launcher_are_its_plan(options: str, expected: dict[str, int], tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f"{options} train.py --model_name_or_path gpt2 --block_size 512 --bf16\n", encoding="utf-8")
+    plan = scenario_from(path, {"cluster.preset": "dgx-h100"}).job.plan
+    assert {key: getattr(plan, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
     ("command", "asked"),
     [
         ("accelerate launch train.py --per_device_train_batch_size 1 --bf16", "does not say what ranks shard"),

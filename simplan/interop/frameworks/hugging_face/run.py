@@ -141,7 +141,8 @@ class Run:
         options = self.fsdp_options()
         if kind == "FSDP" or self.accelerate.is_true("use_fsdp") or (options and "no_shard" not in options):
             return "fsdp"
-        return "ddp" if kind or self.names_launcher or options or self.num_devices == 1 else ""
+        is_launched = kind or self.names_launcher or self.accelerate.is_true("multi_gpu")
+        return "ddp" if is_launched or options or self.num_devices == 1 else ""
 
     def fsdp_options(self) -> list[str]:
         """Words of the argument ``fsdp``: ``full_shard``, ``auto_wrap``, ``offload``; or ``true``."""

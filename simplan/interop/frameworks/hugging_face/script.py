@@ -93,7 +93,10 @@ def options_of(launch: Launch) -> list[tuple[str, Setting]]:
     """Options of the launcher by their names, with the launcher before the option in the reading."""
     name = launch.launchers[-1] if launch.launchers else "launcher"
     return [
-        (option.key.lstrip("-").replace("-", "_"), Setting(f"{name} {option.key}", option.value, option.line))
+        (
+            option.key.lstrip("-").replace("-", "_"),
+            Setting(f"{name} {option.key}", True if option.value == "" else option.value, option.line),
+        )
         for option in launch.options
     ]
 
