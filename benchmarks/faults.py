@@ -48,6 +48,9 @@ _HEAD = """\
 `make faults` breaks real runs of two CPU ranks and writes this page. Time is from the fault to the end of the
 command. "Nothing runs on" means that no process of the run was left.
 
+If the launcher of the ranks is killed, `simplan run` writes the measurement from the ranks' files. On several nodes it
+writes none then: the files of each node's ranks (`rank*.steps.jsonl`) stay in its output folder.
+
 """
 
 
@@ -128,10 +131,9 @@ class Bench:
 
     def end(self, run: Run, since_s: float | None) -> Ended:
         """Waits for its end."""
-        out, err = run.process.communicate(timeout=_PATIENCE_S)
+        _, err = run.process.communicate(timeout=_PATIENCE_S)
         seconds = None if since_s is None else time.monotonic() - since_s
         lines = [line for line in err.splitlines() if line.startswith(("error:", "note:"))] or err.splitlines()[-1:]
-        lines += [line.strip() for line in out.splitlines() if "slow" in line]
         return Ended(run.process.returncode, seconds, " ".join(map(self._shorter, lines)), self._left(run))
 
     def _shorter(self, line: str) -> str:
@@ -204,12 +206,13 @@ def _starve_rank(bench: Bench) -> Ended:
 
 
 def _slow_rank(bench: Bench) -> Ended:
-    """Stopped for four of five milliseconds, a rank computes at a fifth of its speed; the other one has equal work."""
-    run = bench.start("--steps", "30", "--warmup", "2", scenario=_SCENARIO.replace(_PLAN, "plan: {dp_replicate: 2}"))
+    """Stopped for four fifths of the time, a rank computes at a fifth of its speed; the other one has equal work."""
+    larger = _SCENARIO.replace("hidden_size: 64", "hidden_size: 128").replace("seq_len: 32", "seq_len: 128")
+    run = bench.start("--steps", "30", "--warmup", "2", scenario=larger.replace(_PLAN, "plan: {dp_replicate: 2}"))
     try:
         pid = run.rank_pid(1)
         while run.process.poll() is None:
-            for number, pause_s in ((signal.SIGSTOP, 0.004), (signal.SIGCONT, 0.001)):
+            for number, pause_s in ((signal.SIGSTOP, 0.04), (signal.SIGCONT, 0.01)):
                 try:
                     os.kill(pid, number)
                 except ProcessLookupError:
@@ -416,10 +419,11 @@ def main(names: list[str]) -> None:
             print(row, flush=True)
             rows.append(row)
     if not names:
-        where = (
+        machine = (
             f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
         )
-        when = f"Made on {datetime.now(UTC):%Y-%m-%d} by simplan {simplan.__version__}, {where}.\n\n"
+        when = f"Made on {datetime.now(UTC):%Y-%m-%d} by simplan {simplan.__version__}, {machine}"
+        when += f", load average {os.getloadavg()[2]:.0f}.\n\n"
         PAGE.write_text(_HEAD + when + "\n".join(rows) + "\n")
 
 

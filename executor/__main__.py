@@ -1,7 +1,8 @@
 """``python -m executor run JOB.json --out DIR``, ``... calibrate REQUEST.json --out FILE``, ``... rehearse JOB.json``.
 
 On several nodes, ``run`` and ``calibrate`` take ``--nodes NODES.json`` and run on each of them; ``run`` takes the job
-from the leading node there. ``environment --out FILE`` writes the facts about this machine that change a measurement.
+from the leading node there. ``gather JOB.json --out DIR --failure REASON`` writes the measurement that a killed ``run``
+could not write. ``environment --out FILE`` writes the facts about this machine that change a measurement.
 
 Progress goes to stdout, one JSON object per line; messages to stderr, one sentence each. Exit codes: 0 done, 2 a bad
 job or request, 4 the run failed, 130 interrupted, 143 terminated.
@@ -34,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, run, file in (
         ("run", _run, "JOB.json"),
         ("calibrate", _calibrate, "REQUEST.json"),
+        ("gather", _gather, "JOB.json"),
         ("rehearse", _rehearse, "JOB.json"),
         ("environment", _environment, None),
     ):
@@ -42,7 +44,9 @@ def main(argv: list[str] | None = None) -> int:
         command.add_argument("--out", type=Path, required=True)
         if file is not None:
             command.add_argument("file", type=Path, metavar=file, nargs="?" if name == "run" else None)
-        if name == "rehearse":
+        if name == "gather":
+            command.add_argument("--failure", required=True)
+        elif name == "rehearse":
             command.add_argument("--rank", type=int, required=True)
             command.add_argument("--fake", action="store_true")
         elif file is not None:
@@ -80,6 +84,13 @@ def _run(args: argparse.Namespace) -> None:
         run_job(job, args.out, _report_step, on_note=_report_note)
     else:
         raise SpecError(Problem(field="JOB.json", rule="is missing", fix="give it, or --nodes"))
+
+
+def _gather(args: argparse.Namespace) -> None:
+    from executor.run import gather_left
+    from simplan.runs.run_spec import RunSpec
+
+    gather_left(_parse(RunSpec, args.file), args.out, args.failure)
 
 
 def _rehearse(args: argparse.Namespace) -> None:

@@ -90,6 +90,20 @@ def run_on_nodes(
         run.launch(resuming, rank_module)
 
 
+def gather_left(job: RunSpec, out_dir: Path, failure: str) -> None:
+    """Writes the measurement of a run on this machine whose launcher was killed: the steps that all ranks finished.
+
+    Args:
+        failure: Reason of the early end, for the measurement.
+
+    Raises:
+        SpecError: Ranks of the folder still run.
+    """
+    with exclusive(out_dir, "--output", role=".ranks"):
+        measurement = gather([RunSegment(job)], written_here(out_dir, job.plan.num_devices), failure)
+        write_whole(out_dir / "measurement.json", measurement.model_dump_json(indent=1))
+
+
 def _owned(checkpointing: Checkpointing | None) -> AbstractContextManager[None]:
     """The folder of checkpoints, for this run alone; the leading node takes it for all nodes."""
     if checkpointing is None:

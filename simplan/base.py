@@ -13,7 +13,7 @@ from simplan.problems import parse_model
 
 Count = Annotated[int, Field(ge=1, le=10**12)]
 """A number of things, from 1 to 10**12."""
-MAX_DEVICES = 10**6
+MAX_DEVICES = 2**18
 NumDevices = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 """A number of devices or nodes; no cluster has more."""
 Rate = Annotated[float, Field(ge=1, le=1e21, allow_inf_nan=False)]

@@ -40,8 +40,7 @@ def calibrate(
             nodes have different requests.
         RunError: A rank failed or hung, or nodes did not come; all are ended.
     """
-    assert (nodes is not None) == (request.num_nodes > 1)
-    if problems := list(_problems(request)):
+    if problems := list(_problems(request, nodes)):
         raise SpecError(problems)
     rendezvous = None if nodes is None else Rendezvous(nodes, request.model_dump_json() if nodes.leads else None)
     if rendezvous is not None:
@@ -84,7 +83,7 @@ def _run_ranks(
     )
 
 
-def _problems(request: CalibrationRequest) -> Iterator[Problem]:
+def _problems(request: CalibrationRequest, nodes: Nodes | None) -> Iterator[Problem]:
     num_gpus = torch.cuda.device_count()
     if request.device == "cuda" and request.num_ranks > num_gpus:
         yield Problem(
@@ -93,6 +92,9 @@ def _problems(request: CalibrationRequest) -> Iterator[Problem]:
             rule=f"{request.num_ranks} ranks need as many CUDA devices; this machine has {num_gpus}",
             fix="use device cpu" if num_gpus == 0 else f"use num_ranks = {num_gpus}, or device cpu",
         )
+    if (nodes is not None) != (request.num_nodes > 1):
+        rule, fix = "does not go with --nodes", "give --nodes NODES.json for several nodes, and only for them"
+        yield Problem(field="num_nodes", value=str(request.num_nodes), rule=rule, fix=fix)
     if request.num_nodes > 1 and (request.shapes or request.grid or request.host_copies or request.overlap):
         rule = "times collectives and P2P sends between nodes, and nothing else"
         yield Problem(field="num_nodes", value=str(request.num_nodes), rule=rule, fix="leave the rest to one node")

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated, Self
 
 import torch
+from pydantic import Field, model_validator
 
 from executor.launch.watchdog import Heartbeat, RankState
 from simplan.base import Spec
@@ -17,6 +19,7 @@ from simplan.program.timeline import SpanKind
 from simplan.runs.measurement import IssuedKind, MeasuredCollective, MeasuredSpan
 
 Stamp = float | torch.cuda.Event
+_MAX_CLOCK_S = 1e9  # 31 years
 
 
 class Clock:
@@ -101,7 +104,13 @@ class StepRecord(Spec):
     spans: tuple[MeasuredSpan, ...]
     reruns: tuple[MeasuredSpan, ...] = ()
     collectives: tuple[MeasuredCollective, ...]
-    reference_s: float | None = None
+    reference_s: Annotated[float, Field(gt=0, le=_MAX_CLOCK_S)] | None = None
+
+    @model_validator(mode="after")
+    def _goes_forward(self) -> Self:
+        if not -_MAX_CLOCK_S <= self.start_s < self.end_s <= _MAX_CLOCK_S:
+            raise ValueError("ends before it starts, or beyond the range of clocks")
+        return self
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from executor.checks import runs_on_cuda
 from executor.launch.rank import RankFiles
 from executor.profiling.recorder import StepRecord
-from executor.profiling.steps import find_slow_ranks, slow_rank_sentence, steady_from
+from executor.profiling.steps import find_slow_ranks, steady_from
 from executor.train.run_state import read_losses
 from simplan.runs.checkpoint import CheckpointTiming
 from simplan.runs.measurement import (
@@ -152,7 +152,7 @@ def gather(
         first_step=steps[0][0].step if steps else 0,
         checkpoints=checkpoints,
         slow_ranks=slow,
-        notes=(*notes, *_unwritten(checkpoints), *map(slow_rank_sentence, slow)),
+        notes=(*notes, *_unwritten(checkpoints), *(rank.sentence for rank in slow)),
         environment={**facts, "num_nodes": num_nodes} if num_nodes > 1 else facts,
         earlier=tuple(_earlier(segments)),
     )
@@ -204,7 +204,8 @@ def _common_steps(ranks: Sequence[Sequence[StepRecord]], first_step: int) -> lis
     """Records of the steps that all ranks finished, in order; of a repeated step, the last."""
     by_step = [{record.step: record for record in records if record.step >= first_step} for records in ranks]
     common = sorted(set.intersection(*map(set, by_step))) if by_step else []
-    return [tuple(records[step] for records in by_step) for step in common]
+    steps = [tuple(records[step] for records in by_step) for step in common]
+    return [step for step in steps if any(record.losses for record in step)]  # others are damaged
 
 
 def _on_one_clock(step: tuple[StepRecord, ...], nodes: Sequence[str]) -> tuple[StepRecord, ...]:

@@ -13,7 +13,6 @@ from executor.profiling.recorder import StepRecord
 from simplan.plan.plan import RankMapping
 from simplan.runs.measurement import MeasuredCollective, MeasuredSpan, SlowRank
 from simplan.runs.run_spec import RunSpec
-from simplan.units import format_time
 
 MIN_STEADY_STEPS = 5
 """Last steps of a run, which always count as steady."""
@@ -23,7 +22,6 @@ MIN_SLOWDOWN = 1.3
 
 _MIN_TIME_S = 2.0  # of all steps together
 _P2P = ("send", "recv")
-_MAX_NAMED = 4
 
 
 def steady_from(times_s: Sequence[float]) -> int:
@@ -81,19 +79,6 @@ def compute_s(record: StepRecord, *, buckets: bool, cuda: bool) -> float:
     if cuda:
         return sum(span.end_s - span.start_s for span in record.spans if not _inside(span, collectives))
     return sum(_without_waits_s(span, collectives, buckets=buckets) for span in record.spans)
-
-
-def slow_rank_sentence(slow: SlowRank) -> str:
-    """Sentence about a slow rank, for the user."""
-    others = [f"rank {rank}" for rank in slow.compared_with]
-    among = others[0] if len(others) == 1 else f"{', '.join(others[:-1])} and {others[-1]}"
-    if len(others) > _MAX_NAMED:
-        among = f"{len(others)} others"
-    same = "which has" if len(others) == 1 else "which have"
-    return (
-        f"rank {slow.rank} needs {slow.factor:.1f} times the compute time of {among}, {same} the same work: "
-        f"{format_time(slow.compute_s)} per step compared with {format_time(slow.others_compute_s)}"
-    )
 
 
 def _slow_among(ranks: Sequence[int], times_s: Sequence[Sequence[float]]) -> Iterator[SlowRank]:

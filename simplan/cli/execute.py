@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from simplan.cli.terminal.output import say
-from simplan.cli.terminal.processes import run_executor
+from simplan.cli.terminal.processes import ExecutorKilledError, run_executor
 from simplan.cli.terminal.progress import ProgressLine
 from simplan.cost.calibration.format import Calibration
-from simplan.errors import NotModelledError, Problem, RunError, SpecError
+from simplan.errors import NotModelledError, Problem, RunError, SimplanError, SpecError
 from simplan.io import read_model, write_json, write_model
 from simplan.predict import Simulated, run_dtype, run_spec_of
 from simplan.prediction import Prediction
@@ -158,7 +159,8 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
     job = run_spec_of_scenario(scenario, prediction, options, {number: of for number, (of, _) in on_fewer.items()})
     folder.mkdir(parents=True, exist_ok=True)
     job_file, measurement_file = folder / "job.json", folder / "measurement.json"
-    measurement_file.unlink(missing_ok=True)  # an older run's result must not pass for this one's
+    for old in (measurement_file, *folder.glob("rank*.steps.jsonl")):  # an older run's must not pass for this one's
+        old.unlink(missing_ok=True)
     write_json(folder / "prediction.json", prediction.to_json())
     write_predicted_trace(folder / "predicted.trace.json", prediction, simulated)
     for number, (other, _) in on_fewer.items():
@@ -172,7 +174,10 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
                 arguments += ["--nodes", str(folder / "nodes.json")]
             run_executor(arguments, lambda event: _show(event, progress))
     except RunError as error:
-        raise RunError(f"{error}\nwhat was measured until then is in {folder}") from None
+        if isinstance(error, ExecutorKilledError) and options.nodes is None:
+            _gather(job_file, folder, str(error))
+        kept = f"\nwhat was measured until then is in {folder}" if measurement_file.exists() else ""
+        raise RunError(f"{error}{kept}") from None
     measurement = read_model(measurement_file, Measurement)
     prediction_file = folder / "prediction.json"
     for number, (other, other_step) in on_fewer.items():
@@ -183,6 +188,12 @@ def execute(scenario: Scenario, calibration: Calibration | None, folder: Path, o
     write_json(folder / "comparison.json", comparison.to_json())
     write_measured_trace(folder / "measured.trace.json", measurement)
     return Outcome(prediction, measurement, comparison, folder, prediction_file)
+
+
+def _gather(job_file: Path, folder: Path, failure: str) -> None:
+    """Has the measurement written that a killed executor could not write; of its ranks, which Linux has ended."""
+    with suppress(SimplanError):  # the run's own failure is the one to report
+        run_executor(["gather", str(job_file), "--out", str(folder), "--failure", failure], lambda event: None)
 
 
 def join(nodes: Nodes, folder: Path) -> None:

@@ -15,6 +15,7 @@ from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind
 from simplan.runs.checkpoint import CheckpointTiming
 from simplan.runs.run_spec import RunSpec
+from simplan.units import format_time
 
 IssuedKind = Literal[
     "all_reduce",
@@ -47,6 +48,7 @@ _Action = Annotated[str, AfterValidator(_action)]
 _Rank = Annotated[int, Field(ge=0, lt=MAX_DEVICES)]
 _Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]
 """A time on the common clock of the ranks; clocks that are aligned may put a start just before 0."""
+_MAX_NAMED = 4  # peers of a slow rank
 
 
 class PeakMemory(Spec):
@@ -129,11 +131,24 @@ class SlowRank(Spec):
         others_compute_s: Seconds of compute per step on its peers, without waits.
     """
 
-    rank: int
-    factor: float
-    compared_with: tuple[int, ...]
-    compute_s: float
-    others_compute_s: float
+    rank: _Rank
+    factor: Positive
+    compared_with: Annotated[tuple[_Rank, ...], Field(min_length=1)]
+    compute_s: _Seconds
+    others_compute_s: _Seconds
+
+    @property
+    def sentence(self) -> str:
+        """Sentence for the user: the rank, its factor, and its peers."""
+        others = [f"rank {rank}" for rank in self.compared_with]
+        among = others[0] if len(others) == 1 else f"{', '.join(others[:-1])} and {others[-1]}"
+        if len(others) > _MAX_NAMED:
+            among = f"{len(others)} others"
+        same = "which has" if len(others) == 1 else "which have"
+        return (
+            f"rank {self.rank} needs {self.factor:.1f} times the compute time of {among}, {same} the same work: "
+            f"{format_time(self.compute_s)} per step compared with {format_time(self.others_compute_s)}"
+        )
 
 
 class EarlierSegment(Spec):

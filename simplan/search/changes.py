@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from simplan.base import MAX_DEVICES
 from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
@@ -66,9 +67,9 @@ def _memory(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> Re
     if not misses:
         return None
     miss = misses[0]
-    needed = math.ceil(miss.device_bytes / space.max_memory_fraction)
-    if needed >= _MAX_BYTES:
+    if miss.device_bytes >= _MAX_BYTES * space.max_memory_fraction:
         return None
+    needed = math.ceil(miss.device_bytes / space.max_memory_fraction)
     while int(needed * space.max_memory_fraction) < miss.device_bytes:  # int() rounds the capacity down
         needed += 1
     there = job.cluster.device.memory_bytes
@@ -140,6 +141,8 @@ def _devices(job: Job, space: SearchSpace, calibration: Calibration | None) -> R
     there = job.cluster.num_devices
     for doublings in range(1, _MAX_DOUBLINGS + 1):
         more = there * 2**doublings
+        if more > MAX_DEVICES:
+            return None
         asked = job.with_num_devices(more)
         if asked.cluster.num_nodes > 1 and asked.cluster.inter_link is None:
             return None

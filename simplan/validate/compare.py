@@ -105,6 +105,7 @@ def compare(
     if splits and not times_recomputation(measurement):
         notes.append("compute contains recomputation, on both sides: the run did not time it apart")
     notes += _beyond_the_device(prediction, measurement)
+    notes += [slow.sentence for slow in measurement.slow_ranks]
     if not measurement.complete:
         notes.append(f"the run ended early: {measurement.failure}")
     return Comparison(

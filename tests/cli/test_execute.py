@@ -14,6 +14,7 @@ import simplan.cli.execute as execute_module
 from simplan.cli import demo
 from simplan.cli.execute import RunOptions, execute
 from simplan.cli.terminal import processes
+from simplan.errors import RunError
 from simplan.io import read_model, write_model
 from simplan.program.lowering.lower import Lowerer
 from simplan.runs.measurement import Measurement
@@ -53,6 +54,32 @@ def test_a_plan_is_lowered_once_at_each_level(monkeypatch: pytest.MonkeyPatch, t
     events = json.loads((tmp_path / "predicted.trace.json").read_text())["traceEvents"]
     ends = [event["ts"] + event["dur"] for event in events if event.get("ph") == "X"]
     assert max(ends) == pytest.approx(step_time_s * 1e6, rel=1e-6), "the trace is of the prediction"
+
+
+def test_a_killed_executor_is_reported_with_its_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Steps of an older run in the folder are not its own."""
+    (tmp_path / "rank0.steps.jsonl").write_text("of an older run")
+
+    def killed(args: list[str], on_event: object) -> None:
+        if args[0] == "run":
+            raise processes.ExecutorKilledError("the executor was killed by signal 9")
+        assert args[0] == "gather"
+        assert not list(tmp_path.glob("*.steps.jsonl"))
+        (tmp_path / "measurement.json").write_text(args[-1])
+
+    monkeypatch.setattr(execute_module, "run_executor", killed)
+    with pytest.raises(RunError, match=f"killed by signal 9\nwhat was measured until then is in {tmp_path}"):
+        execute(parse_scenario(SCENARIO), None, tmp_path, RunOptions())
+    assert (tmp_path / "measurement.json").read_text() == "the executor was killed by signal 9"
+
+
+def test_a_run_without_a_measurement_promises_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fails(args: list[str], on_event: object) -> None:
+        raise RunError("the disk is full")
+
+    monkeypatch.setattr(execute_module, "run_executor", fails)
+    with pytest.raises(RunError, match=r"^the disk is full$"):
+        execute(parse_scenario(SCENARIO), None, tmp_path, RunOptions())
 
 
 @pytest.mark.parametrize(("load", "said"), [(0.0, False), (2.0, False), (2.1, True), (40.0, True)])

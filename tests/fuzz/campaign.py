@@ -62,10 +62,12 @@ class Kind:
 
     Attributes:
         make: Writes damaged files into a folder; returns the command.
+        run: Runs the command; returns its exit code. None for ``simplan``.
     """
 
     name: str
     make: Callable[[Mutator, Path], Case]
+    run: Callable[[list[str]], int] | None = None
 
 
 def _scenario(mutator: Mutator, folder: Path) -> Case:
@@ -181,7 +183,7 @@ CONFIG = json.dumps({
 })  # fmt: skip
 LOG = "step_times_s: [2.41, 2.39, 2.40, 2.42]\npeak_allocated_gib: 40.0\n"
 FILES = Path(__file__).parent / "files"
-CALIBRATION = (FILES / "calibration.json").read_text()
+CALIBRATION: str = (FILES / "calibration.json").read_text()
 _PREDICTED = predicted(ParallelPlan(pp=2, stage_layers=(2, 2)))
 PREDICTION = json_text(_PREDICTED.to_json())
 MEASUREMENT = measure(_PREDICTED).model_dump_json()
@@ -266,7 +268,7 @@ def run_one(kind: Kind, seed: int, folder: Path, limit_s: int = LIMIT_S) -> Find
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
             warnings.simplefilter("error")
-            code = simplan.cli.main(args)
+            code = (kind.run or simplan.cli.main)(args)
         what = _wrong(code, out.getvalue(), err.getvalue(), written)
     except _HangError:
         what = f"not done after {limit_s} s"
@@ -301,10 +303,13 @@ def _wrong(code: int, out: str, err: str, written: Path | None) -> str | None:
 
 
 if __name__ == "__main__":
+    from tests.fuzz.executor_kinds import EXECUTOR_KINDS
+
+    kinds = KINDS + EXECUTOR_KINDS
     count, start = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     total = 0
-    for each in KINDS:
-        for found in run_campaign(each, count // len(KINDS), start):
+    for each in kinds:
+        for found in run_campaign(each, count // len(kinds), start):
             total += 1
             sys.stdout.write(f"{each.name} {found.seed}: {found.what}\n  simplan {' '.join(found.args)}\n")
             sys.stdout.flush()

@@ -69,6 +69,18 @@ class Mutator:
             text = text[:start] + self._random.choice((*_TEXTS, text[start:end] * 2)) + text[end:]
         return text
 
+    def bytes(self, data: bytes) -> bytes:
+        """Data with some of it flipped, removed or repeated."""
+        for _ in range(self._random.choice((1, 1, 2, 5))):
+            start = self._random.randrange(len(data) + 1)
+            end = min(len(data), start + self._random.choice((0, 1, 2, 10, 200)))
+            data = (
+                data[:start]
+                + self._random.choice((b"", self._random.randbytes(end - start), data[start:end] * 2))
+                + data[end:]
+            )
+        return data
+
     def yaml(self, text: str) -> str:
         """A damaged YAML file, mostly still YAML."""
         if self._random.random() < 0.25:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from simplan import catalog
+from simplan.base import MAX_DEVICES
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.search import RequestChange, SearchSpace, search
+from simplan.training import TrainingSpec
 from simplan.units import MIB
 from tests.search.jobs import small_job
 
@@ -67,9 +69,21 @@ def test_changes_keep_to_what_the_software_has() -> None:
     assert own.plan.zero_stage in megatron.zero_stages
 
 
-def test_no_device_has_more_memory_than_one_can_be_described_with() -> None:
-    found = changes_of(asked_for(1500), SearchSpace(max_memory_fraction=0.001, recompute=("none",)))
+@pytest.mark.parametrize("fraction", [0.001, 5e-324])
+def test_no_device_has_more_memory_than_one_can_be_described_with(fraction: float) -> None:
+    found = changes_of(asked_for(1500), SearchSpace(max_memory_fraction=fraction, recompute=("none",)))
     assert "memory_bytes" not in found
+
+
+def test_no_cluster_has_more_devices_than_one_can_be_described_with() -> None:
+    job = Job(
+        small_job(num_devices=1).model,
+        catalog.cluster("dgx-h100", MAX_DEVICES),
+        TrainingSpec(global_batch_size=8),
+        ParallelPlan(),
+        catalog.software("torch"),
+    )
+    assert "num_devices" not in changes_of(job, SearchSpace(tp=(1,), pp=(1,), cp=(1,), microbatch_size=(1,)))
 
 
 def test_a_smaller_batch_is_a_change_where_it_helps() -> None:

@@ -12,7 +12,7 @@ from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.prediction import Prediction
 from simplan.program.program import Stream
 from simplan.report.comparison import comparison_text
-from simplan.runs.measurement import MeasuredCollective, Measurement, PeakMemory
+from simplan.runs.measurement import MeasuredCollective, Measurement, PeakMemory, SlowRank
 from simplan.training import TrainingSpec
 from simplan.units import GIB
 from simplan.validate.activity import ActivityShare
@@ -69,6 +69,13 @@ def test_more_memory_than_the_device_has_is_noted(prediction: Prediction) -> Non
     said = "rank 1 was measured to hold 90 GiB, and a device of the predicted job has 79.65: "
     assert any(note.startswith(said) for note in compare(prediction.to_json(), with_peak(90)).notes)
     assert not any("to hold" in note for note in compare(prediction.to_json(), with_peak(79)).notes)
+
+
+def test_a_slow_rank_is_named(prediction: Prediction) -> None:
+    slow = SlowRank(rank=1, factor=2.14, compared_with=(0,), compute_s=0.0412, others_compute_s=0.0193)
+    found = compare(prediction.to_json(), measure(prediction).model_copy(update={"slow_ranks": (slow,)}))
+    said = "- rank 1 needs 2.1 times the compute time of rank 0, which has the same work: 41.2 ms per step"
+    assert said in comparison_text(found)
 
 
 def test_no_memory_at_all_is_refused() -> None:

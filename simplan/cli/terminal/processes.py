@@ -26,6 +26,10 @@ ROOT = Path(__file__).resolve().parents[3]
 Event = dict[str, Any]
 
 
+class ExecutorKilledError(RunError):
+    """A signal ended the executor, which could not collect the measurement."""
+
+
 def require_executor() -> None:
     """Checks that torch and the executor are installed.
 
@@ -61,7 +65,7 @@ def run_executor(args: list[str], on_event: Callable[[Event], None]) -> None:
 
     Raises:
         SpecError: torch is missing, or the executor rejected the job.
-        RunError: Ranks failed or hung.
+        RunError: Ranks failed or hung; ``ExecutorKilledError`` if a signal ended the executor itself.
         KeyboardInterrupt: The executor was interrupted.
     """
     require_executor()
@@ -126,9 +130,10 @@ def _raise_for(code: int, said: str) -> None:
         raise RunError(said)
     if code == _TERMINATED:
         raise SystemExit(code)
-    ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     last = f": {said.splitlines()[-1]}" if said else ""
-    raise RunError(f"the executor {ended}{last}")
+    if code < 0:
+        raise ExecutorKilledError(f"the executor was killed by signal {-code}{last}")
+    raise RunError(f"the executor ended with exit code {code}{last}")
 
 
 @contextmanager

@@ -127,8 +127,8 @@ def test_numbers_beyond_limits_are_answered_in_a_sentence() -> None:
     page.number_input(key="document:cluster.num_devices").set_value(0).run()
     assert_no_bug(page)
     assert "num_devices = 0: must be at least 1" in page.warning[0].value.replace("\\", "")
-    million = {**SMALL, "cluster": {"preset": "dgx-h100", "num_devices": 10**6}, "plan": {"dp_replicate": 10**6}}
-    page = opened(document=million | {"training": {"global_batch_size": 10**6}})
+    most = {**SMALL, "cluster": {"preset": "dgx-h100", "num_devices": 2**18}, "plan": {"dp_replicate": 2**18}}
+    page = opened(document=most | {"training": {"global_batch_size": 2**18}})
     assert_no_bug(page)
     assert "is more than the pages predict, 131,072" in page.warning[0].value.replace("\\", "")
 

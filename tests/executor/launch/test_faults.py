@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import executor.__main__
 from executor.launch.launcher import is_ours
 from executor.launch.rank import RankFiles
 from executor.launch.watchdog import read_beat
@@ -144,6 +145,20 @@ def test_interrupting_the_launcher_ends_all(
     kept = Measurement.model_validate_json((tmp_path / "out" / "measurement.json").read_bytes())
     assert kept.failure == "the run was interrupted"
     assert kept.losses
+
+
+def test_a_killed_launcher_leaves_steps_to_gather(endless_run: subprocess.Popen[str], tmp_path: Path) -> None:
+    wait_for_a_step(endless_run)
+    endless_run.kill()
+    endless_run.communicate(timeout=PATIENCE_S)
+    wait_until_gone(tmp_path)
+    job, out = str(tmp_path / "job.json"), tmp_path / "out"
+    assert not (out / "measurement.json").exists()
+    assert executor.__main__.main(["gather", job, "--out", str(out), "--failure", "it was killed"]) == 0
+    kept = Measurement.model_validate_json((out / "measurement.json").read_bytes())
+    assert (kept.complete, kept.failure) == (False, "it was killed")
+    assert len(kept.losses) == len(kept.step_times_s) + len(kept.warmup_step_times_s) >= 1
+    assert [len(rank.step_times_s) for rank in kept.ranks] == [len(kept.step_times_s)] * 2
 
 
 def test_a_second_run_in_the_folder_is_refused(endless_run: subprocess.Popen[str], tmp_path: Path) -> None:

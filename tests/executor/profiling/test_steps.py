@@ -19,7 +19,6 @@ from executor.profiling.steps import (
     MIN_STEADY_STEPS,
     compute_s,
     find_slow_ranks,
-    slow_rank_sentence,
     steady_from,
 )
 from executor.run import run_job
@@ -52,7 +51,7 @@ def test_a_slow_rank_is_told(strategy: dict[str, Any], tmp_path: Path, with_faul
     assert (slow.rank, slow.compared_with) == (1, (0,))
     assert slow.compute_s > SLOWER_S > slow.others_compute_s
     assert slow.factor == slow.compute_s / slow.others_compute_s
-    assert list(run.notes) == notes == [slow_rank_sentence(slow)]
+    assert list(run.notes) == notes == [slow.sentence]
     assert notes[0].startswith(
         f"rank 1 needs {slow.factor:.1f} times the compute time of rank 0, which has the same work: "
     )
@@ -128,11 +127,11 @@ def test_a_short_run_says_nothing() -> None:
 
 def test_what_is_said() -> None:
     slow = SlowRank(rank=3, factor=2.14, compared_with=(0, 1), compute_s=0.0412, others_compute_s=0.0193)
-    assert slow_rank_sentence(slow) == (
+    assert slow.sentence == (
         "rank 3 needs 2.1 times the compute time of rank 0 and rank 1, which have the same work: "
         "41.2 ms per step compared with 19.3 ms"
     )
-    assert "of 5 others, which have" in slow_rank_sentence(slow.model_copy(update={"compared_with": (0, 1, 2, 4, 5)}))
+    assert "of 5 others, which have" in slow.model_copy(update={"compared_with": (0, 1, 2, 4, 5)}).sentence
 
 
 def write_steps(job: RunSpec, times_s: list[float], folder: Path) -> None:
