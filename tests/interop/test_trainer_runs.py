@@ -162,7 +162,7 @@ def test_job_that_target_cannot_express_is_refused(target: str, overrides: dict[
     assert field in str(error.value)
 
 
-SHARDED = {
+SHARDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "FSDP1, full": ({"fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD"}, {"zero_stage": 3, "dp_shard": 16}),
     "FSDP1, by number": ({"fsdp_sharding_strategy": 2}, {"zero_stage": 2, "dp_shard": 16}),
     "FSDP1, old name": ({"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}, {"zero_stage": 2, "dp_shard": 16}),

@@ -393,9 +393,8 @@ class Run:
                 trainer.refuse(key, rule, fix)
         for key, (neutral, what) in names.OTHER_TASKS.items():
             if key in trainer and str(trainer.value(key)).lower() not in neutral:
-                trainer.refuse(
-                    key, f"belongs to {what}, which is not modeled yet", "predict an update of its policy as sft"
-                )
+                fix = "predict an update of its policy as sft" if "preference" in what or "learning" in what else ""
+                trainer.refuse(key, f"belongs to {what}, which is not modeled yet", fix)
         adapters = self._adapter_rank()
         if str(trainer.value("stage", "")).lower() == "sft":
             self.task = trainer.full("stage")
