@@ -47,7 +47,7 @@ _MODULES = {
     "simplan.prediction": "Prediction",
     "simplan.scenario": "Scenario load_scenario load_search make_job",
     "simplan.search": "Fix SearchResult SearchSpace fixes search",
-    "simplan.validate.files": "compare",
+    "simplan.interop.compare_files": "compare",
 }
 """Modules of the public names."""
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -3,6 +3,7 @@
 from simplan.errors import SimplanError as SimplanError
 from simplan.errors import SpecError as SpecError
 from simplan.explain import explain as explain
+from simplan.interop.compare_files import compare as compare
 from simplan.job import Job as Job
 from simplan.predict import predict as predict
 from simplan.predict import sweep as sweep
@@ -16,7 +17,6 @@ from simplan.search import SearchResult as SearchResult
 from simplan.search import SearchSpace as SearchSpace
 from simplan.search import fixes as fixes
 from simplan.search import search as search
-from simplan.validate.files import compare as compare
 
 __version__: str
 __all__: list[str]

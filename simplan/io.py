@@ -28,10 +28,12 @@ __all__ = [
     "MAX_YAML_BYTES",
     "Document",
     "as_argument",
+    "decode_text",
     "folder_of",
     "json_text",
     "parse_json",
     "parse_model",
+    "read_bytes",
     "read_json",
     "read_model",
     "read_text",
@@ -169,6 +171,11 @@ def _check_header(data: dict[str, Any], key: str, wanted: object, file: str) -> 
 
 def read_text(path: str | Path, max_bytes: int) -> str:
     """Read a file as UTF-8 text; other content and more than ``max_bytes`` raise a ``SpecError``."""
+    return decode_text(read_bytes(path, max_bytes), str(path))
+
+
+def read_bytes(path: str | Path, max_bytes: int) -> bytes:
+    """Read a file; more than ``max_bytes`` raise a ``SpecError``."""
     path, file = Path(path), str(path)
     try:
         if path.is_dir():
@@ -189,6 +196,11 @@ def read_text(path: str | Path, max_bytes: int) -> str:
         raise file_error(file, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(raw) > max_bytes:
         raise file_error(file, f"is larger than {max_bytes // 2**20} MiB", "this is no file for simplan")
+    return raw
+
+
+def decode_text(raw: bytes, file: str) -> str:
+    """UTF-8 text of the content of a file; other content raises a ``SpecError``."""
     if b"\0" in raw:
         raise file_error(file, "is a binary file", "give a text file")
     try:

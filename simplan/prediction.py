@@ -304,6 +304,7 @@ class Prediction:
             "inputs": {
                 **to_jsonable_python({part: getattr(job, part) for part in ("model", "cluster", "training", "plan")}),
                 "software": job.software.title,
+                "software_settings": job.software.settings,
             },
             "links": job.cluster.links,
             "stage_boundaries": list(self.assignment.boundaries),

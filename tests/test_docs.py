@@ -29,7 +29,7 @@ from simplan.program.tables.table import plan_table
 from simplan.report.text import prediction_text
 from simplan.scenario import load_scenario
 from simplan.scenario.search import load_search
-from simplan.validate.logged import LoggedRun, parse_measured
+from simplan.validate.logged_run import LoggedRun, parse_measured
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -105,7 +105,9 @@ def test_snippets_of_a_page_work(page: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
     listed = list(snippets(page))
     for number, one in enumerate(listed):
-        if one.language == "yaml" and one.is_run:
+        if one.note.startswith("file: "):
+            (tmp_path / one.note.removeprefix("file: ")).write_text(one.text)
+        elif one.language == "yaml" and one.is_run:
             read_yaml(one.text, tmp_path, number)
     printed = ""
     for one in listed:

@@ -17,9 +17,10 @@ from app.page import escaped
 from app.results.measured import MeasuredResult, measured_result, result_of_files
 from simplan.io import json_text
 from simplan.report.comparison import candidate_causes
-from simplan.units import format_percent, format_time
+from simplan.units import counted, format_percent, format_time
 from simplan.validate.compare import Comparison
-from simplan.validate.logged import LoggedComparison, LoggedRun
+from simplan.validate.logged import LoggedComparison
+from simplan.validate.logged_run import LoggedRun
 
 _SOURCES = {"scenario": "current scenario", "file": "uploaded file"}
 _MAX_UPLOAD_MIB = uploads.MAX_BYTES // 2**20
@@ -34,8 +35,8 @@ def show_uploaded() -> None:
         show_scenario_form()
     with right:
         measurement = st.file_uploader(
-            "measurement.json, or values of a log",
-            type=["json", "yaml", "yml"],
+            "measurement.json, log or trace",
+            type=["json", "log", "txt", "out", "gz", "pickle", "pkl", "yaml", "yml"],
             key="measurement file",
             max_upload_size=_MAX_UPLOAD_MIB,
         )
@@ -51,9 +52,10 @@ def show_uploaded() -> None:
             )
     if measurement is None or (source == "file" and prediction is None):
         st.caption(
-            "`simplan run SCENARIO -o FOLDER` writes both files. For a run without simplan, write a file with "
-            "`step_times_s: [2.41, 2.39, 2.44]` and, if known, `peak_reserved_gib: 71.2`. Files are read as data and "
-            "not stored. Prediction and measurement must be of the same job."
+            "`simplan run SCENARIO -o FOLDER` writes both files. For a run without simplan, drop its log (Megatron-LM, "
+            "Megatron Bridge, NeMo, torchtitan, DeepSpeed, Hugging Face Trainer), a trace of torch.profiler or a "
+            "memory snapshot; or write `step_times_s: [2.41, 2.39, 2.44]` into a YAML file. Files are read as data "
+            "and not stored. Prediction and measurement must be of the same job."
         )
     predicted = None if prediction is None else uploads.prediction_of(prediction.name, prediction.getvalue())
     if measurement is None:
@@ -75,13 +77,59 @@ def show_uploaded() -> None:
 
 
 def show_logged(prediction: dict[str, Any], logged: LoggedRun) -> None:
-    """Values of a log next to the prediction: the error, and the terms that could explain it."""
+    """A log next to the prediction: the error, the changes and the terms that could explain it."""
     _show_logged(uploads.compared_logged(prediction, logged))
 
 
 def _show_logged(comparison: LoggedComparison) -> None:
-    show_metrics(_metrics(comparison, comparison.interval_s, "Step time of the log"))
+    median_of = f"Median of {counted(comparison.num_steps, 'steady step')}"
+    if comparison.interval_holds is not None:
+        show_metrics(_metrics(comparison, comparison.interval_s, median_of))
     show_figure(terms_figure(comparison.rows), "errors", alt="Errors next to the spread of the steps")
+    tables = {**_show_hypotheses(comparison), **_show_memory(comparison), **_show_parts(comparison)}
+    _show_downloads(comparison, **tables)
+
+
+def _show_hypotheses(comparison: LoggedComparison) -> dict[str, list[dict[str, Any]]]:
+    """Changes of the job that bring the prediction closer, if any were tried."""
+    if comparison.hypotheses is None:
+        return {}
+    st.subheader("Possible explanations", help="The job predicted again with one change each")
+    if not comparison.hypotheses:
+        st.caption("No single change that was tried brings the prediction closer to the log.")
+        return {}
+    rows: list[dict[str, Any]] = [
+        {"change": each.change, "step, ms": each.step_time_s * 1e3}
+        | ({} if each.step_error is None else {"step error, %": 100 * each.step_error})
+        | ({} if each.peak_error is None else {"peak, GiB": each.peak_gib, "peak error, %": 100 * each.peak_error})
+        | {"explains it": "yes" if each.explains else ""}
+        for each in comparison.hypotheses
+    ]
+    show_table(rows, digits=3)
+    return {"Hypotheses": rows}
+
+
+def _show_memory(comparison: LoggedComparison) -> dict[str, list[dict[str, Any]]]:
+    """Categories of the predicted peak, if a logged peak is outside of its interval."""
+    if not comparison.memory_terms:
+        return {}
+    st.subheader("Memory by category", help="Factor of one category alone that would explain the logged peak")
+    single = any(term.factor is not None for term in comparison.memory_terms)
+    rows = [
+        {"category": term.category.replace("_", " "), "predicted, GiB": term.predicted_gib}
+        | ({"factor alone": term.factor} if single else {})
+        for term in comparison.memory_terms
+    ]
+    if not single:
+        st.caption("No single category could be that much smaller.")
+    show_table(rows, digits=3)
+    return {"Memory": rows}
+
+
+def _show_parts(comparison: LoggedComparison) -> dict[str, list[dict[str, Any]]]:
+    """Most uncertain parts of the predicted step, if the log has times."""
+    if not comparison.parts:
+        return {}
     st.subheader("Largest uncertainty", help="Parts of the predicted critical path and their standard deviations")
     sentence = candidate_causes(comparison)
     st.caption(escaped(f"{sentence[0].upper()}{sentence[1:]}."))
@@ -96,7 +144,7 @@ def _show_logged(comparison: LoggedComparison) -> None:
         for part in comparison.parts
     ]
     show_table(parts, digits=3)
-    _show_downloads(comparison, Parts=parts)
+    return {"Parts": parts}
 
 
 def show_comparison(result: MeasuredResult) -> None:
@@ -173,7 +221,7 @@ def _metrics(
 
 def _show_downloads(found: Comparison | LoggedComparison, **tables: Sequence[dict[str, Any]]) -> None:
     """Notes of a comparison, and buttons that save its tables and its JSON document."""
-    st.caption(escaped(". ".join(found.notes)))
+    st.caption(escaped(" ".join(f"{note[0].upper()}{note[1:]}." for note in found.notes)))
     with st.container(horizontal=True):
         for name, rows in tables.items():
             download(name, name, "csv", csv_text(rows))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, get_args
 
 import streamlit as st
@@ -25,7 +24,7 @@ from app.fitting import (
     zero_stage,
 )
 from app.page import escaped, show_problems
-from app.uploads import MAX_CONFIG_BYTES, checked_scenario_data, config_fields
+from app.uploads import CONFIG_SUFFIXES, MAX_CONFIG_BYTES, as_scenario, checked_scenario_data, config_fields
 from simplan import catalog
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.errors import SpecError
@@ -261,11 +260,21 @@ def _edit() -> None:
     """Editor of the full scenario, with the errors of the text and of its values by line."""
     st.caption("Full scenario, including keys that the form does not show.")
     limit = MAX_YAML_BYTES // 2**20
-    file = st.file_uploader("Scenario file", type=["yaml", "yml"], key="form file", max_upload_size=limit)
+    file = st.file_uploader(
+        "Scenario file, launch script or configuration of a framework",
+        type=CONFIG_SUFFIXES,
+        key="form file",
+        max_upload_size=limit,
+    )
     text = state.document_text(state.document())
     if file is not None:
-        with suppress(UnicodeDecodeError):
-            text = file.getvalue().decode("utf-8-sig")
+        try:
+            text, notes = as_scenario(file.name, file.getvalue(), state.document())
+        except SpecError as error:
+            show_problems(error)
+        else:
+            for note in notes:
+                st.caption(escaped(note))
     if st.session_state.get("form shown") != text or "form text" not in st.session_state:
         st.session_state["form shown"] = st.session_state["form text"] = text
     st.text_area("YAML", key="form text", height=_EDITOR_PX, label_visibility="collapsed")

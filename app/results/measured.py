@@ -10,7 +10,8 @@ from app.results.plan import predicted
 from simplan.program.timeline import Timeline
 from simplan.runs.measurement import Measurement
 from simplan.validate.compare import Comparison, compare
-from simplan.validate.logged import LoggedComparison, LoggedRun, compare_logged
+from simplan.validate.logged import LoggedComparison, compare_logged
+from simplan.validate.logged_run import LoggedRun
 from simplan.validate.measured import measured_timeline, predicted_timeline
 
 
@@ -45,7 +46,7 @@ def measured_result(text: str, calibrated_at: int, name: str, content: bytes) ->
     measured = uploads.measured_of(name, content)
     prediction = predicted(text, calibrated_at)
     if isinstance(measured, LoggedRun):
-        return compare_logged(prediction.to_json(), measured)
+        return compare_logged(prediction.to_json(), measured, prediction.job)
     comparison = compare(prediction, measured)
     return _result(comparison, prediction.step_time_interval_s, prediction.timeline, measured)
 

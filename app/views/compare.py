@@ -118,11 +118,15 @@ def _description(document: Document) -> str:
 def _upload() -> None:
     uploaded = st.session_state.get("num uploaded scenarios", 0)
     files = st.file_uploader(
-        "Scenario files (YAML)", type=["yaml", "yml"], accept_multiple_files=True, key=f"scenario files {uploaded}"
+        "Scenario files, launch scripts or configurations of frameworks",
+        type=uploads.CONFIG_SUFFIXES,
+        accept_multiple_files=True,
+        key=f"scenario files {uploaded}",
     )
     for file in files or ():
         try:
-            data = uploads.checked_scenario_data(file.name, file.getvalue())
+            text, _ = uploads.as_scenario(file.name, file.getvalue(), state.document())
+            data = uploads.checked_scenario_data(file.name, text.encode())
             result_cache.scenario({key: value for key, value in data.items() if key not in ("search", "expect")})
         except SpecError as error:
             show_problems(error)

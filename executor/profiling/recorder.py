@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from pydantic import Field, model_validator
 
 from executor.launch.watchdog import Heartbeat, RankState
 from simplan.base import Spec
+from simplan.errors import RunError
 from simplan.program.action import Action, ActionKind
 from simplan.program.timeline import SpanKind
 from simplan.runs.measurement import IssuedKind, MeasuredCollective, MeasuredSpan
@@ -231,8 +233,14 @@ class Recorder:
         is_warmup: bool = False,
         reference_s: float | None = None,
     ) -> StepRecord:
-        """The ended step as data."""
+        """The ended step as data.
+
+        Raises:
+            RunError: A loss is not finite: the steps after it would compute on infinities.
+        """
         seconds = self._clock.seconds
+        if wrong := [loss for loss in losses if not math.isfinite(loss)]:
+            raise RunError(f"the loss of step {self._step} is {wrong[0]}: try precision fp32 or bf16")
 
         def measured(found: tuple[Action, Stamp, Stamp], kind: SpanKind) -> MeasuredSpan:
             action, start, end = found

@@ -129,7 +129,7 @@ def search(
     from_current: Annotated[
         bool,
         typer.Option(
-            "--from-current", help="Start from the plan of SCENARIO: what to change, gain, certainty and cost."
+            "--from-current", help="Comparison of the best plan with that of SCENARIO: changed settings, gain and cost."
         ),
     ] = False,
     largest: Annotated[
@@ -188,14 +188,14 @@ def init(
     return init_command(scenario, file=output, searches=search, force=force, as_json=json)
 
 
-@_command("import", short_help="Convert a launch script or configuration of a framework to a scenario.")
+@_command("import", short_help="Write a launch script or configuration of a framework as a scenario.")
 @takes_scenario()
 def import_scenario(
     scenario: ScenarioRequest,
     output: Annotated[Path | None, _FILE("--output", "-o", help="File for the scenario (default: stdout).")] = None,
     json: AsJson = False,
 ) -> int:
-    """Convert a launch script or configuration of a framework to a scenario, with the line of each value as a comment.
+    """Write a launch script or configuration of a framework as a scenario, with the line of each value as a comment.
 
     Lists what the file does not say, what has no effect, and what is not modeled. Nothing is run or expanded except
     plain variables.
@@ -330,7 +330,8 @@ def compare(
         Path,
         typer.Argument(
             metavar="MEASUREMENT",
-            help="measurement.json of a run, or a file with values of its log, e.g. step_times_s: [2.41, 2.39].",
+            help="measurement.json of a run; a log of Megatron-LM, Megatron Bridge, NeMo, torchtitan, DeepSpeed or the "
+            "Hugging Face Trainer; a trace of torch.profiler; a memory snapshot; or YAML: step_times_s: [2.41, 2.39].",
         ),
     ],
     json: AsJson = False,
@@ -339,7 +340,12 @@ def compare(
         typer.Option(metavar="FILE.svg", help="File for a drawing of both on one time axis; FILE.html for a page."),
     ] = None,
 ) -> int:
-    """Show the errors of a prediction, next to the spread of the steps, and the terms that cause them."""
+    """Show the errors of a prediction, next to the spread of the steps, and the terms that cause them.
+
+    Files are found by content. Steps of the warm-up and interrupted steps of a log are left out, and named. If the log
+    lies outside of the prediction's intervals, the job is predicted again with one change at a time. Changes that bring
+    it closer are listed.
+    """
     from simplan.cli.compare import compare_command
 
     return compare_command(prediction, measurement, as_json=json, plot=plot)

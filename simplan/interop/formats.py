@@ -13,6 +13,7 @@ from simplan.document import Document, parse_yaml
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.interop.configuration import Configuration
 from simplan.interop.writing import Exported, Option
+from simplan.io import MAX_YAML_BYTES, folder_of, read_text
 from simplan.job import Job
 from simplan.search.switch import ChangedSetting, changed_keys, changed_options
 
@@ -24,15 +25,33 @@ class ConfigFile:
     Attributes:
         path: The file; other files that it names are relative to its folder.
         text: Its content.
+        reads_others: False if files that it names must not be read, as they are on another machine.
     """
 
     path: Path
     text: str
+    reads_others: bool = True
 
     @property
     def name(self) -> str:
         """Name in errors."""
         return str(self.path)
+
+    def beside(self, name: str, field: str) -> ConfigFile:
+        """File that this one names, relative to its folder.
+
+        Args:
+            name: Path in the file.
+            field: Setting that names it, for errors.
+
+        Raises:
+            SpecError: It must not be read, or cannot be read.
+        """
+        if not self.reads_others:
+            rule, fix = "names a file, which an upload cannot bring along", "use the command line"
+            raise SpecError(Problem(field=field, value=name, rule=rule, fix=fix), file=self.name)
+        path = folder_of(self.path) / name
+        return ConfigFile(path, read_text(path, MAX_YAML_BYTES))
 
     @cached_property
     def yaml(self) -> Document | None:
@@ -77,9 +96,16 @@ class Format:
 @cache
 def formats() -> Mapping[str, Format]:
     """All formats by name, those with the most certain signs first."""
+    from simplan.interop.frameworks import torchtitan
     from simplan.interop.frameworks.hugging_face import accelerate, deepspeed, trainer
 
-    known: tuple[Format, ...] = (accelerate.FORMAT, deepspeed.FORMAT, trainer.FORMAT)
+    known: tuple[Format, ...] = (
+        torchtitan.FORMAT,
+        torchtitan.TOML_FORMAT,
+        accelerate.FORMAT,
+        deepspeed.FORMAT,
+        trainer.FORMAT,
+    )
     return {each.name: each for each in known}
 
 

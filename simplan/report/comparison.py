@@ -12,6 +12,7 @@ from simplan.units import GIB, format_bytes, format_percent, format_time
 from simplan.validate.activity import ActivityShare
 from simplan.validate.compare import Comparison
 from simplan.validate.logged import LoggedComparison, UncertainTerm
+from simplan.validate.logged_memory import MemoryTerm
 from simplan.validate.rehearsal import MemoryRow, RehearsalComparison
 from simplan.validate.rows import ComparisonRow
 
@@ -190,43 +191,97 @@ def _step(comparison: RehearsalComparison, rehearsed: Rehearsed) -> Iterator[str
 
 
 _NAMED = 3
+_MAX_FACTOR = 100
 _ALL = 0.95  # fraction of the total uncertainty that the listed parts cover
 _MAX_STDS = 3  # standard deviations of compute, or of communication, that may explain a difference
 _LARGE = 0.05  # fraction of the step of a term that may be a candidate
 
 
 def logged_text(comparison: LoggedComparison) -> str:
-    """Table, verdict, the most uncertain parts, and notes."""
-    low, high = (format_time(seconds) for seconds in comparison.interval_s)
-    where = "lies in" if comparison.interval_holds else "lies outside of"
-    notes = [
-        "error = (predicted - measured) / measured; spread = half of p10 to p90 of the steps",
-        "std: one standard deviation of the cost estimates; correlated for all compute, and for all communication",
-        "hidden: communication that overlaps compute; part of it is exposed if it is slower than predicted",
-        "alone: slowdown of this part alone that would explain the whole difference; a bound for communication that "
-        "overlaps compute (<= or >=), whose hidden time changes as well",
-        *comparison.notes,
-    ]
-    return "\n\n".join(
-        (
-            comparison_rows(comparison.rows),
+    """Table, verdict, hypotheses, the most uncertain parts, categories of memory, and notes."""
+    sections = [comparison_rows(comparison.rows)]
+    notes = ["error = (predicted - measured) / measured"]
+    if comparison.interval_holds is not None:
+        low, high = (format_time(seconds) for seconds in comparison.interval_s)
+        where = "lies in" if comparison.interval_holds else "lies outside of"
+        sections.append(
             f"the measured step time {where} the predicted 90 % interval, {low} to {high}\n"
-            f"{candidate_causes(comparison)}",
-            _parts(comparison.parts),
-            "\n".join(f"- {note}" for note in notes),
+            f"{candidate_causes(comparison)}"
         )
-    )
+        notes += ["spread = half of p10 to p90 of the steps"]
+    if comparison.hypotheses is not None:
+        sections.append(_hypotheses(comparison))
+        notes += [_ONE_CHANGE] if comparison.hypotheses else []
+    if comparison.memory_terms:
+        sections.append(_memory_terms(comparison.memory_terms))
+    if comparison.parts:
+        sections.append(_parts(comparison.parts))
+        notes += _OF_PARTS
+    sections.append("\n".join(f"- {note}" for note in (*notes, *comparison.notes)))
+    return "\n\n".join(sections)
+
+
+_ONE_CHANGE = (
+    "hypotheses: the job predicted again with one change each, listed if the error shrinks by a tenth or more; several "
+    "may explain the same numbers, and a slow rank or a busy host fits almost any slower log"
+)
+_OF_PARTS = (
+    "std: one standard deviation of the cost estimates; correlated for all compute, and for all communication",
+    "hidden: communication that overlaps compute; part of it is exposed if it is slower than predicted",
+    "alone: slowdown of this part alone that would explain the whole difference; a bound for communication that "
+    "overlaps compute (<= or >=), whose hidden time changes as well",
+)
+_NO_HYPOTHESIS = (
+    "no single change that was tried brings the prediction closer: compilation, recomputation, attention kernel, "
+    "links, a slow rank, host work, gradient synchronization, sharding, microbatch size"
+)
+
+
+def _hypotheses(comparison: LoggedComparison) -> str:
+    found = comparison.hypotheses or ()
+    if not found:
+        return _NO_HYPOTHESIS
+    times, peaks = found[0].step_error is not None, found[0].peak_error is not None
+    headers = ["what could explain it", *(["step time", "error"] if times else [])]
+    headers += [*(["peak memory", "error"] if peaks else []), ""]
+    rows = []
+    for each in found:
+        row = [each.change, *([format_time(each.step_time_s), format_error(each.step_error)] if times else [])]
+        row += [_value(each.peak_gib or 0.0, "GiB"), format_error(each.peak_error)] if peaks else []
+        rows.append([*row, "explains it" if each.explains else ""])
+    return format_table_text(headers, rows, indent=0)
+
+
+def _memory_terms(terms: tuple[MemoryTerm, ...]) -> str:
+    single = any(term.factor is not None for term in terms)
+    headers = ["at the predicted peak", "predicted", *(["alone"] if single else [])]
+    rows = [
+        [term.category.replace("_", " "), _value(term.predicted_gib, "GiB"), *([_times(term.factor)] if single else [])]
+        for term in terms
+    ]
+    text = format_table_text(headers, rows, indent=0)
+    return text if single else f"{text}\nno single category could be that much smaller"
+
+
+def _times(factor: float | None) -> str:
+    return "" if factor is None else f"x {factor:,.2f}" if factor < _MAX_FACTOR else f"x > {_MAX_FACTOR}"
 
 
 def candidate_causes(comparison: LoggedComparison) -> str:
-    """One sentence: the most uncertain parts that could explain the difference; the largest parts if none could."""
-    difference = f"the difference of {signed_time(comparison.difference_s)}"
+    """One sentence: the most uncertain parts that could explain the difference; the largest parts if none could.
+
+    Empty if the log has no step time.
+    """
+    difference_s = comparison.difference_s
+    if difference_s is None:
+        return ""
+    difference = f"the difference of {signed_time(difference_s)}"
     if comparison.rows[0].within_spread:
         return f"{difference} is within the spread of the steps: it is not significant"
     std_s = {  # errors of compute go together, and those of communication
         moves: sum(part.std_s for part in comparison.parts if _moves(part) is moves) for moves in (False, True)
     }
-    likely = [p for p in comparison.parts if _MAX_STDS * std_s[_moves(p)] >= abs(comparison.difference_s)]
+    likely = [p for p in comparison.parts if _MAX_STDS * std_s[_moves(p)] >= abs(difference_s)]
     if not likely:
         large = [part for part in comparison.parts if _size_s(part) >= _LARGE * comparison.rows[0].predicted]
         largest = sorted(large, key=_size_s, reverse=True)[:_NAMED]
@@ -273,4 +328,4 @@ def _alone(part: UncertainTerm) -> str:
     if times is None:
         return ""
     bound = ("<= " if times > 1 else ">= ") if part.hidden_s else ""
-    return f"{bound}x {times:,.2f}" if bound or times < 100 else "x > 100"
+    return f"{bound}x {times:,.2f}" if bound else _times(times)

@@ -264,7 +264,7 @@ def search_from(
 
 
 def read_source(
-    source: str | Path | Mapping[str, Any],
+    source: str | Path | Mapping[str, Any] | ConfigFile,
     overrides: Mapping[str, Any] | None = None,
     names: Mapping[str, str] | None = None,
     *,
@@ -338,11 +338,13 @@ def _batch_of(source: Source) -> dict[str, Any]:
 
 
 def _read(
-    source: str | Path | Mapping[str, Any], framework: str | None
+    source: str | Path | Mapping[str, Any] | ConfigFile, framework: str | None
 ) -> tuple[Document, str, bool, Configuration | None]:
     """Document of a source without overrides, its name, True if it is a whole scenario, and a framework's file."""
     if isinstance(source, Mapping):
         return Document(dict(source), {}), "scenario", True, None
+    if isinstance(source, ConfigFile):
+        return _parsed(source, framework)
     path = Path(source)
     in_folder = next((name for name in _IN_FOLDERS if path.is_dir() and (path / name).is_file()), None)
     if in_folder is not None:
@@ -354,17 +356,21 @@ def _read(
         raise SpecError(Problem(field="", rule=rule, fix=fix), file=str(source))
     elif not path.exists() and not path.is_symlink() and not path.suffix and len(path.parts) <= len(Path("a/b").parts):
         raise _unknown(str(source))
-    text = read_text(path, MAX_YAML_BYTES)
-    configuration = read_configuration(ConfigFile(path, text), framework)
+    return _parsed(ConfigFile(path, read_text(path, MAX_YAML_BYTES)), framework)
+
+
+def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, bool, Configuration | None]:
+    """Content of a file, as ``_read`` returns it."""
+    path = file.path
+    configuration = read_configuration(file, framework)
     if configuration is not None:
-        name = {"name": path.stem}
-        named = Document(name | configuration.document.data, configuration.document.lines)
-        return named, str(path), False, configuration
-    document = parse_yaml(text, str(path))
+        named = Document({"name": path.stem} | configuration.document.data, configuration.document.lines)
+        return named, file.name, False, configuration
+    document = parse_yaml(file.text, file.name)
     if isinstance(document.data, dict) and "model" not in document.data and "model_type" in document.data:
         name_of = path.resolve().parent.name if path.name == "config.json" else path.stem
-        return Document({"name": name_of, "model": {"hf_config": path.name}}, {}), str(path), False, None
-    return document, str(source), True, None
+        return Document({"name": name_of, "model": {"hf_config": path.name}}, {}), file.name, False, None
+    return document, file.name, True, None
 
 
 def _unknown(source: str) -> SpecError:

@@ -27,6 +27,7 @@ SoftwareOption = Literal[
     "expert_overlap",
     "fp8_dot_product_attention",
     "fused_experts",
+    "tp_overlap",
     "vocab_multiple",
 ]
 """Fields of a profile that a user can set."""
@@ -304,9 +305,15 @@ class SoftwareSpec(Spec):
             "expert_overlap": "expert all-to-all overlapped with another microbatch" if self.expert_overlap else "",
             "fp8_dot_product_attention": "FP8 attention" if self.fp8_dot_product_attention else "",
             "fused_experts": "fused experts" if self.fused_experts else "",
+            "tp_overlap": "asynchronous tensor parallelism" if self.tp_overlap != "none" else "",
             "vocab_multiple": "",  # predictions tell it where it changes anything
         }
         return ", ".join([self.id, *(words[option] for option in self.options if words[option])])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The section ``software`` of a scenario: ``preset``, and the options with their values."""
+        return {"preset": self.id, **{option: getattr(self, option) for option in self.options}}
 
     @property
     def preallocated_receives(self) -> bool:

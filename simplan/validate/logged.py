@@ -1,7 +1,8 @@
 """Comparison of a prediction with the log of any framework.
 
 A log has step times or a throughput, and perhaps a memory peak, but no timeline. So the error is known and its location
-is not: only large and uncertain parts of the predicted step can be reported.
+is not. Large and uncertain parts of the predicted step are reported, and changes of the job that would explain the
+error (``simplan.validate.hypotheses``).
 """
 
 from __future__ import annotations
@@ -9,24 +10,21 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import combinations, takewhile
-from typing import Annotated, Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from pydantic import BeforeValidator, Field
-
-from simplan.base import Positive, Spec
-from simplan.document import parse_yaml
 from simplan.errors import Problem, SpecError
-from simplan.io import MAX_YAML_BYTES, parse_json
-from simplan.problems import in_file_order, parse_model, validate
+from simplan.job import Job
 from simplan.program.timeline import SpanKind, Timeline
-from simplan.runs.measurement import Measurement
-from simplan.units import GIB, format_time
+from simplan.units import counted, format_time
 from simplan.validate.activity import ActivityShare, Piece, pieces_of, predicted_activity, stream_words
 from simplan.validate.attribution import critical_pieces
+from simplan.validate.hypotheses import Hypothesis, Measured, hypotheses, job_of_prediction
+from simplan.validate.logged_memory import MemoryTerm, in_memory_interval, memory_notes, memory_rows, memory_terms
+from simplan.validate.logged_run import LoggedRun
 from simplan.validate.measured import predicted_timeline
 from simplan.validate.rows import ComparisonRow, compared, relative_spread
+from simplan.validate.steady import OUTLIER_RATIO, WARMUP_RATIO
 
 _KINDS = {
     ActivityShare.COMPUTE: SpanKind.COMPUTE,
@@ -39,60 +37,13 @@ _OWN_WORDS = {
     ActivityShare.RECOMPUTE: "recomputation",
     ActivityShare.HOST: "the host",
 }  # names regardless of the action
-_WARMUP = 1.5  # times the median
 _MILLISECONDS = (300, 3000)  # times the predicted step: the log may be in milliseconds
 _SAME_JOB = 0.02  # a throughput and a step time of one job agree within the digits of a log
-
-
-def _as_tuple(value: Any) -> Any:
-    """Turn one number into a tuple of one."""
-    if isinstance(value, list):
-        return tuple(value)
-    return (value,) if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
-_Peaks = Annotated[tuple[Positive, ...], Field(min_length=1), BeforeValidator(_as_tuple)]
-"""Peaks in GiB: one number for the peak-memory rank, or one per rank."""
-
-
-class LoggedRun(Spec):
-    """A run as logged. One field must give the step time; the others are optional.
-
-    Attributes:
-        step_times_s: Times of steps in seconds, preferably after warm-up; see ``warmup_steps``. None if not logged.
-        step_time_s: Step time in seconds, for a log with one number only.
-        tokens_per_s_per_device: Throughput of one device. If it is the only field, the batch of the predicted job gives
-            the step time.
-        peak_allocated_gib: Peak of tensors in GiB (``torch.cuda.max_memory_allocated``).
-        peak_reserved_gib: Peak of the caching allocator in GiB (``torch.cuda.max_memory_reserved``).
-        peak_device_gib: Peak on the device in GiB (``nvidia-smi``).
-    """
-
-    schema_version: Literal[1] = 1
-    step_times_s: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
-    step_time_s: Positive | None = None
-    tokens_per_s_per_device: Positive | None = None
-    peak_allocated_gib: _Peaks | None = None
-    peak_reserved_gib: _Peaks | None = None
-    peak_device_gib: _Peaks | None = None
-
-    @property
-    def peaks(self) -> Peaks:
-        """Logged peaks by column."""
-        found = {column: getattr(self, f"peak_{column}_gib") for column in COLUMNS}
-        return {column: peaks for column, peaks in found.items() if peaks is not None}
-
-    @property
-    def warmup_steps(self) -> int:
-        """Number of initial steps much slower than the median: compilation, the first batches."""
-        times_s = self.step_times_s or ()
-        most_s = _WARMUP * statistics.median(times_s) if times_s else 0.0
-        return sum(1 for _ in takewhile(lambda time_s: time_s > most_s, times_s))
-
-    @property
-    def steady_steps_s(self) -> tuple[float, ...]:
-        """Step times without the warm-up steps."""
-        return (self.step_times_s or ())[self.warmup_steps :]
+_MAX_NAMED = 8
+_TRACE_CONTRADICTS = "changes of a part that moved the other way in the trace are left out"
+_WAITS = (
+    "kernels of a collective or P2P receive wait for late ranks, so exposed communication contains waits and bubbles"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,20 +77,30 @@ class LoggedComparison:
     """A prediction compared with a log.
 
     Attributes:
-        rows: Step time, then memory.
+        rows: Step time, then parts of a profiled step, then memory.
         interval_s: Predicted 90% interval of the step time, in seconds.
-        interval_holds: True if the measured step time is inside the interval.
-        difference_s: Predicted minus measured step time.
-        parts: Parts of the predicted critical path, largest uncertainty in seconds first.
-        notes: Notes for the reader, including what a log cannot show.
+        interval_holds: True if the measured step time is inside the interval; None if the log has no times.
+        difference_s: Predicted minus measured step time; None if the log has no times.
+        parts: Parts of the predicted critical path, largest uncertainty in seconds first; empty if the log has no
+            times.
+        notes: Notes for the reader: the lines that were used, what was left out, and what a log cannot show.
+        hypotheses: Changes of the job that bring the prediction closer to the log, likeliest first; None if none were
+            tried, because the log agrees with the prediction or the job cannot be predicted again.
+        memory_terms: Categories that could explain a measured peak outside of its interval, largest first.
+        num_steps: Steps that count for the step time.
+        source: Program that wrote the log, and the lines that were read; None for values that a person wrote.
     """
 
     rows: tuple[ComparisonRow, ...]
     interval_s: tuple[float, float]
-    interval_holds: bool
-    difference_s: float
+    interval_holds: bool | None
+    difference_s: float | None
     parts: tuple[UncertainTerm, ...]
     notes: tuple[str, ...]
+    hypotheses: tuple[Hypothesis, ...] | None = None
+    memory_terms: tuple[MemoryTerm, ...] = ()
+    num_steps: int = 0
+    source: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
@@ -149,52 +110,140 @@ class LoggedComparison:
         return {"schema_version": 1, "kind": "logged_comparison", **document}
 
 
-def compare_logged(prediction: Mapping[str, Any], logged: LoggedRun) -> LoggedComparison:
+def compare_logged(prediction: Mapping[str, Any], logged: LoggedRun, job: Job | None = None) -> LoggedComparison:
     """Compare a prediction with a log; the caller must know that both are for the same job.
 
+    Args:
+        prediction: JSON document of the prediction.
+        logged: The log.
+        job: Job of the prediction; None to take it from the document.
+
     Raises:
-        SpecError: No field gives the step time, two fields contradict each other, or a peak is impossible for the job.
+        SpecError: No field gives a step time or a peak, two fields contradict each other, the log has another batch, or
+            a peak is impossible for the job.
     """
+    _same_batch(prediction, logged)
     predicted_s = prediction["step_time_s"]
-    measured_s = _step_time_s(prediction, logged)
     low_s, high_s = prediction["step_time_interval_s"]
+    memory = tuple(memory_rows(prediction, logged.peaks))
+    times_s = _step_times_s(prediction, logged)
+    measured_s = statistics.median(times_s) if times_s else None
+    gpu_rows = tuple(_gpu_rows(prediction, logged))
+    rows = [*gpu_rows, *memory]
+    if measured_s is not None:
+        rows = [compared("step time", predicted_s, measured_s, "s", relative_spread(times_s)), *rows]
+    holds = None if measured_s is None else low_s <= measured_s <= high_s
+    longer_s = {row.name.partition(",")[0]: row.measured - row.predicted for row in gpu_rows}
+    tried, tried_notes = _hypotheses(prediction, logged, Measured(measured_s, longer_s=longer_s), holds, job)
     return LoggedComparison(
-        rows=(
-            compared("step time", predicted_s, measured_s, "s", relative_spread(logged.steady_steps_s)),
-            *memory_rows(prediction, logged.peaks),
-        ),
+        rows=tuple(rows),
         interval_s=(low_s, high_s),
-        interval_holds=low_s <= measured_s <= high_s,
-        difference_s=predicted_s - measured_s,
-        parts=_unsure_parts(prediction, measured_s - predicted_s),
-        notes=tuple(_notes(prediction, logged, measured_s)),
+        interval_holds=holds,
+        difference_s=None if measured_s is None else predicted_s - measured_s,
+        parts=() if measured_s is None else _unsure_parts(prediction, measured_s - predicted_s),
+        notes=(*_notes(prediction, logged, measured_s), *tried_notes),
+        hypotheses=tried,
+        memory_terms=memory_terms(prediction, logged.peaks),
+        num_steps=len(times_s),
+        source=logged.source,
     )
 
 
-def _step_time_s(prediction: Mapping[str, Any], logged: LoggedRun) -> float:
-    """Measured step time, from the most direct field."""
+def _same_batch(prediction: Mapping[str, Any], logged: LoggedRun) -> None:
+    problems = []
+    for section, name in (("training", "global_batch_size"), ("model", "seq_len")):
+        predicted, found = prediction["inputs"][section].get(name), getattr(logged, name)
+        if found is not None and predicted is not None and found != predicted:
+            rule = f"is in the log, and the predicted job has {predicted}"
+            fix = f"predict the job that was run ({section}.{name}: {found})"
+            problems.append(Problem(field=name, value=str(found), rule=rule, fix=fix))
+    if problems:
+        raise SpecError(problems)
+
+
+def _step_times_s(prediction: Mapping[str, Any], logged: LoggedRun) -> tuple[float, ...]:
+    """Times of the steady steps in seconds, from the most direct field; empty if the log has peaks only."""
     if logged.step_times_s is not None and logged.step_time_s is not None:
         raise SpecError(Problem(field="step_time_s", rule="says the same as step_times_s", fix="keep one of them"))
-    told_s = logged.step_time_s if logged.step_times_s is None else statistics.median(logged.steady_steps_s)
-    tokens_per_s = logged.tokens_per_s_per_device
-    if tokens_per_s is None:
-        if told_s is None:
-            fix = "write step_times_s: [2.41, 2.39, ...], step_time_s or tokens_per_s_per_device"
-            raise SpecError(Problem(field="step_times_s", rule="is missing, and nothing else tells a time", fix=fix))
-        return told_s
-    if not prediction["tokens_per_s_per_device"]:
-        rule, fix = "is for models of tokens, and the predicted one has none", "write step_times_s"
-        raise SpecError(Problem(field="tokens_per_s_per_device", value=f"{tokens_per_s:g}", rule=rule, fix=fix))
-    follows_s = prediction["step_time_s"] * prediction["tokens_per_s_per_device"] / tokens_per_s
-    if told_s is not None and abs(follows_s / told_s - 1) > _SAME_JOB:
-        rule = (
-            f"is a step of {format_time(follows_s)} in the predicted job, and the log has steps of "
-            f"{format_time(told_s)}: another batch, sequence length or number of devices was run, or it is the "
-            "throughput of all devices"
-        )
-        fix = "predict the job that was run, or remove one of the two"
-        raise SpecError(Problem(field="tokens_per_s_per_device", value=f"{tokens_per_s:g}", rule=rule, fix=fix))
-    return float(follows_s) if told_s is None else told_s
+    if not logged.has_time:
+        if logged.peaks:
+            return ()
+        fix = "write step_times_s: [2.41, 2.39, ...], step_time_s or tokens_per_s_per_device"
+        raise SpecError(Problem(field="step_times_s", rule="is missing, and nothing else tells a time", fix=fix))
+    steady = [logged.relative_times[index] for index in logged.steady.indices]
+    told_s = None if logged.step_times_s is None and logged.step_time_s is None else statistics.median(steady)
+    amounts = dict(_amounts(prediction, logged))
+    for field, amount in amounts.items():
+        rate = statistics.median(getattr(logged, field))
+        follows_s = amount / rate
+        if told_s is not None and abs(follows_s / told_s - 1) > _SAME_JOB:
+            rule = (
+                f"is a step of {format_time(follows_s)} in the predicted job, and the log has steps of "
+                f"{format_time(told_s)}: another batch, sequence length or number of devices was run, or it is the "
+                f"throughput of {'all devices' if field == 'tokens_per_s_per_device' else 'one device'}"
+            )
+            fix = "predict the job that was run" + ("" if logged.source else ", or remove one of the two")
+            raise SpecError(Problem(field=field, value=f"{rate:g}", rule=rule, fix=fix))
+    scale = 1.0 if told_s is not None else next(iter(amounts.values()))
+    return tuple(scale * time for time in steady)
+
+
+def _amounts(prediction: Mapping[str, Any], logged: LoggedRun) -> Iterator[tuple[str, float]]:
+    """Yield fields of throughput, with what a step of the predicted job processes in their unit."""
+    step_s = prediction["step_time_s"]
+    if logged.tokens_per_s_per_device is not None:
+        if not prediction["tokens_per_s_per_device"]:
+            rule, fix = "is for models of tokens, and the predicted one has none", "write step_times_s"
+            value = f"{logged.tokens_per_s_per_device[0]:g}"
+            raise SpecError(Problem(field="tokens_per_s_per_device", value=value, rule=rule, fix=fix))
+        yield "tokens_per_s_per_device", step_s * prediction["tokens_per_s_per_device"]
+    if logged.samples_per_s is not None:
+        yield "samples_per_s", float(prediction["inputs"]["training"]["global_batch_size"])
+
+
+_BUSY = ("compute", "recompute", "optimizer")
+_COMMUNICATION = ("exposed_communication", "wait")  # a communication kernel runs while it waits for a late rank
+
+
+def _gpu_rows(prediction: Mapping[str, Any], logged: LoggedRun) -> Iterator[ComparisonRow]:
+    """Yield parts of a profiled step, compared with those of the same rank, or the mean over ranks.
+
+    Predicted waits (bubbles, late ranks) count as exposed communication.
+    """
+    found = logged.gpu_time
+    if found is None:
+        return
+    ranks = [rank for rank in prediction["ranks"] if found.rank is None or rank["rank"] == found.rank]
+    if not ranks:
+        rule, fix = f"is none of the {len(prediction['ranks'])} ranks of the prediction", "predict the job that was run"
+        raise SpecError(Problem(field="gpu_time.rank", value=str(found.rank), rule=rule, fix=fix))
+
+    def predicted_s(*names: str) -> float:
+        return statistics.fmean(sum(rank.get("split", {}).get(name, 0.0) for name in names) for rank in ranks)
+
+    whose = "" if found.rank is None else f", rank {found.rank}"
+    yield compared(f"compute{whose}", predicted_s(*_BUSY), found.compute_s, "s", None)
+    exposed_s = predicted_s(*_COMMUNICATION)
+    yield compared(f"exposed communication{whose}", exposed_s, found.exposed_communication_s, "s", None)
+    yield compared(f"idle{whose}", predicted_s("host"), found.idle_s, "s", None)
+
+
+def _hypotheses(
+    prediction: Mapping[str, Any], logged: LoggedRun, measured: Measured, holds: bool | None, job: Job | None
+) -> tuple[tuple[Hypothesis, ...] | None, tuple[str, ...]]:
+    """Hypotheses and notes on them, if the log lies outside of an interval."""
+    peaks = {column: max(found) for column, found in logged.peaks.items()}
+    outside = [column for column, peak in peaks.items() if not in_memory_interval(prediction, column, peak)]
+    if holds is not False and not outside:
+        return None, ()
+    column = next(iter(outside or peaks), None)
+    if column is not None:
+        measured = replace(measured, column=column, peak_gib=peaks[column])
+    job = job_of_prediction(prediction) if job is None else job
+    found = None if job is None else hypotheses(job, prediction["step_time_s"], measured)
+    if found is None:
+        return None, ("no hypotheses are tried: the job cannot be predicted again from the file of the prediction",)
+    return found, (_TRACE_CONTRADICTS,) if measured.longer_s else ()
 
 
 def _unsure_parts(prediction: Mapping[str, Any], longer_s: float) -> tuple[UncertainTerm, ...]:
@@ -251,160 +300,48 @@ def _relative_stds(prediction: Mapping[str, Any]) -> dict[SpanKind, float]:
     return {kind: deviation_s[kind] / total_s for kind, total_s in time_s.items() if total_s > 0}
 
 
-def _notes(prediction: Mapping[str, Any], logged: LoggedRun, measured_s: float) -> Iterator[str]:
-    ratio = measured_s / prediction["step_time_s"]
-    if _MILLISECONDS[0] <= ratio <= _MILLISECONDS[1]:
-        yield f"the measured step time is {ratio:,.0f} times the predicted one: if the log is in ms, write seconds"
-    if number := logged.warmup_steps:
-        first = "the first step is" if number == 1 else f"the first {number} steps are"
-        yield f"{first} left out as warm-up: more than {_WARMUP:g} times the median"
+def _notes(prediction: Mapping[str, Any], logged: LoggedRun, measured_s: float | None) -> Iterator[str]:
+    if logged.source is not None:
+        yield f"read: {logged.source}"
+    if measured_s is not None:
+        ratio = measured_s / prediction["step_time_s"]
+        if _MILLISECONDS[0] <= ratio <= _MILLISECONDS[1]:
+            yield f"the measured step time is {ratio:,.0f} times the predicted one: if the log is in ms, write seconds"
+        yield from _left_out(logged)
+    yield from logged.notes
     yield from memory_notes(prediction, logged.peaks)
-    yield (
-        "a log has no timeline: which part made the difference, whether actions and collectives were those predicted "
-        "and what was left unexplained only `simplan run` can say, which records them"
-    )
+    if logged.gpu_time is not None:
+        yield _WAITS
+    else:
+        yield (
+            "a log has no timeline: which part made the difference, whether actions and collectives were those "
+            "predicted and what was left unexplained only `simplan run` can say, which records them"
+        )
     yield "that the log is of the predicted job cannot be checked"
 
 
-COLUMNS = ("allocated", "reserved", "device")
-"""Memory columns; each includes the previous one."""
-
-_ROUNDED = 1.01  # figures of one log agree within their digits
-_UNITS = (("GB", 1e9), ("MiB", 2**20), ("MB", 1e6), ("bytes", 1))
-
-
-Peaks = Mapping[str, tuple[float, ...]]
-"""Logged peaks in GiB by column: one number for the peak-memory rank, or one per rank."""
-
-
-def memory_rows(prediction: Mapping[str, Any], told: Peaks) -> Iterator[ComparisonRow]:
-    """Yield peaks of the measured peak-memory rank; if only one number is logged, of the predicted one.
-
-    Raises:
-        SpecError: A peak exceeds the device memory or a column that includes it, or the ranks differ from the predicted
-            ranks.
-    """
-    problems = [*_too_large(told, prediction["capacity_gib"]), *_contradictions(told)]
-    ranks = prediction["ranks"]
-    rows = []
-    for column, peaks in told.items():
-        predicted = {rank["rank"]: rank["peak_memory_gib"][column] for rank in ranks}
-        if len(peaks) == 1:
-            rows.append(compared(f"peak memory, {column}", max(predicted.values()), peaks[0], "GiB", None))
-        elif len(peaks) == len(predicted):
-            measured_gib, rank = max((value, -rank) for rank, value in enumerate(peaks))
-            rows.append(compared(f"peak memory, {column}, rank {-rank}", predicted[-rank], measured_gib, "GiB", None))
-        else:
-            rule = f"has {len(peaks)} numbers, and the predicted job has {len(predicted)} ranks"
-            fix = "give one number, of the rank that needs most, or one for each rank"
-            problems.append(Problem(field=_field(column), rule=rule, fix=fix))
-    if problems:
-        raise SpecError(problems)
-    yield from rows
+def _left_out(logged: LoggedRun) -> Iterator[str]:
+    """Yield which steps of the log do not count."""
+    steady, number = logged.steady, len(logged.relative_times)
+    if steady.num_warmup:
+        first = "the first step is" if steady.num_warmup == 1 else f"the first {steady.num_warmup} steps are"
+        last = logged.number_of(steady.num_warmup - 1)
+        up_to = "" if last == steady.num_warmup else f" (up to step {last})"
+        yield (
+            f"{first} left out as warm-up{up_to}: more than {WARMUP_RATIO:g} times the median of the later half, and "
+            "beyond its spread"
+        )
+    if steady.outliers:
+        named = [_named_step(logged, index) for index in steady.outliers[:_MAX_NAMED]]
+        more = len(steady.outliers) - len(named)
+        rest = f" and {more} more" if more > 0 else ""
+        noun = "step" if len(steady.outliers) == 1 else "steps"
+        yield f"{noun} {', '.join(named)}{rest} left out: {OUTLIER_RATIO:g} times the median or more, or as much less"
+    if number > 1:
+        yield f"step time: median of {counted(len(steady.indices), 'steady step')}, of {number} in the log"
 
 
-def memory_notes(prediction: Mapping[str, Any], told: Peaks) -> Iterator[str]:
-    """Yield notes on the peaks."""
-    if not told:
-        yield "peak memory is not compared: peak_allocated_gib, peak_reserved_gib or peak_device_gib would tell it"
-    least_gib = min(rank["memory_gib"].get("parameters", 0.0) for rank in prediction["ranks"])
-    for column, peaks in told.items():
-        if max(peaks) < least_gib:
-            yield (
-                f"{_field(column)} = {max(peaks):g} is less than the {least_gib:.3g} GiB of parameters alone of any "
-                "predicted rank: another job was run, or the number is in another unit"
-            )
-
-
-def _too_large(told: Peaks, capacity_gib: float | None) -> Iterator[Problem]:
-    for column, peaks in told.items():
-        if capacity_gib is not None and max(peaks) > capacity_gib:
-            given = max(peaks)
-            fix = next(
-                (
-                    f"if it is in {unit}, write {given * size / GIB:.4g}"
-                    for unit, size in _UNITS
-                    if given * size / GIB <= capacity_gib
-                ),
-                "write what one device held",
-            )
-            rule = f"is more than the {capacity_gib:.4g} GiB of a device of the predicted job"
-            yield Problem(field=_field(column), value=f"{given:g}", rule=rule, fix=fix)
-
-
-def _contradictions(told: Peaks) -> Iterator[Problem]:
-    for (inner, part), (outer, whole) in combinations(told.items(), 2):
-        if max(part) > _ROUNDED * max(whole):
-            rule = f"is more than {_field(outer)} = {max(whole):g}, of which it is a part"
-            yield Problem(field=_field(inner), value=f"{max(part):g}", rule=rule, fix="see which number is which")
-
-
-def _field(column: str) -> str:
-    return f"peak_{column}_gib"
-
-
-YAML_SUFFIXES = (".yaml", ".yml")
-_TEXT_SUFFIXES = (".csv", ".tsv", ".txt", ".log")
-_WHICH_MEMORY = (
-    "peak_reserved_gib (what torch's allocator holds), peak_allocated_gib (tensors) or peak_device_gib (nvidia-smi)"
-)
-_OTHER_WORDS = {
-    "step_times_s": "step_times steps times_s",
-    "step_time_s": "step_time iteration_time iteration_time_s seconds_per_step time_per_step_s",
-    "step_time_s, in seconds": "step_time_ms iteration_time_ms elapsed_time_per_iteration_ms step_times_ms",
-    "tokens_per_s_per_device": "tps tgs tokens_per_second_per_gpu tokens_per_s_per_gpu tokens_per_gpu_per_second",
-    "tokens_per_s_per_device, a device's share": "tokens_per_s tokens_per_second throughput",
-    _WHICH_MEMORY: "peak_memory_gib peak_memory memory memory_gib max_memory_gib memory_kind",
-    "peak_reserved_gib": "max_memory_reserved reserved_gib",
-    "peak_allocated_gib": "max_memory_allocated allocated_gib",
-    f"{_WHICH_MEMORY}; a GiB is 1.0737 GB": "peak_memory_gb memory_gb peak_allocated_gb peak_reserved_gb",
-}
-
-
-def parse_measured(text: str, file: str) -> Measurement | LoggedRun:
-    """Parse a measurement, or a logged run if the text contains no job.
-
-    Args:
-        text: JSON; YAML if the file name ends in .yaml or .yml.
-        file: File name, also used in errors.
-
-    Raises:
-        SpecError: The text is neither.
-    """
-    if file.lower().endswith(_TEXT_SUFFIXES):
-        rule, fix = "is neither YAML nor JSON", "write YAML: step_times_s: [2.41, 2.39, ...]"
-        raise SpecError(Problem(field="", rule=rule, fix=fix), file=file)
-    if file.lower().endswith(YAML_SUFFIXES):
-        if len(text) > MAX_YAML_BYTES:
-            raise SpecError(Problem(field="", rule="is too large for YAML", fix="give it as JSON"), file=file)
-        document = parse_yaml(text, file)
-        data, lines = document.data, document.lines
-        if not isinstance(data, dict):
-            rule, fix = "must be a mapping (key: value)", "write step_times_s: [2.41, 2.39, ...]"
-            raise SpecError(Problem(field="", rule=rule, fix=fix), file=file)
-    else:
-        data, lines = parse_json(text, file), {}
-    _refuse_other_files(data, file)
-    if "job" in data:
-        return parse_model(Measurement, data, lines, file)
-    logged, problems = validate(LoggedRun, data, lines, elsewhere=_where())
-    if logged is None:
-        raise SpecError(sorted(problems, key=in_file_order), file=file)
-    return logged
-
-
-def _where() -> dict[str, str]:
-    return {word: key for key, words in _OTHER_WORDS.items() for word in words.split()}
-
-
-def _refuse_other_files(data: dict[str, Any], file: str) -> None:
-    """Raise a specific error for files that are likely given by mistake."""
-    if data.get("kind") == "prediction":
-        rule, fix = "is a prediction", "give the measurement.json of a run as the second file"
-    elif "runs" in data and "meta" in data:
-        rule, fix = "holds published runs", "`simplan accuracy` predicts them and compares"
-    elif "model" in data and "cluster" in data:
-        rule, fix = "is a scenario", "give the measurement.json of a run, or what its log says (step_times_s: [...])"
-    else:
-        return
-    raise SpecError(Problem(field="", rule=rule, fix=fix), file=file)
+def _named_step(logged: LoggedRun, index: int) -> str:
+    number = logged.number_of(index)
+    cause = logged.interruptions.get(number)
+    return f"{number} ({cause})" if cause else f"{number}"

@@ -157,7 +157,7 @@ def test_compare_with_two_predictions(simplan: Simplan, scenario: Path, tmp_path
     predicted = tmp_path / "predicted.json"
     assert simplan("predict", scenario, "-o", predicted).returncode == 0
     result = simplan("compare", predicted, predicted)
-    refused(result, f"{predicted}: is a prediction; give the measurement.json of a run as the second file")
+    refused(result, f"{predicted}: is a prediction; give the log, or the measurement.json of a run, as the second file")
     assert len(result.stderr.splitlines()) == 1
 
 
@@ -167,7 +167,7 @@ def test_compare_with_a_scenario_and_a_table(simplan: Simplan, scenario: Path, t
     assert simplan("predict", scenario, "-o", predicted).returncode == 0
     fix = f"is YAML, and a prediction is JSON; run `simplan predict {scenario} -o prediction.json` first"
     refused(simplan("compare", scenario, log), f"{scenario}: {fix}")
-    fix = "is neither YAML nor JSON; write YAML: step_times_s: [2.41, 2.39, ...]"
+    fix = "has no lines of steps that simplan knows; it knows those of Megatron-LM"
     refused(simplan("compare", predicted, log), f"{log}: {fix}")
 
 

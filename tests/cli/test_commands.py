@@ -402,7 +402,7 @@ def test_without_torch_predicting_works_and_running_names_the_extra(
 def test_a_bug_is_a_sentence_too(new_simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
     (tmp_path / "break").mkdir()
     (tmp_path / "break" / "sitecustomize.py").write_text(
-        "import simplan.scenario.source as s\ndef broken(*a): raise TypeError('oops')\ns.read_source = broken\n"
+        "import simplan.scenario.source as s\ndef broken(*a, **k): raise TypeError('oops')\ns.read_source = broken\n"
     )
     broken = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "break"), str(Path(__file__).resolve().parents[2])])}
     result = new_simplan("predict", scenario, env=broken)

@@ -10,9 +10,11 @@ than 4 GiB, a file that is not whole.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -121,6 +123,18 @@ def _logged(mutator: Mutator, folder: Path) -> Case:
     return ["compare", str(prediction), str(log)], None
 
 
+def _framework_log(mutator: Mutator, folder: Path) -> Case:
+    """Logs as bytes: of a framework, a trace, and a snapshot."""
+    prediction, log = folder / "prediction.json", folder / "train.log"
+    prediction.write_text(PREDICTION)
+    content = mutator.damaged(mutator.choice(FRAMEWORK_LOGS)).encode("utf-8", errors="surrogatepass")
+    if mutator.choice((True, False)):
+        content = mutator.choice((pickle.dumps(SNAPSHOT), gzip.compress(content)))
+        content = content[: mutator.choice((len(content), len(content) - 3, 40))]
+    log.write_bytes(content)
+    return ["compare", str(prediction), str(log), *mutator.choice(([], ["--json"]))], None
+
+
 def _published(mutator: Mutator, folder: Path) -> Case:
     file = folder / "published.yaml"
     file.write_text(mutator.yaml(PUBLISHED), encoding="utf-8", errors="surrogatepass")
@@ -182,6 +196,25 @@ CONFIG = json.dumps({
     "rope_theta": 10000.0, "rope_scaling": None, "attention_bias": False, "mlp_bias": False,
 })  # fmt: skip
 LOG = "step_times_s: [2.41, 2.39, 2.40, 2.42]\npeak_allocated_gib: 40.0\n"
+_ITERATION = " iteration {0:8d}/ 100 | elapsed time per iteration (ms): {0}20.5 | global batch size: 4 | lm loss: 1.0 |"
+SNAPSHOT = {
+    "segments": [{"device": 0, "total_size": 4096, "allocated_size": 2048}],
+    "device_traces": [[{"action": "alloc", "size": 512}, {"action": "free_completed", "size": 512}]],
+}
+TRACE = [
+    {"ph": "X", "cat": category, "name": name, "ts": 1.5, "dur": 20}
+    for category, name in (("user_annotation", "ProfilerStep#1"), ("kernel", "gemm"), ("kernel", "ncclKernel"))
+]
+FRAMEWORK_LOGS = (
+    "\n".join(_ITERATION.format(step) for step in range(1, 9)),
+    "[rank0]:[titan] step: 1  loss: 12.2  memory: 27.34GiB(28.78%)  tps: 375  mfu: 2.20%\n" * 5,
+    "Training epoch 0, iteration 5/49 | global_batch_size: 4 | train_step_timing in s: 2.693 | consumed_samples: 20",
+    "epoch=0/micro_step=1/global_step=2, RunningAvgSamplesPerSec=58.7, CurrSamplesPerSec=61.35, MaxMemAllocated=19.5GB",
+    "{'loss': 1.0}\n100%|####| 200/200 [03:45<00:00]\n{'train_runtime': 225.8, 'train_steps_per_second': 0.886}",
+    json.dumps({"log_history": [{"train_runtime": 100.5, "step": 50}], "global_step": 50}),
+    json.dumps({"traceEvents": TRACE}),
+    json.dumps(SNAPSHOT),
+)
 FILES = Path(__file__).parent / "files"
 CALIBRATION: str = (FILES / "calibration.json").read_text()
 _PREDICTED = predicted(ParallelPlan(pp=2, stage_layers=(2, 2)))
@@ -196,6 +229,7 @@ KINDS = (
     Kind("schedule", _schedule),
     Kind("compare", _compared),
     Kind("log", _logged),
+    Kind("framework-log", _framework_log),
     Kind("published", _published),
     Kind("config", _config),
     Kind("calibration", _calibration),

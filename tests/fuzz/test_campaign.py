@@ -14,7 +14,7 @@ from tests.fuzz.mutation import Mutator
 ALL_KINDS = KINDS + EXECUTOR_KINDS
 NUMBERS = {
     "scenario": 120, "search": 80, "executor-scenario": 120, "executor-calibration": 80, "job": 150,
-    "checkpoint": 150, "steps": 100,
+    "checkpoint": 150, "steps": 100, "log": 120, "framework-log": 120,
 }  # fmt: skip
 """Inputs of the quick suite by kind, 200 of others: 2,000 in all, fewer of those that take longest."""
 HANG_S = 240  # on a busy machine

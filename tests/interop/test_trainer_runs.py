@@ -13,7 +13,7 @@ import yaml
 
 from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
-from simplan.interop.formats import changed_settings, formats
+from simplan.interop.formats import ConfigFile, changed_settings, formats
 from simplan.interop.frameworks.hugging_face.models import config_of, preset_of
 from simplan.interop.huggingface import model_fields_from_config
 from simplan.job import Job
@@ -410,6 +410,18 @@ def test_bad_file_is_a_sentence(name: str, tmp_path: Path) -> None:
         scenario_from(path, {"cluster.preset": "dgx-h100", "model.preset": "llama3-8b", "model.seq_len": 512})
     assert part in str(error.value)
     assert not touched.exists()
+
+
+def test_uploaded_file_reads_no_other(tmp_path: Path) -> None:
+    """Files of the machine that the dashboard runs on are none of an upload's."""
+    entry = next(entry for _, entry in CASES if entry["name"] == "peft_run_peft_fsdp")
+    path = write(tmp_path, "trainer", entry)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}), encoding="utf-8")
+    text = path.read_text(encoding="utf-8").replace("meta-llama/Llama-2-70b-hf", ".")
+    with pytest.raises(SpecError) as error:
+        read_source(ConfigFile(path, text, reads_others=False), {"cluster.preset": "dgx-h100"})
+    assert "names configs/fsdp_config.yaml, which is not next to it" in str(error.value)
+    assert "names the model ." in str(error.value)
 
 
 def test_pickled_arguments_are_not_loaded(tmp_path: Path) -> None:

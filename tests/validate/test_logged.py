@@ -12,7 +12,8 @@ from simplan.prediction import Prediction
 from simplan.report.comparison import candidate_causes, logged_text
 from simplan.runs.measurement import Measurement
 from simplan.validate.compare import compare
-from simplan.validate.logged import LoggedRun, compare_logged, parse_measured
+from simplan.validate.logged import compare_logged
+from simplan.validate.logged_run import LoggedRun, parse_measured
 from tests.validate.measuring import measure, predicted
 
 
@@ -32,10 +33,22 @@ def test_step_time_is_that_of_the_full_measurement(prediction: Prediction, facto
     assert bare.difference_s == pytest.approx((1 - factor) * prediction.step_time_s)
 
 
-def test_steps_of_the_warm_up_are_left_out() -> None:
-    logged = LoggedRun(step_times_s=(20.0, 5.0, 2.0, 2.1, 3.5, 2.0))
-    assert logged.steady_steps_s == (2.0, 2.1, 3.5, 2.0)  # the median of all is 2.8
-    assert LoggedRun(step_times_s=(1.0,)).steady_steps_s == (1.0,)
+@pytest.mark.parametrize(
+    ("times_s", "steady", "num_warmup", "outliers"),
+    [
+        ((20.0, 5.0, 2.0, 2.1, 3.5, 2.0), (2, 3, 4, 5), 2, ()),  # one in four is no outlier
+        ((1.0,), (0,), 0, ()),
+        ((9.0, 2.0, 2.6, *[2.0] * 17), tuple(range(3, 20)), 3, ()),  # a second compilation
+        ((2.3, *[2.0, 2.02] * 10, 3.4, *[2.01] * 10), (*range(1, 21), *range(22, 32)), 1, (21,)),
+        ((2.0, 2.1, 1.9, 2.05, 2.0, 1.95), tuple(range(6)), 0, ()),  # noise
+        ((2.0, 4.0) * 10, tuple(range(20)), 0, ()),  # every second step accumulates
+    ],
+)
+def test_steady_steps(
+    times_s: tuple[float, ...], steady: tuple[int, ...], num_warmup: int, outliers: tuple[int, ...]
+) -> None:
+    found = LoggedRun(step_times_s=times_s).steady
+    assert (found.indices, found.num_warmup, found.outliers) == (steady, num_warmup, outliers)
 
 
 def test_parts_are_those_of_the_predicted_critical_path(prediction: Prediction) -> None:
@@ -61,7 +74,7 @@ def test_deviations_of_computing_add_up_to_the_interval(prediction: Prediction) 
 
 def test_a_throughput_is_a_step_time(prediction: Prediction) -> None:
     """124 M parameters do not matter here: 4 sequences of 1,024 tokens on 2 devices."""
-    comparison = compare_logged(prediction.to_json(), LoggedRun(tokens_per_s_per_device=1024.0))
+    comparison = compare_logged(prediction.to_json(), LoggedRun(tokens_per_s_per_device=(1024.0,)))
     assert comparison.rows[0].measured == pytest.approx(4 * 1024 / 2 / 1024.0)
 
 
@@ -82,6 +95,9 @@ def test_memory_is_of_the_rank_that_needed_most(prediction: Prediction) -> None:
         ({}, "step_times_s: is missing, and nothing else tells a time"),
         ({"step_time_s": 1.0, "step_times_s": (1.0,)}, "step_time_s: says the same as step_times_s"),
         ({"step_time_s": 1.0, "tokens_per_s_per_device": 1024.0}, "is a step of 2.000 s in the predicted job"),
+        ({"step_time_s": 1.0, "samples_per_s": (1.0,)}, "is a step of 4.000 s .* the throughput of one device"),
+        ({"step_time_s": 1.0, "global_batch_size": 8}, "global_batch_size = 8: is in the log, .* job has 4"),
+        ({"step_time_s": 1.0, "seq_len": 512}, "seq_len = 512: .* has 1024; predict .* .model.seq_len: 512"),
         ({"step_time_s": 1.0, "peak_device_gib": (1.0, 2.0, 3.0)}, "has 3 numbers, and the predicted job has 2 ranks"),
         ({"step_time_s": 1.0, "peak_reserved_gib": (60.0, 81.9)}, "peak_reserved_gib = 81.9: is more than the 79.65 "
          "GiB of a device of .*; if it is in GB, write 76"),
@@ -114,7 +130,7 @@ def test_a_log_in_milliseconds_is_noted(factor: float, noted: bool, prediction: 
 
 
 def test_both_may_be_given_when_they_agree(prediction: Prediction) -> None:
-    logged = LoggedRun(step_times_s=(1.99, 2.0, 2.02), tokens_per_s_per_device=1024.0)
+    logged = LoggedRun(step_times_s=(1.99, 2.0, 2.02), tokens_per_s_per_device=(1024.0,))
     assert compare_logged(prediction.to_json(), logged).rows[0].measured == 2.0
 
 
@@ -130,7 +146,7 @@ def test_both_may_be_given_when_they_agree(prediction: Prediction) -> None:
         ("peak_device_gib: x", 'peak_device_gib = "x": must be a list'),
         ("schema_version: 2\nstep_time_s: 1", "schema_version = 2"),
         ("meta: {}\nruns: []", "holds published runs; `simplan accuracy`"),
-        ("model: {}\ncluster: {}", "is a scenario; give the measurement.json"),
+        ("model: {}\ncluster: {}", "is a scenario; give the log of a run, or its measurement.json"),
         ("- 1", "must be a mapping"),
     ],
 )
@@ -154,7 +170,7 @@ def test_words(prediction: Prediction) -> None:
     assert re.search(
         r"the difference of -[\d.]+ ms could come from: backward \([\d.]+ ms of the step, \+/- \d+ %\)", text
     )
-    assert "the first step is left out as warm-up: more than 1.5 times the median" in text
+    assert "the first step is left out as warm-up: more than 1.1 times the median of the later half" in text
     assert "only `simplan run` can say" in text
     noisy = LoggedRun(step_times_s=tuple(prediction.step_time_s * f for f in (0.8, 0.9, 1.01, 1.1, 1.3, 1.01)))
     assert "it is not significant" in candidate_causes(compare_logged(prediction.to_json(), noisy))
@@ -174,6 +190,7 @@ def test_small_causes_of_a_difference_are_not_named(prediction: Prediction) -> N
     """A fifth of the step: compute is within its deviations, and P2P sends between stages are far outside of theirs."""
     comparison = compare_logged(prediction.to_json(), LoggedRun(step_time_s=1.2 * prediction.step_time_s))
     (sends,) = [part for part in comparison.parts if part.share == "exposed_communication"]
+    assert comparison.difference_s is not None
     assert abs(comparison.difference_s) > 10 * sends.std_s > 0
     sentence = candidate_causes(comparison)
     assert "could come from: backward" in sentence

@@ -123,7 +123,7 @@ def test_a_log_is_shown_beside_the_prediction() -> None:
     def page() -> None:
         from app import uploads
         from app.components.measured import show_logged
-        from simplan.validate.logged import LoggedRun
+        from simplan.validate.logged_run import LoggedRun
         from tests.app.test_uploads import made
 
         logged = uploads.measured_of("log.yaml", b"step_times_s: [0.4, 0.4]\npeak_device_gib: 20\n")
@@ -133,7 +133,10 @@ def test_a_log_is_shown_beside_the_prediction() -> None:
     shown = AppTest.from_function(page, default_timeout=120).run()
     assert_no_bug(shown)
     assert {metric.label: metric.value for metric in shown.metric}["Measured step"] == "400 ms"
-    [parts] = [table.value for table in shown.dataframe]
+    tables = [table.value for table in shown.dataframe]
+    assert [table.columns[0] for table in tables] == ["change", "part"]
+    assert {"step error, %", "peak error, %"} < {*tables[0].columns}
+    parts = tables[-1]
     prediction_s = json.loads(made()[0])["step_time_s"]
     assert parts["predicted, ms"].sum() == pytest.approx(1e3 * prediction_s, rel=0.02)
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 
+from simplan.errors import RunError
 from simplan.plan.plan import RankMapping
-from simplan.program.action import ActionKind
+from simplan.program.action import Action, ActionKind
 from simplan.program.lowering.lower import Lowering, lower
 from simplan.program.timeline import SpanKind
 from simplan.sim.memory import memory_peak
+from tests.executor.dry_run.accounting import SilentRecorder
 from tests.jobs import job_to_lower
 
 ALONE = ("send", "recv", "to_host", "from_host")
@@ -86,3 +89,10 @@ def test_collectives_are_those_torch_saw(finished_run: Any) -> None:
         calls = torch.load(finished_run.out_dir / f"collectives.rank{rank.rank}.pt")
         found = [(c.kind, c.num_bytes) for c in rank.collectives if c.kind not in ALONE]
         assert found == [(kind, 8 * elements) for kind, elements in calls]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence() -> None:
+    recorder = SilentRecorder([Action(0, ActionKind.FORWARD, 0)])
+    recorder.begin_step(3)
+    with pytest.raises(RunError, match="the loss of step 3 is nan: try precision fp32 or bf16"):
+        recorder.record(0.0, 1.0, [2.5, float("nan")])

@@ -24,7 +24,7 @@ def _read(file: ConfigFile) -> Configuration:
     document = document_of(file)
     if document is None:
         raise file_error(file.name, "this is no configuration of Accelerate: it is no YAML mapping", "check its colons")
-    return read_run(_TITLE, file.name, accelerate=[*flattened(document)])
+    return read_run(_TITLE, file, accelerate=[*flattened(document)])
 
 
 FORMAT = Format(

@@ -29,7 +29,13 @@ def _read(file: ConfigFile) -> Configuration:
     settings = [*flattened(document)]
     reading = Reading.of(_TITLE, file.name, [setting for _, setting in settings])
     none = Keys(reading)
-    return Run(reading, none, none, Keys(reading, {key: setting.key for key, setting in settings})).configuration()
+    return Run(
+        reading,
+        none,
+        none,
+        Keys(reading, {key: setting.key for key, setting in settings}),
+        reads_others=file.reads_others,
+    ).configuration()
 
 
 FORMAT = Format(

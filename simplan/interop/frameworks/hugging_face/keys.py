@@ -152,8 +152,8 @@ def document_of(file: ConfigFile) -> Document | None:
     return None if file.json is None else Document(file.json, {})
 
 
-def named_document(name: str, base: str) -> tuple[str, Document] | None:
-    """File that another file names, relative to it or to a folder above; None if there is none.
+def named_document(name: str, base: ConfigFile) -> tuple[str, Document] | None:
+    """File that another file names, relative to it or to a folder above; None if there is none, or none must be read.
 
     Args:
         name: Name as written. Absolute names are looked up by their last part only.
@@ -162,8 +162,10 @@ def named_document(name: str, base: str) -> tuple[str, Document] | None:
     Raises:
         SpecError: The file has no mapping.
     """
+    if not base.reads_others:
+        return None
     wanted = PurePosixPath(name)
-    folder = folder_of(base).resolve()
+    folder = folder_of(base.path).resolve()
     folders = [folder, *folder.parents][: _MAX_PARENTS + 1]
     inside = not wanted.is_absolute() and ".." not in wanted.parts
     candidates = [each / wanted for each in folders] if inside else []

@@ -48,6 +48,7 @@ class Run:
         unknown: Arguments whose values the script does not say.
         missing: Settings that name files which are not there.
         task: Words on the program or setting that makes it supervised fine-tuning; empty for none.
+        reads_others: False if no other files must be read.
     """
 
     reading: Reading
@@ -61,6 +62,7 @@ class Run:
     unknown: frozenset[str] = frozenset()
     missing: tuple[str, ...] = ()
     task: str = ""
+    reads_others: bool = True
     _precision: str = field(default="", init=False)
     _model: ModelSpec | None = field(default=None, init=False)
 
@@ -357,7 +359,8 @@ class Run:
         key = self.trainer.first("model_name_or_path", "config_name", "base_model")
         name = str(self.trainer.value(key) or "") if key is not None else ""
         base = folder_of(self.reading.file)
-        folder = next((each for each in (name, ".") if each and _config_in(base, each) is not None), None)
+        folders = (name, ".") if self.reads_others else ()
+        folder = next((each for each in folders if each and _config_in(base, each) is not None), None)
         if folder is not None and (folder != "." or not preset_of(name)):
             path = _config_in(base, folder)
             assert path is not None

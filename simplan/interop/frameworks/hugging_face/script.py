@@ -16,7 +16,7 @@ SIGNS = ("per_device_train_batch_size", "model_name_or_path", "gradient_accumula
 """Arguments of the Trainer that other frameworks' scripts do not have."""
 _OTHERS = ("num_layers", "micro_batch_size", "tensor_model_parallel_size")
 """Arguments of Megatron-LM, which is launched by torchrun and deepspeed as well."""
-_OWN_PROGRAMS = ("llamafactory-cli", "axolotl", "trl")
+_OWN_PROGRAMS = frozenset(("llamafactory-cli", "axolotl", "trl"))
 _OWN_MODULES = ("axolotl.cli.train", "trl.scripts.sft", "llamafactory.launcher")
 _CONFIG_FILES = (".yaml", ".yml", ".json")
 _FLAG = re.compile(r"--?[A-Za-z]")
@@ -26,7 +26,7 @@ _FLAG = re.compile(r"--?[A-Za-z]")
 def launch_of(text: str, file: str) -> Launch | None:
     """The first command of a script that starts a training of the Hugging Face stack; None if there is none."""
     try:
-        launches = read_launches(text, file)
+        launches = read_launches(text, file, _OWN_PROGRAMS)
     except SpecError:
         return None
     return next((launch for launch in launches if _is_ours(launch)), None)

@@ -47,13 +47,13 @@ def _read(file: ConfigFile) -> Configuration:
     document = document_of(file)
     if document is not None:
         title, settings, names_launcher = _arguments([*flattened(document)])
-        return read_run(title, file.name, trainer=settings, names_launcher=names_launcher)
+        return read_run(title, file, trainer=settings, names_launcher=names_launcher)
     launch = launch_of(file.text, file.name)
     if launch is None:
         rule = "holds no arguments of the Trainer"
         fix = "give a launch script, TrainingArguments.to_json_string(), or YAML of these arguments"
         raise file_error(file.name, rule, fix)
-    return _read_launch(launch, file.name)
+    return _read_launch(launch, file)
 
 
 def _arguments(settings: Named) -> tuple[str, Named, bool]:
@@ -73,7 +73,7 @@ def _halved(key: str, setting: Setting) -> Setting:
     return replace(setting, value=True) if key == "bf16" and setting.value == AUTO else setting
 
 
-def _read_launch(launch: Launch, file: str) -> Configuration:
+def _read_launch(launch: Launch, file: ConfigFile) -> Configuration:
     """Arguments of a command, with the files of arguments that it names."""
     settings: Named = []
     title = _TITLE
@@ -81,7 +81,7 @@ def _read_launch(launch: Launch, file: str) -> Configuration:
         found = named_document(name, file)
         if found is None:
             rule, fix = "is named by the command and is not next to it", "put it there"
-            raise SpecError(Problem(field=name, rule=rule, fix=fix), file=file)
+            raise SpecError(Problem(field=name, rule=rule, fix=fix), file=file.name)
         title, own, _ = _arguments([*flattened(found[1], found[0])])
         settings += own
     settings += _arguments(arguments_of(launch.arguments))[1]
@@ -110,7 +110,7 @@ def _read_launch(launch: Launch, file: str) -> Configuration:
 
 def read_run(
     title: str,
-    file: str,
+    file: ConfigFile,
     *,
     trainer: Sequence[tuple[str, Setting]] = (),
     accelerate: Sequence[tuple[str, Setting]] = (),
@@ -151,7 +151,7 @@ def read_run(
     deepspeed += [(key.removeprefix("deepspeed."), setting) for key, setting in trainer if key.startswith("deepspeed.")]
     trainer = [*trainer]
     trainer += [(f"fsdp_config.{key}", setting) for key, setting in named(("fsdp_config", trainer))]
-    reading = Reading.of(title, file, [setting for _, setting in [*trainer, *accelerate, *deepspeed]])
+    reading = Reading.of(title, file.name, [setting for _, setting in [*trainer, *accelerate, *deepspeed]])
 
     def keys(settings: Sequence[tuple[str, Setting]]) -> Keys:
         return Keys(reading, {key: setting.key for key, setting in settings})
@@ -168,6 +168,7 @@ def read_run(
         unknown=unknown,
         missing=tuple(missing),
         task=task,
+        reads_others=file.reads_others,
     )
     return run.configuration()
 

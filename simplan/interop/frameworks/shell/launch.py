@@ -19,8 +19,6 @@ from simplan.interop.frameworks.shell.evaluate import Called, Piece, Shell, Valu
 from simplan.interop.frameworks.shell.syntax import parse_script
 
 _PYTHON = re.compile(r"(python|python3|python3\.\d+|pypy3?)")
-_PROGRAMS = ("llamafactory-cli", "axolotl", "trl")
-"""Programs that launch themselves."""
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "torch.distributed.elastic.launch")
 _LAUNCHERS = (*_TORCHRUN, "deepspeed", "accelerate", "srun", "mpirun", "mpiexec", "mpiexec.hydra", "salloc")
 # fmt: off
@@ -71,10 +69,13 @@ class Launch:
     environment: Mapping[str, Word]
 
 
-def read_launches(text: str, file: str) -> tuple[Launch, ...]:
+def read_launches(text: str, file: str, wrappers: frozenset[str] = frozenset()) -> tuple[Launch, ...]:
     """Commands of a launch script that start a Python program, those that no undecided condition guards first.
 
     A file whose first word is an option is taken as arguments without a command.
+
+    Args:
+        wrappers: Names of scripts that pass their arguments on to the program, and count as it.
 
     Raises:
         SpecError: The text is no shell script.
@@ -85,7 +86,7 @@ def read_launches(text: str, file: str) -> tuple[Launch, ...]:
     shell = Shell(file, _slurm_variables(sbatch))
     first = next((line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")), "")
     shell.run(parse_script(f"python - {text}" if first.startswith("--") else text, file))
-    found = [(called, launch) for called in shell.called if (launch := _launch(called, sbatch)) is not None]
+    found = [(called, launch) for called in shell.called if (launch := _launch(called, sbatch, wrappers)) is not None]
     found.sort(key=lambda each: each[0].condition is not None)
     return tuple(launch for _, launch in found)
 
@@ -120,7 +121,7 @@ def _slurm_variables(sbatch: Mapping[str, Setting]) -> dict[str, tuple[Value, ..
     return values
 
 
-def _launch(called: Called, sbatch: Mapping[str, Setting]) -> Launch | None:
+def _launch(called: Called, sbatch: Mapping[str, Setting], wrappers: frozenset[str]) -> Launch | None:
     """The training that a command starts; None if it starts no Python program."""
     words, options, launchers = called.words, list[Setting](), list[str]()
     position, is_launched = 0, False
@@ -128,13 +129,15 @@ def _launch(called: Called, sbatch: Mapping[str, Setting]) -> Launch | None:
         name = words[position].text.rpartition("/")[2]
         is_python = _PYTHON.fullmatch(name) is not None
         is_program = position > 0 and words[position - 1].text in ("-m", "--module")
+        if name in wrappers:
+            return _launched(words[position], words[position + 1 :], launchers, options, sbatch, called)
         if is_python or name in _LAUNCHERS or (name == "launch" and launchers[-1:] == ["accelerate"]):
             launchers += [name] if name != "launch" and not is_python else []
             position = _launcher_options(words, position + 1, options)
             is_launched = True
-        elif name in _PROGRAMS or is_launched:
+        elif is_launched:
             program = words[position]
-            if name.endswith(".py") or is_program or name == "-" or name in _PROGRAMS:
+            if name.endswith(".py") or is_program or name == "-":
                 program = program if name != "-" else Word("", program.line)
                 return _launched(program, words[position + 1 :], launchers, options, sbatch, called)
             position += 1  # a wrapper, or a container with its options

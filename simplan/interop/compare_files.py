@@ -1,4 +1,4 @@
-"""Comparison of a prediction with a file of measurements: the record of a run, or numbers of a log."""
+"""Comparison of a prediction with a file: the record of a run, a log, a trace, or numbers of a log."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from simplan.errors import Problem, SpecError
-from simplan.io import MAX_JSON_BYTES, as_argument, read_text
+from simplan.interop.logs.formats import read_run
+from simplan.io import as_argument
 from simplan.prediction import Prediction
 from simplan.runs.measurement import Measurement
 from simplan.validate import prediction_file
 from simplan.validate.compare import Comparison
 from simplan.validate.compare import compare as compare_measured
-from simplan.validate.logged import YAML_SUFFIXES, LoggedComparison, LoggedRun, compare_logged, parse_measured
+from simplan.validate.logged import LoggedComparison, compare_logged
+from simplan.validate.logged_run import YAML_SUFFIXES, LoggedRun
 
 
 def compare(
@@ -23,18 +25,18 @@ def compare(
 
     Args:
         prediction: A prediction, its JSON document, or the file of ``simplan predict -o``.
-        measured: Measurement of a run, numbers of a log, or a file with either: ``measurement.json`` of
-            ``simplan run``, or YAML such as ``step_times_s: [2.41, 2.39]``.
+        measured: Measurement of a run, a logged run, or a file: ``measurement.json`` of ``simplan run``, the log of a
+            framework, a trace, a memory snapshot, or YAML such as ``step_times_s: [2.41, 2.39]``.
 
     Returns:
-        For a run, errors and the differences of all terms of the step; for a log, errors of time and memory, and the
-        parts of the step that can explain them.
+        For a run, errors and the differences of all terms of the step; for a log, errors of time and memory, the parts
+        of the step that can explain them, and changes of the job that would.
 
     Raises:
         SpecError: A file cannot be read, the jobs differ, or the measurement has no steady step.
     """
     file = str(measured) if isinstance(measured, str | Path) else None
-    run = read_measured(Path(measured)) if isinstance(measured, str | Path) else measured
+    run = read_run(measured) if isinstance(measured, str | Path) else measured
     document: Prediction | Mapping[str, Any]
     if isinstance(prediction, str | Path):
         file_of_prediction, document = str(prediction), read_prediction(Path(prediction))
@@ -43,7 +45,9 @@ def compare(
     try:
         if isinstance(run, Measurement):
             return compare_measured(document, run)
-        return compare_logged(document.to_json() if isinstance(document, Prediction) else document, run)
+        if isinstance(document, Prediction):
+            return compare_logged(document.to_json(), run, document.job)
+        return compare_logged(document, run)
     except SpecError as error:
         raise error if file is None or error.file else error.in_file(file) from None
     except KeyError as error:
@@ -62,12 +66,3 @@ def read_prediction(file: Path) -> dict[str, Any]:
         fix = f"run `simplan predict {as_argument(file)} -o prediction.json` first"
         raise SpecError(Problem(field="", rule="is YAML, and a prediction is JSON", fix=fix), file=str(file))
     return prediction_file.read_prediction(file)
-
-
-def read_measured(file: Path) -> Measurement | LoggedRun:
-    """Measurement of a run, or numbers of a log.
-
-    Raises:
-        SpecError: The file cannot be read, or is something else.
-    """
-    return parse_measured(read_text(file, MAX_JSON_BYTES), str(file))
