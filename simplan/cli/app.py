@@ -197,7 +197,7 @@ def import_scenario(
 ) -> int:
     """Write a launch script or configuration of a framework as a scenario, with the line of each value as a comment.
 
-    Lists what the file does not say, what has no effect, and what is not modeled. Nothing is run or expanded except
+    Lists missing values, settings without effect, and settings that are not modeled. Nothing is run or expanded except
     plain variables.
     """
     from simplan.cli.init import import_command

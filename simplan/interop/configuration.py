@@ -106,7 +106,7 @@ class Configuration:
         defaults = [f"{key} = {origin}" for key, origin in self.origins.items() if key not in self.names]
         notes = [f"read from {self.file} ({self.title}): {', '.join(self.names) or 'nothing'}"]
         if defaults:
-            notes.append(f"not in {self.file}: {_listed(defaults)}")
+            notes.append(f"not in that file: {_listed(defaults)}")
         if self.not_modeled:
             notes.append("not modeled: " + _listed([f"{setting}: {why}" for setting, why in self.not_modeled]))
         if self.unknown:

@@ -96,15 +96,21 @@ class Format:
 @cache
 def formats() -> Mapping[str, Format]:
     """All formats by name, those with the most certain signs first."""
+    from simplan.interop import chakra
     from simplan.interop.frameworks import torchtitan
+    from simplan.interop.frameworks.bridge import reading as bridge
     from simplan.interop.frameworks.hugging_face import accelerate, deepspeed, trainer
+    from simplan.interop.frameworks.nemo import reading as nemo
 
     known: tuple[Format, ...] = (
         torchtitan.FORMAT,
         torchtitan.TOML_FORMAT,
+        bridge.FORMAT,
+        nemo.FORMAT,
         accelerate.FORMAT,
         deepspeed.FORMAT,
         trainer.FORMAT,
+        chakra.FORMAT,
     )
     return {each.name: each for each in known}
 
@@ -143,13 +149,13 @@ def changed_settings(configuration: Configuration, before: Job, after: Job) -> t
     except NotModelledError:
         return changed_keys(before, after)
     keys = dict.fromkeys([*old, *new])
-    written = configuration.settings
-    changed = tuple(
-        ChangedSetting(key, old.get(key), new.get(key), written[key].line if key in written else None)
-        for key in keys
-        if old.get(key) != new.get(key)
-    )
-    return changed + changed_options(before, after)
+    changed = []
+    for key in keys:
+        if old.get(key) != new.get(key):
+            written = configuration.settings.get(key)  # such as -1 for the rest of the devices
+            value, line = (old.get(key), None) if written is None else (written.value, written.line)
+            changed.append(ChangedSetting(key, value, new.get(key), line))
+    return (*changed, *changed_options(before, after))
 
 
 def export_targets() -> tuple[str, ...]:

@@ -71,6 +71,8 @@ _KEPT: dict[str, tuple[str, ...]] = {
     "cluster.preset": ("num_nodes", "num_devices", "price_per_device_hour"),
 }
 """Override that replaces its section -> keys of the section that it keeps."""
+_NAMES_A_MODEL = {"preset", "hf_config", "family"}
+"""Keys of which a model has one; the settings of a model without one are those of the override's model."""
 _ORDER = ("name", "model", "cluster", "training", "software", "plan", "search")
 _NAMES_WITH_OPTIONS = ("software", "cluster.device")
 """Keys whose value is a name, or a mapping of ``preset`` and options."""
@@ -392,7 +394,7 @@ def _overridden(data: dict[str, Any], given: Mapping[str, Any], typed: Mapping[s
     for key in sorted(given, key=lambda key: (key.count("."), key not in _KEPT)):
         section, _, rest = key.partition(".")
         before = changed.get(section)
-        if key in _KEPT and isinstance(before, dict):
+        if key in _KEPT and isinstance(before, dict) and (section != "model" or _NAMES_A_MODEL & before.keys()):
             before = {name: value for name, value in before.items() if name in _KEPT[key]}
         elif isinstance(before, dict):
             replaced = [name for name in _INSTEAD.get(key, ()) if f"{section}.{name}" not in given]

@@ -1,0 +1,1 @@
+"""Megatron Bridge: reading its configurations, and writing them."""

@@ -1,0 +1,472 @@
+"""Settings in the words of Megatron Core, which Megatron Bridge and NeMo share: model, plan, precision, optimizer.
+
+Names, defaults and meanings: NVIDIA/Megatron-LM, core_v0.16.0, megatron/core: transformer/transformer_config.py,
+model_parallel_config.py, distributed/distributed_data_parallel_config.py, optimizer/optimizer_config.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from simplan.document import Document
+from simplan.interop.configuration import Match, Reading, Setting
+
+_INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
+_MAX_INTERPOLATIONS = 20
+_BINARY: Mapping[str, Callable[[int, int], int]] = {
+    "multiply": lambda a, b: a * b,
+    "divide_floor": lambda a, b: a // b if b else 0,
+}
+SPAN = re.compile(r"\[(\d)\]\*(\d{1,4})")
+"""Blocks with or without experts in ``moe_layer_freq``: ``([0]*3+[1]*58)``."""
+
+CP_COMM = {None: "ring", "p2p": "ring", "all_gather": "all_gather", "a2a": "a2a"}
+"""``cp_comm_type`` -> ``plan.cp_comm``."""
+ORIGIN = "the default of Megatron Core"
+WIDE_WEIGHTS = "weights are counted in 16 bits next to those in FP8"
+CLIPPING = "the norm of all gradients is computed and reduced before the update"
+OPTIMIZERS = {"adam": "adam", "sgd": "sgd_momentum"}
+"""``OptimizerConfig.optimizer`` -> ``training.optimizer``; its SGD has a momentum of 0.9."""
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Prefixes of the keys that are Megatron Core's, in one kind of file.
+
+    Attributes:
+        model: Keys of ``TransformerConfig``.
+        parallel: Keys of ``ModelParallelConfig``.
+        ddp: Keys of ``DistributedDataParallelConfig``.
+        optimizer: Keys of ``OptimizerConfig``.
+        batch: Prefix of ``micro_batch_size`` and ``global_batch_size``.
+        recompute: Prefix of the recomputation keys.
+    """
+
+    model: str
+    parallel: str
+    ddp: str
+    optimizer: str
+    batch: str
+    recompute: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelForm:
+    """A decoder in the words of one file.
+
+    Attributes:
+        gated: MLPs have a gate.
+        positions: Kind of position embedding; ``rope`` includes its variants.
+        biases: Linear layers have biases.
+        tied: Embedding and head share a weight.
+        layer_norm: LayerNorm instead of RMSNorm.
+        moe: Blocks have experts.
+        mla: Attention is DeepSeek's multi-head latent attention.
+        keys: Field of ``ModelSpec`` -> key of the file.
+        more: Further fields of the model, each with its value and the key or words on its origin.
+        why: Field of ``gated``, ``positions``, ``biases``, ``layer_norm`` -> key of the file that says so.
+        dropouts: Keys of rates of dropout, which are 0.1 by default.
+    """
+
+    gated: bool
+    positions: Literal["learned", "rope", "alibi", "none"]
+    biases: bool
+    tied: bool
+    layer_norm: bool
+    moe: bool = False
+    mla: bool = False
+    keys: Mapping[str, str] = field(default_factory=dict)
+    more: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    why: Mapping[str, str] = field(default_factory=dict)
+    dropouts: tuple[str, ...] = ("model.hidden_dropout", "model.attention_dropout")
+
+
+def flattened(document: Document) -> list[Setting]:
+    """Settings of nested mappings with dotted keys; lists are values.
+
+    Objects that name themselves (``{_target_: torch.bfloat16, _call_: false}``) are their name.
+    """
+
+    def walk(data: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Setting]:
+        for key, value in data.items():
+            here = (*path, key)
+            named = isinstance(value, dict) and set(value) <= {"_target_", "_call_", "_args_"} and "_target_" in value
+            if isinstance(value, dict) and value and not named:
+                yield from walk(value, here)
+            else:
+                yield Setting(".".join(here), value["_target_"] if named else value, document.place(here)[0])
+
+    return [*walk(document.data, ())]
+
+
+def interpolated(settings: Iterable[Setting], prefix: str = "") -> list[Setting]:
+    """Settings with OmegaConf's references and products filled in: ``${.hidden_size}``, ``${multiply:4, 5}``.
+
+    References to unknown keys, and all other resolvers, stay as they are.
+
+    Args:
+        prefix: Start of absolute references that is no part of the keys.
+    """
+    listed = [*settings]
+    values = {setting.key: setting.value for setting in listed}
+
+    def resolved(match: re.Match[str], key: str) -> str:
+        text = match[1].strip()
+        resolver, _, arguments = text.partition(":")
+        if resolver in _BINARY:
+            numbers = [part.strip() for part in arguments.split(",")]
+            if len(numbers) == 2 and all(number.isdecimal() and len(number) < 20 for number in numbers):
+                return str(_BINARY[resolver](int(numbers[0]), int(numbers[1])))
+            return match[0]
+        dots = len(text) - len(text.lstrip("."))
+        section = key.split(".")[:-dots] if dots else []
+        name = ".".join([*section, text[dots:] if dots else text.removeprefix(prefix)])
+        value = values.get(name, match[0])
+        return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else match[0]
+
+    def filled(setting: Setting) -> Setting:
+        value = setting.value
+        for _ in range(_MAX_INTERPOLATIONS):
+            if not isinstance(value, str) or "${" not in value or len(value) > 1000:
+                break
+            value = _INTERPOLATION.sub(lambda match: resolved(match, setting.key), value)
+        if value is setting.value or not isinstance(value, str):
+            return setting
+        return Setting(setting.key, int(value) if value.isdecimal() and len(value) < 20 else value, setting.line)
+
+    return [filled(setting) for setting in listed]
+
+
+def whole(reading: Reading, key: str, default: int = 1) -> int:
+    """A whole number, at least 1; null and absent are the default, and anything else is a contradiction."""
+    value = reading.value(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        reading.contradiction(key, "must be a whole number, at least 1")
+        return default
+    return value
+
+
+def truth(reading: Reading, key: str, *, default: bool = False) -> bool:
+    """True or false; null and absent are the default, and anything else is a contradiction."""
+    value = reading.value(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        reading.contradiction(key, "must be true or false")
+        return default
+    return value
+
+
+def word(reading: Reading, key: str, default: str | None = None) -> str | int | float | bool | None:
+    """A single value, to look up; null and absent are the default, and a list is text that nothing has."""
+    value = reading.value(key)
+    if value is None:
+        return default
+    return value if isinstance(value, str | int | float | bool) else str(value)
+
+
+def parallel_matches(words: Words) -> tuple[Match, ...]:
+    """Degrees and batch, for reading and for writing."""
+    p = words.parallel
+    return (
+        Match(f"{p}tensor_model_parallel_size", "plan.tp", 1),
+        Match(f"{p}pipeline_model_parallel_size", "plan.pp", 1),
+        Match(f"{p}context_parallel_size", "plan.cp", 1),
+        Match(f"{words.batch}micro_batch_size", "plan.microbatch_size"),
+        Match(f"{words.batch}global_batch_size", "training.global_batch_size"),
+    )
+
+
+def read_parallel(reading: Reading, words: Words, *, experts: bool, is_whole: bool = True) -> dict[str, int]:
+    """Put degrees, virtual stages, sequence parallelism, expert degrees and batch; returns the degrees.
+
+    Args:
+        experts: The model has experts, or may have some.
+        is_whole: False for overrides of a recipe, which leave other settings to it.
+    """
+    p = words.parallel
+    degrees = {match.path.partition(".")[2]: whole(reading, match.key) for match in parallel_matches(words)[:3]}
+    reading.match(parallel_matches(words))
+    key = f"{p}virtual_pipeline_model_parallel_size"
+    virtual = whole(reading, key)
+    if degrees["pp"] > 1 and (is_whole or key in reading):
+        reading.put("plan.virtual_stages", virtual, key if key in reading else "one stage per rank by default")
+    else:
+        reading.no_effect(key)
+    key = f"{p}sequence_parallel"
+    sequence = truth(reading, key)
+    if degrees["tp"] > 1 and (is_whole or key in reading):
+        reading.put("plan.sequence_parallel", sequence, key if key in reading else "off by default")
+    else:
+        reading.no_effect(key)
+    if degrees["cp"] > 1:
+        read_cp_comm(reading, f"{words.model}cp_comm_type")
+    for name, path, default in (
+        ("expert_model_parallel_size", "ep", 1),
+        ("expert_tensor_parallel_size", "etp", degrees["tp"]),
+    ):
+        degree = whole(reading, p + name, default)
+        in_file = reading.settings.get(p + name)
+        said = in_file is not None and in_file.value is not None
+        if experts and (is_whole or said):
+            reading.put(f"plan.{path}", degree, p + name if said else "the default of Megatron Core")
+            degrees[path] = degree
+        else:
+            reading.no_effect(p + name)
+    return degrees
+
+
+def read_cp_comm(reading: Reading, key: str) -> None:
+    """Put the communication of context parallelism, one for all blocks."""
+    value = reading.value(key)
+    kinds = value if isinstance(value, list) and value else [value]
+    kind = kinds[0] if all(each == kinds[0] for each in kinds) else kinds
+    if not isinstance(kind, str | None) or kind not in CP_COMM:
+        reading.refuse(key, "is not modeled yet", f"only {', '.join(filter(None, CP_COMM))} in all blocks is")
+        return
+    reading.put("plan.cp_comm", CP_COMM[kind], key if key in reading else "p2p is the default of Megatron Core")
+
+
+def check_world(reading: Reading, degrees: Mapping[str, int], world: int | None, key: str, batch: str) -> int | None:
+    """Check that the degrees divide the devices and the batch its data-parallel ranks; returns the latter."""
+    group = degrees["tp"] * degrees["pp"] * degrees["cp"]
+    if world is None:
+        return None
+    if world % group:
+        rule = (
+            f"is {world:,} devices, and tensor x pipeline x context parallelism is {group:,}, which does not divide it"
+        )
+        reading.contradiction(key, rule)
+        return None
+    dp = world // group
+    size, micro = (reading.value(f"{batch}{name}") for name in ("global_batch_size", "micro_batch_size"))
+    if type(size) is int and type(micro) is int and micro > 0 and size % (dp * micro):
+        rule = f"must be a multiple of micro_batch_size = {micro} times {dp:,} data-parallel ranks"
+        reading.contradiction(f"{batch}global_batch_size", rule)
+    return dp
+
+
+def read_recompute(reading: Reading, prefix: str, *, names: tuple[str, str, str, str]) -> None:
+    """Put the recomputation.
+
+    Args:
+        names: Keys of granularity, method, number of layers and modules, without the prefix.
+    """
+    granularity, method, number, modules = (f"{prefix}{name}" for name in names)
+    mode = reading.value(granularity)
+    if mode is None:
+        reading.put("plan.recompute", "none", granularity if granularity in reading else "off by default")
+        reading.no_effect(method, number, modules)
+        return
+    if mode == "selective":
+        chosen = reading.value(modules)
+        reading.put("plan.recompute", "selective", granularity)
+        if isinstance(chosen, list) and chosen != ["core_attn"]:
+            reading.put("plan.recompute_modules", chosen, modules)
+        reading.no_effect(method, number)
+        return
+    how, layers = reading.value(method), reading.value(number)
+    reading.no_effect(modules)
+    if mode != "full" or how not in ("uniform", "block"):
+        reading.refuse(
+            granularity if mode != "full" else method, "is not known", "use full with uniform or block, or selective"
+        )
+        return
+    reading.put("plan.recompute", "full", granularity)
+    if how == "block" and layers is not None:
+        reading.put("plan.recompute_layers", layers, number)
+    elif how == "uniform" and layers not in (None, 1):
+        reading.not_modeled(number, "blocks are recomputed one by one, which stores more and recomputes the same")
+
+
+def read_data_parallel(
+    reading: Reading, words: Words, *, default: bool, origin: str, fsdp_keys: tuple[str, ...] = ()
+) -> None:
+    """Put how data-parallel ranks share states: replicas, distributed optimizer, or Megatron FSDP.
+
+    Args:
+        default: ``use_distributed_optimizer`` of a file without the key.
+        origin: Words on where that comes from.
+        fsdp_keys: Further keys that choose Megatron FSDP.
+    """
+    ddp = words.ddp
+    keys = (f"{ddp}use_megatron_fsdp", f"{ddp}use_custom_fsdp", *fsdp_keys)
+    fsdp = [key for key in keys if truth(reading, key)]
+    strategy = f"{ddp}data_parallel_sharding_strategy"
+    shared = [f"{section}use_distributed_optimizer" for section in (ddp, words.optimizer)]
+    stages = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+    if fsdp:
+        kind = word(reading, strategy, "optim_grads_params")
+        reading.no_effect(*shared)
+        if kind not in stages:
+            reading.refuse(strategy, "is not known", f"use {', '.join(stages)}")
+            return
+        put_sharding(reading, stages[str(kind)], strategy if strategy in reading else fsdp[0])
+        _put_instances(reading, ddp, is_sharded=stages[str(kind)] > 0)
+        return
+    reading.no_effect(strategy)
+    said = [key for key in shared if key in reading]
+    values = [truth(reading, key) for key in said]
+    chosen = any(values) if said else default
+    put_sharding(reading, int(chosen), said[0] if said else origin)
+    reading.no_effect(*said)
+    _put_instances(reading, ddp, is_sharded=chosen)
+
+
+def _put_instances(reading: Reading, ddp: str, *, is_sharded: bool) -> None:
+    """Put the groups of data-parallel ranks that each share one copy of the optimizer states."""
+    key = f"{ddp}num_distributed_optimizer_instances"
+    number = whole(reading, key)
+    if is_sharded and number > 1:
+        reading.put("plan.dp_replicate", number, key)
+    reading.no_effect(key)
+
+
+def put_sharding(reading: Reading, zero_stage: int, key: str) -> None:
+    """Put the ZeRO stage; the degrees follow from the number of devices."""
+    if zero_stage:
+        reading.put("plan.zero_stage", zero_stage, key)
+        reading.put("plan.dp_replicate", 1, f"one group of shards, as {key}" if key in reading else key)
+    else:
+        reading.put("plan.dp_shard", 1, key)
+
+
+def put_model(reading: Reading, form: ModelForm, origin: str) -> None:
+    """Put the model: its family, its sizes, and notes on what the family leaves out.
+
+    Args:
+        origin: Words on where values come from that the file does not have.
+    """
+    family = _family(form)
+    reading.put("model.name", Path(reading.file).stem, "the name of the file")
+    gate = form.why.get("gated", "")
+    reading.put("model.family", family, gate if gate in reading else origin)
+    for name, key in form.keys.items():
+        value = reading.value(key)
+        if value is not None:
+            reading.put(f"model.{name}", value, key)
+    for name, (value, key) in form.more.items():
+        reading.put(f"model.{name}", value, key)
+    tied = form.why.get("tied", "")
+    reading.put("model.tied_embeddings", form.tied, tied if tied in reading else origin)
+    _note_differences(reading, form, family)
+
+
+def _note_differences(reading: Reading, form: ModelForm, family: str) -> None:
+    """Note what blocks of the family have otherwise than the file's."""
+    gpt = family == "gpt"
+    if family in ("llama", "moe") and form.biases:
+        reading.put("model.attention_bias", True, form.why.get("biases", ""))
+        reading.not_modeled(form.why.get("biases", ""), "biases of MLPs are left out")
+    elif gpt and not form.biases:
+        reading.not_modeled(form.why.get("biases", ""), "counted with biases")
+    if form.layer_norm is not (family in ("gpt", "mpt")):
+        what = "LayerNorm" if gpt else "RMSNorm, which reads no bias"
+        reading.not_modeled(form.why.get("layer_norm", ""), f"counted as {what}")
+    expected = {"gpt": "learned", "mpt": "alibi"}.get(family, "rope")
+    if form.positions != expected:
+        reading.not_modeled(form.why.get("positions", ""), f"counted as {expected} positions")
+    for key in form.dropouts:
+        if bool(reading.value(key, 0.1)) is not gpt:
+            reading.not_modeled(key, f"the profile has {'dropout' if gpt else 'no dropout'} in this family")
+        reading.no_effect(key)
+
+
+def _family(form: ModelForm) -> str:
+    """Family with the same matmuls."""
+    if form.mla:
+        return "deepseek"
+    if form.moe:
+        return "moe"
+    if form.gated:
+        return "llama"
+    return "mpt" if form.positions == "alibi" and not form.biases else "gpt"
+
+
+def window(reading: Reading, key: str) -> dict[str, tuple[Any, str]]:
+    """The sliding window, from ``window_size``: keys before a query and after it."""
+    value = reading.value(key)
+    if isinstance(value, list) and value and type(value[0]) is int and value[0] > 0:
+        return {"sliding_window": (value[0], key)}
+    return {}
+
+
+def capacity(reading: Reading, key: str) -> dict[str, tuple[Any, str]]:
+    """Capacity slots of experts; without a factor, experts take all their tokens."""
+    factor = reading.value(key)
+    return {} if factor is None else {"capacity_factor": (factor, key), "drop_tokens": (True, key)}
+
+
+def expert_keys(reading: Reading, prefix: str) -> dict[str, str]:
+    """Fields of experts -> keys, for a file with ``num_moe_experts``; reads ``moe_layer_freq`` into the rest."""
+    names = {"num_experts": "num_moe_experts", "top_k": "moe_router_topk"}
+    width = "moe_ffn_hidden_size" if reading.settings.get(f"{prefix}moe_ffn_hidden_size") else "ffn_hidden_size"
+    if reading.value(f"{prefix}{width}") is None:
+        width = "ffn_hidden_size"
+    names["moe_intermediate_size"] = width
+    if width != "ffn_hidden_size":
+        names["intermediate_size"] = "ffn_hidden_size"
+    names["shared_expert_intermediate_size"] = "moe_shared_expert_intermediate_size"
+    if f"{prefix}moe_shared_expert_gate" in reading:
+        names["shared_expert_gate"] = "moe_shared_expert_gate"
+    return {name: prefix + key for name, key in names.items()}
+
+
+def dense_layers(reading: Reading, key: str, num_layers: Any) -> dict[str, tuple[Any, str]]:
+    """Leading blocks without experts, by ``moe_layer_freq``: 1, a list of 0 and 1, or a sum of such lists as text."""
+    value = reading.value(key, 1)
+    blocks = value if isinstance(value, list) else []
+    if isinstance(value, str):
+        blocks = [int(one) for one, times in SPAN.findall(value) for _ in range(int(times))]
+        blocks = blocks if SPAN.sub("", value).strip("()+ ") == "" else []
+    if value in (1, None):
+        return {}
+    dense = blocks.index(1) if 1 in blocks else 0
+    if not blocks or blocks != [0] * dense + [1] * (len(blocks) - dense) or len(blocks) != num_layers:
+        reading.refuse(key, "is not modeled yet", "only experts in all blocks after the first ones are")
+        return {}
+    return {"num_dense_layers": (dense, key)} if dense else {}
+
+
+def grad_dtype(reading: Reading, precision: str, in_fp32: bool | None, key: str) -> None:
+    """Put the precision of gradients, if it differs from the profile's: FP32 for BF16, FP16 for FP16."""
+    if in_fp32 is None or precision == "fp32":
+        return
+    if precision == "fp16":
+        if in_fp32:
+            reading.put("plan.grad_dtype", "fp32", key)
+    elif not in_fp32:
+        reading.put("plan.grad_dtype", "bf16", key)
+
+
+def compare(reading: Reading, compared: Mapping[str, tuple[tuple[Any, ...], str]], degrees: Mapping[str, int]) -> None:
+    """Note settings with which the prediction leaves something out.
+
+    Args:
+        compared: Key -> values with which it leaves nothing out, and what it does with others.
+    """
+    for key, (values, why) in compared.items():
+        is_moot = degrees["tp"] == 1 and key.endswith("tp_comm_overlap")
+        if key in reading and reading.value(key) not in values and not is_moot:
+            reading.not_modeled(key, why)
+        reading.no_effect(key)
+
+
+def no_effect(reading: Reading, beginnings: tuple[str, ...]) -> None:
+    """Note settings by the beginnings of their keys, and all that are null or empty, which is off."""
+    reading.no_effect(
+        *(key for key, each in reading.settings.items() if key.startswith(beginnings) or each.value in (None, [], {}))
+    )
+
+
+def world_size(nodes: Any, devices: Any) -> int | None:
+    """Devices of all nodes; None if one of the numbers is no whole number."""
+    if not isinstance(nodes, int) or not isinstance(devices, int) or isinstance(nodes, bool) or min(nodes, devices) < 1:
+        return None
+    return nodes * devices
