@@ -171,6 +171,12 @@ class Reading:
         self._left.pop(key, None)
         return self.settings[key].value if key in self.settings else default
 
+    def written(self, path: str) -> Any:
+        """Value that a dotted key of the scenario has by now; None if it has none."""
+        section, _, name = path.partition(".")
+        value = self._data.get(section)
+        return value.get(name) if name and isinstance(value, dict) else value
+
     def put(self, path: str, value: Any, key: str) -> None:
         """Give a key of the scenario the value of a setting.
 

@@ -99,6 +99,7 @@ def formats() -> Mapping[str, Format]:
     from simplan.interop import chakra
     from simplan.interop.frameworks import megatron, torchtitan
     from simplan.interop.frameworks.bridge import reading as bridge
+    from simplan.interop.frameworks.hugging_face import accelerate, deepspeed, trainer
     from simplan.interop.frameworks.nemo import reading as nemo
 
     known: tuple[Format, ...] = (
@@ -106,6 +107,9 @@ def formats() -> Mapping[str, Format]:
         torchtitan.TOML_FORMAT,
         bridge.FORMAT,
         nemo.FORMAT,
+        accelerate.FORMAT,
+        deepspeed.FORMAT,
+        trainer.FORMAT,
         megatron.FORMAT,
         chakra.FORMAT,
     )

@@ -243,7 +243,7 @@ _SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 3
         ("--max-position-embeddings 32 --pipeline-model-parallel-layout 'Et|(t|)*9999999999'", "is a layout"),
         ("--max-position-embeddings 32 --yaml-cfg a.yaml", "name that file"),
         (
-            "--max-position-embeddings 32 --num-experts 4 --swiglu --ffn-hidden-size 64 --moe-expert-capacity-factor x y",
+            "--num-experts 4 --swiglu --ffn-hidden-size 64 --moe-expert-capacity-factor x y",
             "must be a number",
         ),
         ('--max-position-embeddings 32 --bf16 "', "a quote is not closed"),

@@ -49,6 +49,8 @@ class Launch:
     Attributes:
         program: Script or module that is run; empty text for options without a command.
         arguments: Words after it.
+        launchers: Names of the launchers, e.g. ``torchrun`` or ``accelerate``, outermost first.
+        options: All options of the launchers.
         launcher: Settings of the launcher and of ``#SBATCH`` that say how many devices there are.
         num_nodes: Nodes; None if the script does not say.
         ranks_per_node: Ranks per node; None if the script does not say.
@@ -58,6 +60,8 @@ class Launch:
 
     program: Word
     arguments: tuple[Word, ...]
+    launchers: tuple[str, ...]
+    options: tuple[Setting, ...]
     launcher: tuple[Setting, ...]
     num_nodes: int | None
     ranks_per_node: int | None
@@ -103,22 +107,23 @@ def _slurm_variables(sbatch: Mapping[str, Setting]) -> dict[str, tuple[Value, ..
 
 def _launch(called: Called, sbatch: Mapping[str, Setting], wrappers: frozenset[str]) -> Launch | None:
     """The training that a command starts; None if it starts no Python program."""
-    words, options = called.words, list[Setting]()
+    words, options, launchers = called.words, list[Setting](), list[str]()
     position, is_launched = 0, False
     while position < len(words):
         name = words[position].text.rpartition("/")[2]
         is_python = _PYTHON.fullmatch(name) is not None
+        is_program = position > 0 and words[position - 1].text in ("-m", "--module")
         if name in wrappers:
-            return _launched(words[position], words[position + 1 :], options, sbatch, called)
-        if is_python or name in _LAUNCHERS:
-            is_launched = True
+            return _launched(words[position], words[position + 1 :], launchers, options, sbatch, called)
+        if is_python or name in _LAUNCHERS or (name == "launch" and launchers[-1:] == ["accelerate"]):
+            launchers += [name] if name != "launch" and not is_python else []
             position = _launcher_options(words, position + 1, options)
+            is_launched = True
         elif is_launched:
             program = words[position]
-            if name.endswith(".py") or words[position - 1].text in ("-m", "--module") or name == "-":
-                return _launched(
-                    program if name != "-" else Word("", program.line), words[position + 1 :], options, sbatch, called
-                )
+            if name.endswith(".py") or is_program or name == "-":
+                program = program if name != "-" else Word("", program.line)
+                return _launched(program, words[position + 1 :], launchers, options, sbatch, called)
             position += 1  # a wrapper, or a container with its options
         else:
             position += 1
@@ -149,7 +154,12 @@ def _is_value(text: str) -> bool:
 
 
 def _launched(
-    program: Word, arguments: tuple[Word, ...], options: list[Setting], sbatch: Mapping[str, Setting], called: Called
+    program: Word,
+    arguments: tuple[Word, ...],
+    launchers: list[str],
+    options: list[Setting],
+    sbatch: Mapping[str, Setting],
+    called: Called,
 ) -> Launch:
     by_name = {setting.key.lstrip("-").replace("_", "-"): setting for setting in options}
     used: list[Setting] = []
@@ -167,4 +177,14 @@ def _launched(
     if nodes is None and per_node is not None and not {*_NUM_NODES} & by_name.keys():
         nodes = 1 if {"nproc-per-node", "num-gpus"} & by_name.keys() else None
     in_all = nodes * per_node if nodes is not None and per_node is not None else number(_RANKS, "ntasks", "gpus")
-    return Launch(program, arguments, tuple(used), nodes, per_node, in_all, called.environment)
+    return Launch(
+        program,
+        arguments,
+        tuple(launchers),
+        tuple(options),
+        tuple(used),
+        nodes,
+        per_node,
+        in_all,
+        called.environment,
+    )
