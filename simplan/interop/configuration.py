@@ -85,6 +85,7 @@ class Configuration:
         missing: What the command line has to add.
         settings: All settings of the file, by key.
         format: Name of the format (``simplan.interop.formats``).
+        search: Key of ``search`` -> values, where the framework runs fewer plans than simplan knows.
     """
 
     title: str
@@ -99,6 +100,7 @@ class Configuration:
     missing: tuple[Missing, ...] = ()
     settings: Mapping[str, Setting] = field(default_factory=dict)
     format: str = ""
+    search: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def notes(self) -> tuple[str, ...]:

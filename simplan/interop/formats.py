@@ -37,6 +37,11 @@ class ConfigFile:
         """Name in errors."""
         return str(self.path)
 
+    @property
+    def folder(self) -> Path | None:
+        """Folder of other files that it may name; None if they must not be read."""
+        return folder_of(self.path) if self.reads_others else None
+
     def beside(self, name: str, field: str) -> ConfigFile:
         """File that this one names, relative to its folder.
 
@@ -97,7 +102,7 @@ class Format:
 def formats() -> Mapping[str, Format]:
     """All formats by name, those with the most certain signs first."""
     from simplan.interop import chakra
-    from simplan.interop.frameworks import torchtitan
+    from simplan.interop.frameworks import megatron, torchtitan
     from simplan.interop.frameworks.bridge import reading as bridge
     from simplan.interop.frameworks.hugging_face import accelerate, deepspeed, trainer
     from simplan.interop.frameworks.nemo import reading as nemo
@@ -105,6 +110,7 @@ def formats() -> Mapping[str, Format]:
     known: tuple[Format, ...] = (
         torchtitan.FORMAT,
         torchtitan.TOML_FORMAT,
+        megatron.FORMAT,
         bridge.FORMAT,
         nemo.FORMAT,
         accelerate.FORMAT,

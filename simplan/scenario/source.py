@@ -299,7 +299,7 @@ def read_source(
         current = _current(document, file, configuration, given, number, typed)
         training = {"training": {**data.get("training", {}), **_batch_of(current)}}
         data, number = {key: value for key, value in data.items() if key not in ("plan", "expect")} | training, None
-        data.setdefault("search", {})
+        data.setdefault("search", dict(configuration.search) if configuration is not None else {})
     assumptions: list[Assumption] = []
     replaced: list[str] = []
     if given and isinstance(data, dict):
@@ -314,6 +314,10 @@ def read_source(
         data, assumptions = _completed(data, file, number, searches=searches)
     if number is not None and isinstance(data, dict):
         data = _with_batch(data, file, number, given, typed, searches=searches)
+    if configuration is not None and searches:
+        ranges = ((f"search.{key}", value) for key, value in configuration.search.items())
+        why = f"no others in {configuration.title}"
+        assumptions += [Assumption(key, value, why) for key, value in ranges if key not in given]
     lines = _lines(document, given)
     return Source(Document(data, lines), file, tuple(assumptions), typed, tuple(replaced), configuration, current)
 

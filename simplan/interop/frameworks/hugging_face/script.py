@@ -26,7 +26,7 @@ _FLAG = re.compile(r"--?[A-Za-z]")
 def launch_of(text: str, file: str) -> Launch | None:
     """The first command of a script that starts a training of the Hugging Face stack; None if there is none."""
     try:
-        launches = read_launches(text, file, _OWN_PROGRAMS)
+        launches = read_launches(text, file, wrappers=_OWN_PROGRAMS)
     except SpecError:
         return None
     return next((launch for launch in launches if _is_ours(launch)), None)

@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from simplan.errors import file_error
 from simplan.interop.configuration import Setting
 from simplan.interop.frameworks.shell.evaluate import Called, Piece, Shell, Value, Word
+from simplan.interop.frameworks.shell.slurm import sbatch_settings, whole_number
 from simplan.interop.frameworks.shell.syntax import parse_script
 
 _PYTHON = re.compile(r"(python|python3|python3\.\d+|pypy3?)")
@@ -32,7 +33,6 @@ _WITHOUT_VALUE = frozenset((
 _NUM_NODES = ("nnodes", "num-nodes", "nodes", "N", "num-machines")
 _RANKS_PER_NODE = ("nproc-per-node", "num-gpus", "ntasks-per-node", "npernode")
 _RANKS = ("n", "np", "ntasks", "num-processes")
-_SBATCH = {"N": "nodes", "n": "ntasks", "G": "gpus"}
 _SLURM_VARIABLES = {
     "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
     "ntasks": ("SLURM_NTASKS",),
@@ -69,12 +69,16 @@ class Launch:
     environment: Mapping[str, Word]
 
 
-def read_launches(text: str, file: str, wrappers: frozenset[str] = frozenset()) -> tuple[Launch, ...]:
+def read_launches(
+    text: str, file: str, folder: Path | None = None, *, wrappers: frozenset[str] = frozenset()
+) -> tuple[Launch, ...]:
     """Commands of a launch script that start a Python program, those that no undecided condition guards first.
 
     A file whose first word is an option is taken as arguments without a command.
 
     Args:
+        file: Name of the script in errors.
+        folder: Folder of the script, whose scripts it may call; None to follow no other script.
         wrappers: Names of scripts that pass their arguments on to the program, and count as it.
 
     Raises:
@@ -82,33 +86,13 @@ def read_launches(text: str, file: str, wrappers: frozenset[str] = frozenset()) 
     """
     if _BINARY in text:
         raise file_error(file, "this is no shell script: it is binary", "name a launch script")
-    sbatch = {setting.key: setting for setting in _sbatch_settings(text)}
-    shell = Shell(file, _slurm_variables(sbatch))
+    sbatch = {setting.key: setting for setting in sbatch_settings(text)}
+    shell = Shell(file, folder, _slurm_variables(sbatch))
     first = next((line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")), "")
     shell.run(parse_script(f"python - {text}" if first.startswith("--") else text, file))
     found = [(called, launch) for called in shell.called if (launch := _launch(called, sbatch, wrappers)) is not None]
     found.sort(key=lambda each: each[0].condition is not None)
     return tuple(launch for _, launch in found)
-
-
-def _sbatch_settings(text: str) -> Iterator[Setting]:
-    """Options of Slurm in comments, by their long names."""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.startswith("#SBATCH"):
-            continue
-        try:
-            words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
-        except ValueError:
-            continue
-        for position, word in enumerate(words):
-            if not word.startswith("-"):
-                continue
-            key, joined, value = word.partition("=")
-            name = _SBATCH.get(key.lstrip("-"), key.lstrip("-"))
-            value = value if joined else "".join(words[position + 1 : position + 2])
-            if match := re.fullmatch(r"gpu:(?:[\w.-]+:)?(\d+)", value) if name == "gres" else None:
-                name, value = "gpus-per-node", match[1]
-            yield Setting(f"#SBATCH --{name}", _whole(value.rpartition(":")[2]) or value, number)
 
 
 def _slurm_variables(sbatch: Mapping[str, Setting]) -> dict[str, tuple[Value, ...]]:
@@ -161,7 +145,7 @@ def _launcher_options(words: tuple[Word, ...], position: int, options: list[Sett
         following = words[position] if position < len(words) else None
         if not joined and name not in _WITHOUT_VALUE and following is not None and _is_value(following.text):
             value, known, position = following.text, not following.unknown, position + 1
-        options.append(Setting(key, (_whole(value) or value) if known else None, word.line))
+        options.append(Setting(key, (whole_number(value) or value) if known else None, word.line))
     return position
 
 
