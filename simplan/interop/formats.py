@@ -37,6 +37,11 @@ class ConfigFile:
         """Name in errors."""
         return str(self.path)
 
+    @property
+    def folder(self) -> Path | None:
+        """Folder of other files that it may name; None if they must not be read."""
+        return folder_of(self.path) if self.reads_others else None
+
     def beside(self, name: str, field: str) -> ConfigFile:
         """File that this one names, relative to its folder.
 
@@ -105,12 +110,12 @@ def formats() -> Mapping[str, Format]:
     known: tuple[Format, ...] = (
         torchtitan.FORMAT,
         torchtitan.TOML_FORMAT,
+        megatron.FORMAT,
         bridge.FORMAT,
         nemo.FORMAT,
         accelerate.FORMAT,
         deepspeed.FORMAT,
         trainer.FORMAT,
-        megatron.FORMAT,
         chakra.FORMAT,
     )
     return {each.name: each for each in known}

@@ -62,7 +62,7 @@ def read_arguments(file: ConfigFile) -> Arguments:
     """
     if file.yaml is not None and isinstance(file.yaml.data.get(_MODEL_ARGS), dict):
         return _yaml_arguments(file)
-    launches = [launch for launch in read_launches(file.text, file.name, file.path.parent) if _trains(launch)]
+    launches = [launch for launch in read_launches(file.text, file.name, file.folder) if _trains(launch)]
     if not launches:
         rule = "starts no training: no command has arguments of Megatron-LM such as --num-layers"
         fix = "name the script that calls torchrun pretrain_gpt.py ..., or write its arguments into a file"
