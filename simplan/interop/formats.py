@@ -110,12 +110,12 @@ def formats() -> Mapping[str, Format]:
     known: tuple[Format, ...] = (
         torchtitan.FORMAT,
         torchtitan.TOML_FORMAT,
-        megatron.FORMAT,
         bridge.FORMAT,
         nemo.FORMAT,
         accelerate.FORMAT,
         deepspeed.FORMAT,
         trainer.FORMAT,
+        megatron.FORMAT,
         chakra.FORMAT,
     )
     return {each.name: each for each in known}
@@ -131,6 +131,8 @@ def read_configuration(file: ConfigFile, framework: str | None = None) -> Config
         SpecError: The format is unknown, or the file is wrong.
     """
     readers = {name: each.read for name, each in formats().items() if each.read is not None}
+    if framework is None and file.yaml is not None and {"model", "cluster"} <= file.yaml.data.keys():
+        return None  # a scenario, whatever its comments say
     if framework is None:
         found = (name for name in readers if formats()[name].recognizes(file))
         framework = next(found, None)

@@ -372,7 +372,7 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
     if configuration is not None:
         named = Document({"name": path.stem} | configuration.document.data, configuration.document.lines)
         return named, file.name, False, configuration
-    document = parse_yaml(file.text, file.name)
+    document = file.yaml or parse_yaml(file.text, file.name)
     if isinstance(document.data, dict) and "model" not in document.data and "model_type" in document.data:
         name_of = path.resolve().parent.name if path.name == "config.json" else path.stem
         return Document({"name": name_of, "model": {"hf_config": path.name}}, {}), file.name, False, None

@@ -21,6 +21,7 @@ from simplan.errors import NotModelledError, SpecError
 from simplan.interop.formats import formats
 from simplan.job import Job
 from simplan.rules import violations
+from simplan.scenario import load_scenario
 from simplan.scenario.source import make_job, read_source, scenario_from
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -284,3 +285,19 @@ def test_scripts_that_a_script_calls_are_read_from_its_folder_only(tmp_path: Pat
     job = scenario_from(folder / "start.sh", _CLUSTER | {"cluster.num_devices": 4}).job
 
     assert (job.plan.tp, job.plan.dp_replicate) == (2, 2)
+
+
+def test_scenario_with_arguments_in_its_comments_is_a_scenario(tmp_path: Path) -> None:
+    """``simplan import`` writes such comments."""
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "torchrun --nnodes 1 --nproc_per_node 8 pretrain_gpt.py --bf16 --num-layers 4 --hidden-size 512 "
+        "--num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 --vocab-size 1024 "
+        "--micro-batch-size 1 --global-batch-size 16\n"
+    )
+    source = read_source(script, _CLUSTER)
+    written = tmp_path / "scenario.yaml"
+    written.write_text(source.text(tmp_path, "Megatron-LM arguments, for --num-layers and --hidden-size"))
+    assert "--num-layers = " in written.read_text()
+    assert load_scenario(written).job == read_source(written).scenario().job
+    assert comparable(load_scenario(written).job) == comparable(source.scenario().job)

@@ -50,6 +50,8 @@ class Arguments:
 
 def recognizes(file: ConfigFile) -> bool:
     """True for text with three arguments of every Megatron-LM script, and for a shell script that names Megatron."""
+    if file.yaml is not None:
+        return isinstance(file.yaml.data.get(_MODEL_ARGS), dict)
     is_script = (file.text.startswith("#!") or file.path.suffix in _SUFFIXES) and _NAMES.search(file.text) is not None
     return is_script or len(set(_SIGN.findall(file.text))) >= _MIN_SIGNS
 
