@@ -458,6 +458,8 @@ def _completed(
     if "software" not in found:
         found["software"] = "torch"
         assumptions.append(Assumption("software", "torch", ""))
+    if isinstance(found.get("model"), dict) and found["model"].get("lora_rank"):
+        assume("training", "task", "lora", "model.lora_rank is given")
     assume("training", "precision", "bf16", "")
     assume("training", "optimizer", "adamw", "")
     if searches:
