@@ -27,6 +27,7 @@ from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.problems import parse_model
 from simplan.report.search import search_plan_words, search_text, search_verdict
+from simplan.report.text import verdict
 from simplan.scenario import Scenario, SearchScenario, load_scenario, load_search, plan_document
 from simplan.scenario.writing import scenario_text
 from simplan.search import Largest, RankedPlan, SearchProgress, SearchResult, SearchSpace, largest, search
@@ -72,6 +73,12 @@ def search_command(
     request: ScenarioRequest, *, as_json: bool, options: SearchOptions, calibration_file: Path | None
 ) -> int:
     """``simplan search``."""
+    if options.from_current and not request.is_file:
+        rule, fix = (
+            "compares with the plan of a file, and this is a model",
+            "write one with --write-scenario of predict",
+        )
+        raise SpecError(Problem(field="--from-current", value=str(request.source), rule=rule, fix=fix))
     scenario = request.search(from_current=options.from_current)
     command = f"simplan search {request.argument()}" + " --from-current" * options.from_current
     space = _space(scenario, options)
@@ -94,6 +101,8 @@ def search_command(
         )
     result = replace(result, assumptions=scenario.assumptions)
     switch = _switch(scenario, result, calibration) if options.from_current else None
+    if options.from_current and result.best is None and scenario.current is not None:
+        say(f"the plan of the file {verdict(predict(scenario.current.job, calibration=calibration))}")
     if as_json:
         print_json(result.to_json() | ({} if switch is None else {"switch": switch.to_json()}))
     else:

@@ -85,6 +85,7 @@ class Configuration:
         missing: What the command line has to add.
         settings: All settings of the file, by key.
         format: Name of the format (``simplan.interop.formats``).
+        search: Key of ``search`` -> values, where the framework runs fewer plans than simplan knows.
     """
 
     title: str
@@ -99,6 +100,7 @@ class Configuration:
     missing: tuple[Missing, ...] = ()
     settings: Mapping[str, Setting] = field(default_factory=dict)
     format: str = ""
+    search: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -168,6 +170,12 @@ class Reading:
         """Value of a key, which counts as read from here on."""
         self._left.pop(key, None)
         return self.settings[key].value if key in self.settings else default
+
+    def written(self, path: str) -> Any:
+        """Value that a dotted key of the scenario has by now; None if it has none."""
+        section, _, name = path.partition(".")
+        value = self._data.get(section)
+        return value.get(name) if name and isinstance(value, dict) else value
 
     def put(self, path: str, value: Any, key: str) -> None:
         """Give a key of the scenario the value of a setting.

@@ -37,6 +37,11 @@ class ConfigFile:
         """Name in errors."""
         return str(self.path)
 
+    @property
+    def folder(self) -> Path | None:
+        """Folder of other files that it may name; None if they must not be read."""
+        return folder_of(self.path) if self.reads_others else None
+
     def beside(self, name: str, field: str) -> ConfigFile:
         """File that this one names, relative to its folder.
 
@@ -97,8 +102,9 @@ class Format:
 def formats() -> Mapping[str, Format]:
     """All formats by name, those with the most certain signs first."""
     from simplan.interop import chakra
-    from simplan.interop.frameworks import torchtitan
+    from simplan.interop.frameworks import megatron, torchtitan
     from simplan.interop.frameworks.bridge import reading as bridge
+    from simplan.interop.frameworks.hugging_face import accelerate, deepspeed, trainer
     from simplan.interop.frameworks.nemo import reading as nemo
 
     known: tuple[Format, ...] = (
@@ -106,6 +112,10 @@ def formats() -> Mapping[str, Format]:
         torchtitan.TOML_FORMAT,
         bridge.FORMAT,
         nemo.FORMAT,
+        accelerate.FORMAT,
+        deepspeed.FORMAT,
+        trainer.FORMAT,
+        megatron.FORMAT,
         chakra.FORMAT,
     )
     return {each.name: each for each in known}
@@ -121,6 +131,8 @@ def read_configuration(file: ConfigFile, framework: str | None = None) -> Config
         SpecError: The format is unknown, or the file is wrong.
     """
     readers = {name: each.read for name, each in formats().items() if each.read is not None}
+    if framework is None and file.yaml is not None and {"model", "cluster"} <= file.yaml.data.keys():
+        return None  # a scenario, whatever its comments say
     if framework is None:
         found = (name for name in readers if formats()[name].recognizes(file))
         framework = next(found, None)

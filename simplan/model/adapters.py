@@ -23,6 +23,18 @@ if TYPE_CHECKING:  # the model unfolds into layers and so imports this module
     from simplan.model.model import ModelSpec
     from simplan.plan.shard import Shard
 
+MODULES: Mapping[str, str] = {
+    "q_proj": "q",
+    "k_proj": "k",
+    "v_proj": "v",
+    "o_proj": "proj",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "all-linear": "all",
+}
+"""PEFT's ``target_modules`` for transformers' Llama, and models like it -> names in ``ModelSpec.lora_targets``."""
+
 
 def adapter_targets(layers: Sequence[LayerSpec]) -> Mapping[str, tuple[str, ...]]:
     """Matrices of a model's blocks, by the names that ``ModelSpec.lora_targets`` accepts.

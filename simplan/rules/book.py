@@ -36,7 +36,7 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     experts.expert_overlap_precision, experts.expert_overlap_mtp, parallel.tp_divides_mtp,
     sharding.offload_of_sharded_parameters, sharding.offload_layers_of_activations, sharding.offload_needs_link,
     recompute.expert_overlap_recompute, recompute.recompute_layers_of_full,
-    recompute.recompute_modules_of_selective, recompute.recompute_modules_apart,
+    recompute.recompute_modules_of_selective, recompute.recompute_modules_apart, model.trainer_pipelines,
 )  # fmt: skip
 
 _NOT_MODELLED: tuple[Rule, ...] = (
@@ -57,7 +57,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
     sharding.offload_compiled, training.compiled_low_precision, model.max_predictions_unsplit, model.mtp_modelled,
     model.mtp_with_adapters,
     sharding.mtp_sharded, schedule.split_backward_of_mtp, sharding.offload_with_mtp,
-    training.low_attention_modelled, model.transformers_model, model.transformers_splits,
+    training.low_attention_modelled, model.deepspeed_splits, model.transformers_model, model.transformers_splits,
     model.transformers_recompute, model.transformers_split_backward,
     model.transformers_experts_autocast, training.cp_of_low_attention,
 )  # fmt: skip

@@ -223,6 +223,18 @@ _RECOMPUTES = ("none", "full", "selective_layer")
 _FIX = "use software torch"
 
 
+def has_transformers_code(model: ModelSpec) -> bool:
+    """True if the code that transformers has for a model is modeled."""
+    limits = _MODELLED | (_MIXTRAL if model.family == "moe" else {})
+    heads, width = model.num_attention_heads, model.num_attention_heads * model.head_dim
+    return (
+        model.family in _FAMILIES
+        and all(getattr(model, field) in values for field, values in limits.items())
+        and not (model.qkv_bias and (model.attention_bias or model.qk_norm))
+        and not (model.family == "gpt" and (width != model.hidden_size or model.num_key_value_heads != heads))
+    )
+
+
 def _is_transformers(job: Job) -> bool:
     return job.software.layers.model_code == "transformers"
 
@@ -310,3 +322,19 @@ def transformers_experts_autocast(job: Job) -> Iterator[Problem]:
     if _is_transformers(job) and job.model.num_experts and narrow and not job.plan.shards_parameters:
         what = "transformers' Mixtral under autocast, which leaves its experts in fp32,"
         yield not_modelled(job, "training.precision", what, f"use fp32, or FSDP (dp_shard), or {_FIX}")
+
+
+_OF_TRAINER = ("accelerate", "deepspeed")
+
+
+@rule("the Hugging Face Trainer has no pipelines", reads="pp")
+def trainer_pipelines(job: Job) -> Iterator[Problem]:
+    if job.software.id in _OF_TRAINER and job.plan.pp > 1:
+        yield problem_of(job, "plan.pp", f"is a pipeline, which the Trainer with {job.software.id} has not", "use 1")
+
+
+@unmodelled("tensor parallelism of DeepSpeed with transformers' models is not modeled", reads="tp")
+def deepspeed_splits(job: Job) -> Iterator[Problem]:
+    if job.software.id == "deepspeed" and job.plan.tp > 1:
+        what = "tensor parallelism of DeepSpeed (AutoTP)"
+        yield not_modelled(job, "plan.tp", what, "use 1, or software accelerate")

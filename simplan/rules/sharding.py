@@ -96,7 +96,7 @@ def mtp_sharded(job: Job) -> Iterator[Problem]:
 
 
 _FAMILIES = ("gpt", "llama")
-_WITH_FSDP2 = ("torch", "torchtitan", "torchtitan-2025", "transformers")
+_WITH_FSDP2 = ("torch", "torchtitan", "torchtitan-2025", "transformers", "accelerate")
 
 
 @rule(

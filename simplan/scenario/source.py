@@ -44,6 +44,8 @@ NUM_MICROBATCHES = "num_microbatches"
 _DEFAULT_CLUSTER = "dgx-h100"
 _USUAL_LENGTH = 4096
 _MAX_FILES = 1000
+_IN_FOLDERS = ("training_args.json", "config.json")
+"""Files that say what a folder holds: arguments of a training, next to which is its model, or a model."""
 _LARGEST_NODE = 8
 """Devices that one node of today's machines holds."""
 _MICROBATCHES_PER_STAGE = 4  # with 1F1B, a bubble of at most 1/5 of the step
@@ -64,8 +66,8 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
 }
 """Override -> keys of its section that it replaces; a key that is an override itself stays, to be refused."""
 _KEPT: dict[str, tuple[str, ...]] = {
-    "model.preset": ("seq_len",),
-    "model.hf_config": ("seq_len",),
+    "model.preset": ("seq_len", "lora_rank", "lora_targets"),
+    "model.hf_config": ("seq_len", "lora_rank", "lora_targets"),
     "cluster.preset": ("num_nodes", "num_devices", "price_per_device_hour"),
 }
 """Override that replaces its section -> keys of the section that it keeps."""
@@ -301,7 +303,7 @@ def read_source(
         current = _current(document, file, configuration, given, number, typed)
         training = {"training": {**data.get("training", {}), **_batch_of(current)}}
         data, number = {key: value for key, value in data.items() if key not in ("plan", "expect")} | training, None
-        data.setdefault("search", {})
+        data.setdefault("search", dict(configuration.search) if configuration is not None else {})
     assumptions: list[Assumption] = []
     replaced: list[str] = []
     if given and isinstance(data, dict):
@@ -314,8 +316,12 @@ def read_source(
         data = _overridden(data, given, typed, file)
     if not is_whole and isinstance(data, dict):
         data, assumptions = _completed(data, file, number, searches=searches)
-    if number is not None:
+    if number is not None and isinstance(data, dict):
         data = _with_batch(data, file, number, given, typed, searches=searches)
+    if configuration is not None and searches:
+        ranges = ((f"search.{key}", value) for key, value in configuration.search.items())
+        why = f"no others in {configuration.title}"
+        assumptions += [Assumption(key, value, why) for key, value in ranges if key not in given]
     lines = _lines(document, given)
     return Source(Document(data, lines), file, tuple(assumptions), typed, tuple(replaced), configuration, current)
 
@@ -350,8 +356,9 @@ def _read(
     if isinstance(source, ConfigFile):
         return _parsed(source, framework)
     path = Path(source)
-    if path.is_dir() and (path / "config.json").is_file():
-        path = path / "config.json"
+    in_folder = next((name for name in _IN_FOLDERS if path.is_dir() and (path / name).is_file()), None)
+    if in_folder is not None:
+        path = path / in_folder
     elif not path.is_file() and str(source) in catalog.names("models"):
         return Document({"name": str(source), "model": {"preset": str(source)}}, {}), str(source), False, None
     elif path.is_dir():
@@ -369,7 +376,7 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
     if configuration is not None:
         named = Document({"name": path.stem} | configuration.document.data, configuration.document.lines)
         return named, file.name, False, configuration
-    document = parse_yaml(file.text, file.name)
+    document = file.yaml or parse_yaml(file.text, file.name)
     if isinstance(document.data, dict) and "model" not in document.data and "model_type" in document.data:
         name_of = path.resolve().parent.name if path.name == "config.json" else path.stem
         return Document({"name": name_of, "model": {"hf_config": path.name}}, {}), file.name, False, None
@@ -455,6 +462,8 @@ def _completed(
     if "software" not in found:
         found["software"] = "torch"
         assumptions.append(Assumption("software", "torch", ""))
+    if isinstance(found.get("model"), dict) and found["model"].get("lora_rank"):
+        assume("training", "task", "lora", "model.lora_rank is given")
     assume("training", "precision", "bf16", "")
     assume("training", "optimizer", "adamw", "")
     if searches:

@@ -11,6 +11,7 @@ from simplan.cost.calibration.format import Calibration
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
+from simplan.rules import violations
 from simplan.search.explore import first_fit
 from simplan.search.fixes import OUTSIDE_OF_SEARCHES, fixes
 from simplan.search.result import NearestMiss, RequestChange
@@ -80,11 +81,16 @@ def _memory(job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...]) -> Re
 def _outside_of_searches(
     job: Job, space: SearchSpace, misses: tuple[NearestMiss, ...], calibration: Calibration | None
 ) -> Iterator[RequestChange]:
-    """Settings that no search varies, such as offloading, with which the nearest of the misses fits."""
-    for miss in misses:
-        if miss.num_devices != job.cluster.num_devices:
-            continue
-        prediction = predict(job.with_plan(miss.plan), calibration=calibration)
+    """Settings that no search varies, such as offloading, with which the nearest of the misses fits.
+
+    The last plan is FSDP over all devices with full recomputation: FSDP alone can offload the optimizer.
+    """
+    devices = job.cluster.num_devices
+    plans = [miss.plan for miss in misses if miss.num_devices == devices]
+    sharded = ParallelPlan(dp_shard=devices, recompute="full")
+    plans += [] if violations(job.with_plan(sharded)) else [sharded]
+    for plan in plans:
+        prediction = predict(job.with_plan(plan), calibration=calibration)
         limit = space.max_memory_fraction
         found = fixes(prediction, calibration, max_memory_fraction=limit, kinds=OUTSIDE_OF_SEARCHES)
         for fix in found:

@@ -27,6 +27,8 @@ SoftwareOption = Literal[
     "expert_overlap",
     "fp8_dot_product_attention",
     "fused_experts",
+    "grad_overlap",
+    "overlap_param_gather",
     "tp_overlap",
     "vocab_multiple",
 ]
@@ -305,7 +307,9 @@ class SoftwareSpec(Spec):
             "expert_overlap": "expert all-to-all overlapped with another microbatch" if self.expert_overlap else "",
             "fp8_dot_product_attention": "FP8 attention" if self.fp8_dot_product_attention else "",
             "fused_experts": "fused experts" if self.fused_experts else "",
-            "tp_overlap": "asynchronous tensor parallelism" if self.tp_overlap != "none" else "",
+            "grad_overlap": "gradient reduction overlapped with backward" if self.grad_overlap else "",
+            "overlap_param_gather": "parameter all-gather overlapped with forward" if self.overlap_param_gather else "",
+            "tp_overlap": "asynchronous tensor parallelism" if self.tp_overlap in ("gathers", "all") else "",
             "vocab_multiple": "",  # predictions tell it where it changes anything
         }
         return ", ".join([self.id, *(words[option] for option in self.options if words[option])])

@@ -192,8 +192,7 @@ def test_torch_has_the_kernels_and_the_allocator_of_torchtitan(name: str) -> Non
         ("cluster", "p6", "cluster = p6: is not in the catalog; known: dgx-a100-40gb, dgx-a100-80gb, dgx-b200, "
          "dgx-h100, dgx-h200, dgx-v100, gb200-nvl72, this-machine; or give device and devices_per_node in place of a "
          "preset"),
-        ("software", "deepspeed", "software = deepspeed: is not in the catalog; use one of deepspeed-2021, "
-         "megatron-deepspeed, megatron-deepspeed-2023"),
+        ("software", "megatron", "software = megatron: is not in the catalog; use one of "),
         ("software", "pytorch", "software = pytorch: is not in the catalog; did you mean torch"),
     ],
 )  # fmt: skip

@@ -146,6 +146,7 @@ def test_unknown_values_and_undecided_branches_are_told() -> None:
         ("N=$(wc -l < hostfile)\ntorchrun --nnodes $N --nproc_per_node 8 train.py", None),
         ("torchrun --nnodes 1:4 --nproc_per_node 8 train.py", None),
         ("--num-layers 2 --x", None),
+        ("export A=()\ntorchrun --nproc_per_node 8 --nnodes ${A:-2} train.py", 16),
     ],
 )
 def test_launcher_tells_the_number_of_devices(text: str, devices: int | None) -> None:
@@ -167,6 +168,7 @@ def test_launcher_tells_the_number_of_devices(text: str, devices: int | None) ->
         ("A=aaaaaaaaaa\n" + "A=$A$A\n" * 40, None, "the variable A is too long"),
         ("f() { f; f; }\nf", None, "the script has too many steps"),
         ("( " * 200, 1, "it is nested too deeply"),
+        ("f() " * 9000, 1, "it is nested too deeply"),
         ("A=" + "${B:-" * 200 + "}" * 200, 1, "it is nested too deeply"),
     ],
 )

@@ -33,9 +33,29 @@ CalibrationFile = Annotated[
     Path | None,
     typer.Option("--calibration", metavar="FILE", help="Calibration of this machine (default: in the cache folder)."),
 ]
+_SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def _number_of(text: str | float) -> float:
+    """Number with a suffix: ``100B`` is 1e11.
+
+    Raises:
+        typer.BadParameter: The text is no number.
+    """
+    digits = str(text).strip()
+    try:
+        return float(digits[:-1]) * _SUFFIXES[digits[-1].upper()] if digits[-1:].upper() in _SUFFIXES else float(digits)
+    except ValueError:
+        raise typer.BadParameter(f"{digits} is no number; write e.g. 100B or 1e11") from None
+
+
 Tokens = Annotated[
     float | None,
-    typer.Option(metavar="N", help="Tokens of the full training, e.g. 1e12 (default: training.num_tokens)."),
+    typer.Option(
+        metavar="N",
+        parser=_number_of,
+        help="Tokens of the full training, e.g. 1e12 or 1T (default: training.num_tokens).",
+    ),
 ]
 PriceOption = Annotated[
     float | None,

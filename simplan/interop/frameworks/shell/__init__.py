@@ -1,6 +1,6 @@
 """Reader of launch scripts, which runs nothing of what it reads."""
 
-from simplan.interop.frameworks.shell.evaluate import Word
+from simplan.interop.frameworks.shell.evaluate import OTHER_FILE, Word
 from simplan.interop.frameworks.shell.launch import Launch, read_launches
 
-__all__ = ["Launch", "Word", "read_launches"]
+__all__ = ["OTHER_FILE", "Launch", "Word", "read_launches"]

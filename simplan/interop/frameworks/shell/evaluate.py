@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from pathlib import Path
 
 from simplan.errors import file_error
+from simplan.interop.frameworks.shell.slurm import sbatch_settings
 from simplan.interop.frameworks.shell.syntax import (
     Arithmetic,
     Assignment,
@@ -30,10 +33,18 @@ from simplan.interop.frameworks.shell.syntax import (
     SourceWord,
     parse_script,
 )
+from simplan.io import read_text
 
 _MAX_STEPS, _MAX_CALLS, _MAX_PIECES, _MAX_CHARS = 50_000, 20, 20_000, 400_000
 _MAX_EXPRESSION = 200
+OTHER_FILE = 1_000_000
+"""Lines of the first script that this one calls are counted from here on, those of the second from twice this on."""
+_UNSET = "is not set in the script"
+_ARGUMENT = "is an argument of the script"
 _LARGEST = 2**63
+_MAX_ARGUMENTS, _MAX_TEST_WORDS = 100, 200
+_ENDS_COMMAND = re.compile(r"\d*(&?>|<|\||;|&)")
+_SHELLS = ("bash", "sh", "source", ".", "zsh")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +115,13 @@ class Shell:
 
     Attributes:
         file: Name of the script in errors.
+        folder: Folder of the script, from which it may call others; None to follow no other script.
         variables: Name -> elements; one for a plain variable.
         called: Commands that were called so far.
     """
 
     file: str
+    folder: Path | None = None
     variables: dict[str, tuple[Value, ...]] = field(default_factory=dict)
     called: list[Called] = field(default_factory=list)
     _functions: dict[str, Body] = field(default_factory=dict)
@@ -116,6 +129,7 @@ class Shell:
     _condition: int | None = None
     _steps: int = 0
     _calls: int = 0
+    _num_files: int = 0
 
     def run(self, body: Body) -> None:
         """Follow commands."""
@@ -223,7 +237,7 @@ class Shell:
         words = self._words(simple.words)
         texts = [Word.of(word, simple.line) for word in words]
         name = texts[0].text if texts else ""
-        own = {each.name: Word.of(self._assigned(each)[0], each.line) for each in simple.assignments if words}
+        own = {each.name: Word.of(_first(self._assigned(each)), each.line) for each in simple.assignments if words}
         if not words or name in ("export", "local", "declare", "readonly", "typeset"):
             for each in simple.assignments:
                 self.variables[each.name] = self._assigned(each)
@@ -240,9 +254,9 @@ class Shell:
         elif name in self._functions:
             self._call(name, words)
         elif name == "eval":
-            unquoted = [tuple(replace(piece, text=piece.text.replace('"', "")) for piece in word) for word in words[1:]]
+            unquoted = [tuple(map(_as_evaluated, word)) for word in words[1:]]
             again = [piece for word in unquoted for piece in (*word, Piece(" ", simple.line))]
-            self._note(_split(again), own, simple.line)
+            self._note(_command_of(_split(again)), own, simple.line)
         elif name in ("echo", "printf", "cd", "mkdir", "set"):
             return None
         else:
@@ -252,19 +266,28 @@ class Shell:
     def _call(self, name: str, words: tuple[Value, ...]) -> None:
         if self._calls >= _MAX_CALLS:
             return
-        kept = {key: self.variables.get(key) for key in map(str, range(1, 10))}
-        self.variables |= {str(number): (value,) for number, value in enumerate(words[1:10], start=1)}
+        self._with_arguments(list(words[1:]), self._functions[name])
+
+    def _with_arguments(self, values: list[Value], body: Body) -> None:
+        """Follow the commands of a function or script with its own arguments."""
+        names = [*map(str, range(1, _MAX_ARGUMENTS)), "@", "*"]
+        kept = {key: self.variables.get(key) for key in names}
+        given = {str(number): (value,) for number, value in enumerate(values, start=1)}
+        self.variables = {key: value for key, value in self.variables.items() if key not in names}
+        self.variables |= given | {"@": tuple(values), "*": tuple(values)}
         self._calls += 1
-        self.run(self._functions[name])
+        self.run(body)
         self._calls -= 1
-        for key, value in kept.items():
+        for key, before in kept.items():
             self.variables.pop(key, None)
-            if value is not None:
-                self.variables[key] = value
+            if before is not None:
+                self.variables[key] = before
 
     def _note(self, words: Iterable[Value], own: Mapping[str, Word], line: int) -> None:
         """Note a command; of ``bash -c TEXT``, the commands of the text."""
         texts = [Word.of(word, line) for word in words]
+        if self._follow(texts, own):
+            return
         for position, (first, second) in enumerate(pairwise(texts[:-1])):
             is_shell = first.text.rpartition("/")[2] in ("bash", "sh")
             if is_shell and second.text.startswith("-") and second.text.endswith("c") and self._calls < _MAX_CALLS:
@@ -278,6 +301,39 @@ class Shell:
                 return
         exported = {name: Word.of(self.variables[name][0], line) for name in self._exported if self.variables.get(name)}
         self.called.append(Called(tuple(texts), exported | dict(own), self._condition))
+
+    def _follow(self, words: list[Word], own: Mapping[str, Word]) -> bool:
+        """Follow another script of the folder, with its arguments; False if the command calls none."""
+        if self.folder is None or self._calls >= _MAX_CALLS:
+            return False
+        called = words[0].text.rpartition("/")[2] if words else ""
+        if called == "sbatch":
+            position = next((at for at, word in enumerate(words) if at and self._path_of(word)), None)
+        else:
+            position = 0 if called.endswith(".sh") else 1 if called in _SHELLS and len(words) > 1 else None
+        path = None if position is None else self._path_of(words[position])
+        if path is None or position is None:
+            return False
+        self._num_files += 1
+        text, outer = read_text(path, _MAX_CHARS), len(self.called)
+        body = parse_script(text, str(path), 1 + self._num_files * OTHER_FILE)
+        self.variables |= {name: ((Piece(word.text, word.line, word.unknown),),) for name, word in own.items()}
+        arguments: list[Value] = [(Piece(word.text, word.line, word.unknown),) for word in words[position + 1 :]]
+        self._with_arguments(arguments, body)
+        if called == "sbatch":
+            line = words[0].line
+            options = [f"{setting.key.removeprefix('#SBATCH ')}={setting.value}" for setting in sbatch_settings(text)]
+            prefix = (Word("srun", line), *(Word(option, line) for option in options), *words[1:position])
+            self.called[outer:] = [replace(each, words=prefix + each.words) for each in self.called[outer:]]
+        return True
+
+    def _path_of(self, word: Word) -> Path | None:
+        """File of the folder that a word names; of a word with an unknown folder, the file of its name."""
+        if self.folder is None:
+            return None
+        name = word.text.rpartition("/")[2] if word.unknown else word.text
+        path = (self.folder / name).resolve()
+        return path if path.is_relative_to(self.folder.resolve()) and path.is_file() else None
 
     def _assigned(self, assignment: Assignment) -> tuple[Value, ...]:
         before = self.variables.get(assignment.name, ())
@@ -356,7 +412,7 @@ class Shell:
     def _variable(self, part: Part) -> tuple[Value, ...]:
         found, by_default = self.variables.get(part.text), part.operator.strip(":")
         if by_default in ("-", "=", "+") and part.operator[:1] in ":-=+":
-            is_set = found is not None and (part.operator[0] != ":" or any(piece.text for piece in found[0]))
+            is_set = found is not None and (part.operator[0] != ":" or any(piece.text for piece in _first(found)))
             if by_default == "+":
                 return (self._expanded(part.default) if is_set else (),)
             return (found or ((),))[:1] if is_set else (self._expanded(part.default),)
@@ -364,11 +420,11 @@ class Shell:
         if part.operator == "?":
             return ((Piece(written, part.line, "is an expansion that simplan does not read"),),)
         if found is None:
-            why = "is an argument of the script" if not part.text[0].isalpha() and part.text[0] != "_" else ""
-            return ((Piece(written, part.line, why or "is not set in the script"),),)
+            is_argument = not part.text[0].isalpha() and part.text[0] != "_"
+            return ((Piece(written, part.line, _ARGUMENT if is_argument else _UNSET),),)
         if part.operator == "#":
             return ((Piece(str(len(found)), part.line),),)
-        if part.operator.startswith("[") and part.operator[1] in "@*":
+        if part.text in ("@", "*") or (part.operator.startswith("[") and part.operator[1] in "@*"):
             return found
         index = int(part.operator[1:-1]) if part.operator.startswith("[") else 0
         return (found[index] if index < len(found) else (),)
@@ -388,7 +444,7 @@ class Shell:
         if isinstance(node, ast.Constant):
             return node.value if isinstance(node.value, int) else None
         if isinstance(node, ast.Name):
-            return _number_of(self.variables.get(node.id, ((),))[0])
+            return _number_of(_first(self.variables.get(node.id, ((),))))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             value = self._computed(node.operand)
             return None if value is None else -value
@@ -437,6 +493,8 @@ class _Test:
 
     def status(self) -> bool | None:
         """Truth of the condition; None if it depends on what is unknown, or on files."""
+        if len(self.words) > _MAX_TEST_WORDS:
+            return None
         for joint, decides in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
             texts = [word.text for word in self.words]
             if joint in texts[1:]:
@@ -452,6 +510,8 @@ class _Test:
         if words and words[0].text == "!":
             inner = _Test(words[1:]).status()
             return None if inner is None else not inner
+        if len(words) == 2 and words[0].text in ("-n", "-z") and words[1].unknown in (_UNSET, _ARGUMENT):
+            return words[0].text == "-z" if words[1].text.startswith("$") else None  # as ${NAME:-default} has it
         if any(word.unknown or word.condition for word in words):
             return None
         texts = [word.text for word in words]
@@ -484,14 +544,23 @@ def _joined(
         return (*start, *(tuple(replace(piece, condition=line) for piece in value) for value in added))
     texts = [each[0] if each else () for each in known]
     head = start[0] if start else ()
+    if head and all(text[len(text) - len(head) :] == head for text in texts):
+        added_pieces = [piece for text in texts for piece in text[: len(text) - len(head)]]
+        return ((*(replace(piece, condition=line) for piece in added_pieces), *head),)
     if all(text[: len(head)] == head for text in texts):
         rests = [text[len(head) :] for text in texts]
         words = ["".join(piece.text for piece in rest).strip() for rest in rests]
         if all(word.startswith("-") or not word for word in words):
             space = Piece(" ", line, condition=line)
-            added_pieces = (piece for rest in rests for piece in (space, *rest))
+            added_pieces = [piece for rest in rests for piece in (space, *rest)]
             return ((*head, *(replace(piece, condition=line) for piece in added_pieces)),)
-    return ((Piece(f"${name}", line, f"depends on the condition in line {line}, which simplan cannot decide"),),)
+    why = f"depends on the condition in line {line % OTHER_FILE}, which simplan cannot decide"
+    return ((Piece(f"${name}", line, why),),)
+
+
+def _first(elements: tuple[Value, ...]) -> Value:
+    """First element of a variable; nothing for an empty array."""
+    return elements[0] if elements else ()
 
 
 def _runs(value: Value) -> Iterable[tuple[Piece, bool]]:
@@ -520,6 +589,20 @@ def _split(pieces: Iterable[Piece]) -> list[Value]:
         else:
             words[-1].append(piece)
     return [tuple(word) for word in words if word]
+
+
+def _as_evaluated(piece: Piece) -> Piece:
+    """Piece of an argument of ``eval``, without the quotes that eval removes; what it would expand is unknown."""
+    expands = not piece.unknown and ("$" in piece.text or "`" in piece.text)
+    unknown = "is expanded by eval, which simplan does not follow" if expands else piece.unknown
+    return replace(piece, text=piece.text.replace('"', ""), unknown=unknown)
+
+
+def _command_of(words: list[Value]) -> list[Value]:
+    """Words of a command up to its redirections, or to the next command."""
+    texts = ["".join(piece.text for piece in word) for word in words]
+    end = next((at for at, text in enumerate(texts) if _ENDS_COMMAND.match(text)), len(words))
+    return words[:end]
 
 
 def _number_of(value: Value) -> int | None:

@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from simplan.errors import file_error
 from simplan.interop.configuration import Setting
 from simplan.interop.frameworks.shell.evaluate import Called, Piece, Shell, Value, Word
+from simplan.interop.frameworks.shell.slurm import sbatch_settings, whole_number
 from simplan.interop.frameworks.shell.syntax import parse_script
 
 _PYTHON = re.compile(r"(python|python3|python3\.\d+|pypy3?)")
@@ -32,7 +33,6 @@ _WITHOUT_VALUE = frozenset((
 _NUM_NODES = ("nnodes", "num-nodes", "nodes", "N", "num-machines")
 _RANKS_PER_NODE = ("nproc-per-node", "num-gpus", "ntasks-per-node", "npernode")
 _RANKS = ("n", "np", "ntasks", "num-processes")
-_SBATCH = {"N": "nodes", "n": "ntasks", "G": "gpus"}
 _SLURM_VARIABLES = {
     "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
     "ntasks": ("SLURM_NTASKS",),
@@ -49,6 +49,8 @@ class Launch:
     Attributes:
         program: Script or module that is run; empty text for options without a command.
         arguments: Words after it.
+        launchers: Names of the launchers, e.g. ``torchrun`` or ``accelerate``, outermost first.
+        options: All options of the launchers.
         launcher: Settings of the launcher and of ``#SBATCH`` that say how many devices there are.
         num_nodes: Nodes; None if the script does not say.
         ranks_per_node: Ranks per node; None if the script does not say.
@@ -58,6 +60,8 @@ class Launch:
 
     program: Word
     arguments: tuple[Word, ...]
+    launchers: tuple[str, ...]
+    options: tuple[Setting, ...]
     launcher: tuple[Setting, ...]
     num_nodes: int | None
     ranks_per_node: int | None
@@ -65,12 +69,16 @@ class Launch:
     environment: Mapping[str, Word]
 
 
-def read_launches(text: str, file: str, wrappers: frozenset[str] = frozenset()) -> tuple[Launch, ...]:
+def read_launches(
+    text: str, file: str, folder: Path | None = None, *, wrappers: frozenset[str] = frozenset()
+) -> tuple[Launch, ...]:
     """Commands of a launch script that start a Python program, those that no undecided condition guards first.
 
     A file whose first word is an option is taken as arguments without a command.
 
     Args:
+        file: Name of the script in errors.
+        folder: Folder of the script, whose scripts it may call; None to follow no other script.
         wrappers: Names of scripts that pass their arguments on to the program, and count as it.
 
     Raises:
@@ -78,33 +86,13 @@ def read_launches(text: str, file: str, wrappers: frozenset[str] = frozenset()) 
     """
     if _BINARY in text:
         raise file_error(file, "this is no shell script: it is binary", "name a launch script")
-    sbatch = {setting.key: setting for setting in _sbatch_settings(text)}
-    shell = Shell(file, _slurm_variables(sbatch))
+    sbatch = {setting.key: setting for setting in sbatch_settings(text)}
+    shell = Shell(file, folder, _slurm_variables(sbatch))
     first = next((line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")), "")
     shell.run(parse_script(f"python - {text}" if first.startswith("--") else text, file))
     found = [(called, launch) for called in shell.called if (launch := _launch(called, sbatch, wrappers)) is not None]
     found.sort(key=lambda each: each[0].condition is not None)
     return tuple(launch for _, launch in found)
-
-
-def _sbatch_settings(text: str) -> Iterator[Setting]:
-    """Options of Slurm in comments, by their long names."""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.startswith("#SBATCH"):
-            continue
-        try:
-            words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
-        except ValueError:
-            continue
-        for position, word in enumerate(words):
-            if not word.startswith("-"):
-                continue
-            key, joined, value = word.partition("=")
-            name = _SBATCH.get(key.lstrip("-"), key.lstrip("-"))
-            value = value if joined else "".join(words[position + 1 : position + 2])
-            if match := re.fullmatch(r"gpu:(?:[\w.-]+:)?(\d+)", value) if name == "gres" else None:
-                name, value = "gpus-per-node", match[1]
-            yield Setting(f"#SBATCH --{name}", _whole(value.rpartition(":")[2]) or value, number)
 
 
 def _slurm_variables(sbatch: Mapping[str, Setting]) -> dict[str, tuple[Value, ...]]:
@@ -119,22 +107,23 @@ def _slurm_variables(sbatch: Mapping[str, Setting]) -> dict[str, tuple[Value, ..
 
 def _launch(called: Called, sbatch: Mapping[str, Setting], wrappers: frozenset[str]) -> Launch | None:
     """The training that a command starts; None if it starts no Python program."""
-    words, options = called.words, list[Setting]()
+    words, options, launchers = called.words, list[Setting](), list[str]()
     position, is_launched = 0, False
     while position < len(words):
         name = words[position].text.rpartition("/")[2]
         is_python = _PYTHON.fullmatch(name) is not None
+        is_program = position > 0 and words[position - 1].text in ("-m", "--module")
         if name in wrappers:
-            return _launched(words[position], words[position + 1 :], options, sbatch, called)
-        if is_python or name in _LAUNCHERS:
-            is_launched = True
+            return _launched(words[position], words[position + 1 :], launchers, options, sbatch, called)
+        if is_python or name in _LAUNCHERS or (name == "launch" and launchers[-1:] == ["accelerate"]):
+            launchers += [name] if name != "launch" and not is_python else []
             position = _launcher_options(words, position + 1, options)
+            is_launched = True
         elif is_launched:
             program = words[position]
-            if name.endswith(".py") or words[position - 1].text in ("-m", "--module") or name == "-":
-                return _launched(
-                    program if name != "-" else Word("", program.line), words[position + 1 :], options, sbatch, called
-                )
+            if name.endswith(".py") or is_program or name == "-":
+                program = program if name != "-" else Word("", program.line)
+                return _launched(program, words[position + 1 :], launchers, options, sbatch, called)
             position += 1  # a wrapper, or a container with its options
         else:
             position += 1
@@ -156,7 +145,7 @@ def _launcher_options(words: tuple[Word, ...], position: int, options: list[Sett
         following = words[position] if position < len(words) else None
         if not joined and name not in _WITHOUT_VALUE and following is not None and _is_value(following.text):
             value, known, position = following.text, not following.unknown, position + 1
-        options.append(Setting(key, (_whole(value) or value) if known else None, word.line))
+        options.append(Setting(key, (whole_number(value) or value) if known else None, word.line))
     return position
 
 
@@ -165,7 +154,12 @@ def _is_value(text: str) -> bool:
 
 
 def _launched(
-    program: Word, arguments: tuple[Word, ...], options: list[Setting], sbatch: Mapping[str, Setting], called: Called
+    program: Word,
+    arguments: tuple[Word, ...],
+    launchers: list[str],
+    options: list[Setting],
+    sbatch: Mapping[str, Setting],
+    called: Called,
 ) -> Launch:
     by_name = {setting.key.lstrip("-").replace("_", "-"): setting for setting in options}
     used: list[Setting] = []
@@ -183,10 +177,14 @@ def _launched(
     if nodes is None and per_node is not None and not {*_NUM_NODES} & by_name.keys():
         nodes = 1 if {"nproc-per-node", "num-gpus"} & by_name.keys() else None
     in_all = nodes * per_node if nodes is not None and per_node is not None else number(_RANKS, "ntasks", "gpus")
-    return Launch(program, arguments, tuple(used), nodes, per_node, in_all, called.environment)
-
-
-def _whole(text: str) -> int | None:
-    """Whole number, or the lower of a range of nodes if both are equal."""
-    match = re.fullmatch(r"(\d{1,9})(?::\1)?", text)
-    return int(match[1]) if match else None
+    return Launch(
+        program,
+        arguments,
+        tuple(launchers),
+        tuple(options),
+        tuple(used),
+        nodes,
+        per_node,
+        in_all,
+        called.environment,
+    )

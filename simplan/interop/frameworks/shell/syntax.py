@@ -170,9 +170,7 @@ class _Parser:
 
     def body(self, ends: tuple[str, ...]) -> Body:
         """Commands up to a reserved word or closing bracket, which stays."""
-        self.depth += 1
-        if self.depth > _MAX_DEPTH:
-            raise self.error("it is nested too deeply", "take the launch command out of it")
+        self._descend()
         commands: list[Command] = []
         while True:
             self._blanks(";&|")
@@ -181,6 +179,11 @@ class _Parser:
             commands.append(self._chain())
         self.depth -= 1
         return tuple(commands)
+
+    def _descend(self) -> None:
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            raise self.error("it is nested too deeply", "take the launch command out of it")
 
     def _chain(self) -> Command:
         first, operator, commands = self.line, "", list[tuple[str, bool, Command]]()
@@ -220,7 +223,10 @@ class _Parser:
         elif match := _FUNCTION.match(self.text, self.position):
             self.position = match.end()
             self._blanks("")
-            return Function(match[1] or match[2], (self._command(),), line)
+            self._descend()
+            function = Function(match[1] or match[2], (self._command(),), line)
+            self.depth -= 1
+            return function
         else:
             return self._simple()
         while self._redirection():
@@ -469,9 +475,7 @@ class _Parser:
         operator = "#" if match[1] else match[4] or match[3] or ""
         default: SourceWord = ()
         if match[4]:
-            self.depth += 1
-            if self.depth > _MAX_DEPTH:
-                raise self.error("it is nested too deeply", "take the launch command out of it")
+            self._descend()
             inner, within = _Parser(match[5], self.file, line, depth=self.depth), list[Part]()
             while inner.position < len(inner.text):
                 end = inner.text[inner.position]

@@ -131,7 +131,7 @@ def _read_script(file: ConfigFile) -> Configuration:
 
 def _launch_of(file: ConfigFile) -> Launch:
     """The first command that starts torchtitan."""
-    for launch in read_launches(file.text, file.name, frozenset({_WRAPPER})):
+    for launch in read_launches(file.text, file.name, wrappers=frozenset({_WRAPPER})):
         texts = [word.text.partition("=")[0].replace("-", "_") for word in launch.arguments]
         is_named = "__module" in texts and "__config" in texts
         has_file = f"__{_CONFIG_FILE}" in texts
@@ -234,14 +234,18 @@ def _included(file: ConfigFile, path: Setting) -> Iterable[Setting]:
     """Settings of the TOML file that a script names."""
     found = _found(file, str(path.value))
     if found is None:
-        rule = f"is neither in {file.path.resolve().parent} nor in the {_PARENTS} folders above it"
+        rule = f"is neither in the folder of the script nor in the {_PARENTS} folders above it"
+        if not file.reads_others:
+            rule = "names a file, which an upload cannot bring along"
         raise _problem(file, path, rule, "put it there, or give simplan that file")
     return toml_settings(read_text(found, MAX_YAML_BYTES), str(found), with_lines=False)
 
 
 def _found(file: ConfigFile, *names: str) -> Path | None:
-    """The first file of some names in the folder of the script, or in one above it."""
-    folder = file.path.resolve().parent
+    """The first file of some names in the folder of the script, or in one above it; None too if none may be read."""
+    if file.folder is None:
+        return None
+    folder = file.folder.resolve()
     paths = (base / name for base in [folder, *folder.parents[:_PARENTS]] for name in names)
     return next((path for path in paths if path.is_file()), None)
 

@@ -1,0 +1,187 @@
+"""Settings of one file of a run, by their own keys, while several files of the run are read together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from simplan.document import Document, parse_yaml
+from simplan.errors import file_error
+from simplan.interop.configuration import Reading, Setting
+from simplan.interop.formats import ConfigFile
+from simplan.io import MAX_YAML_BYTES, folder_of, read_text
+
+AUTO = "auto"
+"""DeepSpeed's word for a value that the Trainer fills in."""
+_MAX_PARENTS = 4  # scripts/examples/sft/train.sh is run from the root of its repository
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Settings of one file in the reading of a run.
+
+    Attributes:
+        reading: The run.
+        settings: Key within its file -> key in the reading, which has the file's name in front if it is another file.
+    """
+
+    reading: Reading
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def __contains__(self, key: str) -> bool:
+        """True if the file has the key with a value that is not ``auto``."""
+        full = self.settings.get(key)
+        return full is not None and self.reading.settings[full].value != AUTO
+
+    def __bool__(self) -> bool:
+        """True if there is such a file."""
+        return bool(self.settings)
+
+    def full(self, key: str) -> str:
+        """Key in the reading; the key itself if the file does not have it."""
+        return self.settings.get(key, key)
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """Value of a key, which counts as read; the default if it is absent or ``auto``."""
+        full = self.settings.get(key)
+        value = None if full is None else self.reading.value(full)
+        return default if value is None or value == AUTO else value
+
+    def first(self, *keys: str) -> str | None:
+        """The first key that the file has with a value."""
+        return next((key for key in keys if key in self), None)
+
+    def is_true(self, key: str) -> bool:
+        """True if the file has the key and it is on."""
+        return is_true(self.value(key, False))
+
+    def no_effect(self, names: Iterable[str] = (), prefixes: tuple[str, ...] = ()) -> None:
+        """Note settings that change neither time nor memory, by name or by how the name begins."""
+        known = {*names}
+        self.reading.no_effect(
+            *(full for key, full in self.settings.items() if key in known or key.startswith(prefixes or ("\0",)))
+        )
+
+    def not_modeled(self, key: str, why: str) -> None:
+        """Note a setting that changes time or memory by something that is left out."""
+        if key in self.settings:
+            self.reading.not_modeled(self.settings[key], why)
+
+    def refuse(self, key: str, rule: str, fix: str = "") -> None:
+        """Record a setting without which the answer would be about another job."""
+        self.reading.refuse(self.full(key), rule, fix)
+
+    def view(self, prefixes: tuple[str, ...], rename: Callable[[str], str] = lambda name: name) -> Keys:
+        """Settings of one section, by the rest of their keys.
+
+        Args:
+            prefixes: Beginnings of the keys, of which the first that fits is cut off.
+            rename: Applied to the rest.
+        """
+        found: dict[str, str] = {}
+        for key, full in self.settings.items():
+            prefix = next((each for each in prefixes if key.startswith(each)), None)
+            if prefix is not None:
+                found[rename(key.removeprefix(prefix))] = full
+        return Keys(self.reading, found)
+
+
+def is_true(value: Any) -> bool:
+    """True for the words that argparse and YAML 1.1 take as true."""
+    return value is True or (isinstance(value, str) and value.lower() in ("true", "yes", "y", "on", "1")) or value == 1
+
+
+def is_one_of(value: Any, words: tuple[Any, ...]) -> bool:
+    """True if a value equals one of several, where true and false may be written as words."""
+    return any(value == word or (isinstance(word, bool) and is_true(value) == word) for word in words)
+
+
+def whole(value: Any) -> int | None:
+    """Whole number, also one written as text or as 5e8; None for anything else."""
+    if isinstance(value, bool) or value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return int(number) if abs(number) < 1e15 and number == int(number) else None
+
+
+def plain(text: str) -> Any:
+    """Value of an argument of a command: a number, true or false, JSON in braces, or the text."""
+    stripped = text.strip()
+    if stripped[:1] in ("{", "[") and stripped[-1:] in ("}", "]"):
+        try:
+            return json.loads(stripped)
+        except (ValueError, RecursionError):
+            return text
+    if stripped.lower() in ("true", "false"):
+        return stripped.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(stripped) if len(stripped) < 40 else text
+        except ValueError:
+            continue
+    return text
+
+
+def flattened(document: Document, name: str = "") -> Iterator[tuple[str, Setting]]:
+    """Leaves of a document by their dotted keys; values that are null say nothing and are left out.
+
+    Args:
+        name: File, written before the keys; empty for the file of the reading itself, whose lines are kept.
+    """
+    stack: list[tuple[tuple[str, ...], Any]] = [((), document.data)]
+    while stack:
+        path, value = stack.pop()
+        if isinstance(value, dict) and (value or not path):
+            stack += [((*path, str(key)), value[key]) for key in reversed(value)]
+        elif value is not None:
+            key = ".".join(path)
+            line = document.place(path)[0] if not name else None
+            yield key, Setting(f"{name}: {key}" if name else key, value, line)
+
+
+def document_of(file: ConfigFile) -> Document | None:
+    """Mapping that a YAML or JSON file has; None if it has none."""
+    if file.yaml is not None:
+        return file.yaml
+    return None if file.json is None else Document(file.json, {})
+
+
+def named_document(name: str, base: ConfigFile) -> tuple[str, Document] | None:
+    """File that another file names, relative to it or to a folder above; None if there is none, or none must be read.
+
+    Args:
+        name: Name as written. Absolute names are looked up by their last part only.
+        base: File that has the name.
+
+    Raises:
+        SpecError: The file has no mapping.
+    """
+    if not base.reads_others:
+        return None
+    wanted = PurePosixPath(name)
+    folder = folder_of(base.path).resolve()
+    folders = [folder, *folder.parents][: _MAX_PARENTS + 1]
+    inside = not wanted.is_absolute() and ".." not in wanted.parts
+    candidates = [each / wanted for each in folders] if inside else []
+    path = next((each for each in (*candidates, folder / wanted.name) if wanted.name and each.is_file()), None)
+    return None if path is None else (wanted.name, read_document(path))
+
+
+def read_document(path: Path) -> Document:
+    """Mapping of a YAML or JSON file.
+
+    Raises:
+        SpecError: It cannot be read, or has none.
+    """
+    file = ConfigFile(path, read_text(path, MAX_YAML_BYTES))
+    document = document_of(file)
+    if document is None:
+        parse_yaml(file.text, file.name)
+        raise file_error(file.name, "it holds no settings", "write key: value, or a JSON object")
+    return document

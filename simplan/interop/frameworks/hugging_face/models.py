@@ -1,0 +1,94 @@
+"""Names of models on the Hugging Face Hub as presets of the catalog, and models as their ``config.json``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from simplan import catalog
+from simplan.errors import SpecError
+from simplan.interop.huggingface import model_fields_from_config
+from simplan.interop.model_types import MODEL_TYPES
+from simplan.model.model import ModelSpec
+
+_OTHER_WEIGHTS = re.compile(r"-(hf|instruct|chat|base|it|coder|math|uncased|cased|deduped|bf16|fp16|\d{4})(?=$|-v?\d)")
+"""Parts of a name that tell how weights were made, not their shapes."""
+_VERSION = re.compile(r"-v\d+(\.\d+)*$")
+_SAME_SHAPE = {  # shapes as in the models' config.json on the Hub, read 2026-11-26
+    "llama-7b": "llama2-7b",
+    "llama-13b": "llama2-13b",
+    "vicuna-7b-v1.5": "llama2-7b",
+    "vicuna-13b-v1.5": "llama2-13b",
+    "mpt-7b": "mpt-7b-alibi",
+}
+"""Models of another name with the shapes of a preset."""
+_NOT_ON_HUB = ("mpt-",)
+"""Beginnings of presets that have another architecture than the model of that name on the Hub."""
+
+
+def preset_of(name: str) -> str | None:
+    """Preset with the shapes of a model on the Hub; None if the catalog has none.
+
+    >>> preset_of("meta-llama/Llama-3.1-8B-Instruct"), preset_of("Qwen/Qwen2.5-7B"), preset_of("someone/model")
+    ('llama3.1-8b', 'qwen2.5-7b', None)
+    """
+    short = name.rstrip("/").rpartition("/")[2].lower().replace("-v1_1", "-v1.1").removeprefix("meta-")
+    short = re.sub(r"^llama-?(\d(\.\d)?)-", r"llama\1-", short)
+    known = [each for each in catalog.names("models") if not each.startswith(_NOT_ON_HUB)]
+    while short not in known and short not in _SAME_SHAPE and (match := [*_OTHER_WEIGHTS.finditer(short)]):
+        short = short[: match[-1].start()] + short[match[-1].end() :]
+    if short in _SAME_SHAPE or short in known:
+        return _SAME_SHAPE.get(short, short)
+    unversioned = _VERSION.sub("", short)
+    versions = any(each.startswith(f"{unversioned}-v") for each in known)  # of Mistral 7B each has other shapes
+    return unversioned if unversioned in known and not versions else None
+
+
+def config_of(model: ModelSpec) -> dict[str, Any] | None:
+    """``config.json`` of a model, from which ``model_fields_from_config`` gives the same model; None if there is none.
+
+    Length of sequences and adapters are no part of it.
+    """
+    for name, kind in MODEL_TYPES.items():
+        if kind.family != model.family:
+            continue
+        values = {field: getattr(model, field) for field in kind.keys}
+        for field in kind.in_experts & values.keys():
+            values[field] //= max(1, model.moe_intermediate_size)
+        config: dict[str, Any] = {"model_type": name}
+        for field, value in values.items():
+            if field == "num_classes":
+                value = {str(label): f"LABEL_{label}" for label in range(value)}
+            if value is not None:
+                _put(config, kind.keys[field], value)
+        config |= {key: values[0] for key, values in kind.neutral.items() if values and key in _WRITTEN}
+        if kind.later_tokens is not None:
+            config[kind.later_tokens] = model.mtp_num_layers
+        if _same_model(config, model):
+            return config
+    return None
+
+
+_WRITTEN = ("hidden_act", "activation_function", "mlp_bias", "clip_qkv")
+"""Keys whose values are written although the defaults of transformers are the same."""
+
+
+def _put(config: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        config = config.setdefault(section, {})
+    config[last] = value
+
+
+def _same_model(config: Mapping[str, Any], model: ModelSpec) -> bool:
+    try:
+        fields = model_fields_from_config(
+            config, name=model.name, seq_len=model.seq_len, mtp=bool(model.mtp_num_layers)
+        )
+        read = ModelSpec.model_validate(fields)
+    except (SpecError, ValueError):
+        return False
+    others = ("sources", "document_lengths", "packs", "lora_rank", "lora_targets")
+    changed = {field: getattr(model, field) for field in others}
+    return read.model_copy(update=changed) == model

@@ -1,0 +1,491 @@
+"""A training run of the Hugging Face stack: what the files of one run say together, as a scenario.
+
+A run has up to three files: arguments of the Trainer, the configuration of ``accelerate launch``, and DeepSpeed's JSON.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from simplan import catalog
+from simplan.errors import SpecError
+from simplan.interop.configuration import Configuration, Reading
+from simplan.interop.frameworks.hugging_face import names
+from simplan.interop.frameworks.hugging_face.keys import Keys, is_one_of, whole
+from simplan.interop.frameworks.hugging_face.models import preset_of
+from simplan.interop.frameworks.hugging_face.strategies import (
+    DEEPSPEED_DEFAULT,
+    fsdp_keys,
+    read_fsdp,
+    read_parallelism,
+    read_replicas,
+    read_zero,
+)
+from simplan.interop.huggingface import model_fields_from_config
+from simplan.io import folder_of, read_json
+from simplan.model.model import ModelSpec
+from simplan.rules.model import has_transformers_code
+
+_TRAINER = "the default of transformers' TrainingArguments"
+_HALVES = ("bf16", "fp16")
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "bf16": "bf16", "fp16": "fp16"}
+
+
+@dataclass(slots=True)
+class Run:
+    """Files of one run.
+
+    Attributes:
+        reading: Reading of all of them.
+        trainer: Arguments of the training script, which are TrainingArguments with those of the script.
+        accelerate: Configuration and options of ``accelerate launch``.
+        deepspeed: DeepSpeed's configuration.
+        num_devices, ranks_per_node: Ranks that the launcher starts; None if no file says so.
+        devices_key: Setting that says so.
+        names_launcher: True if the files say how the run is launched, so that DDP is what is left.
+        unknown: Arguments whose values the script does not say.
+        missing: Settings that name files which are not there.
+        task: Words on the program or setting that makes it supervised fine-tuning; empty for none.
+        reads_others: False if no other files must be read.
+    """
+
+    reading: Reading
+    trainer: Keys
+    accelerate: Keys
+    deepspeed: Keys
+    num_devices: int | None = None
+    ranks_per_node: int | None = None
+    devices_key: str = ""
+    names_launcher: bool = True
+    unknown: frozenset[str] = frozenset()
+    missing: tuple[str, ...] = ()
+    task: str = ""
+    reads_others: bool = True
+    _precision: str = field(default="", init=False)
+    _model: ModelSpec | None = field(default=None, init=False)
+
+    def configuration(self) -> Configuration:
+        """The run as sections of a scenario.
+
+        Raises:
+            SpecError: Settings are refused, or contradict each other.
+        """
+        self._read_devices()
+        strategy = self._strategy()
+        self._read_precision(strategy)
+        self._read_batch()
+        self._read_optimizer(strategy)
+        self._read_recomputation(strategy)
+        self._read_model()
+        self._read_adapters()
+        offloads = False
+        if strategy == "deepspeed":
+            offloads = read_zero(self)
+        elif strategy == "fsdp":
+            read_fsdp(self)
+        elif strategy == "ddp":
+            read_replicas(self)
+        else:
+            what = "does not say what ranks shard, which the configuration of `accelerate launch` does"
+            if (key := self.accelerate.full("config_file")) in self.missing:
+                what = f"names {self.accelerate.value('config_file')}, which is not next to it ({key})"
+            self.reading.ask(
+                *("plan.zero_stage", "plan.dp_shard", "plan.dp_replicate"),
+                what=what,
+                fix="give the launch script with that file, or add --set plan.zero_stage=3 (FSDP), or 0 (DDP)",
+            )
+        read_parallelism(self)
+        self._choose_software(strategy, offloads=offloads)
+        self._read_rest()
+        return self.reading.finish()
+
+    # Devices, batch and precision
+
+    def _read_devices(self) -> None:
+        processes = whole(self.accelerate.value("num_processes"))
+        machines = whole(self.accelerate.value("num_machines")) or 1
+        is_single = str(self.accelerate.value("distributed_type", "")).upper() == "NO"
+        if self.num_devices is None and (processes or is_single):
+            self.num_devices = processes or 1
+            self.devices_key = self.accelerate.full("num_processes" if processes else "distributed_type")
+            if self.num_devices % machines:
+                rule = f"is no multiple of the {machines} machines (num_machines)"
+                self.reading.contradiction(self.devices_key, rule)
+            self.ranks_per_node = self.num_devices // machines
+        if self.num_devices is not None:
+            self.reading.put("cluster.num_devices", self.num_devices, self.devices_key)
+            self.reading.ask(
+                "cluster.preset",
+                "cluster.device",
+                what="does not say which devices it runs on",
+                fix="add --cluster dgx-h100 (`simplan show clusters`)",
+            )
+        else:
+            self.reading.ask(
+                "cluster",
+                what="does not say which devices it runs on, and how many",
+                fix="add --cluster dgx-h100 --num-devices 8",
+            )
+
+    def _strategy(self) -> str:
+        """``deepspeed``, ``fsdp``, ``ddp``, or empty if the files do not say."""
+        kind = str(self.accelerate.value("distributed_type", "")).upper()
+        if kind in names.OTHER_DISTRIBUTED_TYPES:
+            self.accelerate.refuse("distributed_type", "is not modeled", names.OTHER_DISTRIBUTED_TYPES[kind])
+        of_trainer = self.trainer.value("deepspeed") or "zero_stage" in self.trainer  # the latter of DeepSpeed-Chat
+        if self.unknown & {"fsdp", "config_file"}:
+            return ""
+        of_trainer = of_trainer or "deepspeed" in self.unknown
+        if self.deepspeed or of_trainer or kind == "DEEPSPEED" or self.accelerate.is_true("use_deepspeed"):
+            return "deepspeed"
+        options = self.fsdp_options()
+        if kind == "FSDP" or self.accelerate.is_true("use_fsdp") or (options and "no_shard" not in options):
+            return "fsdp"
+        is_launched = kind or self.names_launcher or self.accelerate.is_true("multi_gpu")
+        return "ddp" if is_launched or options or self.num_devices == 1 else ""
+
+    def fsdp_options(self) -> list[str]:
+        """Words of the argument ``fsdp``: ``full_shard``, ``auto_wrap``, ``offload``; or ``true``."""
+        value = self.trainer.value("fsdp")
+        listed = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
+        return [str(word).lower() for word in listed if str(word).lower() not in ("false", "none")]
+
+    def _read_precision(self, strategy: str) -> None:
+        found = next(self._precisions(), None)
+        if found is None and self.unknown & {*_HALVES, "mixed_precision"}:
+            precision = self._ask_for_precision("")
+        elif found is not None:
+            precision, key = found
+            self.reading.put("training.precision", precision, key)
+        elif strategy == "" or (strategy == "deepspeed" and not self.trainer and not self.accelerate):
+            precision = self._ask_for_precision(strategy)
+        else:
+            precision = "tf32" if self.trainer.is_true("tf32") else "fp32"
+            where = self.trainer.full("tf32") if precision == "tf32" else "no mixed precision is the default"
+            self.reading.put("training.precision", precision, where)
+        self._precision = precision
+        self.trainer.no_effect(("tf32",))
+        for half in _HALVES:
+            self.deepspeed.no_effect(prefixes=(f"{half}.",))
+        self._read_weights(strategy)
+
+    def _ask_for_precision(self, strategy: str) -> str:
+        """Precision that files without a launcher or Trainer leave open; empty if it has to be asked for."""
+        auto = [key for key in ("bf16.enabled", "fp16.enabled") if key in self.deepspeed.settings]
+        if strategy == "deepspeed" and not auto:
+            self.reading.put("training.precision", "fp32", DEEPSPEED_DEFAULT)
+            return "fp32"
+        what = "does not say the precision, which `accelerate launch` may set"
+        if auto:
+            what = f"leaves the precision to the Trainer ({' and '.join(auto)}: auto)"
+        self.reading.ask("training.precision", what=what, fix="add --precision bf16")
+        return ""
+
+    def _precisions(self) -> Any:
+        """Pairs of precision and setting, the deciding one first."""
+        for half in _HALVES:
+            if self.deepspeed.is_true(f"{half}.enabled"):
+                yield half, self.deepspeed.full(f"{half}.enabled")
+        for half in _HALVES:
+            if self.trainer.is_true(half) or str(self.trainer.value("mixed_precision", "")).lower() == half:
+                yield half, self.trainer.full(half if half in self.trainer else "mixed_precision")
+        if "zero_stage" in self.trainer.settings and not self.deepspeed:  # DeepSpeed-Chat writes the file itself
+            half = _DTYPES.get(str(self.trainer.value("dtype", "fp16")).lower(), "fp16")
+            yield half, self.trainer.full("dtype") if "dtype" in self.trainer else "the default of DeepSpeed-Chat"
+        word = str(self.accelerate.value("mixed_precision", "")).lower()
+        if word == "fp8" or self.trainer.is_true("fp8"):
+            keys, key = (self.accelerate, "mixed_precision") if word == "fp8" else (self.trainer, "fp8")
+            keys.refuse(key, "is not modeled yet with transformers' models", "use bf16, or software torch with fp8")
+        if word in _HALVES:
+            yield word, self.accelerate.full("mixed_precision")
+        if self.accelerate.is_true("fp16"):
+            yield "fp16", self.accelerate.full("fp16")
+
+    def _read_weights(self, strategy: str) -> None:
+        """Precision in which the weights are loaded."""
+        key = self.trainer.first("torch_dtype", "dtype", "model_dtype")
+        loaded = _DTYPES.get(str(self.trainer.value(key or "", "")).lower().removeprefix("torch."))
+        is_pure = self.trainer.is_true("pure_bf16")
+        if strategy == "deepspeed" or self._adapter_rank() is not None:
+            self.trainer.no_effect(("torch_dtype", "dtype", "model_dtype", "pure_bf16"))
+        elif is_pure or (loaded is not None and self._precision in ("fp32", "tf32")):
+            rule = "trains weights of 16 bits without an FP32 copy, which is not modeled yet"
+            self.trainer.refuse("pure_bf16" if is_pure else key or "", rule, "use mixed precision: bf16")
+        elif strategy == "ddp" and loaded is not None:
+            rule = "trains weights of 16 bits without an FP32 copy under DDP, which is not modeled yet"
+            self.trainer.refuse(key or "", rule, "use float32, or shard them: FSDP makes FP32 copies")
+        elif strategy == "ddp" and self._precision in _HALVES and "model_name_or_path" in self.trainer:
+            why = (
+                "weights, gradients and states are FP32 here; transformers 5 loads checkpoints in their own precision, "
+                "so a checkpoint of 16 bits takes half of that"
+            )
+            self.reading.not_modeled(self.trainer.full(self._precision), why)
+        else:
+            self.trainer.no_effect(("torch_dtype", "dtype", "model_dtype", "pure_bf16"))
+
+    def _read_batch(self) -> None:
+        micro, micro_key = self._number("per_device_train_batch_size", "train_micro_batch_size_per_gpu")
+        steps, steps_key = self._number("gradient_accumulation_steps", "gradient_accumulation_steps")
+        total = whole(self.deepspeed.value("train_batch_size"))
+        if self.trainer and micro is None and "per_device_train_batch_size" not in self.unknown:
+            micro, micro_key = 8, _TRAINER
+        if self.trainer and steps is None and total is None and "gradient_accumulation_steps" not in self.unknown:
+            steps, steps_key = 1, _TRAINER
+        devices = self.num_devices
+        if total is not None and devices is not None and micro is None and total % (devices * (steps or 1)) == 0:
+            micro, micro_key = total // devices // (steps or 1), self.deepspeed.full("train_batch_size")
+        if micro is None:
+            self.reading.ask(
+                "plan.microbatch_size",
+                what="does not say how many sequences a microbatch has",
+                fix="add --microbatch-size 1",
+            )
+        else:
+            self.reading.put("plan.microbatch_size", micro, micro_key)
+        if total is not None:
+            self.reading.put("training.global_batch_size", total, self.deepspeed.full("train_batch_size"))
+            if (
+                devices is not None
+                and micro is not None
+                and total != micro * devices * (steps or total // micro // devices)
+            ):
+                rule = f"is not {micro} sequences x {devices} devices x {steps or 1} steps of accumulation"
+                self.reading.contradiction(self.deepspeed.full("train_batch_size"), rule)
+        elif steps is None:
+            self.reading.ask(
+                "training.global_batch_size",
+                "num_microbatches",
+                what="does not say how large the batch is",
+                fix="add --num-microbatches 1, the steps of gradient accumulation",
+            )
+        else:
+            self.reading.put("num_microbatches", steps, steps_key)
+
+    def _number(self, trainer: str, deepspeed: str) -> tuple[int | None, str]:
+        """Number that the Trainer and DeepSpeed both have, and its setting; they must agree."""
+        found = [
+            (value, keys.full(key))
+            for keys, key in ((self.trainer, trainer), (self.deepspeed, deepspeed))
+            if (value := whole(keys.value(key))) is not None
+        ]
+        for key in (deepspeed, f"deepspeed_config.{deepspeed}"):  # the Trainer's own value wins over Accelerate's
+            value = whole(self.accelerate.value(key))
+            found += [(value, self.accelerate.full(key))] if value is not None and not found else []
+        if len({value for value, _ in found}) > 1:
+            (first, key), (other, other_key) = found[:2]
+            self.reading.contradiction(other_key, f"is {other}, and {key} = {first}", "use auto, or the same number")
+        return found[0] if found else (None, "")
+
+    @property
+    def accumulates(self) -> bool:
+        """True if an optimizer step has several microbatches."""
+        steps, _ = self._number("gradient_accumulation_steps", "gradient_accumulation_steps")
+        return (steps or 1) > 1
+
+    # Optimizer, recomputation
+
+    def _read_optimizer(self, strategy: str) -> None:
+        of_deepspeed = self.deepspeed.value("optimizer.type")
+        if of_deepspeed is not None:
+            self._put_optimizer(self.deepspeed, "optimizer.type", names.DEEPSPEED_OPTIMIZERS)
+            self.trainer.no_effect(("optim",))
+        elif "optim" in self.trainer:
+            self._put_optimizer(self.trainer, "optim", names.OPTIMIZERS)
+            if str(self.trainer.value("optim")) in names.UNFUSED and strategy != "deepspeed":
+                self.reading.put("training.fused_optimizer", False, self.trainer.full("optim"))
+        else:
+            where = _TRAINER if self.trainer else "usual; no file names one"
+            self.reading.put("training.optimizer", "adamw", where)
+        clip = self.trainer.value("max_grad_norm", 1.0 if self.trainer else None)
+        key = self.trainer.full("max_grad_norm") if "max_grad_norm" in self.trainer else _TRAINER
+        if "gradient_clipping" in self.deepspeed:
+            clip, key = self.deepspeed.value("gradient_clipping"), self.deepspeed.full("gradient_clipping")
+        elif (
+            own := self.accelerate.first("gradient_clipping", "deepspeed_config.gradient_clipping")
+        ) is not None and not self.trainer:
+            clip, key = self.accelerate.value(own), self.accelerate.full(own)
+        if not isinstance(clip, int | float) or isinstance(clip, bool) or clip <= 0:
+            return
+        if strategy == "deepspeed" and key in self.reading.settings:
+            self.reading.not_modeled(key, "ranks read their gradients once more for the norm")
+        elif strategy != "deepspeed":
+            self.reading.put("training.clip_grad_norm", float(clip), key)
+
+    def _put_optimizer(self, keys: Keys, key: str, known: dict[str, str]) -> None:
+        word = str(keys.value(key)).lower().removeprefix("optimizernames.")
+        if word in known:
+            self.reading.put("training.optimizer", known[word], keys.full(key))
+            if word.startswith("paged"):
+                keys.not_modeled(key, "its states may move to host memory page by page")
+        else:
+            rule = "is an optimizer that is not modeled yet, for it has other states"
+            keys.refuse(key, rule, "use " + ("AdamW" if known is names.DEEPSPEED_OPTIMIZERS else "adamw_torch_fused"))
+
+    def _read_recomputation(self, strategy: str) -> None:
+        """Activation checkpointing: of the model, or of FSDP."""
+        fsdp = fsdp_keys(self) if strategy == "fsdp" else Keys(self.reading)
+        for keys, key in (
+            (self.trainer, "gradient_checkpointing"),
+            (self.trainer, "activation_checkpointing"),
+            (fsdp, "activation_checkpointing"),
+        ):
+            if key in keys and keys.value(key) != "offload":
+                recompute = "full" if keys.is_true(key) else "none"
+                if recompute == "full" or self.reading.written("plan.recompute") is None:
+                    self.reading.put("plan.recompute", recompute, keys.full(key))
+        if self.trainer.value("gradient_checkpointing") == "offload":
+            self.reading.put("plan.recompute", "full", self.trainer.full("gradient_checkpointing"))
+            self.trainer.not_modeled("gradient_checkpointing", "the inputs of blocks move to host memory")
+        if self.trainer.is_true("disable_gradient_checkpointing"):
+            self.reading.put("plan.recompute", "none", self.trainer.full("disable_gradient_checkpointing"))
+        if fsdp.is_true("activation_checkpointing_offload"):
+            fsdp.not_modeled("activation_checkpointing_offload", "the inputs of blocks move to host memory")
+
+    # Model
+
+    def _read_model(self) -> None:
+        length = self.trainer.first(*names.LENGTHS)
+        tokens = whole(self.trainer.value(length)) if length is not None else None
+        if length is not None and tokens is not None:
+            self.reading.put("model.seq_len", tokens, self.trainer.full(length))
+            packs = any(self.trainer.is_true(key) for key in names.PACKING)
+            if not packs and length != "block_size":
+                why = "shorter sequences are padded to the longest of their batch only; all are this long here"
+                self.trainer.not_modeled(length, why)
+        else:
+            self.reading.ask("model.seq_len", what="does not say how long sequences are", fix="add --seq-len 4096")
+        key = self.trainer.first("model_name_or_path", "config_name", "base_model")
+        name = str(self.trainer.value(key) or "") if key is not None else ""
+        base = folder_of(self.reading.file)
+        folders = (name, ".") if self.reads_others else ()
+        folder = next((each for each in folders if each and _config_in(base, each) is not None), None)
+        if folder is not None and (folder != "." or not preset_of(name)):
+            path = _config_in(base, folder)
+            assert path is not None
+            self.reading.put("model.hf_config", path, self.trainer.full(key) if folder != "." and key else "next to it")
+            self._model = _model_of(base / path, tokens)
+        elif preset := preset_of(name):
+            self.reading.put("model.preset", preset, self.trainer.full(key or ""))
+            self._model = catalog.model(preset)
+        else:
+            what = f"names the model {name}, whose shapes are not in the catalog" if name else "names no model"
+            fix = "add --model with its config.json, or with a name of `simplan show models`"
+            self.reading.ask("model.preset", "model.hf_config", what=what, fix=fix)
+        self.trainer.no_effect(("model_name_or_path", "config_name", "base_model", *names.LENGTHS))
+
+    def _adapter_rank(self) -> tuple[str, int] | None:
+        """Setting and rank of low-rank adapters, 0 if it is not said; None if all weights are trained."""
+        trainer = self.trainer
+        uses = trainer.first("use_peft", "use_peft_lora", "use_lora", "finetuning_type", "adapter")
+        word = str(trainer.value(uses)).lower() if uses is not None else ""
+        rank = trainer.first("lora_r", "lora_rank", "lora_dim")
+        number = whole(trainer.value(rank)) if rank is not None else None
+        if word in ("false", "full", "none", "freeze") or (uses is None and not number):
+            return None
+        if number is None:
+            return trainer.full(uses or ""), names.ADAPTER_RANKS.get(uses or "", 0)
+        return trainer.full(rank or ""), number
+
+    def _read_adapters(self) -> None:
+        trainer = self.trainer
+        for key in trainer.settings:
+            if key.startswith(names.QUANTIZED) and key in trainer and trainer.value(key) not in (False, "false", "no"):
+                rule, fix = "is not modeled yet: frozen weights of 4 or 8 bits", "use LoRA with weights of 16 bits"
+                trainer.refuse(key, rule, fix)
+        for key, (neutral, what) in names.OTHER_TASKS.items():
+            if key in trainer and str(trainer.value(key)).lower() not in neutral:
+                fix = "predict an update of its policy as sft" if "preference" in what or "learning" in what else ""
+                trainer.refuse(key, f"belongs to {what}, which is not modeled yet", fix)
+        adapters = self._adapter_rank()
+        if str(trainer.value("stage", "")).lower() == "sft":
+            self.task = trainer.full("stage")
+        trainer.no_effect(names.ADAPTER_NAMES, ("lora_", "peft_"))
+        if adapters is None:
+            if self.task:
+                self.reading.put("training.task", "sft", self.task)
+            return
+        key, rank = adapters
+        self.reading.put("training.task", "lora", key)
+        if rank:
+            self.reading.put("model.lora_rank", rank, key)
+        else:
+            what = f"trains adapters of a rank that it does not say ({key})"
+            self.reading.ask("model.lora_rank", what=what, fix="add --set model.lora_rank=8")
+        targets = trainer.first("lora_target_modules", "lora_target")
+        all_matrices = trainer.is_true("lora_target_linear")
+        value = "all" if all_matrices else trainer.value(targets) if targets is not None else None
+        words = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
+        known = [names.ADAPTED.get(str(word).lower(), "") for word in words]
+        where = trainer.full("lora_target_linear" if all_matrices else targets or "")
+        if not words:
+            is_factory = "finetuning_type" in trainer
+            usual = ["all"] if is_factory else names.PEFT_TARGETS
+            where = "the default of " + ("LLaMA-Factory" if is_factory else "PEFT")
+            self.reading.put("model.lora_targets", usual, where)
+        elif all(known):
+            self.reading.put("model.lora_targets", ["all"] if "all" in known else known, where)
+        else:
+            self.reading.refuse(where, "names other matrices than those of a block", "use all-linear")
+
+    # Software, and what is left
+
+    def _choose_software(self, strategy: str, *, offloads: bool) -> None:
+        where = {"deepspeed": "DeepSpeed with ", "fsdp": "FSDP with ", "ddp": "DDP with "}.get(
+            strategy, ""
+        ) + "transformers' models"
+        is_split = (self.reading.written("plan.cp") or 1) > 1
+        compiles = self._compiles()
+        if (self._model is not None and not has_transformers_code(self._model)) or is_split:
+            of = "split over sequences" if is_split else "for this model"
+            name, where = "torch", f"the code of transformers {of} is not modeled"
+            if strategy == "deepspeed":
+                where += ", and neither are DeepSpeed's states with it"
+        elif compiles is not None and strategy != "deepspeed":
+            self.reading.put("software", {"preset": "torch", "compiled": True}, compiles)
+            return
+        else:
+            name = "deepspeed" if strategy == "deepspeed" and not offloads else "accelerate"
+        if compiles is not None:
+            self.reading.not_modeled(compiles, "compiled blocks are faster and save fewer tensors")
+        self.reading.put("software", name, where)
+
+    def _compiles(self) -> str | None:
+        """Setting that turns torch.compile on; None if it is off."""
+        key = self.accelerate.first("dynamo_config.dynamo_backend", "dynamo_backend") or ""
+        backend = str(self.accelerate.value(key, "no")).lower()
+        if self.trainer.is_true("torch_compile"):
+            return self.trainer.full("torch_compile")
+        return self.accelerate.full(key) if backend not in ("no", "eager") else None
+
+    def _read_rest(self) -> None:
+        trainer = self.trainer
+        for name, (neutral, why) in names.TRAINER_NOT_MODELED.items():
+            if name in trainer and not is_one_of(trainer.value(name), neutral):
+                trainer.not_modeled(name, why)
+        trainer.no_effect((*names.TRAINER, *names.TRAINER_NOT_MODELED), names.TRAINER_PREFIXES)
+        self.accelerate.no_effect(names.ACCELERATE, names.ACCELERATE_PREFIXES)
+        self.deepspeed.no_effect(
+            (*names.DEEPSPEED, *names.DEEPSPEED_NOT_MODELED, *names.DEEPSPEED_REFUSED), names.DEEPSPEED_PREFIXES
+        )
+
+
+def _config_in(base: Path, name: str) -> str | None:
+    """``config.json`` of a model in a folder below ``base``, relative to it; None if there is none."""
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts:
+        return None
+    found = base / path / "config.json"
+    try:
+        return str(path / "config.json") if found.is_file() and "model_type" in read_json(found) else None
+    except SpecError:
+        return None
+
+
+def _model_of(path: Path, seq_len: int | None) -> ModelSpec | None:
+    try:
+        fields = model_fields_from_config(read_json(path), name=path.parent.name, seq_len=seq_len or 1)
+        return ModelSpec.model_validate(fields)
+    except (SpecError, ValueError):  # the reading of the section reports it
+        return None

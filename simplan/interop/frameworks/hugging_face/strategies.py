@@ -1,0 +1,219 @@
+"""Parallelism of a run: DDP, FSDP of Accelerate, ZeRO of DeepSpeed, and Accelerate's ``parallelism_config``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from simplan.interop.frameworks.hugging_face import names
+from simplan.interop.frameworks.hugging_face.keys import Keys, is_one_of, whole
+
+if TYPE_CHECKING:  # a run reads itself by these functions
+    from simplan.interop.frameworks.hugging_face.run import Run
+
+DEEPSPEED_DEFAULT = "the default of DeepSpeed"
+_SYNC_EACH_BATCH = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
+_PREFETCHED = ("backward_pre", "1", "no_prefetch", "none")
+
+
+def read_replicas(run: Run) -> None:
+    """Read DDP's settings."""
+    run.reading.put("plan.dp_shard", 1, "DDP replicates parameters")
+    if run.accumulates and run.num_devices != 1 and run.trainer.is_true(_SYNC_EACH_BATCH):
+        run.reading.put("plan.grad_sync", "microbatch", run.trainer.full(_SYNC_EACH_BATCH))
+    megabytes = whole(run.trainer.value("ddp_bucket_cap_mb"))
+    if megabytes and run.num_devices not in (None, 1):
+        run.reading.put("plan.bucket_bytes", megabytes * 2**20, run.trainer.full("ddp_bucket_cap_mb"))
+
+
+def fsdp_keys(run: Run) -> Keys:
+    """Settings of FSDP of Accelerate and of the Trainer, by names without ``fsdp_``."""
+
+    def rename(name: str) -> str:
+        return {"offload_params": "cpu_offload"}.get(name.removeprefix("fsdp_"), name.removeprefix("fsdp_"))
+
+    of_trainer = run.trainer.view(("fsdp_config.", "fsdp_"), rename)
+    of_accelerate = run.accelerate.view(("fsdp_config.", "fsdp_"), rename)
+    return Keys(run.reading, {**of_accelerate.settings, **of_trainer.settings})
+
+
+def read_fsdp(run: Run) -> None:
+    """Read FSDP's settings, of Accelerate and of the Trainer."""
+    keys, options = fsdp_keys(run), run.fsdp_options()
+    version = whole(keys.value("version")) or (2 if options else 1)
+    strategy, key = _sharding(run, keys, options, version)
+    if strategy == "no_shard":
+        run.reading.put("plan.dp_shard", 1, key)
+        run.reading.not_modeled(key, "FSDP that shards nothing is DDP here")
+    else:
+        run.reading.put("plan.zero_stage", 2 if strategy.endswith(("grad_op", "zero2", "kept")) else 3, key)
+        if strategy.startswith("hybrid"):
+            _read_hybrid(run, key)
+        else:
+            run.reading.put("plan.dp_replicate", 1, key)
+        if run.accumulates and not run.trainer.is_true(_SYNC_EACH_BATCH):
+            where = "Accelerate reduces gradients at the last step of accumulation"
+            run.reading.put("plan.grad_sync", "step", where)
+    if "offload" in options or keys.is_true("cpu_offload"):
+        where = keys.full("cpu_offload") if "cpu_offload" in keys else run.trainer.full("fsdp")
+        run.reading.put("plan.offload_optimizer", True, where)
+    of_version_1 = _first_full(run, keys, ("version", "sharding_strategy"), "distributed_type", "fsdp")
+    if version == 1 and of_version_1 is not None:
+        run.reading.not_modeled(of_version_1, "FSDP1 gathers and frees flat parameters; FSDP2 is modeled")
+    wrap = str(keys.value("auto_wrap_policy", "transformer_based_wrap")).lower()
+    if wrap != "transformer_based_wrap":
+        keys.not_modeled("auto_wrap_policy", "each block is one unit of FSDP here")
+    if str(keys.value("backward_prefetch", "none")).lower() not in _PREFETCHED:
+        keys.not_modeled("backward_prefetch", "FSDP2's order of all-gathers in the backward is modeled")
+    if keys.is_true("forward_prefetch"):
+        keys.not_modeled("forward_prefetch", "FSDP2's order of all-gathers in the forward is modeled")
+    keys.no_effect(names.FSDP)
+
+
+def _first_full(run: Run, keys: Keys, own: tuple[str, ...], accelerate: str, trainer: str) -> str | None:
+    candidates = [*((keys, key) for key in own), (run.accelerate, accelerate), (run.trainer, trainer)]
+    return next((each.full(key) for each, key in candidates if key in each), None)
+
+
+def _sharding(run: Run, keys: Keys, options: list[str], version: int) -> tuple[str, str]:
+    """Sharding strategy of FSDP1 by name, or ``kept`` for parameters that FSDP2 does not reshard; its setting."""
+    found = next((word for word in options if word in names.SHARDING), None)
+    if found is not None:
+        return found, run.trainer.full("fsdp")
+    for key in ("sharding_strategy", "reshard_after_forward"):
+        if key not in keys or (key == "sharding_strategy" and version == 2 and "reshard_after_forward" in keys):
+            continue
+        value = keys.value(key)
+        word = str(value).lower()
+        if word in ("true", "false"):
+            return ("full_shard" if word == "true" else "kept"), keys.full(key)
+        number = whole(value)
+        if number is not None and 1 <= number <= len(names.SHARDING):
+            return names.SHARDING[number - 1], keys.full(key)
+        if word in names.SHARDING:
+            return word, keys.full(key)
+        keys.refuse(key, "is no sharding strategy", f"use {' or '.join(names.SHARDING)}")
+    return "full_shard", "the default of FSDP"
+
+
+def _read_hybrid(run: Run, key: str) -> None:
+    """Shards within a node, replicas over nodes."""
+    if run.ranks_per_node is not None:
+        run.reading.put("plan.dp_shard", run.ranks_per_node, run.devices_key)
+    else:
+        what = f"shards within a node ({run.reading.settings[key] if key in run.reading else key})"
+        run.reading.ask("plan.dp_shard", what=what, fix="add --dp-shard 8, the devices of a node")
+
+
+def read_zero(run: Run) -> bool:
+    """ZeRO of DeepSpeed; True if the optimizer is on the host."""
+    inline = run.accelerate.view(("deepspeed_config.", ""))
+    deepspeed, key = run.deepspeed, "zero_optimization.stage"
+    stage: int | None
+    if deepspeed.is_true("zero_optimization"):
+        stage, where = 1, deepspeed.full("zero_optimization")
+    elif deepspeed:
+        stage, where = whole(deepspeed.value(key, 0)), deepspeed.full(key) if key in deepspeed else DEEPSPEED_DEFAULT
+    elif "zero_stage" in run.trainer:
+        stage, where = whole(run.trainer.value("zero_stage")), run.trainer.full("zero_stage")
+    elif _names_missing_file(run):
+        run.accelerate.no_effect(prefixes=("deepspeed_",))
+        return False
+    else:
+        stage = whole(inline.value("zero_stage", 2))
+        where = inline.full("zero_stage") if "zero_stage" in inline else "the default of Accelerate"
+    if stage is None:
+        fix = "add --set plan.zero_stage=3"
+        run.reading.ask("plan.zero_stage", what=f"does not say the stage of ZeRO ({where})", fix=fix)
+        run.reading.put("plan.dp_replicate", 1, where)
+        return False
+    if stage not in (0, 1, 2, 3):
+        run.reading.refuse(where, "is no stage of ZeRO", "use 0, 1, 2 or 3")
+        return False
+    if stage == 0:
+        run.reading.put("plan.dp_shard", 1, where)
+    else:
+        run.reading.put("plan.zero_stage", stage, where)
+        mics = whole(deepspeed.value("zero_optimization.mics_shard_size"))
+        if mics and mics > 0:
+            run.reading.put("plan.dp_shard", mics, deepspeed.full("zero_optimization.mics_shard_size"))
+        else:
+            run.reading.put("plan.dp_replicate", 1, where)
+    offloads = _read_offload(run, stage, inline)
+    _note_zero(run, stage)
+    return offloads
+
+
+def _names_missing_file(run: Run) -> bool:
+    """Ask for what a DeepSpeed file says that is named and not there."""
+    keys, key = (run.trainer, "deepspeed") if "deepspeed" in run.trainer else (run.accelerate, "deepspeed_config_file")
+    if key in run.unknown:
+        what = f"does not say the file of DeepSpeed's configuration ({keys.full(key)})"
+    elif keys.full(key) in run.missing:
+        what = f"names the DeepSpeed configuration {keys.value(key)}, which is not next to it"
+    else:
+        return False
+    run.reading.ask("plan.zero_stage", what=what, fix="put it there, or add --set plan.zero_stage=3")
+    run.reading.put("plan.dp_replicate", 1, keys.full(key))
+    return True
+
+
+def _read_offload(run: Run, stage: int, inline: Keys) -> bool:
+    """Optimizer states on the host; True if they are there."""
+    zero = run.deepspeed.view(("zero_optimization.",))
+    places = {}
+    for what in ("optimizer", "param"):
+        for keys, key in ((zero, f"offload_{what}.device"), (inline, f"offload_{what}_device")):
+            value = str(keys.value(key, "none")).lower()
+            if value == "nvme":
+                keys.refuse(key, "is not modeled: states on NVMe", "use cpu")
+            elif value == "cpu" and what not in places:
+                places[what] = keys, key
+    if "optimizer" not in places and zero.is_true("cpu_offload"):
+        places["optimizer"] = zero, "cpu_offload"
+    if not places:
+        return False
+    keys, key = places.get("optimizer") or places["param"]
+    if "optimizer" not in places:
+        keys.refuse(key, "is not modeled without offload_optimizer", "offload both, or neither")
+    elif stage < 2:
+        keys.refuse(key, f"is not modeled with ZeRO-{stage}", "use stage 2 or 3")
+    else:
+        run.reading.put("plan.offload_optimizer", True, keys.full(key))
+        for keys, key in places.values():
+            keys.not_modeled(key, "FSDP2's CPUOffloadPolicy, with parameters, gradients and states on the host")
+    return True
+
+
+def _note_zero(run: Run, stage: int) -> None:
+    zero = run.deepspeed.view(("zero_optimization.",))
+    for name, (neutral, why) in names.ZERO_NOT_MODELED.items():
+        if name in zero and not is_one_of(zero.value(name), neutral):
+            zero.not_modeled(name, why)
+    if "overlap_comm" in zero and zero.is_true("overlap_comm") != (stage >= 2):
+        why = "reductions overlap the backward in ZeRO-2 and 3 here, and follow it in ZeRO-1"
+        zero.not_modeled("overlap_comm", why)
+    for name, (neutral, why) in names.DEEPSPEED_NOT_MODELED.items():
+        if name in run.deepspeed and not is_one_of(run.deepspeed.value(name), neutral):
+            run.deepspeed.not_modeled(name, why)
+    for name, (neutral, why) in names.DEEPSPEED_REFUSED.items():
+        if name in run.deepspeed and not is_one_of(run.deepspeed.value(name), neutral):
+            run.deepspeed.refuse(name, why, "remove it")
+
+
+def read_parallelism(run: Run) -> None:
+    """Degrees of Accelerate's ``parallelism_config``."""
+
+    def rename(name: str) -> str:
+        return name.removeprefix("parallelism_config_")
+
+    keys = run.accelerate.view(("parallelism_config.", "parallelism_config_"), rename)
+    keys = Keys(run.reading, {**keys.settings, **run.trainer.view(("parallelism_config.",), rename).settings})
+    for name, path in names.DEGREES.items():
+        degree = whole(keys.value(name))
+        if degree is not None:
+            run.reading.put(path, degree, keys.full(name))
+    if (whole(keys.value("sp_size")) or 1) > 1:
+        keys.refuse("sp_size", "is not modeled: sequence parallelism of DeepSpeed-Ulysses", "use cp_size")
+    if (whole(keys.value("cp_size")) or 1) > 1:
+        run.reading.put("plan.cp_comm", "all_gather", keys.full("cp_size"))
+    keys.no_effect(("sp_size", "sp_backend", "sp_seq_length_is_variable", "sp_attn_implementation", "cp_comm_strategy"))

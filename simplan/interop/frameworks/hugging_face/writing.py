@@ -1,0 +1,301 @@
+"""Jobs as runs of the Trainer: arguments of a script, with Accelerate's YAML or DeepSpeed's JSON.
+
+Pretraining runs transformers' ``run_clm.py``, fine-tuning TRL's ``sft.py``; both take TrainingArguments.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+from simplan.interop.frameworks.hugging_face.models import config_of
+from simplan.interop.frameworks.hugging_face.names import DEEPSPEED_OPTIMIZERS
+from simplan.interop.writing import Exported, Option, Writing
+from simplan.job import Job
+from simplan.model.adapters import MODULES
+from simplan.rules.model import has_transformers_code
+
+ACCELERATE_FILE, DEEPSPEED_FILE, MODEL_FOLDER, SCRIPT = "accelerate.yaml", "ds_config.json", "model", "train.sh"
+_HALVES = ("bf16", "fp16")
+_MIB = 2**20
+_PROGRAMS = {
+    "pretrain": ("run_clm.py", "transformers: examples/pytorch/language-modeling"),
+    "sft": ("sft.py", "TRL: trl/scripts"),
+    "lora": ("sft.py", "TRL: trl/scripts"),
+}
+_TARGETS = {target: module for module, target in MODULES.items()}
+
+
+def accelerate_options(job: Job) -> tuple[Option, ...]:
+    """A job as settings of Accelerate's YAML and arguments of the Trainer.
+
+    Raises:
+        NotModelledError: Accelerate cannot express a choice of the job.
+    """
+    writing = Writing(job, "Accelerate")
+    _write_software(writing, "accelerate")
+    _write_devices(writing)
+    plan, precision = job.plan, job.training.precision
+    writing.set("mixed_precision", precision if precision in _HALVES else "no", "training.precision")
+    writing.taken("plan.dp_shard", "plan.dp_replicate", "plan.zero_stage", "plan.reshard_after_forward")
+    if plan.zero_stage == 1:
+        writing.refuse("plan.zero_stage", "use 0, 2 or 3, or --to deepspeed")
+    if plan.zero_stage == 3 and not plan.reshard_after_forward:
+        writing.refuse("plan.reshard_after_forward", "use plan.zero_stage = 2, which keeps parameters as well")
+    if plan.dp_shard == 1:
+        writing.set("distributed_type", "MULTI_GPU" if plan.dp > 1 else "NO", "plan.dp_shard, plan.dp_replicate")
+    else:
+        _write_fsdp(writing)
+    _write_arguments(writing, is_fsdp=plan.dp_shard > 1)
+    return writing.finish()
+
+
+def deepspeed_options(job: Job) -> tuple[Option, ...]:
+    """A job as settings of DeepSpeed's JSON and arguments of the Trainer.
+
+    Raises:
+        NotModelledError: DeepSpeed cannot express a choice of the job.
+    """
+    writing = Writing(job, "DeepSpeed")
+    plan, training = job.plan, job.training
+    _write_software(writing, "accelerate" if plan.offload_optimizer else "deepspeed")
+    writing.taken("plan.dp_shard", "plan.dp_replicate", "plan.zero_stage", "plan.offload_optimizer")
+    if plan.dp_shard > 1 and plan.dp_replicate > 1:
+        writing.refuse("plan.dp_replicate", "use 1: ZeRO shards over all ranks")
+    stage = plan.zero_stage if plan.dp_shard > 1 else 0
+    writing.set("zero_optimization.stage", stage, "plan.zero_stage")
+    if plan.offload_optimizer:
+        writing.set("zero_optimization.offload_optimizer.device", "cpu", "plan.offload_optimizer")
+        if stage == 3:
+            writing.set("zero_optimization.offload_param.device", "cpu", "plan.offload_optimizer")
+    for half in _HALVES:
+        writing.set(f"{half}.enabled", training.precision == half, "training.precision")
+    optimizers = {name: word for word, name in DEEPSPEED_OPTIMIZERS.items() if word != "fusedlamb"}
+    if training.optimizer not in optimizers:
+        writing.refuse("training.optimizer", f"use {' or '.join(optimizers)}")
+    word = {"adam": "Adam", "adamw": "AdamW", "lamb": "Lamb", "sgd": "SGD"}[optimizers[training.optimizer]]
+    writing.set("optimizer.type", word, "training.optimizer")
+    writing.set("optimizer.params.lr", "auto", "not in the scenario")
+    writing.set("gradient_clipping", 0.0, "training.clip_grad_norm")
+    writing.set("train_micro_batch_size_per_gpu", plan.microbatch_size, "plan.microbatch_size")
+    writing.set("gradient_accumulation_steps", _steps(job), "training.global_batch_size")
+    _write_arguments(writing, is_fsdp=False, has_optimizer=False)
+    return writing.finish()
+
+
+def trainer_options(job: Job) -> tuple[Option, ...]:
+    """A job as arguments of the Trainer, with those of DeepSpeed or Accelerate.
+
+    Raises:
+        NotModelledError: The Trainer cannot express a choice of the job.
+    """
+    return deepspeed_options(job) if job.software.id == "deepspeed" else accelerate_options(job)
+
+
+def export_accelerate(job: Job, name: str) -> Exported:
+    """Files of a run under ``accelerate launch``.
+
+    Raises:
+        NotModelledError: See ``accelerate_options``.
+    """
+    options = accelerate_options(job)
+    nodes = job.cluster.num_nodes
+    launch = f"accelerate launch --config_file {ACCELERATE_FILE}"
+    if nodes > 1:
+        launch += ' --machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port 29500'
+    files = {SCRIPT: _script(job, name, options, launch), ACCELERATE_FILE: _yaml(job, name, options)}
+    return Exported({**files, **_model_files(job)}, f"bash {SCRIPT}", _notes(job))
+
+
+def export_deepspeed(job: Job, name: str) -> Exported:
+    """Files of a run under the launcher of DeepSpeed.
+
+    Raises:
+        NotModelledError: See ``deepspeed_options``.
+    """
+    options = deepspeed_options(job)
+    cluster = job.cluster
+    launch = f"deepspeed --num_nodes {cluster.num_nodes} --num_gpus {cluster.ranks_per_node}"
+    launch += " --hostfile hostfile" if cluster.num_nodes > 1 else ""
+    data: dict[str, Any] = {}
+    for option in options:
+        if not option.setting.key.startswith("--"):
+            _put(data, option.setting.key, option.setting.value)
+    files = {
+        SCRIPT: _script(job, name, options, launch),
+        DEEPSPEED_FILE: json.dumps(data, indent=2) + "\n",
+    }
+    return Exported({**files, **_model_files(job)}, f"bash {SCRIPT}", _notes(job))
+
+
+def _write_software(writing: Writing, name: str) -> None:
+    """The profile, and the option to compile."""
+    job = writing.job
+    writing.taken("software.id")
+    compiled = job.software.compiled
+    usual = name if has_transformers_code(job.model) and not compiled else "torch"
+    if job.software.id != usual:
+        fix = f"use software {usual}" + (", whose models the Trainer runs" if usual == name else "")
+        writing.refuse("software.id", fix)
+    writing.taken("software.compiled", "software.options", "software.state_bytes")
+
+
+def _write_devices(writing: Writing) -> None:
+    cluster = writing.job.cluster
+    writing.set("compute_environment", "LOCAL_MACHINE")
+    writing.set("num_machines", cluster.num_nodes, "cluster.num_nodes")
+    writing.set("num_processes", cluster.num_devices, "cluster.num_devices")
+
+
+def _write_fsdp(writing: Writing) -> None:
+    plan = writing.job.plan
+    where = "plan.zero_stage"
+    writing.set("distributed_type", "FSDP", "plan.dp_shard")
+    writing.set("fsdp_config.fsdp_version", 2)
+    writing.set("fsdp_config.fsdp_reshard_after_forward", plan.zero_stage == 3, where)
+    writing.set("fsdp_config.fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "one unit per block")
+    writing.set("fsdp_config.fsdp_offload_params", writing.value("plan.offload_optimizer"), "plan.offload_optimizer")
+    writing.set("fsdp_config.fsdp_state_dict_type", "SHARDED_STATE_DICT")
+    if plan.dp_replicate > 1:
+        for key in ("dp_replicate", "dp_shard"):
+            degree = getattr(plan, key)
+            writing.set(f"parallelism_config.parallelism_config_{key}_size", degree, f"plan.{key}")
+
+
+def _write_arguments(writing: Writing, *, is_fsdp: bool, has_optimizer: bool = True) -> None:
+    """Arguments of the script."""
+    job = writing.job
+    model, training, plan = job.model, job.training, job.plan
+    writing.taken(*(f"model.{field}" for field in type(model).model_fields if field != "document_lengths"))
+    config = config_of(model)
+    if config is None:
+        writing.refuse("model.family", "use a model that transformers has: gpt, llama, moe, mpt, bert, neox, gemma2")
+    key = "--config_name" if training.task == "pretrain" else "--model_name_or_path"
+    writing.set(key, MODEL_FOLDER, "model")
+    writing.set("--block_size" if training.task == "pretrain" else "--max_length", model.seq_len, "model.seq_len")
+    if training.task != "pretrain":
+        writing.set("--packing", True, "sequences of model.seq_len tokens")
+    writing.set("--per_device_train_batch_size", writing.value("plan.microbatch_size"), "plan.microbatch_size")
+    writing.taken("training.global_batch_size", "training.task", "training.precision")
+    writing.set("--gradient_accumulation_steps", _steps(job), "training.global_batch_size")
+    for half in _HALVES:
+        writing.set(f"--{half}", training.precision == half, "training.precision")
+    if training.precision == "tf32":
+        writing.set("--tf32", True, "training.precision")
+    elif training.precision not in (*_HALVES, "fp32"):
+        writing.refuse("training.precision", "use bf16, fp16, tf32 or fp32")
+    _write_optimizer(writing, has_optimizer=has_optimizer)
+    if writing.value("plan.recompute") not in ("none", "full"):
+        writing.refuse("plan.recompute", "use none or full")
+    writing.set("--gradient_checkpointing", plan.recompute == "full", "plan.recompute")
+    if writing.job.software.compiled:
+        writing.set("--torch_compile", True, "software.compiled")
+    _write_synchronization(writing, is_fsdp=is_fsdp)
+    if model.lora_rank:
+        targets = [_TARGETS.get(target, "") for target in model.lora_targets]
+        if not all(targets):
+            writing.refuse("model.lora_targets", f"use {', '.join(_TARGETS)}")
+        writing.set("--use_peft", True, "training.task")
+        writing.set("--lora_r", model.lora_rank, "model.lora_rank")
+        writing.set("--lora_target_modules", targets, "model.lora_targets")
+
+
+def _write_optimizer(writing: Writing, *, has_optimizer: bool) -> None:
+    training = writing.job.training
+    writing.taken("training.optimizer")
+    if has_optimizer:
+        writing.taken("training.fused_optimizer")
+        fused = training.fused_optimizer is not False
+        words = {("adamw", True): "adamw_torch_fused", ("adamw", False): "adamw_torch", ("sgd", False): "sgd"}
+        if (training.optimizer, fused) not in words:
+            writing.refuse("training.optimizer", "use adamw, or sgd with fused_optimizer = false")
+        writing.set("--optim", words[training.optimizer, fused], "training.optimizer, training.fused_optimizer")
+    writing.set("--max_grad_norm", writing.value("training.clip_grad_norm") or 0, "training.clip_grad_norm")
+
+
+def _write_synchronization(writing: Writing, *, is_fsdp: bool) -> None:
+    """Reduction of gradients over steps of accumulation, and DDP's buckets."""
+    plan = writing.job.plan
+    writing.taken("plan.grad_sync")
+    every = plan.grad_sync == "microbatch" or (is_fsdp and plan.grad_sync is None)
+    if every and _steps(writing.job) > 1 and writing.target == "Accelerate":
+        value = json.dumps({"gradient_accumulation_kwargs": {"sync_each_batch": True}})
+        writing.set("--accelerator_config", value, "plan.grad_sync")
+    elif plan.grad_sync == "step" and _steps(writing.job) == 1:
+        writing.refuse("plan.grad_sync", "remove it: there is one microbatch")
+    size = plan.bucket_bytes
+    if size is not None:
+        if size % _MIB or writing.target != "Accelerate":
+            writing.refuse("plan.bucket_bytes", "use a multiple of 1 MiB under Accelerate")
+        writing.taken("plan.bucket_bytes")
+        writing.set("--ddp_bucket_cap_mb", size // _MIB, "plan.bucket_bytes")
+
+
+def _steps(job: Job) -> int:
+    """Steps of gradient accumulation."""
+    return max(1, job.training.global_batch_size // (job.plan.dp * job.plan.microbatch_size))
+
+
+def _put(data: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        data = data.setdefault(section, {})
+    data[last] = value
+
+
+def _yaml(job: Job, name: str, options: tuple[Option, ...]) -> str:
+    """Accelerate's file, each line with the key of the scenario that it says."""
+    lines, section = [f"# {name}: {job.plan.dp} data-parallel ranks, written by simplan"], ""
+    for option in options:
+        key = option.setting.key
+        if key.startswith("--"):
+            continue
+        outer, _, inner = key.rpartition(".")
+        if outer != section and outer:
+            lines.append(f"{outer}:")
+        section = outer
+        value = json.dumps(option.setting.value) if isinstance(option.setting.value, bool) else option.setting.value
+        value = f"'{value}'" if value in ("no", "NO") else value
+        comment = f"  # {option.comment}" if option.comment else ""
+        lines.append(f"{'  ' if outer else ''}{inner}: {value}{comment}")
+    return "\n".join([*lines, ""])
+
+
+def _script(job: Job, name: str, options: tuple[Option, ...], launch: str) -> str:
+    """Launch script with the arguments in an array, each with a comment."""
+    program, origin = _PROGRAMS[job.training.task]
+    lines = ["#!/bin/bash", f"# {name}: written by simplan. Fill in:"]
+    lines.append(f"PROGRAM={program}  # {origin}")
+    lines.append("TOKENIZER=your-tokenizer  # name or folder" if job.training.task == "pretrain" else "")
+    lines.append("DATASET=your-dataset  # name or folder")
+    if job.cluster.num_nodes > 1 and launch.startswith("accelerate"):
+        lines.append("NODE_RANK=${NODE_RANK:-0}  # of this node")
+        lines.append("MASTER_ADDR=${MASTER_ADDR:-localhost}  # node 0")
+    lines += ["", "ARGUMENTS=("]
+    for option in options:
+        setting = option.setting
+        if not setting.key.startswith("--") or setting.value is False:
+            continue
+        values = setting.value if isinstance(setting.value, list) else [setting.value]
+        words = [setting.key, *(shlex.quote(str(value)) for value in values if value is not True)]
+        lines.append(f"  {' '.join(words)}" + (f"  # {option.comment}" if option.comment else ""))
+    if launch.startswith("deepspeed"):
+        lines.append(f"  --deepspeed {DEEPSPEED_FILE}")
+    tokenizer = ' --tokenizer_name "$TOKENIZER"' if job.training.task == "pretrain" else ""
+    lines += [f'  --dataset_name "$DATASET"{tokenizer} --output_dir output --do_train', ")", ""]
+    return "\n".join([*lines, f'{launch} "$PROGRAM" "${{ARGUMENTS[@]}}"', ""])
+
+
+def _model_files(job: Job) -> dict[str, str]:
+    return {f"{MODEL_FOLDER}/config.json": json.dumps(config_of(job.model), indent=2) + "\n"}
+
+
+def _notes(job: Job) -> tuple[str, ...]:
+    program, origin = _PROGRAMS[job.training.task]
+    notes = [f"set PROGRAM in {SCRIPT} to {program} ({origin}), and the data and tokenizer below it"]
+    if job.training.task != "pretrain":
+        notes.append(f"put the weights of the model into {MODEL_FOLDER}/, next to its config.json")
+    if job.cluster.num_nodes > 1:
+        notes.append("start it on every node")
+    return tuple(notes)

@@ -1,0 +1,186 @@
+"""Arguments of Megatron-LM in a launch script, a command line, or the YAML of its functional tests, as settings.
+
+Values that the file does not tell, and arguments under a condition that nobody can decide, are kept apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import Any
+
+from simplan.errors import Problem, SpecError
+from simplan.interop.configuration import Setting
+from simplan.interop.formats import ConfigFile
+from simplan.interop.frameworks.megatron.options import FLAGS, OLDER_NAMES
+from simplan.interop.frameworks.shell import OTHER_FILE, Launch, Word, read_launches
+
+_SIGNS = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "model-parallel-size")
+_SIGN = re.compile(rf"(?m)--(?:\w+-)*({'|'.join(_SIGNS)})\b")
+_MIN_SIGNS = 3
+_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
+_NAMES = re.compile(r"(?i)megatron|mcore|pretrain_(gpt|bert|t5)\b")
+_MODEL_ARGS = "MODEL_ARGS"
+_NUMBER = re.compile(r"[-+]?\d(_?\d){0,17}")
+_REAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """Arguments of one training.
+
+    Attributes:
+        settings: Arguments that are certain, by their names of today; of a repeated one the last.
+        unsure: Arguments that are not, each with the reason as a predicate.
+        extra: Words that may hold any number of arguments, such as ``"$@"``.
+        program: Name of the script that is run; empty if the file does not say.
+        launcher: Settings of the launcher that tell the number of devices.
+        num_devices: Devices; None if the file does not say.
+    """
+
+    settings: tuple[Setting, ...]
+    unsure: tuple[tuple[Setting, str], ...] = ()
+    extra: tuple[Setting, ...] = ()
+    program: str = ""
+    launcher: tuple[Setting, ...] = ()
+    num_devices: int | None = None
+
+
+def recognizes(file: ConfigFile) -> bool:
+    """True for text with three arguments of every Megatron-LM script, and for a shell script that names Megatron."""
+    if file.yaml is not None:
+        return isinstance(file.yaml.data.get(_MODEL_ARGS), dict)
+    is_script = (file.text.startswith("#!") or file.path.suffix in _SUFFIXES) and _NAMES.search(file.text) is not None
+    return is_script or len(set(_SIGN.findall(file.text))) >= _MIN_SIGNS
+
+
+def read_arguments(file: ConfigFile) -> Arguments:
+    """Arguments of a file.
+
+    Raises:
+        SpecError: The file is no script, or starts no training, or several.
+    """
+    if file.yaml is not None and isinstance(file.yaml.data.get(_MODEL_ARGS), dict):
+        return _yaml_arguments(file)
+    launches = [launch for launch in read_launches(file.text, file.name, file.folder) if _trains(launch)]
+    if not launches:
+        rule = "starts no training: no command has arguments of Megatron-LM such as --num-layers"
+        fix = "name the script that calls torchrun pretrain_gpt.py ..., or write its arguments into a file"
+        raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)
+    first = launches[0]
+    others = [launch for launch in launches[1:] if _texts(launch) != _texts(first)]
+    if others:
+        lines = ", ".join(str(launch.program.line) for launch in launches)
+        rule = f"starts {len(launches)} trainings with different arguments (lines {lines})"
+        raise SpecError(Problem(field="", rule=rule, fix="keep one of them"), file=file.name)
+    return _sorted(first)
+
+
+def _trains(launch: Launch) -> bool:
+    return len(set(_SIGN.findall(" ".join(word.text for word in launch.arguments)))) >= _MIN_SIGNS
+
+
+def _texts(launch: Launch) -> tuple[str, ...]:
+    return tuple(word.text for word in launch.arguments)
+
+
+@dataclass(slots=True)
+class _Argument:
+    """An argument with its words."""
+
+    key: str
+    line: int
+    value: str | None = None
+    words: list[Word] = field(default_factory=list)
+    reason: str = ""
+
+
+def _sorted(launch: Launch) -> Arguments:
+    """Arguments of a command; an argument has all words up to the next that begins with ``--``."""
+    arguments: list[_Argument] = []
+    extra: list[Setting] = []
+    for word in launch.arguments:
+        if word.text.startswith("--") and len(word.text) > len("--"):
+            key, joined, value = word.text.partition("=")
+            arguments.append(_Argument(key, word.line, value if joined else None, reason=_reason(word)))
+        elif not arguments or (word.unknown and (arguments[-1].key in FLAGS or arguments[-1].words)):
+            extra.append(Setting(word.text, True, _line(word.line)))
+        else:
+            arguments[-1].words.append(word)
+            arguments[-1].reason = arguments[-1].reason or _reason(word)
+    last = {OLDER_NAMES.get(each.key, each.key): each for each in arguments}
+    certain, unsure = [], []
+    for key, argument in last.items():
+        setting = Setting(key, _value(argument), _line(argument.line))
+        if argument.reason:
+            unsure.append((setting, argument.reason))
+        else:
+            certain.append(setting)
+    program = PurePath(launch.program.text).as_posix()
+    return Arguments(tuple(certain), tuple(unsure), tuple(extra), program, launch.launcher, launch.num_devices)
+
+
+def _line(line: int) -> int | None:
+    """Line of the file; None for one of another script that it calls."""
+    return line if line < OTHER_FILE else None
+
+
+def _reason(word: Word) -> str:
+    if word.condition is not None:
+        return f"depends on the condition in line {word.condition % OTHER_FILE}, which simplan cannot decide"
+    return word.unknown
+
+
+def _value(argument: _Argument) -> Any:
+    values = [plain(text) for text in ([] if argument.value is None else [argument.value])]
+    values += [plain(word.text) for word in argument.words]
+    return True if not values else values[0] if len(values) == 1 else values
+
+
+def plain(text: str) -> int | float | str:
+    """Text of an argument as a number, if it is one."""
+    text = text.strip().strip("'\"")
+    if _NUMBER.fullmatch(text):
+        return int(text)
+    return float(text) if _REAL.fullmatch(text) else text
+
+
+def _yaml_arguments(file: ConfigFile) -> Arguments:
+    """``MODEL_ARGS`` of a test's model_config.yaml: name -> value, of which true stands for a flag."""
+    assert file.yaml is not None
+    certain: list[Setting] = []
+    unsure: list[tuple[Setting, str]] = []
+    variables = file.yaml.data.get("ENV_VARS")
+    known = {name: str(value) for name, value in variables.items()} if isinstance(variables, dict) else {}
+    for key, given in file.yaml.data[_MODEL_ARGS].items():
+        value, line = given, file.yaml.place((_MODEL_ARGS, key))[0]
+        if value is False or value is None:
+            continue
+        if isinstance(value, str):
+            value = plain(_substituted(value, known))
+        setting = Setting(OLDER_NAMES.get(str(key), str(key)), value, line)
+        if isinstance(value, str) and ("${" in value or "$(" in value):
+            unsure.append((setting, "is not set in the file"))
+        else:
+            certain.append(setting)
+    return Arguments(tuple(certain), tuple(unsure))
+
+
+def _substituted(text: str, known: dict[str, str]) -> str:
+    return re.sub(r"\$\{(\w+)\}", lambda match: known.get(match[1], match[0]), text)
+
+
+def alike(names: Iterable[str], key: str) -> bool:
+    """True if a key is one of the names, or begins with one and a hyphen."""
+    words = key.split("-")
+    known = frozenset(names)
+    return any("-".join(words[:number]) in known for number in range(3, len(words) + 1))
+
+
+def hyphenated(settings: Iterable[Setting]) -> Iterator[tuple[Setting, Setting]]:
+    """Arguments with underscores, each with its name with hyphens."""
+    for setting in settings:
+        if "_" in setting.key:
+            yield setting, replace(setting, key=setting.key.replace("_", "-"))

@@ -1,0 +1,431 @@
+"""Runs of the Hugging Face stack: public configurations of DeepSpeed, Accelerate and the Trainer, read and written."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from simplan import catalog
+from simplan.errors import NotModelledError, SpecError
+from simplan.interop.formats import ConfigFile, changed_settings, formats
+from simplan.interop.frameworks.hugging_face.models import config_of, preset_of
+from simplan.interop.huggingface import model_fields_from_config
+from simplan.job import Job
+from simplan.model.model import ModelSpec
+from simplan.predict import predict
+from simplan.scenario import scenario_from
+from simplan.scenario.source import read_source
+
+CONFIGURATIONS = Path(__file__).parent / "configurations"
+CASES = [
+    (kind, entry)
+    for kind in ("deepspeed", "accelerate", "trainer")
+    for entry in yaml.safe_load((CONFIGURATIONS / f"{kind}.yaml").read_text(encoding="utf-8"))
+]
+ENTRIES = [pytest.param(kind, entry, id=f"{kind}-{entry['name']}") for kind, entry in CASES]
+IMPORTED = [pytest.param(k, e, id=f"{k}-{e['name']}") for k, e in CASES if "refused" not in e]
+
+
+def write(folder: Path, kind: str, entry: dict[str, Any]) -> Path:
+    """File of the settings in a layout of its own, with the files that it names."""
+    for name, settings in entry.get("files", {}).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(settings) if name.endswith(".json") else yaml.safe_dump(settings), encoding="utf-8")
+    settings = dict(reversed(entry["settings"].items()))
+    if "launch" in entry:
+        lines = ["#!/bin/bash", "set -e"]
+        words = []
+        for number, (key, value) in enumerate(settings.items()):
+            text = " ".join(shlex.quote(str(each)) for each in (value if isinstance(value, list) else [value]))
+            if number % 3 == 0:
+                lines.append(f"VALUE_{number}={text}" if not isinstance(value, list) else f"VALUE_{number}='{text}'")
+                text = f"$VALUE_{number}" if isinstance(value, list) else f'"${{VALUE_{number}}}"'
+            words.append(f"--{key}={text}" if number % 3 == 1 and not isinstance(value, list) else f"--{key} {text}")
+        path = folder / "start.sh"
+        path.write_text("\n".join([*lines, " \\\n   ".join([entry["launch"], *words]), ""]), encoding="utf-8")
+        return path
+    path = folder / ("settings.json" if kind == "deepspeed" else "settings.yaml")
+    text = json.dumps(settings, indent=4) if kind == "deepspeed" else yaml.safe_dump(settings, sort_keys=False)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("kind", "entry"), ENTRIES)
+def test_public_configuration_becomes_its_plan(kind: str, entry: dict[str, Any], tmp_path: Path) -> None:
+    path = write(tmp_path, kind, entry)
+    if "refused" in entry:
+        with pytest.raises(SpecError) as error:
+            scenario_from(path, entry["add"])
+        assert entry["refused"] in str(error.value)
+        return
+    source = read_source(path, entry["add"])
+    assert source.configuration is not None
+    assert source.configuration.format == kind
+    job = source.scenario().job
+    assert job.software.id == entry["expect"].get("software", "accelerate")
+    for section in ("plan", "training", "model"):
+        for key, value in entry["expect"].get(section, {}).items():
+            assert getattr(getattr(job, section), key) == value, key
+
+
+@pytest.mark.parametrize(("kind", "entry"), IMPORTED)
+def test_public_configuration_survives_export(kind: str, entry: dict[str, Any], tmp_path: Path) -> None:
+    job = scenario_from(write(tmp_path, kind, entry), entry["add"]).job
+    target = "deepspeed" if job.software.id == "deepspeed" or kind == "deepspeed" else "accelerate"
+    if job.plan.cp > 1 or (job.software.id == "torch" and target == "deepspeed"):
+        with pytest.raises(NotModelledError, match=r"plan\.cp|software"):
+            export(job, target)
+        return
+    assert again(job, target, tmp_path / "exported") == comparable(job)
+
+
+def export(job: Job, target: str) -> Any:
+    write = formats()[target].export
+    assert write is not None
+    return write(job, "test")
+
+
+def again(job: Job, target: str, folder: Path) -> Job:
+    """The job, exported and imported."""
+    for name, content in export(job, target).files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+    return comparable(scenario_from(folder / "train.sh", {"cluster.preset": job.cluster.id}).job)
+
+
+def comparable(job: Job) -> Job:
+    """The job without the name and the longest positions of its model, which sequences do not reach."""
+    model = job.model.model_copy(update={"name": "", "sources": {}})
+    return Job(model, job.cluster, job.training, job.plan, job.software)
+
+
+JOBS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fsdp": ("accelerate", {"plan.dp_shard": 8}),
+    "fsdp, reduced once per step": ("accelerate", {"plan.dp_shard": 8, "plan.grad_sync": "step"}),
+    "zero 2": ("accelerate", {"plan.dp_shard": 8, "plan.zero_stage": 2, "plan.recompute": "full"}),
+    "hsdp": ("accelerate", {"plan.dp_shard": 4, "plan.dp_replicate": 2, "training.precision": "fp16"}),
+    "offload": ("accelerate", {"plan.dp_shard": 8, "plan.offload_optimizer": True}),
+    "ddp": ("accelerate", {"plan.dp_replicate": 8, "plan.bucket_bytes": 50 * 2**20, "training.precision": "tf32"}),
+    "ddp every microbatch": ("accelerate", {"plan.dp_replicate": 8, "plan.grad_sync": "microbatch"}),
+    "one device": ("accelerate", {"cluster.num_devices": 1, "training.precision": "fp32"}),
+    "foreach": ("accelerate", {"plan.dp_shard": 8, "training.fused_optimizer": False, "training.task": "sft"}),
+    "lora": (
+        "accelerate",
+        {"plan.dp_shard": 8, "training.task": "lora", "model.lora_rank": 16, "model.lora_targets": ["q", "v"]},
+    ),
+    "ds zero 0": ("deepspeed", {"plan.dp_replicate": 8}),
+    "ds zero 1": ("deepspeed", {"plan.dp_shard": 8, "plan.zero_stage": 1, "training.optimizer": "adam"}),
+    "ds zero 2": ("deepspeed", {"plan.dp_shard": 8, "plan.zero_stage": 2, "training.precision": "fp16"}),
+    "ds zero 3": ("deepspeed", {"plan.dp_shard": 8, "plan.zero_stage": 3, "plan.recompute": "full"}),
+    "ds offload": ("deepspeed", {"plan.dp_shard": 8, "plan.offload_optimizer": True, "software": "accelerate"}),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_job_survives_export(name: str, tmp_path: Path) -> None:
+    target, overrides = JOBS[name]
+    usual = {"cluster.preset": "dgx-h100", "software": target, "model.seq_len": 1024, "plan.microbatch_size": 2}
+    if target == "accelerate":
+        usual["training.clip_grad_norm"] = 1.0
+    full = {**usual, "num_microbatches": 3, **overrides}
+    job = scenario_from("llama3.2-1b", {k: v for k, v in full.items() if v is not None}).job
+    assert again(job, target, tmp_path) == comparable(job)
+
+
+@pytest.mark.parametrize(
+    ("target", "overrides", "field"),
+    [
+        ("accelerate", {"plan.tp": 2}, "plan.tp"),
+        ("accelerate", {"plan.recompute": "selective_layer"}, "plan.recompute"),
+        ("accelerate", {"plan.zero_stage": 2, "software": "torch"}, "software"),
+        (
+            "deepspeed",
+            {"plan.zero_stage": 3, "plan.dp_shard": 4, "plan.dp_replicate": 2, "software": "deepspeed"},
+            "dp",
+        ),
+        ("deepspeed", {}, "software"),
+    ],
+)
+def test_job_that_target_cannot_express_is_refused(target: str, overrides: dict[str, Any], field: str) -> None:
+    usual = {"cluster.preset": "dgx-h100", "software": "accelerate", "plan.dp_shard": 8 // overrides.get("plan.tp", 1)}
+    job = scenario_from("llama3-8b", {**usual, **overrides}).job
+    with pytest.raises(NotModelledError, match="cannot be said in") as error:
+        export(job, target)
+    assert field in str(error.value)
+
+
+SHARDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "FSDP1, full": ({"fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD"}, {"zero_stage": 3, "dp_shard": 16}),
+    "FSDP1, by number": ({"fsdp_sharding_strategy": 2}, {"zero_stage": 2, "dp_shard": 16}),
+    "FSDP1, old name": ({"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}, {"zero_stage": 2, "dp_shard": 16}),
+    "FSDP1, within nodes": (
+        {"fsdp_sharding_strategy": "HYBRID_SHARD"},
+        {"zero_stage": 3, "dp_shard": 8, "dp_replicate": 2},
+    ),
+    "FSDP1, nothing": ({"fsdp_sharding_strategy": "NO_SHARD"}, {"zero_stage": 0, "dp_replicate": 16}),
+    "FSDP2": ({"fsdp_version": 2}, {"zero_stage": 3, "reshard_after_forward": True, "dp_shard": 16}),
+    "FSDP2, kept": (
+        {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_sharding_strategy": "FULL_SHARD"},
+        {"zero_stage": 2, "dp_shard": 16},
+    ),
+    "recomputed": ({"fsdp_version": 2, "fsdp_activation_checkpointing": True}, {"recompute": "full"}),
+    "on the host": ({"fsdp_version": 2, "fsdp_offload_params": True}, {"offload_optimizer": True}),
+}
+"""Accelerate 1.15, ``utils/dataclasses.py``, FullyShardedDataParallelPlugin; two nodes of 8."""
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_fsdp_strategy_is_its_plan(name: str, tmp_path: Path) -> None:
+    settings, expected = SHARDED[name]
+    path = tmp_path / "fsdp.yaml"
+    launch = {"distributed_type": "FSDP", "num_machines": 2, "num_processes": 16, "mixed_precision": "bf16"}
+    path.write_text(yaml.safe_dump({**launch, "fsdp_config": settings}), encoding="utf-8")
+    add = {"cluster.preset": "dgx-h100", "model.preset": "llama3-8b", "model.seq_len": 512, "plan.microbatch_size": 1}
+    plan = scenario_from(path, {**add, "num_microbatches": 1}).job.plan
+    assert {key: getattr(plan, key) for key in expected} == expected
+
+
+def test_change_of_a_script_is_in_its_words(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(
+        "torchrun --nproc_per_node 8 train.py --model_name_or_path meta-llama/Llama-3.1-8B --bf16 \\\n"
+        "  --fsdp 'full_shard auto_wrap' --gradient_checkpointing true --block_size 2048 \\\n"
+        "  --per_device_train_batch_size 2 --gradient_accumulation_steps 2\n",
+        encoding="utf-8",
+    )
+    source = read_source(path, {"cluster.preset": "dgx-h100"})
+    assert source.configuration is not None
+    before = source.scenario().job
+    after = before.with_plan(before.plan.with_changes(recompute="none", microbatch_size=1, grad_sync="step"))
+    changes = {
+        change.key: (change.before, change.after, change.line)
+        for change in changed_settings(source.configuration, before, after)
+    }
+    assert changes == {
+        "--gradient_checkpointing": (True, False, 2),
+        "--per_device_train_batch_size": (2, 1, 3),
+        "--gradient_accumulation_steps": (2, 4, 3),
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 8", {"zero_stage": 3, "dp_shard": 8}),
+        ("accelerate launch --use_deepspeed --zero_stage 1 --num_processes=4", {"zero_stage": 1, "dp_shard": 4}),
+        ("accelerate launch --multi_gpu --num_processes 16 --num_machines 2", {"zero_stage": 0, "dp_replicate": 16}),
+        ("torchrun --nnodes 2 --nproc-per-node 4", {"zero_stage": 0, "dp_replicate": 8}),
+        ("deepspeed --include localhost:0,1@other:0,1", {"zero_stage": 0, "dp_replicate": 4}),
+        ("python", {"dp_replicate": 1, "dp_shard": 1}),
+    ],
+)
+def test_options_of_a_launcher_are_its_plan(options: str, expected: dict[str, int], tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f"{options} train.py --model_name_or_path gpt2 --block_size 512 --bf16\n", encoding="utf-8")
+    plan = scenario_from(path, {"cluster.preset": "dgx-h100"}).job.plan
+    assert {key: getattr(plan, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "asked"),
+    [
+        ("accelerate launch train.py --per_device_train_batch_size 1 --bf16", "does not say what ranks shard"),
+        (
+            "deepspeed train.py --deepspeed ds.json --per_device_train_batch_size 1",
+            "names the DeepSpeed configuration ds",
+        ),
+        ("torchrun train.py --deepspeed $FILE --per_device_train_batch_size 1", "file of DeepSpeed's configuration"),
+        ("python train.py --per_device_train_batch_size $SIZE --bf16", "how many sequences a microbatch has"),
+        ("torchrun train.py --model_name_or_path a/b --per_device_train_batch_size 1", "names the model a/b"),
+        ("torchrun train.py --use_lora --per_device_train_batch_size 1", "adapters of a rank that it does not say"),
+    ],
+)
+def test_what_a_script_does_not_say_is_asked_for(command: str, asked: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(command + "\n", encoding="utf-8")
+    with pytest.raises(SpecError) as error:
+        scenario_from(path)
+    sentences = [problem.sentence() for problem in error.value.problems]
+    assert [sentence for sentence in sentences if asked in sentence]
+    assert [sentence for sentence in sentences if "add --seq-len 4096" in sentence]
+
+
+def test_exported_files_are_those_of_the_frameworks(tmp_path: Path) -> None:
+    """Accelerate's own class reads the YAML, and transformers' own parser the arguments and the model."""
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    transformers = pytest.importorskip("transformers")
+    job = scenario_from(
+        "qwen3-0.6b",
+        {"cluster.preset": "dgx-h100", "software": "accelerate", "plan.dp_shard": 4, "plan.dp_replicate": 2}
+        | {"training.clip_grad_norm": 0.5, "plan.microbatch_size": 3, "num_microbatches": 5, "plan.recompute": "full"},
+    ).job
+    files = export(job, "accelerate").files
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(files["accelerate.yaml"], encoding="utf-8")
+    config = config_args.load_config_from_file(str(path))
+    assert (config.num_processes, config.num_machines, config.mixed_precision) == (8, 1, "bf16")
+    assert config.distributed_type.value == "FSDP"
+    assert config.fsdp_config["fsdp_version"] == 2
+    assert config.fsdp_config["fsdp_reshard_after_forward"] is True
+    assert config.parallelism_config["parallelism_config_dp_replicate_size"] == 2
+    words = []
+    for line in files["train.sh"].partition("ARGUMENTS=(")[2].partition("\n)")[0].splitlines():
+        words += shlex.split(line, comments=True)
+    parser = transformers.HfArgumentParser(transformers.TrainingArguments)
+    arguments = vars(parser.parse_known_args([*words, "--use_cpu"])[0])
+    assert arguments["per_device_train_batch_size"] == 3
+    assert arguments["gradient_accumulation_steps"] == 5
+    assert (arguments["bf16"], arguments["gradient_checkpointing"]) == (True, True)
+    assert (str(arguments["optim"]), arguments["max_grad_norm"]) == ("adamw_torch_fused", 0.5)
+    (tmp_path / "config.json").write_text(files["model/config.json"], encoding="utf-8")
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert (read.num_hidden_layers, read.hidden_size, read.tie_word_embeddings) == (28, 1024, True)
+
+
+def test_exported_deepspeed_file_is_read_by_deepspeed() -> None:
+    """DeepSpeed's own class reads the JSON."""
+    config = pytest.importorskip("deepspeed.runtime.config")
+    usual = {"cluster.preset": "dgx-h100", "software": "deepspeed", "plan.dp_shard": 8, "training.precision": "fp16"}
+    job = scenario_from("llama3-8b", {**usual, "plan.microbatch_size": 2, "num_microbatches": 3}).job
+    read = config.DeepSpeedConfig(json.loads(export(job, "deepspeed").files["ds_config.json"]))
+    assert (int(read.zero_config.stage), read.float16_config.enabled, read.bfloat16_config.enabled) == (3, True, False)
+    assert (read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (2, 3)
+    assert (read.optimizer_name, read.gradient_clipping) == ("adamw", 0.0)
+
+
+def test_trainer_reads_its_own_json(tmp_path: Path) -> None:
+    """A folder with what ``TrainingArguments.to_json_string`` writes, next to a model."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "out"),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        activation_checkpointing=True,
+        use_cpu=True,
+        max_grad_norm=0.3,
+        optim="adamw_torch",
+    )
+    (tmp_path / "training_args.json").write_text(arguments.to_json_string(), encoding="utf-8")
+    model = transformers.LlamaConfig(num_hidden_layers=3, hidden_size=256, num_attention_heads=4, intermediate_size=512)
+    (tmp_path / "config.json").write_text(model.to_json_string(), encoding="utf-8")
+    add = {"cluster.preset": "dgx-h100", "model.seq_len": 128, "plan.zero_stage": 3, "training.precision": "bf16"}
+    source = read_source(tmp_path, add)
+    job = source.scenario().job
+    assert (job.model.num_hidden_layers, job.model.hidden_size) == (3, 256)
+    assert (job.plan.microbatch_size, job.plan.recompute, job.plan.dp_shard) == (4, "full", 8)
+    assert (job.training.global_batch_size, job.training.clip_grad_norm) == (64, 0.3)
+    assert job.training.fused_optimizer is False
+    assert source.configuration is not None
+    assert not source.configuration.unknown
+
+
+@pytest.mark.parametrize("name", catalog.names("models"))
+def test_config_of_model_gives_the_model(name: str) -> None:
+    model = catalog.model(name)
+    config = config_of(model)
+    if config is None:
+        assert model.family in ("t5", "resnet") or name == "deepseek-moe-16b"  # types that simplan does not read
+        return
+    fields = model_fields_from_config(config, name=name, seq_len=model.seq_len, mtp=True)
+    read = ModelSpec.model_validate(fields)
+    assert read.model_copy(update={"sources": model.sources, "name": model.name}) == model
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama3-8b"),
+        ("unsloth/Llama-3.1-70B", "llama3.1-70b"),
+        ("meta-llama/Llama-2-13b-chat-hf", "llama2-13b"),
+        ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("mistralai/Mistral-7B-Instruct-v0.1", "mistral-7b-v0.1"),
+        ("mistralai/Mistral-7B-Instruct-v0.2", None),  # no window and another vocabulary: neither v0.1 nor v0.3
+        ("google-bert/bert-base-uncased", "bert-base"),
+        ("EleutherAI/pythia-6.9b-deduped", "pythia-6.9b"),
+        ("mosaicml/mpt-7b", "mpt-7b-alibi"),
+        ("codellama/CodeLlama-7b-hf", None),
+        ("", None),
+    ],
+)
+def test_hub_name_is_preset_of_the_same_shape(name: str, preset: str | None) -> None:
+    assert preset_of(name) == preset
+
+
+def test_memory_of_zero_states_is_that_of_the_paper(tmp_path: Path) -> None:
+    """Rajbhandari et al. 2020, figure 1: 2 bytes of weights and 12 of optimizer states per parameter, over 64 ranks."""
+    for stage, weight_bytes, state_bytes in ((0, 2, 12), (1, 2, 12 / 64), (3, 2 / 64, 12 / 64)):
+        path = tmp_path / f"zero{stage}.json"
+        settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "fp16": {"enabled": True}}
+        path.write_text(json.dumps(settings | {"zero_optimization": {"stage": stage}}), encoding="utf-8")
+        add = {"model.preset": "gpt2-1.5b", "cluster.preset": "dgx-h100", "cluster.num_nodes": 8, "model.seq_len": 128}
+        job = scenario_from(path, add).job
+        memory = {str(category): size for category, size in predict(job).memory[0].by_category.items()}
+        assert memory["parameters"] == pytest.approx(weight_bytes * job.model.num_parameters, rel=0.01)
+        assert memory["optimizer_states"] == pytest.approx(state_bytes * job.model.num_parameters, rel=0.01)
+
+
+BAD = {
+    "half a file": ('{"zero_optimization": {"stage": 3', ".json", "not"),
+    "no number": ('{"zero_optimization": {"stage": "three"}}', ".json", "stage"),
+    "sizes that do not fit": (
+        '{"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, '
+        '"zero_optimization": {"stage": 2}}',
+        ".json",
+        "",
+    ),
+    "nested": ('{"zero_optimization": ' + "[" * 5000, ".json", ""),
+    "megatron": ("distributed_type: MEGATRON_LM\nnum_processes: 8\n", ".yaml", "MEGATRON_LM"),
+    "absolute paths": (
+        "accelerate launch --config_file /etc/passwd train.py --per_device_train_batch_size 1\n",
+        ".sh",
+        "which is not next to it",
+    ),
+    "a command inside": (
+        "torchrun --nproc_per_node=$(touch FILE) train.py --per_device_train_batch_size $(touch FILE) --bf16\n",
+        ".sh",
+        "sequences a microbatch has",
+    ),
+    "nvme": ('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}', ".json", "NVMe"),
+    "8-bit Adam": ("per_device_train_batch_size: 1\noptim: adamw_bnb_8bit\n", ".yaml", "other states"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_file_is_a_sentence(name: str, tmp_path: Path) -> None:
+    text, suffix, part = BAD[name]
+    touched = tmp_path / "touched"
+    path = tmp_path / f"file{suffix}"
+    path.write_text(text.replace("FILE", str(touched)), encoding="utf-8")
+    with pytest.raises(SpecError) as error:
+        scenario_from(path, {"cluster.preset": "dgx-h100", "model.preset": "llama3-8b", "model.seq_len": 512})
+    assert part in str(error.value)
+    assert not touched.exists()
+
+
+def test_uploaded_file_reads_no_other(tmp_path: Path) -> None:
+    """Files of the machine that the dashboard runs on are none of an upload's."""
+    entry = next(entry for _, entry in CASES if entry["name"] == "peft_run_peft_fsdp")
+    path = write(tmp_path, "trainer", entry)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}), encoding="utf-8")
+    text = path.read_text(encoding="utf-8").replace("meta-llama/Llama-2-70b-hf", ".")
+    with pytest.raises(SpecError) as error:
+        read_source(ConfigFile(path, text, reads_others=False), {"cluster.preset": "dgx-h100"})
+    assert "names configs/fsdp_config.yaml, which is not next to it" in str(error.value)
+    assert "names the model ." in str(error.value)
+
+
+def test_pickled_arguments_are_not_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "training_args.bin"
+    path.write_bytes(pickle.dumps({"per_device_train_batch_size": 1}))
+    with pytest.raises(SpecError, match="binary file"):
+        scenario_from(path)
