@@ -94,6 +94,7 @@ def _print_exported(exported: Exported, name: str, target: str, *, output: Path 
         say(f"wrote {as_argument(output)}; start it with `{start}`")
     for note in exported.notes:
         say(f"note: {note}")
+    say("note: learning rates, rope bases and all else without effect on time and memory are usual values: write yours")
     return 0
 
 

@@ -85,6 +85,7 @@ class Configuration:
         missing: What the command line has to add.
         settings: All settings of the file, by key.
         format: Name of the format (``simplan.interop.formats``).
+        looks_like: Title of another format that the content has signs of; empty if it has none.
         search: Key of ``search`` -> values, where the framework runs fewer plans than simplan knows.
     """
 
@@ -100,6 +101,7 @@ class Configuration:
     missing: tuple[Missing, ...] = ()
     settings: Mapping[str, Setting] = field(default_factory=dict)
     format: str = ""
+    looks_like: str = ""
     search: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -107,6 +109,8 @@ class Configuration:
         """Sentences for the reader of a report: what was read, and what was not."""
         defaults = [f"{key} = {origin}" for key, origin in self.origins.items() if key not in self.names]
         notes = [f"read from {self.file} ({self.title}): {', '.join(self.names) or 'nothing'}"]
+        if self.looks_like:
+            notes.insert(0, f"{self.file} has the signs of another format ({self.looks_like}): check --from")
         if defaults:
             notes.append(f"not in that file: {_listed(defaults)}")
         if self.not_modeled:

@@ -141,7 +141,10 @@ def read_configuration(file: ConfigFile, framework: str | None = None) -> Config
     if framework not in readers:
         rule, fix = "is no format that simplan reads", did_you_mean(framework, readers)
         raise SpecError(Problem(field="--from", value=framework, rule=rule, fix=fix))
-    return replace(readers[framework](file), format=framework)
+    others = (
+        [] if formats()[framework].recognizes(file) else [e.title for e in formats().values() if e.recognizes(file)]
+    )
+    return replace(readers[framework](file), format=framework, looks_like=", ".join(others))
 
 
 def changed_settings(configuration: Configuration, before: Job, after: Job) -> tuple[ChangedSetting, ...]:

@@ -43,6 +43,11 @@ NUM_MICROBATCHES = "num_microbatches"
 
 _DEFAULT_CLUSTER = "dgx-h100"
 _USUAL_LENGTH = 4096
+_NOT_YAML = dict.fromkeys((".sh", ".bash", ".sbatch", ".slurm"), "launch script of a framework") | {
+    ".toml": "TOML file",
+    ".json": "JSON file",
+}
+"""Suffix of files that are no scenarios -> what they are."""
 _MAX_FILES = 1000
 _IN_FOLDERS = ("training_args.json", "config.json")
 """Files that say what a folder holds: arguments of a training, next to which is its model, or a model."""
@@ -376,6 +381,9 @@ def _parsed(file: ConfigFile, framework: str | None) -> tuple[Document, str, boo
     if configuration is not None:
         named = Document({"name": path.stem} | configuration.document.data, configuration.document.lines)
         return named, file.name, False, configuration
+    if file.yaml is None and path.suffix in _NOT_YAML:
+        rule, fix = f"is no {_NOT_YAML[path.suffix]} that simplan knows", "--from NAME names its format"
+        raise SpecError(Problem(field="", rule=rule, fix=fix), file=file.name)
     document = file.yaml or parse_yaml(file.text, file.name)
     if isinstance(document.data, dict) and "model" not in document.data and "model_type" in document.data:
         name_of = path.resolve().parent.name if path.name == "config.json" else path.stem

@@ -24,6 +24,8 @@ FOLDER = Path(__file__).parent.parent.parent / "scenarios" / "published"
 HALF_A_POINT = 0.005
 LEFT_OUT = yaml.safe_load(LEFT_OUT_FILE.read_text(encoding="utf-8"))
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def rows() -> list[FitRow]:

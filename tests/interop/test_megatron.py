@@ -301,3 +301,18 @@ def test_scenario_with_arguments_in_its_comments_is_a_scenario(tmp_path: Path) -
     assert "--num-layers = " in written.read_text()
     assert load_scenario(written).job == read_source(written).scenario().job
     assert comparable(load_scenario(written).job) == comparable(source.scenario().job)
+
+
+@pytest.mark.parametrize(("file", "size"), [("llama2/tokenizer.model", 32000), ("jp-tokenizer-100k.model", None)])
+def test_vocabulary_of_another_sentencepiece_file_is_asked_for(file: str, size: int | None, tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "torchrun --nproc_per_node 8 pretrain_gpt.py --bf16 --num-layers 4 --hidden-size 512 --num-attention-heads 8 "
+        "--seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 16 "
+        f"--tokenizer-type Llama2Tokenizer --tokenizer-model {file}\n"
+    )
+    if size is None:
+        with pytest.raises(SpecError, match="does not say how many entries the vocabulary has"):
+            read_source(script, _CLUSTER)
+    else:
+        assert scenario_from(script, _CLUSTER).job.model.vocab_size == size

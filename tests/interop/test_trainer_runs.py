@@ -375,7 +375,7 @@ def test_memory_of_zero_states_is_that_of_the_paper(tmp_path: Path) -> None:
 
 
 BAD = {
-    "half a file": ('{"zero_optimization": {"stage": 3', ".json", "not"),
+    "half a file": ('{"zero_optimization": {"stage": 3', ".json", "is no JSON file that simplan knows"),
     "no number": ('{"zero_optimization": {"stage": "three"}}', ".json", "stage"),
     "sizes that do not fit": (
         '{"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, '
@@ -429,3 +429,27 @@ def test_pickled_arguments_are_not_loaded(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps({"per_device_train_batch_size": 1}))
     with pytest.raises(SpecError, match="binary file"):
         scenario_from(path)
+
+
+def test_three_numbers_of_a_batch_are_the_devices(tmp_path: Path) -> None:
+    """DeepSpeed asserts that the batch is microbatch x accumulation x data-parallel ranks."""
+    file = tmp_path / "ds.json"
+    batch = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    file.write_text(json.dumps(batch | {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}))
+    overrides = {"cluster.preset": "dgx-h100", "model.preset": "gpt2-124m", "model.seq_len": 512}
+    assert read_source(file, overrides).scenario().job.cluster.num_devices == 8
+    file.write_text(json.dumps(batch | {"train_batch_size": 60, "zero_optimization": {"stage": 3}}))
+    with pytest.raises(SpecError, match="is not a multiple of 2 sequences x 4 steps"):
+        read_source(file, overrides)
+
+
+@pytest.mark.parametrize(("line", "recompute"), [("", "full"), ("disable_gradient_checkpointing: true\n", "none")])
+def test_llama_factory_recomputes_by_default(line: str, recompute: str, tmp_path: Path) -> None:
+    """LLaMA-Factory, src/llamafactory/model/model_utils/checkpointing.py."""
+    file = tmp_path / "sft.yaml"
+    file.write_text(
+        "model_name_or_path: meta-llama/Llama-3.1-8B\nstage: sft\nfinetuning_type: full\ncutoff_len: 2048\n"
+        f"per_device_train_batch_size: 1\nbf16: true\ndo_train: true\n{line}"
+    )
+    overrides = {"cluster.preset": "dgx-h100", "cluster.num_nodes": 1, "plan.zero_stage": 3}
+    assert read_source(file, overrides).document.data["plan"]["recompute"] == recompute

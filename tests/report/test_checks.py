@@ -81,7 +81,7 @@ def test_github_obeys_no_line_of_the_text() -> None:
     """A name of a file may have a line that GitHub would take for a command."""
     case = CheckedCase("scenario", CheckStatus.PASSED, "is valid")
     stop, *lines, go = github_text([CheckedFile("a\n::add-path::evil", (case,))]).splitlines()
-    assert "::add-path::evil  1 passed" in lines
+    assert "::add-path::evil  predicted, no expectations" in lines
     assert re.fullmatch("::stop-commands::[0-9a-f]{32}", stop)
     assert go == f"::{stop.rpartition('::')[2]}::"
 

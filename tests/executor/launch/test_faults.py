@@ -70,7 +70,9 @@ HUNG = "rank 1 made no progress for 20 s (last action 1F1 of step 3); rank 0 was
         (run_job, "raise", RAISED),
         (run_job, "kill", KILLED),
         (run_job, "exit", LEFT),
-        (run_job, "hang", HUNG),  # not under torchrun: importing torch on a loaded machine is a long silence, too
+        pytest.param(
+            run_job, "hang", HUNG, marks=pytest.mark.slow
+        ),  # not under torchrun: importing torch on a loaded machine is a long silence, too
     ],
 )
 def test_a_failing_rank_ends_the_run(

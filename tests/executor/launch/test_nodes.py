@@ -40,7 +40,7 @@ from tests.executor.launch.node_runs import (
 from tests.executor.train.test_checkpoints import with_checkpoints
 from tests.hosts import BURST_BYTES, hosts
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.usefixtures("_hosts_can_be_made")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.usefixtures("_hosts_can_be_made")]
 LOST_AFTER = 13
 NEVER = 1000
 """Steps between checkpoints that no run of these tests makes: there are only those that are taken because hosts go."""
@@ -81,7 +81,6 @@ def test_a_node_that_was_asked_something_else_is_told(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "plan", "number"),
     [("none", {"dp_replicate": 2}, 2), ("none", {"dp_shard": 4}, 4), ("1f1b", {"pp": 2}, 2), ("1f1b", {"pp": 4}, 4)],
@@ -96,7 +95,6 @@ def test_plans_on_shaped_hosts_are_those_on_one(
     assert measured(tmp_path).losses == pytest.approx(run_job(job, tmp_path / "here").losses, rel=1e-9)
 
 
-@pytest.mark.slow
 def test_collectives_are_timed_across_hosts(tmp_path: Path) -> None:
     kinds = (CollectiveKind.ALL_REDUCE, CollectiveKind.SEND)
     request = CalibrationRequest(shapes=(), num_ranks=1, num_nodes=2, budget_s=0.5, communication=kinds)
@@ -125,7 +123,6 @@ def test_collectives_are_timed_across_hosts(tmp_path: Path) -> None:
     assert not cost.covers((), 1, kinds), "nothing was timed inside of a node"
 
 
-@pytest.mark.slow
 def test_a_node_that_does_not_come(tmp_path: Path) -> None:
     with hosts(2) as made:
         started = start_on(made, make_job(dp=2), tmp_path, number=1, join_timeout_s=2.0)
@@ -149,7 +146,6 @@ def hit(folder: Path, rank: int, number: signal.Signals, times: int) -> None:
 STRATEGIES: dict[str, dict[str, Any]] = {"ddp": {"dp": 2}, "1f1b": {"schedule": "1f1b", "pp": 2}}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "rank", "number", "said"),
     [
@@ -183,7 +179,6 @@ def test_all_hosts_go_on_from_the_last_checkpoint(
         assert all(note.startswith(said) for note in restarts)
 
 
-@pytest.mark.slow
 def test_all_nodes_tell_the_first_cause(tmp_path: Path) -> None:
     with hosts(2, cores=cores_of(2)) as made:
         started = start_on(made, make_job(dp=2, num_steps=100_000), tmp_path)
@@ -195,7 +190,6 @@ def test_all_nodes_tell_the_first_cause(tmp_path: Path) -> None:
     assert measured(tmp_path).step_times_s, "what was measured is kept"
 
 
-@pytest.mark.slow
 def test_a_cut_network_ends_the_run_on_all_hosts(tmp_path: Path) -> None:
     with hosts(2, cores=cores_of(2)) as made:
         started = start_on(made, make_job(dp=2, num_steps=10**6, timeout_s=30.0), tmp_path)
@@ -211,7 +205,6 @@ def undisturbed(job: RunSpec, folder: Path) -> Measurement:
     return run_job(job.model_copy(update={"checkpointing": None, "fewer_nodes": ()}), folder)
 
 
-@pytest.mark.slow
 def test_one_host_after_the_other_is_lost(tmp_path: Path) -> None:
     """The middle one of three is killed, so that the last one gets other ranks; then that one is killed."""
     job = elastic(make_job(plan={"dp_shard": 3}), tmp_path / "kept", 3, [2, 1])
@@ -232,7 +225,6 @@ def test_one_host_after_the_other_is_lost(tmp_path: Path) -> None:
     assert [note.endswith(f"; restart {k} of 2") for k, note in enumerate(measurement.notes, 1) if "; restart" in note]
 
 
-@pytest.mark.slow
 def test_a_host_leaves_and_comes_back(tmp_path: Path) -> None:
     """Three hosts, two, and three again: each time after the very step that was done."""
     job = elastic(make_job(plan={"dp_shard": 3}), tmp_path / "kept", 3, [2, 1], every=NEVER, num_steps=400)
@@ -252,7 +244,6 @@ def test_a_host_leaves_and_comes_back(tmp_path: Path) -> None:
     assert len(measurement.earlier) == 2
 
 
-@pytest.mark.slow
 def test_the_leading_node_is_told_to_leave(tmp_path: Path) -> None:
     """The run ends on all nodes, with a checkpoint to resume from."""
     job = elastic(make_job(dp=2), tmp_path / "kept", 2, [1], every=NEVER, num_steps=10**6)
@@ -268,7 +259,6 @@ def test_the_leading_node_is_told_to_leave(tmp_path: Path) -> None:
     assert header.step >= LOST_AFTER
 
 
-@pytest.mark.slow
 def test_pipelines_go_on_without_a_host_that_is_not_needed(tmp_path: Path) -> None:
     """Two pipelines of two stages, a rank on each of four hosts: three make one pipeline, and one host is idle."""
     job = elastic(make_job("1f1b", pp=2, dp=2), tmp_path / "kept", 4, [2])
@@ -283,7 +273,6 @@ def test_pipelines_go_on_without_a_host_that_is_not_needed(tmp_path: Path) -> No
     assert any(note.endswith("; 1 node more without work") for note in measurement.notes)
 
 
-@pytest.mark.slow
 def test_a_host_that_stands_still_is_given_up_and_let_in_again(tmp_path: Path) -> None:
     job = elastic(make_job(dp=2, timeout_s=30.0), tmp_path / "kept", 2, [1], num_steps=2000, max_restarts=5)
     whole = undisturbed(job, tmp_path / "whole")
@@ -300,7 +289,6 @@ def test_a_host_that_stands_still_is_given_up_and_let_in_again(tmp_path: Path) -
     assert measurement.losses[-1] == pytest.approx(whole.losses[-1], rel=1e-9)
 
 
-@pytest.mark.slow
 def test_a_run_begins_with_the_hosts_that_are_there(tmp_path: Path) -> None:
     """Two of four, after the last call; two more come, without which four cannot go on."""
     job = elastic(make_job(plan={"dp_shard": 4}), tmp_path / "kept", 4, [2], every=NEVER, num_steps=400)

@@ -48,6 +48,7 @@ def restarts_of(run: Measurement) -> list[str]:
     return [note for note in run.notes if "; restart " in note]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_restarted(tmp_path: Path) -> None:
     job = make_job(dp=2)
     whole = undisturbed(job, tmp_path / "whole", NUM_STEPS)

@@ -248,10 +248,10 @@ def predicted(name: str, plan: dict[str, Any], **training: Any) -> Any:
         ("gpt2", "ddp"),
         ("gpt2", "1f1b"),
         ("llama", "zero1"),
-        ("qwen2", "fsdp-recompute"),
-        ("qwen3", "ddp"),
+        pytest.param("qwen2", "fsdp-recompute", marks=pytest.mark.slow),
+        pytest.param("qwen3", "ddp", marks=pytest.mark.slow),
         ("mixtral", "fsdp"),
-        ("qwen2", "tp"),
+        pytest.param("qwen2", "tp", marks=pytest.mark.slow),
         ("qwen3", "tp-whole-tokens"),
     ],
 )

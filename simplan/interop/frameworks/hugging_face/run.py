@@ -246,6 +246,13 @@ class Run:
             self.reading.put("plan.microbatch_size", micro, micro_key)
         if total is not None:
             self.reading.put("training.global_batch_size", total, self.deepspeed.full("train_batch_size"))
+            if devices is None and micro is not None and steps is not None:
+                if total % (micro * steps):
+                    rule = f"is not a multiple of {micro} sequences x {steps} steps of accumulation"
+                    self.reading.contradiction(self.deepspeed.full("train_batch_size"), rule)
+                else:
+                    devices = total // micro // steps  # DeepSpeed stops with any other number
+                    self.reading.put("cluster.num_devices", devices, self.deepspeed.full("train_batch_size"))
             if (
                 devices is not None
                 and micro is not None
@@ -340,6 +347,9 @@ class Run:
             self.trainer.not_modeled("gradient_checkpointing", "the inputs of blocks move to host memory")
         if self.trainer.is_true("disable_gradient_checkpointing"):
             self.reading.put("plan.recompute", "none", self.trainer.full("disable_gradient_checkpointing"))
+        elif "finetuning_type" in self.trainer and "gradient_checkpointing" not in self.trainer:
+            # LLaMA-Factory, model/model_utils/checkpointing.py: on unless disable_gradient_checkpointing
+            self.reading.put("plan.recompute", "full", "the default of LLaMA-Factory")
         if fsdp.is_true("activation_checkpointing_offload"):
             fsdp.not_modeled("activation_checkpointing_offload", "the inputs of blocks move to host memory")
 

@@ -19,6 +19,8 @@ _OTHERS = ("num_layers", "micro_batch_size", "tensor_model_parallel_size")
 _OWN_PROGRAMS = frozenset(("llamafactory-cli", "axolotl", "trl"))
 _OWN_MODULES = ("axolotl.cli.train", "trl.scripts.sft", "llamafactory.launcher")
 _CONFIG_FILES = (".yaml", ".yml", ".json")
+_SFT = re.compile(r"(^|[_.-])sft([_.-]|$)")
+"""Names of programs for supervised fine-tuning: sft.py, run_sft.py, trl.scripts.sft."""
 _FLAG = re.compile(r"--?[A-Za-z]")
 
 
@@ -105,7 +107,7 @@ def sft_of(launch: Launch) -> str:
     """Words on a program for supervised fine-tuning (TRL's ``sft.py``); empty for another program."""
     program = launch.program.text.rpartition("/")[2]
     first = launch.arguments[0].text if launch.arguments else ""
-    is_sft = program in ("sft.py", "trl.scripts.sft") or (program == "trl" and first == "sft")
+    is_sft = _SFT.search(program) is not None or (program == "trl" and first == "sft")
     return f"{program} fine-tunes, in line {launch.program.line}" if is_sft else ""
 
 

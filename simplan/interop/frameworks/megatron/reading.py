@@ -497,7 +497,7 @@ class MegatronReader:
             reading.put(path, reading.value(sized), sized)
             for key in _VOCABULARY_KEYS:
                 reading.value(key)
-        elif isinstance(kind, str) and kind in VOCABULARIES:
+        elif isinstance(kind, str) and kind in VOCABULARIES and not self._has_own_vocabulary(kind):
             extra = reading.value("--vocab-extra-ids", 0)
             reading.put(path, VOCABULARIES[kind] + (extra if isinstance(extra, int) else 0), "--tokenizer-type")
         elif kind is None and self._program in DEFAULT_TOKENIZERS and "--tokenizer-model" not in self._all_keys():
@@ -511,6 +511,11 @@ class MegatronReader:
             what = f"does not say how many entries the vocabulary has{of}"
             reading.ask(path, "model.preset", what=what, fix="add --set model.vocab_size=128256")
         reading.no_effect("--vocab-extra-ids")
+
+    def _has_own_vocabulary(self, kind: str) -> bool:
+        """True if a SentencePiece file has another name than Llama 2's: then nothing says how large it is."""
+        model = self.reading.settings.get("--tokenizer-model")
+        return kind == "Llama2Tokenizer" and model is not None and not str(model.value).endswith("tokenizer.model")
 
     def _all_keys(self) -> set[str]:
         return {*self.reading.settings, *(setting.key for setting, _ in self.arguments.unsure)}

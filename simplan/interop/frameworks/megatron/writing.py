@@ -314,9 +314,7 @@ class _Writer:
                 writing.refuse("plan.stage_layers", f"use the software {CORE}")
             writing.set("--pipeline-model-parallel-layout", self._layout(blocks), "plan.stage_layers")
             return
-        if virtual > 1 and self.is_core:
-            writing.set("--num-virtual-stages-per-pipeline-rank", virtual, "plan.virtual_stages")
-        elif virtual > 1:
+        if virtual > 1:
             per_stage = layers // plan.num_stages
             writing.set("--num-layers-per-virtual-pipeline-stage", per_stage, "plan.virtual_stages")
 
