@@ -241,4 +241,4 @@ def test_an_upload_opens_no_file_of_the_server() -> None:
     with pytest.raises(SpecError) as refusal:
         uploads.as_scenario("train.sh", script.encode(), {"cluster": {"preset": "dgx-h100", "num_nodes": 1}})
     assert "root:" not in refusal.value.text()
-    assert "an upload cannot bring along" in refusal.value.text()
+    assert "/etc/passwd, which is not next to it" in refusal.value.text()

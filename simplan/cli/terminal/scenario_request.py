@@ -91,7 +91,9 @@ OVERRIDES = (
         int,
         "Microbatches of a data-parallel rank, instead of the global batch size.",
     ),
-    Override(("--lora-rank",), "model.lora_rank", int, "Rank of LoRA adapters, for a model that is fine-tuned."),
+    Override(
+        ("--lora-rank", "--lora"), "model.lora_rank", int, "Rank of LoRA adapters, for a model that is fine-tuned."
+    ),
     Override(("--recompute",), "plan.recompute", str, "Activation recomputation.", completion.recomputations),
 )
 """Options for the keys that are typed most; ``--set`` overrides all others."""
