@@ -144,7 +144,8 @@ def _training() -> None:
     with right:
         choice("Precision", ("training", "precision"), get_args(Precision), "bf16", help="Matmuls of linear layers")
         names = catalog.names("software")
-        choice("Framework", ("software",), names, "torch", help="Kernels, fusions and overlap", then=_mend)
+        path = ("software", "preset") if isinstance(get(("software",)), dict) else ("software",)  # with options
+        choice("Framework", path, names, "torch", help="Kernels, fusions and overlap", then=_mend)
 
 
 def _plan() -> None:

@@ -236,6 +236,16 @@ def test_a_configuration_takes_from_the_session_what_it_does_not_say() -> None:
         uploads.as_scenario("train.toml", TORCHTITAN.replace("degree = 2", "degree = 3").encode(), current)
 
 
+def test_the_form_shows_a_framework_that_has_options() -> None:
+    document = {**SMALL, "software": {"preset": "torchtitan", "compiled": True}}
+    page = opened(document=document)
+    (shown,) = [box for box in page.selectbox if box.label == "Framework"]
+    assert shown.value == "torchtitan"
+    shown.set_value("torch").run()
+    assert page.query_params["software.preset"] in ("torch", ["torch"])
+    assert_no_bug(page)
+
+
 def test_an_upload_opens_no_file_of_the_server() -> None:
     script = "torchrun train.py --model_name_or_path ./model --deepspeed /etc/passwd --per_device_train_batch_size 1\n"
     with pytest.raises(SpecError) as refusal:
