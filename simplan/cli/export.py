@@ -94,7 +94,8 @@ def _print_exported(exported: Exported, name: str, target: str, *, output: Path 
         say(f"wrote {as_argument(output)}; start it with `{start}`")
     for note in exported.notes:
         say(f"note: {note}")
-    say("note: learning rates, rope bases and all else without effect on time and memory are usual values: write yours")
+    if formats()[target].settings is not None:  # a configuration, not traces
+        say("note: learning rates, rope bases and all else without effect on time and memory have usual values")
     return 0
 
 
