@@ -323,12 +323,14 @@ def _recomputation(settings: Settings) -> None:
 
 def _precision(settings: Settings) -> None:
     wide = settings.word("training.mixed_precision_param") or ""
-    if settings["training.dtype"] != "float32":
-        settings.refuse(
-            "training.dtype",
-            "puts weights, gradients and optimizer states in 16 bits, which is not modeled yet",
-            "use float32, with mixed_precision_param for the computation",
-        )
+    dtype = settings["training.dtype"]
+    if dtype == "bfloat16" and wide == "bfloat16":
+        settings.put("training.pure_bf16", True, "training.dtype")
+    elif dtype not in ("float32", "bfloat16"):
+        settings.refuse("training.dtype", "is not modeled yet", "use bfloat16 or float32")
+    elif dtype == "bfloat16":
+        rule = f"keeps weights in 16 bits and computes in {wide}, which is not modeled yet"
+        settings.refuse("training.dtype", rule, "use float32, or mixed_precision_param bfloat16")
     names = settings.listed("model.converters")
     key, precision = "training.mixed_precision_param", {"bfloat16": "bf16", "float32": "fp32"}.get(wide)
     if precision is None:
