@@ -25,6 +25,7 @@ Named = list[tuple[str, Setting]]
 """Settings with their keys within their file."""
 
 _TITLE = "Hugging Face Trainer arguments"
+_AXOLOTL_TITLE = "axolotl configuration"
 _SIGNS = ("per_device_train_batch_size", "gradient_accumulation_steps", "model_name_or_path", "per_device_batch_size")
 _AXOLOTL = {"micro_batch_size": "per_device_train_batch_size", "optimizer": "optim", "base_model": "model_name_or_path"}
 """Keys of axolotl that have another name in TrainingArguments."""
@@ -62,7 +63,7 @@ def _arguments(settings: Named) -> tuple[str, Named, bool]:
     if _is_axolotl(keys):
         names = _AXOLOTL if "adapter" in keys else {**_AXOLOTL, "lora_r": "lora_unused"}
         settings = [(key, _halved(key, setting)) for key, setting in settings]
-        return "axolotl configuration", [(names.get(key, key), setting) for key, setting in settings], True
+        return _AXOLOTL_TITLE, [(names.get(key, key), setting) for key, setting in settings], True
     if "finetuning_type" in keys:
         return "LLaMA-Factory configuration", settings, True
     return _TITLE, settings, False
@@ -167,6 +168,7 @@ def read_run(
         names_launcher=names_launcher,
         unknown=unknown,
         missing=tuple(missing),
+        loads_as_computed=title.startswith(_AXOLOTL_TITLE),
         task=task,
         reads_others=file.reads_others,
     )
