@@ -149,18 +149,15 @@ def layerwise_optimizer_modelled(job: Job) -> Iterator[Problem]:
 @unmodelled("norms of gradients are not modeled where ranks have parts of them in unequal ways", reads="ep")
 def norms_modelled(job: Job) -> Iterator[Problem]:
     training, software, ep = job.training, job.software, job.plan.ep
-    asked = []
-    if training.clip_grad_norm is not None:
-        asked.append(("training.clip_grad_norm", "clipping", "leave it out"))
-    if training.optimizer in LAYERWISE:
-        asked.append(("training.optimizer", "it", "use adamw"))
-    for field, what, fix in asked:
-        if ep > 1:
-            sentence = f"{what} with experts that are split over ranks (plan.ep = {ep}) is not modeled yet"
-            yield problem_of(job, field, sentence, fix)
-        if software.optimizer_shards == "elements":
-            sentence = f"{what} with {software.id}, whose ranks update parts of flat buffers, is not modeled yet"
-            yield problem_of(job, field, sentence, fix)
+    of_layers = training.optimizer in LAYERWISE
+    split = f"with experts that are split over ranks (plan.ep = {ep})"
+    if ep > 1 and training.clip_grad_norm is not None and software.executable:
+        yield problem_of(job, "training.clip_grad_norm", f"clipping {split} is not modeled yet", "leave it out")
+    if ep > 1 and of_layers:
+        yield problem_of(job, "training.optimizer", f"it {split} is not modeled yet", "use adamw")
+    if of_layers and software.optimizer_shards == "elements":
+        sentence = f"it with {software.id}, whose ranks update parts of flat buffers, is not modeled yet"
+        yield problem_of(job, "training.optimizer", sentence, "use adamw")
 
 
 @unmodelled("this precision is not modeled for this model and software")

@@ -323,12 +323,27 @@ def read_source(
         data, assumptions = _completed(data, file, number, searches=searches)
     if number is not None and isinstance(data, dict):
         data = _with_batch(data, file, number, given, typed, searches=searches)
+        if configuration is not None:
+            _check_batch(configuration, data, number)
     if configuration is not None and searches:
         ranges = ((f"search.{key}", value) for key, value in configuration.search.items())
         why = f"no others in {configuration.title}"
         assumptions += [Assumption(key, value, why) for key, value in ranges if key not in given]
     lines = _lines(document, given)
     return Source(Document(data, lines), file, tuple(assumptions), typed, tuple(replaced), configuration, current)
+
+
+def _check_batch(configuration: Configuration, data: dict[str, Any], number: int) -> None:
+    """Check that a file which gives both a batch and microbatches is run on the number of devices that it is for."""
+    key = "training.global_batch_size"
+    written, size = configuration.document.data.get("training", {}).get("global_batch_size"), data["training"]
+    if number != configuration.num_microbatches or key not in configuration.names or written is None:
+        return
+    if written != size["global_batch_size"]:
+        rule = f"is {size['global_batch_size']} on these devices, with {number} microbatches per data-parallel rank"
+        fix = "give the devices that it is for, or --num-microbatches"
+        field = configuration.names[key]
+        raise SpecError(Problem(field=field, value=str(written), rule=rule, fix=fix), file=configuration.file)
 
 
 def _current(

@@ -17,6 +17,7 @@ from simplan.interop.frameworks.hugging_face.keys import Keys, is_one_of, whole
 from simplan.interop.frameworks.hugging_face.models import preset_of
 from simplan.interop.frameworks.hugging_face.strategies import (
     DEEPSPEED_DEFAULT,
+    ask_for_fsdp_file,
     fsdp_keys,
     read_fsdp,
     read_parallelism,
@@ -29,6 +30,7 @@ from simplan.model.model import ModelSpec
 from simplan.rules.model import has_transformers_code
 
 _TRAINER = "the default of transformers' TrainingArguments"
+_TRL = "the default of TRL 1; --precision and --recompute say otherwise for older ones"
 _HALVES = ("bf16", "fp16")
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "bf16": "bf16", "fp16": "fp16"}
 
@@ -48,6 +50,7 @@ class Run:
         unknown: Arguments whose values the script does not say.
         missing: Settings that name files which are not there.
         loads_as_computed: True if the program loads weights in the precision of its matmuls, as axolotl does.
+        is_trl: True if the program is TRL's own script for supervised fine-tuning.
         task: Words on the program or setting that makes it supervised fine-tuning; empty for none.
         reads_others: False if no other files must be read.
     """
@@ -63,6 +66,7 @@ class Run:
     unknown: frozenset[str] = frozenset()
     missing: tuple[str, ...] = ()
     loads_as_computed: bool = False
+    is_trl: bool = False
     task: str = ""
     reads_others: bool = True
     _precision: str = field(default="", init=False)
@@ -87,6 +91,7 @@ class Run:
             offloads = read_zero(self)
         elif strategy == "fsdp":
             read_fsdp(self)
+            ask_for_fsdp_file(self)
         elif strategy == "ddp":
             read_replicas(self)
         else:
@@ -161,6 +166,9 @@ class Run:
         elif found is not None:
             precision, key = found
             self.reading.put("training.precision", precision, key)
+        elif self.is_trl and not {"bf16", "fp16"} & self.trainer.settings.keys():
+            precision = "bf16"
+            self.reading.put("training.precision", precision, _TRL)
         elif strategy == "" or (strategy == "deepspeed" and not self.trainer and not self.accelerate):
             precision = self._ask_for_precision(strategy)
         else:
@@ -191,7 +199,8 @@ class Run:
             if self.deepspeed.is_true(f"{half}.enabled"):
                 yield half, self.deepspeed.full(f"{half}.enabled")
         for half in _HALVES:
-            if self.trainer.is_true(half) or (half == "bf16" and self._is_full_bf16) or str(self.trainer.value("mixed_precision", "")).lower() == half:
+            is_mixed = str(self.trainer.value("mixed_precision", "")).lower() == half
+            if self.trainer.is_true(half) or is_mixed or (half == "bf16" and self._is_full_bf16):
                 yield half, self.trainer.full(half if half in self.trainer else "mixed_precision")
         if "zero_stage" in self.trainer.settings and not self.deepspeed:  # DeepSpeed-Chat writes the file itself
             half = _DTYPES.get(str(self.trainer.value("dtype", "fp16")).lower(), "fp16")
@@ -280,6 +289,8 @@ class Run:
             self.reading.put("plan.microbatch_size", micro, micro_key)
         if total is not None:
             self.reading.put("training.global_batch_size", total, self.deepspeed.full("train_batch_size"))
+            if steps is not None:
+                self.reading.put("num_microbatches", steps, steps_key)
             if devices is None and micro is not None and steps is not None:
                 if total % (micro * steps):
                     rule = f"is not a multiple of {micro} sequences x {steps} steps of accumulation"
@@ -349,10 +360,7 @@ class Run:
             clip, key = self.accelerate.value(own), self.accelerate.full(own)
         if not isinstance(clip, int | float) or isinstance(clip, bool) or clip <= 0:
             return
-        if strategy == "deepspeed" and key in self.reading.settings:
-            self.reading.not_modeled(key, "ranks read their gradients once more for the norm")
-        elif strategy != "deepspeed":
-            self.reading.put("training.clip_grad_norm", float(clip), key)
+        self.reading.put("training.clip_grad_norm", float(clip), key)
 
     def _put_optimizer(self, keys: Keys, key: str, known: dict[str, str]) -> None:
         word = str(keys.value(key)).lower().removeprefix("optimizernames.")
@@ -384,6 +392,8 @@ class Run:
         elif "finetuning_type" in self.trainer and "gradient_checkpointing" not in self.trainer:
             # LLaMA-Factory, model/model_utils/checkpointing.py: on unless disable_gradient_checkpointing
             self.reading.put("plan.recompute", "full", "the default of LLaMA-Factory")
+        elif self.is_trl and self.reading.written("plan.recompute") is None:
+            self.reading.put("plan.recompute", "full", _TRL)
         if fsdp.is_true("activation_checkpointing_offload"):
             fsdp.not_modeled("activation_checkpointing_offload", "the inputs of blocks move to host memory")
 

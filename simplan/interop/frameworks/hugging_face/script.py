@@ -111,6 +111,13 @@ def sft_of(launch: Launch) -> str:
     return f"{program} fine-tunes, in line {launch.program.line}" if is_sft else ""
 
 
+def is_trl(launch: Launch) -> bool:
+    """True for TRL's own script for supervised fine-tuning: ``trl sft``, ``trl/scripts/sft.py``."""
+    program = launch.program.text
+    is_command = program.rpartition("/")[2] == "trl" and bool(sft_of(launch))
+    return is_command or program == "trl.scripts.sft" or program.endswith("trl/scripts/sft.py")
+
+
 def included_devices(launch: Launch) -> tuple[int, str] | None:
     """Devices of DeepSpeed's ``--include localhost:0,1@other:0,1``, and the option."""
     for name, setting in options_of(launch):

@@ -157,6 +157,14 @@ def _names_missing_file(run: Run) -> bool:
     return True
 
 
+def ask_for_fsdp_file(run: Run) -> None:
+    """Ask for what a file of FSDP's settings says that is named and not there."""
+    key = "fsdp_config"
+    if run.trainer.full(key) in run.missing:
+        what = f"names {run.trainer.value(key)} with the settings of FSDP, which is not next to it"
+        run.reading.ask("plan.zero_stage", what=what, fix="put it there, or add --set plan.zero_stage=3")
+
+
 def _read_offload(run: Run, stage: int, inline: Keys) -> bool:
     """Optimizer states on the host; True if they are there."""
     zero = run.deepspeed.view(("zero_optimization.",))
@@ -166,6 +174,8 @@ def _read_offload(run: Run, stage: int, inline: Keys) -> bool:
             value = str(keys.value(key, "none")).lower()
             if value == "nvme":
                 keys.refuse(key, "is not modeled: states on NVMe", "use cpu")
+            elif value == "cpu" and what == "param" and stage < 3:
+                keys.no_effect((key,))  # parameters are offloaded in stage 3 only: runtime/zero/config.py
             elif value == "cpu" and what not in places:
                 places[what] = keys, key
     if "optimizer" not in places and zero.is_true("cpu_offload"):

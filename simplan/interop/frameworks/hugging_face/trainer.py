@@ -14,6 +14,7 @@ from simplan.interop.frameworks.hugging_face.script import (
     arguments_of,
     config_files,
     included_devices,
+    is_trl,
     launch_of,
     options_of,
     sft_of,
@@ -105,6 +106,7 @@ def _read_launch(launch: Launch, file: ConfigFile) -> Configuration:
         devices_key=key,
         names_launcher=launch.launchers[-1:] != ("accelerate",),
         unknown=frozenset(unknown),
+        is_trl=is_trl(launch),
         task=sft_of(launch),
     )
 
@@ -120,13 +122,14 @@ def read_run(
     devices_key: str = "",
     names_launcher: bool = True,
     unknown: frozenset[str] = frozenset(),
+    is_trl: bool = False,
     task: str = "",
 ) -> Configuration:
     """Read the arguments of a training with the files that they name.
 
     Args:
         trainer, accelerate: Settings of the training script, and of ``accelerate launch``.
-        num_devices, ranks_per_node, devices_key, names_launcher, unknown, task: As in ``Run``.
+        num_devices, ranks_per_node, devices_key, names_launcher, unknown, is_trl, task: As in ``Run``.
 
     Raises:
         SpecError: Settings are refused, contradict each other, or a file is wrong.
@@ -169,6 +172,7 @@ def read_run(
         unknown=unknown,
         missing=tuple(missing),
         loads_as_computed=title.startswith(_AXOLOTL_TITLE),
+        is_trl=is_trl,
         task=task,
         reads_others=file.reads_others,
     )

@@ -81,8 +81,7 @@ def deepspeed_options(job: Job) -> tuple[Option, ...]:
     word = {"adam": "Adam", "adamw": "AdamW", "lamb": "Lamb", "sgd": "SGD"}[optimizers[training.optimizer]]
     writing.set("optimizer.type", word, "training.optimizer")
     writing.set("optimizer.params.lr", "auto", "not in the scenario")
-    writing.set("gradient_clipping", "auto", "not modeled under DeepSpeed; --max_grad_norm of the Trainer")
-    writing.taken("training.clip_grad_norm")
+    writing.set("gradient_clipping", writing.value("training.clip_grad_norm") or 0, "training.clip_grad_norm")
     writing.set("train_micro_batch_size_per_gpu", plan.microbatch_size, "plan.microbatch_size")
     writing.set("gradient_accumulation_steps", _steps(job), "training.global_batch_size")
     _write_arguments(writing, is_fsdp=False, has_optimizer=False)
@@ -219,8 +218,7 @@ def _write_optimizer(writing: Writing, *, has_optimizer: bool) -> None:
         if (training.optimizer, fused) not in words:
             writing.refuse("training.optimizer", "use adamw, or sgd with fused_optimizer = false")
         writing.set("--optim", words[training.optimizer, fused], "training.optimizer, training.fused_optimizer")
-    if has_optimizer:  # DeepSpeed's own clipping is not modeled
-        writing.set("--max_grad_norm", writing.value("training.clip_grad_norm") or 0, "training.clip_grad_norm")
+    writing.set("--max_grad_norm", writing.value("training.clip_grad_norm") or 0, "training.clip_grad_norm")
 
 
 def _write_synchronization(writing: Writing, *, is_fsdp: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from simplan import catalog
 from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.formats import ConfigFile
+from simplan.interop.frameworks import megatron_core as core
 from simplan.interop.frameworks.megatron.arguments import Arguments, alike, hyphenated, read_arguments
 from simplan.interop.frameworks.megatron.options import (
     CONTEXT_PARALLEL,
@@ -764,10 +765,7 @@ class MegatronReader:
                 reading.refuse(steps, "has no batch at its end", "write START:BATCH START:BATCH ...")
         elif "--global-batch-size" not in reading and not self._is_unsure("--global-batch-size"):
             reading.put("num_microbatches", 1, f"{_DEFAULT}: the global batch is one microbatch per data-parallel rank")
-        if reading.value("--clip-grad") not in (None, 0, 0.0):
-            reading.not_modeled(
-                "--clip-grad", "the norm of all gradients, for which they are read once more, is left out"
-            )
+        core.read_clipping(reading, "--clip-grad")
         for key, dtype in (("--grad-reduce-in-bf16", "bf16"), ("--accumulate-allreduce-grads-in-fp32", "fp32")):
             if key in reading:
                 reading.put("plan.grad_dtype", dtype, key)

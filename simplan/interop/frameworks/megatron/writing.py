@@ -74,10 +74,7 @@ def export(job: Job, name: str) -> Exported:
         uses=uses,
     )
     start = f"bash {shlex.quote(file)}" + (" on every node, with NODE_RANK and MASTER_ADDR set" if nodes > 1 else "")
-    notes = (
-        "paths of data, tokenizer and checkpoints, and the number of steps, are at the top of the script",
-        "gradients are clipped by default (--clip-grad 1.0), whose time the prediction leaves out",
-    )
+    notes = ("paths of data, tokenizer and checkpoints, and the number of steps, are at the top of the script",)
     return Exported({file: text}, start, notes)
 
 
@@ -411,6 +408,7 @@ class _Writer:
         """Batch, precision and optimizer."""
         writing = self.writing
         writing.match(TRAINING)
+        writing.set("--clip-grad", writing.value("training.clip_grad_norm") or 0.0, "training.clip_grad_norm")
         precision = writing.value("training.precision")
         if precision not in _PRECISIONS:
             writing.refuse("training.precision", f"use {', '.join(_PRECISIONS)}")

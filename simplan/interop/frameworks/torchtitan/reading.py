@@ -387,9 +387,7 @@ def _optimizer(settings: Settings) -> None:
     elif how != "fused":
         settings.refuse("optimizer.implementation", "is not modeled yet", "use fused or foreach")
     norm = settings["training.max_norm"]
-    if settings["parallelism.expert_parallel_degree"] != 1:
-        settings.not_modeled("training.max_norm", "clipping with experts on several ranks takes one more all-reduce")
-    elif isinstance(norm, int | float) and norm > 0:
+    if isinstance(norm, int | float) and norm > 0:
         settings.put("training.clip_grad_norm", float(norm), "training.max_norm")
 
 
