@@ -23,6 +23,7 @@ from simplan.job import Job
 from simplan.rules import violations
 from simplan.scenario import load_scenario
 from simplan.scenario.source import make_job, read_source, scenario_from
+from tests.interop.public import without_clipping
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATIONS = yaml.safe_load((Path(__file__).parent / "configurations" / "megatron.yaml").read_text())

@@ -66,6 +66,27 @@ def test_published_run_predicted_alike(name: str, run: str, changes: dict[str, A
     assert predict(without_clipping(job)).step_time_s == predict(expected).step_time_s
 
 
+@pytest.mark.parametrize(
+    ("modules", "targets"),
+    [
+        (None, ["qkv"]),
+        (["attention_qkv", "attention_dense"], ["attention"]),
+        (["mlp", "attention_qkv"], ["mlp", "qkv"]),
+        (["all"], ["all"]),
+    ],
+)
+def test_lora_is_read(modules: list[str] | None, targets: list[str], tmp_path: Path) -> None:
+    """``target_modules`` of NeMo 1.23, collections/nlp/parts/peft_config.py; NeMo 2.0 has Megatron Core's names."""
+    lora = {"model.peft.peft_scheme": "lora", "model.peft.lora_tuning.adapter_dim": 8}
+    if modules is not None:
+        lora["model.peft.lora_tuning.target_modules"] = modules  # type: ignore[assignment]
+    source = read({"name": "gpt", "settings": _GPT | lora}, tmp_path)
+    job = source.scenario().job
+    assert (job.training.task, job.model.lora_rank, list(job.model.lora_targets)) == ("lora", 8, targets)
+    assert source.configuration is not None
+    assert not source.configuration.unknown
+
+
 def test_device_count_from_command_line_keeps_file_plan(tmp_path: Path) -> None:
     case = {"name": "gpt", "settings": _GPT, "add": {"cluster.num_devices": 16}}
     assert read(case, tmp_path).scenario().job.plan.dp_shard == 16

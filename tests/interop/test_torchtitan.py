@@ -149,6 +149,13 @@ def test_exported_plan_read_again_is_equal(name: str, target: str, tmp_path: Pat
     assert (option.setting.key, option.setting.value) == ("parallelism.tensor_parallel_degree", job.plan.tp)
 
 
+@pytest.mark.parametrize("target", ["torchtitan", "torchtitan-toml"])
+def test_exported_pure_bf16_read_again_is_equal(target: str, tmp_path: Path) -> None:
+    job = _job(ParallelPlan(dp_shard=64), pure_bf16=True)
+    exported = formats()[target].export(job, "pure")  # type: ignore[misc]
+    assert _again(exported.files, tmp_path, {"add": {"cluster.preset": "dgx-h100"}}) == job
+
+
 @pytest.mark.parametrize(("target", "recipe"), [("torchtitan", "rowwise"), ("torchtitan-toml", "tensorwise")])
 def test_exported_fp8_read_again_is_equal(target: str, recipe: str, tmp_path: Path) -> None:
     software = catalog.software("torchtitan-2025").model_copy(update={"compiled": True, "tp_overlap": "all"})
