@@ -141,9 +141,8 @@ class StateBytes(Spec):
 
     @property
     def update_fraction(self) -> float:
-        """Bytes that an update reads and writes relative to FP32: 1/2 if all its tensors have 16 bits."""
-        widths = {self.parameter, self.gradient, self.moment, self.master or self.parameter}
-        return 1 / 2 if widths == {2} else 1.0
+        """Bytes that an update reads and writes relative to FP32: 1/2 for weights of 16 bits without a master copy."""
+        return 1 / 2 if not self.master and self.parameter == self.gradient == self.moment == 2 else 1.0
 
     def optimizer_bytes(self, optimizer: OptimizerName) -> int:
         """Bytes of optimizer states and master copy for one parameter."""

@@ -114,7 +114,7 @@ NO_EFFECT = frozenset({
     "--use-cpu-initialization", "--use-dist-ckpt", "--use-flash-attn", "--use-gloo-process-groups",
     "--use-mcore-models", "--use-mp-args-from-checkpoint-args", "--use-persistent-ckpt-worker",
     "--use-pytorch-profiler", "--use-rope-scaling", "--use-rotary-position-embeddings", "--valid-data-path",
-    "--vocab-file", "--wandb", "--warmup", "--weight-decay", "--yarn",
+    "--vocab-file", "--wandb", "--warmup", "--weight-decay", "--wgrad-deferral-limit", "--yarn",
 })  # fmt: skip
 """Names without effect, each with all longer names that begin with it and a hyphen. Arguments that the reader looks at
 before are among them."""

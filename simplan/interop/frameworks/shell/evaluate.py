@@ -44,6 +44,9 @@ _ARGUMENT = "is an argument of the script"
 _LARGEST = 2**63
 _MAX_ARGUMENTS, _MAX_TEST_WORDS = 100, 200
 _ENDS_COMMAND = re.compile(r"\d*(&?>|<|\||;|&)")
+_SPECIAL = re.compile(r"[;|&<>()$`\\\"'{}#]")
+"""Characters of more than one command of plain words."""
+_ASSIGNS = re.compile(r"[A-Za-z_]\w*=")
 _SHELLS = ("bash", "sh", "source", ".", "zsh")
 
 
@@ -285,22 +288,32 @@ class Shell:
 
     def _note(self, words: Iterable[Value], own: Mapping[str, Word], line: int) -> None:
         """Note a command; of ``bash -c TEXT``, the commands of the text."""
-        texts = [Word.of(word, line) for word in words]
+        values = tuple(words)
+        texts = [Word.of(word, line) for word in values]
         if self._follow(texts, own):
             return
         for position, (first, second) in enumerate(pairwise(texts[:-1])):
             is_shell = first.text.rpartition("/")[2] in ("bash", "sh")
             if is_shell and second.text.startswith("-") and second.text.endswith("c") and self._calls < _MAX_CALLS:
-                inner = texts[position + 2]
-                self._calls += 1
                 outer = len(self.called)
-                self.run(parse_script(inner.text, self.file, inner.line))
+                self._calls += 1
+                self._run_text(values[position + 2], line)
                 self._calls -= 1
                 wrapper = tuple(texts[:position])
                 self.called[outer:] = [replace(each, words=wrapper + each.words) for each in self.called[outer:]]
                 return
         exported = {name: Word.of(self.variables[name][0], line) for name in self._exported if self.variables.get(name)}
         self.called.append(Called(tuple(texts), exported | dict(own), self._condition))
+
+    def _run_text(self, value: Value, line: int) -> None:
+        """Run the text of ``bash -c``; words of a single plain command keep the lines in which they are written."""
+        words = _split(value)
+        command = next((at for at, word in enumerate(words) if not _ASSIGNS.match(word[0].text)), len(words))
+        if any(_SPECIAL.search(piece.text) for word in words[command:] for piece in word if not piece.unknown):
+            text = Word.of(value, line)
+            self.run(parse_script(text.text, self.file, text.line))
+        else:
+            self._note(words[command:], {}, line)
 
     def _follow(self, words: list[Word], own: Mapping[str, Word]) -> bool:
         """Follow another script of the folder, with its arguments; False if the command calls none."""

@@ -38,6 +38,7 @@ ALIASES: Mapping[str, str] = {
         )
     },
     "float8.moe_fqns_prototype": "quantize.grouped_mm.float8.fqns",
+    "float8.moe_fqns": "quantize.grouped_mm.float8.fqns",
     **{f"mx.{key}": f"quantize.linear.mx.{key}" for key in ("recipe_name", "filter_fqns")},
     # 0.3 (torchtitan/config/configs.py, manager.py)
     "module": "model.name",
