@@ -12,7 +12,7 @@ from simplan.accuracy.reading import read_published
 from simplan.errors import NotModelledError, SpecError
 from simplan.predict import predict
 from simplan.scenario.source import read_source
-from tests.interop.public import CLUSTER, cases, chosen, read, written, without_clipping
+from tests.interop.public import CLUSTER, cases, chosen, read, without_clipping, written
 
 _CASES = cases("nemo")
 _READ = [case for case in _CASES if "expect" in case]

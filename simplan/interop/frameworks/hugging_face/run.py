@@ -36,7 +36,7 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "bf16": "bf16"
 
 
 @dataclass(slots=True)
-class Run:
+class TrainerRun:
     """Files of one run.
 
     Attributes:

@@ -9,7 +9,7 @@ from simplan.errors import Problem, SpecError, file_error
 from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.formats import ConfigFile, Format
 from simplan.interop.frameworks.hugging_face.keys import AUTO, Keys, document_of, flattened, named_document
-from simplan.interop.frameworks.hugging_face.run import Run
+from simplan.interop.frameworks.hugging_face.run import TrainerRun
 from simplan.interop.frameworks.hugging_face.script import (
     arguments_of,
     config_files,
@@ -20,7 +20,7 @@ from simplan.interop.frameworks.hugging_face.script import (
     sft_of,
 )
 from simplan.interop.frameworks.hugging_face.writing import trainer_options
-from simplan.interop.frameworks.shell import Launch
+from simplan.interop.frameworks.shell import TrainingCommand
 
 Named = list[tuple[str, Setting]]
 """Settings with their keys within their file."""
@@ -75,7 +75,7 @@ def _halved(key: str, setting: Setting) -> Setting:
     return replace(setting, value=True) if key == "bf16" and setting.value == AUTO else setting
 
 
-def _read_launch(launch: Launch, file: ConfigFile) -> Configuration:
+def _read_launch(launch: TrainingCommand, file: ConfigFile) -> Configuration:
     """Arguments of a command, with the files of arguments that it names."""
     settings: Named = []
     title = _TITLE
@@ -129,7 +129,7 @@ def read_run(
 
     Args:
         trainer, accelerate: Settings of the training script, and of ``accelerate launch``.
-        num_devices, ranks_per_node, devices_key, names_launcher, unknown, is_trl, task: As in ``Run``.
+        num_devices, ranks_per_node, devices_key, names_launcher, unknown, is_trl, task: As in ``TrainerRun``.
 
     Raises:
         SpecError: Settings are refused, contradict each other, or a file is wrong.
@@ -160,7 +160,7 @@ def read_run(
     def keys(settings: Sequence[tuple[str, Setting]]) -> Keys:
         return Keys(reading, {key: setting.key for key, setting in settings})
 
-    run = Run(
+    run = TrainerRun(
         reading,
         keys(trainer),
         keys(accelerate),

@@ -45,6 +45,9 @@ CONTEXT_PARALLEL = Match(
     "plan.cp_comm",
     values={"p2p": "ring", "all_gather": "all_gather", "allgather": "all_gather", "a2a": "a2a"},
 )
+CORE, OF_2022, OF_2021, DEEPSPEED = "megatron-core", "megatron-lm-2022", "megatron-lm-2021", "megatron-deepspeed"
+DEFAULT = "the default of Megatron-LM"
+
 TRAINING = (
     Match("--global-batch-size", "training.global_batch_size"),
     Match("--optimizer", "training.optimizer", "adam", values={"adam": "adamw", "sgd": "sgd_momentum"}),

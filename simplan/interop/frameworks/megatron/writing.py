@@ -8,14 +8,16 @@ from itertools import groupby, pairwise
 
 from simplan.interop.frameworks.megatron.options import (
     CONTEXT_PARALLEL,
+    CORE,
     EXPERTS,
     LATENT_ATTENTION,
     MODEL,
+    OF_2021,
+    OF_2022,
     PLAN,
     T5,
     TRAINING,
 )
-from simplan.interop.frameworks.megatron.reading import CORE, OF_2021, OF_2022
 from simplan.interop.writing import Exported, Option, Writing
 from simplan.job import Job
 from simplan.predict.build import assign_layers, cost_model

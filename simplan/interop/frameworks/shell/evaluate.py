@@ -25,8 +25,8 @@ from simplan.interop.frameworks.shell.syntax import (
     Case,
     Chain,
     Command,
+    CommandGroup,
     Function,
-    Group,
     Loop,
     Part,
     Simple,
@@ -51,7 +51,7 @@ _SHELLS = ("bash", "sh", "source", ".", "zsh")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ValuePart:
     """Part of a value.
 
     Attributes:
@@ -67,7 +67,7 @@ class Piece:
     condition: int | None = None
 
 
-Value = tuple[Piece, ...]
+Value = tuple[ValuePart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Shell:
             self._loop(command)
         elif isinstance(command, Function):
             self._functions[command.name] = command.body
-        elif isinstance(command, Group):
+        elif isinstance(command, CommandGroup):
             self.run(command.body)
         elif isinstance(command, Arithmetic):
             number = _number_of(self._expanded(command.expression))
@@ -216,7 +216,7 @@ class Shell:
             return
         if loop.name:
             self.variables[loop.name] = (
-                (Piece(f"${loop.name}", loop.line, f"changes in the loop of line {loop.line}"),),
+                (ValuePart(f"${loop.name}", loop.line, f"changes in the loop of line {loop.line}"),),
             )
         self._undecided([loop.body], loop.line)
 
@@ -258,7 +258,7 @@ class Shell:
             self._call(name, words)
         elif name == "eval":
             unquoted = [tuple(map(_as_evaluated, word)) for word in words[1:]]
-            again = [piece for word in unquoted for piece in (*word, Piece(" ", simple.line))]
+            again = [piece for word in unquoted for piece in (*word, ValuePart(" ", simple.line))]
             self._note(_command_of(_split(again)), own, simple.line)
         elif name in ("echo", "printf", "cd", "mkdir", "set"):
             return None
@@ -330,8 +330,8 @@ class Shell:
         self._num_files += 1
         text, outer = read_text(path, _MAX_CHARS), len(self.called)
         body = parse_script(text, str(path), 1 + self._num_files * OTHER_FILE)
-        self.variables |= {name: ((Piece(word.text, word.line, word.unknown),),) for name, word in own.items()}
-        arguments: list[Value] = [(Piece(word.text, word.line, word.unknown),) for word in words[position + 1 :]]
+        self.variables |= {name: ((ValuePart(word.text, word.line, word.unknown),),) for name, word in own.items()}
+        arguments: list[Value] = [(ValuePart(word.text, word.line, word.unknown),) for word in words[position + 1 :]]
         self._with_arguments(arguments, body)
         if called == "sbatch":
             line = words[0].line
@@ -352,7 +352,7 @@ class Shell:
         before = self.variables.get(assignment.name, ())
         if assignment.is_indexed:
             text = f"${{{assignment.name}}}"
-            return ((Piece(text, assignment.line, "is an array with indices, which simplan does not read"),),)
+            return ((ValuePart(text, assignment.line, "is an array with indices, which simplan does not read"),),)
         if assignment.is_array:
             added = self._words(assignment.values)
             values = (*before, *added) if assignment.appends else added
@@ -373,10 +373,10 @@ class Shell:
         return tuple(value for word in words for value in self._fields(word))
 
     def _fields(self, word: SourceWord) -> list[Value]:
-        fields: list[list[Piece]] = []
+        fields: list[list[ValuePart]] = []
         is_open = False
 
-        def append(pieces: Iterable[Piece]) -> None:
+        def append(pieces: Iterable[ValuePart]) -> None:
             nonlocal is_open
             if not is_open:
                 fields.append([])
@@ -403,23 +403,23 @@ class Shell:
 
     def _expanded(self, word: SourceWord) -> Value:
         """Word without splitting, as in an assignment."""
-        pieces: list[Piece] = []
+        pieces: list[ValuePart] = []
         for part in word:
             for number, element in enumerate(self._part(part)):
-                pieces += [Piece(" ", part.line)] * bool(number) + list(element)
+                pieces += [ValuePart(" ", part.line)] * bool(number) + list(element)
         return tuple(pieces)
 
     def _part(self, part: Part) -> tuple[Value, ...]:
         """Elements of a part of a word: one, except for all elements of an array."""
         if part.kind == "text":
-            return ((Piece(part.text, part.line),),)
+            return ((ValuePart(part.text, part.line),),)
         if part.kind == "command":
-            return ((Piece(part.text, part.line, "is the output of a command, which simplan does not run"),),)
+            return ((ValuePart(part.text, part.line, "is the output of a command, which simplan does not run"),),)
         if part.kind == "arithmetic":
             number = self._arithmetic(part.text)
             if number is None:
-                return ((Piece(f"$(({part.text}))", part.line, "is not known without its variables"),),)
-            return ((Piece(str(number), part.line),),)
+                return ((ValuePart(f"$(({part.text}))", part.line, "is not known without its variables"),),)
+            return ((ValuePart(str(number), part.line),),)
         return self._variable(part)
 
     def _variable(self, part: Part) -> tuple[Value, ...]:
@@ -431,12 +431,12 @@ class Shell:
             return (found or ((),))[:1] if is_set else (self._expanded(part.default),)
         written = f"${{{part.text}}}" if part.operator == "?" else f"${part.text}"
         if part.operator == "?":
-            return ((Piece(written, part.line, "is an expansion that simplan does not read"),),)
+            return ((ValuePart(written, part.line, "is an expansion that simplan does not read"),),)
         if found is None:
             is_argument = not part.text[0].isalpha() and part.text[0] != "_"
-            return ((Piece(written, part.line, _ARGUMENT if is_argument else _UNSET),),)
+            return ((ValuePart(written, part.line, _ARGUMENT if is_argument else _UNSET),),)
         if part.operator == "#":
-            return ((Piece(str(len(found)), part.line),),)
+            return ((ValuePart(str(len(found)), part.line),),)
         if part.text in ("@", "*") or (part.operator.startswith("[") and part.operator[1] in "@*"):
             return found
         index = int(part.operator[1:-1]) if part.operator.startswith("[") else 0
@@ -564,11 +564,11 @@ def _joined(
         rests = [text[len(head) :] for text in texts]
         words = ["".join(piece.text for piece in rest).strip() for rest in rests]
         if all(word.startswith("-") or not word for word in words):
-            space = Piece(" ", line, condition=line)
+            space = ValuePart(" ", line, condition=line)
             added_pieces = [piece for rest in rests for piece in (space, *rest)]
             return ((*head, *(replace(piece, condition=line) for piece in added_pieces)),)
     why = f"depends on the condition in line {line % OTHER_FILE}, which simplan cannot decide"
-    return ((Piece(f"${name}", line, why),),)
+    return ((ValuePart(f"${name}", line, why),),)
 
 
 def _first(elements: tuple[Value, ...]) -> Value:
@@ -576,7 +576,7 @@ def _first(elements: tuple[Value, ...]) -> Value:
     return elements[0] if elements else ()
 
 
-def _runs(value: Value) -> Iterable[tuple[Piece, bool]]:
+def _runs(value: Value) -> Iterable[tuple[ValuePart, bool]]:
     """Pieces of an unquoted value split at spaces; True with a piece that ends a word."""
     for piece in value:
         if piece.unknown:
@@ -593,9 +593,9 @@ def _runs(value: Value) -> Iterable[tuple[Piece, bool]]:
             rest = stripped[len(word) :]
 
 
-def _split(pieces: Iterable[Piece]) -> list[Value]:
+def _split(pieces: Iterable[ValuePart]) -> list[Value]:
     """Words of a value, split at spaces."""
-    words: list[list[Piece]] = [[]]
+    words: list[list[ValuePart]] = [[]]
     for piece, ends in _runs(tuple(pieces)):
         if ends:
             words.append([])
@@ -604,8 +604,8 @@ def _split(pieces: Iterable[Piece]) -> list[Value]:
     return [tuple(word) for word in words if word]
 
 
-def _as_evaluated(piece: Piece) -> Piece:
-    """Piece of an argument of ``eval``, without the quotes that eval removes; what it would expand is unknown."""
+def _as_evaluated(piece: ValuePart) -> ValuePart:
+    """Part of an argument of ``eval``, without the quotes that eval removes; what it would expand is unknown."""
     expands = not piece.unknown and ("$" in piece.text or "`" in piece.text)
     unknown = "is expanded by eval, which simplan does not follow" if expands else piece.unknown
     return replace(piece, text=piece.text.replace('"', ""), unknown=unknown)
