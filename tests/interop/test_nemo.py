@@ -77,9 +77,9 @@ def test_published_run_predicted_alike(name: str, run: str, changes: dict[str, A
 )
 def test_lora_is_read(modules: list[str] | None, targets: list[str], tmp_path: Path) -> None:
     """``target_modules`` of NeMo 1.23, collections/nlp/parts/peft_config.py; NeMo 2.0 has Megatron Core's names."""
-    lora = {"model.peft.peft_scheme": "lora", "model.peft.lora_tuning.adapter_dim": 8}
+    lora: dict[str, Any] = {"model.peft.peft_scheme": "lora", "model.peft.lora_tuning.adapter_dim": 8}
     if modules is not None:
-        lora["model.peft.lora_tuning.target_modules"] = modules  # type: ignore[assignment]
+        lora["model.peft.lora_tuning.target_modules"] = modules
     source = read({"name": "gpt", "settings": _GPT | lora}, tmp_path)
     job = source.scenario().job
     assert (job.training.task, job.model.lora_rank, list(job.model.lora_targets)) == ("lora", 8, targets)
