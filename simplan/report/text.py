@@ -249,6 +249,8 @@ def _inputs_of_job(prediction: Prediction) -> Iterator[str]:
     trained = ""
     if model.num_trained_parameters != model.num_parameters:
         trained = f" ({format_count(model.num_trained_parameters)} trained, LoRA of rank {model.lora_rank})"
+    num_tokens = training.global_batch_size * model.seq_len
+    tokens = "" if model.sample == "image" else f" ({num_tokens:,} tokens)"
     mtp = f" and {model.mtp_num_layers} for multi-token prediction" if model.mtp_num_layers else ""
     yield (
         f"  model        {model.name}, {format_count(model.num_parameters)} parameters{trained}, "
@@ -258,7 +260,7 @@ def _inputs_of_job(prediction: Prediction) -> Iterator[str]:
     if links := links_words(cluster.links):
         yield f"  links        {links}"
     yield (
-        f"  training     {counted(training.global_batch_size, model.sample)} per step, {training.precision}, "
+        f"  training     {counted(training.global_batch_size, model.sample)}{tokens} per step, {training.precision}, "
         f"{training.update.replace('_foreach', ' (foreach)')}, software {job.software.title}"
     )
     of_rank = microbatch_words(job.num_microbatches, plan.microbatch_size, model.sample)
