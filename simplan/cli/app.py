@@ -29,7 +29,7 @@ from simplan.cli.terminal.options import (
     Tokens,
 )
 from simplan.cli.terminal.output import complain
-from simplan.cli.terminal.scenario_request import ScenarioRequest, takes_scenario
+from simplan.cli.terminal.scenario_request import ScenarioRequest, takes_scenario, usage_error
 from simplan.documentation import documentation
 from simplan.errors import SimplanError
 
@@ -663,7 +663,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _BAD_USAGE
     except Exception as error:
         if hasattr(error, "format_message"):  # bad usage; the class's module differs between versions of typer
-            complain(f"{error.format_message()}\n`simplan --help` and `simplan COMMAND --help` list what there is")
+            complain(f"{usage_error(error)}\n`simplan --help` and `simplan COMMAND --help` list what there is")
             return _BAD_USAGE
         if os.environ.get("SIMPLAN_DEBUG"):
             raise

@@ -129,11 +129,11 @@ def _next(scenario: Scenario, request: ScenarioRequest, found: Sequence[Fix] | N
     this = request.argument()
     steps = [f"simplan run {this}"] if scenario.job.cluster.id == THIS_MACHINE else []
     steps.append(f"simplan trace {this} -o trace.json")
-    if found is None:
-        return [f"simplan explain {this}", *steps]
     same_batch = request.with_batch(scenario.job.training.global_batch_size)
     changed = [f"simplan predict {same_batch.with_overrides(found[0].changes).argument()}"] if found else []
-    search = same_batch.argument(without="plan") + (" --set 'search={}'" if request.is_file else "")
+    search = same_batch.argument(without="plan")
+    if request.is_file:
+        search += " --from-current" if found is None else " --set 'search={}'"
     return [*changed, f"simplan search {search}", f"simplan explain {this}", *steps]
 
 

@@ -24,6 +24,8 @@ NO_SCENARIO = Path()
 """Value of SCENARIO that is not given."""
 _NUM_MICROBATCHES = "num_microbatches"
 _GLOBAL_BATCH_TOKENS = "global_batch_tokens"
+_FEW = 2
+"""Options of a similar spelling that an error lists."""
 _BATCHES = (_NUM_MICROBATCHES, _GLOBAL_BATCH_TOKENS)
 """Keys from which the global batch size follows, given the plan."""
 
@@ -200,6 +202,7 @@ class ScenarioRequest:
         Raises:
             SpecError: ``--set`` gives a key of the plan, for a search.
         """
+        from simplan.scenario.collecting import IN_SAVED_PLAN
         from simplan.search import SearchSpace
 
         overrides, names = {}, {}
@@ -207,10 +210,12 @@ class ScenarioRequest:
             section, _, name = key.partition(".")
             moved = key
             if searches and section == "plan":
+                in_search = name in SearchSpace.model_fields
                 if self.names[key] == key:
                     rule = "is about one plan, and a search has ranges of plans"
-                    raise SpecError(Problem(field=key, rule=rule, fix=f"set search.{name}"))
-                moved = f"search.{name}" if name in SearchSpace.model_fields else key
+                    fix = f"set search.{name}" if in_search else f"set {key} {IN_SAVED_PLAN}"
+                    raise SpecError(Problem(field=key, rule=rule, fix=fix))
+                moved = f"search.{name}" if in_search else key
             overrides[moved], names[moved] = value, self.names[key]
         return overrides, names
 
@@ -293,6 +298,26 @@ _WRITE = Annotated[
     Path | None,
     typer.Option("--write-scenario", metavar="FILE", help="File for the scenario with all overrides (default: none)."),
 ]
+
+
+def usage_error(error: Any) -> str:
+    """Message about bad usage; an unknown option that is a framework's name of a key has the option of simplan.
+
+    Args:
+        error: Exception of typer with ``format_message``.
+    """
+    from simplan.scenario.collecting import where_keys_belong
+
+    word = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
+    key, comma, _ = where_keys_belong("", searches=False).get(word, "").partition(",")
+    key = _NUM_MICROBATCHES if comma else key
+    option = next((each.names[0] for each in OVERRIDES if each.key == key), "--set")
+    known = {name for param in error.ctx.command.params for name in param.opts} if getattr(error, "ctx", None) else ()
+    near = error.possibilities or () if key else ()
+    if not key or ":" in key or option not in known or (option in near and len(near) <= _FEW):
+        return str(error.format_message())
+    written = f"--set {key}=VALUE" if option == "--set" else option
+    return f"{error.message}; write {written}"
 
 
 def _keyword(name: str, annotation: Any) -> inspect.Parameter:
