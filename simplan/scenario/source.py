@@ -215,8 +215,8 @@ def scenario_from(
         source: Scenario file; name of a model in the catalog; ``config.json`` of Hugging Face, or its folder; or
             sections of a scenario. A file wins over a model of the same name. For a model or configuration, values
             that are not given are assumed, and listed in ``Scenario.assumptions``.
-        overrides: Dotted key -> value, e.g. ``{"plan.tp": 8, "software": "megatron-core"}``; and ``num_microbatches`` or
-            ``global_batch_tokens``.
+        overrides: Dotted key -> value, e.g. ``{"plan.tp": 8, "software": "megatron-core"}``; and ``num_microbatches``
+            or ``global_batch_tokens``.
         names: Override -> name in errors, such as the option of a command; the key itself by default.
 
     Raises:
@@ -657,8 +657,8 @@ def _with_batch(
 def _batch_near(num_tokens: int, seq_len: int, units: list[int], of: str) -> tuple[int, str]:
     """Global batch size near a number of tokens, and its origin in words.
 
-    The batch is exact if it can be. Else it is within 5 %, and has as many factors of 2 as possible: a batch of 4M tokens
-    is 512 sequences of 8,192. Else it is the nearest.
+    The batch is exact if it can be. Else it is within 5 %, and has as many factors of 2 as possible: 4M tokens are 512
+    sequences of 8,192. Else it is the nearest.
 
     Args:
         units: Numbers of sequences of which the batch can be a multiple, the preferred one first.
