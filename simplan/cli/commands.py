@@ -136,10 +136,12 @@ def _next(scenario: Scenario, request: ScenarioRequest, found: Sequence[Fix] | N
     steps = [f"simplan run {this}"] if scenario.job.cluster.id == THIS_MACHINE else []
     steps.append(f"simplan trace {this} -o trace.json")
     same_batch = request.with_batch(scenario.job.training.global_batch_size)
-    changed = [f"simplan predict {same_batch.with_overrides(found[0].changes).argument()}"] if found else []
     search = same_batch.argument(without="plan")
     if request.is_file:
         search += " --from-current" if found is None else " --set 'search={}'"
+    if found is None:
+        return [f"simplan explain {this}", f"simplan search {search}", *steps]
+    changed = [f"simplan predict {same_batch.with_overrides(found[0].changes).argument()}"] if found else []
     return [*changed, f"simplan search {search}", f"simplan explain {this}", *steps]
 
 

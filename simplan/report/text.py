@@ -134,8 +134,8 @@ def predictions_text(predictions: Sequence[Prediction]) -> str:
     for row, order in zip(rows, orders, strict=True):
         row.insert(3, order)
     note = (
-        "certainty: share of published pairs of plans, predicted as far apart as a plan and the fastest of its job, that "
-        "were measured in this order"
+        "certainty: share of published pairs of plans, predicted as far apart as a plan and the fastest of its job, "
+        "that were measured in this order"
     )
     return format_table_text(headers, rows, indent=0) + f"\n\n{note}"
 
