@@ -28,6 +28,7 @@ from simplan.io import MAX_YAML_BYTES, folder_of, read_json, read_text
 from simplan.job import Job
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
+from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.problems import render_value
 from simplan.rules import violations
 from simplan.scenario.clusters import ClusterSection
@@ -534,6 +535,11 @@ def _assume_plan(found: dict[str, Any], file: str, assume: Assume, *, has_batch:
     software = read_software(Sections(Document({}, {}), file), found["software"])
     if software is not None and not software.sequence_parallelism and plan.get("tp", 1) != 1:
         assume("plan", "sequence_parallel", False, f"{software.id} has none")
+        plan = found["plan"]
+
+    facts = SCHEDULE_FACTS.get(str(plan.get("schedule")))
+    if facts is not None and facts.virtual_stages != 1 and plan.get("pp", 1) != 1:
+        assume("plan", "virtual_stages", facts.virtual_stages or 2, f"the fewest that {plan['schedule']} takes")
         plan = found["plan"]
 
     def degree(key: str) -> int:

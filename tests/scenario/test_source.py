@@ -75,6 +75,9 @@ def test_values_that_are_not_given_are_assumed_and_listed() -> None:
     assert "plan.tp" not in said
     assert scenario.predict().assumptions[0] == said
     assert scenario_from("llama3-8b", {"cluster.num_devices": 16, "plan.pp": 4}).job.num_microbatches == 16
+    for schedule in ("interleaved_1f1b", "dualpipe-v"):
+        changes = {"cluster.num_devices": 4, "plan.pp": 4, "plan.schedule": schedule}
+        assert scenario_from("llama3-8b", changes).job.plan.virtual_stages == 2
 
 
 @pytest.mark.parametrize(
