@@ -76,8 +76,12 @@ def export(job: Job, name: str) -> Exported:
         uses=uses,
     )
     start = f"bash {shlex.quote(file)}" + (" on every node, with NODE_RANK and MASTER_ADDR set" if nodes > 1 else "")
-    notes = ("paths of data, tokenizer and checkpoints, and the number of steps, are at the top of the script",)
-    return Exported({file: text}, start, notes)
+    notes = ["paths of data, tokenizer and checkpoints, and the number of steps, are at the top of the script"]
+    if job.training.clip_grad_norm is None:
+        notes.append(
+            "gradients are not clipped, as training.clip_grad_norm is not set; Megatron-LM clips to 1 by default"
+        )
+    return Exported({file: text}, start, tuple(notes))
 
 
 _SCRIPT = """\
