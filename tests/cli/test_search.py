@@ -320,7 +320,7 @@ def test_interrupting_prints_the_best_so_far(tmp_path: Path, environment: dict[s
         while "best" not in seen:
             seen += os.read(ours, 4096).decode(errors="replace")
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=600)
     os.close(ours)
     assert process.returncode == 130
     assert re.match(r"large: stopped; best of the first [\d,]+ plans by step time so far: ", out)

@@ -135,7 +135,7 @@ def test_init_asks_on_a_terminal(tmp_path: Path, environment: dict[str, str]) ->
     said = b""
     while b"Next" not in said:
         said += os.read(ours, 4096)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=600) == 0
     os.close(ours)
     assert b"did you mean gpt2-124m" in said
     written = (tmp_path / "scenario.yaml").read_text()

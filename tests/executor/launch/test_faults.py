@@ -27,7 +27,7 @@ from tests.executor.conftest import make_job, make_model
 from tests.executor.launch.apart import run_apart
 from tests.interrupts import heed_interrupts
 
-PATIENCE_S = 60.0  # for things that take a second or two; only a failing test waits that long
+PATIENCE_S = 300.0  # for things that take a second or two; only a failing test waits that long
 
 
 def processes_of(out_dir: Path) -> list[str]:
