@@ -26,7 +26,7 @@ SMALL: Mapping[str, object] = {
 
 def opened(page: str = "", document: Mapping[str, object] = SMALL, view: Mapping[str, object] | None = None) -> AppTest:
     """A page as a link opens it."""
-    test = AppTest.from_file(str(MAIN), default_timeout=6000)
+    test = AppTest.from_file(str(MAIN), default_timeout=600)
     if page:
         test.run()
         test.switch_page(f"views/{page}.py")
