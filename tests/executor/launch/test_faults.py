@@ -241,13 +241,23 @@ def test_a_stopped_rank_counts_as_hanging_and_is_ended(tmp_path: Path) -> None:
     wait_until_gone(tmp_path)
 
 
-def test_a_bad_job_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    done = subprocess.run(command_for(make_job(plan={"tp": 2}), tmp_path), capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("plan.tp = 2: must divide model.vocab_size = 97; use 1")
+@pytest.fixture
+def _same_signals() -> Iterator[None]:
+    """The executor's main program takes SIGTERM."""
+    previous = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, previous)
+
+
+@pytest.mark.usefixtures("_same_signals")
+def test_a_bad_job_is_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    *_, command, job_file, out, folder = command_for(make_job(plan={"tp": 2}), tmp_path)
+    assert executor.__main__.main([command, job_file, out, folder]) == 2
+    assert capsys.readouterr().err.startswith("plan.tp = 2: must divide model.vocab_size = 97; use 1")
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("_same_signals")
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -257,16 +267,10 @@ def test_a_bad_job_is_refused_before_anything_starts(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_is_no_job(text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from executor.__main__ import main
-
     job_file = tmp_path / "job.json"
     if text is not None:
         job_file.write_text(text)
-    previous = signal.getsignal(signal.SIGTERM)
-    try:
-        assert main(["run", str(job_file), "--out", str(tmp_path / "out")]) == 2
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    assert executor.__main__.main(["run", str(job_file), "--out", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
     assert message.startswith(str(job_file))
     assert said in message
