@@ -49,6 +49,10 @@ from simplan.runs.lock import exclusive
 from simplan.scenario import Scenario
 from simplan.scenario.elastic import scenarios_on_fewer
 from simplan.search import Fix, fixes
+from simplan.units import format_percent
+
+_MOST_OF_A_STEP = 0.5
+"""Fraction of exposed communication above which an assumed plan has a warning."""
 
 
 def predict_command(
@@ -83,7 +87,8 @@ def predict_command(
     if as_json:
         print_json(document)
         return 0
-    text, line = prediction_text(prediction, _next(scenario, request, found), found or ()), verdict(prediction)
+    warning = _warning(scenario, request, prediction)
+    text, line = prediction_text(prediction, _next(scenario, request, found), found or (), warning), verdict(prediction)
     certain = {"fits": True, "does not fit": False}.get(prediction.memory_verdict or "")
     print_result(text.replace(line, emphasize(line, certain), 1))
     return 0
@@ -128,6 +133,18 @@ def _fixes(prediction: Prediction, calibration: Calibration | None) -> tuple[Fix
         return None
     with ProgressLine("does not fit; trying changes", elsewhere=False):
         return fixes(prediction, calibration)
+
+
+def _warning(scenario: Scenario, request: ScenarioRequest, prediction: Prediction) -> str:
+    """Sentence on an assumed plan that mostly waits for communication; empty for any other."""
+    exposed_s = sum(split.exposed_communication_s for split in prediction.splits) / len(prediction.splits)
+    share = exposed_s / prediction.step_time_s
+    if not scenario.plan_is_assumed or share <= _MOST_OF_A_STEP:
+        return ""
+    return (
+        f"The plan was assumed, and {format_percent(share)} of the step is exposed communication. Find faster plans:\n"
+        f"  simplan search {request.with_batch(scenario.job.training.global_batch_size).argument(without='plan')}"
+    )
 
 
 def _next(scenario: Scenario, request: ScenarioRequest, found: Sequence[Fix] | None) -> list[str]:

@@ -27,6 +27,7 @@ Row = dict[str, str]
 
 def show_command(kind: str | None, name: str | None, *, as_json: bool, calibration_file: Path | None = None) -> int:
     """``simplan show``; without a kind, the list of kinds. A calibration is compared with the catalog's links."""
+    kind = _plural(kind)
     if kind is None:
         fix = f"one of {', '.join(_LISTINGS)}"
         raise SpecError(Problem(field="KIND", rule="is missing", fix=fix))
@@ -154,9 +155,16 @@ def _in_catalog(kind: str, name: str) -> str:
     return f"run `simplan show {kind} {name}`" if found else ""
 
 
+def _plural(kind: str | None) -> str | None:
+    """Kind whose singular was given, such as ``device``; ``model`` and ``cluster`` are kinds themselves."""
+    return f"{kind}s" if kind not in _LISTINGS and f"{kind}s" in _LISTINGS else kind
+
+
 def _listing_of(kind: str) -> Callable[[], list[Row]]:
     if kind not in _LISTINGS:
-        fix = did_you_mean(kind, _LISTINGS)
+        sections = (each for each in _SECTIONS if kind.removesuffix("s") in (row["name"] for row in listing(each)))
+        section = next(sections, None)
+        fix = did_you_mean(kind, _LISTINGS) if section is None else f"run `simplan show {section}`, which has its values"
         raise SpecError(Problem(field="KIND", value=kind, rule="is not something to show", fix=fix))
     return _LISTINGS[kind]
 
@@ -263,6 +271,8 @@ _LISTINGS: dict[str, Callable[[], list[Row]]] = {
     "search-space": search_space,
     "expect": expectation_fields,
 }
+_SECTIONS = ("training", "plan", "model", "cluster")
+"""Kinds whose rows are keys of a scenario."""
 _ENTRIES: dict[str, Callable[[str], Any]] = {
     "devices": catalog.device,
     "links": catalog.link,

@@ -20,12 +20,14 @@ from simplan.cli.terminal.scenario_request import ScenarioRequest
 from simplan.cluster.machine import THIS_MACHINE
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import NoFeasiblePlanError, Problem, SpecError, did_you_mean
+from simplan.explain import difference, explain
 from simplan.interop.formats import changed_settings
 from simplan.io import read_yaml, write_text
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
 from simplan.problems import parse_model
+from simplan.report.explanation import main_reason
 from simplan.report.search import search_plan_words, search_text, search_verdict
 from simplan.report.text import verdict
 from simplan.scenario import Scenario, SearchScenario, load_scenario, load_search, plan_document
@@ -73,12 +75,6 @@ def search_command(
     request: ScenarioRequest, *, as_json: bool, options: SearchOptions, calibration_file: Path | None
 ) -> int:
     """``simplan search``."""
-    if options.from_current and not request.is_file:
-        rule, fix = (
-            "compares with the plan of a file, and this is a model",
-            "write one with --write-scenario of predict",
-        )
-        raise SpecError(Problem(field="--from-current", value=str(request.source), rule=rule, fix=fix))
     scenario = request.search(from_current=options.from_current)
     command = f"simplan search {request.argument()}" + " --from-current" * options.from_current
     space = _space(scenario, options)
@@ -102,11 +98,12 @@ def search_command(
     result = replace(result, assumptions=scenario.assumptions)
     switch = _switch(scenario, result, calibration) if options.from_current else None
     if options.from_current and result.best is None and scenario.current is not None:
-        say(f"the plan of the file {verdict(predict(scenario.current.job, calibration=calibration))}")
+        say(f"the current plan {verdict(predict(scenario.current.job, calibration=calibration))}")
     if as_json:
         print_json(result.to_json() | ({} if switch is None else {"switch": switch.to_json()}))
     else:
-        text = search_text(result, _next(scenario, command, result, options), switch)
+        reason = "" if switch is None or not switch.changes else _reason(switch, calibration)
+        text = search_text(result, _next(scenario, request, command, result, options), switch, reason)
         line = search_verdict(result)
         print_result(text.replace(line, emphasize(line, result.best is not None), 1))
     if result.best is not None and options.save_plan is not None:
@@ -117,7 +114,7 @@ def search_command(
 
 
 def _switch(scenario: SearchScenario, result: SearchResult, calibration: Calibration | None) -> Switch | None:
-    """Comparison of the plan of the file with the best one; None if no plan fits."""
+    """Comparison of the current plan with the best one; None if no plan fits."""
     if scenario.current is None or result.best is None:
         return None
     before = scenario.current.job
@@ -127,6 +124,12 @@ def _switch(scenario: SearchScenario, result: SearchResult, calibration: Calibra
     else:
         changes = changed_keys(before, after)
     return Switch(predict(before, calibration=calibration), predict(after, calibration=calibration), changes)
+
+
+def _reason(switch: Switch, calibration: Calibration | None) -> str:
+    """Sentence on the main reason why the best plan is faster than the current one."""
+    before, after = (explain(each, calibration=calibration) for each in (switch.current, switch.best))
+    return main_reason(difference(before, after), "The step of the best plan")
 
 
 def slow_search(job: Job, space: SearchSpace) -> str:
@@ -263,14 +266,33 @@ def _save(
     say(f"wrote {file}")
 
 
-def _next(scenario: SearchScenario, command: str, result: SearchResult, options: SearchOptions) -> list[str]:
+def _next(
+    scenario: SearchScenario, request: ScenarioRequest, command: str, result: SearchResult, options: SearchOptions
+) -> list[str]:
     if result.best is None:
         return []
+    why_not = [] if options.from_current else _why_not(request, result)
     if options.save_plan is None:
         others = [f"{command} --save-plan plan-2.yaml --rank 2"] if len(result.ranked) > 1 else []
-        return [f"{command} --save-plan plan.yaml", *others]
+        return [f"{command} --save-plan plan.yaml", *others, *why_not]
     here = scenario.job.cluster.id == THIS_MACHINE
-    return [f"simplan {command} {options.save_plan}" for command in ("predict", *(["run"] if here else []))]
+    return [
+        *(f"simplan {command} {options.save_plan}" for command in ("predict", *(["run"] if here else []))),
+        *why_not,
+    ]
+
+
+def _why_not(request: ScenarioRequest, result: SearchResult) -> list[str]:
+    """Command that compares a plan with the best one, with the degrees of another ranked plan; empty without any."""
+    best = result.ranked[0].plan
+    for plan in (ranked.plan for ranked in result.ranked[1:]):
+        if (plan.tp, plan.pp) != (best.tp, best.pp) and not any(key.startswith("plan.") for key in request.overrides):
+            other = request.with_overrides({"plan.tp": plan.tp, "plan.pp": plan.pp})
+            return [
+                "why another plan is slower, here with the degrees of one of the ranking:",
+                f"simplan search {other.argument()} --from-current",
+            ]
+    return []
 
 
 def scenarios_to_time(file: Path) -> list[Scenario]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from simplan.explain.term import ExplainedTerm
 
 _CATEGORIES = ("compute", "recompute", "exposed communication", "wait", "host", "optimizer")
 """Groups of terms that sum to the step time."""
+
+_NUM_RANKS = re.compile(r" over \d+ ranks")
 
 _EQUAL = 1e-3
 """Relative difference below which step times are equal."""
@@ -112,11 +115,12 @@ def _lined_up(first: Iterable[ExplainedTerm], second: Iterable[ExplainedTerm]) -
     """Rows by group, largest difference first; terms of the same name are summed.
 
     Layers are cut at their collectives (``block forward: q to proj``), so that plans may have other parts. The parts of
-    a layer are summed where the two sides have different ones.
+    a layer are summed where the two sides have different ones. So are collectives of one kind and axis, if the two
+    sides have groups of other sizes: 4.4 s over 4 ranks that become 10.3 s over 8 ranks are 5.9 s more.
     """
     first, second = tuple(first), tuple(second)
-    parts = [_parts_by_layer(side) for side in (first, second)]
-    differ = {layer for layer in parts[0].keys() & parts[1].keys() if parts[0][layer] != parts[1][layer]}
+    parts = [_names_by_whole(side) for side in (first, second)]
+    differ = {whole for whole in parts[0].keys() & parts[1].keys() if parts[0][whole] != parts[1][whole]}
     ones, others = _by_name(first, differ), _by_name(second, differ)
     groups = list(dict.fromkeys(group for group, _ in (*ones, *others)))
     rows = []
@@ -139,22 +143,22 @@ def _lined_up(first: Iterable[ExplainedTerm], second: Iterable[ExplainedTerm]) -
 def _by_name(
     terms: Iterable[ExplainedTerm], merged: Collection[tuple[str, str]]
 ) -> dict[tuple[str, str], list[ExplainedTerm]]:
-    """Terms by group and name, or by group and layer for layers in ``merged``."""
+    """Terms by group and name, or by group and whole for wholes in ``merged``."""
     found: dict[tuple[str, str], list[ExplainedTerm]] = {}
     for term in terms:
-        layer = (term.group, _layer(term))
-        found.setdefault(layer if layer in merged else (term.group, term.name), []).append(term)
+        whole = (term.group, _whole(term))
+        found.setdefault(whole if whole in merged else (term.group, term.name), []).append(term)
     return found
 
 
-def _parts_by_layer(terms: Iterable[ExplainedTerm]) -> dict[tuple[str, str], set[str]]:
-    """Names of the terms of each group and layer."""
+def _names_by_whole(terms: Iterable[ExplainedTerm]) -> dict[tuple[str, str], set[str]]:
+    """Names of the terms of each group and whole."""
     found: dict[tuple[str, str], set[str]] = {}
     for term in terms:
-        found.setdefault((term.group, _layer(term)), set()).add(term.name)
+        found.setdefault((term.group, _whole(term)), set()).add(term.name)
     return found
 
 
-def _layer(term: ExplainedTerm) -> str:
-    """Name without the part of the layer."""
-    return term.name.partition(": ")[0]
+def _whole(term: ExplainedTerm) -> str:
+    """Name without the part of the layer, or of a collective without the size of its group."""
+    return _NUM_RANKS.sub("", term.name).partition(": ")[0]

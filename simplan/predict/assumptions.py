@@ -9,9 +9,14 @@ from simplan.cost.model import Provenance
 from simplan.cost.program_costs import ProgramCosts
 from simplan.job import Job
 from simplan.model.families import FAMILIES
+from simplan.prediction import RankMemory
+from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind
 from simplan.software.software import SoftwareSpec
 from simplan.units import counted, format_bytes, format_percent
+
+_LARGE_BUFFERS = 0.1
+"""Fraction of the peak memory above which communication buffers are explained."""
 
 
 def assumptions(job: Job, program_costs: ProgramCosts, short_bytes: int) -> tuple[str, ...]:
@@ -145,6 +150,26 @@ def _of_offload(job: Job) -> Iterator[str]:
             "the optimizer runs at the bandwidth of the host's memory, of which ranks of a node have equal parts; that "
             "takes threads enough, and torchrun sets OMP_NUM_THREADS=1 unless it is given"
         )
+
+
+def buffer_assumption(job: Job, worst: RankMemory) -> tuple[str, ...]:
+    """Sentence on the communication buffers of a pipeline of torch; empty if they are at most 10 % of the memory.
+
+    Source: torch 2.13, pipelining/stage.py (``args_recv_info`` and ``grad_recv_info`` have an entry per microbatch) and
+    pipelining/schedules.py (sends are waited for after the last action).
+
+    Args:
+        worst: Memory of the peak-memory rank.
+    """
+    num_bytes = worst.by_category.get(MemoryCategory.BUFFERS, 0)
+    share = num_bytes / max(1, sum(worst.by_category.values()))
+    if job.plan.pp == 1 or not job.software.preallocated_receives or share <= _LARGE_BUFFERS:
+        return ()
+    return (
+        f"communication buffers take {format_bytes(num_bytes)} of rank {worst.rank}: torch's pipelining allocates a "
+        f"receive buffer for each of {job.num_microbatches} microbatches, forward and backward, before the first step, "
+        "and keeps tensors that were sent to the end of the step; Megatron-LM keeps neither",
+    )
 
 
 def padding_assumption(job: Job) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from simplan.model.packing import PackStatistics
 from simplan.model.recompute import recomputation, recompute_of
 from simplan.plan.plan import ParallelPlan, Recompute, StageAssignment
 from simplan.plan.schedules import is_custom_schedule
-from simplan.predict.assumptions import assumptions
+from simplan.predict.assumptions import assumptions, buffer_assumption
 from simplan.predict.build import MAX_DEALT_RANKS, deals_unequal_shards, expands_all, folding_of
 from simplan.predict.simulated import Simulated, interval_s, moved_durations_s
 from simplan.predict.truncated import Extent, TruncatedStep, predicted_extent
@@ -101,6 +101,7 @@ def predict_step(
         reference_s=_reference_s(step.cost, job),
         assumptions=(
             *assumptions(job, simulated.program_costs, max(m.short_bytes for m in memory) if fits else 0),
+            *buffer_assumption(job, max(memory, key=lambda each: each.device_bytes)),
             *_packing_assumptions(job, attention_s(job, step.assignment, step.tables[0], step.cost) / step_time_s),
             *_simulation_assumptions(job, extent, calibration),
         ),

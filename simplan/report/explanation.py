@@ -83,8 +83,12 @@ def difference_text(difference: Difference) -> str:
     )
 
 
-def main_reason(difference: Difference) -> str:
-    """One sentence: the category with most of the difference of the steps, and its largest term."""
+def main_reason(difference: Difference, step: str = "The second step") -> str:
+    """One sentence: the category with most of the difference of the steps, and its largest term.
+
+    Args:
+        step: Subject of the sentence, the step of the second explanation.
+    """
     reason = difference.main_category
     if reason is None:
         return "The step times are equal within 0.1 %."
@@ -92,7 +96,7 @@ def main_reason(difference: Difference) -> str:
     largest = max(terms, key=lambda row: row.difference * difference.step_time_s)
     term = f" (largest term: {largest.name}, {_signed(largest.difference, 's')})" if len(terms) > 1 else ""
     than = "longer" if difference.step_time_s > 0 else "shorter"
-    return f"The second step is {than} mainly because of {reason.name}: {_signed(reason.difference, 's')}{term}."
+    return f"{step} is {than} mainly because of {reason.name}: {_signed(reason.difference, 's')}{term}."
 
 
 def _table(rows: Iterable[DifferenceRow]) -> str:

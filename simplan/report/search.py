@@ -102,11 +102,15 @@ def headroom_words(result: SearchResult) -> str:
     return f"{100 * free:.3g} % of the device memory is kept free; {left_out}"
 
 
-def switch_text(switch: Switch) -> str:
-    """Change from the plan that runs today to the best one: settings, gain, certainty and cost."""
+def switch_text(switch: Switch, reason: str = "") -> str:
+    """Change from the plan that runs today to the best one: settings, gain, certainty and cost.
+
+    Args:
+        reason: Sentence on the main reason of the difference; empty if it is unknown.
+    """
     before, after = switch.current, switch.best
     if not switch.changes:
-        return "The plan of the file is the best one"
+        return "The current plan is the best one"
     change = switch.step_time_change
     fraction, pairs = switch.right_order
     has_options = any(each.key.startswith("software.") for each in switch.changes)
@@ -114,7 +118,8 @@ def switch_text(switch: Switch) -> str:
     faster = f"{abs(change):.1%} {'less' if change < 0 else 'more'}".replace("%", " %")
     low, high = (" to ".join(map(format_time, each.step_time_interval_s)) for each in (before, after))
     lines = [
-        f"From the plan of the file to the best one: {faster} time a step",
+        f"From the current plan to the best one: {faster} time a step",
+        *([f"  why          {reason}"] if reason else []),
         f"  step time    {format_time(before.step_time_s)} ({low}) -> {format_time(after.step_time_s)} ({high})",
         f"  memory       {format_bytes(before.worst_memory.device_bytes)} ({before.memory_verdict}) -> "
         f"{format_bytes(after.worst_memory.device_bytes)} ({after.memory_verdict})",
@@ -140,15 +145,18 @@ def _word(value: object) -> str:
     return value if isinstance(value, str) else render_value(value)
 
 
-def search_text(result: SearchResult, next_steps: Iterable[str] = (), switch: Switch | None = None) -> str:
+def search_text(
+    result: SearchResult, next_steps: Iterable[str] = (), switch: Switch | None = None, reason: str = ""
+) -> str:
     """Full search report as text.
 
     Args:
         result: Result of the search.
         next_steps: Commands to suggest at the end.
         switch: Comparison with the plan that runs today; None for none.
+        reason: Main reason of the difference of the two plans, as for ``switch_text``.
     """
-    parts = [f"{result.name}: {search_verdict(result)}", *([] if switch is None else [switch_text(switch)])]
+    parts = [f"{result.name}: {search_verdict(result)}", *([] if switch is None else [switch_text(switch, reason)])]
     if result.best is not None:
         shown = list(_best(result.best, result))
         if links := links_words(result.links):
@@ -193,7 +201,9 @@ def _best(best: RankedPlan, result: SearchResult) -> Iterator[str]:
     if best.headroom_bytes is not None:
         usable = best.device_bytes + best.headroom_bytes
         share = format_percent(best.headroom_bytes / usable)
-        headroom = f" of {format_bytes(usable)}, {format_bytes(best.headroom_bytes)} ({share}) headroom"
+        kept = result.max_memory_fraction
+        of_all = f" ({100 * kept:.3g} % of {format_bytes(usable / kept)})" if kept < 1 else ""
+        headroom = f" of {format_bytes(usable)}{of_all}, {format_bytes(best.headroom_bytes)} ({share}) headroom"
     yield f"  memory       {rank} needs {format_bytes(best.device_bytes)}{headroom}"
     if why is not None and why.memory_verdict is not None:
         yield f"  {'':11}  {why.memory_verdict}: {memory_interval(why.device_interval_bytes)}"

@@ -75,16 +75,19 @@ def short_of_reserve(short_bytes: int) -> str:
     )
 
 
-def prediction_text(prediction: Prediction, next_steps: Iterable[str] = (), fixes: Sequence[Fix] = ()) -> str:
+def prediction_text(
+    prediction: Prediction, next_steps: Iterable[str] = (), fixes: Sequence[Fix] = (), warning: str = ""
+) -> str:
     """Full report of a prediction as text.
 
     Args:
         prediction: A prediction.
         next_steps: Commands to suggest at the end.
         fixes: Changes with which the job fits.
+        warning: Sentence below the verdict; empty for none.
     """
     parts = [
-        f"{prediction.name}: {verdict(prediction)}",
+        f"{prediction.name}: {verdict(prediction)}" + (f"\n{warning}" if warning else ""),
         "\n".join(_headline(prediction)),
         "\n".join(_inputs_of_job(prediction)),
         _split_table(prediction),
@@ -105,7 +108,7 @@ def predictions_text(predictions: Sequence[Prediction]) -> str:
     Plans of one job have the certainty of their order (``certainty_of_order``).
     """
     headers = ["scenario", "step time", "90 % interval", "MFU", "peak memory", "90 % interval", "verdict", "limited by"]
-    orders = ["" if each is None else f"{100 * each[0]:.0f} % of {each[1]}" for each in certainty_of_order(predictions)]
+    orders = ["" if each is None else f"{100 * each[0]:.0f} % of {each[1]} pairs" for each in certainty_of_order(predictions)]
     has_cost = any(each.training_run is not None for each in predictions)
     if has_cost:
         headers[3:3] = ["days", "cost"]
@@ -166,18 +169,19 @@ def _limits(prediction: Prediction) -> str:
 
 
 def fixes_table(fixes: Sequence[Fix]) -> str:
-    """Table of changes: peak memory, headroom and step time of each."""
+    """Table of changes: peak memory, headroom, verdict and step time of each."""
     rows = [
         [
             fix.words,
             format_bytes(fix.device_bytes),
             format_bytes(fix.headroom_bytes),
+            fix.memory_verdict or "?",
             format_time(fix.step_time_s),
             f"{100 * fix.step_time_change:+.1f} %",
         ]
         for fix in fixes
     ]
-    return format_table_text(["change", "peak memory", "headroom", "step time", "vs now"], rows)
+    return format_table_text(["change", "peak memory", "headroom", "verdict", "step time", "vs now"], rows)
 
 
 def suggestions(next_steps: Iterable[str]) -> list[str]:
@@ -325,7 +329,8 @@ def links_words(links: Mapping[str, Mapping[str, Any] | None]) -> str:
         per_node, each, cards = inter["bytes_per_s_per_node"], inter["bytes_per_s_per_device"], inter["nics_per_node"]
         gbit = f"{cards} x {per_node * 8e-9 / cards:g}" if cards else f"{per_node * 8e-9:g}"
         shared = counted(round(per_node / each), "device")
-        words.append(f"inter-node {inter['name']}: {gbit} Gbit/s per node shared by {shared}, {format_rate(each)} each")
+        name = inter["name"] if inter["name"] != f"network-{each * 8e-9:g}gbit" or cards else "network (InfiniBand or RoCE)"
+        words.append(f"inter-node {name}: {gbit} Gbit/s per node shared by {shared}, {format_rate(each)} each")
     return "; ".join(words)
 
 

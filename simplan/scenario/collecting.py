@@ -51,7 +51,7 @@ class Sections:
         if examples is not None:
             problems = tuple(_with_examples(problems, examples, path)) or problems
         left = _without_consequences(problems, data, path) if isinstance(data, dict) else problems
-        named = [_named_unmodeled(problem) for problem in left]
+        named = [_named_unmodeled(problem, data) for problem in left]
         self._keep([problem for problem in named if problem not in left], modelled=False)
         self._keep([problem for problem in named if problem in left], modelled=True)
         return result
@@ -112,12 +112,18 @@ class Sections:
             self._all_unmodelled = False
 
 
-def _named_unmodeled(problem: Problem) -> Problem:
-    """The problem, in the words of the technique if its unknown key or value names one that is not modeled yet."""
+def _named_unmodeled(problem: Problem, data: Any) -> Problem:
+    """The problem, in the words of the technique if its unknown key or value names one that is not modeled yet.
+
+    Args:
+        data: The section, with the value of an unknown key: ``sync: local_sgd``.
+    """
     if not problem.rule.startswith("is not a known"):
         return problem
     word = problem.field.rpartition(".")[2] if problem.value is None else problem.value.strip('"')
     record = unmodeled(word)
+    if record is None and problem.value is None and isinstance(data, dict):
+        record = unmodeled(str(data.get(word)))
     return problem if record is None else replace(problem, rule=f"{record.what} not modeled yet", fix=record.fix)
 
 

@@ -218,8 +218,16 @@ def evaluate(expectation: Expectation, prediction: Mapping[str, Any]) -> CheckRe
     passed = actual is not None and _holds(expectation, actual)
     shown = "unknown" if actual is None else str(actual).lower() if isinstance(actual, bool) else f"{actual:.6g}"
     unit = f" {metric.unit}" if metric.unit and actual is not None else ""
-    message = f"{expectation.metric} is {shown}{unit}, expected {expectation.rule()}"
+    needs = _needs(prediction) if expectation.metric in ("fits", "fits_safely") else ""
+    message = f"{expectation.metric} is {shown}{unit}{needs}, expected {expectation.rule()}"
     return CheckResult(expectation, actual, passed, message)
+
+
+def _needs(prediction: Mapping[str, Any]) -> str:
+    """Device memory that the worst rank needs, and that it has."""
+    capacity_gib = prediction["capacity_gib"]
+    of = "" if capacity_gib is None else f" of {capacity_gib:.2f} GiB"
+    return f" (rank {prediction['worst_rank']} needs {prediction['peak_memory_gib']['device']:.2f} GiB{of})"
 
 
 def _holds(expectation: Expectation, actual: float | bool) -> bool:

@@ -54,6 +54,7 @@ class Scenario:
         file: File of the scenario; None when the scenario was made in code.
         budget: Length and price of the full training.
         assumptions: Sentences about values that were not given.
+        plan_is_assumed: True if a degree of data parallelism was not given, and all others are 1.
 
     Raises:
         SpecError: The job violates rules; the error lists all violations.
@@ -65,6 +66,7 @@ class Scenario:
     file: str | None = None
     budget: TrainingBudget = field(default_factory=TrainingBudget)
     assumptions: tuple[str, ...] = ()
+    plan_is_assumed: bool = False
 
     def __repr__(self) -> str:
         """Name and job, in one line."""

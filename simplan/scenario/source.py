@@ -156,7 +156,9 @@ class Source:
             scenario = scenario_of(self.parts(), file.resolve().parent)
         except SpecError as error:
             raise self._as_typed(error) from None
-        return replace(scenario, assumptions=self.notes)
+        assumed = any(assumption.key in ("plan.dp_shard", "plan.dp_replicate") for assumption in self.assumptions)
+        plan = scenario.job.plan
+        return replace(scenario, assumptions=self.notes, plan_is_assumed=assumed and plan.num_devices == plan.dp)
 
     def search(self) -> SearchScenario:
         """Search of the document.

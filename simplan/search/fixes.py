@@ -13,7 +13,7 @@ from simplan.job import Job
 from simplan.plan.plan import DEPENDENT
 from simplan.predict import predict
 from simplan.predict.step_summary import evaluate_step
-from simplan.prediction import Prediction
+from simplan.prediction import MemoryVerdict, Prediction
 from simplan.problems import render_value
 from simplan.rules import RULES, SEARCH_RULES, violations
 from simplan.units import GIB
@@ -44,6 +44,7 @@ class Fix:
             baseline.
         device_bytes: Device memory of the worst rank after the change.
         headroom_bytes: Device memory that the worst rank leaves free.
+        memory_verdict: Verdict on that rank; ``fits, tight`` if its 90 % interval ends above the device memory.
     """
 
     changes: Mapping[str, Any]
@@ -52,6 +53,7 @@ class Fix:
     step_time_change: float
     device_bytes: int
     headroom_bytes: int
+    memory_verdict: MemoryVerdict | None
 
     @property
     def words(self) -> str:
@@ -72,6 +74,7 @@ class Fix:
             "step_time_change": self.step_time_change,
             "peak_memory_gib": {"device": self.device_bytes / GIB},
             "headroom_gib": self.headroom_bytes / GIB,
+            "memory_verdict": self.memory_verdict,
         }
 
 
@@ -132,6 +135,7 @@ def fixes(
                     step_time_change=step_time_s / prediction.step_time_s - 1,
                     device_bytes=device_bytes,
                     headroom_bytes=capacity - device_bytes,
+                    memory_verdict=changed.memory_verdict,
                 )
             )
     return _shown([fix for fix in found if not any(_dominates(other, fix) for other in found)], top)

@@ -75,7 +75,7 @@ OVERRIDES = (
         ("--gbit-per-node",),
         "cluster.inter_link_gbit_per_node",
         int,
-        "Network of a node in Gbit/s, e.g. 10 for 10 GbE.",
+        "InfiniBand or RoCE of a node in Gbit/s; for 10 GbE with TCP: --set cluster.inter_link=tcp-10gbit.",
     ),
     Override(("--num-nodes",), "cluster.num_nodes", int, "Number of nodes."),
     Override(("--num-devices", "--gpus"), "cluster.num_devices", int, "Number of devices, instead of nodes."),
@@ -181,13 +181,18 @@ class ScenarioRequest:
         """The search; writes it to the file of ``--write-scenario``.
 
         Args:
-            from_current: True to start from the plan of SCENARIO.
+            from_current: True to start from the plan of SCENARIO; from that of the options if SCENARIO has none.
 
         Raises:
             SpecError: See ``scenario``.
         """
         from simplan.scenario.source import read_source
 
+        if from_current and not self._has_plan:
+            current = read_source(str(self.source), self.overrides, self.names).scenario()
+            others = {key: value for key, value in self.overrides.items() if not key.startswith("plan.")}
+            request = replace(self, overrides=others).with_batch(current.job.training.global_batch_size)
+            return replace(request.search(), current=current)
         overrides = self.overrides_for(searches=True)
         source = read_source(
             str(self.source), *overrides, searches=True, from_current=from_current, framework=self.framework
@@ -218,6 +223,18 @@ class ScenarioRequest:
                 moved = f"search.{name}" if in_search else key
             overrides[moved], names[moved] = value, self.names[key]
         return overrides, names
+
+    @property
+    def _has_plan(self) -> bool:
+        """False for a model, and for a scenario file with ``search`` in place of ``plan``."""
+        from simplan.io import read_yaml
+
+        if not self.is_file:
+            return False
+        if self.source.suffix not in (".yaml", ".yml"):
+            return True
+        data = read_yaml(self.source).data
+        return not isinstance(data, dict) or "plan" in data or "search" not in data
 
     def _write(self, source: Source) -> None:
         if self.write is None:
