@@ -164,7 +164,7 @@ def _listing_of(kind: str) -> Callable[[], list[Row]]:
     if kind not in _LISTINGS:
         sections = (each for each in _SECTIONS if kind.removesuffix("s") in (row["name"] for row in listing(each)))
         section = next(sections, None)
-        fix = did_you_mean(kind, _LISTINGS) if section is None else f"run `simplan show {section}`, which has its values"
+        fix = f"run `simplan show {section}`, which has its values" if section else did_you_mean(kind, _LISTINGS)
         raise SpecError(Problem(field="KIND", value=kind, rule="is not something to show", fix=fix))
     return _LISTINGS[kind]
 

@@ -284,15 +284,16 @@ def _next(
 
 def _why_not(request: ScenarioRequest, result: SearchResult) -> list[str]:
     """Command that compares a plan with the best one, with the degrees of another ranked plan; empty without any."""
-    best = result.ranked[0].plan
-    for plan in (ranked.plan for ranked in result.ranked[1:]):
-        if (plan.tp, plan.pp) != (best.tp, best.pp) and not any(key.startswith("plan.") for key in request.overrides):
-            other = request.with_overrides({"plan.tp": plan.tp, "plan.pp": plan.pp})
-            return [
-                "why another plan is slower, here with the degrees of one of the ranking:",
-                f"simplan search {other.argument()} --from-current",
-            ]
-    return []
+    names = ("tp", "pp", "dp_replicate")
+    degrees = [{f"plan.{name}": getattr(ranked.plan, name) for name in names} for ranked in result.ranked]
+    other = next((each for each in degrees if each != degrees[0]), None)
+    if other is None or any(key.startswith("plan.") for key in request.overrides):
+        return []
+    changes = {key: degree for key, degree in other.items() if degree > 1} or {"plan.tp": 1}
+    return [
+        "why another plan is slower, here with the degrees of one of the ranking:",
+        f"simplan search {request.with_overrides(changes).argument()} --from-current",
+    ]
 
 
 def scenarios_to_time(file: Path) -> list[Scenario]:

@@ -21,7 +21,8 @@ _MAX_ROWS = 10_000
 def sweep(job: Job, settings: Mapping[str, Sequence[Any]], *, calibration: Calibration | None = None) -> pd.DataFrame:
     """Predict a job for every combination of values of some settings.
 
-    Columns: one per setting; ``step_time_s`` with its 90 % interval ``step_time_low_s`` and ``step_time_high_s``;
+    Columns: one per setting; ``seq_len``, unless it is a setting; ``step_time_s`` with its 90 % interval
+    ``step_time_low_s`` and ``step_time_high_s``;
     ``tokens_per_s_per_device``, ``mfu``, ``device_gib`` (memory of the worst rank), ``fits``, ``memory_verdict`` and
     ``error``. Impossible combinations have the violated rule as ``error``, and no numbers. Settings that are not swept
     keep their values, except that data-parallel ranks take all devices that another degree leaves: ``plan.dp_shard`` or
@@ -53,7 +54,8 @@ def sweep(job: Job, settings: Mapping[str, Sequence[Any]], *, calibration: Calib
             several = names.split()
             changes |= dict(zip(several, value if len(several) > 1 else (value,), strict=True))
         changes |= _data_parallel(job, changes)
-        rows.append(changes | _figures(job, changes, calibration))
+        length = {} if "model.seq_len" in changes else {"seq_len": job.with_changes(changes).model.seq_len}
+        rows.append(changes | length | _figures(job, changes, calibration))
     return pd.DataFrame(rows)
 
 

@@ -108,7 +108,8 @@ def predictions_text(predictions: Sequence[Prediction]) -> str:
     Plans of one job have the certainty of their order (``certainty_of_order``).
     """
     headers = ["scenario", "step time", "90 % interval", "MFU", "peak memory", "90 % interval", "verdict", "limited by"]
-    orders = ["" if each is None else f"{100 * each[0]:.0f} % of {each[1]} pairs" for each in certainty_of_order(predictions)]
+    certainties = certainty_of_order(predictions)
+    orders = ["" if each is None else f"{100 * each[0]:.0f} % of {each[1]} pairs" for each in certainties]
     has_cost = any(each.training_run is not None for each in predictions)
     if has_cost:
         headers[3:3] = ["days", "cost"]
@@ -329,7 +330,8 @@ def links_words(links: Mapping[str, Mapping[str, Any] | None]) -> str:
         per_node, each, cards = inter["bytes_per_s_per_node"], inter["bytes_per_s_per_device"], inter["nics_per_node"]
         gbit = f"{cards} x {per_node * 8e-9 / cards:g}" if cards else f"{per_node * 8e-9:g}"
         shared = counted(round(per_node / each), "device")
-        name = inter["name"] if inter["name"] != f"network-{each * 8e-9:g}gbit" or cards else "network (InfiniBand or RoCE)"
+        has_number_of_share = not cards and inter["name"] == f"network-{each * 8e-9:g}gbit"
+        name = "network (InfiniBand or RoCE)" if has_number_of_share else inter["name"]
         words.append(f"inter-node {name}: {gbit} Gbit/s per node shared by {shared}, {format_rate(each)} each")
     return "; ".join(words)
 
