@@ -120,6 +120,7 @@ def test_a_sweep_is_a_prediction_for_each_combination(job: simplan.Job) -> None:
         assert table["step_time_s"][row] == alone.step_time_s
         assert table["fits"][row] == alone.fits
         assert table["error"][row] == ""
+    assert table["seq_len"].tolist() == [8192] * 4
     assert pd.isna(table["step_time_s"][1])
     assert "must be a multiple of dp x microbatch_size = 8 x 3" in table["error"][1]
     alone = simplan.sweep(job, {"plan.tp": [1, 2, 16, 3]})  # shards fill the devices, where they can

@@ -167,8 +167,8 @@ def buffer_assumption(job: Job, worst: RankMemory) -> tuple[str, ...]:
         return ()
     return (
         f"communication buffers take {format_bytes(num_bytes)} of rank {worst.rank}: torch's pipelining allocates a "
-        f"receive buffer for each of {job.num_microbatches} microbatches, forward and backward, before the first step, "
-        "and keeps tensors that were sent to the end of the step; Megatron-LM keeps neither",
+        f"receive buffer for each of {job.num_microbatches} microbatches from each neighboring stage before the first "
+        "step, and keeps sent tensors to the end of the step; Megatron-LM does neither",
     )
 
 

@@ -263,6 +263,14 @@ def test_show_lists_and_details(kind: str, simplan: Simplan) -> None:
     assert json.loads(simplan("show", kind, name, "--json").stdout)["entry"]
 
 
+def test_show_takes_a_singular_and_leads_from_a_key_to_its_section(simplan: Simplan) -> None:
+    assert simplan("show", "device").stdout == simplan("show", "devices").stdout
+    assert simplan("show", "schedule", "1f1b").stdout == simplan("show", "schedules", "1f1b").stdout
+    for kind, section in (("optimizers", "training"), ("precision", "training"), ("recompute", "plan")):
+        refused(simplan("show", kind), f"KIND = {kind}: is not something to show; run `simplan show {section}`")
+    assert "adamw" in simplan("show", "training").stdout
+
+
 def test_show_scenario_ends_with_a_file_that_works(simplan: Simplan, tmp_path: Path) -> None:
     text = simplan("show", "scenario").stdout
     for section in ("name", "model", "cluster", "training", "software", "plan", "search", "expect"):

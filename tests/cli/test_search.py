@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -358,4 +359,29 @@ def test_a_search_from_the_plan_of_today_says_what_to_change(simplan: Simplan, t
     assert "plan.tp 8 -> " in text
     assert "can be resharded" in text
     file.write_text(TODAY.replace("{tp: 8}", json.dumps({k: v for k, v in best["plan"].items() if v is not None})))
-    assert "The plan of the file is the best one" in simplan(*arguments).stdout
+    assert "The current plan is the best one" in simplan(*arguments).stdout
+
+
+def test_a_search_from_the_plan_of_options_says_why_it_is_slower(simplan: Simplan, tmp_path: Path) -> None:
+    """The command is the last one of the report without a plan; the reason is that of ``explain``."""
+    job = ["llama3-8b", "--gpus", "8", "--global-batch-size", "16", "--software", "megatron-core"]
+    plain = simplan("search", *job).stdout
+    *_, heading, command = plain.splitlines()
+    assert heading.strip().startswith("why another plan is slower")
+    assert re.search(r"needs (\S+) GiB of 75\.67 GiB \(95 % of 79\.65 GiB\)", plain)
+    suggested = simplan(*shlex.split(command)[1:]).stdout
+    assert suggested.splitlines()[:4] == plain.splitlines()[:4], "all plans are searched"
+    assert "From the current plan to the best one" in suggested
+    document = json.loads(simplan("search", *job, "--tp", "8", "--from-current", "--json").stdout)
+    assert document["switch"]["current"]["plan"]["tp"] == 8
+    assert document["best"]["plan"]["tp"] < 8
+    text = simplan("search", *job, "--tp", "8", "--from-current", "--save-plan", tmp_path / "best.yaml").stdout
+    simplan("predict", *job, "--tp", "8", "--write-scenario", tmp_path / "mine.yaml")
+    explained = simplan("explain", tmp_path / "mine.yaml", tmp_path / "best.yaml").stdout.splitlines()[1]
+    reason = explained.removeprefix("The second step")
+    assert f"  why          The step of the best plan{reason}" in text.splitlines()
+    file = tmp_path / "space.yaml"
+    file.write_text(TODAY.replace("plan: {tp: 8}", "search: {pp: [1]}"))
+    of_file = json.loads(simplan("search", file, "--tp", "4", "--pp", "2", "--from-current", "--json").stdout)
+    assert of_file["switch"]["current"]["plan"]["pp"] == 2
+    assert of_file["best"]["plan"]["pp"] == 1, "the ranges of the file hold"

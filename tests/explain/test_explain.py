@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from simplan import catalog
-from simplan.explain import Explanation, difference, explain
+from simplan.explain import ExplainedTerm, Explanation, difference, explain
 from simplan.explain.term import exposed_s
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import Simulated, predict_step
@@ -166,3 +167,24 @@ def test_microbatches_in_flight_are_named_at_the_peak() -> None:
     explanation = explain(*predicted(plan))
     (activations,) = [part for part in explanation.memory if part.name == "activations"]
     assert "2 microbatches of stage 0 x" in activations.formula
+
+
+def test_collectives_over_other_groups_are_one_row(explained: dict[str, Explanation]) -> None:
+    """4.4 s over 4 ranks that become 10.3 s over 8 are 5.9 s more, and not +10.3 s and -4.4 s."""
+
+    def with_gathers(num_ranks: int, seconds: float) -> Explanation:
+        name = f"all_gather over {num_ranks} ranks (tensor_parallel)"
+        terms = (
+            ExplainedTerm("exposed communication", name, seconds, "s", f"of {num_ranks}"),
+            ExplainedTerm("exposed communication", "all_reduce over 2 ranks (data_parallel)", 0.1, "s", ""),
+        )
+        return replace(explained["ddp"], time=terms, step_time_s=seconds + 0.1)
+
+    found = difference(with_gathers(4, 4.4), with_gathers(8, 10.3))
+    assert [row.name for row in found.time] == [
+        "all_gather (tensor_parallel)",
+        "all_reduce over 2 ranks (data_parallel)",
+    ]
+    assert found.time[0].difference == pytest.approx(5.9)
+    assert (found.time[0].first_formula, found.time[0].second_formula) == ("of 4", "of 8")
+    assert "(largest term: all_gather (tensor_parallel), +5.900 s)" in difference_text(found)

@@ -144,6 +144,19 @@ def test_whole_gradients_under_fsdp_are_noted() -> None:
         assert f"sharded gradients are reduced after each of 4 microbatches, {how}" in each.assumptions
 
 
+def test_large_communication_buffers_are_explained() -> None:
+    """The last rank peaks in its last backward: 64 receive buffers and 63 sent gradients, 4 bytes an element."""
+    plan, start = {"pp": 4, "recompute": "full"}, "communication buffers take "
+    many = predict(job_of("gpt2-124m", plan, num_microbatches=64))
+    [text] = [text for text in many.assumptions if text.startswith(start)]
+    assert text.startswith(f"{start}381.0 MiB of rank 3: ")
+    assert "for each of 64 microbatches from each neighboring stage" in text
+    assert many.worst_memory.by_category[MemoryCategory.BUFFERS] == (64 + 63) * 1024 * 768 * 4
+    assert not any(text.startswith(start) for text in assumptions(plan=plan, num_microbatches=4))
+    megatron = assumptions(plan=plan, num_microbatches=64, software="megatron-core")
+    assert not any(text.startswith(start) for text in megatron)
+
+
 @pytest.mark.parametrize("software", ["torch", "megatron-core"])
 def test_fp16_says_what_of_the_loss_scaler_is_missing(software: str) -> None:
     for precision in ("fp16", "bf16"):

@@ -25,6 +25,7 @@ PREDICTION: dict[str, Any] = {
     "host_memory_gib": {"rank": 1.0, "node": 2.0, "capacity": None},
     "host_fits": True,
     "worst_rank": 3,
+    "capacity_gib": 16.0,
     "num_microbatches": 8,
     "ranks": [
         {"rank": 2, "activations_in_flight": {"0": 4}, "memory_gib": {}},
@@ -83,7 +84,7 @@ def test_messages() -> None:
     assert message(metric="peak_memory_gib", min=1, max=8) == (
         "peak_memory_gib is 12 GiB, expected at least 1 and at most 8"
     )
-    assert message(metric="fits", value=False) == "fits is true, expected false"
+    assert message(metric="fits", value=False) == ("fits is true (rank 3 needs 12.00 GiB of 16.00 GiB), expected false")
     assert message(metric="mfu", min=0.4) == "mfu is unknown, expected at least 0.4"
 
 

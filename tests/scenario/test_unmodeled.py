@@ -33,6 +33,7 @@ def refusal(section: str, line: str) -> SpecError:
         ("plan", "parameter_server: 2", "plan.parameter_server: a parameter server is not modeled yet; use all-reduce"),
         ("plan", "gradient_compression: x", "plan.gradient_compression: gradient compression is not modeled yet; use "
          "plan.grad_dtype: bf16"),
+        ("training", "sync: local_sgd", "training.sync: local SGD is not modeled yet; use plan.grad_sync: step"),
         ("plan", "local_sgd: 8", "plan.local_sgd: local SGD is not modeled yet; use plan.grad_sync: step"),
         ("training", "diloco: {}", "training.diloco: DiLoCo is not modeled yet; "),
         ("cluster", "preemption: 0.1", "cluster.preemption: preemption is not modeled yet; "),

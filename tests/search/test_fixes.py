@@ -12,6 +12,7 @@ from simplan.errors import SpecError
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
 from simplan.predict import predict
+from simplan.report.text import fixes_table
 from simplan.scenario import scenario_from
 from simplan.search import SearchSpace, fixes, search
 from simplan.training import TrainingSpec
@@ -46,6 +47,8 @@ def test_every_fix_fits_as_written(job: Job) -> None:
         assert after.host_fits is not False
         assert after.worst_memory.short_bytes == 0
         assert (fix.step_time_s, fix.device_bytes) == (after.step_time_s, after.worst_memory.device_bytes)
+        assert fix.memory_verdict == after.memory_verdict
+        assert f" {after.memory_verdict} " in fixes_table([fix])
         assert fix.step_time_change == pytest.approx(after.step_time_s / before.step_time_s - 1)
     same = [fix.step_time_s for fix in found if not fix.more_devices and fix.job.training == job.training]
     assert same == sorted(same)

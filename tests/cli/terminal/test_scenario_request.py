@@ -37,6 +37,35 @@ def test_one_line_predicts_and_writes_its_scenario(simplan: Simplan, tmp_path: P
     refused(itself, "--write-scenario = one.yaml: is SCENARIO itself")
 
 
+def test_an_assumed_plan_that_waits_for_the_network_names_the_search(simplan: Simplan) -> None:
+    job = [
+        "llama3.2-1b",
+        "--device",
+        "rtx-4090",
+        "--gpus-per-node",
+        "4",
+        "--num-nodes",
+        "2",
+        "--gbit-per-node",
+        "10",
+        "--seq-len",
+        "512",
+    ]
+    text = simplan("predict", *job).stdout
+    _, warning, command, *_ = text.splitlines()
+    share = float(warning.partition("and ")[2].split(" %")[0])
+    assert warning == (f"The plan was assumed, and {share} % of the step is exposed communication. Find faster plans:")
+    [row] = [line for line in text.splitlines() if line.startswith("  0-7 ")][:1]
+    assert f" {share:.0f} %" in row
+    assert share > 50
+    best = json.loads(simplan(*shlex.split(command)[1:], "--json").stdout)["best"]
+    predicted = json.loads(simplan("predict", *job, "--json").stdout)
+    assert best["step_time_s"] < 0.7 * predicted["step_time_s"]
+    assert "inter-node network (InfiniBand or RoCE): 10 Gbit/s per node shared by 4 devices" in text
+    for words in ([*job, "--dp-shard", "8"], [*job, "--tp", "2"], ["llama3.2-1b", "--gpus", "8"]):
+        assert "was assumed" not in simplan("predict", *words).stdout
+
+
 def test_suggested_commands_have_the_options(simplan: Simplan) -> None:
     result = simplan("predict", "gpt2-124m", "--gpus", "2", "--set", "plan.recompute=full")
     assert "links        intra-node nvlink4, 450 GB/s per device\n" in result.stdout
