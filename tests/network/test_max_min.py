@@ -47,12 +47,13 @@ def exact_rates(usages: list[Usage], limits: list[float]) -> list[Fraction]:
 
 
 def test_fair_rates_of_bertsekas_and_gallager() -> None:
-    # Data Networks, 2nd edition, section 6.5.2, example 6.11: links 1 to 4 of capacity 1 along a line with a branch;
-    # sessions 1, 2, 3 share a link and have 1/3 each, session 4 shares with session 1 and has 2/3, session 5 has 1/3
-    sessions = [{0: (1.0, 1.0), 3: (1.0, 1.0)}, {0: (1.0, 1.0)}, {0: (1.0, 1.0)}, {3: (1.0, 1.0)}]
-    rates, bottleneck = rates_of(sessions, [np.inf] * 4)
-    assert rates == pytest.approx([1 / 3, 1 / 3, 1 / 3, 2 / 3], rel=1e-12)
-    assert bottleneck == [0, 0, 0, 3]
+    # Data Networks, 2nd edition, section 6.5.2: four links of capacity 1. Sessions 2, 3 and 5 fill the first shared link
+    # with 1/3 each; session 1 meets session 5 on the next and gets 2/3; session 4 has its link to itself
+    ac, bc, ce, de = range(4)
+    paths = [(ac, ce), (bc,), (bc,), (de,), (bc, ce)]
+    rates, bottleneck = rates_of([dict.fromkeys(path, (1.0, 1.0)) for path in paths], [np.inf] * 5)
+    assert rates == pytest.approx([2 / 3, 1 / 3, 1 / 3, 1.0, 1 / 3], rel=1e-12)
+    assert bottleneck == [ce, bc, bc, de, bc]
 
 
 _ENTRY = st.tuples(st.integers(1, 40).map(float), st.integers(1, 4).map(float))

@@ -1,0 +1,162 @@
+"""Use of links by communications: busy seconds of every link, and the arrays that the simulator shares links with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Floats = NDArray[np.float64]
+_Ints = NDArray[np.int32]
+_FULL = 1 + 1e-9
+"""Busy share of a link above which the communications that use it slow each other down."""
+
+
+class LinkUsage(NamedTuple):
+    """Links that one communication keeps busy.
+
+    Attributes:
+        links: ``(num_links,)`` Indices into ``Fabric.links``, each once.
+        seconds: ``(num_links,)`` Busy seconds: bytes over the bandwidth that the algorithm achieves on the link.
+        connections: ``(num_links,)`` Flows of the communication that cross the link.
+        fixed_s: Seconds of start and latency, which are not shared.
+        transfer_s: Seconds of the transfer alone, by the closed form of the algorithm.
+        num_bytes: ``(num_links,)`` Bytes that cross each link.
+    """
+
+    links: _Ints
+    seconds: _Floats
+    connections: _Floats
+    fixed_s: float
+    transfer_s: float
+    num_bytes: _Floats
+
+    def times(self, factor: float) -> LinkUsage:
+        """A part of the communication: as fast alone, with a fraction of its flows."""
+        return self._replace(
+            seconds=self.seconds * factor, connections=self.connections * factor, num_bytes=self.num_bytes * factor
+        )
+
+
+NO_LINKS = LinkUsage(*(np.zeros(0, kind) for kind in (np.int32, np.float64, np.float64)), 0.0, 0.0, np.zeros(0))
+
+
+def together(usages: Sequence[LinkUsage]) -> LinkUsage:
+    """Usage of equal communications of different groups that run at the same time, as one."""
+    links, where = np.unique(np.concatenate([usage.links for usage in usages]), return_inverse=True)
+    seconds, connections, num_bytes = (
+        np.bincount(where, np.concatenate([usage[field] for usage in usages]), len(links)) for field in (1, 2, 5)
+    )
+    first = usages[0]
+    return LinkUsage(links.astype(np.int32), seconds, connections, first.fixed_s, first.transfer_s, num_bytes)
+
+
+def in_sequence(usages: Sequence[LinkUsage]) -> LinkUsage:
+    """Usage of communications that one operation runs sequentially, as one with their mean load."""
+    links, where = np.unique(np.concatenate([usage.links for usage in usages]), return_inverse=True)
+    seconds, num_bytes = (
+        np.bincount(where, np.concatenate([usage[field] for usage in usages]), len(links)) for field in (1, 5)
+    )
+    connections = np.zeros(len(links))
+    np.maximum.at(connections, where, np.concatenate([usage.connections for usage in usages]))
+    fixed_s, transfer_s = (sum(usage[field] for usage in usages) for field in (3, 4))
+    return LinkUsage(links.astype(np.int32), seconds, connections, fixed_s, transfer_s, num_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinkUse:
+    """Links that the operations of a Program share.
+
+    Attributes:
+        num_links: Links of the fabric.
+        usage: ``(num_ops,)`` Usage of each operation, or of the meeting that it leads; -1 for no link.
+        fixed_share: ``(num_usages,)`` Share of a usage's time alone that transfers nothing.
+        transfer_s: ``(num_usages,)`` Seconds of the transfer alone.
+        first: ``(num_usages + 1,)`` Offsets of each usage into the arrays below.
+        link: Links of each usage, each once.
+        seconds: Busy seconds of these links.
+        connections: Connections on these links.
+        always: Usages of constant flows, such as those of other jobs.
+    """
+
+    num_links: int
+    usage: _Ints
+    fixed_share: _Floats
+    transfer_s: _Floats
+    first: _Ints
+    link: _Ints
+    seconds: _Floats
+    connections: _Floats
+    always: tuple[int, ...] = ()
+
+
+def link_use(
+    usages: Sequence[LinkUsage],
+    usage_of: NDArray[np.integer],
+    place: NDArray[np.integer],
+    num_links: int,
+    always: Sequence[LinkUsage] = (),
+) -> LinkUse:
+    """Returns the links that can be full, with the usages that cross them; other links slow no communication down.
+
+    Args:
+        usages: Different usages.
+        usage_of: ``(num_ops,)`` Index into ``usages`` of each operation; -1 for an operation that transfers nothing, or
+            that follows the leader of its meeting.
+        place: ``(num_ops,)`` Number of each operation's stream and rank: operations of one place never run together.
+        num_links: Links of the fabric.
+        always: Usages of constant flows, which transfer for the whole step.
+    """
+    every = [*usages, *always]
+    sizes = [len(usage.links) for usage in every]
+    owner = np.repeat(np.arange(len(every)), sizes)
+    link, seconds, connections = (
+        np.concatenate([np.zeros(0), *(usage[field] for usage in every)]) for field in (0, 1, 2)
+    )
+    link = link.astype(np.int32)
+    transfer_s, fixed_s = (np.array([usage[field] for usage in every], np.float64) for field in (4, 3))
+    share = np.divide(seconds, transfer_s[owner], out=np.zeros_like(seconds), where=transfer_s[owner] > 0)
+    crowded = _busiest(usage_of, place, owner, link, share, len(usages), num_links) > _FULL
+    kept = crowded[link] & (seconds > 0)
+    counts = np.bincount(owner[kept], minlength=len(every))
+    usage = np.where((usage_of >= 0) & (counts[usage_of] > 0), usage_of, -1).astype(np.int32)
+    alone_s = fixed_s + transfer_s
+    return LinkUse(
+        num_links,
+        usage,
+        np.divide(fixed_s, alone_s, out=np.zeros_like(fixed_s), where=alone_s > 0),
+        transfer_s,
+        np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        link[kept],
+        seconds[kept],
+        connections[kept],
+        tuple(index for index in range(len(usages), len(every)) if counts[index]),
+    )
+
+
+def _busiest(
+    usage_of: NDArray[np.integer],
+    place: NDArray[np.integer],
+    owner: NDArray[np.integer],
+    link: _Ints,
+    share: _Floats,
+    num_usages: int,
+    num_links: int,
+) -> _Floats:
+    """``(num_links,)`` Busy share of every link if all places that use it ran their largest communication together."""
+    uses = usage_of >= 0
+    pairs = np.unique(np.stack([place[uses].astype(np.int64), usage_of[uses].astype(np.int64)]), axis=1)
+    first = np.searchsorted(owner, np.arange(num_usages + 1))
+    counts = np.diff(first)[pairs[1]]
+    entries = np.repeat(first[pairs[1]] - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts) + np.arange(
+        counts.sum()
+    )
+    key = np.repeat(pairs[0], counts) * num_links + link[entries]
+    keys, where = np.unique(key, return_inverse=True)
+    largest = np.zeros(len(keys))
+    np.maximum.at(largest, where, share[entries])
+    constant = owner >= num_usages
+    return np.bincount(keys % num_links, largest, num_links) + np.bincount(link[constant], share[constant], num_links)
