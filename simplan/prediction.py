@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic_core import to_jsonable_python
 
@@ -16,6 +16,9 @@ from simplan.program.program import MemoryCategory
 from simplan.program.timeline import SpanKind, Split, Timeline
 from simplan.training import TrainingBudget
 from simplan.units import GIB, format_bytes, format_percent, format_time
+
+if TYPE_CHECKING:
+    from simplan.network.load import Network
 
 PREDICTION_SCHEMA_VERSION = 2
 _OF_TRAINING_RUN = (
@@ -205,6 +208,7 @@ class Prediction:
         assumptions: Assumptions, as sentences for the reader.
         reference_s: Seconds of the executor's reference matmul during calibration; None if not timed.
         training_run: The full training; None without a number of tokens.
+        network: Load of the links of the cluster's topology, and what contention costs; None without a topology.
     """
 
     name: str
@@ -228,6 +232,7 @@ class Prediction:
     assumptions: tuple[str, ...] = ()
     reference_s: float | None = None
     training_run: TrainingRun | None = None
+    network: Network | None = None
 
     def __repr__(self) -> str:
         """Step time, memory of the worst rank and MFU, in one line."""
@@ -307,6 +312,7 @@ class Prediction:
                 "software_settings": job.software.settings,
             },
             "links": job.cluster.links,
+            **({} if self.network is None else {"network": self.network.to_json()}),
             "stage_boundaries": list(self.assignment.boundaries),
             "num_microbatches": job.num_microbatches,
             "num_parameters": job.model.num_parameters,

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from simplan.cluster.hardware import ClusterSpec
+from simplan.cost.communication.algorithm import CommAlgorithm, Pattern
+from simplan.network.fabric import Fabric
+from simplan.network.flows import flows_of
+from simplan.program.program import Communication
 
 _Floats = NDArray[np.float64]
 _Ints = NDArray[np.int32]
@@ -34,14 +40,16 @@ class LinkUsage(NamedTuple):
     transfer_s: float
     num_bytes: _Floats
 
+    @classmethod
+    def none(cls) -> LinkUsage:
+        """Usage of no link."""
+        return cls(np.zeros(0, np.int32), np.zeros(0), np.zeros(0), 0.0, 0.0, np.zeros(0))
+
     def times(self, factor: float) -> LinkUsage:
         """A part of the communication: as fast alone, with a fraction of its flows."""
         return self._replace(
             seconds=self.seconds * factor, connections=self.connections * factor, num_bytes=self.num_bytes * factor
         )
-
-
-NO_LINKS = LinkUsage(*(np.zeros(0, kind) for kind in (np.int32, np.float64, np.float64)), 0.0, 0.0, np.zeros(0))
 
 
 def together(usages: Sequence[LinkUsage]) -> LinkUsage:
@@ -66,6 +74,74 @@ def in_sequence(usages: Sequence[LinkUsage]) -> LinkUsage:
     return LinkUsage(links.astype(np.int32), seconds, connections, fixed_s, transfer_s, num_bytes)
 
 
+_RINGS = (Pattern.RING, Pattern.GLOO_RING)
+_ONE_STEP = (Pattern.HOP, Pattern.PAIRWISE, Pattern.ONCE_PER_NODE)
+
+
+class _PerByte(NamedTuple):
+    """Usage of an algorithm's flows per byte of the communication, and the latency of its paths."""
+
+    links: _Ints
+    seconds: _Floats
+    connections: _Floats
+    shares: _Floats
+    extra_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Usages:
+    """Usages of communications on a fabric; flows of equal groups and algorithms are routed once.
+
+    Attributes:
+        cluster, fabric: The cluster, and its links.
+    """
+
+    cluster: ClusterSpec
+    fabric: Fabric
+    _routed: dict[tuple[object, ...], _PerByte] = field(default_factory=dict)
+
+    def of(self, communication: Communication, way: CommAlgorithm) -> LinkUsage:
+        """Usage of one communication that runs alone.
+
+        Args:
+            communication: Communication of two or more ranks, which are devices of the cluster.
+            way: Its algorithm.
+        """
+        key = (communication.kind, communication.ranks, communication.draw, way.pattern, way.inside, way.between)
+        if key not in self._routed:
+            self._routed[key] = self._route(communication, way)
+        routed, num_bytes = self._routed[key], communication.num_bytes
+        transfer_s = way.transfer_s(num_bytes)
+        steps = 1 if way.pattern in (*_RINGS, *_ONE_STEP) else sum(number for number, _ in way.steps)
+        fixed_s = way.seconds(num_bytes) - transfer_s + steps * routed.extra_s
+        return LinkUsage(
+            routed.links,
+            routed.seconds * num_bytes,
+            routed.connections,
+            fixed_s,
+            transfer_s,
+            routed.shares * num_bytes,
+        )
+
+    def _route(self, communication: Communication, way: CommAlgorithm) -> _PerByte:
+        """Routes the flows; rings cross a distant link once a lap, other algorithms up to once in every step."""
+        fabric = self.fabric
+        flows = flows_of(way, communication, communication.ranks, self.cluster, fabric)
+        paths = [fabric.path(flow.source, flow.destination) for flow in flows.each()]
+        crossed = np.array([link for path in paths for link in path], np.int32)
+        share = np.repeat(flows.shares, [len(path) for path in paths])
+        links, where = np.unique(crossed, return_inverse=True)
+        shares = np.bincount(where, share, len(links))
+        rates = [
+            fabric.links[link].bytes_per_s * (way.inside if fabric.links[link].is_inside_node else way.between)
+            for link in links.tolist()
+        ]
+        latencies_s = np.array([sum(fabric.links[link].latency_s for link in path) for path in paths])
+        extra_s = float(latencies_s @ flows.shares if way.pattern in _RINGS else latencies_s.max(initial=0.0))
+        connections = np.bincount(where, minlength=len(links)).astype(np.float64)
+        return _PerByte(links.astype(np.int32), shares / np.array(rates), connections, shares, extra_s)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkUse:
     """Links that the operations of a Program share.
@@ -79,7 +155,8 @@ class LinkUse:
         link: Links of each usage, each once.
         seconds: Busy seconds of these links.
         connections: Connections on these links.
-        always: Usages of constant flows, such as those of other jobs.
+        num_usages_of_ops: Usages of operations; those of constant flows follow.
+        always: Usages of constant flows, such as those of other jobs, that cross a link which can be full.
     """
 
     num_links: int
@@ -90,6 +167,7 @@ class LinkUse:
     link: _Ints
     seconds: _Floats
     connections: _Floats
+    num_usages_of_ops: int
     always: tuple[int, ...] = ()
 
 
@@ -133,6 +211,7 @@ def link_use(
         link[kept],
         seconds[kept],
         connections[kept],
+        len(usages),
         tuple(index for index in range(len(usages), len(every)) if counts[index]),
     )
 

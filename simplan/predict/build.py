@@ -5,6 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.analytic import AnalyticCost
 from simplan.cost.calibration.calibrated import CalibratedCost
@@ -95,6 +98,8 @@ def deals_unequal_shards(job: Job) -> bool:
 def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     """Folding of ranks with identical work; ranks that share cores are not folded, since they slow each other down.
 
+    Nor are the ranks of a topology without symmetry, where hashes, positions or other jobs decide about links.
+
     Args:
         job: The job.
         dealt_alike: True to fold ranks to which ZeRO-1 assigns unequal parameters. The first rank, which has the
@@ -108,12 +113,29 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     parameters = (p for layer in set(job.software.layers_of(job.model, plan)) for p in layer.parameters)
     uneven = plan.shards_parameters and any(p.partial_gradient and p.shape[0] % num_shards for p in parameters)
     deals = deals_unequal_shards(job) and not dealt_alike and plan.num_devices <= MAX_DEALT_RANKS
-    return _kept_folding(mapping, cluster.devices_per_node, deals or uneven)
+    return _kept_folding(mapping, cluster.devices_per_node, deals or uneven, None if is_static(cluster) else cluster)
 
 
 @lru_cache(maxsize=128)
-def _kept_folding(mapping: RankMapping, devices_per_node: int, unequal_shards: bool) -> Folding:
-    """Cached folding: plans of a search have few meshes."""
+def _kept_folding(
+    mapping: RankMapping, devices_per_node: int, unequal_shards: bool, contended: ClusterSpec | None
+) -> Folding:
+    """Cached folding: plans of a search have few meshes.
+
+    Args:
+        mapping: Mesh of the ranks.
+        devices_per_node: Devices of a node.
+        unequal_shards: True if ranks of a shard group have different work.
+        contended: Cluster on whose links communications slow each other down; None for none.
+    """
+    levels: list[NDArray[np.int32]] = []
+    if contended is not None:
+        from simplan.network.build import fabric_of
+
+        fabric = fabric_of(contended)
+        if not fabric.is_symmetric or contended.background:
+            return unfolded(mapping)
+        levels = [domains for name, domains in fabric.levels if name != "node"]
 
     def owns(rank: int) -> int:
         """Rank's index in its shard group if shards are unequal, else 0.
@@ -123,7 +145,12 @@ def _kept_folding(mapping: RankMapping, devices_per_node: int, unequal_shards: b
         """
         return mapping.shard_group(rank).index(rank) if unequal_shards else 0
 
-    return fold(mapping, lambda rank: rank // devices_per_node, owns)
+    return fold(mapping, lambda rank: rank // devices_per_node, owns, levels)
+
+
+def is_static(cluster: ClusterSpec) -> bool:
+    """True if communications take as long as alone, so that no link is simulated: the cluster has no topology."""
+    return cluster.topology is None
 
 
 def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
@@ -309,8 +336,19 @@ def _kept_for_weight(stages: Stages, stage: int) -> float:
     return min(1.0, between / sum(split.activations + split.logits for split in splits))
 
 
+def expands_for_links(job: Job) -> bool:
+    """True if collectives inside layers leave a node of a topology: they load links when their layer runs."""
+    plan, cluster = job.plan, job.cluster
+    if is_static(cluster):
+        return False
+    groups = RankMapping.of(plan).layer_collective_groups(plan.num_devices - 1).values()
+    return any(len({cluster.node_of(rank) for rank in group}) > 1 for group in groups)
+
+
 def expands_all(job: Job, folding: Folding, num_microbatches: int) -> bool:
-    """True if the Level 2 Program is small enough to expand every layer."""
+    """True if the Level 2 Program is small enough to expand every layer, or must for the load of links."""
+    if expands_for_links(job):
+        return True
     model, plan = job.padded_model, job.plan
     columns = len(folding.ranks) // plan.pp
     pieces = max(

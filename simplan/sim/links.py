@@ -23,7 +23,7 @@ class Segments(NamedTuple):
     """Intervals in which a communication transfers at a constant rate.
 
     Attributes:
-        op: ``(num_segments,)`` Operation, or leader of the meeting.
+        op: ``(num_segments,)`` Operation, or leader of the meeting; constant flows follow the operations.
         start_s, end_s: ``(num_segments,)`` Seconds from the start of the step.
         rate: ``(num_segments,)`` Progress per second, where the transfer alone takes ``LinkUse.transfer_s``.
         bottleneck: ``(num_segments,)`` Link that limits the rate; -1 if the communication is as fast as alone.
@@ -34,6 +34,11 @@ class Segments(NamedTuple):
     end_s: _Floats
     rate: _Floats
     bottleneck: _Ints
+
+    @classmethod
+    def none(cls) -> Segments:
+        """No intervals."""
+        return cls(np.zeros(0, np.int32), np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0, np.int32))
 
 
 class SharedLinks:
@@ -65,6 +70,8 @@ class SharedLinks:
         self._scale, self._left, self._rate, self._updated_s, self._end_s = (np.zeros(size) for _ in range(5))
         self._done: list[Event | None] = [None] * size
         self._usage[: self._num], self._scale[: self._num], self._left[: self._num] = always, 1.0, np.inf
+        self._op[: self._num] = len(use.usage) + always - use.num_usages_of_ops
+        self._end_s[: self._num] = np.inf
         if self._num:
             self._mark(0, self._num)
 
@@ -88,9 +95,10 @@ class SharedLinks:
 
     @property
     def segments(self) -> Segments:
-        """Intervals of constant rates of all communications that have ended."""
+        """Intervals of constant rates of all communications that have ended, and of constant flows until now."""
+        self._advance(np.arange(len(self._use.always), dtype=np.int32))
         if not self._segments:
-            return Segments(*(np.zeros(0, kind) for kind in (np.int32, float, float, float, np.int32)))
+            return Segments.none()
         return Segments(*map(np.concatenate, zip(*self._segments, strict=True)))  # type: ignore[arg-type]
 
     def _begin(self, done: Event, op: int, scale: float) -> None:
@@ -149,7 +157,7 @@ class SharedLinks:
         start_s, rate = self._updated_s[slots], self._rate[slots]
         self._left[slots] -= rate * (now_s - start_s)
         self._updated_s[slots] = now_s
-        moved = (rate > 0) & (now_s > start_s) & (self._op[slots] >= 0)
+        moved = (rate > 0) & (now_s > start_s)
         if moved.any():
             slots, start_s, rate = slots[moved], start_s[moved], rate[moved]
             end_s = np.full(len(slots), now_s)

@@ -47,8 +47,8 @@ def exact_rates(usages: list[Usage], limits: list[float]) -> list[Fraction]:
 
 
 def test_fair_rates_of_bertsekas_and_gallager() -> None:
-    # Data Networks, 2nd edition, section 6.5.2: four links of capacity 1. Sessions 2, 3 and 5 fill the first shared link
-    # with 1/3 each; session 1 meets session 5 on the next and gets 2/3; session 4 has its link to itself
+    # Data Networks, 2nd edition, section 6.5.2: four links of capacity 1. Sessions 2, 3 and 5 fill the first shared
+    # link with 1/3 each; session 1 meets session 5 on the next and gets 2/3; session 4 has its link to itself
     ac, bc, ce, de = range(4)
     paths = [(ac, ce), (bc,), (bc,), (de,), (bc, ce)]
     rates, bottleneck = rates_of([dict.fromkeys(path, (1.0, 1.0)) for path in paths], [np.inf] * 5)
