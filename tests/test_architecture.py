@@ -37,6 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("program",),
     ("runs",),
     ("cost",),
+    ("network",),
     ("sim",),
     ("prediction",),
     ("predict",),
