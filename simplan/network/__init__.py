@@ -1,1 +1,1 @@
-"""Fabric of a cluster: links, routes, flows of communications, and how communications share links."""
+"""Network of a cluster as a graph of links, and the traffic of communication on it."""

@@ -60,40 +60,19 @@ def fair_rates(
     """
     num = len(usages)
     rates, bottleneck = np.zeros(num), np.full(num, -1, np.int32)
-    free, demand, level, least = scratch[0], scratch[1], scratch[2], scratch[3]
+    free, least = scratch[0], scratch[3]
     lowest, where = np.empty(num), np.empty(num, np.int32)
     rising = np.arange(num)
-    num_rising = num
     for c in range(num):
         for entry in range(first[usages[c]], first[usages[c] + 1]):
             free[link[entry]] = 1.0
-    while num_rising:
-        for k in range(num_rising):
-            for entry in range(first[usages[rising[k]]], first[usages[rising[k]] + 1]):
-                demand[link[entry]] = 0.0
-                least[link[entry]] = np.inf
-        for k in range(num_rising):
-            usage = usages[rising[k]]
-            for entry in range(first[usage], first[usage + 1]):
-                demand[link[entry]] += weights[usage] * seconds[entry]
-        for k in range(num_rising):
-            usage = usages[rising[k]]
-            lowest[k], where[k] = np.inf, -1
-            for entry in range(first[usage], first[usage + 1]):
-                one = link[entry]
-                level[one] = max(free[one], 0.0) / demand[one]
-                if level[one] < lowest[k]:
-                    lowest[k], where[k] = level[one], one
-            if limits[usage] <= weights[usage] * lowest[k]:
-                lowest[k], where[k] = limits[usage] / weights[usage], -1
-        for k in range(num_rising):
-            for entry in range(first[usages[rising[k]]], first[usages[rising[k]] + 1]):
-                least[link[entry]] = min(least[link[entry]], lowest[k])
+    while len(rising):
+        _set_levels(first, link, seconds, weights, usages[rising], scratch)
+        _set_lowest(first, link, weights, limits, usages[rising], scratch, lowest, where)
         kept = 0
-        for k in range(num_rising):
-            c, one = rising[k], where[k]
-            usage = usages[c]
-            if one >= 0 and least[one] < level[one] * (1.0 - _EQUAL):
+        for k in range(len(rising)):
+            c, usage, one = rising[k], usages[rising[k]], where[k]
+            if one >= 0 and least[one] < scratch[2, one] * (1.0 - _EQUAL):
                 rising[kept] = c
                 kept += 1
                 continue
@@ -101,8 +80,42 @@ def fair_rates(
             bottleneck[c] = one
             for entry in range(first[usage], first[usage + 1]):
                 free[link[entry]] -= rates[c] * seconds[entry]
-        num_rising = kept
+        rising = rising[:kept]
     return rates, bottleneck
+
+
+@jit
+def _set_levels(first: Ints, link: Ints, seconds: Floats, weights: Floats, usages: Ints, scratch: Floats) -> None:
+    """Sets the level at which each link is full, if the communications that still rise rise to it together."""
+    free, demand, level, least = scratch[0], scratch[1], scratch[2], scratch[3]
+    for usage in usages:
+        for entry in range(first[usage], first[usage + 1]):
+            demand[link[entry]] = 0.0
+    for usage in usages:
+        for entry in range(first[usage], first[usage + 1]):
+            demand[link[entry]] += weights[usage] * seconds[entry]
+    for usage in usages:
+        for entry in range(first[usage], first[usage + 1]):
+            level[link[entry]] = max(free[link[entry]], 0.0) / demand[link[entry]]
+            least[link[entry]] = np.inf
+
+
+@jit
+def _set_lowest(
+    first: Ints, link: Ints, weights: Floats, limits: Floats, usages: Ints, scratch: Floats, lowest: Floats, where: Ints
+) -> None:
+    """Sets the lowest level of each communication with its link, and the least of these on each link."""
+    level, least = scratch[2], scratch[3]
+    for k in range(len(usages)):
+        usage = usages[k]
+        lowest[k], where[k] = np.inf, -1
+        for entry in range(first[usage], first[usage + 1]):
+            if level[link[entry]] < lowest[k]:
+                lowest[k], where[k] = level[link[entry]], link[entry]
+        if limits[usage] <= weights[usage] * lowest[k]:
+            lowest[k], where[k] = limits[usage] / weights[usage], -1
+        for entry in range(first[usage], first[usage + 1]):
+            least[link[entry]] = min(least[link[entry]], lowest[k])
 
 
 @jit

@@ -54,7 +54,7 @@ def communication_cost(communication: Communication, cluster: ClusterSpec, route
         return CostEstimate(0.0, Provenance.DATASHEET, 0.0, "a group of one")
     route = route or route_of(communication.ranks, cluster)
     link, num_bytes = route.slowest.link, communication.num_bytes
-    way = min(_ways(communication, route, cluster), key=lambda way: way.seconds(num_bytes))
+    way = algorithm_of(communication, cluster, route)
     return CostEstimate(
         way.seconds(num_bytes),
         Provenance.DATASHEET if link.fitted_on is None else Provenance.PUBLISHED,
@@ -75,12 +75,20 @@ def communication_s(communication: Communication, cluster: ClusterSpec, route: R
     """Returns the seconds of ``communication_cost`` without a formula; the arguments and errors are equal."""
     if len(communication.ranks) == 1:
         return 0.0
-    route = route or route_of(communication.ranks, cluster)
-    return min(way.seconds(communication.num_bytes) for way in _ways(communication, route, cluster))
+    return algorithm_of(communication, cluster, route).seconds(communication.num_bytes)
 
 
-def _ways(communication: Communication, route: Route, cluster: ClusterSpec) -> list[CommAlgorithm]:
+def algorithm_of(communication: Communication, cluster: ClusterSpec, route: Route | None = None) -> CommAlgorithm:
+    """Returns the fastest available algorithm for two or more ranks; arguments and errors as ``communication_cost``."""
+    algorithms = algorithms_of(communication, cluster, route)
+    return min(algorithms, key=lambda way: way.seconds(communication.num_bytes))
+
+
+def algorithms_of(
+    communication: Communication, cluster: ClusterSpec, route: Route | None = None
+) -> list[CommAlgorithm]:
     """Returns the available algorithms; a cluster has one library, that of its link inside nodes."""
+    route = route or route_of(communication.ranks, cluster)
     link = cluster.intra_link or route.slowest.link
     match link.library:
         case "nccl":

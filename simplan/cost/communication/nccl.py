@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from simplan.cost.communication.algorithm import CommAlgorithm, TransferTerm
+from simplan.cost.communication.algorithm import CommAlgorithm, Pattern, TransferTerm
 from simplan.cost.communication.route import Route, Tier
 from simplan.model.layer import CollectiveKind
 from simplan.program.program import Communication
@@ -101,7 +101,12 @@ def _hop(protocol: _Protocol, route: Route) -> CommAlgorithm:
     tier, terms = route.slowest, protocol.inside if route.between is None else protocol.between
     start_s = tier.link.launch_s + protocol.start_s
     move = TransferTerm(1.0, terms.share * tier.pair_bytes_per_s)
-    return CommAlgorithm(protocol.name, start_s, ((1, terms.ring_step * tier.latency_s),), (move,))
+    inside = 1.0 if route.inside is None else protocol.inside.share * route.inside.pair_efficiency
+    if route.inside is not None and route.between is not None:
+        inside = max(inside, move.bytes_per_s / route.inside.link.bytes_per_s)  # hops inside end with those between
+    steps = ((1, terms.ring_step * tier.latency_s),)
+    between = protocol.between.share * route.network_efficiency
+    return CommAlgorithm(protocol.name, start_s, steps, (move,), Pattern.HOP, inside, between)
 
 
 def _ring(protocol: _Protocol, kind: CollectiveKind, route: Route) -> CommAlgorithm:
@@ -124,7 +129,9 @@ def _ring(protocol: _Protocol, kind: CollectiveKind, route: Route) -> CommAlgori
         move = TransferTerm(1.0, rate)
     else:
         move = TransferTerm(laps * (n - 1) / n, rate, "2 ({n}-1)/{n} x " if laps == 2 else "({n}-1)/{n} x ", n)
-    return CommAlgorithm(f"ring {protocol.name}", route.slowest.link.launch_s + protocol.start_s, steps, (move,))
+    start_s = route.slowest.link.launch_s + protocol.start_s
+    efficiencies = _efficiencies(protocol, route)
+    return CommAlgorithm(f"ring {protocol.name}", start_s, steps, (move,), Pattern.RING, *efficiencies)
 
 
 def _tree(protocol: _Protocol, route: Route) -> CommAlgorithm:
@@ -139,7 +146,16 @@ def _tree(protocol: _Protocol, route: Route) -> CommAlgorithm:
         steps = (_tree_steps(route, route.between, protocol.between.tree_step), *steps)
         moves.append(_tree_move(route, route.between, protocol.between.share * _TREE_SHARE))
     start_s = route.slowest.link.launch_s + protocol.start_s
-    return CommAlgorithm(f"tree {protocol.name}", start_s, steps, (max(moves, key=_per_byte),))
+    efficiencies = _efficiencies(protocol, route, _TREE_SHARE)
+    return CommAlgorithm(
+        f"tree {protocol.name}", start_s, steps, (max(moves, key=_per_byte),), Pattern.TREE, *efficiencies
+    )
+
+
+def _efficiencies(protocol: _Protocol, route: Route, share: float = 1.0) -> tuple[float, float]:
+    """Returns the fractions of the datasheet bandwidth inside and between nodes while all ranks send."""
+    inside, between = protocol.inside.share * route.group_efficiency, protocol.between.share * route.network_efficiency
+    return share * inside if route.inside is not None else 1.0, share * between
 
 
 def _switch_can(kind: CollectiveKind, route: Route) -> bool:
@@ -156,7 +172,8 @@ def _nvls(kind: CollectiveKind, route: Route, inside: Tier, switch_share: float)
         steps = (_tree_steps(route, route.between, _NVLS_STEP_BETWEEN), *steps)
         moves.append(_tree_move(route, route.between, 1.0))
     name = "NVLS" if route.between is None else "NVLS tree"
-    return CommAlgorithm(name, route.slowest.link.launch_s, steps, (max(moves, key=_per_byte),))
+    move, start_s = max(moves, key=_per_byte), route.slowest.link.launch_s
+    return CommAlgorithm(name, start_s, steps, (move,), Pattern.NVLS, switch_share, route.network_efficiency)
 
 
 def _tree_steps(route: Route, between: Tier, relative: float) -> tuple[int, float]:
@@ -177,11 +194,11 @@ def _pairwise(protocol: _Protocol, communication: Communication, route: Route) -
     """
     n, k, nodes = route.num_ranks, route.local, route.num_nodes
     once = communication.draw if route.between is not None and route.inside is not None else None
-    tiers: list[tuple[int, Tier, _Terms, TransferTerm]] = []
+    tiers: dict[str, tuple[int, Tier, _Terms, TransferTerm]] = {}
     if route.inside is not None:
         rate = protocol.inside.share * route.inside.group_bytes_per_s
         move = TransferTerm((k - 1) / (n if once is None else k), rate, f"{k - 1}/{{n}} x ", n if once is None else k)
-        tiers.append((k - 1, route.inside, protocol.inside, move))
+        tiers["inside"] = k - 1, route.inside, protocol.inside, move
     if route.between is not None:
         rate = protocol.between.share * route.between.pair_bytes_per_s
         if once is None:
@@ -189,17 +206,25 @@ def _pairwise(protocol: _Protocol, communication: Communication, route: Route) -
         else:
             part = once.places(nodes) / once.places(n) * (nodes - 1) / nodes
             peers, move = nodes - 1, TransferTerm(part, rate, "{n} x ", part)
-        tiers.append((peers, route.between, protocol.between, move))
+        tiers["between"] = peers, route.between, protocol.between, move
     ways = [
         CommAlgorithm(
             f"pairwise {protocol.name}" if once is None else f"once a node, {protocol.name}",
             tier.link.launch_s + protocol.start_s,
             ((1, terms.ring_step * tier.latency_s), (peers - 1, protocol.post_s)),
             (move,),
+            Pattern.PAIRWISE if once is None else Pattern.ONCE_PER_NODE,
         )
-        for peers, tier, terms, move in tiers
+        for peers, tier, terms, move in tiers.values()
     ]
-    return max(ways, key=lambda way: way.seconds(communication.num_bytes))
+    slower = max(ways, key=lambda way: way.seconds(communication.num_bytes))
+    limit = _per_byte(slower.moves[0])
+    # the transfers of the other tier end within the steps of the slower one
+    efficiencies = {
+        name: move.bytes_per_s / tier.link.bytes_per_s * max(1.0, _per_byte(move) / limit)
+        for name, (_, tier, _, move) in tiers.items()
+    }
+    return slower._replace(**efficiencies)
 
 
 def _per_byte(move: TransferTerm) -> float:

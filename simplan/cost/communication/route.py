@@ -24,6 +24,11 @@ class Tier(NamedTuple):
     pair_bytes_per_s: float
     group_bytes_per_s: float
 
+    @property
+    def pair_efficiency(self) -> float:
+        """Fraction of the link's datasheet bandwidth that one pair of ranks achieves."""
+        return self.pair_bytes_per_s / self.link.bytes_per_s
+
 
 class Route(NamedTuple):
     """Location of a group of ranks on a cluster.
@@ -49,6 +54,16 @@ class Route(NamedTuple):
         tier = self.between or self.inside
         assert tier is not None, "a group of one has no route"
         return tier
+
+    @property
+    def group_efficiency(self) -> float:
+        """Fraction of the datasheet bandwidth inside a node while all ranks of a node send; 1 for one rank per node."""
+        return 1.0 if self.inside is None else self.inside.group_bytes_per_s / self.inside.link.bytes_per_s
+
+    @property
+    def network_efficiency(self) -> float:
+        """Fraction of the datasheet bandwidth between nodes; 1 for a group in one node."""
+        return 1.0 if self.between is None else self.between.pair_efficiency
 
     @property
     def where(self) -> str:

@@ -1,0 +1,280 @@
+"""Flows of a communication: pairs of devices that send to each other, and the bytes of each pair.
+
+The closed forms of ``simplan.cost.communication`` say how long an algorithm takes on a network with two tiers. Flows
+say where its bytes go, so that links can be shared with other traffic. Both describe the same algorithm: on a network
+without oversubscription, the busiest link needs the transfer time of the closed form.
+
+=================== ===================================================================================================
+pattern             flows, with k ranks in each of N nodes
+=================== ===================================================================================================
+ring                one ring per local rank (NCCL's channels), with a k-th of the bytes: once round the node, and from
+                    the network card at which it entered to the same card of the next node
+tree                a chain in each node, and two binary trees over the nodes per local rank (NCCL's double binary
+                    tree), each with half of the bytes, up and down
+NVLS                between each device and the switch, which reduces and multicasts; trees between nodes
+pairwise            from every rank to every other
+once per node       to the rank at the same place of each other node; from there to the other ranks of the node
+hop                 from source to destination, or from each rank to the next
+torus               between neighbors along each axis, in both directions
+gloo ring           from each rank to the next, in the order of ranks
+binomial tree       from the root to 1, 2, 4 ... other ranks, which forward likewise
+=================== ===================================================================================================
+
+Sources: NVIDIA/nccl, src/graph/connect.cc and src/graph/trees.cc (rings by channel, ``ncclGetDtree``), and PXN, by
+which the last rank of a node sends over the network card of another (NVIDIA, "Doubling all2all Performance with NCCL
+2.12"); pytorch/gloo, gloo/broadcast.cc; jax-ml/scaling-book, sharding.md (torus).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simplan.cluster.hardware import ClusterSpec
+from simplan.cost.communication.algorithm import CommAlgorithm, Pattern
+from simplan.cost.communication.nccl import LAPS
+from simplan.model.layer import CollectiveKind
+from simplan.program.program import Communication
+
+
+class Flow(NamedTuple):
+    """Bytes from one vertex of the network to another, over a whole collective.
+
+    Attributes:
+        source, destination: Devices, or vertices of switches that reduce and multicast.
+        share: Bytes as a fraction of ``Communication.num_bytes``.
+    """
+
+    source: int
+    destination: int
+    share: float
+
+
+class Flows(NamedTuple):
+    """All flows of a communication, one per ordered pair of vertices.
+
+    Attributes:
+        sources, destinations: ``(num_flows,)`` As in ``Flow``.
+        shares: ``(num_flows,)`` As in ``Flow``; all positive.
+    """
+
+    sources: NDArray[np.int32]
+    destinations: NDArray[np.int32]
+    shares: NDArray[np.float64]
+
+    def each(self) -> Iterator[Flow]:
+        """Flows one by one."""
+        return map(Flow, self.sources.tolist(), self.destinations.tolist(), self.shares.tolist())
+
+
+class Switches(Protocol):
+    """Switches of a network, as a ``Fabric`` has them."""
+
+    def switch_of(self, devices: Sequence[int], *, inside_node: bool) -> int | None:
+        """Returns the vertex of the lowest switch above all devices; None without one."""
+
+
+Nodes = list[list[int]]
+"""Devices of a group, node by node, ascending."""
+
+
+def flows_of(
+    way: CommAlgorithm, communication: Communication, devices: Sequence[int], cluster: ClusterSpec, switches: Switches
+) -> Flows:
+    """Returns the flows of a communication among two or more ranks.
+
+    Args:
+        way: Algorithm of the communication on this cluster.
+        communication: Collective or P2P transfer.
+        devices: Device of each of ``communication.ranks``, in their order.
+        cluster: Cluster, whose devices fill nodes in order.
+        switches: Switches that reduce and multicast.
+    """
+    flows: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for source, destination, share in _flows(way.pattern, communication, devices, cluster, switches):
+        if share > 0:
+            flows[source, destination] += share
+    pairs = np.array([*flows], dtype=np.int32).reshape(-1, 2)
+    return Flows(pairs[:, 0], pairs[:, 1], np.array([*flows.values()]))
+
+
+def _flows(
+    pattern: Pattern,
+    communication: Communication,
+    devices: Sequence[int],
+    cluster: ClusterSpec,
+    switches: Switches,
+) -> Iterator[Flow]:
+    kind, nodes = communication.kind, _by_node(devices, cluster)
+    match pattern:
+        case Pattern.RING if kind is CollectiveKind.BROADCAST:
+            return _ring_broadcast(devices[0], nodes)
+        case Pattern.RING:
+            return _ring(nodes, _ring_share(kind, len(devices)))
+        case Pattern.TREE:
+            return _tree(nodes)
+        case Pattern.NVLS:
+            return _nvls(kind, nodes, switches)
+        case Pattern.PAIRWISE:
+            return _pairwise(devices)
+        case Pattern.ONCE_PER_NODE:
+            return _once_per_node(communication, nodes)
+        case Pattern.HOP:
+            return _hops(kind, devices)
+        case Pattern.GLOO_RING:
+            laps = 1 if kind is CollectiveKind.ALL_GATHER else 2
+            return _cycle(devices, laps * (1 - 1 / len(devices)))
+        case Pattern.BINOMIAL_TREE:
+            return _binomial_tree(devices)
+        case Pattern.TORUS:
+            raise NotImplementedError("follows with Fabric")
+
+
+def _by_node(devices: Sequence[int], cluster: ClusterSpec) -> Nodes:
+    nodes: dict[int, list[int]] = {}
+    for device in sorted(devices):
+        nodes.setdefault(cluster.node_of(device), []).append(device)
+    return list(nodes.values())
+
+
+def _ring_share(kind: CollectiveKind, num_ranks: int) -> float:
+    """Returns the bytes that each rank sends to the next in a ring, over ``num_bytes``."""
+    return LAPS[kind] * (num_ranks - 1) / num_ranks
+
+
+def _cycle(members: Sequence[int], share: float) -> Iterator[Flow]:
+    """Yields a flow from each member to the next, and from the last to the first."""
+    for source, destination in zip(members, [*members[1:], *members[:1]], strict=True):
+        yield Flow(source, destination, share)
+
+
+def _num_channels(nodes: Nodes) -> int:
+    """Returns the ranks in the node with the fewest; each has a network card, and a ring or two trees, of its own."""
+    return min(map(len, nodes))
+
+
+def _ring(nodes: Nodes, share: float) -> Iterator[Flow]:
+    """Yields the flows of rings; the ring of channel c enters and leaves each node at its c-th rank."""
+    for members in nodes:
+        if len(members) > 1:
+            yield from _cycle(members, share)
+    if len(nodes) > 1:
+        num_channels = _num_channels(nodes)
+        for channel in range(num_channels):
+            yield from _cycle([members[channel] for members in nodes], share / num_channels)
+
+
+def _ring_broadcast(root: int, nodes: Nodes) -> Iterator[Flow]:
+    """Yields the flows of rings, except those into the root.
+
+    In the ring of the root's own channel, the last rank of the node passes the root: it sends over the root's network
+    card. In all other rings the ranks between the card and the root come last.
+    """
+    num_channels, at = _num_channels(nodes), next(index for index, members in enumerate(nodes) if root in members)
+    nodes = [*nodes[at:], *nodes[:at]]
+    place = nodes[0].index(root)
+    own = place if len(nodes) > 1 and place < num_channels else None
+    for flow in _ring(nodes, 1.0):
+        if flow.destination != root:
+            yield flow
+        elif own is not None and flow.source in nodes[0]:
+            yield flow._replace(share=1 / num_channels)
+
+
+def _tree(nodes: Nodes) -> Iterator[Flow]:
+    """Yields sums up to the head of each node's chain and to the roots of the trees, and results down again."""
+    num_channels = _num_channels(nodes)
+    for members in nodes:
+        for channel in range(num_channels):
+            for near, far in pairwise([*members[channel:], *members[:channel]]):
+                yield Flow(far, near, 1 / num_channels)
+                yield Flow(near, far, 1 / num_channels)
+    yield from _trees_between(nodes, num_channels)
+
+
+def _trees_between(nodes: Nodes, num_channels: int) -> Iterator[Flow]:
+    """Yields the flows between nodes of a double binary tree per channel: half of its bytes on each edge, up and down.
+
+    An inner node of the first tree is a leaf of the second one, which is the mirror image of the first for an even
+    number of nodes, and the first shifted by one node for an odd number.
+    """
+    n, share = len(nodes), 1 / (2 * num_channels)
+    for child in range(1, n):
+        parent = tree_parent(child, n)
+        mirrored = (n - 1 - child, n - 1 - parent) if n % 2 == 0 else ((child + 1) % n, (parent + 1) % n)
+        for low, high in ((child, parent), mirrored):
+            for channel in range(num_channels):
+                yield Flow(nodes[low][channel], nodes[high][channel], share)
+                yield Flow(nodes[high][channel], nodes[low][channel], share)
+
+
+def tree_parent(node: int, num_nodes: int) -> int:
+    """Returns the parent of a node in NCCL's binary tree, whose root is 0 (``ncclGetBtree``).
+
+    The lowest set bit of a node is its height: the parent has the next higher bit set instead, if there is such a node.
+
+    >>> [tree_parent(node, 6) for node in range(1, 6)]
+    [2, 4, 2, 0, 4]
+    """
+    bit = node & -node
+    parent = (node ^ bit) | (bit << 1)
+    return parent if parent < num_nodes else node ^ bit
+
+
+def _nvls(kind: CollectiveKind, nodes: Nodes, switches: Switches) -> Iterator[Flow]:
+    """Yields the flows to and from the switch of each node.
+
+    Every rank is the head of its own part of the buffer, or in the smallest node's number if nodes differ. The switch
+    reads the part from all ranks and writes the sum to the head (reduce), and multicasts what the head has (gather).
+    """
+    num_heads = _num_channels(nodes)
+    reduces, gathers = kind is not CollectiveKind.ALL_GATHER, kind is not CollectiveKind.REDUCE_SCATTER
+    for members in nodes:
+        switch = switches.switch_of(members, inside_node=True)
+        assert switch is not None, "a link with switch_share joins devices by a switch"
+        for place, device in enumerate(members):
+            part = 1 / num_heads if place < num_heads else 0.0
+            out, into = reduces + gathers * part, gathers + reduces * part
+            yield Flow(device, switch, out)
+            yield Flow(switch, device, into)
+    if len(nodes) > 1:
+        yield from _trees_between(nodes, num_heads)
+
+
+def _pairwise(devices: Sequence[int]) -> Iterator[Flow]:
+    share = 1 / len(devices)
+    for source in devices:
+        for destination in devices:
+            if source != destination:
+                yield Flow(source, destination, share)
+
+
+def _once_per_node(communication: Communication, nodes: Nodes) -> Iterator[Flow]:
+    """Yields the flows of expert dispatch that sends a token to each node once, and forwards it there."""
+    draw, num_nodes = communication.draw, len(nodes)
+    assert draw is not None
+    share = draw.places(num_nodes) / draw.places(len(communication.ranks)) / num_nodes
+    for members in nodes:
+        yield from _pairwise(members)
+        for others in nodes:
+            if others is not members:
+                for place, device in enumerate(members):
+                    yield Flow(device, others[place % len(others)], share)
+
+
+def _hops(kind: CollectiveKind, devices: Sequence[int]) -> Iterator[Flow]:
+    if kind is CollectiveKind.SEND:
+        yield Flow(devices[0], devices[1], 1.0)
+    else:
+        yield from _cycle(devices, 1.0)
+
+
+def _binomial_tree(devices: Sequence[int]) -> Iterator[Flow]:
+    """Yields the sends of a broadcast: in round r, each of the first 2**r ranks sends to the rank 2**r places later."""
+    for place in range(1, len(devices)):
+        yield Flow(devices[place ^ (1 << (place.bit_length() - 1))], devices[place], 1.0)
