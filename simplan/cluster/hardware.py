@@ -113,6 +113,29 @@ class LinkSpec(Spec):
         return self.bytes_per_s * self.bandwidth_share * part
 
 
+NodeName = Annotated[str, Field(pattern=r"^node(0|[1-9][0-9]{0,6})$")]
+"""Name of a node: ``node0`` and so on."""
+
+
+class BackgroundFlow(Spec):
+    """Constant traffic of other jobs from one node to another, over all of their network cards.
+
+    Attributes:
+        source: Node that sends; the key is ``from``.
+        destination: Node that receives; the key is ``to``.
+        gbit: Gbit/s that it takes where links have room for it; of a full link it has its fair part.
+    """
+
+    source: NodeName = Field(alias="from")
+    destination: NodeName = Field(alias="to")
+    gbit: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """Indices of both nodes."""
+        return int(self.source.removeprefix("node")), int(self.destination.removeprefix("node"))
+
+
 class ClusterSpec(Spec):
     """A number of equal nodes.
 
@@ -125,6 +148,7 @@ class ClusterSpec(Spec):
         inter_link: Link between nodes, with bandwidth per device; None for a single node.
         nics_per_node: Network cards of one node that ``inter_link`` stands for; None for unknown, or a single node.
         host_link: Link between each device and host memory; None for unknown, or a CPU.
+        background: Traffic of other jobs on the links of ``topology``.
         host_memory_bytes: Host memory of one node; None for unknown, or a CPU.
         host_memory_bandwidth_bytes_per_s: Datasheet bandwidth of host memory, all sockets together; None for unknown.
         cores_per_node: CPU cores that the ranks of one node share; None for devices other than a CPU.
@@ -138,6 +162,7 @@ class ClusterSpec(Spec):
     intra_link: LinkSpec | None = None
     inter_link: LinkSpec | None = None
     host_link: LinkSpec | None = None
+    background: tuple[BackgroundFlow, ...] = ()
     host_memory_bytes: HostBytes | None = None
     host_memory_bandwidth_bytes_per_s: Rate | None = None
     cores_per_node: Count | None = None

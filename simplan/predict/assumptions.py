@@ -135,8 +135,8 @@ def _of_links(cluster: ClusterSpec) -> str:
         return "links are not shared with other jobs, and flows do not slow each other down"
     others = "with the background traffic" if cluster.background else "with no other job"
     return (
-        f"communications share the links of the topology max-min fairly, {others}; latency does not grow with load, and "
-        "no packet is lost"
+        f"communications share the links of the topology max-min fairly, {others}; latency does not grow with load, "
+        "and no packet is lost"
     )
 
 

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.communication.collectives import algorithm_of
 from simplan.cost.program_costs import ProgramCosts
+from simplan.model.layer import CollectiveKind
 from simplan.network.build import fabric_of
 from simplan.network.fabric import Fabric
 from simplan.network.load import LinkLoad, LinkShare, Network
 from simplan.network.usage import LinkUsage, LinkUse, Usages, in_sequence, link_use, together
-from simplan.model.layer import CollectiveKind
 from simplan.plan.plan import RankMapping
 from simplan.program.program import STREAMS, Communication, Program, Stream, Work
 from simplan.sim.compiled import leaders_of
@@ -190,9 +190,7 @@ def apply_contention(
 def _flows_of_other_jobs(cluster: ClusterSpec, fabric: Fabric) -> Iterator[tuple[str, LinkUsage]]:
     """Yield name and usage per second of every constant flow; all network cards of both nodes carry equal parts."""
     for flow in cluster.background:
-        sources, destinations = (
-            np.flatnonzero(fabric.node_of_device == node).tolist() for node in (flow.source, flow.destination)
-        )
+        sources, destinations = (np.flatnonzero(fabric.node_of_device == node).tolist() for node in flow.nodes)
         pairs = [*zip(sources, destinations, strict=False)]
         bytes_per_s = flow.gbit * 1e9 / 8 / len(pairs)
         parts = []
@@ -201,7 +199,7 @@ def _flows_of_other_jobs(cluster: ClusterSpec, fabric: Fabric) -> Iterator[tuple
             busy_s = bytes_per_s / np.array([fabric.links[link].bytes_per_s for link in links])
             ones = np.ones(len(links))
             parts.append(LinkUsage(np.array(links, np.int32), busy_s, ones, 0.0, 1.0, bytes_per_s * ones))
-        yield f"background traffic {flow.words}", together(parts)
+        yield f"other jobs, {flow.source} to {flow.destination}", together(parts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,6 +31,25 @@ def network_between_nodes(job: Job) -> Iterator[Problem]:
         )
 
 
+@rule("background traffic is between two nodes of a topology", reads_cluster=True)
+def background_traffic(job: Job) -> Iterator[Problem]:
+    cluster = job.cluster
+    if cluster.background and cluster.topology is None:
+        fix = "give cluster.topology, or remove it"
+        yield Problem(field="cluster.background", rule="needs links to share, and the cluster has no topology", fix=fix)
+        return
+    for index, flow in enumerate(cluster.background):
+        field = f"cluster.background.{index}"
+        for key, name, node in zip(("from", "to"), (flow.source, flow.destination), flow.nodes, strict=True):
+            if node >= cluster.num_nodes:
+                there = f"node0 to node{cluster.num_nodes - 1}" if cluster.num_nodes > 1 else "node0"
+                rule_words = f"is not in the cluster, whose nodes are {there}"
+                yield Problem(field=f"{field}.{key}", value=f'"{name}"', rule=rule_words, fix="name one of these")
+        if flow.source == flow.destination:
+            words = "sends from a node to itself"
+            yield Problem(field=field, value=f'"{flow.source}"', rule=words, fix="name two nodes")
+
+
 @rule("dp_replicate x dp_shard x tp x cp x pp must be the number of devices", reads="dp tp cp pp", reads_cluster=True)
 def devices(job: Job) -> Iterator[Problem]:
     plan = job.plan
