@@ -55,6 +55,11 @@ class _Topology(Spec):
 
     node: Pcie | None = None
 
+    @property
+    def hashes_flows(self) -> bool:
+        """True if a hash decides about the path of a flow."""
+        return False
+
     def words(self) -> str:
         """Description in a few words."""
         raise NotImplementedError
@@ -80,6 +85,22 @@ class _Topology(Spec):
         return 8 * cluster.num_nodes * cluster.network_ports_per_node
 
 
+class _Layered(_Topology):
+    """Topology with layers of switches, of which a flow has several to choose from.
+
+    Attributes:
+        routing: ``adaptive``: the uplinks of a switch are one link of their total bandwidth. ``ecmp``: the hash of a
+            flow picks one uplink.
+    """
+
+    routing: Routing = "adaptive"
+
+    @property
+    def hashes_flows(self) -> bool:
+        """True if a hash decides about the path of a flow."""
+        return self.routing == "ecmp"
+
+
 class Switch(_Topology):
     """One switch for all nodes, without oversubscription: nodes share nothing except their own network cards."""
 
@@ -90,7 +111,7 @@ class Switch(_Topology):
         return _with_node("one switch for all nodes", self)
 
 
-class LeafSpine(_Topology):
+class LeafSpine(_Layered):
     """All network cards of a node on one leaf switch, leaves on a layer of spine switches; optionally, pods of leaves.
 
     Attributes:
@@ -100,8 +121,6 @@ class LeafSpine(_Topology):
         spines: Spine switches; over these ``ecmp`` hashes flows. None for unknown.
         leaves_per_pod: Leaves whose spines form a pod below one more layer of switches; None for no such layer.
         pod_oversubscription: Bandwidth of the leaves of a pod over that of the uplinks of the pod.
-        routing: ``adaptive``: the uplinks of a switch are one link of their total bandwidth. ``ecmp``: the hash of a
-            flow picks one uplink.
     """
 
     kind: Literal["leaf_spine"]
@@ -110,7 +129,6 @@ class LeafSpine(_Topology):
     spines: Annotated[int, Field(ge=1, le=1024)] | None = None
     leaves_per_pod: NumDevices | None = None
     pod_oversubscription: Oversubscription = 1.0
-    routing: Routing = "adaptive"
 
     def words(self) -> str:
         """Description in a few words."""
@@ -123,7 +141,7 @@ class LeafSpine(_Topology):
     def problems(self, cluster: ClusterSpec) -> Iterator[Problem]:
         """Reasons why the cluster cannot have the topology."""
         yield from super().problems(cluster)
-        yield from _problems_of_hashing(self.routing, self.spines)
+        yield from _problems_of_hashing(self)
         if self.leaves_per_pod is None and self.pod_oversubscription != 1:
             rule, fix = "is given without pods", "give leaves_per_pod, or remove it"
             yield Problem(
@@ -132,11 +150,11 @@ class LeafSpine(_Topology):
 
     def num_links(self, cluster: ClusterSpec) -> int:
         """Upper bound on the directed links between nodes."""
-        planes = (self.spines or 1) if self.routing == "ecmp" else 1
+        planes = (self.spines or 1) if self.hashes_flows else 1
         return 4 * (cluster.num_nodes // self.nodes_per_leaf + 1) * planes + super().num_links(cluster)
 
 
-class Rail(_Topology):
+class Rail(_Layered):
     """Network card i of every node of a group on leaf switch i (rail-optimized), leaves on a layer of spine switches.
 
     Attributes:
@@ -145,7 +163,6 @@ class Rail(_Topology):
         oversubscription: Bandwidth of the cards of a leaf over that of its uplinks.
         rails: Leaves of a group: card i is on leaf i modulo ``rails``; None for as many as a node has cards.
         spines: Spine switches; over these ``ecmp`` hashes flows. None for unknown.
-        routing: As for ``LeafSpine``.
     """
 
     kind: Literal["rail"]
@@ -153,7 +170,6 @@ class Rail(_Topology):
     oversubscription: Oversubscription = 1.0
     rails: NumDevices | None = None
     spines: Annotated[int, Field(ge=1, le=1024)] | None = None
-    routing: Routing = "adaptive"
 
     def words(self) -> str:
         """Description in a few words."""
@@ -163,7 +179,7 @@ class Rail(_Topology):
     def problems(self, cluster: ClusterSpec) -> Iterator[Problem]:
         """Reasons why the cluster cannot have the topology."""
         yield from super().problems(cluster)
-        yield from _problems_of_hashing(self.routing, self.spines)
+        yield from _problems_of_hashing(self)
         ports = cluster.network_ports_per_node
         if cluster.num_nodes > 1 and self.rails is not None and self.rails > ports:
             rule = f"is more than the {counted(ports, 'network card')} of a node"
@@ -171,12 +187,12 @@ class Rail(_Topology):
 
     def num_links(self, cluster: ClusterSpec) -> int:
         """Upper bound on the directed links between nodes."""
-        planes = (self.spines or 1) if self.routing == "ecmp" else 1
+        planes = (self.spines or 1) if self.hashes_flows else 1
         leaves = (cluster.num_nodes // self.nodes_per_group + 1) * (self.rails or cluster.network_ports_per_node)
         return 4 * leaves * planes + super().num_links(cluster)
 
 
-class FatTree(_Topology):
+class FatTree(_Layered):
     """Fat tree of equal switches: k ports each, k^3/4 network cards with 3 levels, k^2/2 with 2.
 
     Cards fill the leaf switches in order. Every cable has the rate of a network card.
@@ -186,7 +202,6 @@ class FatTree(_Topology):
         radix: Ports k of a switch.
         levels: Levels of switches.
         oversubscription: Ports of a leaf switch to network cards over its ports to above.
-        routing: As for ``LeafSpine``.
 
     Source: Al-Fares, Loukissas, Vahdat, "A scalable, commodity data center network architecture" (SIGCOMM 2008).
     """
@@ -195,7 +210,6 @@ class FatTree(_Topology):
     radix: Annotated[int, Field(ge=2, le=1024)]
     levels: Annotated[int, Field(ge=2, le=3)] = 3
     oversubscription: Oversubscription = 1.0
-    routing: Routing = "adaptive"
 
     @property
     def uplinks(self) -> int:
@@ -238,7 +252,7 @@ class FatTree(_Topology):
     def num_links(self, cluster: ClusterSpec) -> int:
         """Upper bound on the directed links between nodes."""
         ports = cluster.num_nodes * cluster.network_ports_per_node
-        return 2 * self.levels * (ports + self.radix**2) if self.routing == "ecmp" else super().num_links(cluster)
+        return 2 * self.levels * (ports + self.radix**2) if self.hashes_flows else super().num_links(cluster)
 
 
 class Dragonfly(_Topology):
@@ -263,7 +277,7 @@ class Dragonfly(_Topology):
     def words(self) -> str:
         """Description in a few words."""
         text = f"dragonfly, {counted(self.nodes_per_router, 'node')} per router, "
-        return _with_node(f"{text}{counted(self.routers_per_group, 'router')} per group", self)
+        return _with_node(f"{text}{self.routers_per_group} routers per group", self)
 
     def num_links(self, cluster: ClusterSpec) -> int:
         """Upper bound on the directed links between nodes."""
@@ -480,15 +494,15 @@ def topology_problems(cluster: ClusterSpec) -> Iterator[Problem]:
         yield Problem(field=_FIELD, rule=rule, fix="use fewer switches or nodes")
 
 
-def _problems_of_hashing(routing: Routing, spines: int | None) -> Iterator[Problem]:
-    if routing == "ecmp" and (spines or 1) == 1:
+def _problems_of_hashing(topology: LeafSpine | Rail) -> Iterator[Problem]:
+    if topology.hashes_flows and (topology.spines or 1) == 1:
         rule = "hashes flows over several spines"
         yield Problem(field=f"{_FIELD}.routing", value='"ecmp"', rule=rule, fix="give spines, e.g. spines: 4")
 
 
 def _with_node(text: str, topology: _Topology) -> str:
     """Words of a topology with those of its routing and of its nodes."""
-    if getattr(topology, "routing", "adaptive") == "ecmp":
+    if topology.hashes_flows:
         text += ", ECMP"
     pcie = topology.node
     if pcie is not None:

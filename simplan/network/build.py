@@ -98,7 +98,7 @@ def _is_symmetric(cluster: ClusterSpec) -> bool:
         return False
     if isinstance(inside, Rail) and inside.rails is not None and ports % inside.rails:
         return False
-    return getattr(inside, "routing", "adaptive") == "adaptive"
+    return inside is None or not inside.hashes_flows
 
 
 def _wiring(builder: GraphBuilder, cluster: ClusterSpec) -> Wiring:
@@ -188,7 +188,7 @@ def _rail(topology: Rail, nodes: int, ports: int, rate: float) -> list[Tier]:
 def _fat_tree(topology: FatTree, nodes: int, ports: int, rate: float) -> list[Tier]:
     up, half = topology.uplinks, topology.radix // 2
     leaf = np.arange(nodes * ports, dtype=np.int64) // (topology.radix - up)
-    leaves, hashes = int(leaf[-1]) + 1, topology.routing == "ecmp"
+    leaves, hashes = int(leaf[-1]) + 1, topology.hashes_flows
     first = _tier("leaf", leaf, rate)
     planes = up if hashes else 1
     if topology.levels == 2:
@@ -235,7 +235,7 @@ def _tier(name: str, group_of: Ints, uplink_bytes_per_s: float, *, suffix: str =
 
 
 def _planes(topology: LeafSpine | Rail) -> int:
-    return (topology.spines or 1) if topology.routing == "ecmp" else 1
+    return (topology.spines or 1) if topology.hashes_flows else 1
 
 
 def _graph(builder: GraphBuilder, topology: Graph, nodes: int, ports: int, rate: float) -> GraphInterconnect:

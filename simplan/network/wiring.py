@@ -117,8 +117,8 @@ class PcieWiring(Wiring):
 class TorusWiring(Wiring):
     """Devices of a slice on a torus, the last axis numbered first.
 
-    Flows go along the axes in order, on each the shorter way around; of two ways of the same length, devices with an even
-    coordinate sum take the one upward.
+    Flows go along the axes in order, on each the shorter way around; of two ways of the same length, devices with an
+    even coordinate sum take the one upward.
     """
 
     def __init__(self, builder: GraphBuilder, cluster: ClusterSpec, shape: tuple[int, ...]) -> None:
@@ -160,6 +160,7 @@ class TorusWiring(Wiring):
     def node_of(self, vertex: int) -> int | None:
         """None: a torus has no other vertices."""
         del vertex
+        return None
 
     def _coordinates(self, device: int) -> tuple[int, ...]:
         place = device % self._size
