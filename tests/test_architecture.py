@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("job",),
     ("rules",),
     ("program",),
+    ("network",),
     ("runs",),
     ("cost",),
     ("network",),
