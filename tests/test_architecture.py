@@ -35,7 +35,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("job",),
     ("rules",),
     ("program",),
-    ("network",),
     ("runs",),
     ("cost",),
     ("network",),

@@ -52,7 +52,7 @@ class ProgramCosts:
         by_work: Estimates by work, in order of first occurrence.
         overlap_slowdown: See ``CostModel``.
         beside: Time that the overlap slowdown adds, mean over ranks; None if durations do not include it.
-        uncontended_s: ``(num_ops,)`` Durations without contention on links; None if links are not shared.
+        uncontended_s: ``(num_ops,)`` Durations without contention on the links of a topology; None without a topology.
     """
 
     durations_s: NDArray[np.float64]

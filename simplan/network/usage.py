@@ -31,6 +31,7 @@ class LinkUsage(NamedTuple):
         fixed_s: Seconds of start and latency, which are not shared.
         transfer_s: Seconds of the transfer alone, by the closed form of the algorithm.
         num_bytes: ``(num_links,)`` Bytes that cross each link.
+        distance_s: Seconds of latency on long-distance links (``FabricLink.latency_s``), in addition to ``fixed_s``.
     """
 
     links: _Ints
@@ -39,6 +40,7 @@ class LinkUsage(NamedTuple):
     fixed_s: float
     transfer_s: float
     num_bytes: _Floats
+    distance_s: float = 0.0
 
     @classmethod
     def none(cls) -> LinkUsage:
@@ -58,8 +60,10 @@ def together(usages: Sequence[LinkUsage]) -> LinkUsage:
     seconds, connections, num_bytes = (
         np.bincount(where, np.concatenate([usage[field] for usage in usages]), len(links)) for field in (1, 2, 5)
     )
-    first = usages[0]
-    return LinkUsage(links.astype(np.int32), seconds, connections, first.fixed_s, first.transfer_s, num_bytes)
+    first, distance_s = usages[0], max(usage.distance_s for usage in usages)
+    return LinkUsage(
+        links.astype(np.int32), seconds, connections, first.fixed_s, first.transfer_s, num_bytes, distance_s
+    )
 
 
 def in_sequence(usages: Sequence[LinkUsage]) -> LinkUsage:
@@ -70,8 +74,8 @@ def in_sequence(usages: Sequence[LinkUsage]) -> LinkUsage:
     )
     connections = np.zeros(len(links))
     np.maximum.at(connections, where, np.concatenate([usage.connections for usage in usages]))
-    fixed_s, transfer_s = (sum(usage[field] for usage in usages) for field in (3, 4))
-    return LinkUsage(links.astype(np.int32), seconds, connections, fixed_s, transfer_s, num_bytes)
+    fixed_s, transfer_s, distance_s = (sum(usage[field] for usage in usages) for field in (3, 4, 6))
+    return LinkUsage(links.astype(np.int32), seconds, connections, fixed_s, transfer_s, num_bytes, distance_s)
 
 
 _RINGS = (Pattern.RING, Pattern.GLOO_RING)
@@ -85,7 +89,7 @@ class _PerByte(NamedTuple):
     seconds: _Floats
     connections: _Floats
     shares: _Floats
-    extra_s: float
+    distance_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,14 +117,14 @@ class Usages:
         routed, num_bytes = self._routed[key], communication.num_bytes
         transfer_s = way.transfer_s(num_bytes)
         steps = 1 if way.pattern in (*_RINGS, *_ONE_STEP) else sum(number for number, _ in way.steps)
-        fixed_s = way.seconds(num_bytes) - transfer_s + steps * routed.extra_s
         return LinkUsage(
             routed.links,
             routed.seconds * num_bytes,
             routed.connections,
-            fixed_s,
+            way.seconds(num_bytes) - transfer_s,
             transfer_s,
             routed.shares * num_bytes,
+            steps * routed.distance_s,
         )
 
     def _route(self, communication: Communication, way: CommAlgorithm) -> _PerByte:
@@ -137,9 +141,9 @@ class Usages:
             for link in links.tolist()
         ]
         latencies_s = np.array([sum(fabric.links[link].latency_s for link in path) for path in paths])
-        extra_s = float(latencies_s @ flows.shares if way.pattern in _RINGS else latencies_s.max(initial=0.0))
+        distance_s = float(latencies_s @ flows.shares if way.pattern in _RINGS else latencies_s.max(initial=0.0))
         connections = np.bincount(where, minlength=len(links)).astype(np.float64)
-        return _PerByte(links.astype(np.int32), shares / np.array(rates), connections, shares, extra_s)
+        return _PerByte(links.astype(np.int32), shares / np.array(rates), connections, shares, distance_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

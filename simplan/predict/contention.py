@@ -144,7 +144,7 @@ def apply_contention(
     mapping: RankMapping,
     sharing: CoreUse | None,
 ) -> tuple[ProgramCosts, Contention]:
-    """Lengthen the communications of a Program that share links with others.
+    """Lengthen the communications of a Program that share links with others, or cross long distances.
 
     Args:
         program, program_costs: Program, and its durations without contention.
@@ -155,18 +155,20 @@ def apply_contention(
     Returns:
         Costs with longer durations and deviations, and the load of the links.
     """
-    fabric, columns, alone_s = fabric_of(cluster), program.columns, program_costs.durations_s
+    fabric, columns, leaders = fabric_of(cluster), program.columns, leaders_of(program)
     found = _ProgramUsages(program, program_costs, Usages(cluster, fabric), mapping)
     usages, names, usage, groups = found.of_ops()
+    distances_s = np.array([*(each.distance_s for each in usages), 0.0])  # the last for no usage
+    alone_s = program_costs.durations_s + distances_s[usage][leaders]
     constant = [*_flows_of_other_jobs(cluster, fabric)]
     place = columns.rank.astype(np.int64) * len(STREAMS) + columns.stream
     use = link_use(usages, usage, place, len(fabric.links), [flow for _, flow in constant])
     times = simulate(program, alone_s, sharing, use)
     assert times.segments is not None
-    leaders = leaders_of(program)
     taken_s = np.maximum(alone_s, (times.end_s - times.start_s)[leaders])
     realized_s = np.where(use.usage[leaders] >= 0, taken_s, alone_s)
-    longer = np.divide(realized_s, alone_s, out=np.ones_like(alone_s), where=alone_s > 0)
+    given_s = program_costs.durations_s
+    longer = np.divide(realized_s, given_s, out=np.ones_like(given_s), where=given_s > 0)
     costs = replace(
         program_costs,
         durations_s=realized_s,
@@ -266,7 +268,7 @@ class _ProgramUsages:
         if not usages:
             return LinkUsage.none(), 0.0
         usage = in_sequence(usages) if len(usages) > 1 else usages[0]
-        return usage._replace(fixed_s=max(0.0, seconds - usage.transfer_s)), num_groups
+        return usage._replace(fixed_s=max(0.0, seconds + usage.distance_s - usage.transfer_s)), num_groups
 
     @cached_property
     def _stands_for(self) -> NDArray[np.int64]:
