@@ -28,6 +28,7 @@ from simplan.sim.engine import CoreUse, simulate
 from simplan.sim.links import Segments
 
 _Floats = NDArray[np.float64]
+_Ints = NDArray[np.int32]
 _Group = tuple[int, ...]
 NUM_INTERVALS = 200
 """Intervals of a step in which the load of links is drawn."""
@@ -77,13 +78,31 @@ class Contention:
         key, size = link * len(names) + number[owner], num_links * len(names)
         busy_s = np.bincount(key, seconds * counts[owner], size).reshape(num_links, len(names))
         moved = np.bincount(link, num_bytes * counts[owner], num_links)
+        lost_s = np.zeros((num_links, len(names)))
+        for one, late_s, full in self._delays():
+            lost_s[full, number[one]] += late_s / len(full)
+        return busy_s, lost_s, moved
+
+    def _delays(self) -> Iterator[tuple[int, float, _Ints]]:
+        """Yield usages, the seconds by which full links delay them, and these links.
+
+        Of links that a communication loads equally, such as one per node, sharing finds one; all of them are full.
+        """
+        use = self.use
         op, start_s, end_s, rate, bottleneck = self.segments
         kept = (bottleneck >= 0) & (op < self.num_ops)
         op, bottleneck = op[kept], bottleneck[kept]
-        late_s = (end_s - start_s)[kept] * (1 - rate[kept] * self.use.transfer_s[self.usage[op]]) * self.groups[op]
-        key = bottleneck.astype(np.int64) * len(names) + number[self.usage[op]]
-        lost_s = np.bincount(key, np.maximum(late_s, 0.0), size).reshape(num_links, len(names))
-        return busy_s, lost_s, moved
+        usage = self.usage[op]
+        late_s = (end_s - start_s)[kept] * (1 - rate[kept] * use.transfer_s[usage]) * self.groups[op]
+        keys, which = np.unique(usage * len(self.fabric.links) + bottleneck, return_inverse=True)
+        sums_s = np.bincount(which, np.maximum(late_s, 0.0), len(keys))
+        for key, sum_s in zip(keys.tolist(), sums_s.tolist(), strict=True):
+            one, limit = divmod(key, len(self.fabric.links))
+            part = slice(use.first[one], use.first[one + 1])
+            links, seconds, connections = use.link[part], use.seconds[part], use.connections[part]
+            at = int(np.flatnonzero(links == limit)[0])
+            alike = np.isclose(seconds, seconds[at], rtol=1e-9, atol=0) & (connections == connections[at])
+            yield one, sum_s, links[alike]
 
     def busy_shares(self, links: NDArray[np.int64], step_time_s: float) -> _Floats:
         """``(num_chosen, NUM_INTERVALS)`` Busy share of chosen links in equal intervals of the simulated step."""
