@@ -192,7 +192,8 @@ class Prediction:
         table: Action table, one row per pipeline rank.
         step_time_s: Seconds of one optimizer step (Level 2).
         step_time_interval_s: 90% interval of the step time in seconds, from the uncertainty of the cost estimates.
-        action_level_step_time_s: Step time at Level 1: actions as units, without overlap inside them.
+        action_level_step_time_s: Step time at Level 1: actions as units, without overlap inside them, and without
+            contention on links.
         bubble_fraction: Idle fraction of compute streams between the first and the last compute of any rank, mean over
             ranks. The optimizer step is excluded.
         capacity_bytes: Memory of one device; None if unknown.

@@ -53,6 +53,16 @@ class LinkUsage(NamedTuple):
             seconds=self.seconds * factor, connections=self.connections * factor, num_bytes=self.num_bytes * factor
         )
 
+    def repeated(self, times: int, slowdown: float) -> LinkUsage:
+        """The communication several times in sequence, with a slower transfer."""
+        return self._replace(
+            seconds=self.seconds * (times * slowdown),
+            transfer_s=self.transfer_s * times * slowdown,
+            fixed_s=self.fixed_s * times * slowdown,
+            num_bytes=self.num_bytes * times,
+            distance_s=self.distance_s * times,
+        )
+
 
 def together(usages: Sequence[LinkUsage]) -> LinkUsage:
     """Usage of equal communications of different groups that run at the same time, as one."""

@@ -6,15 +6,18 @@ intervals, time splits and extrapolation go on as without contention.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simplan.cluster.hardware import ClusterSpec
+from simplan.cost.communication.algorithm import CommAlgorithm
 from simplan.cost.communication.collectives import algorithm_of
+from simplan.cost.communication.route import route_of
 from simplan.cost.program_costs import ProgramCosts
 from simplan.model.layer import CollectiveKind
 from simplan.network.build import fabric_of
@@ -141,7 +144,7 @@ class Contention:
         """Offsets of the usages, and for each of their links its index, busy seconds and bytes."""
         first = np.cumsum([0, *(len(usage.links) for usage in self.usages)])
         link, seconds, num_bytes = (
-            np.concatenate([np.zeros(0), *(usage[field] for usage in self.usages)]) for field in (0, 1, 5)
+            np.concatenate([np.zeros(0), *(usage[column] for usage in self.usages)]) for column in (0, 1, 5)
         )
         return first, link.astype(np.int64), seconds, num_bytes
 
@@ -234,6 +237,7 @@ class _ProgramUsages:
     program_costs: ProgramCosts
     usages: Usages
     mapping: RankMapping
+    _ways: dict[tuple[object, ...], CommAlgorithm] = field(default_factory=dict)
 
     def of_ops(self) -> tuple[list[LinkUsage], list[str], NDArray[np.int64], _Floats]:
         """Different usages and their names, and by operation its usage and the groups of ranks that it stands for."""
@@ -271,23 +275,33 @@ class _ProgramUsages:
 
     def _of_op(self, work: tuple[Work, ...], rank: int, *, meets: bool, seconds: float) -> tuple[LinkUsage, float]:
         """Usage of an operation, and the number of groups that it stands for."""
-        moved = [part for part in work if isinstance(part, Communication) and len(part.ranks) > 1]
-        usages, num_groups = [], 1.0
-        for part in moved:
+        moved = Counter(part for part in work if isinstance(part, Communication) and len(part.ranks) > 1)
+        usages, num_groups, first = [], 1.0, next(iter(moved), None)
+        for part, times in moved.items():
+            assert first is not None
             groups = [*self._groups(part.ranks, rank)]
             # ranks whose operations do not meet each carry their part of the group's communication
-            apart = 1 if meets and part.ranks == moved[0].ranks else len(self._members(part.ranks))
+            apart = 1 if meets and part.ranks == first.ranks else len(self._members(part.ranks))
             num_groups = len(groups) / apart
-            way = algorithm_of(part, self.usages.cluster)
+            way = self._way(part)
             each = [self.usages.of(part._replace(ranks=group), way) for group in groups]
             usage = (together(each) if len(each) > 1 else each[0]).times(1 / apart)
             alone_s = usage.fixed_s + usage.transfer_s
             slowdown = self.program_costs.by_work[part].cost_estimate.seconds / alone_s if alone_s > 0 else 1.0
-            usages.append(usage._replace(seconds=usage.seconds * slowdown, transfer_s=usage.transfer_s * slowdown))
+            usages.append(usage.repeated(times, slowdown))
         if not usages:
             return LinkUsage.none(), 0.0
         usage = in_sequence(usages) if len(usages) > 1 else usages[0]
         return usage._replace(fixed_s=max(0.0, seconds + usage.distance_s - usage.transfer_s)), num_groups
+
+    def _way(self, part: Communication) -> CommAlgorithm:
+        """Algorithm of a communication; of equal ones of other ranks it is the same."""
+        cluster = self.usages.cluster
+        route = route_of(part.ranks, cluster)
+        key = (part.kind, part.num_bytes, part.draw, route)
+        if key not in self._ways:
+            self._ways[key] = algorithm_of(part, cluster, route)
+        return self._ways[key]
 
     @cached_property
     def _stands_for(self) -> NDArray[np.int64]:

@@ -38,7 +38,7 @@ class Simulated:
         program_costs: Cost estimates with the overlap slowdown, and with contention on links.
         engine: Simulator, to run the Program again with other durations.
         sharing: Shared cores of operations; None if ranks do not share cores.
-        contention: Load of links; None for a cluster without a topology.
+        contention: Load of links; None for a cluster without a topology, and at Level 1.
     """
 
     program: Program
@@ -66,7 +66,7 @@ def simulate_program(
     alone = estimate_program(program, cost)
     program_costs = apply_overlap_slowdown(program, alone, engine.times)
     contention = None
-    if not is_static(cluster):
+    if program.level == 2 and not is_static(cluster):
         from simplan.predict.contention import apply_contention
 
         assert mapping is not None, "the mesh says which groups communicate at the same time"
