@@ -512,12 +512,17 @@ def draw(
             min=60, max=10_000, metavar="N", help="Columns of the drawing (default: the terminal's, else 100)."
         ),
     ] = None,
+    links: Annotated[
+        bool, typer.Option("--links", help="Draw the load of the links of cluster.topology over the step.")
+    ] = False,
     json: AsJson = False,
     calibration: CalibrationFile = None,
 ) -> int:
     """Draw the predicted step: actions and idle time of every pipeline rank."""
-    from simplan.cli.commands import draw_command
+    from simplan.cli.commands import draw_command, draw_links_command
 
+    if links:
+        return draw_links_command(scenario, as_json=json, output=output, calibration_file=calibration)
     return draw_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
 
 

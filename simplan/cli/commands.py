@@ -202,6 +202,31 @@ def draw_command(
     return 0
 
 
+def draw_links_command(
+    request: ScenarioRequest, *, as_json: bool, output: Path | None, calibration_file: Path | None
+) -> int:
+    """``simplan draw --links``."""
+    from simplan.report.drawings.link_load import draw_link_load, link_load_svg, link_load_text
+
+    if output is not None:
+        refuse_other_suffix(output)
+    scenario = request.scenario()
+    if scenario.job.cluster.topology is None:
+        fix = "give cluster.topology, e.g. {kind: leaf_spine, nodes_per_leaf: 4}"
+        raise SpecError(Problem(field="--links", rule="needs links, and the cluster has no topology", fix=fix))
+    network = scenario.predict(_calibration_for(scenario, calibration_file)).network
+    assert network is not None
+    drawing = draw_link_load(scenario.name, network)
+    if output is not None:
+        write_text(output, link_load_svg(drawing))
+        say(f"wrote {output}; any browser opens it")
+    if as_json:
+        print_json(drawing.to_json())
+    else:
+        print_result(link_load_text(drawing))
+    return 0
+
+
 def run_command(
     request: ScenarioRequest,
     *,

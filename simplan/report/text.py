@@ -170,6 +170,9 @@ def _headline(prediction: Prediction) -> Iterator[str]:
     yield f"  idle         {idle} of the time between first and last computation (bubble and exposed communication)"
     if prediction.worst_host_bytes:
         yield f"  host memory  {_host_memory(prediction)}"
+    if prediction.network is not None:
+        yield f"  slowest link {prediction.network.slowest_words()}"
+        yield f"  contention   {prediction.network.contention_words()}"
 
 
 def _training_run(run: TrainingRun) -> Iterator[str]:
