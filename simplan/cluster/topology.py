@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from simplan.base import Gbit, NumDevices, Seconds, Spec
 from simplan.errors import Problem, did_you_mean
@@ -25,7 +26,7 @@ Routing = Literal["adaptive", "ecmp"]
 MAX_LINKS = 2_000_000
 """Directed links of a fabric; more are refused."""
 _NODE = re.compile(r"node(0|[1-9][0-9]{0,6})")
-_NAME = r"^[A-Za-z][A-Za-z0-9_.-]*$"
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,59}")
 _FIELD = "cluster.topology"
 
 
@@ -381,6 +382,15 @@ class Sites(_Topology):
         return sites * (4096 + of_site)
 
 
+def _vertex_name(name: str) -> str:
+    if _NAME.fullmatch(name) is None:
+        raise ValueError("must begin with a letter and have at most 60 letters, digits, dots, dashes and underscores")
+    return name
+
+
+_Vertex = Annotated[str, AfterValidator(_vertex_name)]
+
+
 class GraphLink(Spec):
     """Cable of a graph: one link in each direction.
 
@@ -390,9 +400,7 @@ class GraphLink(Spec):
         latency_s: Time in addition to the latency of the network (``LinkSpec.latency_s``).
     """
 
-    between: tuple[
-        Annotated[str, Field(pattern=_NAME, max_length=60)], Annotated[str, Field(pattern=_NAME, max_length=60)]
-    ]
+    between: tuple[_Vertex, _Vertex]
     gbit: Gbit
     latency_s: Seconds = 0.0
 
@@ -482,16 +490,17 @@ def node_of_name(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def topology_problems(cluster: ClusterSpec) -> Iterator[Problem]:
+@lru_cache(maxsize=64)
+def topology_problems(cluster: ClusterSpec) -> tuple[Problem, ...]:
     """Reasons why a cluster cannot have its topology; none without a topology."""
     topology = cluster.topology
     if topology is None:
-        return
-    problems = list(topology.problems(cluster))
-    yield from problems
+        return ()
+    problems = tuple(topology.problems(cluster))
     if not problems and (number := topology.num_links(cluster)) > MAX_LINKS:
         rule = f"makes up to {number:,} links, and at most {MAX_LINKS:,} are simulated"
-        yield Problem(field=_FIELD, rule=rule, fix="use fewer switches or nodes")
+        return (Problem(field=_FIELD, rule=rule, fix="use fewer switches or nodes"),)
+    return problems
 
 
 def _problems_of_hashing(topology: LeafSpine | Rail) -> Iterator[Problem]:
