@@ -583,8 +583,8 @@ def show(
         typer.Argument(
             metavar="KIND",
             autocompletion=completion.kinds,
-            help="Kind: devices, links, clusters, models, software, schedules, metrics, scenario; and the keys of a "
-            "scenario's model, cluster, training, plan, search-space or expect.",
+            help="Kind: devices, links, clusters, topologies, models, software, schedules, metrics, scenario; and the "
+            "keys of a scenario's model, cluster, topology, training, plan, search-space or expect.",
         ),
     ] = None,
     name: Annotated[

@@ -86,12 +86,12 @@ class _Topology(Spec):
         return 8 * cluster.num_nodes * cluster.network_ports_per_node
 
 
-class _Layered(_Topology):
+class LayeredTopology(_Topology):
     """Topology with layers of switches, of which a flow has several to choose from.
 
     Attributes:
-        routing: ``adaptive``: the uplinks of a switch are one link of their total bandwidth. ``ecmp``: the hash of a
-            flow picks one uplink.
+        routing: ``adaptive``, where the uplinks of a switch are one link of their total bandwidth, or ``ecmp``, where
+            the hash of a flow picks one uplink.
     """
 
     routing: Routing = "adaptive"
@@ -112,15 +112,15 @@ class Switch(_Topology):
         return _with_node("one switch for all nodes", self)
 
 
-class LeafSpine(_Layered):
+class LeafSpine(LayeredTopology):
     """All network cards of a node on one leaf switch, leaves on a layer of spine switches; optionally, pods of leaves.
 
     Attributes:
         kind: ``leaf_spine``.
         nodes_per_leaf: Nodes on one leaf.
         oversubscription: Bandwidth of the nodes of a leaf over that of its uplinks.
-        spines: Spine switches; over these ``ecmp`` hashes flows. None for unknown.
-        leaves_per_pod: Leaves whose spines form a pod below one more layer of switches; None for no such layer.
+        spines: Spine switches that ``ecmp`` hashes flows over; None for unknown.
+        leaves_per_pod: Leaves whose spines form a pod, below one more layer of switches; None for no such layer.
         pod_oversubscription: Bandwidth of the leaves of a pod over that of the uplinks of the pod.
     """
 
@@ -155,7 +155,7 @@ class LeafSpine(_Layered):
         return 4 * (cluster.num_nodes // self.nodes_per_leaf + 1) * planes + super().num_links(cluster)
 
 
-class Rail(_Layered):
+class Rail(LayeredTopology):
     """Network card i of every node of a group on leaf switch i (rail-optimized), leaves on a layer of spine switches.
 
     Attributes:
@@ -163,7 +163,7 @@ class Rail(_Layered):
         nodes_per_group: Nodes whose cards share leaves: a scalable unit.
         oversubscription: Bandwidth of the cards of a leaf over that of its uplinks.
         rails: Leaves of a group: card i is on leaf i modulo ``rails``; None for as many as a node has cards.
-        spines: Spine switches; over these ``ecmp`` hashes flows. None for unknown.
+        spines: Spine switches that ``ecmp`` hashes flows over; None for unknown.
     """
 
     kind: Literal["rail"]
@@ -193,7 +193,7 @@ class Rail(_Layered):
         return 4 * leaves * planes + super().num_links(cluster)
 
 
-class FatTree(_Layered):
+class FatTree(LayeredTopology):
     """Fat tree of equal switches: k ports each, k^3/4 network cards with 3 levels, k^2/2 with 2.
 
     Cards fill the leaf switches in order. Every cable has the rate of a network card.
@@ -342,7 +342,7 @@ class Sites(_Topology):
         nodes_per_site: Nodes of a site.
         gbit_per_site: Bandwidth between a site and all others in one direction, Gbit/s.
         latency_s: Time from site to site, one way, in addition to that of the network of a site.
-        inside: Topology of a site; None for one switch.
+        inside: Network of a site: switch, leaf_spine, rail or fat_tree; None for one switch.
     """
 
     kind: Literal["sites"]
