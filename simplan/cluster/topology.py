@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from simplan.base import Gbit, NumDevices, Seconds, Spec
 from simplan.errors import Problem, did_you_mean
@@ -25,7 +26,7 @@ Routing = Literal["adaptive", "ecmp"]
 MAX_LINKS = 2_000_000
 """Directed links of a fabric; more are refused."""
 _NODE = re.compile(r"node(0|[1-9][0-9]{0,6})")
-_NAME = r"^[A-Za-z][A-Za-z0-9_.-]*$"
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,59}")
 _FIELD = "cluster.topology"
 
 
@@ -85,12 +86,12 @@ class _Topology(Spec):
         return 8 * cluster.num_nodes * cluster.network_ports_per_node
 
 
-class _Layered(_Topology):
+class LayeredTopology(_Topology):
     """Topology with layers of switches, of which a flow has several to choose from.
 
     Attributes:
-        routing: ``adaptive``: the uplinks of a switch are one link of their total bandwidth. ``ecmp``: the hash of a
-            flow picks one uplink.
+        routing: ``adaptive``, where the uplinks of a switch are one link of their total bandwidth, or ``ecmp``, where
+            the hash of a flow picks one uplink.
     """
 
     routing: Routing = "adaptive"
@@ -111,15 +112,15 @@ class Switch(_Topology):
         return _with_node("one switch for all nodes", self)
 
 
-class LeafSpine(_Layered):
+class LeafSpine(LayeredTopology):
     """All network cards of a node on one leaf switch, leaves on a layer of spine switches; optionally, pods of leaves.
 
     Attributes:
         kind: ``leaf_spine``.
         nodes_per_leaf: Nodes on one leaf.
         oversubscription: Bandwidth of the nodes of a leaf over that of its uplinks.
-        spines: Spine switches; over these ``ecmp`` hashes flows. None for unknown.
-        leaves_per_pod: Leaves whose spines form a pod below one more layer of switches; None for no such layer.
+        spines: Spine switches that ``ecmp`` hashes flows over; None for unknown.
+        leaves_per_pod: Leaves whose spines form a pod, below one more layer of switches; None for no such layer.
         pod_oversubscription: Bandwidth of the leaves of a pod over that of the uplinks of the pod.
     """
 
@@ -154,7 +155,7 @@ class LeafSpine(_Layered):
         return 4 * (cluster.num_nodes // self.nodes_per_leaf + 1) * planes + super().num_links(cluster)
 
 
-class Rail(_Layered):
+class Rail(LayeredTopology):
     """Network card i of every node of a group on leaf switch i (rail-optimized), leaves on a layer of spine switches.
 
     Attributes:
@@ -162,7 +163,7 @@ class Rail(_Layered):
         nodes_per_group: Nodes whose cards share leaves: a scalable unit.
         oversubscription: Bandwidth of the cards of a leaf over that of its uplinks.
         rails: Leaves of a group: card i is on leaf i modulo ``rails``; None for as many as a node has cards.
-        spines: Spine switches; over these ``ecmp`` hashes flows. None for unknown.
+        spines: Spine switches that ``ecmp`` hashes flows over; None for unknown.
     """
 
     kind: Literal["rail"]
@@ -192,7 +193,7 @@ class Rail(_Layered):
         return 4 * leaves * planes + super().num_links(cluster)
 
 
-class FatTree(_Layered):
+class FatTree(LayeredTopology):
     """Fat tree of equal switches: k ports each, k^3/4 network cards with 3 levels, k^2/2 with 2.
 
     Cards fill the leaf switches in order. Every cable has the rate of a network card.
@@ -341,7 +342,7 @@ class Sites(_Topology):
         nodes_per_site: Nodes of a site.
         gbit_per_site: Bandwidth between a site and all others in one direction, Gbit/s.
         latency_s: Time from site to site, one way, in addition to that of the network of a site.
-        inside: Topology of a site; None for one switch.
+        inside: Network of a site: switch, leaf_spine, rail or fat_tree; None for one switch.
     """
 
     kind: Literal["sites"]
@@ -381,6 +382,15 @@ class Sites(_Topology):
         return sites * (4096 + of_site)
 
 
+def _vertex_name(name: str) -> str:
+    if _NAME.fullmatch(name) is None:
+        raise ValueError("must begin with a letter and have at most 60 letters, digits, dots, dashes and underscores")
+    return name
+
+
+_Vertex = Annotated[str, AfterValidator(_vertex_name)]
+
+
 class GraphLink(Spec):
     """Cable of a graph: one link in each direction.
 
@@ -390,9 +400,7 @@ class GraphLink(Spec):
         latency_s: Time in addition to the latency of the network (``LinkSpec.latency_s``).
     """
 
-    between: tuple[
-        Annotated[str, Field(pattern=_NAME, max_length=60)], Annotated[str, Field(pattern=_NAME, max_length=60)]
-    ]
+    between: tuple[_Vertex, _Vertex]
     gbit: Gbit
     latency_s: Seconds = 0.0
 
@@ -482,16 +490,17 @@ def node_of_name(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def topology_problems(cluster: ClusterSpec) -> Iterator[Problem]:
+@lru_cache(maxsize=64)
+def topology_problems(cluster: ClusterSpec) -> tuple[Problem, ...]:
     """Reasons why a cluster cannot have its topology; none without a topology."""
     topology = cluster.topology
     if topology is None:
-        return
-    problems = list(topology.problems(cluster))
-    yield from problems
+        return ()
+    problems = tuple(topology.problems(cluster))
     if not problems and (number := topology.num_links(cluster)) > MAX_LINKS:
         rule = f"makes up to {number:,} links, and at most {MAX_LINKS:,} are simulated"
-        yield Problem(field=_FIELD, rule=rule, fix="use fewer switches or nodes")
+        return (Problem(field=_FIELD, rule=rule, fix="use fewer switches or nodes"),)
+    return problems
 
 
 def _problems_of_hashing(topology: LeafSpine | Rail) -> Iterator[Problem]:

@@ -68,13 +68,14 @@ class PcieWiring(Wiring):
         self._up: dict[int, int] = {}  # vertex -> its link to above; the link back follows
         self._above: dict[int, int] = {}
         for node, devices in enumerate(devices_of_nodes(cluster)):
+            num_switches = -(-len(devices) // devices_per_switch) if devices_per_switch else 0
+            switches = [self._add_vertex(builder, f"node{node}.pcie{place}", node) for place in range(num_switches)]
             host = self._add_vertex(builder, f"node{node}.host", node)
-            above = host
             for place, device in enumerate(devices):
-                if devices_per_switch is not None and place % devices_per_switch == 0:
-                    above = self._add_vertex(builder, f"node{node}.pcie{place // devices_per_switch}", node)
-                    self._join(builder, above, host, link.bytes_per_s)
+                above = switches[place // devices_per_switch] if devices_per_switch else host
                 self._join(builder, device, above, link.bytes_per_s)
+            for switch in switches:
+                self._join(builder, switch, host, link.bytes_per_s)
 
     def path(self, source: int, destination: int) -> tuple[int, ...]:
         """Links between two different vertices of one node."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from simplan.cluster.topology import topology_problems
 from simplan.errors import Problem
 from simplan.job import Job
 from simplan.rules.rule import problem_of, rule, unmodelled
@@ -48,6 +49,11 @@ def background_traffic(job: Job) -> Iterator[Problem]:
         if flow.source == flow.destination:
             words = "sends from a node to itself"
             yield Problem(field=field, value=f'"{flow.source}"', rule=words, fix="name two nodes")
+
+
+@rule("a topology must hold the devices of the job", reads_cluster=True)
+def topology_of_cluster(job: Job) -> Iterator[Problem]:
+    yield from topology_problems(job.cluster)
 
 
 @rule("dp_replicate x dp_shard x tp x cp x pp must be the number of devices", reads="dp tp cp pp", reads_cluster=True)
