@@ -27,18 +27,21 @@ which the last rank of a node sends over the network card of another (NVIDIA, "D
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simplan.cluster.hardware import ClusterSpec
+from simplan.cluster.topology import Torus
 from simplan.cost.communication.algorithm import CommAlgorithm, Pattern
 from simplan.cost.communication.nccl import LAPS
 from simplan.model.layer import CollectiveKind
+from simplan.network.fabric import Fabric
 from simplan.program.program import Communication
 
 
@@ -72,19 +75,24 @@ class Flows(NamedTuple):
         return map(Flow, self.sources.tolist(), self.destinations.tolist(), self.shares.tolist())
 
 
-class Switches(Protocol):
-    """Switches of a network, as a ``Fabric`` has them."""
-
-    def switch_of(self, devices: Sequence[int], *, inside_node: bool) -> int | None:
-        """Returns the vertex of the lowest switch above all devices; None without one."""
-
-
 Nodes = list[list[int]]
 """Devices of a group, node by node, ascending."""
 
 
+class _Axis(NamedTuple):
+    """Ranks of a group along one axis of a torus.
+
+    Attributes:
+        lines: Devices in order along the axis, one list for each position on the other axes.
+        closes: The last of a line is a neighbor of the first.
+    """
+
+    lines: list[list[int]]
+    closes: bool
+
+
 def flows_of(
-    way: CommAlgorithm, communication: Communication, devices: Sequence[int], cluster: ClusterSpec, switches: Switches
+    way: CommAlgorithm, communication: Communication, devices: Sequence[int], cluster: ClusterSpec, fabric: Fabric
 ) -> Flows:
     """Returns the flows of a communication among two or more ranks.
 
@@ -93,10 +101,10 @@ def flows_of(
         communication: Collective or P2P transfer.
         devices: Device of each of ``communication.ranks``, in their order.
         cluster: Cluster, whose devices fill nodes in order.
-        switches: Switches that reduce and multicast.
+        fabric: Fabric that reduce and multicast.
     """
     flows: defaultdict[tuple[int, int], float] = defaultdict(float)
-    for source, destination, share in _flows(way.pattern, communication, devices, cluster, switches):
+    for source, destination, share in _flows(way.pattern, communication, devices, cluster, fabric):
         if share > 0:
             flows[source, destination] += share
     pairs = np.array([*flows], dtype=np.int32).reshape(-1, 2)
@@ -108,7 +116,7 @@ def _flows(
     communication: Communication,
     devices: Sequence[int],
     cluster: ClusterSpec,
-    switches: Switches,
+    fabric: Fabric,
 ) -> Iterator[Flow]:
     kind, nodes = communication.kind, _by_node(devices, cluster)
     match pattern:
@@ -119,7 +127,7 @@ def _flows(
         case Pattern.TREE:
             return _tree(nodes)
         case Pattern.NVLS:
-            return _nvls(kind, nodes, switches)
+            return _nvls(kind, nodes, fabric)
         case Pattern.PAIRWISE:
             return _pairwise(devices)
         case Pattern.ONCE_PER_NODE:
@@ -132,7 +140,7 @@ def _flows(
         case Pattern.BINOMIAL_TREE:
             return _binomial_tree(devices)
         case Pattern.TORUS:
-            raise NotImplementedError("follows with Fabric")
+            return _torus(kind, nodes, cluster)
 
 
 def _by_node(devices: Sequence[int], cluster: ClusterSpec) -> Nodes:
@@ -226,7 +234,7 @@ def tree_parent(node: int, num_nodes: int) -> int:
     return parent if parent < num_nodes else node ^ bit
 
 
-def _nvls(kind: CollectiveKind, nodes: Nodes, switches: Switches) -> Iterator[Flow]:
+def _nvls(kind: CollectiveKind, nodes: Nodes, fabric: Fabric) -> Iterator[Flow]:
     """Yields the flows to and from the switch of each node.
 
     Every rank is the head of its own part of the buffer, or in the smallest node's number if nodes differ. The switch
@@ -235,7 +243,7 @@ def _nvls(kind: CollectiveKind, nodes: Nodes, switches: Switches) -> Iterator[Fl
     num_heads = _num_channels(nodes)
     reduces, gathers = kind is not CollectiveKind.ALL_GATHER, kind is not CollectiveKind.REDUCE_SCATTER
     for members in nodes:
-        switch = switches.switch_of(members, inside_node=True)
+        switch = fabric.switch_of(members, inside_node=True)
         assert switch is not None, "a link with switch_share joins devices by a switch"
         for place, device in enumerate(members):
             part = 1 / num_heads if place < num_heads else 0.0
@@ -278,3 +286,87 @@ def _binomial_tree(devices: Sequence[int]) -> Iterator[Flow]:
     """Yields the sends of a broadcast: in round r, each of the first 2**r ranks sends to the rank 2**r places later."""
     for place in range(1, len(devices)):
         yield Flow(devices[place ^ (1 << (place.bit_length() - 1))], devices[place], 1.0)
+
+
+def _torus(kind: CollectiveKind, nodes: Nodes, cluster: ClusterSpec) -> Iterator[Flow]:
+    """Yields the flows along the axes of each slice, and those between ranks at the same place of several slices."""
+    num_local, n = _num_channels(nodes), len(nodes)
+    for members in nodes:
+        if len(members) > 1:
+            yield from _slice(kind, members, cluster)
+    if n == 1:
+        return
+    for channel in range(num_local):
+        places = [members[channel] for members in nodes]
+        if kind is CollectiveKind.ALL_TO_ALL:
+            yield from _pairwise(places)
+        else:
+            yield from _cycle(places, _ring_share(kind, n) / num_local)
+
+
+def _slice(kind: CollectiveKind, members: Sequence[int], cluster: ClusterSpec) -> Iterator[Flow]:
+    """Yields the flows among ranks of one slice, along its axes.
+
+    An all-gather over a axes sends an a-th of the buffer along every axis at a time, which in the next round goes along
+    the next axis together with what came before; a reduce-scatter does the reverse.
+    """
+    axes = _axes(members, cluster)
+    sides = [len(axis.lines[0]) for axis in axes]
+    for index, axis in enumerate(axes):
+        gathered = 0.0
+        for first in range(len(axes)):
+            before = 1
+            for each in range(first, first + (index - first) % len(axes)):
+                before *= sides[each % len(axes)]
+            gathered += before * (sides[index] - 1) / len(members) / len(axes)
+        for line in axis.lines:
+            yield from _line(kind, line, gathered, closes=axis.closes)
+
+
+def _line(kind: CollectiveKind, line: Sequence[int], gathered: float, *, closes: bool) -> Iterator[Flow]:
+    """Yields the flows along one line of a torus, in both directions.
+
+    Args:
+        gathered: Bytes that each rank receives along the line in an all-gather, over ``num_bytes``.
+    """
+    side = len(line)
+    if closes:
+        # on the shorter way round, a part goes side / 4 hops on average, or (side^2 - 1) / (4 side) for an odd side
+        share = (
+            (side * side - side % 2) / (8 * side) if kind is CollectiveKind.ALL_TO_ALL else LAPS[kind] * gathered / 2
+        )
+        yield from _cycle(line, share)
+        yield from _cycle(line[::-1], share)
+        return
+    for ordered in (line, line[::-1]):
+        for before, (source, destination) in enumerate(pairwise(ordered), 1):
+            after = side - before
+            match kind:
+                case CollectiveKind.ALL_TO_ALL:
+                    share = before * after / side
+                case CollectiveKind.ALL_REDUCE:
+                    share = gathered * side / (side - 1)
+                case CollectiveKind.REDUCE_SCATTER:
+                    share = gathered * after / (side - 1)
+                case _:
+                    share = gathered * before / (side - 1)
+            yield Flow(source, destination, share)
+
+
+def _axes(members: Sequence[int], cluster: ClusterSpec) -> list[_Axis]:
+    """Returns the axes of a torus along which ranks of one slice are; one line through all for an irregular group."""
+    topology, link = cluster.topology, cluster.intra_link
+    assert isinstance(topology, Torus)
+    assert link is not None
+    shape = topology.shape
+    places = np.stack(np.unravel_index(np.array(members) % math.prod(shape), shape), axis=1)
+    used = [axis for axis in range(len(shape)) if len(np.unique(places[:, axis])) > 1]
+    sides = [len(np.unique(places[:, axis])) for axis in used]
+    if math.prod(sides) != len(members):
+        return [_Axis([list(members)], closes=False)]
+    grid = np.array(members).reshape(sides)  # members ascend, and so do their coordinates, last axis first
+    axes = []
+    for index, (axis, side) in enumerate(zip(used, sides, strict=True)):
+        lines = np.moveaxis(grid, index, -1).reshape(-1, side)
+        axes.append(_Axis(lines.tolist(), closes=side == shape[axis] and side >= max(3, link.torus_wrap or 1)))
+    return axes

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from simplan import catalog
-from simplan.base import MAX_DEVICES, NumDevices, Rate, Spec
+from simplan.base import MAX_DEVICES, Gbit, NumDevices, Rate, Spec
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec, HostBytes, LinkSpec
 from simplan.cluster.machine import THIS_MACHINE, this_machine
 from simplan.errors import SpecError
@@ -34,8 +34,6 @@ from simplan.scenario.collecting import Sections
 from simplan.training import Price
 from simplan.units import counted, format_flop_per_s
 
-Gbit = Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)]
-"""Bandwidth in Gbit/s, from 1 Mbit/s."""
 _PATH: Path = ("cluster", "device")
 _ANY = "h100-sxm-80gb"  # base for reading the other fields if the device is unknown
 _MIN_PLAUSIBLE: dict[str, tuple[float, str]] = {

@@ -219,12 +219,15 @@ def _pairwise(protocol: _Protocol, communication: Communication, route: Route) -
     ]
     slower = max(ways, key=lambda way: way.seconds(communication.num_bytes))
     limit = _per_byte(slower.moves[0])
-    # the transfers of the other tier end within the steps of the slower one
-    efficiencies = {
-        name: move.bytes_per_s / tier.link.bytes_per_s * max(1.0, _per_byte(move) / limit)
-        for name, (_, tier, _, move) in tiers.items()
-    }
-    return slower._replace(**efficiencies)
+
+    def efficiency(name: str) -> float:
+        """Transfers of the other tier end within the steps of the slower one."""
+        if name not in tiers:
+            return 1.0
+        _, tier, _, move = tiers[name]
+        return move.bytes_per_s / tier.link.bytes_per_s * max(1.0, _per_byte(move) / limit)
+
+    return slower._replace(inside=efficiency("inside"), between=efficiency("between"))
 
 
 def _per_byte(move: TransferTerm) -> float:
