@@ -14,9 +14,12 @@ from simplan.cluster.hardware import ClusterSpec, DeviceSpec, LinkSpec
 from simplan.cluster.topology import LeafSpine, Rail, Torus
 from simplan.cost.communication.algorithm import CommAlgorithm, Pattern
 from simplan.cost.communication.collectives import algorithms_of
+from simplan.cost.communication.prescribed import prescribed_ways
+from simplan.cost.communication.route import route_of
 from simplan.model.layer import CollectiveKind, ExpertDraw
 from simplan.network.build import fabric_of
 from simplan.network.flows import flows_of
+from simplan.plan.collectives import Collectives
 from simplan.program.program import Communication
 
 GB = 10**9
@@ -25,6 +28,9 @@ NUM_LOCAL = 8
 NUM_NODES = 7
 INSIDE = LinkSpec(id="inside", bytes_per_s=400 * GB, latency_s=2 * US, bandwidth_share=0.8, switch_share=0.7)
 BETWEEN = LinkSpec(id="between", bytes_per_s=50 * GB, latency_s=20 * US, bandwidth_share=0.9)
+NO_SWITCH = INSIDE.model_copy(update={"switch_share": None})
+SHARP = BETWEEN.model_copy(update={"switch_share": 0.85})
+SHARDING = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
 GLOO = LinkSpec(id="loop", bytes_per_s=4 * GB, latency_s=1e-4, bandwidth_share=0.5, library="gloo")
 ETHERNET = LinkSpec(id="ethernet", bytes_per_s=GB, latency_s=2e-4, bandwidth_share=0.9, library="gloo")
 
@@ -69,16 +75,23 @@ GROUPS = st.builds(group, st.integers(1, NUM_NODES), st.integers(1, NUM_LOCAL)).
 BYTES = st.integers(1, 10**10)
 
 
-def busiest(communication: Communication, cluster: ClusterSpec) -> list[tuple[CommAlgorithm, float, float]]:
-    """All algorithms, with the busy seconds of the busiest link inside a node and of the busiest between nodes."""
+def link_bytes(way: CommAlgorithm, communication: Communication, cluster: ClusterSpec) -> dict[int, float]:
+    """Bytes over each link of the fabric."""
+    fabric, loads = fabric_of(cluster), defaultdict[int, float](float)
+    for source, destination, share in flows_of(way, communication, communication.ranks, cluster, fabric).each():
+        for link in fabric.path(source, destination):
+            loads[link] += share * communication.num_bytes
+    return loads
+
+
+def busiest(
+    communication: Communication, cluster: ClusterSpec, ways: list[CommAlgorithm] | None = None
+) -> list[tuple[CommAlgorithm, float, float]]:
+    """Algorithms, by default all of the library, with the busy seconds of the busiest links inside and between nodes."""
     fabric, found = fabric_of(cluster), []
-    for way in algorithms_of(communication, cluster):
-        loads: defaultdict[int, float] = defaultdict(float)
-        for source, destination, share in flows_of(way, communication, communication.ranks, cluster, fabric).each():
-            for link in fabric.path(source, destination):
-                loads[link] += share * communication.num_bytes
+    for way in ways or algorithms_of(communication, cluster):
         seconds = {True: 0.0, False: 0.0}
-        for index, load in loads.items():
+        for index, load in link_bytes(way, communication, cluster).items():
             edge = fabric.links[index]
             rate = edge.bytes_per_s * (way.inside if edge.is_inside_node else way.between)
             seconds[edge.is_inside_node] = max(seconds[edge.is_inside_node], load / rate)
@@ -163,3 +176,72 @@ def test_busiest_link_takes_the_transfer_time_of_a_torus(
         assert inside_s == pytest.approx(times_s[0], rel=1e-9)
     if way.pattern is not Pattern.HOP and num_slices > 1:
         assert between_s == pytest.approx(times_s[1], rel=1e-9)
+
+
+def prescribed(name: str, communication: Communication, cluster: ClusterSpec, **servers: int) -> list[CommAlgorithm]:
+    """A prescribed algorithm with all protocols."""
+    collectives = Collectives(**{communication.kind.value: name}, **servers)
+    return prescribed_ways(name, collectives, communication, route_of(communication.ranks, cluster))
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, kind) for name in ("halving_doubling", "hierarchical") for kind in SHARDING),
+        ("hierarchical", CollectiveKind.ALL_TO_ALL),
+    ],
+)
+@given(nodes=st.sampled_from([2, 4]), local=st.sampled_from([2, 4, 8]), num_bytes=BYTES)
+def test_busiest_links_take_the_time_of_each_phase(
+    fabric: str, name: str, kind: CollectiveKind, nodes: int, local: int, num_bytes: int
+) -> None:
+    communication = Communication(kind, num_bytes, group(nodes, local))
+    ways = prescribed(name, communication, FABRICS[fabric])
+    for way, inside_s, between_s in busiest(communication, FABRICS[fabric], ways):
+        times_s = [move.factor * num_bytes / move.bytes_per_s for move in way.moves]
+        assert [inside_s, between_s] == pytest.approx(times_s, rel=1e-9), way
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+@pytest.mark.parametrize("switch", [True, False])
+@given(num_nodes=st.integers(2, NUM_NODES), num_local=st.integers(1, NUM_LOCAL), num_bytes=BYTES)
+def test_busiest_link_takes_the_transfer_time_of_sharp(
+    fabric: str, switch: bool, num_nodes: int, num_local: int, num_bytes: int
+) -> None:
+    links = {"inter_link": SHARP} if switch else {"inter_link": SHARP, "intra_link": NO_SWITCH}
+    cluster = FABRICS[fabric].model_copy(update=links)
+    communication = Communication(CollectiveKind.ALL_REDUCE, num_bytes, group(num_nodes, num_local))
+    [(way, inside_s, between_s)] = busiest(communication, cluster, prescribed("sharp", communication, cluster))
+    assert max(inside_s, between_s) == pytest.approx(way.transfer_s(num_bytes), rel=1e-9)
+
+
+def test_uplink_of_switches_that_reduce_has_the_bytes_of_one_node() -> None:
+    """Of 4 nodes on an oversubscribed leaf, one sum leaves; of a ring of 8 nodes, too, but twice around."""
+    leaves = LeafSpine(kind="leaf_spine", nodes_per_leaf=4, oversubscription=4)
+    cluster = NODES.model_copy(update={"topology": leaves, "inter_link": SHARP, "num_devices": 64})
+    communication, fabric = Communication(CollectiveKind.ALL_REDUCE, 10**9, tuple(range(64))), fabric_of(cluster)
+    [way] = prescribed("sharp", communication, cluster)
+    uplink = fabric.link_named("leaf0 -> spine")
+    loads = link_bytes(way, communication, cluster)
+    assert loads[uplink] == pytest.approx(10**9)
+    [ring] = [way for way in algorithms_of(communication, cluster) if way.name == "ring Simple"]
+    assert link_bytes(ring, communication, cluster)[uplink] == pytest.approx(2 * 63 / 64 * 10**9)
+
+
+@given(num_nodes=st.integers(1, NUM_NODES), num_local=st.integers(1, NUM_LOCAL), num_bytes=BYTES, data=st.data())
+def test_no_link_takes_more_than_push_and_pull_of_parameter_servers(
+    num_nodes: int, num_local: int, num_bytes: int, data: st.DataObject
+) -> None:
+    """Links of servers are busy in both phases if all ranks serve; a single server receives, then sends."""
+    ranks = group(num_nodes, num_local)
+    if len(ranks) == 1:
+        return
+    servers = data.draw(st.integers(1, len(ranks)))
+    communication = Communication(CollectiveKind.ALL_REDUCE, num_bytes, ranks)
+    ways = prescribed("parameter_server", communication, NODES, parameter_servers=servers)
+    for way, inside_s, between_s in busiest(communication, NODES, ways):
+        transfer_s, most_s = way.transfer_s(num_bytes), max(inside_s, between_s)
+        assert transfer_s * (1 / 2 - 1e-9) <= most_s <= transfer_s * (1 + 1e-9)
+        if servers in (1, len(ranks)):
+            assert most_s == pytest.approx(transfer_s / (2 if servers == 1 else 1), rel=1e-9)
