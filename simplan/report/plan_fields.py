@@ -33,6 +33,7 @@ _MEANINGS: dict[str, str] = {
     "offload_optimizer": "FSDP's CPUOffloadPolicy: parameter shards, gradients and optimizer states in host memory",
     "offload_activations": "activations of blocks that are saved for backward in host memory",
     "offload_layers": "number of first blocks with offloaded activations; default: all",
+    "collectives": "algorithm of each collective; default: the library's choice by size and group",
 }
 _DEFAULTS = {
     "zero_stage": "3 where dp_shard > 1, else 0",

@@ -347,12 +347,18 @@ def plan_words(plan: ParallelPlan) -> str:
         parts.append("gradients reduced every microbatch")
     if plan.recompute != "none":
         parts.append(f"recompute {plan.recomputed}")
+    parts += _offload_words(plan)
+    if plan.collectives is not None:
+        parts.append(plan.collectives.words)
+    return ", ".join(parts) or "one device"
+
+
+def _offload_words(plan: ParallelPlan) -> Iterator[str]:
     if plan.offload_optimizer:
-        parts.append("parameters and optimizer on the host")
+        yield "parameters and optimizer on the host"
     if plan.offload_activations:
         of = "" if plan.offload_layers is None else f" of {plan.offload_layers} blocks"
-        parts.append(f"activations{of} on the host")
-    return ", ".join(parts) or "one device"
+        yield f"activations{of} on the host"
 
 
 def split_parts(split: Split) -> dict[str, float]:

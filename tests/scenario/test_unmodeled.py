@@ -30,7 +30,8 @@ def refusal(section: str, line: str) -> SpecError:
     [
         ("plan", "async: true", "plan.async: asynchronous SGD is not modeled yet; use synchronous data parallelism"),
         ("plan", "async_sgd: true", "plan.async_sgd: asynchronous SGD is not modeled yet; "),
-        ("plan", "parameter_server: 2", "plan.parameter_server: a parameter server is not modeled yet; use all-reduce"),
+        ("plan", "async_parameter_server: 2", "plan.async_parameter_server: an asynchronous parameter server is not "
+         "modeled yet; for a synchronous one, write plan.collectives: {all_reduce: parameter_server, "),
         ("plan", "gradient_compression: x", "plan.gradient_compression: gradient compression is not modeled yet; use "
          "plan.grad_dtype: bf16"),
         ("plan", "local_sgd: 8", "plan.local_sgd: local SGD is not modeled yet; use plan.grad_sync: step"),

@@ -39,6 +39,11 @@ class Pattern(StrEnum):
     GLOO_RING = "gloo_ring"
     """Ring in the order of ranks, which leaves a node over one connection."""
     BINOMIAL_TREE = "binomial_tree"
+    HALVING_DOUBLING = "halving_doubling"
+    HIERARCHICAL = "hierarchical"
+    HIERARCHICAL_ALL_TO_ALL = "hierarchical_all_to_all"
+    SHARP = "sharp"
+    PARAMETER_SERVER = "parameter_server"
 
 
 class CommAlgorithm(NamedTuple):
@@ -53,6 +58,7 @@ class CommAlgorithm(NamedTuple):
         inside: Fraction of the datasheet bandwidth of links inside nodes that the algorithm achieves. The bytes that
             cross the busiest link, divided by this bandwidth, take the time of the transfers.
         between: As ``inside``, for links between nodes.
+        num_servers: Parameter servers; 0 for other algorithms.
     """
 
     name: str
@@ -62,6 +68,7 @@ class CommAlgorithm(NamedTuple):
     pattern: Pattern
     inside: float = 1.0
     between: float = 1.0
+    num_servers: int = 0
 
     def transfer_s(self, num_bytes: float) -> float:
         """Returns the seconds of the transfers of ``num_bytes`` bytes, without start and steps."""

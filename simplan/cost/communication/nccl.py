@@ -46,7 +46,7 @@ LAPS = {
 }
 
 
-class _Terms(NamedTuple):
+class Terms(NamedTuple):
     """A protocol on one tier: steps relative to a ring step with Simple, and its fraction of the bandwidth."""
 
     ring_step: float
@@ -54,27 +54,30 @@ class _Terms(NamedTuple):
     share: float
 
 
-class _Protocol(NamedTuple):
+class Protocol(NamedTuple):
     """An NCCL protocol. Every 8 bytes of LL contain 4 bytes of flags, every 128 of LL128 contain 8; Simple has none."""
 
     name: str
     start_s: float
-    inside: _Terms
-    between: _Terms
+    inside: Terms
+    between: Terms
     post_s: float
 
 
 # hwLatencies NVLINK: ring 0.6, 1.9, 3.4 us, tree 0.6, 1.25, 4.0; NET: ring 2.7, 4, 14, tree 5, 8.5, 14.
 # LL: llMaxBws over the bus bandwidth, 0.36 to 0.42 inside a node and 0.11 between. LL128: 0.92, in its text.
 # post_s: getNetOverhead, 1 us to 2 us per call, three times for Simple.
-_LL = _Protocol("LL", 6.6e-6, _Terms(0.18, 0.18, 0.39), _Terms(0.19, 0.36, 0.11), 1e-6)
-_LL128 = _Protocol("LL128", 14.0e-6, _Terms(0.56, 0.37, 0.92), _Terms(0.29, 0.61, 0.92), 1e-6)
-_SIMPLE = _Protocol("Simple", 8.4e-6, _Terms(1.0, 1.18, 1.0), _Terms(1.0, 1.0, 1.0), 3e-6)
-_PROTOCOLS = (_LL, _LL128, _SIMPLE)
+_LL = Protocol("LL", 6.6e-6, Terms(0.18, 0.18, 0.39), Terms(0.19, 0.36, 0.11), 1e-6)
+_LL128 = Protocol("LL128", 14.0e-6, Terms(0.56, 0.37, 0.92), Terms(0.29, 0.61, 0.92), 1e-6)
+_SIMPLE = Protocol("Simple", 8.4e-6, Terms(1.0, 1.18, 1.0), Terms(1.0, 1.0, 1.0), 3e-6)
+PROTOCOLS = (_LL, _LL128, _SIMPLE)
 _OF_PAIRS = (_LL, _SIMPLE)
+_ALL = Terms(1.0, 1.0, 1.0)
+NO_PROTOCOL = Protocol("", 0.0, _ALL, _ALL, 0.0)
+"""Algorithms of other libraries, without a protocol of their own."""
 
 _TREE_SHARE = 0.92  # ncclTopoTuneModel: busBw * .92
-_NVLS_STEP_INSIDE, _NVLS_STEP_BETWEEN = 7.35, 1.49  # hwLatencies: 25 of 3.4 us; 20.9 of 14 us
+NVLS_STEP_INSIDE, _NVLS_STEP_BETWEEN = 7.35, 1.49  # hwLatencies: 25 of 3.4 us; 20.9 of 14 us
 
 
 def nccl_ways(communication: Communication, route: Route) -> list[CommAlgorithm]:
@@ -84,9 +87,9 @@ def nccl_ways(communication: Communication, route: Route) -> list[CommAlgorithm]
             return [_hop(protocol, route) for protocol in _OF_PAIRS]
         case CollectiveKind.ALL_TO_ALL:
             return [_pairwise(protocol, communication, route) for protocol in _OF_PAIRS]
-    ways = [_ring(protocol, communication.kind, route) for protocol in _PROTOCOLS]
+    ways = [_ring(protocol, communication.kind, route) for protocol in PROTOCOLS]
     if communication.kind is CollectiveKind.ALL_REDUCE:
-        ways += [_tree(protocol, route) for protocol in _PROTOCOLS]
+        ways += [_tree(protocol, route) for protocol in PROTOCOLS]
     if (
         route.inside is not None
         and route.inside.link.switch_share is not None
@@ -96,7 +99,7 @@ def nccl_ways(communication: Communication, route: Route) -> list[CommAlgorithm]
     return ways
 
 
-def _hop(protocol: _Protocol, route: Route) -> CommAlgorithm:
+def _hop(protocol: Protocol, route: Route) -> CommAlgorithm:
     """Returns the algorithm of a transfer between neighbors; of a ring's hops the slowest counts."""
     tier, terms = route.slowest, protocol.inside if route.between is None else protocol.between
     start_s = tier.link.launch_s + protocol.start_s
@@ -109,7 +112,7 @@ def _hop(protocol: _Protocol, route: Route) -> CommAlgorithm:
     return CommAlgorithm(protocol.name, start_s, steps, (move,), Pattern.HOP, inside, between)
 
 
-def _ring(protocol: _Protocol, kind: CollectiveKind, route: Route) -> CommAlgorithm:
+def _ring(protocol: Protocol, kind: CollectiveKind, route: Route) -> CommAlgorithm:
     laps, n, hops_between = LAPS[kind], route.num_ranks, route.num_nodes - 1
     inside, between = route.inside, route.between
     steps: tuple[tuple[int, float], ...] = ()
@@ -134,7 +137,7 @@ def _ring(protocol: _Protocol, kind: CollectiveKind, route: Route) -> CommAlgori
     return CommAlgorithm(f"ring {protocol.name}", start_s, steps, (move,), Pattern.RING, *efficiencies)
 
 
-def _tree(protocol: _Protocol, route: Route) -> CommAlgorithm:
+def _tree(protocol: Protocol, route: Route) -> CommAlgorithm:
     steps: tuple[tuple[int, float], ...] = ()
     moves = []
     if route.inside is not None:
@@ -152,7 +155,7 @@ def _tree(protocol: _Protocol, route: Route) -> CommAlgorithm:
     )
 
 
-def _efficiencies(protocol: _Protocol, route: Route, share: float = 1.0) -> tuple[float, float]:
+def _efficiencies(protocol: Protocol, route: Route, share: float = 1.0) -> tuple[float, float]:
     """Returns the fractions of the datasheet bandwidth inside and between nodes while all ranks send."""
     inside, between = protocol.inside.share * route.group_efficiency, protocol.between.share * route.network_efficiency
     return share * inside if route.inside is not None else 1.0, share * between
@@ -165,7 +168,7 @@ def _switch_can(kind: CollectiveKind, route: Route) -> bool:
 
 def _nvls(kind: CollectiveKind, route: Route, inside: Tier, switch_share: float) -> CommAlgorithm:
     k, rate = route.local, inside.link.bytes_per_s * switch_share
-    steps: tuple[tuple[int, float], ...] = ((1, _NVLS_STEP_INSIDE * inside.latency_s),)
+    steps: tuple[tuple[int, float], ...] = ((1, NVLS_STEP_INSIDE * inside.latency_s),)
     is_reduced = kind is CollectiveKind.ALL_REDUCE
     moves = [TransferTerm(1 + 1 / k, rate, "(1 + 1/{n}) x ", k) if is_reduced else TransferTerm(1.0, rate)]
     if route.between is not None:
@@ -187,14 +190,14 @@ def _tree_move(route: Route, between: Tier, share: float) -> TransferTerm:
     return TransferTerm(1.0, rate) if route.num_nodes == 2 else TransferTerm(2.0, rate, "2 x ")
 
 
-def _pairwise(protocol: _Protocol, communication: Communication, route: Route) -> CommAlgorithm:
+def _pairwise(protocol: Protocol, communication: Communication, route: Route) -> CommAlgorithm:
     """Returns the all-to-all in which every rank sends one n-th to every other; of both tiers the slower one counts.
 
     Expert dispatch may send each token to a node once, and inside the node to all ranks with its experts.
     """
     n, k, nodes = route.num_ranks, route.local, route.num_nodes
     once = communication.draw if route.between is not None and route.inside is not None else None
-    tiers: dict[str, tuple[int, Tier, _Terms, TransferTerm]] = {}
+    tiers: dict[str, tuple[int, Tier, Terms, TransferTerm]] = {}
     if route.inside is not None:
         rate = protocol.inside.share * route.inside.group_bytes_per_s
         move = TransferTerm((k - 1) / (n if once is None else k), rate, f"{k - 1}/{{n}} x ", n if once is None else k)
@@ -219,12 +222,15 @@ def _pairwise(protocol: _Protocol, communication: Communication, route: Route) -
     ]
     slower = max(ways, key=lambda way: way.seconds(communication.num_bytes))
     limit = _per_byte(slower.moves[0])
-    # the transfers of the other tier end within the steps of the slower one
-    efficiencies = {
-        name: move.bytes_per_s / tier.link.bytes_per_s * max(1.0, _per_byte(move) / limit)
-        for name, (_, tier, _, move) in tiers.items()
-    }
-    return slower._replace(**efficiencies)
+
+    def efficiency(name: str) -> float:
+        """Transfers of the other tier end within the steps of the slower one."""
+        if name not in tiers:
+            return 1.0
+        _, tier, _, move = tiers[name]
+        return move.bytes_per_s / tier.link.bytes_per_s * max(1.0, _per_byte(move) / limit)
+
+    return slower._replace(inside=efficiency("inside"), between=efficiency("between"))
 
 
 def _per_byte(move: TransferTerm) -> float:

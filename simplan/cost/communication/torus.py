@@ -36,10 +36,10 @@ def torus_way(communication: Communication, route: Route) -> CommAlgorithm:
         inside = route.inside.link.bandwidth_share
     if kind in (CollectiveKind.SEND, CollectiveKind.RING):
         tier = route.slowest
-        move, steps = TransferTerm(1.0, tier.pair_bytes_per_s), ((1, tier.latency_s),)
+        move = TransferTerm(1.0, tier.pair_bytes_per_s)
         if route.inside is not None and route.between is not None:
             inside = max(inside, move.bytes_per_s / route.inside.link.bytes_per_s)  # as hops of NCCL
-        return CommAlgorithm("hop", 0.0, steps, (move,), Pattern.HOP, inside, between)
+        return CommAlgorithm("hop", 0.0, ((1, tier.latency_s),), (move,), Pattern.HOP, inside, between)
     tiers = []
     if route.inside is not None:
         tiers.append(_inside(kind, route, route.inside.link))
