@@ -149,7 +149,7 @@ def export(job: Job, name: str) -> Exported:
     program = lower(job, assignment, table, Lowering(2, folding_of(job), True, host_waits=host_waits))
     if len(program) > _MAX_OPERATIONS:
         _refuse(job, len(program))
-    simulated = simulate_program(program, cost, job.cluster, RankMapping.of(job.plan))
+    simulated = simulate_program(program, cost, job.cluster, job.plan)
     mapping = RankMapping.of(job.plan)
     width = int(job.software.state(job.training, job.plan).activation)
     parts = {rank: _parts_of_rank(simulated, rank, width) for rank in program.ranks}

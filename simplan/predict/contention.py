@@ -24,7 +24,7 @@ from simplan.network.build import fabric_of
 from simplan.network.fabric import Fabric
 from simplan.network.load import LinkLoad, LinkShare, Network
 from simplan.network.usage import LinkUsage, LinkUse, Usages, in_sequence, link_use, together
-from simplan.plan.plan import RankMapping
+from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.program import STREAMS, Communication, Program, Stream, Work
 from simplan.sim.compiled import leaders_of
 from simplan.sim.engine import CoreUse, simulate
@@ -163,7 +163,7 @@ def apply_contention(
     program: Program,
     program_costs: ProgramCosts,
     cluster: ClusterSpec,
-    mapping: RankMapping,
+    plan: ParallelPlan,
     sharing: CoreUse | None,
 ) -> tuple[ProgramCosts, Contention]:
     """Lengthen the communications of a Program that share links with others, or cross long distances.
@@ -171,14 +171,14 @@ def apply_contention(
     Args:
         program, program_costs: Program, and its durations without contention.
         cluster: Cluster with a topology.
-        mapping: Mesh of the ranks.
+        plan: Plan of the Program.
         sharing: See ``simulate``.
 
     Returns:
         Costs with longer durations and deviations, and the load of the links.
     """
     fabric, columns, leaders = fabric_of(cluster), program.columns, leaders_of(program)
-    found = _ProgramUsages(program, program_costs, Usages(cluster, fabric), mapping)
+    found = _ProgramUsages(program, program_costs, Usages(cluster, fabric), plan)
     usages, names, usage, groups = found.of_ops()
     distances_s = np.array([*(each.distance_s for each in usages), 0.0])  # the last for no usage
     alone_s = program_costs.durations_s + distances_s[usage][leaders]
@@ -236,7 +236,7 @@ class _ProgramUsages:
     program: Program
     program_costs: ProgramCosts
     usages: Usages
-    mapping: RankMapping
+    plan: ParallelPlan
     _ways: dict[tuple[object, ...], CommAlgorithm] = field(default_factory=dict)
 
     def of_ops(self) -> tuple[list[LinkUsage], list[str], NDArray[np.int64], _Floats]:
@@ -300,8 +300,13 @@ class _ProgramUsages:
         route = route_of(part.ranks, cluster)
         key = (part.kind, part.num_bytes, part.draw, route)
         if key not in self._ways:
-            self._ways[key] = algorithm_of(part, cluster, route)
+            self._ways[key] = algorithm_of(part, cluster, route, self.plan.collectives)
         return self._ways[key]
+
+    @cached_property
+    def mapping(self) -> RankMapping:
+        """Mesh of the ranks."""
+        return RankMapping.of(self.plan)
 
     @cached_property
     def _stands_for(self) -> NDArray[np.int64]:

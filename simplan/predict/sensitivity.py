@@ -7,7 +7,6 @@ from enum import StrEnum
 
 from simplan.cluster.hardware import ClusterSpec, LinkSpec
 from simplan.cost.program_costs import estimate_program
-from simplan.plan.plan import RankMapping
 from simplan.predict.build import cost_model
 from simplan.predict.overlap_slowdown import apply_overlap_slowdown
 from simplan.predict.simulated import Simulated, simulate_program
@@ -57,7 +56,7 @@ def marginal_values(prediction: Prediction, simulated: Simulated) -> tuple[Margi
         if simulated.contention is None:
             costs = apply_overlap_slowdown(program, estimate_program(program, cost), compiled.times)
         else:
-            costs = simulate_program(program, cost, cluster, RankMapping.of(prediction.job.plan)).program_costs
+            costs = simulate_program(program, cost, cluster, prediction.job.plan).program_costs
         durations_s[resource] = costs.durations_s
     values = [
         MarginalValue(resource, (step_time_s - before_s) / before_s)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.model import CostModel
 from simplan.cost.program_costs import ProgramCosts, estimate_program
-from simplan.plan.plan import RankMapping
+from simplan.plan.plan import ParallelPlan
 from simplan.predict.build import is_static, sharing_of
 from simplan.predict.overlap_slowdown import apply_overlap_slowdown
 from simplan.program.program import HostCalls, HostCopy, HostWait, Program
@@ -51,7 +51,7 @@ class Simulated:
 
 
 def simulate_program(
-    program: Program, cost: CostModel, cluster: ClusterSpec, mapping: RankMapping | None = None
+    program: Program, cost: CostModel, cluster: ClusterSpec, plan: ParallelPlan | None = None
 ) -> Simulated:
     """Estimate costs of a Program, and simulate it.
 
@@ -59,7 +59,7 @@ def simulate_program(
         program: A checked Program.
         cost: Cost model of the cluster.
         cluster: Cluster of the Program's ranks.
-        mapping: Mesh of the ranks; needed for a cluster with a topology.
+        plan: Plan of the Program; needed for a cluster with a topology.
     """
     sharing = sharing_of(program, cluster, cost)
     engine = engine_of(program, sharing)
@@ -69,8 +69,8 @@ def simulate_program(
     if program.level == 2 and not is_static(cluster):
         from simplan.predict.contention import apply_contention
 
-        assert mapping is not None, "the mesh says which groups communicate at the same time"
-        program_costs, contention = apply_contention(program, program_costs, cluster, mapping, sharing)
+        assert plan is not None, "the mesh says which groups communicate at the same time"
+        program_costs, contention = apply_contention(program, program_costs, cluster, plan, sharing)
     times = engine.times(program_costs.durations_s)
     return Simulated(program, alone, program_costs, times, engine, sharing, contention)
 

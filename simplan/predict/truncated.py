@@ -28,7 +28,7 @@ from simplan.cost.calibration.format import Calibration
 from simplan.cost.model import CostModel
 from simplan.cost.program_costs import ProgramCosts
 from simplan.job import Job
-from simplan.plan.plan import RankMapping, StageAssignment
+from simplan.plan.plan import StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.predict.build import assign_layers, cost_model, expands_for_links, table_of
 from simplan.predict.memory import RankPeaks, device_memory, rank_memory, rank_peaks
@@ -158,8 +158,8 @@ class TruncatedStep:
     @cached_property
     def simulated(self) -> tuple[Simulated, ...]:
         """Programs with cost estimates and simulated times."""
-        mapping = RankMapping.of(self.job.plan)
-        return tuple(simulate_program(program, self.cost, self.job.cluster, mapping) for program in self.programs)
+        cluster, plan = self.job.cluster, self.job.plan
+        return tuple(simulate_program(program, self.cost, cluster, plan) for program in self.programs)
 
     def _extrapolated(self, longer: _Growing, shorter: _Growing) -> _Growing:
         """Value of the full step from values of both simulated steps; it grows by the same amount with every period."""

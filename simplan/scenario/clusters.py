@@ -27,7 +27,7 @@ from pydantic import Field
 
 from simplan import catalog
 from simplan.base import MAX_DEVICES, Gbit, NumDevices, Rate, Spec
-from simplan.cluster.hardware import ClusterSpec, DeviceSpec, HostBytes, LinkSpec
+from simplan.cluster.hardware import BackgroundFlow, ClusterSpec, DeviceSpec, HostBytes, LinkSpec
 from simplan.cluster.machine import THIS_MACHINE, this_machine
 from simplan.errors import SpecError
 from simplan.problems import Path
@@ -126,6 +126,7 @@ class ClusterSection(Spec):
     nics_per_node: Annotated[int, Field(ge=1, le=10_000)] | None = None
     nic_gbit: Gbit | None = None
     topology: Any = None
+    background: tuple[BackgroundFlow, ...] = ()
     host_memory_bytes: HostBytes | None = None
     host_memory_bandwidth_bytes_per_s: Rate | None = None
     num_nodes: NumDevices | None = None
@@ -194,15 +195,21 @@ def _cluster(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
         or (entry.host_memory_bandwidth_bytes_per_s if entry else None),
     )
     cluster = catalog.make_cluster(node, _num_devices(sections, section, per_node))
-    return with_topology(sections, cluster, section.topology)
+    return _with_network(sections, cluster, section)
+
+
+def _with_network(sections: Sections, cluster: ClusterSpec, section: ClusterSection) -> ClusterSpec | None:
+    """The cluster with its topology and the traffic of other jobs."""
+    found = with_topology(sections, cluster, section.topology)
+    return found if found is None or not section.background else found.with_changes(background=section.background)
 
 
 def _this_machine(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
     """CPU ranks of this machine, or its accelerators when the section names a device."""
     num_nodes = section.num_nodes or 1
     of_one = ("devices_per_node", "host_memory_bytes", "host_memory_bandwidth_bytes_per_s")
-    for key in of_one if num_nodes > 1 else (*of_one, *_NETWORK_KEYS, "topology"):
-        if getattr(section, key) is not None:
+    for key in of_one if num_nodes > 1 else (*of_one, *_NETWORK_KEYS, "topology", "background"):
+        if getattr(section, key) not in (None, ()):
             rule = "has no meaning for this-machine" + ("" if num_nodes > 1 else ", which is one node")
             sections.refuse(("cluster", key), rule, fix="remove it")
             return None
@@ -240,7 +247,7 @@ def _machines_like_this(sections: Sections, section: ClusterSection, num_nodes: 
     inter_link, nics_per_node = _inter_link(sections, section, None, ranks // num_nodes, "tcp")
     cluster = this_machine(ranks, catalog.link("loopback"), num_nodes=num_nodes, inter_link=inter_link)
     cluster = cluster.model_copy(update={"nics_per_node": nics_per_node})
-    return with_topology(sections, cluster, section.topology)
+    return _with_network(sections, cluster, section)
 
 
 def _accelerators_here(sections: Sections, section: ClusterSection) -> ClusterSpec | None:
