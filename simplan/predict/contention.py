@@ -89,8 +89,10 @@ class Contention:
     def _delays(self) -> Iterator[tuple[int, float, _Ints]]:
         """Yield usages, the seconds by which full links delay them, and these links.
 
-        Of links that a communication loads equally, such as one per node, sharing finds one; all of them are full.
+        Sharing names one link of those that are full. On a symmetric fabric, all links that a communication loads
+        equally are full together, such as one per leaf switch.
         """
+        is_symmetric = self.fabric.is_symmetric and not self.use.always
         use = self.use
         op, start_s, end_s, rate, bottleneck = self.segments
         kept = (bottleneck >= 0) & (op < self.num_ops)
@@ -101,6 +103,9 @@ class Contention:
         sums_s = np.bincount(which, np.maximum(late_s, 0.0), len(keys))
         for key, sum_s in zip(keys.tolist(), sums_s.tolist(), strict=True):
             one, limit = divmod(key, len(self.fabric.links))
+            if not is_symmetric:
+                yield one, sum_s, np.array([limit], np.int32)
+                continue
             part = slice(use.first[one], use.first[one + 1])
             links, seconds, connections = use.link[part], use.seconds[part], use.connections[part]
             at = int(np.flatnonzero(links == limit)[0])

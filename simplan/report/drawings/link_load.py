@@ -161,7 +161,7 @@ def _legend(drawing: LinkLoadDrawing, top: float) -> list[Element]:
         parts.append(rect(left, top, 12, 12, _fill(share), stroke=GRID))
         parts.append(text(left + 17, top + 10, f"{share:.0%}", size=12))
         left += 62
-    note = "delays: seconds that communications take longer because the link is full, all groups of ranks together"
+    note = "delays: seconds that communications wait for the link, all groups of ranks together"
     parts.append(text(left + 20, top + 10, note, size=12, colour=SOFT))
     if drawing.num_hidden:
         words = f"{counted(drawing.num_hidden, 'more link')} with less load"
