@@ -17,7 +17,7 @@ from simplan import catalog
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cluster.topology import INNER_KINDS, TOPOLOGIES, Topology, topology_problems
 from simplan.errors import SpecError, did_you_mean
-from simplan.problems import Path
+from simplan.problems import MISSING, Path
 from simplan.scenario.collecting import Sections
 
 _PATH: Path = ("cluster", "topology")
@@ -62,12 +62,11 @@ def _read(sections: Sections, data: Any, path: Path, kinds: Sequence[str]) -> To
         return None
     kind = fields.get("kind")
     if kind not in kinds:
-        if kind is None:
-            sections.refuse((*path, "kind"), "is missing", fix=f"one of {', '.join(kinds)}")
-        else:
-            fix = did_you_mean(str(kind), kinds) if isinstance(kind, str) else f"one of {', '.join(kinds)}"
-            rule = "is not a known choice" if kind not in TOPOLOGIES else "is not possible here"
-            sections.refuse((*path, "kind"), rule, value=kind, fix=fix)
+        rule = MISSING if kind is None else "is not a known choice"
+        fix = did_you_mean(kind, kinds) if isinstance(kind, str) else f"one of {', '.join(kinds)}"
+        if isinstance(kind, str) and kind in TOPOLOGIES:
+            rule, fix = "is not possible here", f"one of {', '.join(kinds)}"
+        sections.refuse((*path, "kind"), rule, value=kind, fix=fix)
         return None
     if kind == "sites" and fields.get("inside") is not None:
         inside = _read(sections, fields["inside"], (*path, "inside"), INNER_KINDS)

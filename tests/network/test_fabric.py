@@ -178,6 +178,9 @@ def test_devices_share_the_cards_that_they_have() -> None:
     fabric = fabric_of(cluster_with({"kind": "switch"}, nodes=2, per_node=4, nics=1))
     assert {names(fabric, device, 4)[0] for device in range(4)} == {"node0.nic0 -> switch"}
     assert fabric.links[fabric.path(0, 4)[0]].bytes_per_s == pytest.approx(400 * GBIT), "four devices of 100 Gbit/s"
+    of_two = fabric_of(cluster_with({"kind": "switch"}, nodes=2, per_node=4, nics=2))
+    firsts = [names(of_two, device, 4)[0].partition(" ")[0] for device in range(4)]
+    assert firsts == ["node0.nic0", "node0.nic0", "node0.nic1", "node0.nic1"]
 
 
 def steps_around(length: int, *, closes: bool) -> Iterator[int]:

@@ -130,7 +130,7 @@ class FabricDrawing:
 
     def to_json(self) -> dict[str, Any]:
         """JSON of the drawing."""
-        return {"schema_version": _SCHEMA_VERSION, **asdict(self)}
+        return {"kind": "network_drawing", "schema_version": _SCHEMA_VERSION, **asdict(self)}
 
 
 def draw_fabric(cluster: ClusterSpec) -> FabricDrawing:
