@@ -98,13 +98,17 @@ class Network:
         where = f"on {link.name} ({format_percent(link.busy_share)} busy)"
         similar = sum(other.lost_s > 0.5 * link.lost_s for other in self.links) - 1
         where += f" and {counted(similar, 'similar link')}" if similar else ""
-        waiting = [share.name for share in link.communications if share.lost_s > 0][:_MAX_NAMED]
-        if not waiting:
+        delayed = [share.name for share in link.communications if share.lost_s > 0]
+        if not delayed:
             return f"{of}, {where}"
-        others = sorted((s for s in link.communications if s.busy_s > 0), key=lambda share: -share.busy_s)
-        names = [share.name for share in others if share.name not in waiting][:_MAX_NAMED]
-        what = f"wait for {' and '.join(names)}" if names else "wait for each other"
-        return f"{of}, {where}: {' and '.join(waiting)} {what}"
+        by = sorted((s for s in link.communications if s.busy_s > 0), key=lambda share: -share.busy_s)
+        others = [share.name for share in by if share.name not in delayed[:_MAX_NAMED]][:_MAX_NAMED]
+        words = " and ".join(delayed[:_MAX_NAMED])
+        return (
+            f"{of}, {where}: {words}, delayed by {' and '.join(others)}"
+            if others
+            else f"{of}, {where}: full of {words}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As JSON: the links that delay most and the busiest, at most 64."""

@@ -68,7 +68,8 @@ def together(usages: Sequence[LinkUsage]) -> LinkUsage:
     """Usage of equal communications of different groups that run at the same time, as one."""
     links, where = np.unique(np.concatenate([usage.links for usage in usages]), return_inverse=True)
     seconds, connections, num_bytes = (
-        np.bincount(where, np.concatenate([usage[field] for usage in usages]), len(links)) for field in (1, 2, 5)
+        _sums(where, np.concatenate(parts), len(links))
+        for parts in zip(*((usage.seconds, usage.connections, usage.num_bytes) for usage in usages), strict=True)
     )
     first, distance_s = usages[0], max(usage.distance_s for usage in usages)
     return LinkUsage(
@@ -80,12 +81,20 @@ def in_sequence(usages: Sequence[LinkUsage]) -> LinkUsage:
     """Usage of communications that one operation runs sequentially, as one with their mean load."""
     links, where = np.unique(np.concatenate([usage.links for usage in usages]), return_inverse=True)
     seconds, num_bytes = (
-        np.bincount(where, np.concatenate([usage[field] for usage in usages]), len(links)) for field in (1, 5)
+        _sums(where, np.concatenate(parts), len(links))
+        for parts in zip(*((usage.seconds, usage.num_bytes) for usage in usages), strict=True)
     )
     connections = np.zeros(len(links))
     np.maximum.at(connections, where, np.concatenate([usage.connections for usage in usages]))
-    fixed_s, transfer_s, distance_s = (sum(usage[field] for usage in usages) for field in (3, 4, 6))
+    fixed_s, transfer_s, distance_s = (
+        float(sum(parts)) for parts in zip(*((u.fixed_s, u.transfer_s, u.distance_s) for u in usages), strict=True)
+    )
     return LinkUsage(links.astype(np.int32), seconds, connections, fixed_s, transfer_s, num_bytes, distance_s)
+
+
+def _sums(where: NDArray[np.integer], values: _Floats, size: int) -> _Floats:
+    """``(size,)`` Sums of values by index."""
+    return np.bincount(where, values, size).astype(np.float64)
 
 
 _RINGS = (Pattern.RING, Pattern.GLOO_RING)
@@ -145,7 +154,7 @@ class Usages:
         crossed = np.array([link for path in paths for link in path], np.int32)
         share = np.repeat(flows.shares, [len(path) for path in paths])
         links, where = np.unique(crossed, return_inverse=True)
-        shares = np.bincount(where, share, len(links))
+        shares = _sums(where, share, len(links))
         rates = [
             fabric.links[link].bytes_per_s * (way.inside if fabric.links[link].is_inside_node else way.between)
             for link in links.tolist()
@@ -252,4 +261,4 @@ def _busiest(
     largest = np.zeros(len(keys))
     np.maximum.at(largest, where, share[entries])
     constant = owner >= num_usages
-    return np.bincount(keys % num_links, largest, num_links) + np.bincount(link[constant], share[constant], num_links)
+    return _sums(keys % num_links, largest, num_links) + _sums(link[constant], share[constant], num_links)

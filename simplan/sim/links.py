@@ -7,13 +7,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from simpy import Environment, Event
+from simpy.core import EventPriority
 
 from simplan.network.max_min import connected, fair_rates, weights_of
 from simplan.network.usage import LinkUse
 
 _Floats = NDArray[np.float64]
 _Ints = NDArray[np.int32]
-_SETTLE = 2
+_SETTLE = EventPriority(2)
 """Priority of settling, after all other events (simpy: 0 and 1) of the same time."""
 _TOGETHER = 1e-14
 """Relative difference of times below which transfers end together: rounding separates equal ones."""
@@ -99,7 +100,7 @@ class SharedLinks:
         self._advance(np.arange(len(self._use.always), dtype=np.int32))
         if not self._segments:
             return Segments.none()
-        return Segments(*map(np.concatenate, zip(*self._segments, strict=True)))  # type: ignore[arg-type]
+        return Segments(*map(np.concatenate, zip(*self._segments, strict=True)))
 
     def _begin(self, done: Event, op: int, scale: float) -> None:
         slot = self._num

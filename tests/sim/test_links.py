@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,15 +26,20 @@ def ends(use: LinkUse, starts: list[float], seconds: list[float]) -> list[float]
     links = SharedLinks(env, use)
     ended = [0.0] * len(starts)
 
-    def start(op: int) -> None:
-        done = Event(env)
-        done.callbacks.append(lambda _: ended.__setitem__(op, env.now))  # type: ignore[union-attr]
-        links.run(done, op, seconds[op])
-
-    for op, start_s in enumerate(starts):
-        env.timeout(start_s).callbacks.append(lambda _, op=op: start(op))  # type: ignore[union-attr]
+    for op in range(len(starts)):
+        env.process(transfer(env, links, op, starts[op], seconds[op], ended))
     env.run()
     return ended
+
+
+def transfer(
+    env: Environment, links: SharedLinks, op: int, start_s: float, seconds: float, ended: list[float]
+) -> Generator[Event, object, None]:
+    yield env.timeout(start_s)
+    done = Event(env)
+    links.run(done, op, seconds)
+    yield done
+    ended[op] = env.now
 
 
 def use_of(usages: list[LinkUsage], always: list[LinkUsage] | None = None) -> LinkUse:
@@ -86,20 +93,14 @@ def test_sharing_never_shortens_and_keeps_every_byte(drawn: list[tuple[dict[int,
     crossing = [op for op in range(len(drawn)) if use.usage[op] >= 0]
     env = Environment()
     links = SharedLinks(env, use)
-    ended: dict[int, float] = {}
+    ended = [0.0] * len(drawn)
     for op in crossing:
         _, start_s, factor = drawn[op]
-
-        def begin(_: Event, op: int = op, factor: float = factor) -> None:
-            done = Event(env)
-            done.callbacks.append(lambda _: ended.__setitem__(op, env.now))  # type: ignore[union-attr]
-            links.run(done, op, 2.1 * factor)
-
-        env.timeout(start_s).callbacks.append(begin)  # type: ignore[union-attr]
+        env.process(transfer(env, links, op, start_s, 2.1 * factor, ended))
     env.run()
-    op, start_s, end_s, rate, _ = links.segments
-    for each in crossing:
-        _, begin_s, factor = drawn[each]
-        assert ended[each] - begin_s >= 2.1 * factor * (1 - 1e-9)
-        own = op == each
-        assert ((end_s - start_s) * rate)[own].sum() == pytest.approx(factor, rel=1e-9)
+    segments = links.segments
+    for op in crossing:
+        _, start_s, factor = drawn[op]
+        assert ended[op] - start_s >= 2.1 * factor * (1 - 1e-9)
+        moved = ((segments.end_s - segments.start_s) * segments.rate)[segments.op == op]
+        assert moved.sum() == pytest.approx(factor, rel=1e-9)
