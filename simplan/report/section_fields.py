@@ -51,6 +51,7 @@ _CLUSTER = {
         "how nodes are joined: a name of `simplan show topologies`, or kind and keys (`simplan show topology`)",
         "name, or mapping",
     ),
+    "background": ("other jobs on the topology: [{from: node0, to: node4, gbit: 100}], constant rates", "list"),
     "host_memory_bytes": ("host memory of a node, for offloading", "1 and more"),
     "host_memory_bandwidth_bytes_per_s": (
         "host memory bandwidth of all sockets, for updates on the CPU; default: 409.6e9",

@@ -68,9 +68,9 @@ def _contention_s(prediction: Mapping[str, Any]) -> float | None:
     return prediction["network"]["contention_s"] if "network" in prediction else None
 
 
-def _max_link_gib(prediction: Mapping[str, Any]) -> float | None:
+def _slowest_link_gib(prediction: Mapping[str, Any]) -> float | None:
     links = prediction["network"]["links"] if "network" in prediction else []
-    return max((link["num_bytes"] / GIB for link in links), default=None)
+    return links[0]["num_bytes"] / GIB if links else None
 
 
 _ALL = (
@@ -123,7 +123,12 @@ _ALL = (
     Metric("worst_rank", "the rank that needs most device memory", ""),
     Metric("num_microbatches", "microbatches per step and data-parallel rank", ""),
     Metric("contention_s", "what contention on the links of cluster.topology adds to the step", "s", _contention_s),
-    Metric("max_link_gib", "traffic of the link of cluster.topology with the most in a step", "GiB", _max_link_gib),
+    Metric(
+        "slowest_link_gib",
+        "traffic in a step of the link that delays communications most, else of the busiest",
+        "GiB",
+        _slowest_link_gib,
+    ),
     Metric("activations_in_flight", "largest number of microbatches with activations on one stage", "", _in_flight),
 )
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _ALL}
