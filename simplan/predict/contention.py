@@ -79,8 +79,8 @@ class Contention:
         constant = len(self.usage) - self.num_ops
         counts[len(counts) - constant :] = step_time_s  # usages of other jobs are those of one second
         key, size = link * len(names) + number[owner], num_links * len(names)
-        busy_s = np.bincount(key, seconds * counts[owner], size).reshape(num_links, len(names))
-        moved = np.bincount(link, num_bytes * counts[owner], num_links)
+        busy_s = np.bincount(key, seconds * counts[owner], size).astype(np.float64).reshape(num_links, len(names))
+        moved = np.asarray(np.bincount(link, num_bytes * counts[owner], num_links), np.float64)
         lost_s = np.zeros((num_links, len(names)))
         for one, late_s, full in self._delays():
             lost_s[full, number[one]] += late_s / len(full)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from simpy import Environment, Event
-from simpy.core import EventPriority
+from simpy.events import EventPriority
 
 from simplan.network.max_min import connected, fair_rates, weights_of
 from simplan.network.usage import LinkUse
