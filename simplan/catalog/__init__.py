@@ -18,7 +18,7 @@ import yaml
 
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec, LinkSpec
 from simplan.cluster.machine import THIS_MACHINE, this_machine
-from simplan.cluster.topology import TOPOLOGIES, Topology
+from simplan.cluster.topology import TOPOLOGIES, AnyTopology
 from simplan.documentation import documentation
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.model.model import ModelSpec
@@ -263,11 +263,10 @@ def make_cluster(entry: NodeEntry, num_devices: int) -> ClusterSpec:
 
 
 @cache
-def topology(name: str) -> Topology:
+def topology(name: str) -> AnyTopology:
     """A network topology."""
     fields = topology_fields(name)
-    found: Topology = TOPOLOGIES[fields["kind"]].model_validate_json(json.dumps(fields))
-    return found
+    return TOPOLOGIES[fields["kind"]].model_validate_json(json.dumps(fields))
 
 
 def topology_fields(name: str) -> dict[str, Any]:

@@ -299,6 +299,14 @@ class Torus(_Topology):
     kind: Literal["torus"]
     shape: Annotated[tuple[NumDevices, ...], Field(min_length=1, max_length=3)]
 
+    def closes(self, torus_wrap: int | None) -> tuple[bool, ...]:
+        """True for each axis that closes to a ring.
+
+        Args:
+            torus_wrap: Shortest such axis (``LinkSpec.torus_wrap``).
+        """
+        return tuple(length >= max(3, torus_wrap or 1) for length in self.shape)
+
     def words(self) -> str:
         """Description in a few words."""
         return f"torus of {'x'.join(map(str, self.shape))} devices"
@@ -364,7 +372,7 @@ class Sites(_Topology):
         if self.inside is None:
             return
         if self.inside.node is not None:
-            fix = "write node beside kind: sites"
+            fix = "write node next to kind: sites"
             yield Problem(field=f"{_FIELD}.inside.node", rule="belongs to the whole topology", fix=fix)
         nodes = min(cluster.num_nodes, self.nodes_per_site)
         devices = min(cluster.num_devices, nodes * cluster.devices_per_node)
@@ -462,10 +470,9 @@ class Graph(_Topology):
         return Problem(field=f"{_FIELD}.links", rule=f"{name} is in no link{more}", fix=fix)
 
 
-Topology = Annotated[
-    Switch | LeafSpine | Rail | FatTree | Dragonfly | Torus | Sites | Graph, Field(discriminator="kind")
-]
-TOPOLOGIES: dict[str, type[_Topology]] = {
+AnyTopology = Switch | LeafSpine | Rail | FatTree | Dragonfly | Torus | Sites | Graph
+Topology = Annotated[AnyTopology, Field(discriminator="kind")]
+TOPOLOGIES: dict[str, type[AnyTopology]] = {
     "switch": Switch,
     "leaf_spine": LeafSpine,
     "rail": Rail,

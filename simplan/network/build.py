@@ -104,7 +104,7 @@ def _is_symmetric(cluster: ClusterSpec) -> bool:
 def _wiring(builder: GraphBuilder, cluster: ClusterSpec) -> Wiring:
     topology = cluster.topology
     if isinstance(topology, Torus):
-        return TorusWiring(builder, cluster, topology.shape)
+        return TorusWiring(builder, cluster, topology)
     if topology is not None and topology.node is not None:
         pcie = topology.node
         return PcieWiring(builder, cluster, pcie.devices_per_switch, peer_to_peer=pcie.peer_to_peer)

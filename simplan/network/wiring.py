@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simplan.cluster.hardware import ClusterSpec
+from simplan.cluster.topology import Torus
 from simplan.network.fabric import GraphBuilder, Wiring
 
 
@@ -122,11 +123,11 @@ class TorusWiring(Wiring):
     even coordinate sum take the one upward.
     """
 
-    def __init__(self, builder: GraphBuilder, cluster: ClusterSpec, shape: tuple[int, ...]) -> None:
-        link = cluster.intra_link
+    def __init__(self, builder: GraphBuilder, cluster: ClusterSpec, torus: Torus) -> None:
+        link, shape = cluster.intra_link, torus.shape
         assert link is not None, "devices of one slice have a link"
         self._shape = shape
-        self._closes = tuple(length >= max(3, link.torus_wrap or 1) for length in shape)
+        self._closes = torus.closes(link.torus_wrap)
         self._strides = [1] * len(shape)
         for axis in range(len(shape) - 2, -1, -1):
             self._strides[axis] = self._strides[axis + 1] * shape[axis + 1]

@@ -15,7 +15,7 @@ from typing import Any
 
 from simplan import catalog
 from simplan.cluster.hardware import ClusterSpec
-from simplan.cluster.topology import INNER_KINDS, TOPOLOGIES, Topology, topology_problems
+from simplan.cluster.topology import INNER_KINDS, TOPOLOGIES, AnyTopology, topology_problems
 from simplan.errors import SpecError, did_you_mean
 from simplan.problems import MISSING, Path
 from simplan.scenario.collecting import Sections
@@ -41,7 +41,7 @@ def with_topology(sections: Sections, cluster: ClusterSpec, data: Any) -> Cluste
     return cluster
 
 
-def _read(sections: Sections, data: Any, path: Path, kinds: Sequence[str]) -> Topology | None:
+def _read(sections: Sections, data: Any, path: Path, kinds: Sequence[str]) -> AnyTopology | None:
     """Topology from a name or a mapping; None after recording problems.
 
     Args:
@@ -61,7 +61,7 @@ def _read(sections: Sections, data: Any, path: Path, kinds: Sequence[str]) -> To
     if fields is None:
         return None
     kind = fields.get("kind")
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         rule = MISSING if kind is None else "is not a known choice"
         fix = did_you_mean(kind, kinds) if isinstance(kind, str) else f"one of {', '.join(kinds)}"
         if isinstance(kind, str) and kind in TOPOLOGIES:
@@ -73,5 +73,4 @@ def _read(sections: Sections, data: Any, path: Path, kinds: Sequence[str]) -> To
         if inside is None:
             return None
         fields = fields | {"inside": inside.model_dump(mode="json")}
-    found: Topology | None = sections.read(TOPOLOGIES[kind], fields, path)
-    return found
+    return sections.read(TOPOLOGIES[kind], fields, path)

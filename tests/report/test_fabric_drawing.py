@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -15,7 +16,9 @@ from simplan.network.build import fabric_of
 from simplan.problems import parse_model
 from simplan.report.drawings.fabric_drawing import draw_fabric, fabric_text
 from simplan.report.drawings.fabric_svg import fabric_svg
+from simplan.scenario import load_scenario
 
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "how-to"
 SVG = "{http://www.w3.org/2000/svg}"
 RING = [{"between": [f"s{place}", f"s{(place + 1) % 4}"], "gbit": 100 if place else 10} for place in range(4)]
 HOSTS = [{"between": [f"node{node}", f"s{node % 4}"], "gbit": 400} for node in range(32)]
@@ -75,6 +78,14 @@ def test_many_nodes_are_a_sample_of_both_ends() -> None:
     )
     assert (spine.kinds, spine.num) == ("spine", 1)
     assert len(fabric_svg(drawing)) < 40_000
+
+
+def test_picture_of_the_docs_is_that_of_its_scenario(tmp_path: Path) -> None:
+    """``simplan draw network.yaml --network -o docs/how-to/network.svg`` writes it again."""
+    page = (DOCS / "network.md").read_text()
+    file = tmp_path / "network.yaml"
+    file.write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    assert fabric_svg(draw_fabric(load_scenario(file).job.cluster)) == (DOCS / "network.svg").read_text()
 
 
 def test_names_of_a_graph_are_text_in_the_picture() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from simplan import catalog
 from simplan.cluster.hardware import ClusterSpec
-from simplan.cluster.topology import LeafSpine, Rail, Sites, Torus
+from simplan.cluster.topology import TOPOLOGIES, LeafSpine, Rail, Sites, Torus
 from simplan.errors import SpecError
 from simplan.network.build import fabric_of
 from simplan.report.text import links_words
@@ -201,33 +201,9 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["kind", "between", "gbit"]), inner),
     max_leaves=6,
 )
-KEYS = st.sampled_from(
-    [
-        "kind",
-        "node",
-        "routing",
-        "nodes_per_leaf",
-        "spines",
-        "leaves_per_pod",
-        "oversubscription",
-        "nodes_per_group",
-        "rails",
-        "radix",
-        "levels",
-        "shape",
-        "nodes_per_router",
-        "routers_per_group",
-        "global_gbit",
-        "nodes_per_site",
-        "gbit_per_site",
-        "latency_s",
-        "inside",
-        "links",
-        "preset",
-        "x",
-    ]
-)
-KIND = st.sampled_from(["switch", "leaf_spine", "rail", "fat_tree", "dragonfly", "torus", "sites", "graph"])
+FIELDS = {name for spec in TOPOLOGIES.values() for name in spec.model_fields}
+KEYS = st.sampled_from([*sorted(FIELDS), "preset", "x"])
+KIND = st.sampled_from([*TOPOLOGIES])
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -144,8 +144,7 @@ def draw_fabric(cluster: ClusterSpec) -> FabricDrawing:
     layers, links = _above(fabric, nodes, cluster)
     inside = dict.fromkeys(_kind(fabric, link.destination) for link in fabric.links if link.is_inside_node)
     device_kind = _kind(fabric, 0)
-    is_torus = isinstance(topology, Torus)
-    wrap = cluster.intra_link.torus_wrap if cluster.intra_link is not None else None
+    torus, link = topology if isinstance(topology, Torus) else None, cluster.intra_link
     return FabricDrawing(
         title=f"{cluster.id}: {cluster.num_devices} x {cluster.device.id}, {counted(cluster.num_nodes, 'node')}",
         words="one switch for all nodes" if topology is None else topology.words(),
@@ -156,8 +155,8 @@ def draw_fabric(cluster: ClusterSpec) -> FabricDrawing:
         nodes=nodes,
         layers=layers,
         links=links,
-        shape=topology.shape if isinstance(topology, Torus) else (),
-        closes=tuple(length >= max(3, wrap or 1) for length in topology.shape) if is_torus else (),
+        shape=() if torus is None else torus.shape,
+        closes=() if torus is None or link is None else torus.closes(link.torus_wrap),
     )
 
 

@@ -14,7 +14,14 @@ from simplan.units import counted, format_rate
 
 _SWITCH, _CARD, _DEVICE, _NODE, _WIRE = "#1d5fa8", "#2e7d32", "#b9a6cf", "#eef0f3", "#8a8f98"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 116, 190, 76, 30
-_LAYER, _NODE_HEIGHT, _BOX, _GAP, _BETWEEN = 96, 84, 92, 12, 84  # px; a gap between nodes tells of those left out
+_LAYER, _NODE_HEIGHT, _NODE_WIDTH, _BOX, _GAP, _BETWEEN = (
+    96,
+    84,
+    100,
+    80,
+    8,
+    84,
+)  # px; a gap between nodes tells of those left out
 _LETTER_PX = 6.2  # of a name of 11 px, a mean
 _MAX_LINE_PX, _MIN_LINE_PX = 4.0, 1.0
 _MAX_AXIS, _STEP = 8, 46  # of a torus: devices drawn along an axis, and their distance in px
@@ -64,7 +71,7 @@ def _page(drawing: FabricDrawing, width: float, height: float) -> Element:
 
 
 def _node_width(node: DrawnNode) -> float:
-    return max(_BOX, 18.0 * max(len(node.cards), min(node.num_devices, 8)) + 10)
+    return max(_NODE_WIDTH, 18.0 * max(len(node.cards), min(node.num_devices, 8)) + 10)
 
 
 def _node_places(nodes: Sequence[DrawnNode]) -> list[float]:
