@@ -114,6 +114,8 @@ def _trading(job: Job, plan: ParallelPlan, mapping: RankMapping, rank: int) -> G
 def _refusal(algorithm: str, kind: str, ranks: Sequence[int], job: Job) -> tuple[str, str] | None:
     """Returns why a group cannot run an algorithm, with the fix; None if it can."""
     cluster = job.cluster
+    if cluster.cores_per_node is not None:
+        return "this machine runs the algorithms of gloo, which a calibration has timed", "remove it"
     nodes = Counter(map(cluster.node_of, ranks))
     num_ranks, num_nodes, local = len(ranks), len(nodes), min(nodes.values())
     is_even = len(set(nodes.values())) == 1
