@@ -49,7 +49,7 @@ def parameter_servers_of_replicas(job: Job) -> Iterator[Problem]:
     for name in ("tp", "cp", "ep", "pp"):
         if getattr(plan, name) > 1:
             yield problem_of(
-                job, f"plan.{name}", "goes with no parameter server, which only averages gradients", "use 1"
+                job, f"plan.{name}", "does not go with a parameter server, which only averages gradients", "use 1"
             )
     if plan.zero_stage > 0 and plan.dp_shard > 1:
         sentence = "shards states over ranks, and parameter servers serve ranks that have all parameters"
