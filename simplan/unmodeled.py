@@ -31,8 +31,8 @@ _RECORDS = (
     ),
     Unmodeled(
         "an asynchronous parameter server is",
-        "async_parameter_server asynchronous_parameter_server parameter_server num_parameter_servers num_ps",
-        "for a synchronous one, write plan.collectives: {all_reduce: parameter_server, parameter_servers: 1}",
+        "async_parameter_server asynchronous_parameter_server async_ps ssp",
+        "use a synchronous one, plan.collectives: {all_reduce: parameter_server, parameter_servers: 1}",
     ),
     Unmodeled(
         "gradient compression is",

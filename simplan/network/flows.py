@@ -184,18 +184,23 @@ def _rings(group: _Group, share: float) -> Iterator[Flow]:
 def _ring_broadcast(group: _Group) -> Iterator[Flow]:
     """Yields the flows of rings, except those into the root.
 
-    In the ring of the root's own channel, the last rank of the node passes the root: it sends over the root's network
-    card. In all other rings the ranks between the card and the root come last.
+    In all rings except that of the root's own channel, the ranks between the network card and the root come last. In
+    that ring, the last rank of the root's node passes the root to send over its network card, and the last rank of the
+    last node has nothing to send.
     """
     root, nodes, num_channels = group.devices[0], group.nodes, group.num_channels
     at = next(index for index, members in enumerate(nodes) if root in members)
     nodes = [*nodes[at:], *nodes[:at]]
-    has_channel = len(nodes) > 1 and nodes[0].index(root) < num_channels
+    channel = nodes[0].index(root)
+    has_channel = len(nodes) > 1 and channel < num_channels
     for flow in _rings(group._replace(nodes=nodes), 1.0):
-        if flow.destination != root:
+        if flow.destination == root:
+            if has_channel and flow.source in nodes[0]:
+                yield flow._replace(share=1 / num_channels)
+        elif has_channel and flow.source in nodes[-1] and flow.destination == nodes[-1][channel]:
+            yield flow._replace(share=1 - 1 / num_channels)
+        else:
             yield flow
-        elif has_channel and flow.source in nodes[0]:
-            yield flow._replace(share=1 / num_channels)
 
 
 def _tree(group: _Group) -> Iterator[Flow]:

@@ -65,3 +65,8 @@ class Collectives(Spec):
 
 
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+def none_if_empty(collectives: Collectives | None) -> Collectives | None:
+    """The algorithms; None if all are the library's choice."""
+    return collectives if collectives is not None and collectives.words else None

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, Field, model_validator
 
 from simplan.base import Count, Spec
-from simplan.plan.collectives import Collectives
+from simplan.plan.collectives import Collectives, none_if_empty
 from simplan.plan.schedules import SCHEDULE_FACTS, check_schedule_name
 from simplan.plan.shard import Shard
 
@@ -78,7 +78,7 @@ class ParallelPlan(Spec):
     offload_optimizer: bool = False
     offload_activations: bool = False
     offload_layers: Count | None = None
-    collectives: Collectives | None = None
+    collectives: Annotated[Collectives | None, AfterValidator(none_if_empty)] = None
 
     @model_validator(mode="before")
     @classmethod

@@ -43,6 +43,11 @@ _DEFAULTS = {
     "grad_sync": "microbatch for FSDP without a pipeline, else step",
 }
 """Defaults that depend on other fields."""
+_VALUES = {
+    "schedule": "`simplan show schedules`",
+    "collectives": "mapping of all_reduce, all_gather, reduce_scatter and all_to_all to an algorithm",
+}
+"""Values that do not follow from the type of a field."""
 
 
 def plan_fields() -> list[dict[str, str]]:
@@ -52,7 +57,7 @@ def plan_fields() -> list[dict[str, str]]:
             "name": name,
             "default": _DEFAULTS.get(name, word_of(field.default)),
             "description": _MEANINGS[name],
-            "values": "`simplan show schedules`" if name == "schedule" else values_of(field.annotation, field.metadata),
+            "values": _VALUES.get(name) or values_of(field.annotation, field.metadata),
         }
         for name, field in ParallelPlan.model_fields.items()
     ]

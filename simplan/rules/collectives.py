@@ -49,7 +49,7 @@ def parameter_servers_of_replicas(job: Job) -> Iterator[Problem]:
     for name in ("tp", "cp", "ep", "pp"):
         if getattr(plan, name) > 1:
             yield problem_of(
-                job, f"plan.{name}", "goes with no parameter server, which only averages gradients", "use 1"
+                job, f"plan.{name}", "does not go with a parameter server, which only averages gradients", "use 1"
             )
     if plan.zero_stage > 0 and plan.dp_shard > 1:
         sentence = "shards states over ranks, and parameter servers serve ranks that have all parameters"
@@ -114,6 +114,8 @@ def _trading(job: Job, plan: ParallelPlan, mapping: RankMapping, rank: int) -> G
 def _refusal(algorithm: str, kind: str, ranks: Sequence[int], job: Job) -> tuple[str, str] | None:
     """Returns why a group cannot run an algorithm, with the fix; None if it can."""
     cluster = job.cluster
+    if cluster.cores_per_node is not None:
+        return "this machine runs the algorithms of gloo, which a calibration has timed", "remove it"
     nodes = Counter(map(cluster.node_of, ranks))
     num_ranks, num_nodes, local = len(ranks), len(nodes), min(nodes.values())
     is_even = len(set(nodes.values())) == 1

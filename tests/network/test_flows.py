@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simplan import catalog
-from simplan.cluster.hardware import ClusterSpec, DeviceSpec, LinkSpec
-from simplan.cluster.topology import LeafSpine, Rail, Torus
+from simplan.cluster.hardware import ClusterSpec
+from simplan.cluster.topology import LeafSpine
 from simplan.cost.communication.algorithm import CommAlgorithm, Pattern
 from simplan.cost.communication.collectives import algorithms_of
 from simplan.cost.communication.prescribed import prescribed_ways
@@ -21,55 +20,7 @@ from simplan.network.build import fabric_of
 from simplan.network.flows import flows_of
 from simplan.plan.collectives import Collectives
 from simplan.program.program import Communication
-
-GB = 10**9
-US = 1e-6
-NUM_LOCAL = 8
-NUM_NODES = 7
-INSIDE = LinkSpec(id="inside", bytes_per_s=400 * GB, latency_s=2 * US, bandwidth_share=0.8, switch_share=0.7)
-BETWEEN = LinkSpec(id="between", bytes_per_s=50 * GB, latency_s=20 * US, bandwidth_share=0.9)
-NO_SWITCH = INSIDE.model_copy(update={"switch_share": None})
-SHARP = BETWEEN.model_copy(update={"switch_share": 0.85})
-SHARDING = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
-GLOO = LinkSpec(id="loop", bytes_per_s=4 * GB, latency_s=1e-4, bandwidth_share=0.5, library="gloo")
-ETHERNET = LinkSpec(id="ethernet", bytes_per_s=GB, latency_s=2e-4, bandwidth_share=0.9, library="gloo")
-
-NODES = ClusterSpec(
-    id="test",
-    device=DeviceSpec(id="d"),
-    devices_per_node=NUM_LOCAL,
-    num_devices=NUM_NODES * NUM_LOCAL,
-    intra_link=INSIDE,
-    inter_link=BETWEEN,
-)
-FABRICS = {
-    "switch": NODES,
-    "leaf_spine": NODES.model_copy(update={"topology": LeafSpine(kind="leaf_spine", nodes_per_leaf=4)}),
-    "rail": NODES.model_copy(update={"topology": Rail(kind="rail", nodes_per_group=4)}),
-}
-HOSTS = NODES.model_copy(update={"intra_link": GLOO, "inter_link": ETHERNET, "nics_per_node": 1})
-
-
-def torus(preset: str, shape: tuple[int, ...], num_slices: int = 1) -> ClusterSpec:
-    """Slices of TPU chips."""
-    size = 1
-    for side in shape:
-        size *= side
-    return ClusterSpec(
-        id="slices",
-        device=DeviceSpec(id="chip", kind="tpu"),
-        devices_per_node=size,
-        num_devices=size * num_slices,
-        intra_link=catalog.link(preset),
-        inter_link=BETWEEN,
-        topology=Torus(kind="torus", shape=shape),
-    )
-
-
-def group(num_nodes: int, num_local: int) -> tuple[int, ...]:
-    """Equally many ranks on each node."""
-    return tuple(NUM_LOCAL * node + place for node in range(num_nodes) for place in range(num_local))
-
+from tests.network.clusters import FABRICS, HOSTS, NO_SWITCH, NODES, NUM_LOCAL, NUM_NODES, SHARDING, SHARP, group, torus
 
 GROUPS = st.builds(group, st.integers(1, NUM_NODES), st.integers(1, NUM_LOCAL)).filter(lambda ranks: len(ranks) > 1)
 BYTES = st.integers(1, 10**10)
@@ -87,7 +38,7 @@ def link_bytes(way: CommAlgorithm, communication: Communication, cluster: Cluste
 def busiest(
     communication: Communication, cluster: ClusterSpec, ways: list[CommAlgorithm] | None = None
 ) -> list[tuple[CommAlgorithm, float, float]]:
-    """Algorithms, by default all of the library, with the busy seconds of the busiest links inside and between nodes."""
+    """Algorithms, by default those of the library, with the seconds of the busiest links inside and between nodes."""
     fabric, found = fabric_of(cluster), []
     for way in ways or algorithms_of(communication, cluster):
         seconds = {True: 0.0, False: 0.0}
@@ -178,9 +129,11 @@ def test_busiest_link_takes_the_transfer_time_of_a_torus(
         assert between_s == pytest.approx(times_s[1], rel=1e-9)
 
 
-def prescribed(name: str, communication: Communication, cluster: ClusterSpec, **servers: int) -> list[CommAlgorithm]:
+def prescribed(
+    name: str, communication: Communication, cluster: ClusterSpec, num_servers: int | None = None
+) -> list[CommAlgorithm]:
     """A prescribed algorithm with all protocols."""
-    collectives = Collectives(**{communication.kind.value: name}, **servers)
+    collectives = Collectives.model_validate({communication.kind.value: name, "parameter_servers": num_servers})
     return prescribed_ways(name, collectives, communication, route_of(communication.ranks, cluster))
 
 
@@ -239,7 +192,7 @@ def test_no_link_takes_more_than_push_and_pull_of_parameter_servers(
         return
     servers = data.draw(st.integers(1, len(ranks)))
     communication = Communication(CollectiveKind.ALL_REDUCE, num_bytes, ranks)
-    ways = prescribed("parameter_server", communication, NODES, parameter_servers=servers)
+    ways = prescribed("parameter_server", communication, NODES, servers)
     for way, inside_s, between_s in busiest(communication, NODES, ways):
         transfer_s, most_s = way.transfer_s(num_bytes), max(inside_s, between_s)
         assert transfer_s * (1 / 2 - 1e-9) <= most_s <= transfer_s * (1 + 1e-9)

@@ -64,10 +64,13 @@ def communication_cost(
     route = route or route_of(communication.ranks, cluster)
     link, num_bytes = route.slowest.link, communication.num_bytes
     way = algorithm_of(communication, cluster, route, collectives)
+    relative_std, is_fitted = _relative_std(route, num_bytes, cluster), link.fitted_on is not None
+    if way.pattern in _UNFITTED:
+        relative_std, is_fitted = max(relative_std, _UNFITTED_STD), False
     return CostEstimate(
         way.seconds(num_bytes),
-        Provenance.DATASHEET if link.fitted_on is None else Provenance.PUBLISHED,
-        _relative_std(route, num_bytes, cluster),
+        Provenance.PUBLISHED if is_fitted else Provenance.DATASHEET,
+        relative_std,
         way.formula(num_bytes, route.where),
     )
 
@@ -122,6 +125,17 @@ _OF_LIBRARIES = {
     "pairwise": (Pattern.PAIRWISE,),
 }
 """Algorithms that libraries choose from, by their name in a plan."""
+
+_UNFITTED_STD = 0.25
+"""Least relative standard deviation of algorithms that no published measurement was fitted on: that of a link without
+measurements (``LinkSpec.relative_std``)."""
+_UNFITTED = (
+    Pattern.HALVING_DOUBLING,
+    Pattern.HIERARCHICAL,
+    Pattern.HIERARCHICAL_ALL_TO_ALL,
+    Pattern.SHARP,
+    Pattern.PARAMETER_SERVER,
+)
 
 
 def algorithms_of(
