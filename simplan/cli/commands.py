@@ -38,6 +38,7 @@ from simplan.cost.calibration.store import default_path
 from simplan.errors import Problem, SpecError
 from simplan.explain import difference, explain
 from simplan.io import as_argument, write_json, write_text
+from simplan.predict import Simulated
 from simplan.prediction import Prediction
 from simplan.report.comparison import comparison_text
 from simplan.report.drawings.drawing import draw_pipeline
@@ -73,7 +74,7 @@ def predict_command(
     given = chosen_budget(budget, scenario.job.model, scenario.budget.num_tokens)
     scenario = replace(scenario, budget=scenario.budget.model_copy(update=given))
     calibration = _calibration_for(scenario, calibration_file)
-    prediction, simulated = scenario.predict_step(calibration)
+    prediction, simulated = _predict_step(scenario, calibration)
     found = _fixes(prediction, calibration)
     document = prediction.to_json()
     if found is not None:
@@ -89,6 +90,14 @@ def predict_command(
     certain = {"fits": True, "does not fit": False}.get(prediction.memory_verdict or "")
     print_result(text.replace(line, emphasize(line, certain), 1))
     return 0
+
+
+def _predict_step(scenario: Scenario, calibration: Calibration | None) -> tuple[Prediction, Simulated]:
+    """Prediction and simulated step; on a terminal, with the progress of the simulation of links."""
+    if scenario.job.cluster.topology is None:
+        return scenario.predict_step(calibration)
+    with ProgressLine("simulating links", elsewhere=False) as line:
+        return scenario.predict_step(calibration, line.update)
 
 
 def _predict_all(
@@ -149,7 +158,7 @@ def explain_command(
         calibration = _calibration_for(
             scenario, calibration_file if is_needed(scenario.job.cluster) or other is None else None
         )
-        prediction, simulated = scenario.predict_step(calibration)
+        prediction, simulated = _predict_step(scenario, calibration)
         name = _name_of(each, scenario, several=other is not None)
         explained.append(explain(replace(prediction, name=name), simulated))
     if other is None:
@@ -177,7 +186,7 @@ def trace_command(
         raise SpecError(Problem(field="--output", rule="is missing", fix="give -o FILE, or --json to print the trace"))
     scenario = request.scenario()
     calibration = _calibration_for(scenario, calibration_file)
-    document = predicted_trace(*scenario.predict_step(calibration))
+    document = predicted_trace(*_predict_step(scenario, calibration))
     if output is not None:
         write_json(output, document)
         say(f"wrote {output}; open it at ui.perfetto.dev or chrome://tracing")
@@ -240,7 +249,7 @@ def draw_load_command(
     if scenario.job.cluster.topology is None:
         fix = "give cluster.topology, e.g. {kind: leaf_spine, nodes_per_leaf: 4}"
         raise SpecError(Problem(field="--load", rule="needs links, and the cluster has no topology", fix=fix))
-    network = scenario.predict(_calibration_for(scenario, calibration_file)).network
+    network = _predict_step(scenario, _calibration_for(scenario, calibration_file))[0].network
     assert network is not None
     drawing = draw_link_load(scenario.name, network)
     if output is not None:

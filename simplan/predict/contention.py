@@ -28,7 +28,7 @@ from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.program import STREAMS, Communication, Program, Stream, Work
 from simplan.sim.compiled import leaders_of
 from simplan.sim.engine import CoreUse, simulate
-from simplan.sim.links import Segments
+from simplan.sim.links import Progress, Segments
 
 _Floats = NDArray[np.float64]
 _Ints = NDArray[np.int32]
@@ -170,6 +170,7 @@ def apply_contention(
     cluster: ClusterSpec,
     plan: ParallelPlan,
     sharing: CoreUse | None,
+    progress: Progress | None = None,
 ) -> tuple[ProgramCosts, Contention]:
     """Lengthen the communications of a Program that share links with others, or cross long distances.
 
@@ -177,7 +178,7 @@ def apply_contention(
         program, program_costs: Program, and its durations without contention.
         cluster: Cluster with a topology.
         plan: Plan of the Program.
-        sharing: See ``simulate``.
+        sharing, progress: See ``simulate``.
 
     Returns:
         Costs with longer durations and deviations, and the load of the links.
@@ -190,7 +191,7 @@ def apply_contention(
     constant = [*_flows_of_other_jobs(cluster, fabric)]
     place = columns.rank.astype(np.int64) * len(STREAMS) + columns.stream
     use = link_use(usages, usage, place, len(fabric.links), [flow for _, flow in constant])
-    times = simulate(program, alone_s, sharing, use)
+    times = simulate(program, alone_s, sharing, use, progress)
     assert times.segments is not None
     taken_s = np.maximum(alone_s, (times.end_s - times.start_s)[leaders])
     realized_s = np.where(use.usage[leaders] >= 0, taken_s, alone_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -53,13 +53,23 @@ def predict(job: Job, *, name: str = "scenario", calibration: Calibration | None
 
 @gc_paused()
 def predict_step(
-    job: Job, *, name: str = "scenario", calibration: Calibration | None = None
+    job: Job,
+    *,
+    name: str = "scenario",
+    calibration: Calibration | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Prediction, Simulated]:
-    """Predict a step like ``predict``, and also return the simulated step; of a truncated step, the longer one."""
+    """Predict a step like ``predict``, and also return the simulated step; of a truncated step, the longer one.
+
+    Args:
+        job, name, calibration: See ``predict``.
+        progress: Called with the number of ended and of all communications while links are simulated.
+    """
     check_job(job)
     model, cluster, training, plan = job.model, job.cluster, job.training, job.plan
     folding, extent = folding_of(job), predicted_extent(job)
-    step = TruncatedStep(job, extent, calibration, 2, folding, expands_all(job, folding, extent.simulated))
+    expand_all = expands_all(job, folding, extent.simulated)
+    step = TruncatedStep(job, extent, calibration, 2, folding, expand_all, progress)
     with locating(plan.schedule):
         for table in step.tables:
             check_table(table, plan.num_stages, 1 + max(action.microbatch or 0 for row in table for action in row))

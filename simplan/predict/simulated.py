@@ -23,6 +23,7 @@ from simplan.sim.engine_choice import Engine, engine_of
 
 if TYPE_CHECKING:
     from simplan.predict.contention import Contention
+    from simplan.sim.links import Progress
 
 _OF_HOST = (HostWait, HostCalls, HostCopy)
 ErrorSource = Literal["compute", "host", "communication"]
@@ -51,7 +52,11 @@ class Simulated:
 
 
 def simulate_program(
-    program: Program, cost: CostModel, cluster: ClusterSpec, plan: ParallelPlan | None = None
+    program: Program,
+    cost: CostModel,
+    cluster: ClusterSpec,
+    plan: ParallelPlan | None = None,
+    progress: Progress | None = None,
 ) -> Simulated:
     """Estimate costs of a Program, and simulate it.
 
@@ -60,6 +65,7 @@ def simulate_program(
         cost: Cost model of the cluster.
         cluster: Cluster of the Program's ranks.
         plan: Plan of the Program; needed for a cluster with a topology.
+        progress: See ``simulate``.
     """
     sharing = sharing_of(program, cluster, cost)
     engine = engine_of(program, sharing)
@@ -70,7 +76,7 @@ def simulate_program(
         from simplan.predict.contention import apply_contention
 
         assert plan is not None, "the mesh says which groups communicate at the same time"
-        program_costs, contention = apply_contention(program, program_costs, cluster, plan, sharing)
+        program_costs, contention = apply_contention(program, program_costs, cluster, plan, sharing, progress)
     times = engine.times(program_costs.durations_s)
     return Simulated(program, alone, program_costs, times, engine, sharing, contention)
 

@@ -44,6 +44,7 @@ from simplan.sim.engine import Times
 
 if TYPE_CHECKING:
     from simplan.network.load import Network
+    from simplan.sim.links import Progress
 
 _Floats = NDArray[np.float64]
 _Growing = TypeVar("_Growing", int, float, _Floats)
@@ -113,6 +114,7 @@ class TruncatedStep:
         level: Level of the Program: 1 for actions, 2 for kernels.
         folding: Folding of ranks; None for all ranks.
         expand_all: See ``Lowering``.
+        progress: Called with the number of ended and of all communications on shared links; None for no calls.
     """
 
     job: Job
@@ -121,6 +123,7 @@ class TruncatedStep:
     level: int = 2
     folding: Folding | None = None
     expand_all: bool = False
+    progress: Progress | None = None
 
     @cached_property
     def cost(self) -> CostModel:
@@ -159,7 +162,7 @@ class TruncatedStep:
     def simulated(self) -> tuple[Simulated, ...]:
         """Programs with cost estimates and simulated times."""
         cluster, plan = self.job.cluster, self.job.plan
-        return tuple(simulate_program(program, self.cost, cluster, plan) for program in self.programs)
+        return tuple(simulate_program(each, self.cost, cluster, plan, self.progress) for each in self.programs)
 
     def _extrapolated(self, longer: _Growing, shorter: _Growing) -> _Growing:
         """Value of the full step from values of both simulated steps; it grows by the same amount with every period."""

@@ -17,7 +17,7 @@ One error reports all problems of a file, with their lines.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -85,14 +85,20 @@ class Scenario:
         """
         return self.predict_step(calibration)[0]
 
-    def predict_step(self, calibration: Calibration | None = None) -> tuple[Prediction, Simulated]:
+    def predict_step(
+        self, calibration: Calibration | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> tuple[Prediction, Simulated]:
         """Prediction together with the simulated step, for drawings.
+
+        Args:
+            calibration: See ``predict``.
+            progress: Called with the number of ended and of all communications while links are simulated.
 
         Raises:
             SpecError: See ``predict``.
         """
         try:
-            prediction, simulated = predict_step(self.job, name=self.name, calibration=calibration)
+            prediction, simulated = predict_step(self.job, name=self.name, calibration=calibration, progress=progress)
         except SpecError as error:
             raise error if error.file or self.file is None else error.in_file(self.file) from None
         if self.assumptions:

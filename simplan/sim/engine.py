@@ -20,7 +20,7 @@ from simplan.program.timeline import LazySequence, Span, Timeline
 
 if TYPE_CHECKING:
     from simplan.network.usage import LinkUse
-    from simplan.sim.links import Segments
+    from simplan.sim.links import Progress, Segments
 
 _Process = Generator[Event, object, None]
 
@@ -66,6 +66,7 @@ def simulate(
     durations_s: Sequence[float] | NDArray[np.float64],
     sharing: CoreUse | None = None,
     links: LinkUse | None = None,
+    progress: Progress | None = None,
 ) -> Times:
     """Simulates one step.
 
@@ -78,11 +79,12 @@ def simulate(
         sharing: Cores that operations share, which may lengthen durations; None for no sharing.
         links: Links that communications share, which may lengthen durations; None for no sharing. A communication that
             keeps cores busy shares these instead.
+        progress: Called with the number of ended and of all communications on shared links; None for no calls.
 
     Returns:
         Start and end of every operation.
     """
-    run = _Run(program, np.asarray(durations_s, np.float64).tolist(), sharing, links)
+    run = _Run(program, np.asarray(durations_s, np.float64).tolist(), sharing, links, progress)
     for indices in program.streams.values():
         run.env.process(run.stream(indices))
     run.env.run()
@@ -109,7 +111,12 @@ class _Run:
     """
 
     def __init__(
-        self, program: Program, durations_s: Sequence[float], sharing: CoreUse | None, links: LinkUse | None
+        self,
+        program: Program,
+        durations_s: Sequence[float],
+        sharing: CoreUse | None,
+        links: LinkUse | None,
+        progress: Progress | None,
     ) -> None:
         columns, num_ops = program.columns, len(program)
         assert len(durations_s) == num_ops
@@ -138,7 +145,7 @@ class _Run:
         if links is not None:
             from simplan.sim.links import SharedLinks  # imports numba
 
-            self.links, self.crosses = SharedLinks(self.env, links), (links.usage >= 0).tolist()
+            self.links, self.crosses = SharedLinks(self.env, links, progress), (links.usage >= 0).tolist()
         self.waiting: dict[Hashable, deque[int]] = {}  # by exclusive resource, the operations that wait for it
 
     def stream(self, indices: Sequence[int]) -> _Process:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from simplan.network.usage import LinkUse
 
 _Floats = NDArray[np.float64]
 _Ints = NDArray[np.int32]
+Progress = Callable[[int, int], None]
 _SETTLE = EventPriority(2)
 """Priority of settling, after all other events (simpy: 0 and 1) of the same time."""
 _TOGETHER = 1e-14
@@ -51,10 +53,12 @@ class SharedLinks:
 
     Args:
         use: Usages of the operations.
+        progress: Called with the number of ended and of all communications, a hundred times; None for no calls.
     """
 
-    def __init__(self, env: Environment, use: LinkUse) -> None:
-        self._env, self._use = env, use
+    def __init__(self, env: Environment, use: LinkUse, progress: Progress | None = None) -> None:
+        self._env, self._use, self._progress = env, use, progress
+        self._num_ended, self._num_ops = 0, int((use.usage >= 0).sum())
         self._weights = weights_of(use.first, use.seconds, use.connections)
         with np.errstate(divide="ignore"):
             self._limits = 1.0 / use.transfer_s
@@ -169,6 +173,10 @@ class SharedLinks:
         now_s = self._env.now
         ended = np.flatnonzero(self._end_s[: self._num] <= now_s * (1 + _TOGETHER)).astype(np.int32)
         self._advance(ended)
+        if self._progress is not None:
+            before, self._num_ended = self._num_ended, self._num_ended + len(ended)
+            if 100 * self._num_ended // self._num_ops > 100 * before // self._num_ops:
+                self._progress(self._num_ended, self._num_ops)
         for slot in ended[::-1].tolist():
             self._mark(slot, slot + 1)
             done = self._done[slot]
