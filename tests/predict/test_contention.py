@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 from simplan import catalog
 from simplan.cluster.hardware import BackgroundFlow
 from simplan.cluster.topology import Dragonfly, FatTree, LeafSpine, Rail, Sites, Switch, Topology
+from simplan.errors import SpecError
 from simplan.job import Job
 from simplan.plan.plan import RankMapping
 from simplan.predict import Simulated, folding_of, predict, predict_step
@@ -23,6 +25,7 @@ from simplan.program.folding import unfolded
 from simplan.program.program import Stream
 from simplan.report.trace import predicted_trace
 from simplan.search import search
+from simplan.search.space import SearchSpace
 from tests.jobs import job_of
 
 ROOT = Path(__file__).parents[2]
@@ -140,6 +143,21 @@ def test_background_traffic_slows_the_links_that_it_crosses() -> None:
     assert "other jobs, node0 to node2" in heavy.network.contention_words()
 
 
+@pytest.mark.parametrize(
+    ("flow", "topology", "words"),
+    [
+        (("node0", "node1"), None, "cluster.background: needs links to share, and the cluster has no topology"),
+        (("node0", "node4"), RAIL, 'cluster.background.0.to = "node4": is not in the cluster, whose nodes are node0'),
+        (("node1", "node1"), RAIL, 'cluster.background.0 = "node1": sends from a node to itself'),
+    ],
+)
+def test_background_traffic_is_refused_by_name(flow: tuple[str, str], topology: Topology | None, words: str) -> None:
+    job = job_on(topology, "fsdp")
+    background = (BackgroundFlow.model_validate({"from": flow[0], "to": flow[1], "gbit": 10.0}),)
+    with pytest.raises(SpecError, match=re.escape(words)):
+        predict(replace(job, cluster=job.cluster.model_copy(update={"background": background})))
+
+
 def test_long_distance_lengthens_every_crossing() -> None:
     near, far = (
         predict(job_on(Sites(kind="sites", nodes_per_site=2, gbit_per_site=12_800, latency_s=latency_s), "fsdp"))
@@ -166,7 +184,8 @@ def test_truncated_step_extrapolates_the_load_of_links() -> None:
 
 def test_search_ranks_plans_by_their_contended_time() -> None:
     job = job_on(SITES, {"dp_shard": 32}, global_batch_size=64, precision="bf16")
-    result = search(job)
+    space = SearchSpace(tp=(1,), pp=(1, 2), zero_stage=(1, 3), microbatch_size=(1,), recompute=("none",), top=2)
+    result = search(job, space)
     best = result.ranked[0]
     predicted = predict(job.with_plan(best.plan))
     assert best.step_time_s == pytest.approx(predicted.step_time_s, rel=1e-9)
