@@ -23,7 +23,7 @@ from simplan.cluster.topology import (
 )
 from simplan.errors import Problem, SpecError
 from simplan.network.dragonfly import DragonflyInterconnect
-from simplan.network.fabric import Fabric, GraphBuilder, Interconnect, Wiring
+from simplan.network.fabric import Fabric, GraphBuilder, Interconnect, Level, Wiring
 from simplan.network.graph import GraphInterconnect
 from simplan.network.tree import Tier, TreeInterconnect
 from simplan.network.wiring import PcieWiring, SwitchWiring, TorusWiring
@@ -66,7 +66,7 @@ def fabric_of(cluster: ClusterSpec) -> Fabric:
         vertices=tuple(builder.vertices),
         links=tuple(builder.links),
         levels=tuple(levels),
-        is_symmetric=_is_symmetric(cluster),
+        is_symmetric=_is_symmetric(cluster, levels),
         wiring=wiring,
         interconnect=interconnect,
         node_of_device=node_of_device,
@@ -85,14 +85,17 @@ def _missing_links(cluster: ClusterSpec) -> list[Problem]:
     return problems
 
 
-def _is_symmetric(cluster: ClusterSpec) -> bool:
-    """True for trees of alike groups without hashing, and alike nodes."""
+def _is_symmetric(cluster: ClusterSpec, levels: Sequence[Level]) -> bool:
+    """True for trees of groups of one size without hashing, and alike nodes."""
     topology = cluster.topology or Switch(kind="switch")
     inside = topology.inside if isinstance(topology, Sites) else topology
     if isinstance(topology, Dragonfly | Graph | Torus) or topology.node is not None:
         return False
     ports = cluster.network_ports_per_node
-    if cluster.num_devices % cluster.ranks_per_node or cluster.devices_per_node % ports:
+    if cluster.devices_per_node % ports:
+        return False
+    sizes = [np.bincount(domain) for _, domain in levels]
+    if any((size != size[0]).any() for size in sizes):
         return False
     if isinstance(inside, FatTree) and (inside.radix - inside.uplinks) % ports:
         return False

@@ -383,6 +383,29 @@ def test_large_fabrics_are_linear_in_devices() -> None:
     assert len(fabric.path(0, 16_383)) == 6
 
 
+@pytest.mark.parametrize(
+    ("topology", "nodes", "nics", "expected"),
+    [
+        ({"kind": "switch"}, 4, None, True),
+        ({"kind": "leaf_spine", "nodes_per_leaf": 2, "leaves_per_pod": 2}, 8, None, True),
+        ({"kind": "leaf_spine", "nodes_per_leaf": 3}, 8, None, False),
+        ({"kind": "leaf_spine", "nodes_per_leaf": 2, "spines": 2, "routing": "ecmp"}, 8, None, False),
+        ({"kind": "rail", "nodes_per_group": 4}, 8, None, True),
+        ({"kind": "rail", "nodes_per_group": 4}, 8, 3, False),
+        ({"kind": "fat_tree", "radix": 16}, 8, None, True),
+        ({"kind": "fat_tree", "radix": 12}, 6, None, False),
+        ({"kind": "dragonfly", "nodes_per_router": 2, "routers_per_group": 2, "global_gbit": 1}, 8, None, False),
+        ({"kind": "sites", "nodes_per_site": 2, "gbit_per_site": 1}, 4, None, True),
+        ({"kind": "sites", "nodes_per_site": 3, "gbit_per_site": 1}, 4, None, False),
+    ],
+)
+def test_trees_of_equal_groups_are_symmetric(
+    topology: dict[str, Any], nodes: int, nics: int | None, *, expected: bool
+) -> None:
+    """Cards of a fat tree with 12 ports straddle leaves: six per leaf, four per node."""
+    assert fabric_of(cluster_with(topology, nodes, per_node=4, nics=nics)).is_symmetric is expected
+
+
 def test_unknown_link_names_the_nearest() -> None:
     fabric = fabric_of(cluster_with({"kind": "leaf_spine", "nodes_per_leaf": 2}, nodes=4, per_node=1))
     assert fabric.links[fabric.link_named("leaf0 -> spine")].name == "leaf0 -> spine"

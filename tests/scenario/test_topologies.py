@@ -17,7 +17,9 @@ from simplan.cluster.topology import TOPOLOGIES, LeafSpine, Rail, Sites, Torus
 from simplan.errors import SpecError
 from simplan.network.build import fabric_of
 from simplan.report.text import links_words
-from simplan.scenario import load_scenario
+from simplan.rules import violations
+from simplan.scenario import load_scenario, load_search
+from tests.jobs import job_of
 
 HOW = """
 model: {preset: gpt2-124m}
@@ -171,10 +173,29 @@ def test_too_many_links_are_refused(tmp_path: Path) -> None:
     assert "at most 2,000,000 are simulated" in refusal(tmp_path, many, preset="dgx-h100", num_nodes=8192)
 
 
-def test_a_name_that_a_search_needs_smaller_breaks_a_rule(tmp_path: Path) -> None:
+def test_search_leaves_out_sizes_that_a_torus_cannot_have(tmp_path: Path) -> None:
+    """Halves of 64 devices have another shape; those of a rail-optimized network have the same topology."""
+    job = cluster_of(tmp_path, {"kind": "torus", "shape": [4, 4, 4]}, **TORUS)
+    file = tmp_path / "search.yaml"
+    space = "search: {objective: num_devices, dp_replicate: [1, 2, 4, 8, 16, 32, 64], tp: [1], pp: [1], top: 1}"
+    text = (tmp_path / "case.yaml").read_text().replace("plan: {dp_replicate: 64}", space)
+    file.write_text(text)
+    best = load_search(file).search().best
+    assert best is not None
+    assert best.plan.num_devices == job.num_devices
+    file.write_text(text.replace('{"kind": "torus", "shape": [4, 4, 4]}', "null"))
+    smaller = load_search(file).search().best
+    assert smaller is not None
+    assert smaller.plan.num_devices < job.num_devices
+
+
+def test_a_torus_of_fewer_devices_breaks_a_rule(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path, {"kind": "torus", "shape": [4, 4, 4]}, **TORUS)
-    with pytest.raises(SpecError, match=r"cluster.topology.shape = \[4, 4, 4\]: makes 64 devices, and the job has 32"):
-        fabric_of(cluster.with_changes(num_devices=32))
+    job = job_of("gpt2-124m", {"dp_replicate": 32}, cluster=cluster.with_changes(num_devices=32))
+    [problem] = [one for one in violations(job) if "topology" in one.field]
+    assert "cluster.topology.shape = [4, 4, 4]: makes 64 devices, and the job has 32" in problem.sentence()
+    with pytest.raises(SpecError, match="makes 64 devices, and the job has 32"):
+        fabric_of(job.cluster)
 
 
 @pytest.mark.parametrize("name", catalog.names("topologies"))
