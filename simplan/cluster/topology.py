@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from simplan.base import Gbit, NumDevices, Seconds, Spec
 from simplan.errors import Problem, did_you_mean
@@ -25,7 +26,7 @@ Routing = Literal["adaptive", "ecmp"]
 MAX_LINKS = 2_000_000
 """Directed links of a fabric; more are refused."""
 _NODE = re.compile(r"node(0|[1-9][0-9]{0,6})")
-_NAME = r"^[A-Za-z][A-Za-z0-9_.-]*$"
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,59}")
 _FIELD = "cluster.topology"
 
 
@@ -55,6 +56,11 @@ class _Topology(Spec):
 
     node: Pcie | None = None
 
+    @property
+    def hashes_flows(self) -> bool:
+        """True if a hash decides about the path of a flow."""
+        return False
+
     def words(self) -> str:
         """Description in a few words."""
         raise NotImplementedError
@@ -80,6 +86,22 @@ class _Topology(Spec):
         return 8 * cluster.num_nodes * cluster.network_ports_per_node
 
 
+class LayeredTopology(_Topology):
+    """Topology with layers of switches, of which a flow has several to choose from.
+
+    Attributes:
+        routing: ``adaptive``, where the uplinks of a switch are one link of their total bandwidth, or ``ecmp``, where
+            the hash of a flow picks one uplink.
+    """
+
+    routing: Routing = "adaptive"
+
+    @property
+    def hashes_flows(self) -> bool:
+        """True if a hash decides about the path of a flow."""
+        return self.routing == "ecmp"
+
+
 class Switch(_Topology):
     """One switch for all nodes, without oversubscription: nodes share nothing except their own network cards."""
 
@@ -90,18 +112,16 @@ class Switch(_Topology):
         return _with_node("one switch for all nodes", self)
 
 
-class LeafSpine(_Topology):
+class LeafSpine(LayeredTopology):
     """All network cards of a node on one leaf switch, leaves on a layer of spine switches; optionally, pods of leaves.
 
     Attributes:
         kind: ``leaf_spine``.
         nodes_per_leaf: Nodes on one leaf.
         oversubscription: Bandwidth of the nodes of a leaf over that of its uplinks.
-        spines: Spine switches; over these ``ecmp`` hashes flows. None for unknown.
-        leaves_per_pod: Leaves whose spines form a pod below one more layer of switches; None for no such layer.
+        spines: Spine switches that ``ecmp`` hashes flows over; None for unknown.
+        leaves_per_pod: Leaves whose spines form a pod, below one more layer of switches; None for no such layer.
         pod_oversubscription: Bandwidth of the leaves of a pod over that of the uplinks of the pod.
-        routing: ``adaptive``: the uplinks of a switch are one link of their total bandwidth. ``ecmp``: the hash of a
-            flow picks one uplink.
     """
 
     kind: Literal["leaf_spine"]
@@ -110,7 +130,6 @@ class LeafSpine(_Topology):
     spines: Annotated[int, Field(ge=1, le=1024)] | None = None
     leaves_per_pod: NumDevices | None = None
     pod_oversubscription: Oversubscription = 1.0
-    routing: Routing = "adaptive"
 
     def words(self) -> str:
         """Description in a few words."""
@@ -123,7 +142,7 @@ class LeafSpine(_Topology):
     def problems(self, cluster: ClusterSpec) -> Iterator[Problem]:
         """Reasons why the cluster cannot have the topology."""
         yield from super().problems(cluster)
-        yield from _problems_of_hashing(self.routing, self.spines)
+        yield from _problems_of_hashing(self)
         if self.leaves_per_pod is None and self.pod_oversubscription != 1:
             rule, fix = "is given without pods", "give leaves_per_pod, or remove it"
             yield Problem(
@@ -132,11 +151,11 @@ class LeafSpine(_Topology):
 
     def num_links(self, cluster: ClusterSpec) -> int:
         """Upper bound on the directed links between nodes."""
-        planes = (self.spines or 1) if self.routing == "ecmp" else 1
+        planes = (self.spines or 1) if self.hashes_flows else 1
         return 4 * (cluster.num_nodes // self.nodes_per_leaf + 1) * planes + super().num_links(cluster)
 
 
-class Rail(_Topology):
+class Rail(LayeredTopology):
     """Network card i of every node of a group on leaf switch i (rail-optimized), leaves on a layer of spine switches.
 
     Attributes:
@@ -144,8 +163,7 @@ class Rail(_Topology):
         nodes_per_group: Nodes whose cards share leaves: a scalable unit.
         oversubscription: Bandwidth of the cards of a leaf over that of its uplinks.
         rails: Leaves of a group: card i is on leaf i modulo ``rails``; None for as many as a node has cards.
-        spines: Spine switches; over these ``ecmp`` hashes flows. None for unknown.
-        routing: As for ``LeafSpine``.
+        spines: Spine switches that ``ecmp`` hashes flows over; None for unknown.
     """
 
     kind: Literal["rail"]
@@ -153,7 +171,6 @@ class Rail(_Topology):
     oversubscription: Oversubscription = 1.0
     rails: NumDevices | None = None
     spines: Annotated[int, Field(ge=1, le=1024)] | None = None
-    routing: Routing = "adaptive"
 
     def words(self) -> str:
         """Description in a few words."""
@@ -163,7 +180,7 @@ class Rail(_Topology):
     def problems(self, cluster: ClusterSpec) -> Iterator[Problem]:
         """Reasons why the cluster cannot have the topology."""
         yield from super().problems(cluster)
-        yield from _problems_of_hashing(self.routing, self.spines)
+        yield from _problems_of_hashing(self)
         ports = cluster.network_ports_per_node
         if cluster.num_nodes > 1 and self.rails is not None and self.rails > ports:
             rule = f"is more than the {counted(ports, 'network card')} of a node"
@@ -171,12 +188,12 @@ class Rail(_Topology):
 
     def num_links(self, cluster: ClusterSpec) -> int:
         """Upper bound on the directed links between nodes."""
-        planes = (self.spines or 1) if self.routing == "ecmp" else 1
+        planes = (self.spines or 1) if self.hashes_flows else 1
         leaves = (cluster.num_nodes // self.nodes_per_group + 1) * (self.rails or cluster.network_ports_per_node)
         return 4 * leaves * planes + super().num_links(cluster)
 
 
-class FatTree(_Topology):
+class FatTree(LayeredTopology):
     """Fat tree of equal switches: k ports each, k^3/4 network cards with 3 levels, k^2/2 with 2.
 
     Cards fill the leaf switches in order. Every cable has the rate of a network card.
@@ -186,7 +203,6 @@ class FatTree(_Topology):
         radix: Ports k of a switch.
         levels: Levels of switches.
         oversubscription: Ports of a leaf switch to network cards over its ports to above.
-        routing: As for ``LeafSpine``.
 
     Source: Al-Fares, Loukissas, Vahdat, "A scalable, commodity data center network architecture" (SIGCOMM 2008).
     """
@@ -195,7 +211,6 @@ class FatTree(_Topology):
     radix: Annotated[int, Field(ge=2, le=1024)]
     levels: Annotated[int, Field(ge=2, le=3)] = 3
     oversubscription: Oversubscription = 1.0
-    routing: Routing = "adaptive"
 
     @property
     def uplinks(self) -> int:
@@ -238,7 +253,7 @@ class FatTree(_Topology):
     def num_links(self, cluster: ClusterSpec) -> int:
         """Upper bound on the directed links between nodes."""
         ports = cluster.num_nodes * cluster.network_ports_per_node
-        return 2 * self.levels * (ports + self.radix**2) if self.routing == "ecmp" else super().num_links(cluster)
+        return 2 * self.levels * (ports + self.radix**2) if self.hashes_flows else super().num_links(cluster)
 
 
 class Dragonfly(_Topology):
@@ -263,7 +278,7 @@ class Dragonfly(_Topology):
     def words(self) -> str:
         """Description in a few words."""
         text = f"dragonfly, {counted(self.nodes_per_router, 'node')} per router, "
-        return _with_node(f"{text}{counted(self.routers_per_group, 'router')} per group", self)
+        return _with_node(f"{text}{self.routers_per_group} routers per group", self)
 
     def num_links(self, cluster: ClusterSpec) -> int:
         """Upper bound on the directed links between nodes."""
@@ -283,6 +298,14 @@ class Torus(_Topology):
 
     kind: Literal["torus"]
     shape: Annotated[tuple[NumDevices, ...], Field(min_length=1, max_length=3)]
+
+    def closes(self, torus_wrap: int | None) -> tuple[bool, ...]:
+        """True for each axis that closes to a ring.
+
+        Args:
+            torus_wrap: Shortest such axis (``LinkSpec.torus_wrap``).
+        """
+        return tuple(length >= max(3, torus_wrap or 1) for length in self.shape)
 
     def words(self) -> str:
         """Description in a few words."""
@@ -327,7 +350,7 @@ class Sites(_Topology):
         nodes_per_site: Nodes of a site.
         gbit_per_site: Bandwidth between a site and all others in one direction, Gbit/s.
         latency_s: Time from site to site, one way, in addition to that of the network of a site.
-        inside: Topology of a site; None for one switch.
+        inside: Network of a site: switch, leaf_spine, rail or fat_tree; None for one switch.
     """
 
     kind: Literal["sites"]
@@ -349,7 +372,7 @@ class Sites(_Topology):
         if self.inside is None:
             return
         if self.inside.node is not None:
-            fix = "write node beside kind: sites"
+            fix = "write node next to kind: sites"
             yield Problem(field=f"{_FIELD}.inside.node", rule="belongs to the whole topology", fix=fix)
         nodes = min(cluster.num_nodes, self.nodes_per_site)
         devices = min(cluster.num_devices, nodes * cluster.devices_per_node)
@@ -367,6 +390,15 @@ class Sites(_Topology):
         return sites * (4096 + of_site)
 
 
+def _vertex_name(name: str) -> str:
+    if _NAME.fullmatch(name) is None:
+        raise ValueError("must begin with a letter and have at most 60 letters, digits, dots, dashes and underscores")
+    return name
+
+
+_Vertex = Annotated[str, AfterValidator(_vertex_name)]
+
+
 class GraphLink(Spec):
     """Cable of a graph: one link in each direction.
 
@@ -376,9 +408,7 @@ class GraphLink(Spec):
         latency_s: Time in addition to the latency of the network (``LinkSpec.latency_s``).
     """
 
-    between: tuple[
-        Annotated[str, Field(pattern=_NAME, max_length=60)], Annotated[str, Field(pattern=_NAME, max_length=60)]
-    ]
+    between: tuple[_Vertex, _Vertex]
     gbit: Gbit
     latency_s: Seconds = 0.0
 
@@ -440,10 +470,9 @@ class Graph(_Topology):
         return Problem(field=f"{_FIELD}.links", rule=f"{name} is in no link{more}", fix=fix)
 
 
-Topology = Annotated[
-    Switch | LeafSpine | Rail | FatTree | Dragonfly | Torus | Sites | Graph, Field(discriminator="kind")
-]
-TOPOLOGIES: dict[str, type[_Topology]] = {
+AnyTopology = Switch | LeafSpine | Rail | FatTree | Dragonfly | Torus | Sites | Graph
+Topology = Annotated[AnyTopology, Field(discriminator="kind")]
+TOPOLOGIES: dict[str, type[AnyTopology]] = {
     "switch": Switch,
     "leaf_spine": LeafSpine,
     "rail": Rail,
@@ -468,27 +497,28 @@ def node_of_name(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def topology_problems(cluster: ClusterSpec) -> Iterator[Problem]:
+@lru_cache(maxsize=64)
+def topology_problems(cluster: ClusterSpec) -> tuple[Problem, ...]:
     """Reasons why a cluster cannot have its topology; none without a topology."""
     topology = cluster.topology
     if topology is None:
-        return
-    problems = list(topology.problems(cluster))
-    yield from problems
+        return ()
+    problems = tuple(topology.problems(cluster))
     if not problems and (number := topology.num_links(cluster)) > MAX_LINKS:
         rule = f"makes up to {number:,} links, and at most {MAX_LINKS:,} are simulated"
-        yield Problem(field=_FIELD, rule=rule, fix="use fewer switches or nodes")
+        return (Problem(field=_FIELD, rule=rule, fix="use fewer switches or nodes"),)
+    return problems
 
 
-def _problems_of_hashing(routing: Routing, spines: int | None) -> Iterator[Problem]:
-    if routing == "ecmp" and (spines or 1) == 1:
+def _problems_of_hashing(topology: LeafSpine | Rail) -> Iterator[Problem]:
+    if topology.hashes_flows and (topology.spines or 1) == 1:
         rule = "hashes flows over several spines"
         yield Problem(field=f"{_FIELD}.routing", value='"ecmp"', rule=rule, fix="give spines, e.g. spines: 4")
 
 
 def _with_node(text: str, topology: _Topology) -> str:
     """Words of a topology with those of its routing and of its nodes."""
-    if getattr(topology, "routing", "adaptive") == "ecmp":
+    if topology.hashes_flows:
         text += ", ECMP"
     pcie = topology.node
     if pcie is not None:

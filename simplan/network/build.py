@@ -23,7 +23,7 @@ from simplan.cluster.topology import (
 )
 from simplan.errors import Problem, SpecError
 from simplan.network.dragonfly import DragonflyInterconnect
-from simplan.network.fabric import Fabric, GraphBuilder, Interconnect, Wiring
+from simplan.network.fabric import Fabric, GraphBuilder, Interconnect, Level, Wiring
 from simplan.network.graph import GraphInterconnect
 from simplan.network.tree import Tier, TreeInterconnect
 from simplan.network.wiring import PcieWiring, SwitchWiring, TorusWiring
@@ -66,7 +66,7 @@ def fabric_of(cluster: ClusterSpec) -> Fabric:
         vertices=tuple(builder.vertices),
         links=tuple(builder.links),
         levels=tuple(levels),
-        is_symmetric=_is_symmetric(cluster),
+        is_symmetric=_is_symmetric(cluster, levels),
         wiring=wiring,
         interconnect=interconnect,
         node_of_device=node_of_device,
@@ -85,26 +85,29 @@ def _missing_links(cluster: ClusterSpec) -> list[Problem]:
     return problems
 
 
-def _is_symmetric(cluster: ClusterSpec) -> bool:
-    """True for trees of alike groups without hashing, and alike nodes."""
+def _is_symmetric(cluster: ClusterSpec, levels: Sequence[Level]) -> bool:
+    """True for trees of groups of one size without hashing, and alike nodes."""
     topology = cluster.topology or Switch(kind="switch")
     inside = topology.inside if isinstance(topology, Sites) else topology
     if isinstance(topology, Dragonfly | Graph | Torus) or topology.node is not None:
         return False
     ports = cluster.network_ports_per_node
-    if cluster.num_devices % cluster.ranks_per_node or cluster.devices_per_node % ports:
+    if cluster.devices_per_node % ports:
+        return False
+    sizes = [np.bincount(domain) for _, domain in levels]
+    if any((size != size[0]).any() for size in sizes):
         return False
     if isinstance(inside, FatTree) and (inside.radix - inside.uplinks) % ports:
         return False
     if isinstance(inside, Rail) and inside.rails is not None and ports % inside.rails:
         return False
-    return getattr(inside, "routing", "adaptive") == "adaptive"
+    return inside is None or not inside.hashes_flows
 
 
 def _wiring(builder: GraphBuilder, cluster: ClusterSpec) -> Wiring:
     topology = cluster.topology
     if isinstance(topology, Torus):
-        return TorusWiring(builder, cluster, topology.shape)
+        return TorusWiring(builder, cluster, topology)
     if topology is not None and topology.node is not None:
         pcie = topology.node
         return PcieWiring(builder, cluster, pcie.devices_per_switch, peer_to_peer=pcie.peer_to_peer)
@@ -188,7 +191,7 @@ def _rail(topology: Rail, nodes: int, ports: int, rate: float) -> list[Tier]:
 def _fat_tree(topology: FatTree, nodes: int, ports: int, rate: float) -> list[Tier]:
     up, half = topology.uplinks, topology.radix // 2
     leaf = np.arange(nodes * ports, dtype=np.int64) // (topology.radix - up)
-    leaves, hashes = int(leaf[-1]) + 1, topology.routing == "ecmp"
+    leaves, hashes = int(leaf[-1]) + 1, topology.hashes_flows
     first = _tier("leaf", leaf, rate)
     planes = up if hashes else 1
     if topology.levels == 2:
@@ -235,7 +238,7 @@ def _tier(name: str, group_of: Ints, uplink_bytes_per_s: float, *, suffix: str =
 
 
 def _planes(topology: LeafSpine | Rail) -> int:
-    return (topology.spines or 1) if topology.routing == "ecmp" else 1
+    return (topology.spines or 1) if topology.hashes_flows else 1
 
 
 def _graph(builder: GraphBuilder, topology: Graph, nodes: int, ports: int, rate: float) -> GraphInterconnect:

@@ -1,8 +1,8 @@
 """Graph of the links and switches of a cluster, and the path of a flow between two of its vertices.
 
 A *device* is a physical place from 0 to N-1; devices fill the nodes in order. A *link* is one direction of a cable, or
-of a bundle of cables. A path consists of a part inside the node of its source, links between nodes, and a part inside the
-node of its destination. Paths follow from the structure (``simplan.network.wiring``, ``simplan.network.tree``,
+of a bundle of cables. A path consists of a part inside the node of its source, links between nodes, and a part inside
+the node of its destination. Paths follow from the structure (``simplan.network.wiring``, ``simplan.network.tree``,
 ``simplan.network.dragonfly``); only a free graph searches for them (``simplan.network.graph``).
 """
 

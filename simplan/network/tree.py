@@ -2,8 +2,9 @@
 
 A tier groups what is below it: network cards into leaves, leaves into pods, pods below the core. With adaptive routing
 the switches of a group are one vertex, and the cables to the group above are one link. With ECMP a group of tier t has
-P(t) = planes(1) x ... x planes(t) switches; a flow ascends to the lowest group that holds both ends, and a hash of the flow
-picks one of planes(t) switches per tier. The way down then has no choice. These are extended generalized fat trees.
+P(t) = planes(1) x ... x planes(t) switches; a flow ascends to the lowest group that holds both ends, and a hash of the
+flow picks one of planes(t) switches per tier. The way down then has no choice. These are extended generalized fat
+trees.
 
 Source: Oehring, Ibel, Das, Kumar, "On generalized fat trees" (IPPS 1995).
 """
@@ -24,7 +25,8 @@ class Tier(NamedTuple):
 
     Attributes:
         name: Kind of a group, e.g. ``leaf``.
-        group_of: ``(num_groups of the tier below,)`` group of each group below; of each network card for the first tier.
+        group_of: ``(num_groups of the tier below,)`` group of each group below; for the first tier, of each network
+            card.
         uplink_bytes_per_s: ``(num_groups of the tier below,)`` bandwidth of a group below to its group in this tier, in
             one direction, all switches together.
         names: Name of each group.
@@ -91,11 +93,10 @@ class TreeInterconnect(Interconnect):
 
     def levels(self, card_of: NDArray[np.int32]) -> tuple[Level, ...]:
         """Domains of the tiers, innermost first, without those that hold all devices."""
-        of_devices = (
-            (name, groups[card_of - self._first_card])
-            for name, groups in zip(self._names, self._groups[1:], strict=True)
-        )
-        return tuple((name, groups.astype(np.int32)) for name, groups in of_devices if (groups != groups[0]).any())
+        cards = card_of - self._first_card
+        domains = [groups[cards].astype(np.int32) for groups in self._groups[1:]]
+        named = zip(self._names, domains, strict=True)
+        return tuple((name, domain) for name, domain in named if (domain != domain[0]).any())
 
     def _add(self, builder: GraphBuilder, tier: Tier) -> None:
         below, first_vertex = self._stages[-1], len(builder.vertices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simplan.cluster.hardware import ClusterSpec
+from simplan.cluster.topology import Torus
 from simplan.network.fabric import GraphBuilder, Wiring
 
 
@@ -68,13 +69,14 @@ class PcieWiring(Wiring):
         self._up: dict[int, int] = {}  # vertex -> its link to above; the link back follows
         self._above: dict[int, int] = {}
         for node, devices in enumerate(devices_of_nodes(cluster)):
+            num_switches = -(-len(devices) // devices_per_switch) if devices_per_switch else 0
+            switches = [self._add_vertex(builder, f"node{node}.pcie{place}", node) for place in range(num_switches)]
             host = self._add_vertex(builder, f"node{node}.host", node)
-            above = host
             for place, device in enumerate(devices):
-                if devices_per_switch is not None and place % devices_per_switch == 0:
-                    above = self._add_vertex(builder, f"node{node}.pcie{place // devices_per_switch}", node)
-                    self._join(builder, above, host, link.bytes_per_s)
+                above = switches[place // devices_per_switch] if devices_per_switch else host
                 self._join(builder, device, above, link.bytes_per_s)
+            for switch in switches:
+                self._join(builder, switch, host, link.bytes_per_s)
 
     def path(self, source: int, destination: int) -> tuple[int, ...]:
         """Links between two different vertices of one node."""
@@ -117,15 +119,15 @@ class PcieWiring(Wiring):
 class TorusWiring(Wiring):
     """Devices of a slice on a torus, the last axis numbered first.
 
-    Flows go along the axes in order, on each the shorter way around; of two ways of the same length, devices with an even
-    coordinate sum take the one upward.
+    Flows go along the axes in order, on each the shorter way around; of two ways of the same length, devices with an
+    even coordinate sum take the one upward.
     """
 
-    def __init__(self, builder: GraphBuilder, cluster: ClusterSpec, shape: tuple[int, ...]) -> None:
-        link = cluster.intra_link
+    def __init__(self, builder: GraphBuilder, cluster: ClusterSpec, torus: Torus) -> None:
+        link, shape = cluster.intra_link, torus.shape
         assert link is not None, "devices of one slice have a link"
         self._shape = shape
-        self._closes = tuple(length >= max(3, link.torus_wrap or 1) for length in shape)
+        self._closes = torus.closes(link.torus_wrap)
         self._strides = [1] * len(shape)
         for axis in range(len(shape) - 2, -1, -1):
             self._strides[axis] = self._strides[axis + 1] * shape[axis + 1]
@@ -160,6 +162,7 @@ class TorusWiring(Wiring):
     def node_of(self, vertex: int) -> int | None:
         """None: a torus has no other vertices."""
         del vertex
+        return None
 
     def _coordinates(self, device: int) -> tuple[int, ...]:
         place = device % self._size

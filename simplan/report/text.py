@@ -287,6 +287,8 @@ def links_words(links: Mapping[str, Mapping[str, Any] | None]) -> str:
             f"inter-node {inter['name']}, {format_rate(inter['bytes_per_s_per_device'])} per device, "
             f"{format_rate(per_node)} per node{of_cards}"
         )
+    if (topology := links.get("topology")) is not None:
+        words.append(topology["description"])
     return "; ".join(words)
 
 
