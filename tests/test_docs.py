@@ -112,8 +112,9 @@ def test_snippets_of_a_page_work(page: str, tmp_path: Path, monkeypatch: pytest.
     printed = ""
     for one in listed:
         if one.language == "sh" and one.is_run:
-            for line in one.text.splitlines():
-                if line.startswith("simplan "):
+            lines = [one.text] if "<<'END'" in one.text else one.text.splitlines()  # a here-document needs its lines
+            for line in lines:
+                if line is one.text or line.startswith("simplan "):
                     done = subprocess.run(["bash", "-ec", line], capture_output=True, text=True, check=False)
                     assert done.returncode == 0, f"{line}: {done.stderr}"
                     printed = done.stdout

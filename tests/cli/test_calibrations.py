@@ -16,7 +16,9 @@ from simplan.cost.calibration.store import load
 from simplan.io import read_model, write_model
 from simplan.model.layer import CollectiveKind
 from simplan.scenario import load_scenario
+from tests.cli.calls import Simplan, refused
 from tests.cost.test_calibrated import CALIBRATION
+from tests.cost.test_nccl_tests import HEADER, TABLE, ranks_text, row
 
 
 def test_what_was_measured_is_kept_and_only_the_rest_is_asked_for(
@@ -98,3 +100,21 @@ def test_an_old_calibration_is_compared_with_the_machine_of_now(
     assert found.pace == (1.5 if slower == 1.5 else None)
     assert said in capsys.readouterr().err
     assert load(file) == (new if asked == 2 else old), "prices are scaled for this run only"
+
+
+def test_output_of_nccl_tests_becomes_a_calibration(tmp_path: Path, simplan: Simplan) -> None:
+    """A log becomes a calibration, ``show links`` compares it, and ``predict`` uses it."""
+    log, file = tmp_path / "log.txt", tmp_path / "h100.json"
+    log.write_text(HEADER + ranks_text(16, 2) + TABLE + row(2**20, 90) + row(2**30, 8e3), encoding="utf-8")
+    made = simplan("calibrate", "--nccl-tests", str(log), "--calibration", str(file))
+    assert made.returncode == 0, made.stderr
+    assert "holds 2 timings of collectives" in made.stdout
+    shown = simplan("show", "links", "--calibration", str(file))
+    assert shown.stdout.splitlines()[1].split()[:3] == ["all_reduce", "16", "2"]
+    assert "links of dgx-h100" in shown.stdout
+    refused(simplan("show", "models", "--calibration", str(file)), "simplan show links --calibration")
+    both = simplan("calibrate", "--nccl-tests", str(log), "--ranks", "4", "--calibration", str(file))
+    refused(both, "--nccl-tests", "instead of measuring")
+    log.write_text(log.read_text().replace("H100 80GB HBM3", "A100-SXM4-40GB"), encoding="utf-8")
+    again = simplan("calibrate", "--nccl-tests", str(log), "--calibration", str(file))
+    refused(again, "was measured on NVIDIA H100 80GB HBM3", "give --calibration another file")

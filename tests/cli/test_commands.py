@@ -45,9 +45,17 @@ def test_several_scenarios_are_one_table_fastest_first(simplan: Simplan, scenari
     document = json.loads(simplan("predict", scenario, other, "--json").stdout)
     times = [each["step_time_s"] for each in document["predictions"]]
     assert times == sorted(each["step_time_s"] for each in alone)
-    lines = simplan("predict", scenario, other).stdout.splitlines()
+    table, _, note = simplan("predict", scenario, other).stdout.partition("\n\n")
+    lines = table.splitlines()
     assert lines[0].split()[:3] == ["scenario", "step", "time"]
     assert {line.split()[0] for line in lines[1:]} == {scenario.stem, "other"}
+    assert 1.02 < times[1] / times[0] < 1.05, "the second row of RIGHT_ORDER"
+    assert document["published_pairs_in_this_order"] == [None, {"fraction": 0.8, "num_pairs": 84}]
+    assert " 80 % of 84 " in lines[2]
+    assert note.startswith("certainty: share of published pairs of plans")
+    longer = tmp_path / "longer.yaml"
+    longer.write_text(scenario.read_text().replace("global_batch_size: ", "global_batch_size: 1"))
+    assert "certainty" not in simplan("predict", scenario, longer).stdout, "other batches are no two plans of one job"
     refused(simplan("predict", scenario, other, "--trace", tmp_path / "t.json"), "--trace", "is of one scenario")
 
 
@@ -97,6 +105,18 @@ def test_commands_after_a_plan_that_does_not_fit_work_as_pasted(
     done = [simplan(*command) for command in commands]
     assert [each.returncode for each in done] == [0, 0, 0, 0], [each.stderr for each in done]
     assert ": fits" in done[0].stdout.splitlines()[0]
+
+
+def test_commands_after_a_plan_that_fits_work_as_pasted(
+    simplan: Simplan, scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments in ([str(scenario)], ["gpt2-124m", "--gpus", "2", "--tp", "1", "--global-batch-tokens", "64k"]):
+        commands = commands_after(simplan("predict", *arguments).stdout)
+        assert [command[0] for command in commands] == ["explain", "search", "trace"]
+        done = [simplan(*command) for command in commands]
+        assert [each.returncode for each in done] == [0, 0, 0], [each.stderr for each in done]
+    assert commands[1] == ["search", "gpt2-124m", "--num-devices", "2", "--global-batch-size", "64"]
 
 
 def test_a_model_that_does_not_fit_keeps_its_batch_in_the_next_command(simplan: Simplan) -> None:
@@ -321,7 +341,7 @@ def test_bless_changes_blessed_values_only_and_nothing_else(simplan: Simplan, sc
     result = simplan("check", scenario, "--bless")
     assert result.returncode == 1, "the derived value stays wrong"
     assert f"{scenario}:10: activations_in_flight: 3 -> 8" in result.stderr
-    assert "note: --bless writes values whose why begins with 'blessed'" in result.stderr, "why the other stays"
+    assert "note: --bless writes numbers whose why begins with 'blessed'" in result.stderr, "why the other stays"
     assert scenario.read_bytes().decode() == wrong.replace("value: 3 ", "value: 8 ").replace("\n", "\r\n")
 
 
@@ -330,6 +350,20 @@ def test_what_bless_writes_holds_exactly_where_that_is_asked(simplan: Simplan, s
     blessed, checked = simplan("check", scenario, "--bless"), simplan("check", scenario)
     assert "step_time_s: 1 -> " in blessed.stderr
     assert checked.returncode == 0, checked.stdout
+
+
+def test_blessed_bounds_follow_the_prediction_both_ways(simplan: Simplan, scenario: Path) -> None:
+    step_time_s = json.loads(simplan("predict", scenario, "--json").stdout)["step_time_s"]
+    before = scenario.read_text()
+    for bound in (0, 100):
+        scenario.write_text(
+            f"{before}  - {{metric: step_time_s, max: {bound}, rel_tol: 0.05, why: blessed}}\n"
+            "  - {metric: step_time_s, max: 100, why: blessed}\n"
+        )
+        assert simplan("check", scenario, "--bless").returncode == 0
+        lines = scenario.read_text().splitlines()[-2:]
+        assert lines[1] == "  - {metric: step_time_s, max: 100, why: blessed}", "a limit is no record"
+        assert float(lines[0].partition("max: ")[2].partition(",")[0]) == pytest.approx(step_time_s)
 
 
 @pytest.mark.parametrize("way", ["cat {0} | {1} -", "{1} - < {0}", "{1} <(cat {0})"])

@@ -71,6 +71,18 @@ def test_busiest_link_takes_the_transfer_time_of_nccl(
             assert most_s == pytest.approx(transfer_s, rel=1e-9), way
 
 
+@pytest.mark.parametrize("kind", [kind for kind in CollectiveKind if kind is not CollectiveKind.SEND])
+@given(ranks=st.sets(st.integers(0, NODES.num_devices - 1), min_size=2, max_size=24), num_bytes=BYTES)
+def test_busiest_link_of_an_uneven_group_takes_the_transfer_time(
+    kind: CollectiveKind, ranks: set[int], num_bytes: int
+) -> None:
+    """Chains of trees in nodes with more ranks than the smallest have more to send than its; all else is as even."""
+    communication = Communication(kind, num_bytes, tuple(sorted(ranks)))
+    for way, inside_s, between_s in busiest(communication, FABRICS["rail"]):
+        if way.pattern not in (Pattern.TREE, Pattern.NVLS):
+            assert max(inside_s, between_s) == pytest.approx(way.transfer_s(num_bytes), rel=1e-9), way
+
+
 @given(
     num_nodes=st.integers(2, NUM_NODES), num_local=st.integers(2, NUM_LOCAL), num_bytes=BYTES, top_k=st.integers(1, 8)
 )

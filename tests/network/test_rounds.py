@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
@@ -19,11 +19,16 @@ from simplan.network.flows import flows_of, tree_parent
 from simplan.program.program import Communication
 from tests.network.clusters import HOSTS, NODES, group, torus
 
-Sent = Counter[tuple[int, int]]
+Sent = defaultdict[tuple[int, int], Fraction]
 ALL_REDUCE, ALL_GATHER = CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER
 REDUCE_SCATTER, ALL_TO_ALL = CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 4)).filter(lambda shape: shape != (1, 1))
 POWERS = st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])).filter(lambda shape: shape != (1, 1))
+
+
+def nothing() -> Sent:
+    """Bytes sent between pairs of ranks, as parts of the buffer: none yet."""
+    return defaultdict(Fraction)
 
 
 def check_flows(
@@ -57,7 +62,7 @@ def hop(sent: Sent, source: int, destination: int, part: Fraction, card: int) ->
 @pytest.mark.parametrize("kind", [ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER])
 @given(shape=SHAPES)
 def test_rings_by_channel(kind: CollectiveKind, shape: tuple[int, int]) -> None:
-    ranks, sent = group(*shape), Sent()
+    ranks, sent = group(*shape), nothing()
     n = len(ranks)
     for channel, order in enumerate(ring_orders(*shape)):
         part = Fraction(1, n * shape[1])
@@ -86,7 +91,7 @@ def test_rings_by_channel(kind: CollectiveKind, shape: tuple[int, int]) -> None:
 
 @given(SHAPES, st.data())
 def test_rings_of_a_broadcast(shape: tuple[int, int], data: st.DataObject) -> None:
-    ranks, sent = group(*shape), Sent()
+    ranks, sent = group(*shape), nothing()
     root = data.draw(st.sampled_from(ranks))
     for channel, order in enumerate(ring_orders(*shape)):
         place, have = order.index(root), {root}
@@ -120,7 +125,7 @@ def test_every_node_is_inner_in_one_tree_at_most(num_nodes: int) -> None:
 
 @given(SHAPES)
 def test_double_binary_trees(shape: tuple[int, int]) -> None:
-    (num_nodes, num_local), sent = shape, Sent()
+    (num_nodes, num_local), sent = shape, nothing()
     ranks = group(*shape)
     for order in ring_orders(*shape):
         chains = [order[node * num_local :][:num_local] for node in range(num_nodes)]
@@ -146,7 +151,7 @@ def test_double_binary_trees(shape: tuple[int, int]) -> None:
 
 @given(POWERS)
 def test_halving_and_doubling(shape: tuple[int, int]) -> None:
-    ranks, sent = group(*shape), Sent()
+    ranks, sent = group(*shape), nothing()
     n = len(ranks)
     sums = {(index, chunk): {index} for index in range(n) for chunk in range(n)}
     mine = {index: set(range(n)) for index in range(n)}  # chunks that a rank still reduces
@@ -175,7 +180,7 @@ def test_halving_and_doubling(shape: tuple[int, int]) -> None:
 
 @given(st.tuples(st.integers(2, 4), st.integers(2, 4)))
 def test_hierarchical_all_to_all(shape: tuple[int, int]) -> None:
-    (num_nodes, num_local), sent, ranks = shape, Sent(), group(*shape)
+    (num_nodes, num_local), sent, ranks = shape, nothing(), group(*shape)
     n = len(ranks)
     held = {rank: {(rank, destination) for destination in ranks} for rank in ranks}
 
@@ -198,7 +203,7 @@ def test_hierarchical_all_to_all(shape: tuple[int, int]) -> None:
 
 @given(SHAPES, st.data())
 def test_parameter_servers(shape: tuple[int, int], data: st.DataObject) -> None:
-    ranks, sent = group(*shape), Sent()
+    ranks, sent = group(*shape), nothing()
     num_servers = data.draw(st.integers(1, len(ranks)))
     servers = sorted(ranks, key=lambda rank: (rank % 8, rank // 8))[:num_servers]
     per_node = Counter(server // 8 for server in servers)
@@ -213,7 +218,7 @@ def test_parameter_servers(shape: tuple[int, int], data: st.DataObject) -> None:
 
 @given(st.integers(2, 32))
 def test_binomial_tree_of_gloo(n: int) -> None:
-    have, sent, rounds = {0}, Sent(), 0
+    have, sent, rounds = {0}, nothing(), 0
     while len(have) < n:
         for rank in sorted(have):
             if rank + (1 << rounds) < n:
@@ -228,7 +233,7 @@ def test_binomial_tree_of_gloo(n: int) -> None:
 def test_all_gather_on_a_torus(shape: tuple[int, ...]) -> None:
     """A part of the buffer for each axis, which goes along that axis first, and half of it in each direction."""
     cluster, axes = torus("ici-tpu-v4", shape), len(shape)
-    n, sent = cluster.num_devices, Sent()
+    n, sent = cluster.num_devices, nothing()
     strides = [1]
     for side in reversed(shape[1:]):
         strides.insert(0, strides[0] * side)
@@ -256,7 +261,7 @@ def test_all_gather_on_a_torus(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("side", [4, 5, 6])
 def test_all_to_all_on_a_ring_of_a_torus(side: int) -> None:
     """On the shorter way round; of two of the same length, half of the bytes each way."""
-    sent = Sent()
+    sent = nothing()
     for source in range(side):
         for distance in range(1, side):
             ways = [(distance, 1)] * (2 * distance <= side) + [(side - distance, -1)] * (2 * distance >= side)
