@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from simplan.base import Count, NonNegative, NumDevices, Rate, Seconds, Spec
-from simplan.cluster.topology import Topology
+from simplan.cluster.topology import Topology, node_of_name
 from simplan.software.rates import KernelRates
 from simplan.units import MIB
 
@@ -114,7 +114,13 @@ class LinkSpec(Spec):
         return self.bytes_per_s * self.bandwidth_share * part
 
 
-NodeName = Annotated[str, Field(pattern=r"^node(0|[1-9][0-9]{0,6})$")]
+def _node_name(name: str) -> str:
+    if node_of_name(name) is None:
+        raise ValueError("must be the name of a node, such as node0")
+    return name
+
+
+NodeName = Annotated[str, AfterValidator(_node_name)]
 """Name of a node: ``node0`` and so on."""
 
 
