@@ -368,6 +368,16 @@ def _parsed(name: str) -> dict[str, Any]:
     return data
 
 
+_NAMES_OF_PROFILES = {
+    "torch": "fsdp fsdp1 fsdp2 ddp pytorch pytorchfsdp pytorchddp hsdp",
+    "accelerate": "huggingface hf hftrainer trainer trl llamafactory peft axolotl",
+    "megatron-core": "megatron megatronlm mcore",
+    "deepspeed": "zero zero1 zero2 zero3",
+    "llm-foundry": "mosaicml composer foundry",
+    "nemo": "nemo2",
+    "maxtext": "jax",
+}
+"""Other names of a framework, in lowercase letters and digits, by the profile of its current version."""
 _INSTEAD: dict[str, str] = {
     "devices": f"{documentation('how-to/devices')} says how to describe another",
     "clusters": "or give device and devices_per_node in place of a preset",
@@ -408,9 +418,14 @@ def _machines_with(device: str) -> str:
 
 
 def _profiles_of(framework: str) -> str:
-    """Fix for the name of a framework without year or variant: all its profiles; empty if none or one matches."""
+    """Fix for a framework's name that is no profile: its profile of today, and its others; empty if none matches."""
+    word = re.sub(r"\W|_", "", framework.lower())
+    first = next((profile for profile, words in _NAMES_OF_PROFILES.items() if word in words.split()), None)
     profiles = [name for name in names("software") if len(framework) > 2 and framework.lower() in name]
-    return f"use one of {', '.join(profiles)}" if len(profiles) > 1 else ""
+    others = ", ".join(name for name in profiles if name != first)
+    if first is None:
+        return f"use one of {others}" if len(profiles) > 1 else ""
+    return f"did you mean {first}?" + (f" Others: {others}" if others else "")
 
 
 def _sources(kind: Kind | Literal["kernels"], sources: dict[str, str]) -> dict[str, str]:

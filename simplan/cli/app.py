@@ -29,7 +29,7 @@ from simplan.cli.terminal.options import (
     Tokens,
 )
 from simplan.cli.terminal.output import complain
-from simplan.cli.terminal.scenario_request import ScenarioRequest, takes_scenario
+from simplan.cli.terminal.scenario_request import ScenarioRequest, takes_scenario, usage_error
 from simplan.documentation import documentation
 from simplan.errors import SimplanError
 
@@ -346,7 +346,7 @@ def compare(
     lies outside of the prediction's intervals, the job is predicted again with one change at a time. Changes that bring
     it closer are listed.
     """
-    from simplan.cli.compare import compare_command
+    from simplan.cli.accuracy import compare_command
 
     return compare_command(prediction, measurement, as_json=json, plot=plot)
 
@@ -377,14 +377,24 @@ def calibrate(
     ] = 1,
     rdzv_endpoint: Endpoint = None,
     rdzv_conf: RendezvousConf = None,
+    nccl_tests: Annotated[
+        list[Path] | None,
+        _FILE(help="Output of nccl-tests or rccl-tests, repeatable: its collectives instead of measurements."),
+    ] = None,
     calibration: CalibrationFile = None,
     json: AsJson = False,
 ) -> int:
     """Measure this machine: layers of scenarios, or kernels over a grid of sizes, for any model.
 
     Both time collectives and P2P sends. The same command resumes an interrupted calibration. With --nnodes and
-    --rdzv-endpoint, only communication is timed, inside nodes and between nodes, and every node saves the result.
+    --rdzv-endpoint, only communication is timed, inside nodes and between nodes, and every node saves the result. With
+    --nccl-tests, nothing runs: collectives come from the output, everything else from the catalog.
     """
+    if nccl_tests:
+        from simplan.cli.calibrations import of_nccl_tests
+
+        others = scenarios or ranks or device or dtype or nnodes > 1 or rdzv_endpoint or rdzv_conf
+        return of_nccl_tests(nccl_tests, calibration, is_alone=not others, as_json=json)
     from simplan.cli.calibrations import CalibrationTarget
     from simplan.cli.commands import calibrate_command
     from simplan.cli.nodes import NodeRendezvous
@@ -601,11 +611,14 @@ def show(
         ),
     ] = None,
     json: AsJson = False,
+    calibration: Annotated[
+        Path | None, _FILE(help="Calibration whose measured collectives are compared with the catalog's links.")
+    ] = None,
 ) -> int:
     """Show the catalog, scenario keys and definitions of metrics."""
     from simplan.cli.listing import show_command
 
-    return show_command(kind, name, as_json=json)
+    return show_command(kind, name, as_json=json, calibration_file=calibration)
 
 
 @_command()
@@ -668,7 +681,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _BAD_USAGE
     except Exception as error:
         if hasattr(error, "format_message"):  # bad usage; the class's module differs between versions of typer
-            complain(f"{error.format_message()}\n`simplan --help` and `simplan COMMAND --help` list what there is")
+            complain(f"{usage_error(error)}\n`simplan --help` and `simplan COMMAND --help` list what there is")
             return _BAD_USAGE
         if os.environ.get("SIMPLAN_DEBUG"):
             raise

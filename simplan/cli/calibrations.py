@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
-from simplan.cli.terminal.output import say
+from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.processes import require_executor, run_executor
 from simplan.cli.terminal.progress import ProgressLine
 from simplan.cluster.hardware import ClusterSpec
@@ -23,9 +23,10 @@ from simplan.cost.calibration.format import (
     pace_in_words,
     way_of_mixing,
 )
+from simplan.cost.calibration.nccl_tests import read_nccl_tests
 from simplan.cost.calibration.store import default_path, kinds_needed, load, save
 from simplan.errors import NotModelledError, Problem, SpecError
-from simplan.io import write_model
+from simplan.io import as_argument, write_model
 from simplan.model.layer import CollectiveKind
 from simplan.model.low_precision import DEFAULT_RECIPE
 from simplan.runs.elastic import Nodes
@@ -253,6 +254,45 @@ def _run(request: CalibrationRequest, result_file: Path, title: str, nodes: Node
         arguments += ["--nodes", str(nodes_file)]
     with ProgressLine(title) as progress:
         run_executor(arguments, lambda event: progress.update(event["done"], event["of"], event.get("what", "")))
+
+
+def of_nccl_tests(files: Sequence[Path], file: Path | None, *, is_alone: bool, as_json: bool) -> int:
+    """``simplan calibrate --nccl-tests``: collectives of logs, added to a calibration of the same device.
+
+    Raises:
+        SpecError: Other options measure this machine; a log cannot be read; or the calibration is of another device.
+    """
+    from simplan.cli.listing import measured_links_text
+
+    if not is_alone:
+        rule = "is read instead of measuring, so other options have no meaning"
+        problem = Problem(
+            field="--nccl-tests", value=str(files[0]), rule=rule, fix="leave them out, except --calibration"
+        )
+        raise SpecError(problem)
+    target = file or default_path()
+    with exclusive(target, "--calibration", is_file=True):
+        found, before = read_nccl_tests(files), load(target)
+        if before is not None:
+            one, other = (str(each.environment.get("device")) for each in (before, found))
+            if one != other:
+                rule = f"was measured on {one}, and the output of nccl-tests on {other}"
+                problem = Problem(
+                    field="--calibration", value=str(target), rule=rule, fix="give --calibration another file"
+                )
+                raise SpecError(problem)
+            found = before.with_communication(found)
+        save(target, found)
+    if as_json:
+        print_json(found.model_dump(mode="json"))
+    else:
+        of_file = f" --calibration {as_argument(target)}" if file is not None else " --calibration FILE"
+        print_result(
+            f"{measured_links_text(found)}\n\n"
+            f"{target} holds {counted(len(found.communication), 'timing')} of collectives\n"
+            f"Next\n  simplan predict SCENARIO{of_file}"
+        )
+    return 0
 
 
 def at_the_pace_of_now(calibration: Calibration, scenario: Scenario) -> Calibration:

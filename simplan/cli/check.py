@@ -68,7 +68,7 @@ def check_command(
         with Path(summary).open("a", encoding="utf-8") as stream:
             stream.write(markdown_summary(checked))
     if bless_values and count(checked, CheckStatus.FAILED):
-        say("note: --bless writes values whose why begins with 'blessed'; limits and other values are yours to change")
+        say("note: --bless writes numbers whose why begins with 'blessed'; the others are yours to change")
     if count(checked, CheckStatus.ERROR):
         return _BAD_FILE
     return _FAILED if count(checked, CheckStatus.FAILED) else 0
@@ -125,7 +125,10 @@ _MARK = "blessed"
 
 
 def bless(file: Path, prediction: Mapping[str, Any]) -> list[str]:
-    """Rewrites the blessed values of a valid scenario file that do not hold in the JSON of its prediction.
+    """Rewrites the blessed numbers of a valid scenario file that do not hold in the JSON of its prediction.
+
+    The number is that of value, or of max or min with a tolerance. A bound with a tolerance follows the prediction in
+    both directions, so that a plan that became faster stays so.
 
     Returns:
         One line per change: file, metric, old and new value.
@@ -134,12 +137,13 @@ def bless(file: Path, prediction: Mapping[str, Any]) -> list[str]:
         text = stream.read()
     changes, edits = [], []
     for expectation, node in zip(load_scenario(file).expect, _value_nodes(text), strict=True):
-        if node is None or not expectation.why.startswith(_MARK) or evaluate(expectation, prediction).passed:
+        recorded = _recorded(expectation)
+        if node is None or not expectation.why.startswith(_MARK) or evaluate(recorded, prediction).passed:
             continue
         actual = METRICS[expectation.metric].read(prediction)
         if actual is None:
             continue
-        new = _written(expectation, actual, prediction)
+        new = _written(recorded, actual, prediction)
         edits.append((node.start_mark.index, node.end_mark.index, new))
         changes.append(f"{file}:{node.start_mark.line + 1}: {expectation.metric}: {node.value} -> {new}")
     for start, end, new in reversed(edits):
@@ -158,13 +162,22 @@ def _written(expectation: Expectation, actual: float | bool, prediction: Mapping
     return short if holds else repr(actual)
 
 
+def _recorded(expectation: Expectation) -> Expectation:
+    """The expectation with its only bound as the value."""
+    bound = expectation.min if expectation.max is None else expectation.max
+    if expectation.value is not None or bound is None:
+        return expectation
+    return expectation.model_copy(update={"value": bound, "min": None, "max": None})
+
+
 def _value_nodes(text: str) -> Iterator[yaml.ScalarNode | None]:
-    """Scalar after ``value:`` of each expectation; None for an expectation without one."""
+    """Scalar after ``value:``, or after the only bound with a tolerance, of each expectation; else None."""
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     expectations = _child(root, "expect")
     for item in expectations.value if isinstance(expectations, yaml.SequenceNode) else ():
-        value = _child(item, "value")
-        yield value if isinstance(value, yaml.ScalarNode) else None
+        has_tolerance = any(_child(item, key) is not None for key in ("rel_tol", "abs_tol"))
+        nodes = [_child(item, key) for key in ("value", *(("max", "min") if has_tolerance else ()))]
+        yield next((node for node in nodes if isinstance(node, yaml.ScalarNode)), None)
 
 
 def _child(node: yaml.Node | None, key: str) -> yaml.Node | None:

@@ -45,7 +45,7 @@ from simplan.report.drawings.drawing_svg import drawing_svg
 from simplan.report.drawings.fabric_drawing import draw_fabric, fabric_text
 from simplan.report.drawings.fabric_svg import fabric_svg
 from simplan.report.explanation import difference_text, explanation_text
-from simplan.report.text import prediction_text, predictions_text, verdict
+from simplan.report.text import certainty_of_order, prediction_text, predictions_text, verdict
 from simplan.report.trace import predicted_trace, write_predicted_trace
 from simplan.runs.lock import exclusive
 from simplan.scenario import Scenario
@@ -108,7 +108,13 @@ def _predict_all(
         calibration = _calibration_for(scenario, calibration_file if is_needed(scenario.job.cluster) else None)
         predictions.append(replace(scenario.predict(calibration), name=_name_of(each, scenario, several=True)))
     predictions.sort(key=lambda prediction: prediction.step_time_s)
-    document = {"schema_version": 1, "kind": "predictions", "predictions": [each.to_json() for each in predictions]}
+    certainties = (each and {"fraction": each[0], "num_pairs": each[1]} for each in certainty_of_order(predictions))
+    document = {
+        "schema_version": 1,
+        "kind": "predictions",
+        "predictions": [each.to_json() for each in predictions],
+        "published_pairs_in_this_order": [*certainties],
+    }
     if output is not None:
         write_json(output, document)
     if as_json:
@@ -131,11 +137,13 @@ def _next(scenario: Scenario, request: ScenarioRequest, found: Sequence[Fix] | N
     this = request.argument()
     steps = [f"simplan run {this}"] if scenario.job.cluster.id == THIS_MACHINE else []
     steps.append(f"simplan trace {this} -o trace.json")
-    if found is None:
-        return [f"simplan explain {this}", *steps]
     same_batch = request.with_batch(scenario.job.training.global_batch_size)
+    search = same_batch.argument(without="plan")
+    if request.is_file:
+        search += " --from-current" if found is None else " --set 'search={}'"
+    if found is None:
+        return [f"simplan explain {this}", f"simplan search {search}", *steps]
     changed = [f"simplan predict {same_batch.with_overrides(found[0].changes).argument()}"] if found else []
-    search = same_batch.argument(without="plan") + (" --set 'search={}'" if request.is_file else "")
     return [*changed, f"simplan search {search}", f"simplan explain {this}", *steps]
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import getdoc
+from pathlib import Path
 from typing import Any
 
 from simplan import catalog
+from simplan.cli.calibrations import read
 from simplan.cli.terminal.definitions import definitions
 from simplan.cli.terminal.output import print_json, print_result
 from simplan.cli.terminal.scenario_keys import MINIMAL_SCENARIO, expectation_fields, scenario_sections
 from simplan.cluster.machine import THIS_MACHINE
+from simplan.cost.calibration.format import Calibration
+from simplan.cost.calibration.measured_links import catalog_cluster, measured_collectives
 from simplan.errors import Problem, SpecError, did_you_mean
 from simplan.program.schedules import SCHEDULES
 from simplan.report.plan_fields import plan_fields
@@ -27,17 +31,78 @@ from simplan.units import format_bytes, format_count, format_flop_per_s, format_
 Row = dict[str, str]
 
 
-def show_command(kind: str | None, name: str | None, *, as_json: bool) -> int:
-    """``simplan show``; without a kind, the list of kinds."""
+def show_command(kind: str | None, name: str | None, *, as_json: bool, calibration_file: Path | None = None) -> int:
+    """``simplan show``; without a kind, the list of kinds. A calibration is compared with the catalog's links."""
     if kind is None:
         fix = f"one of {', '.join(_LISTINGS)}"
         raise SpecError(Problem(field="KIND", rule="is missing", fix=fix))
+    if calibration_file is not None:
+        return _show_measured(kind, name, calibration_file, as_json=as_json)
     if as_json:
         found: Any = listing(kind) if name is None else entry(kind, name)
         print_json({"schema_version": 1, "kind": kind, "entries" if name is None else "entry": found})
     else:
         print_result(listing_text(kind) if name is None else entry_text(kind, name))
     return 0
+
+
+def _show_measured(kind: str, name: str | None, file: Path, *, as_json: bool) -> int:
+    if kind != "links" or name is not None:
+        given = kind if name is None else f"{kind} {name}"
+        rule = "has no measurements in a calibration: collectives over links have"
+        raise SpecError(
+            Problem(field="KIND", value=given, rule=rule, fix=f"run `simplan show links --calibration {file}`")
+        )
+    calibration = read(file)
+    assert calibration is not None, "a missing file is refused"
+    if as_json:
+        rows = [each._asdict() for each in measured_collectives(calibration, catalog_cluster(calibration))]
+        print_json({"schema_version": 1, "kind": kind, "measured": rows})
+    else:
+        print_result(measured_links_text(calibration))
+    return 0
+
+
+def measured_links_text(calibration: Calibration) -> str:
+    """Measured collectives beside the catalog's estimates, as a text table.
+
+    Raises:
+        SpecError: The calibration has no timings of communication.
+    """
+    cluster = catalog_cluster(calibration)
+    measured = measured_collectives(calibration, cluster)
+    if not measured:
+        fix = "run `simplan calibrate`, or `simplan calibrate --nccl-tests FILE`"
+        raise SpecError(Problem(field="calibration", rule="has no timings of collectives", fix=fix))
+    headers = [
+        "collective",
+        "ranks",
+        "nodes",
+        "sizes",
+        "smallest takes",
+        "bus bandwidth",
+        "catalog",
+        "time over catalog",
+    ]
+    rows = [
+        [
+            str(each.kind),
+            str(each.num_ranks),
+            str(each.num_nodes),
+            " to ".join(map(format_bytes, each.num_bytes)),
+            format_time(each.latency_s),
+            format_rate(each.bus_bytes_per_s),
+            "" if each.estimated_bytes_per_s is None else format_rate(each.estimated_bytes_per_s),
+            "" if each.median_ratio is None else f"{each.median_ratio:.2f}",
+        ]
+        for each in measured
+    ]
+    device = calibration.environment.get("device") or "this machine"
+    against = "no cluster of the catalog has such devices" if cluster is None else f"catalog: links of {cluster.id}"
+    return (
+        f"{format_table_text(headers, rows, indent=0)}\n\nMeasured on {device}; {against}. Bus bandwidth is that "
+        "of the largest size, the last column the median over sizes."
+    )
 
 
 def listing(kind: str) -> list[Row]:

@@ -8,12 +8,14 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+from simplan.job import Job
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
 from simplan.prediction import MemoryVerdict, Prediction, RankMemory, TrainingRun
 from simplan.program.timeline import Split
 from simplan.report.table import format_ranks, format_table_text
 from simplan.search import Fix
+from simplan.search.switch import right_order
 from simplan.units import (
     counted,
     format_bytes,
@@ -98,8 +100,12 @@ def prediction_text(prediction: Prediction, next_steps: Iterable[str] = (), fixe
 
 
 def predictions_text(predictions: Sequence[Prediction]) -> str:
-    """Table of several predictions: time and memory with their intervals, verdict, and what limits each."""
+    """Table of several predictions, fastest first: time and memory with their intervals, verdict, and what limits each.
+
+    Plans of one job have the certainty of their order (``certainty_of_order``).
+    """
     headers = ["scenario", "step time", "90 % interval", "MFU", "peak memory", "90 % interval", "verdict", "limited by"]
+    orders = ["" if each is None else f"{100 * each[0]:.0f} % of {each[1]}" for each in certainty_of_order(predictions)]
     has_cost = any(each.training_run is not None for each in predictions)
     if has_cost:
         headers[3:3] = ["days", "cost"]
@@ -122,7 +128,33 @@ def predictions_text(predictions: Sequence[Prediction]) -> str:
             cost = None if run is None else run.cost
             row[3:3] = ["" if run is None else _rounded(run.days), "" if cost is None else f"{cost:,.0f}"]
         rows.append(row)
-    return format_table_text(headers, rows, indent=0)
+    if not any(orders):
+        return format_table_text(headers, rows, indent=0)
+    headers.insert(3, "certainty")
+    for row, order in zip(rows, orders, strict=True):
+        row.insert(3, order)
+    note = (
+        "certainty: share of published pairs of plans, predicted as far apart as a plan and the fastest of its job, "
+        "that were measured in this order"
+    )
+    return format_table_text(headers, rows, indent=0) + f"\n\n{note}"
+
+
+def certainty_of_order(predictions: Sequence[Prediction]) -> list[tuple[float, int] | None]:
+    """Certainty that each plan is slower than the fastest one of its job.
+
+    Args:
+        predictions: Predictions, fastest first.
+
+    Returns:
+        ``right_order`` of both; None for the fastest one of a job, which differs from the others in more than the plan.
+    """
+    fastest: dict[Job, Prediction] = {}
+    found: list[tuple[float, int] | None] = []
+    for each in predictions:
+        first = fastest.setdefault(each.job.with_plan(ParallelPlan()), each)
+        found.append(None if first is each else right_order(first.step_time_s, each.step_time_s))
+    return found
 
 
 def _limits(prediction: Prediction) -> str:
@@ -249,6 +281,8 @@ def _inputs_of_job(prediction: Prediction) -> Iterator[str]:
     trained = ""
     if model.num_trained_parameters != model.num_parameters:
         trained = f" ({format_count(model.num_trained_parameters)} trained, LoRA of rank {model.lora_rank})"
+    num_tokens = training.global_batch_size * model.seq_len
+    tokens = "" if model.sample == "image" else f" ({num_tokens:,} tokens)"
     mtp = f" and {model.mtp_num_layers} for multi-token prediction" if model.mtp_num_layers else ""
     yield (
         f"  model        {model.name}, {format_count(model.num_parameters)} parameters{trained}, "
@@ -258,7 +292,7 @@ def _inputs_of_job(prediction: Prediction) -> Iterator[str]:
     if links := links_words(cluster.links):
         yield f"  links        {links}"
     yield (
-        f"  training     {counted(training.global_batch_size, model.sample)} per step, {training.precision}, "
+        f"  training     {counted(training.global_batch_size, model.sample)}{tokens} per step, {training.precision}, "
         f"{training.update.replace('_foreach', ' (foreach)')}, software {job.software.title}"
     )
     of_rank = microbatch_words(job.num_microbatches, plan.microbatch_size, model.sample)
@@ -275,18 +309,16 @@ def links_words(links: Mapping[str, Mapping[str, Any] | None]) -> str:
 
     >>> inter = {"name": "tcp-10gbit", "bytes_per_s_per_device": 3.125e8, "bytes_per_s_per_node": 1.25e9}
     >>> links_words({"intra_node": None, "inter_node": inter | {"nics_per_node": 1}})
-    'inter-node tcp-10gbit, 312 MB/s per device, 1.25 GB/s per node (1 x 10 Gbit/s)'
+    'inter-node tcp-10gbit: 1 x 10 Gbit/s per node shared by 4 devices, 312 MB/s each'
     """
     words = []
     if (intra := links.get("intra_node")) is not None:
         words.append(f"intra-node {intra['name']}, {format_rate(intra['bytes_per_s_per_device'])} per device")
     if (inter := links.get("inter_node")) is not None:
-        per_node, cards = inter["bytes_per_s_per_node"], inter["nics_per_node"]
-        of_cards = f" ({cards} x {per_node * 8e-9 / cards:g} Gbit/s)" if cards else ""
-        words.append(
-            f"inter-node {inter['name']}, {format_rate(inter['bytes_per_s_per_device'])} per device, "
-            f"{format_rate(per_node)} per node{of_cards}"
-        )
+        per_node, each, cards = inter["bytes_per_s_per_node"], inter["bytes_per_s_per_device"], inter["nics_per_node"]
+        gbit = f"{cards} x {per_node * 8e-9 / cards:g}" if cards else f"{per_node * 8e-9:g}"
+        shared = counted(round(per_node / each), "device")
+        words.append(f"inter-node {inter['name']}: {gbit} Gbit/s per node shared by {shared}, {format_rate(each)} each")
     if (topology := links.get("topology")) is not None:
         words.append(topology["description"])
     return "; ".join(words)

@@ -149,7 +149,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {"model": ModelSpec, "training": Trainin
 _OTHER_WORDS = {
     "plan.microbatch_size": "micro_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu "
     "local_batch_size device_train_microbatch_size mbs",
-    "training.global_batch_size": "batch_size train_batch_size global_train_batch_size gbs",
+    "training.global_batch_size": "batch_size train_batch_size global_train_batch_size global_batch gbs",
     "training.global_batch_size, from which it follows": "gradient_accumulation_steps num_microbatches",
     "training.precision": "dtype mixed_precision bf16 fp16 fp8",
     "plan.dp_replicate": "dp ddp dp_size data_parallel data_parallel_size data_parallel_replicate_degree",
@@ -172,7 +172,7 @@ _OTHER_WORDS = {
     "model.num_experts": "num_local_experts n_routed_experts",
     "model.top_k": "num_experts_per_tok moe_router_topk",
     "model.mtp_num_layers": "num_nextn_predict_layers",
-    "cluster.num_devices": "num_gpus gpus world_size",
+    "cluster.num_devices": "num_gpus n_gpus ngpus gpus world_size",
     "cluster.num_nodes": "nodes nnodes",
     "cluster.devices_per_node": "gpus_per_node num_gpus_per_node nproc_per_node",
     "cluster.device": "gpu gpu_type accelerator",
@@ -183,7 +183,8 @@ _OTHER_WORDS = {
 }
 """Keys of Megatron-LM, torchtitan, DeepSpeed, Hugging Face and others, by the equivalent key of simplan."""
 
-_AFTERWARDS = "in the scenario that --save-plan writes, as a search does not vary it"
+IN_SAVED_PLAN = "in the scenario that --save-plan writes, as a search does not vary it"
+"""Place of a key of the plan that no search varies."""
 
 
 @cache
@@ -201,7 +202,7 @@ def where_keys_belong(section: str, *, searches: bool) -> dict[str, str]:
         in_search = SearchSpace.model_fields.keys()
         moved = {key: place.partition(".") for key, place in found.items() if place.startswith("plan.")}
         found |= {
-            key: f"search.{name}" if name in in_search else f"{section}.{name} {_AFTERWARDS}"
+            key: f"search.{name}" if name in in_search else f"{section}.{name} {IN_SAVED_PLAN}"
             for key, (section, _, name) in moved.items()
         }
     return found

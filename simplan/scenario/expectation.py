@@ -141,8 +141,9 @@ class Expectation(Spec):
         value: Required value, within the tolerance; without a tolerance, equal up to rounding.
         min: Lower bound, inclusive.
         max: Upper bound, inclusive.
-        rel_tol: Allowed deviation relative to ``value``.
-        abs_tol: Allowed deviation in the metric's unit; with both, the larger counts.
+        rel_tol: Allowed deviation relative to ``value``; with ``max`` alone, allowed excess, and with ``min`` alone,
+            allowed shortfall.
+        abs_tol: Allowed deviation in the metric's unit, likewise; with both, the larger counts.
         why: Source of the expectation.
     """
 
@@ -159,23 +160,34 @@ class Expectation(Spec):
         bounded = self.min is not None or self.max is not None
         if (self.value is not None) == bounded:
             raise ValueError("needs either value, or min or max or both")
-        if bounded and (self.rel_tol is not None or self.abs_tol is not None):
-            raise ValueError("rel_tol and abs_tol go with value; min and max are exact")
+        if self.min is not None and self.max is not None and (self.rel_tol is not None or self.abs_tol is not None):
+            raise ValueError("rel_tol and abs_tol go with value, min or max; a range of min and max is exact")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"min = {self.min:g} must be at most max = {self.max:g}")
         if (self.metric in _VERDICTS) != isinstance(self.value, bool):
             raise ValueError("fits needs value: true or false, and the other metrics a number")
         return self
 
+    def tolerance(self, bound: float) -> float:
+        """Allowed deviation from a value or bound, in the unit of the metric."""
+        relative = self.rel_tol
+        if relative is None:
+            relative = _EXACT if self.abs_tol is None and self.value is not None else 0.0
+        return max(relative * abs(bound), self.abs_tol or 0.0)
+
     def rule(self) -> str:
-        """Required value or range as text: ``at most 80`` or ``1.31 within 10 %``."""
-        if self.value is None:
-            bounds = (("at least", self.min), ("at most", self.max))
-            return " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
-        if isinstance(self.value, bool):
-            return str(self.value).lower()
+        """Required value or range as text: ``at most 80``, ``at most 4.5 + 5 %`` or ``1.31 within 10 %``."""
         tolerances = [f"{100 * self.rel_tol:g} %"] if self.rel_tol is not None else []
         tolerances += [f"{self.abs_tol:g}"] if self.abs_tol is not None else []
+        if self.value is None:
+            bounds = (("at least", self.min, "-"), ("at most", self.max, "+"))
+            given = ((word, f"{bound:g}", sign) for word, bound, sign in bounds if bound is not None)
+            return " and ".join(
+                " ".join((word, bound, *([sign, " or ".join(tolerances)] if tolerances else ())))
+                for word, bound, sign in given
+            )
+        if isinstance(self.value, bool):
+            return str(self.value).lower()
         return f"{self.value:g}" + (f" within {' or '.join(tolerances)}" if tolerances else "")
 
 
@@ -215,10 +227,7 @@ def _holds(expectation: Expectation, actual: float | bool) -> bool:
     if isinstance(value, bool) or isinstance(actual, bool):
         return actual is value
     if value is not None:
-        relative = expectation.rel_tol
-        if relative is None:
-            relative = _EXACT if expectation.abs_tol is None else 0.0
-        return abs(actual - value) <= max(relative * abs(value), expectation.abs_tol or 0.0)
-    above = expectation.min is None or actual >= expectation.min
-    below = expectation.max is None or actual <= expectation.max
+        return abs(actual - value) <= expectation.tolerance(value)
+    above = expectation.min is None or actual >= expectation.min - expectation.tolerance(expectation.min)
+    below = expectation.max is None or actual <= expectation.max + expectation.tolerance(expectation.max)
     return above and below

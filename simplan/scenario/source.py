@@ -28,6 +28,7 @@ from simplan.io import MAX_YAML_BYTES, folder_of, read_json, read_text
 from simplan.job import Job
 from simplan.model.model import ModelSpec
 from simplan.plan.plan import ParallelPlan
+from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.problems import render_value
 from simplan.rules import violations
 from simplan.scenario.clusters import ClusterSection
@@ -40,6 +41,8 @@ from simplan.training import TrainingSection
 
 NUM_MICROBATCHES = "num_microbatches"
 """Override that is no key of a file: microbatches of a data-parallel rank, which set the global batch size."""
+GLOBAL_BATCH_TOKENS = "global_batch_tokens"
+"""Override that is no key of a file: tokens of a step, which the nearest possible global batch size has."""
 
 _DEFAULT_CLUSTER = "dgx-h100"
 _USUAL_LENGTH = 4096
@@ -78,6 +81,8 @@ _KEPT: dict[str, tuple[str, ...]] = {
 """Override that replaces its section -> keys of the section that it keeps."""
 _NAMES_A_MODEL = {"preset", "hf_config", "family"}
 """Keys of which a model has one; the settings of a model without one are those of the override's model."""
+_NEAR, _TOO_FAR = 0.05, 0.25
+"""Relative difference of a batch from the tokens asked for: what 1M may mean (2**20 is 4.9 % more), and the largest."""
 _ORDER = ("name", "model", "cluster", "training", "software", "plan", "search")
 _NAMES_WITH_OPTIONS = ("software", "cluster.device")
 """Keys whose value is a name, or a mapping of ``preset`` and options."""
@@ -211,7 +216,8 @@ def scenario_from(
         source: Scenario file; name of a model in the catalog; ``config.json`` of Hugging Face, or its folder; or
             sections of a scenario. A file wins over a model of the same name. For a model or configuration, values
             that are not given are assumed, and listed in ``Scenario.assumptions``.
-        overrides: Dotted key -> value, e.g. ``{"plan.tp": 8, "software": "megatron-core"}``; and ``num_microbatches``.
+        overrides: Dotted key -> value, e.g. ``{"plan.tp": 8, "software": "megatron-core"}``; and ``num_microbatches``
+            or ``global_batch_tokens``.
         names: Override -> name in errors, such as the option of a command; the key itself by default.
 
     Raises:
@@ -242,7 +248,7 @@ def make_job(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any
 
 def _full_key(key: str) -> str:
     """Dotted key of a key without its section."""
-    if key in ("software", NUM_MICROBATCHES):
+    if key in ("software", NUM_MICROBATCHES, GLOBAL_BATCH_TOKENS):
         return key
     if key == "cluster":
         return "cluster.preset"
@@ -296,18 +302,18 @@ def read_source(
     given = dict(overrides or {})
     typed = {key: (names or {}).get(key, key) for key in given}
     document, file, is_whole, configuration = _read(source, framework)
-    number = given.pop(NUM_MICROBATCHES, None)
+    batch = _batch_override(given, typed)
     data: Any = document.data
     if configuration is not None:
         configuration.require(overrides or {})
-        if number is None and "training.global_batch_size" not in given:
-            number = configuration.num_microbatches
+        if batch is None and "training.global_batch_size" not in given and configuration.num_microbatches is not None:
+            batch = NUM_MICROBATCHES, configuration.num_microbatches
             typed.setdefault(NUM_MICROBATCHES, configuration.names.get(NUM_MICROBATCHES, NUM_MICROBATCHES))
     current = None
     if searches and isinstance(data, dict) and (configuration is not None or from_current):
-        current = _current(document, file, configuration, given, number, typed)
+        current = _current(document, file, configuration, given, batch, typed)
         training = {"training": {**data.get("training", {}), **_batch_of(current)}}
-        data, number = {key: value for key, value in data.items() if key not in ("plan", "expect")} | training, None
+        data, batch = {key: value for key, value in data.items() if key not in ("plan", "expect")} | training, None
         data.setdefault("search", dict(configuration.search) if configuration is not None else {})
     assumptions: list[Assumption] = []
     replaced: list[str] = []
@@ -320,9 +326,10 @@ def read_source(
             is_whole = False
         data = _overridden(data, given, typed, file)
     if not is_whole and isinstance(data, dict):
-        data, assumptions = _completed(data, file, number, searches=searches)
-    if number is not None and isinstance(data, dict):
-        data = _with_batch(data, file, number, given, typed, searches=searches)
+        data, assumptions = _completed(data, file, searches=searches, has_batch=batch is not None)
+    if batch is not None and isinstance(data, dict):
+        data, rounded = _with_batch(data, file, batch, typed, searches=searches)
+        assumptions += rounded
     if configuration is not None and searches:
         ranges = ((f"search.{key}", value) for key, value in configuration.search.items())
         why = f"no others in {configuration.title}"
@@ -336,14 +343,17 @@ def _current(
     file: str,
     configuration: Configuration | None,
     given: Mapping[str, Any],
-    number: int | None,
+    batch: tuple[str, Any] | None,
     typed: Mapping[str, str],
 ) -> Source:
     """Document of the plan that a file has, for a search that starts from it."""
     kept = {key: value for key, value in given.items() if not key.startswith("search.")}
-    data, assumptions = _completed(_overridden(document.data, kept, typed, file), file, number, searches=False)
-    if number is not None:
-        data = _with_batch(data, file, number, kept, typed, searches=False)
+    data, assumptions = _completed(
+        _overridden(document.data, kept, typed, file), file, searches=False, has_batch=batch is not None
+    )
+    if batch is not None:
+        data, rounded = _with_batch(data, file, batch, typed, searches=False)
+        assumptions += rounded
     return Source(Document(data, _lines(document, kept)), file, tuple(assumptions), typed, (), configuration)
 
 
@@ -447,9 +457,13 @@ def _lines(document: Document, given: Mapping[str, Any]) -> dict[KeyPath, tuple[
 
 
 def _completed(
-    data: dict[str, Any], file: str, number: Any, *, searches: bool
+    data: dict[str, Any], file: str, *, searches: bool, has_batch: bool
 ) -> tuple[dict[str, Any], list[Assumption]]:
-    """The data with values for everything that a scenario needs, and these values."""
+    """The data with values for everything that a scenario needs, and these values.
+
+    Args:
+        has_batch: True if an override sets the global batch size afterwards.
+    """
     found, assumptions = dict(data), []
 
     def assume(section: str, key: str, value: Any, why: str) -> None:
@@ -477,13 +491,13 @@ def _completed(
     if searches:
         found.setdefault("search", {})
         devices = _num_devices(found, file)
-        if devices is not None:
+        if devices is not None and not has_batch:
             assume("training", "global_batch_size", devices, "one sequence per device")
         else:
             found["training"].setdefault("global_batch_size", 1)  # the cluster is wrong, which is told
     else:
         found.setdefault("plan", {})
-        _assume_plan(found, file, number, assume)
+        _assume_plan(found, file, assume, has_batch=has_batch)
     ordered = {key: found[key] for key in _ORDER if key in found}
     return ordered | found, assumptions
 
@@ -512,7 +526,7 @@ def _num_devices(found: dict[str, Any], file: str) -> int | None:
     return None if cluster is None else cluster.num_devices
 
 
-def _assume_plan(found: dict[str, Any], file: str, number: Any, assume: Assume) -> None:
+def _assume_plan(found: dict[str, Any], file: str, assume: Assume, *, has_batch: bool) -> None:
     """Degrees of data parallelism, microbatch size and batch size of a plan."""
     plan, devices = found["plan"], _num_devices(found, file)
     if not isinstance(plan, dict) or devices is None:
@@ -521,6 +535,11 @@ def _assume_plan(found: dict[str, Any], file: str, number: Any, assume: Assume) 
     software = read_software(Sections(Document({}, {}), file), found["software"])
     if software is not None and not software.sequence_parallelism and plan.get("tp", 1) != 1:
         assume("plan", "sequence_parallel", False, f"{software.id} has none")
+        plan = found["plan"]
+
+    facts = SCHEDULE_FACTS.get(str(plan.get("schedule")))
+    if facts is not None and facts.virtual_stages != 1 and plan.get("pp", 1) != 1:
+        assume("plan", "virtual_stages", facts.virtual_stages or 2, f"the fewest that {plan['schedule']} takes")
         plan = found["plan"]
 
     def degree(key: str) -> int:
@@ -541,7 +560,7 @@ def _assume_plan(found: dict[str, Any], file: str, number: Any, assume: Assume) 
     assume("plan", "microbatch_size", 1, "")
     plan = found["plan"]
     dp, size, pp = degree("dp_shard") * degree("dp_replicate"), degree("microbatch_size"), degree("pp")
-    if number is None:
+    if not has_batch:
         microbatches = 1 if pp == 1 else _MICROBATCHES_PER_STAGE * pp
         why = f"{microbatches} microbatch{'es' * (microbatches > 1)} per data-parallel rank"
         assume("training", "global_batch_size", dp * size * microbatches, why)
@@ -579,31 +598,100 @@ def _num_violations(data: dict[str, Any], file: str) -> int:
     return len(violations(replace(job, training=batch)))
 
 
+def _batch_override(given: dict[str, Any], typed: Mapping[str, str]) -> tuple[str, Any] | None:
+    """Removes the override that sets the global batch size without being a key of a file: its name and value.
+
+    Raises:
+        SpecError: Two overrides give the batch.
+    """
+    found = [(name, given.pop(name)) for name in (NUM_MICROBATCHES, GLOBAL_BATCH_TOKENS) if name in given]
+    if not found:
+        return None
+    name, value = found[0]
+    if others := [key for key in ("training.global_batch_size", *(key for key, _ in found[1:])) if key in typed]:
+        rule, fix = f"is given twice, with {typed[others[0]]}", "give one of the two"
+        raise SpecError(Problem(field=typed[name], value=render_value(value), rule=rule, fix=fix))
+    return name, value
+
+
 def _with_batch(
     data: dict[str, Any],
     file: str,
-    number: Any,
-    given: Mapping[str, Any],
+    batch: tuple[str, Any],
     typed: Mapping[str, str],
     *,
     searches: bool,
-) -> dict[str, Any]:
-    """The data with the batch of a number of microbatches."""
+) -> tuple[dict[str, Any], list[Assumption]]:
+    """The data with the global batch size of a number of microbatches, or next to a number of tokens.
+
+    Args:
+        batch: ``NUM_MICROBATCHES`` or ``GLOBAL_BATCH_TOKENS``, and its value.
+    """
+    name, number = batch
 
     def refuse(rule: str, fix: str = "") -> SpecError:
-        problem = Problem(field=typed[NUM_MICROBATCHES], value=render_value(number), rule=rule, fix=fix)
-        return SpecError(problem, file=file)
+        return SpecError(Problem(field=typed[name], value=render_value(number), rule=rule, fix=fix), file=file)
 
-    batch = "training.global_batch_size"
-    if batch in given:
-        raise refuse(f"is given twice, with {typed[batch]}", "give one of the two")
-    if searches:
-        raise refuse("is chosen by a search", f"give {batch}")
+    if searches and name == NUM_MICROBATCHES:
+        raise refuse("is chosen by a search", "give training.global_batch_size")
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise refuse("must be a whole number, at least 1")
-    plan, size = data.get("plan"), number
+    training = data.get("training")
+    before = training if isinstance(training, dict) else {}
+    plan, share = data.get("plan"), 1
     for key in ("dp_replicate", "dp_shard", "microbatch_size"):
         value = plan.get(key, 1) if isinstance(plan, dict) else 1
-        size *= value if isinstance(value, int) else 1  # reading the section reports other values
-    training = data.get("training")
-    return {**data, "training": {**(training if isinstance(training, dict) else {}), "global_batch_size": size}}
+        share *= value if isinstance(value, int) and value > 0 else 1  # reading the section reports other values
+    if name == NUM_MICROBATCHES:
+        return {**data, "training": {**before, "global_batch_size": number * share}}, []
+    parts = parts_of(Document({**data, "training": {**before, "global_batch_size": 1}}, {}), file)
+    if parts.model is None or parts.cluster is None:  # wrong, which is told
+        return {**data, "training": {**before, "global_batch_size": 1}}, []
+    if parts.model.sample == "image":
+        raise refuse("is for models of tokens, and this one trains on images", "give training.global_batch_size")
+    devices = parts.cluster.num_devices
+    units = [unit for unit in range(devices, 0, -1) if devices % unit == 0] if searches else [share]
+    try:
+        size, why = _batch_near(number, parts.model.seq_len, units, "devices" if searches else "dp x microbatch_size")
+    except ValueError as error:
+        raise refuse(*error.args) from None
+    return {**data, "training": {**before, "global_batch_size": size}}, [
+        Assumption("training.global_batch_size", size, why)
+    ]
+
+
+def _batch_near(num_tokens: int, seq_len: int, units: list[int], of: str) -> tuple[int, str]:
+    """Global batch size near a number of tokens, and its origin in words.
+
+    The batch is exact if it can be. Else it is within 5 %, and has as many factors of 2 as possible: 4M tokens are 512
+    sequences of 8,192. Else it is the nearest.
+
+    Args:
+        units: Numbers of sequences of which the batch can be a multiple, the preferred one first.
+        of: Origin of these numbers in words.
+
+    Raises:
+        ValueError: The nearest batch is too far from the number; has rule and fix.
+    """
+    wanted = num_tokens / seq_len
+    for unit in units:
+        low, high = math.ceil(wanted * (1 - _NEAR) / unit), math.floor(wanted * (1 + _NEAR) / unit)
+        if low <= high:
+            size = unit * max(range(low, high + 1), key=lambda multiple: _preference(multiple * unit, wanted))
+            tokens = f"{size * seq_len:,} tokens"
+            if size == wanted:
+                return size, tokens
+            others = f"of the multiples of {unit} ({of}) within 5 % of {num_tokens:,} tokens"
+            return size, f"{tokens}; {others}, the one with most factors of 2"
+    unit = units[-1]
+    below, above = math.floor(wanted / unit) * unit, math.ceil(wanted / unit) * unit
+    size = min((size for size in (below, above) if size), key=lambda size: abs(size - wanted))
+    if abs(size - wanted) > _TOO_FAR * wanted:
+        rule = f"is {wanted:,.3g} sequences of {seq_len:,} tokens, and the batch is a multiple of {unit} ({of})"
+        raise ValueError(rule, f"give {' or '.join(str(size * seq_len) for size in (below, above) if size)}")
+    return size, f"{size * seq_len:,} tokens, the multiple of {unit} ({of}) nearest to {num_tokens:,} tokens"
+
+
+def _preference(size: int, wanted: float) -> tuple[bool, int, float]:
+    """Sort key of a global batch size: exact, then factors of 2, then near."""
+    return size == wanted, size & -size, -abs(size - wanted)

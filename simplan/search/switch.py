@@ -21,6 +21,16 @@ _SPLITS_STATES = (
 )  # fmt: skip
 
 
+def right_order(first_s: float, second_s: float) -> tuple[float, int]:
+    """Fraction of published pairs of plans, predicted as far apart, that were measured in this order; and their number.
+
+    Args:
+        first_s, second_s: Predicted step times of two jobs that differ only in their plan.
+    """
+    apart = abs(math.log(second_s / first_s))
+    return next((fraction, pairs) for end, fraction, pairs in RIGHT_ORDER if apart < end)
+
+
 @dataclass(frozen=True, slots=True)
 class ChangedSetting:
     """One setting that differs between two plans, in the words of the user's file.
@@ -58,8 +68,7 @@ class Switch:
     @property
     def right_order(self) -> tuple[float, int]:
         """Fraction of published pairs with such a difference that were measured in this order, and their number."""
-        apart = abs(math.log(self.best.step_time_s / self.current.step_time_s))
-        return next((fraction, pairs) for end, fraction, pairs in RIGHT_ORDER if apart < end)
+        return right_order(self.best.step_time_s, self.current.step_time_s)
 
     @property
     def costs(self) -> tuple[str, ...]:

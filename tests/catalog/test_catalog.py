@@ -192,7 +192,9 @@ def test_torch_has_the_kernels_and_the_allocator_of_torchtitan(name: str) -> Non
         ("cluster", "p6", "cluster = p6: is not in the catalog; known: dgx-a100-40gb, dgx-a100-80gb, dgx-b200, "
          "dgx-h100, dgx-h200, dgx-v100, gb200-nvl72, this-machine; or give device and devices_per_node in place of a "
          "preset"),
-        ("software", "megatron", "software = megatron: is not in the catalog; use one of "),
+        ("software", "megatron", "software = megatron: is not in the catalog; did you mean megatron-core? Others: meg"),
+        ("software", "FSDP2", "software = FSDP2: is not in the catalog; did you mean torch?"),
+        ("software", "megatron-lm-20", "software = megatron-lm-20: is not in the catalog; use one of megatron-"),
         ("software", "pytorch", "software = pytorch: is not in the catalog; did you mean torch"),
     ],
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from simplan.cost.calibration.store import load
 from simplan.io import read_model, write_model
 from simplan.model.layer import CollectiveKind
 from simplan.scenario import load_scenario
+from tests.cli.calls import Simplan, refused
 from tests.cost.test_calibrated import CALIBRATION
+from tests.cost.test_nccl_tests import HEADER, TABLE, ranks_text, row
 
 
 def test_what_was_measured_is_kept_and_only_the_rest_is_asked_for(
@@ -57,16 +59,16 @@ def test_without_a_scenario_all_that_prices_any_model_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("created", "slower", "asked", "said"),
+    ("age", "slower", "asked", "said"),
     [
-        ("2026-01-01T00:00:00+00:00", 1.5, 1, ""),
-        ("2026-01-01T00:00:00+00:00", 3.0, 2, "computes 3.00 times slower than when it was calibrated"),
-        (datetime.now(UTC).isoformat(), 3.0, 0, ""),
+        (timedelta(days=300), 1.5, 1, ""),
+        (timedelta(days=300), 3.0, 2, "computes 3.00 times slower than when it was calibrated"),
+        (timedelta(0), 3.0, 0, ""),
     ],
     ids=["scaled", "taken anew", "believed"],
 )
 def test_an_old_calibration_is_compared_with_the_machine_of_now(
-    created: str,
+    age: timedelta,
     slower: float,
     asked: int,
     said: str,
@@ -76,7 +78,7 @@ def test_an_old_calibration_is_compared_with_the_machine_of_now(
 ) -> None:
     requests: list[CalibrationRequest] = []
     timing = CALIBRATION.layers[0].model_copy(update={"reference_s": 0.001})
-    old = CALIBRATION.model_copy(update={"layers": (timing,), "created": created})
+    old = CALIBRATION.model_copy(update={"layers": (timing,), "created": (datetime.now(UTC) - age).isoformat()})
     new = old.model_copy(update={"reference_s": 0.001 * slower, "created": datetime.now(UTC).isoformat()})
 
     def run(args: list[str], on_event: Callable[[Any], None]) -> None:
@@ -98,3 +100,21 @@ def test_an_old_calibration_is_compared_with_the_machine_of_now(
     assert found.pace == (1.5 if slower == 1.5 else None)
     assert said in capsys.readouterr().err
     assert load(file) == (new if asked == 2 else old), "prices are scaled for this run only"
+
+
+def test_output_of_nccl_tests_becomes_a_calibration(tmp_path: Path, simplan: Simplan) -> None:
+    """A log becomes a calibration, ``show links`` compares it, and ``predict`` uses it."""
+    log, file = tmp_path / "log.txt", tmp_path / "h100.json"
+    log.write_text(HEADER + ranks_text(16, 2) + TABLE + row(2**20, 90) + row(2**30, 8e3), encoding="utf-8")
+    made = simplan("calibrate", "--nccl-tests", str(log), "--calibration", str(file))
+    assert made.returncode == 0, made.stderr
+    assert "holds 2 timings of collectives" in made.stdout
+    shown = simplan("show", "links", "--calibration", str(file))
+    assert shown.stdout.splitlines()[1].split()[:3] == ["all_reduce", "16", "2"]
+    assert "links of dgx-h100" in shown.stdout
+    refused(simplan("show", "models", "--calibration", str(file)), "simplan show links --calibration")
+    both = simplan("calibrate", "--nccl-tests", str(log), "--ranks", "4", "--calibration", str(file))
+    refused(both, "--nccl-tests", "instead of measuring")
+    log.write_text(log.read_text().replace("H100 80GB HBM3", "A100-SXM4-40GB"), encoding="utf-8")
+    again = simplan("calibrate", "--nccl-tests", str(log), "--calibration", str(file))
+    refused(again, "was measured on NVIDIA H100 80GB HBM3", "give --calibration another file")

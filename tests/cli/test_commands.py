@@ -45,14 +45,22 @@ def test_several_scenarios_are_one_table_fastest_first(simplan: Simplan, scenari
     document = json.loads(simplan("predict", scenario, other, "--json").stdout)
     times = [each["step_time_s"] for each in document["predictions"]]
     assert times == sorted(each["step_time_s"] for each in alone)
-    lines = simplan("predict", scenario, other).stdout.splitlines()
+    table, _, note = simplan("predict", scenario, other).stdout.partition("\n\n")
+    lines = table.splitlines()
     assert lines[0].split()[:3] == ["scenario", "step", "time"]
     assert {line.split()[0] for line in lines[1:]} == {scenario.stem, "other"}
+    assert 1.02 < times[1] / times[0] < 1.05, "the second row of RIGHT_ORDER"
+    assert document["published_pairs_in_this_order"] == [None, {"fraction": 0.8, "num_pairs": 84}]
+    assert " 80 % of 84 " in lines[2]
+    assert note.startswith("certainty: share of published pairs of plans")
+    longer = tmp_path / "longer.yaml"
+    longer.write_text(scenario.read_text().replace("global_batch_size: ", "global_batch_size: 1"))
+    assert "certainty" not in simplan("predict", scenario, longer).stdout, "other batches are no two plans of one job"
     refused(simplan("predict", scenario, other, "--trace", tmp_path / "t.json"), "--trace", "is of one scenario")
 
 
-def test_explain_shows_every_term_with_its_formula(simplan: Simplan, new_simplan: Simplan, scenario: Path) -> None:
-    result = new_simplan("explain", scenario)
+def test_explain_shows_every_term_with_its_formula(simplan: Simplan, scenario: Path) -> None:
+    result = simplan("explain", scenario)
     assert (result.returncode, result.stderr) == (0, "")
     for words in ("a step on rank", "compute", "parameters x 4 B", "MFU = ", "(p-1)/(m+p-1)"):
         assert words in result.stdout
@@ -83,6 +91,10 @@ def commands_after(stdout: str) -> list[list[str]]:
     return [shlex.split(line)[1:] for line in lines]
 
 
+SMALL_SPACE = {"search": ("--tp", "1", "--cp", "1")}
+"""Options after a pasted command, without which it takes long."""
+
+
 @pytest.mark.parametrize("options", [[], ["--microbatch-size", "4"]])
 def test_commands_after_a_plan_that_does_not_fit_work_as_pasted(
     simplan: Simplan, scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
@@ -94,9 +106,21 @@ def test_commands_after_a_plan_that_does_not_fit_work_as_pasted(
     assert "does not fit: rank 0 needs" in result.stdout.splitlines()[0]
     commands = commands_after(result.stdout)
     assert [command[0] for command in commands] == ["predict", "search", "explain", "trace"]
-    done = [simplan(*command) for command in commands]
+    done = [simplan(*command, *SMALL_SPACE.get(command[0], ())) for command in commands]
     assert [each.returncode for each in done] == [0, 0, 0, 0], [each.stderr for each in done]
     assert ": fits" in done[0].stdout.splitlines()[0]
+
+
+def test_commands_after_a_plan_that_fits_work_as_pasted(
+    simplan: Simplan, scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments in ([str(scenario)], ["gpt2-124m", "--gpus", "2", "--tp", "1", "--global-batch-tokens", "64k"]):
+        commands = commands_after(simplan("predict", *arguments).stdout)
+        assert [command[0] for command in commands] == ["explain", "search", "trace"]
+        done = [simplan(*command) for command in commands]
+        assert [each.returncode for each in done] == [0, 0, 0], [each.stderr for each in done]
+    assert commands[1] == ["search", "gpt2-124m", "--num-devices", "2", "--global-batch-size", "64"]
 
 
 def test_a_model_that_does_not_fit_keeps_its_batch_in_the_next_command(simplan: Simplan) -> None:
@@ -293,10 +317,10 @@ def test_check_passes_fails_and_refuses(simplan: Simplan, scenario: Path, tmp_pa
     assert simplan("check", tmp_path).returncode == 1
 
 
-def test_check_writes_junit_and_annotations(new_simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
+def test_check_writes_junit_and_annotations(simplan: Simplan, scenario: Path, tmp_path: Path) -> None:
     scenario.write_text(scenario.read_text().replace("value: 8", "value: 9"))
     junit, summary = tmp_path / "junit.xml", tmp_path / "summary.md"
-    result = new_simplan("check", scenario, "--junit", junit, "--github", env={"GITHUB_STEP_SUMMARY": str(summary)})
+    result = simplan("check", scenario, "--junit", junit, "--github", env={"GITHUB_STEP_SUMMARY": str(summary)})
     assert f"::error file={scenario},line=7,title=simplan check%3A num_microbatches::" in result.stdout
     assert ElementTree.parse(junit).getroot().get("failures") == "1"
     assert "| num_microbatches | failed |" in summary.read_text()
@@ -321,7 +345,7 @@ def test_bless_changes_blessed_values_only_and_nothing_else(simplan: Simplan, sc
     result = simplan("check", scenario, "--bless")
     assert result.returncode == 1, "the derived value stays wrong"
     assert f"{scenario}:10: activations_in_flight: 3 -> 8" in result.stderr
-    assert "note: --bless writes values whose why begins with 'blessed'" in result.stderr, "why the other stays"
+    assert "note: --bless writes numbers whose why begins with 'blessed'" in result.stderr, "why the other stays"
     assert scenario.read_bytes().decode() == wrong.replace("value: 3 ", "value: 8 ").replace("\n", "\r\n")
 
 
@@ -332,15 +356,30 @@ def test_what_bless_writes_holds_exactly_where_that_is_asked(simplan: Simplan, s
     assert checked.returncode == 0, checked.stdout
 
 
-@pytest.mark.parametrize("way", ["cat {0} | {1} -", "{1} - < {0}", "{1} <(cat {0})"])
-def test_a_scenario_may_come_through_a_pipe(way: str, scenario: Path, environment: dict[str, str]) -> None:
-    command = way.format(scenario, f"{sys.executable} -m simplan draw")
-    result = bash(command, environment)
+def test_blessed_bounds_follow_the_prediction_both_ways(simplan: Simplan, scenario: Path) -> None:
+    step_time_s = json.loads(simplan("predict", scenario, "--json").stdout)["step_time_s"]
+    before = scenario.read_text()
+    for bound in (0, 100):
+        scenario.write_text(
+            f"{before}  - {{metric: step_time_s, max: {bound}, rel_tol: 0.05, why: blessed}}\n"
+            "  - {metric: step_time_s, max: 100, why: blessed}\n"
+        )
+        assert simplan("check", scenario, "--bless").returncode == 0
+        lines = scenario.read_text().splitlines()[-2:]
+        assert lines[1] == "  - {metric: step_time_s, max: 100, why: blessed}", "a limit is no record"
+        assert float(lines[0].partition("max: ")[2].partition(",")[0]) == pytest.approx(step_time_s)
+
+
+@pytest.mark.parametrize(
+    ("way", "command", "words"),
+    [("{1} - < {0}", "draw", "small: one step"), ("{1} <(cat {0})", "export --to slurm", "torchrun")],
+)
+def test_a_scenario_may_come_through_a_pipe(
+    way: str, command: str, words: str, scenario: Path, environment: dict[str, str]
+) -> None:
+    result = bash(way.format(scenario, f"{sys.executable} -m simplan {command}"), environment)
     assert result.stderr == ""
-    assert result.stdout.startswith("small: one step")
-    exported = way.format(scenario, f"{sys.executable} -m simplan export --to slurm")
-    script = bash(exported, environment)
-    assert "torchrun" in script.stdout
+    assert words in result.stdout
 
 
 @pytest.mark.parametrize(("way", "named"), [("cat {0} | {1} -", "-"), ("{1} <(cat {0})", "FILE")])
@@ -368,14 +407,12 @@ def test_files_named_by_a_scenario_of_a_pipe_are_where_the_command_runs(
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("way", ["cat {0} | {1} -", "{1} <(cat {0})"])
-def test_check_reads_a_pipe_once(way: str, scenario: Path, environment: dict[str, str]) -> None:
+def test_check_reads_a_pipe_once(scenario: Path, environment: dict[str, str]) -> None:
     check = f"{sys.executable} -m simplan check"
-    command = way.format(scenario, check)
-    result = bash(command, environment)
+    result = bash(f"{check} <(cat {scenario})", environment)
     assert (result.returncode, result.stderr) == (0, "")
-    blessing = way.format(scenario, f"{check} --bless")
-    refused(bash(blessing, environment), "is not a file that --bless can write to; save it\n")
+    blessing = bash(f"cat {scenario} | {check} --bless -", environment)
+    refused(blessing, "is not a file that --bless can write to; save it\n")
 
 
 def test_a_reader_that_goes_away_is_no_error(scenario: Path, environment: dict[str, str]) -> None:

@@ -60,6 +60,21 @@ def test_evaluation(expectation: dict[str, Any], passed: bool) -> None:
     assert evaluate(Expectation.model_validate(expectation), PREDICTION).passed is passed
 
 
+@pytest.mark.parametrize(
+    ("fields", "passed", "rule"),
+    [
+        ({"max": 1.45, "rel_tol": 0.05}, True, "at most 1.45 + 5 %"),
+        ({"max": 1.4, "rel_tol": 0.05}, False, "at most 1.4 + 5 %"),
+        ({"max": 9.0, "rel_tol": 0.05}, True, "at most 9 + 5 %"),
+        ({"min": 1.55, "abs_tol": 0.1}, True, "at least 1.55 - 0.1"),
+        ({"min": 1.65, "abs_tol": 0.1}, False, "at least 1.65 - 0.1"),
+    ],
+)
+def test_a_bound_with_a_tolerance_is_one_sided(fields: dict[str, Any], passed: bool, rule: str) -> None:
+    result = evaluate(Expectation.model_validate({"metric": "step_time_s", **fields}), PREDICTION)
+    assert (result.passed, result.message) == (passed, f"step_time_s is 1.5 s, expected {rule}")
+
+
 def test_messages() -> None:
     def message(**fields: Any) -> str:
         return evaluate(Expectation.model_validate(fields), PREDICTION).message
@@ -83,7 +98,7 @@ def test_every_metric_reads_a_prediction() -> None:
     [
         ({"metric": "mfu"}, "needs either value, or min or max or both"),
         ({"metric": "mfu", "value": 1, "max": 1}, "needs either value"),
-        ({"metric": "mfu", "max": 1, "rel_tol": 0.1}, "rel_tol and abs_tol go with value"),
+        ({"metric": "mfu", "min": 0, "max": 1, "rel_tol": 0.1}, "rel_tol and abs_tol go with value, min or max"),
         ({"metric": "mfu", "min": 2, "max": 1}, "min = 2 must be at most max = 1"),
         ({"metric": "mfu", "value": True}, "fits needs value: true or false"),
         ({"metric": "fits", "value": 1}, "fits needs value: true or false"),

@@ -11,7 +11,7 @@ import yaml
 
 from simplan import catalog
 from simplan.errors import NotModelledError, SpecError
-from simplan.scenario import load_scenario, load_search, scenario_from, search_from
+from simplan.scenario import load_scenario, load_search, make_job, scenario_from, search_from
 from simplan.scenario.source import read_source
 
 ONE_LINE = {
@@ -75,6 +75,9 @@ def test_values_that_are_not_given_are_assumed_and_listed() -> None:
     assert "plan.tp" not in said
     assert scenario.predict().assumptions[0] == said
     assert scenario_from("llama3-8b", {"cluster.num_devices": 16, "plan.pp": 4}).job.num_microbatches == 16
+    for schedule in ("interleaved_1f1b", "dualpipe-v"):
+        changes = {"cluster.num_devices": 4, "plan.pp": 4, "plan.schedule": schedule}
+        assert scenario_from("llama3-8b", changes).job.plan.virtual_stages == 2
 
 
 @pytest.mark.parametrize(
@@ -152,6 +155,41 @@ def test_errors_name_overrides_as_they_were_typed(tmp_path: Path) -> None:
     assert 'training.precision = {"x": 3}: is not a known choice' in refusal(file, {"training.precision.x": 3})
     both = {"num_microbatches": 2, "training.global_batch_size": 8}
     assert "num_microbatches = 2: is given twice, with training.global_batch_size" in refusal(file, both)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "changes", "sequences"),
+    [
+        (10**6, {}, 128),  # 1M is 2**20, as 1,000,000 is no multiple of 8,192
+        (4 * 10**6, {}, 512),  # Llama 3: 4M tokens in sequences of 8,192 (arXiv:2407.21783, section 3.4.1)
+        (1_008_000, {"model.seq_len": 1000}, 1008),  # exact
+        (122 * 8192, {"plan.dp_shard": 1, "plan.tp": 8, "plan.pp": 2}, 122),
+        (10**6, {"plan.microbatch_size": 3}, 144),  # multiples of 48: the nearest, outside of 5 %
+    ],
+)
+def test_tokens_of_a_step_are_the_nearest_batch(tokens: int, changes: dict[str, int], sequences: int) -> None:
+    overrides = {"cluster.num_devices": 16, "global_batch_tokens": tokens, **changes}
+    scenario = scenario_from("llama3-8b", overrides)
+    assert scenario.job.training.global_batch_size == sequences
+    said = f"training.global_batch_size = {sequences} ({sequences * scenario.job.model.seq_len:,} tokens"
+    assert any(said in note for note in scenario.assumptions)
+
+
+def test_tokens_of_a_step_change_a_file_and_a_search(tmp_path: Path) -> None:
+    file = tmp_path / "case.yaml"
+    file.write_text(FILE)
+    length = scenario_from(file).job.model.seq_len
+    assert scenario_from(file, {"global_batch_tokens": 24 * length}).job.training.global_batch_size == 24
+    assert make_job("llama3-8b", num_devices=16, global_batch_tokens=2**20).training.global_batch_size == 128
+    for devices, sequences in ((16, 128), (96, 128), (1024, 128)):  # of 96 devices, plans of 32 data-parallel ranks
+        searched = search_from("llama3-8b", {"cluster.num_devices": devices, "global_batch_tokens": 10**6})
+        assert searched.job.training.global_batch_size == sequences
+    near = {"cluster.num_devices": 16, "global_batch_tokens": 200_000}
+    assert refusal("llama3-8b", near).endswith("a multiple of 16 (dp x microbatch_size); give 131072 or 262144")
+    assert "must be a whole number" in refusal("llama3-8b", {"global_batch_tokens": 0.5})
+    assert "is for models of tokens" in refusal("resnet-50", {"global_batch_tokens": 100})
+    for other in ("num_microbatches", "training.global_batch_size"):
+        assert "is given twice, with" in refusal("llama3-8b", {"global_batch_tokens": 10**6, other: 16})
 
 
 def test_search_of_a_model_takes_ranges(tmp_path: Path) -> None:

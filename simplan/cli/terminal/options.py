@@ -36,7 +36,7 @@ CalibrationFile = Annotated[
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
-def _number_of(text: str | float) -> float:
+def number_of(text: str | float) -> float:
     """Number with a suffix: ``100B`` is 1e11.
 
     Raises:
@@ -53,7 +53,7 @@ Tokens = Annotated[
     float | None,
     typer.Option(
         metavar="N",
-        parser=_number_of,
+        parser=number_of,
         help="Tokens of the full training, e.g. 1e12 or 1T (default: training.num_tokens).",
     ),
 ]

@@ -27,8 +27,8 @@ _OPERATORS = {
     "value": "required value: a number, or true or false for fits and host_fits",
     "min": "lower bound, inclusive; instead of value",
     "max": "upper bound, inclusive; instead of value",
-    "rel_tol": "allowed deviation from value, as a fraction of value",
-    "abs_tol": "allowed deviation from value, in the unit of the metric",
+    "rel_tol": "allowed deviation from value, excess over max or shortfall from min, as a fraction of it",
+    "abs_tol": "the same in the unit of the metric; with both, the larger counts",
     "why": "source of the expectation, printed if it fails",
 }
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from simplan.cli.terminal import completion
-from simplan.cli.terminal.options import opened
+from simplan.cli.terminal.options import number_of, opened
 from simplan.errors import Problem, SpecError
 
 if TYPE_CHECKING:
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 NO_SCENARIO = Path()
 """Value of SCENARIO that is not given."""
 _NUM_MICROBATCHES = "num_microbatches"
+_GLOBAL_BATCH_TOKENS = "global_batch_tokens"
+_FEW = 2
+"""Options of a similar spelling that an error lists."""
+_BATCHES = (_NUM_MICROBATCHES, _GLOBAL_BATCH_TOKENS)
+"""Keys from which the global batch size follows, given the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +37,14 @@ class Override:
     Attributes:
         names: Names of the option, the first one in errors.
         key: Dotted key.
-        kind: Type of the value.
+        kind: Type of the value; float for a number with a suffix, such as 1M.
         help: Noun phrase.
         complete: Names for shell completion.
     """
 
     names: tuple[str, ...]
     key: str
-    kind: type[int] | type[str]
+    kind: type[int] | type[str] | type[float]
     help: str
     complete: Callable[[str], list[str]] | None = None
 
@@ -48,6 +53,8 @@ class Override:
         """Parameter of a command's function."""
         if self.kind is int:
             option = typer.Option(*self.names, metavar="N", min=1, help=self.help)
+        elif self.kind is float:
+            option = typer.Option(*self.names, metavar="N", parser=number_of, help=self.help)
         else:
             option = typer.Option(*self.names, metavar="NAME", help=self.help, autocompletion=self.complete)
         return _keyword(self.key.replace(".", "_"), Annotated[self.kind | None, option])
@@ -75,6 +82,12 @@ OVERRIDES = (
     Override(("--software",), "software", str, "Framework profile.", completion.software),
     Override(("--seq-len",), "model.seq_len", int, "Tokens per sequence."),
     Override(("--global-batch-size",), "training.global_batch_size", int, "Sequences per optimizer step."),
+    Override(
+        ("--global-batch-tokens",),
+        _GLOBAL_BATCH_TOKENS,
+        float,
+        "Tokens per optimizer step, e.g. 4M, instead of sequences; rounded to a batch that the plan divides.",
+    ),
     Override(("--precision",), "training.precision", str, "Precision, e.g. bf16 or fp8.", completion.precisions),
     Override(("--tp",), "plan.tp", int, "Tensor-parallel degree."),
     Override(("--pp",), "plan.pp", int, "Pipeline-parallel degree."),
@@ -145,9 +158,9 @@ class ScenarioRequest:
 
     def with_batch(self, global_batch_size: int) -> ScenarioRequest:
         """Copy that says the batch of its scenario, if that depends on the plan."""
-        if self.is_file and _NUM_MICROBATCHES not in self.overrides:
+        if self.is_file and not self.overrides.keys() & {*_BATCHES}:
             return self
-        others = {key: value for key, value in self.overrides.items() if key != _NUM_MICROBATCHES}
+        others = {key: value for key, value in self.overrides.items() if key not in _BATCHES}
         request = replace(self, overrides=others)
         return request.with_overrides({"training.global_batch_size": global_batch_size})
 
@@ -189,6 +202,7 @@ class ScenarioRequest:
         Raises:
             SpecError: ``--set`` gives a key of the plan, for a search.
         """
+        from simplan.scenario.collecting import IN_SAVED_PLAN
         from simplan.search import SearchSpace
 
         overrides, names = {}, {}
@@ -196,10 +210,12 @@ class ScenarioRequest:
             section, _, name = key.partition(".")
             moved = key
             if searches and section == "plan":
+                in_search = name in SearchSpace.model_fields
                 if self.names[key] == key:
                     rule = "is about one plan, and a search has ranges of plans"
-                    raise SpecError(Problem(field=key, rule=rule, fix=f"set search.{name}"))
-                moved = f"search.{name}" if name in SearchSpace.model_fields else key
+                    fix = f"set search.{name}" if in_search else f"set {key} {IN_SAVED_PLAN}"
+                    raise SpecError(Problem(field=key, rule=rule, fix=fix))
+                moved = f"search.{name}" if in_search else key
             overrides[moved], names[moved] = value, self.names[key]
         return overrides, names
 
@@ -284,6 +300,26 @@ _WRITE = Annotated[
 ]
 
 
+def usage_error(error: Any) -> str:
+    """Message about bad usage; an unknown option that is a framework's name of a key has the option of simplan.
+
+    Args:
+        error: Exception of typer with ``format_message``.
+    """
+    from simplan.scenario.collecting import where_keys_belong
+
+    word = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
+    key, comma, _ = where_keys_belong("", searches=False).get(word, "").partition(",")
+    key = _NUM_MICROBATCHES if comma else key
+    option = next((each.names[0] for each in OVERRIDES if each.key == key), "--set")
+    known = {name for param in error.ctx.command.params for name in param.opts} if getattr(error, "ctx", None) else ()
+    near = error.possibilities or () if key else ()
+    if not key or ":" in key or option not in known or (option in near and len(near) <= _FEW):
+        return str(error.format_message())
+    written = f"--set {key}=VALUE" if option == "--set" else option
+    return f"{error.message}; write {written}"
+
+
 def _keyword(name: str, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
@@ -311,7 +347,8 @@ def overrides_of(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
             key = override.key
             if key == "model.preset" and Path(value).exists():
                 key, value = "model.hf_config", str(_config_of(Path(value)))
-            overrides[key], names[key] = value, override.names[0]
+            whole = isinstance(value, float) and value.is_integer()
+            overrides[key], names[key] = int(value) if whole else value, override.names[0]
     for text in given.get("set") or ():
         key, value = _key_and_value(text)
         if key in overrides:

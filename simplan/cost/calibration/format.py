@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from simplan.base import Count, NonNegative, Positive, Spec
 from simplan.model.implementations.layer_implementation import LayerImplementation, ModelCode, implemented_layers
@@ -276,8 +276,8 @@ class Calibration(Spec):
     Attributes:
         created: ISO date and time, UTC.
         environment: Machine, versions, threads, backend.
-        num_cores: Cores that the ranks of the machine share.
-        memory_bytes: Memory of the machine (CPU) or of one device (GPU).
+        num_cores: Cores that the ranks of the machine share; None for unknown, on GPUs.
+        memory_bytes: Memory of the machine (CPU) or of one device (GPU); None for unknown, on GPUs.
         context_bytes: Bytes that a rank uses before it allocates a tensor: the program (CPU) or the driver's context
             (GPU), and the communication library.
         pending: Items not measured because the calibration was interrupted; the next one resumes with them.
@@ -290,8 +290,8 @@ class Calibration(Spec):
     created: str
     environment: dict[str, str | int | float | None] = Field(default_factory=dict)
     device_kind: Literal["cpu", "gpu"]
-    num_cores: Count
-    memory_bytes: Count
+    num_cores: Count | None = None
+    memory_bytes: Count | None = None
     context_bytes: Annotated[int, Field(ge=0)] = 0
     layers: tuple[LayerTiming, ...] = ()
     kernels: tuple[KernelTiming, ...] = ()
@@ -329,6 +329,17 @@ class Calibration(Spec):
         return self.model_copy(
             update={"layers": layers, "kernels": kernels, "pace": pace if abs(pace - 1) > _SAME_PACE else None}
         )
+
+    @model_validator(mode="after")
+    def _machine_is_known(self) -> Self:
+        assert self.device_kind == "gpu" or None not in (self.num_cores, self.memory_bytes), (
+            "needs num_cores and memory_bytes on a CPU"
+        )
+        return self
+
+    def with_communication(self, newer: Calibration) -> Calibration:
+        """Returns this calibration with ``newer``'s timings of communication added, whatever else was timed."""
+        return self.model_copy(update={"communication": _merge(self.communication, newer.communication)})
 
     def merged(self, newer: Calibration) -> Calibration:
         """Returns this calibration with ``newer``'s timings added; for equal items the newer timing counts.

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from simplan.cluster.hardware import ClusterSpec
+from simplan.cluster.hardware import ClusterSpec, DeviceSpec
 from simplan.cost.calibration.format import Calibration
 from simplan.errors import Problem, SpecError
 from simplan.io import read_model, write_model
@@ -61,18 +61,35 @@ def refuse_other_device(calibration: Calibration, cluster: ClusterSpec) -> None:
         SpecError: The calibration was taken on another device.
     """
     device, timed_on = cluster.device, str(calibration.environment.get("device") or "an unnamed device")
+    timed_bytes = calibration.memory_bytes
     if cluster.cores_per_node is not None:
         alike = calibration.device_kind == "cpu"
     else:
-        words = re.split(r"[^a-z0-9]+", timed_on.lower())
-        alike = calibration.device_kind == device.kind and device.id.lower().split("-")[0] in words
-        if alike and device.memory_bytes is not None:
-            alike = abs(calibration.memory_bytes / device.memory_bytes - 1) <= _MEMORY_TOLERANCE
+        alike = calibration.device_kind == device.kind and is_named(device, timed_on)
+        if alike and device.memory_bytes is not None and timed_bytes is not None:
+            alike = abs(timed_bytes / device.memory_bytes - 1) <= _MEMORY_TOLERANCE
     if not alike:
-        of_memory = f" of {calibration.memory_bytes / 2**30:.0f} GiB" if calibration.device_kind == "gpu" else ""
+        is_gpu = calibration.device_kind == "gpu"
+        of_memory = f" of {timed_bytes / 2**30:.0f} GiB" if is_gpu and timed_bytes is not None else ""
         rule = f"was measured on {timed_on}{of_memory}, which tells nothing about {device.id}"
         fix = f"run `simplan calibrate` on {device.id}, or leave the calibration out"
         raise SpecError(Problem(field="calibration", rule=rule, fix=fix))
+
+
+def is_named(device: DeviceSpec, driver_name: str) -> bool:
+    """Returns True if the first word of the device's catalog name occurs in the name that the driver gives it.
+
+    >>> from simplan import catalog
+    >>> is_named(catalog.device("h100-sxm-80gb"), "NVIDIA H100 80GB HBM3")
+    True
+    >>> is_named(catalog.device("a100-sxm-40gb"), "NVIDIA A100-SXM4-80GB")
+    False
+    """
+    words = re.split(r"[^a-z0-9]+", driver_name.lower())
+    first, *others = device.id.lower().split("-")
+    sizes = [word for word in others if re.fullmatch(r"\d+gb", word)]
+    named = [word for word in words if re.fullmatch(r"\d+gb", word)]
+    return first in words and (not sizes or not named or sizes[0] in named)
 
 
 def kinds_needed(plan: ParallelPlan, model: ModelSpec, training: TrainingSpec) -> frozenset[CollectiveKind]:

@@ -75,6 +75,7 @@ def test_a_calibration_of_two_ranks_covers_what_was_asked() -> None:
     assert {t.num_ranks for t in calibration.communication} == {2}
     assert all(t.seconds.mean_s > 0 for t in calibration.communication)
     # a process that has imported torch and trained takes hundreds of MB, and less than the machine
+    assert calibration.memory_bytes is not None
     assert 100e6 < calibration.context_bytes < calibration.memory_bytes
     cost = CalibratedCost(calibration, dtype="fp32", optimizer="adamw", num_ranks=2)
     assert cost.covers(keys, 2, tuple(CollectiveKind))

@@ -125,10 +125,8 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, int]] = {
 QUICK = {
     ("ddp", "llama", "fp32"),
     ("zero3-accumulation", "gpt-untied", "bf16"),
-    ("hsdp", "llama", "fp32"),
     ("tp-sequence", "gpt", "bf16"),
     ("cp-gather", "gpt", "fp32"),
-    ("interleaved-zero3", "llama", "fp32"),
     ("zb-h1-last", "llama", "fp32"),
     ("offload-zero3", "llama", "fp32"),
     ("zero3-optimizer-on-host", "gpt-untied", "bf16"),
