@@ -56,7 +56,7 @@ def test_a_name_or_a_mapping_is_read(tmp_path: Path) -> None:
 
 def test_links_of_an_answer_name_the_topology(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path, "superpod-h100")
-    assert links_words(cluster.links).endswith("(8 x 400 Gbit/s); rail-optimized, 32 nodes per group, 1:1")
+    assert links_words(cluster.links).endswith("50 GB/s each; rail-optimized, 32 nodes per group, 1:1")
     assert "topology" not in catalog.cluster("dgx-h100", 64).links
 
 
