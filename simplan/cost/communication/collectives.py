@@ -92,7 +92,9 @@ def communication_s(
     """Returns the seconds of ``communication_cost`` without a formula; the arguments and errors are equal."""
     if len(communication.ranks) == 1:
         return 0.0
-    return algorithm_of(communication, cluster, route, collectives).seconds(communication.num_bytes)
+    route = route or route_of(communication.ranks, cluster)
+    num_bytes = communication.num_bytes
+    return min([way.seconds(num_bytes) for way in _allowed(communication, cluster, route, collectives)])
 
 
 def algorithm_of(
@@ -105,17 +107,23 @@ def algorithm_of(
 
     It is the fastest that the library has, or of those that the plan prescribes.
     """
-    route = route or route_of(communication.ranks, cluster)
+    allowed = _allowed(communication, cluster, route or route_of(communication.ranks, cluster), collectives)
+    return min(allowed, key=lambda way: way.seconds(communication.num_bytes))
+
+
+def _allowed(
+    communication: Communication, cluster: ClusterSpec, route: Route, collectives: Collectives | None
+) -> list[CommAlgorithm]:
     name = None if collectives is None else collectives.of(communication.kind)
     if collectives is None or name is None:
-        algorithms = algorithms_of(communication, cluster, route)
-    elif name in _OF_LIBRARIES:
+        return algorithms_of(communication, cluster, route)
+    if name in _OF_LIBRARIES:
         known = algorithms_of(communication, cluster, route)
-        algorithms = [way for way in known if way.pattern in _OF_LIBRARIES[name]]
+        allowed = [way for way in known if way.pattern in _OF_LIBRARIES[name]]
     else:
-        algorithms = prescribed_ways(name, collectives, communication, route)
-    assert algorithms, f"simplan.rules.collectives refuses {name} here"
-    return min(algorithms, key=lambda way: way.seconds(communication.num_bytes))
+        allowed = prescribed_ways(name, collectives, communication, route)
+    assert allowed, f"simplan.rules.collectives refuses {name} here"
+    return allowed
 
 
 _OF_LIBRARIES = {

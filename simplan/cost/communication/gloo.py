@@ -65,5 +65,5 @@ def gloo_way(kind: CollectiveKind, route: Route) -> CommAlgorithm:
     if route.inside is not None:  # transfers inside nodes end with those between nodes
         least = 0.0 if route.between is None else move.bytes_per_s / route.inside.link.bytes_per_s
         inside = max(route.inside.pair_efficiency, least) / duplex
-    between = route.network_efficiency / duplex
+    between = 1.0 if route.between is None else route.between.pair_efficiency / duplex
     return CommAlgorithm("gloo", 0.0, ((steps, tier.latency_s),), (move,), pattern, inside, between)

@@ -104,11 +104,14 @@ def _hop(protocol: Protocol, route: Route) -> CommAlgorithm:
     tier, terms = route.slowest, protocol.inside if route.between is None else protocol.between
     start_s = tier.link.launch_s + protocol.start_s
     move = TransferTerm(1.0, terms.share * tier.pair_bytes_per_s)
-    inside = 1.0 if route.inside is None else protocol.inside.share * route.inside.pair_efficiency
-    if route.inside is not None and route.between is not None:
-        inside = max(inside, move.bytes_per_s / route.inside.link.bytes_per_s)  # hops inside end with those between
+    inside = between = 1.0
+    if route.between is not None:
+        between = protocol.between.share * route.between.pair_efficiency
+    if route.inside is not None:
+        inside = protocol.inside.share * route.inside.pair_efficiency
+        if route.between is not None:
+            inside = max(inside, move.bytes_per_s / route.inside.link.bytes_per_s)  # hops inside end with those between
     steps = ((1, terms.ring_step * tier.latency_s),)
-    between = protocol.between.share * route.network_efficiency
     return CommAlgorithm(protocol.name, start_s, steps, (move,), Pattern.HOP, inside, between)
 
 
@@ -156,9 +159,12 @@ def _tree(protocol: Protocol, route: Route) -> CommAlgorithm:
 
 
 def _efficiencies(protocol: Protocol, route: Route, share: float = 1.0) -> tuple[float, float]:
-    """Returns the fractions of the datasheet bandwidth inside and between nodes while all ranks send."""
-    inside, between = protocol.inside.share * route.group_efficiency, protocol.between.share * route.network_efficiency
-    return share * inside if route.inside is not None else 1.0, share * between
+    """Returns the fractions of the datasheet bandwidth inside and between nodes while all ranks send; 1 for no link."""
+    _, _, _, _, inside, between = route
+    return (
+        1.0 if inside is None else share * protocol.inside.share * inside.device_efficiency,
+        1.0 if between is None else share * protocol.between.share * between.device_efficiency,
+    )
 
 
 def _switch_can(kind: CollectiveKind, route: Route) -> bool:
@@ -176,7 +182,8 @@ def _nvls(kind: CollectiveKind, route: Route, inside: Tier, switch_share: float)
         moves.append(_tree_move(route, route.between, 1.0))
     name = "NVLS" if route.between is None else "NVLS tree"
     move, start_s = max(moves, key=_per_byte), route.slowest.link.launch_s
-    return CommAlgorithm(name, start_s, steps, (move,), Pattern.NVLS, switch_share, route.network_efficiency)
+    between = 1.0 if route.between is None else route.between.device_efficiency
+    return CommAlgorithm(name, start_s, steps, (move,), Pattern.NVLS, switch_share, between)
 
 
 def _tree_steps(route: Route, between: Tier, relative: float) -> tuple[int, float]:

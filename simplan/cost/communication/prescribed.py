@@ -92,7 +92,7 @@ def _sharp(route: Route) -> CommAlgorithm:
     elif inside is not None:
         steps.append((2, _COLLNET_INSIDE * inside.latency_s))
         moves.append(TransferTerm(2 * (k - 1) / k, inside.group_bytes_per_s, "2 ({n}-1)/{n} x ", k))
-        efficiency = route.group_efficiency
+        efficiency = inside.device_efficiency
     move = max(moves, key=lambda move: move.factor / move.bytes_per_s)
     start_s = between.link.launch_s + PROTOCOLS[-1].start_s
     return CommAlgorithm("SHARP", start_s, tuple(steps), (move,), Pattern.SHARP, efficiency, between.link.switch_share)
@@ -148,6 +148,6 @@ def _named(
         tuple(steps),
         tuple(moves),
         pattern,
-        protocol.inside.share * route.group_efficiency if route.inside is not None else 1.0,
-        protocol.between.share * route.network_efficiency,
+        1.0 if route.inside is None else protocol.inside.share * route.inside.device_efficiency,
+        1.0 if route.between is None else protocol.between.share * route.between.device_efficiency,
     )

@@ -17,17 +17,16 @@ class Tier(NamedTuple):
         pair_bytes_per_s: Bytes per second from one rank to one other.
         group_bytes_per_s: Bytes per second. Inside a node, per rank while all ranks of the node send. Between nodes,
             for all ranks of one node together, since every device has a separate share of the node's network.
+        pair_efficiency, device_efficiency: Fractions of the link's datasheet bandwidth that one pair of ranks achieves,
+            and a rank while all ranks of its node send.
     """
 
     link: LinkSpec
     latency_s: float
     pair_bytes_per_s: float
     group_bytes_per_s: float
-
-    @property
-    def pair_efficiency(self) -> float:
-        """Fraction of the link's datasheet bandwidth that one pair of ranks achieves."""
-        return self.pair_bytes_per_s / self.link.bytes_per_s
+    pair_efficiency: float
+    device_efficiency: float
 
 
 class Route(NamedTuple):
@@ -56,16 +55,6 @@ class Route(NamedTuple):
         return tier
 
     @property
-    def group_efficiency(self) -> float:
-        """Fraction of the datasheet bandwidth inside a node while all ranks of a node send; 1 for one rank per node."""
-        return 1.0 if self.inside is None else self.inside.group_bytes_per_s / self.inside.link.bytes_per_s
-
-    @property
-    def network_efficiency(self) -> float:
-        """Fraction of the datasheet bandwidth between nodes; 1 for a group in one node."""
-        return 1.0 if self.between is None else self.between.pair_efficiency
-
-    @property
     def where(self) -> str:
         """Description of the location for formulas."""
         link = self.slowest.link.id
@@ -84,11 +73,12 @@ def route_of(ranks: Sequence[int], cluster: ClusterSpec) -> Route:
     inside = between = None
     if local > 1:
         link = _named(cluster.intra_link, cluster, "cluster.intra_link", "devices")
-        inside = Tier(link, link.latency_s, link.rate_of_group(2, per_node), link.rate_of_group(local, per_node))
+        pair, each = link.rate_of_group(2, per_node), link.rate_of_group(local, per_node)
+        inside = Tier(link, link.latency_s, pair, each, pair / link.bytes_per_s, each / link.bytes_per_s)
     if len(nodes) > 1:
         link = _named(cluster.inter_link, cluster, "cluster.inter_link_gbit_per_device", "nodes")
         rate = link.rate_of_group(1, 1)
-        between = Tier(link, link.latency_s, rate, local * rate)
+        between = Tier(link, link.latency_s, rate, local * rate, rate / link.bytes_per_s, rate / link.bytes_per_s)
     return Route(len(ranks), len(nodes), local, min(per_node, cluster.num_devices), inside, between)
 
 

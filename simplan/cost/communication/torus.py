@@ -31,7 +31,7 @@ from simplan.program.program import Communication
 def torus_way(communication: Communication, route: Route) -> CommAlgorithm:
     """Returns the algorithm over a torus, for communication among two or more ranks."""
     kind = communication.kind
-    inside, between = 1.0, route.network_efficiency
+    inside, between = 1.0, 1.0 if route.between is None else route.between.pair_efficiency
     if route.inside is not None:
         inside = route.inside.link.bandwidth_share
     if kind in (CollectiveKind.SEND, CollectiveKind.RING):
