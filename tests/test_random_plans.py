@@ -295,6 +295,7 @@ USES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "documents": ({"document_lengths": (20, 5, 4)}, {}, {}),
     "fp8": ({}, {"precision": "fp8", "fp8_recipe": "rowwise"}, {}),
     "mxfp8": ({}, {"precision": "mxfp8"}, {}),
+    "pure bf16": ({}, {"pure_bf16": True}, {}),
     "optimizer on the host": ({}, {}, {"offload_optimizer": True}),
     "activations on the host": ({}, {}, {"offload_activations": True}),
 }
