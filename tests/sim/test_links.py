@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from simpy import Environment, Event
 
 from simplan.network.usage import LinkUsage, LinkUse, link_use, together
+from simplan.sim.compiled import leaders_of
+from simplan.sim.engine import CoreUse, simulate
 from simplan.sim.links import SharedLinks
+from tests.jobs import job_of, lowered, tiny_model
 
 
 def usage(seconds: dict[int, float], transfer_s: float, fixed_s: float = 0.0) -> LinkUsage:
@@ -104,3 +107,20 @@ def test_sharing_never_shortens_and_keeps_every_byte(drawn: list[tuple[dict[int,
         assert ended[op] - start_s >= 2.1 * factor * (1 - 1e-9)
         moved = ((segments.end_s - segments.start_s) * segments.rate)[segments.op == op]
         assert moved.sum() == pytest.approx(factor, rel=1e-9)
+
+
+def test_links_are_shared_beside_cores() -> None:
+    """Two data-parallel ranks compute on one core, and reduce gradients over a link of half the bandwidth they need."""
+    found = lowered(job_of(tiny_model(), {"dp_replicate": 2}, num_microbatches=1), 1)
+    reduces = np.array([op.communication is not None for op in found.ops])
+    seconds = np.where(reduces, 3.0, [float(bool(op.work)) for op in found.ops])
+    cores = CoreUse(1, [0] * len(found), np.where(reduces, 0.0, 1.0).tolist())
+    alone = simulate(found, seconds, cores)
+    leaders = [op for op in np.flatnonzero(reduces) if leaders_of(found)[op] == op]
+    uses = np.full(len(found), -1)
+    uses[leaders] = 0
+    narrow = link_use([usage({0: 4.0}, 2.0, 1.0)], uses, np.arange(len(found)), 1)
+    times = simulate(found, seconds, cores, narrow)
+    assert len(leaders) > 0
+    assert (times.end_s - times.start_s)[leaders] == pytest.approx(5.0)  # 1 s of latency, and twice 2 s
+    assert times.step_time_s == pytest.approx(alone.step_time_s + 2.0 * len(leaders))
