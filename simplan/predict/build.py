@@ -18,6 +18,7 @@ from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind, LayerCollective
 from simplan.model.low_precision import DEFAULT_RECIPE
+from simplan.plan.placement import Placement
 from simplan.plan.plan import RankMapping, StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.prediction import Prediction
@@ -108,11 +109,13 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     parameters = (p for layer in set(job.software.layers_of(job.model, plan)) for p in layer.parameters)
     uneven = plan.shards_parameters and any(p.partial_gradient and p.shape[0] % num_shards for p in parameters)
     deals = deals_unequal_shards(job) and not dealt_alike and plan.num_devices <= MAX_DEALT_RANKS
-    return _kept_folding(mapping, cluster.devices_per_node, deals or uneven)
+    return _kept_folding(mapping, job.placement, cluster.devices_per_node, deals or uneven)
 
 
 @lru_cache(maxsize=128)
-def _kept_folding(mapping: RankMapping, devices_per_node: int, unequal_shards: bool) -> Folding:
+def _kept_folding(
+    mapping: RankMapping, placement: Placement | None, devices_per_node: int, unequal_shards: bool
+) -> Folding:
     """Cached folding: plans of a search have few meshes."""
 
     def owns(rank: int) -> int:
@@ -123,7 +126,8 @@ def _kept_folding(mapping: RankMapping, devices_per_node: int, unequal_shards: b
         """
         return mapping.shard_group(rank).index(rank) if unequal_shards else 0
 
-    return fold(mapping, lambda rank: rank // devices_per_node, owns)
+    devices = range(mapping.world_size) if placement is None else placement.devices
+    return fold(mapping, lambda rank: devices[rank] // devices_per_node, owns)
 
 
 def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
@@ -144,7 +148,7 @@ def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
             )
         )
     if calibration is None:
-        return _datasheet_cost(job)
+        return _datasheet_cost(job).placed(job.placement)
     refuse_other_device(calibration, cluster)
     return CalibratedCost(
         calibration,
@@ -157,6 +161,7 @@ def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
         otherwise=None if cluster.cores_per_node is not None else _datasheet_cost(job),
         traffic=software.timed_traffic,
         update_fraction=software.state(training, plan).update_fraction,
+        placement=job.placement,
     )
 
 
@@ -219,12 +224,17 @@ def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreU
     threads = max(1, cores // ranks)
     communication_cores = 1.0 if slowdown is None else min(1.0, max(0.0, slowdown * cores / ranks - threads))
 
+    devices = range(cluster.num_devices) if cost.placement is None else cost.placement.devices
+
     def demand(op: Op) -> float:
-        if op.communication is not None and len({cluster.node_of(rank) for rank in op.communication.ranks}) > 1:
+        if (
+            op.communication is not None
+            and len({cluster.node_of(devices[rank]) for rank in op.communication.ranks}) > 1
+        ):
             return 0.0
         return float(threads) if op.stream is Stream.COMPUTE else communication_cores
 
-    nodes = [cluster.node_of(op.rank) for op in program.ops]
+    nodes = [node_of[op.rank] for op in program.ops]
     return CoreUse(cores, nodes, [demand(op) for op in program.ops], [_connection(op) for op in program.ops])
 
 
