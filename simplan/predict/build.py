@@ -225,12 +225,10 @@ def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreU
     communication_cores = 1.0 if slowdown is None else min(1.0, max(0.0, slowdown * cores / ranks - threads))
 
     devices = range(cluster.num_devices) if cost.placement is None else cost.placement.devices
+    node_of = [cluster.node_of(device) for device in devices]
 
     def demand(op: Op) -> float:
-        if (
-            op.communication is not None
-            and len({cluster.node_of(devices[rank]) for rank in op.communication.ranks}) > 1
-        ):
+        if op.communication is not None and len({node_of[rank] for rank in op.communication.ranks}) > 1:
             return 0.0
         return float(threads) if op.stream is Stream.COMPUTE else communication_cores
 
