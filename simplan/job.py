@@ -52,6 +52,12 @@ class Job:
         """Devices of the ranks; None if every rank is on the device of its own number."""
         return Placement.of(self.plan)
 
+    @property
+    def placement_words(self) -> str:
+        """Nodes of the groups of the ranks; empty if every rank is on the device of its own number."""
+        placement = self.placement
+        return "" if placement is None else placement.words(self.cluster.devices_per_node)
+
     def node_of(self, rank: int) -> int:
         """Node of a rank."""
         placement = self.placement

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy as np
 
@@ -27,6 +27,13 @@ AXES: tuple[str, ...] = get_args(PlacedAxis)
 DEFAULT_ORDER: tuple[Axis, ...] = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
 """Axes of the mesh without a placement, innermost first; each can be placed on its own."""
 _DP: tuple[Axis, ...] = ("dp_shard", "dp_replicate")
+_GROUPS = {
+    "tp": "tensor-parallel groups",
+    "cp": "context-parallel groups",
+    "dp_shard": "shard groups",
+    "dp_replicate": "groups of replicas",
+    "pp": "pipelines",
+}
 _EXAMPLE = "write axes, the innermost first, such as [tp, cp, dp, pp]"
 _COLUMNS = ("rank", "node", "device")
 _MAX_BYTES = 64 * 1024**2
@@ -58,6 +65,18 @@ def check_placement(value: Any) -> tuple[str, ...] | tuple[int, ...] | None:
             raise ValueError(f"has {axis!r}, which is no axis; {nearest}")
     _refuse_repeated_axes(given)
     return tuple(given)
+
+
+def check_order(value: Any) -> tuple[str, ...]:
+    """Return an order of axes; see ``check_placement``.
+
+    Raises:
+        ValueError: The value is no order of axes.
+    """
+    listed = isinstance(value, list | tuple) and any(isinstance(each, int) for each in value)
+    if listed or is_rank_file(value) or value is None:
+        raise ValueError(f"must be an order of axes, as a search compares these; {_EXAMPLE}")
+    return tuple(map(str, check_placement(value) or ()))
 
 
 def _checked_devices(devices: Sequence[int]) -> tuple[int, ...]:
@@ -142,11 +161,34 @@ class Placement:
         ranks = _devices(self)[1]
         return ranks[device] if device < len(ranks) else device
 
-    def __str__(self) -> str:
-        """The order in words of a plan: axes, or the number of listed devices."""
-        if self.order and isinstance(self.order[0], int):
-            return f"a list of {len(self.order)} devices"
-        return "-".join(map(str, self.order))
+    def nodes_per_group(self, axis: Axis, devices_per_node: int) -> tuple[int, int]:
+        """Fewest and most nodes of a group along an axis."""
+        sizes = self.sizes[::-1]
+        nodes = np.array(self.devices).reshape(sizes) // devices_per_node
+        groups = np.sort(np.moveaxis(nodes, len(sizes) - 1 - DEFAULT_ORDER.index(axis), -1), axis=-1)
+        numbers = 1 + np.count_nonzero(np.diff(groups, axis=-1), axis=-1)
+        return int(numbers.min()), int(numbers.max())
+
+    @property
+    def title(self) -> str:
+        """The order of axes, as ``tp-pp-dp_shard``; or that devices are listed."""
+        listed = isinstance(self.order[0], int)
+        return "devices by rank" if listed else "-".join(map(str, self.order))
+
+    def words(self, devices_per_node: int) -> str:
+        """The order of axes, innermost first, and the nodes of the groups along each.
+
+        >>> Placement((2, 1, 4, 1, 1), ("dp_shard", "tp")).words(4)
+        'dp_shard-tp: shard groups inside nodes, tensor-parallel groups across 2 nodes'
+        """
+        several = [axis for axis, size in zip(DEFAULT_ORDER, self.sizes, strict=True) if size > 1]
+        order = several if isinstance(self.order[0], int) else self.order
+        parts = []
+        for axis in order:
+            fewest, most = self.nodes_per_group(cast("Axis", axis), devices_per_node)
+            number = f"{most}" if fewest == most else f"{fewest} to {most}"
+            parts.append(f"{_GROUPS[str(axis)]} {'inside nodes' if most == 1 else f'across {number} nodes'}")
+        return f"{self.title}: {', '.join(parts)}"
 
 
 @lru_cache(maxsize=1024)

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from simplan.base import Count, Positive, Spec
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.job import Job
-from simplan.plan.placement import PlacedAxis, check_placement
+from simplan.plan.placement import PlacedAxis, check_order
 from simplan.plan.plan import ParallelPlan, Recompute, RecomputeModule
 from simplan.problems import render_value
 from simplan.rules import RULES, check_job
@@ -27,7 +27,7 @@ _Schedule = Literal[
 _Counts = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1000)]
 _Modules = Annotated[tuple[tuple[RecomputeModule, ...], ...], Field(min_length=1, max_length=100)]
 _Placements = Annotated[
-    tuple[Annotated[tuple[PlacedAxis, ...], BeforeValidator(check_placement)], ...], Field(min_length=1, max_length=100)
+    tuple[Annotated[tuple[PlacedAxis, ...], BeforeValidator(check_order)], ...], Field(min_length=1, max_length=100)
 ]
 
 
