@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from hypothesis import given, settings
@@ -54,7 +55,9 @@ def jobs(draw: st.DrawFn) -> Job:
 
 def table_of(plan: ParallelPlan) -> Candidates:
     """A table of one row."""
-    return Candidates.of_rows(plan, categories(), FIELDS, [tuple(getattr(plan, name) for name in FIELDS)])
+    placements = [] if plan.placement is None else [plan.placement]
+    row = tuple(getattr(plan, name) for name in FIELDS)
+    return Candidates.of_rows(plan, categories(placements=placements), FIELDS, [row])
 
 
 @given(jobs())
@@ -64,5 +67,29 @@ def test_no_prediction_is_below_its_bounds(job: Job) -> None:
     table = table_of(job.plan)
     assert table.plan(0) == job.plan
     [num_bytes], [seconds] = Bounds(job).of(table)
+    assert 0 < num_bytes <= max(rank.wanted_bytes for rank in one.memory)
+    assert 0 < seconds <= one.step_time_s * (1 + 1e-9)
+
+
+@st.composite
+def placed_jobs(draw: st.DrawFn) -> Job:
+    """A job on small nodes, in which stages and groups may end, with or without a placement."""
+    software = draw(st.sampled_from(["torch", "torchtitan", "megatron-core"]))
+    job = small_job(
+        draw(st.sampled_from(["llama", "moe"])), 16, batch=48, software=software, num_hidden_layers=6, **LARGE
+    )
+    devices, per_node = draw(st.sampled_from([(8, 2), (8, 3), (8, 4), (12, 4), (12, 5), (16, 4)]))
+    job = job.with_changes({"cluster.num_devices": devices, "cluster.devices_per_node": per_node})
+    orders = [None, *itertools.permutations(("tp", "cp", "dp", "pp"))]
+    space = SearchSpace(tp=(1, 2), cp=(1, 2), cp_comm=("all_gather",), schedule=("1f1b",), tp_across_nodes=True)
+    plan = draw(st.sampled_from(plans_of(job, that_it_has(job.software, space))))
+    return job.with_plan(plan.model_copy(update={"placement": draw(st.sampled_from(orders))}))
+
+
+@given(placed_jobs())
+@settings(max_examples=60, deadline=None)
+def test_no_prediction_on_small_nodes_is_below_its_bounds(job: Job) -> None:
+    one = predict(job)
+    [num_bytes], [seconds] = Bounds(job).of(table_of(job.plan))
     assert 0 < num_bytes <= max(rank.wanted_bytes for rank in one.memory)
     assert 0 < seconds <= one.step_time_s * (1 + 1e-9)
