@@ -186,7 +186,10 @@ def export(job: Job, name: str) -> Exported:
     return Exported(
         files,
         f"AstraSim_Analytical_Congestion_Aware {written}",
-        tuple(_notes(mapping.world_size, num_nodes, len(program.ranks), prefix, whole=whole)),
+        (
+            *_notes(mapping.world_size, num_nodes, len(program.ranks), prefix, whole=whole),
+            *(["all numbers are those of devices, on which the placement puts the ranks"] if placement else []),
+        ),
     )
 
 
