@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -105,8 +105,8 @@ def axes_of(placement: Iterable[str]) -> tuple[Axis, ...]:
     >>> axes_of(("tp", "dp", "pp"))
     ('tp', 'dp_shard', 'dp_replicate', 'pp')
     """
-    known = {axis: (axis,) for axis in DEFAULT_ORDER}
-    return tuple(axis for name in placement for axis in (_DP if name == "dp" else known.get(name, ())))
+    meant: dict[str, tuple[Axis, ...]] = {**{axis: (axis,) for axis in DEFAULT_ORDER}, "dp": _DP}
+    return tuple(axis for name in placement for axis in meant.get(name, ()))
 
 
 def placed_order(placement: Iterable[str], sizes: dict[Axis, int]) -> tuple[Axis, ...]:
@@ -182,12 +182,12 @@ class Placement:
         'dp_shard-tp: shard groups inside nodes, tensor-parallel groups across 2 nodes'
         """
         several = [axis for axis, size in zip(DEFAULT_ORDER, self.sizes, strict=True) if size > 1]
-        order = several if isinstance(self.order[0], int) else self.order
+        order = [axis for axis in self.order if not isinstance(axis, int)] or several
         parts = []
         for axis in order:
-            fewest, most = self.nodes_per_group(cast("Axis", axis), devices_per_node)
+            fewest, most = self.nodes_per_group(axis, devices_per_node)
             number = f"{most}" if fewest == most else f"{fewest} to {most}"
-            parts.append(f"{_GROUPS[str(axis)]} {'inside nodes' if most == 1 else f'across {number} nodes'}")
+            parts.append(f"{_GROUPS[axis]} {'inside nodes' if most == 1 else f'across {number} nodes'}")
         return f"{self.title}: {', '.join(parts)}"
 
 
