@@ -31,7 +31,7 @@ class AnalyticCost:
         stack: Slowdown of communication in training with a framework; None for no slowdown.
 
     Attributes:
-        placement: See ``CostModel``.
+        placement: Devices of the ranks of communication; None if they are the devices of their own numbers.
     """
 
     placement: Placement | None = None

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from simplan.plan.placement import Placement
 from simplan.program.program import Communication, HostCopy, HostWait, LayerWork
 
 
@@ -35,13 +34,7 @@ class CostEstimate:
 
 
 class CostModel(Protocol):
-    """Estimates the time of work that runs alone. Equal work has equal estimates, so callers may cache them.
-
-    Attributes:
-        placement: Devices of the ranks of communications; None if they are the devices of their own numbers.
-    """
-
-    placement: Placement | None
+    """Estimates the time of work that runs alone. Equal work has equal estimates, so callers may cache them."""
 
     @property
     def overlap_slowdown(self) -> float:

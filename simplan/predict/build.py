@@ -224,7 +224,8 @@ def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreU
     threads = max(1, cores // ranks)
     communication_cores = 1.0 if slowdown is None else min(1.0, max(0.0, slowdown * cores / ranks - threads))
 
-    devices = range(cluster.num_devices) if cost.placement is None else cost.placement.devices
+    placement = cost.placement if isinstance(cost, CalibratedCost) else None
+    devices = range(cluster.num_devices) if placement is None else placement.devices
     node_of = [cluster.node_of(device) for device in devices]
 
     def demand(op: Op) -> float:

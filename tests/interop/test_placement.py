@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,8 @@ from simplan.scenario.source import make_job
 TP_PP_DP = ("tp", "cp", "pp", "dp")
 
 
-def job_of(software: str, **plan: object) -> Job:
-    given = {"cluster": "dgx-h100", "num_nodes": 2, "num_microbatches": 8, "software": software}
+def job_of(software: str, **plan: Any) -> Job:
+    given: dict[str, Any] = {"cluster": "dgx-h100", "num_nodes": 2, "num_microbatches": 8, "software": software}
     return make_job("gpt2-1.5b" if software == "accelerate" else "llama3-8b", **given, **plan)
 
 
@@ -47,7 +48,7 @@ def test_pipelines_inside_data_parallel_groups_come_back(target: str, software: 
         ("accelerate", "accelerate", {"dp_replicate": 2, "placement": ("dp_replicate", "dp_shard")}),
     ],
 )
-def test_placement_that_a_target_cannot_say_is_refused(target: str, software: str, plan: dict[str, object]) -> None:
+def test_placement_that_a_target_cannot_say_is_refused(target: str, software: str, plan: dict[str, Any]) -> None:
     export = formats()[target].export
     assert export is not None
     with pytest.raises(NotModelledError, match=r"plan.placement = .* cannot be said in .*; leave it out"):
@@ -58,7 +59,7 @@ def test_traces_have_the_numbers_of_devices() -> None:
     """ASTRA-sim places NPU i at place i of its network: groups of a placed plan are those of the devices."""
     export = formats()["chakra"].export
     assert export is not None
-    plan = {"seq_len": 512, "num_hidden_layers": 4, "tp": 2, "dp_replicate": 8}
+    plan: dict[str, Any] = {"seq_len": 512, "num_hidden_layers": 4, "tp": 2, "dp_replicate": 8}
     plain, placed = job_of("torch", **plan), job_of("torch", **plan, placement=("dp", "tp"))
     assert placed.placement is not None
     mesh, found = (json.loads(export(job, "x").files["comm_groups.json"]) for job in (plain, placed))

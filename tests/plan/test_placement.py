@@ -35,7 +35,7 @@ def walked(plan: ParallelPlan, order: list[Axis]) -> list[int]:
 
 @given(SIZES, ORDERS)
 def test_devices_are_those_of_a_walk_over_the_mesh(sizes: dict[str, int], order: list[Axis]) -> None:
-    plan = ParallelPlan(**sizes, placement=tuple(order))
+    plan = ParallelPlan.model_validate({**sizes, "placement": order})
     devices = devices_of(plan)
     assert devices == walked(plan, order)
     assert sorted(devices) == list(range(plan.num_devices))
@@ -45,7 +45,7 @@ def test_devices_are_those_of_a_walk_over_the_mesh(sizes: dict[str, int], order:
 
 @given(SIZES, ORDERS)
 def test_groups_of_the_innermost_axes_are_consecutive_devices(sizes: dict[str, int], order: list[Axis]) -> None:
-    plan = ParallelPlan(**sizes, placement=tuple(order))
+    plan = ParallelPlan.model_validate({**sizes, "placement": order})
     devices, mapping = devices_of(plan), RankMapping.of(plan)
     for number in range(1, len(order) + 1):
         for rank in range(0, plan.num_devices, 7):

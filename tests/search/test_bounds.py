@@ -56,7 +56,7 @@ def jobs(draw: st.DrawFn) -> Job:
 
 def table_of(plan: ParallelPlan) -> Candidates:
     """A table of one row."""
-    placements = [] if plan.placement is None else [plan.placement]
+    placements = [] if plan.placement is None else [tuple(map(str, plan.placement))]
     row = tuple(getattr(plan, name) for name in FIELDS)
     return Candidates.of_rows(plan, categories(placements=placements), FIELDS, [row])
 
@@ -107,6 +107,6 @@ def test_bounds_follow_the_placement(degrees: dict[str, int], order: tuple[str, 
     assert job.cluster.inter_link is not None
     slow = job.cluster.inter_link.model_copy(update={"bytes_per_s": 1e8})
     job = job.with_changes({"cluster.devices_per_node": 4, "cluster.inter_link": slow}).with_num_devices(8)
-    job = job.with_plan(ParallelPlan(**degrees, placement=order))
+    job = job.with_plan(ParallelPlan.model_validate({**degrees, "placement": order}))
     [seconds] = Bounds(job).of(table_of(job.plan)).step_time_s
     assert 0.4 < seconds / predict(job).step_time_s <= 1 + 1e-9

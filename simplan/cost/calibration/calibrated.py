@@ -72,7 +72,8 @@ class CalibratedCost:
             none.
         traffic: See ``GridCost``.
         update_fraction: See ``StateBytes``. Updates were timed in FP32.
-        placement: See ``CostModel``; ``otherwise`` has none.
+        placement: Devices of the ranks of communication; None if they are the devices of their own numbers. The ranks
+            of ``otherwise`` are devices.
     """
 
     def __init__(

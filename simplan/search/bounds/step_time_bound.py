@@ -123,7 +123,7 @@ class StepTimeBound:
         """``(ways, ranks)`` Devices of the pipeline of rank 0."""
         ranks = np.arange(shape[1]) * (int(rows.num_devices[0]) // shape[1])
         found = np.tile(ranks, (shape[0], 1))
-        for row in np.flatnonzero(rows["placement"]):
+        for row in np.flatnonzero(rows["placement"]).tolist():
             placement = Placement.of(rows.plan(row))
             if placement is not None:
                 found[ways[row]] = placement.devices_of(ranks)
