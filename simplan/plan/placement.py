@@ -48,7 +48,7 @@ def check_placement(value: Any) -> tuple[str, ...] | tuple[int, ...] | None:
     """Return a placement as axes or as devices; a text is a list of axes with commas.
 
     Raises:
-        ValueError: The value is neither, an axis is unknown or named twice, or two ranks have one device.
+        ValueError: The value is neither, an axis is unknown or named twice, or a device has two ranks or none.
     """
     if value is None:
         return None
@@ -87,6 +87,12 @@ def _checked_devices(devices: Sequence[int]) -> tuple[int, ...]:
     if number > 1:
         first, second = [rank for rank, each in enumerate(devices) if each == device][:2]
         raise ValueError(f"puts ranks {first} and {second} on device {device}; give each rank its own device")
+    last = len(devices) - 1
+    if max(devices) > last:
+        rank = next(rank for rank, device in enumerate(devices) if device > last)
+        idle = min({*range(len(devices))} - {*devices})
+        what = f"puts rank {rank} on device {devices[rank]}, and leaves device {idle} without a rank"
+        raise ValueError(f"{what}; use each device from 0 to {last} once")
     return tuple(devices)
 
 
@@ -195,7 +201,7 @@ class Placement:
 def _placement(sizes: tuple[int, ...], placement: tuple[str, ...] | tuple[int, ...]) -> Placement | None:
     if isinstance(placement[0], int):
         devices = tuple(int(device) for device in placement)
-        moved = sorted(devices) == [*range(int(np.prod(sizes)))] and devices != tuple(range(len(devices)))
+        moved = len(devices) == int(np.prod(sizes)) and devices != tuple(range(len(devices)))
         return Placement(sizes, devices) if moved else None
     by_axis = dict(zip(DEFAULT_ORDER, sizes, strict=True))
     order = placed_order(map(str, placement), by_axis)

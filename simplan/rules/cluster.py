@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from simplan.errors import Problem
 from simplan.job import Job
 from simplan.plan.placement import DEFAULT_ORDER, Placement, axes_of, placed_order
-from simplan.plan.plan import ParallelPlan
 from simplan.rules.rule import problem_of, rule, unmodelled
 from simplan.wording import either
 
@@ -97,26 +96,15 @@ def placement_of_all_axes(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "plan.placement", sentence, f"add {' and '.join(missing)} where it belongs")
 
 
-@rule("a list of devices must place every rank once", reads=_MESH)
+@rule("a list of devices must have one for every rank", reads=_MESH)
 def placement_of_all_ranks(job: Job) -> Iterator[Problem]:
     plan = job.plan
     if plan.placement is None or not isinstance(plan.placement[0], int):
         return
-    listed, number = plan.placement, plan.num_devices
-    if len(listed) != number:
-        sentence, fix = f"has {len(listed)} devices and the plan has {number} ranks", "list the device of every rank"
-    elif missing := sorted({*range(number)} - {*listed}):
-        rank = next(rank for rank, device in enumerate(listed) if device not in range(number))
-        sentence = f"puts rank {rank} on device {listed[rank]}, and leaves device {missing[0]} without a rank"
-        fix = f"use each device from 0 to {number - 1} once"
-    else:
-        return
-    yield problem_of(job, "plan.placement", sentence, fix, value=_shortened(plan))
-
-
-def _shortened(plan: ParallelPlan) -> str:
-    shown = plan.placement or ()
-    return f"[{', '.join(map(str, shown[:16]))}{', ...' if len(shown) > 16 else ''}]"
+    if len(plan.placement) != plan.num_devices:
+        sentence = f"has {len(plan.placement)} devices and the plan has {plan.num_devices} ranks"
+        value = f"[{', '.join(map(str, plan.placement[:16]))}{', ...' if len(plan.placement) > 16 else ''}]"
+        yield problem_of(job, "plan.placement", sentence, "list the device of every rank", value=value)
 
 
 @rule("ep in a placement must be where the mesh has it: between cp and dp", reads=f"{_MESH} ep")

@@ -79,6 +79,10 @@ def test_words_count_the_nodes_of_every_group() -> None:
         (["tp", "dp", "tp"], "names tp twice; name each axis once"),
         (["dp", "dp_shard"], "names dp and dp_shard, and dp is dp_shard, then dp_replicate; keep one of the two"),
         ([0, 1, 1, 2], "puts ranks 1 and 2 on device 1; give each rank its own device"),
+        (
+            [0, 1, 7, 2],
+            "puts rank 2 on device 7, and leaves device 3 without a rank; use each device from 0 to 3 once",
+        ),
         ([0, -1], "puts rank 1 on device -1; devices are numbered from 0"),
         ([0, "tp"], "has 0, which is no axis; known: tp, cp, ep, dp, dp_shard, dp_replicate, pp"),
         ([], "must be a list; write axes"),
