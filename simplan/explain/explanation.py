@@ -32,6 +32,7 @@ class Explanation:
         figures: Derived figures with their formulas.
         links: ``ClusterSpec.links``.
         contention: Cost of contention on links, as a sentence; None for a cluster without a topology.
+        placement: ``Job.placement_words``.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Explanation:
     figures: tuple[ExplainedTerm, ...]
     links: dict[str, dict[str, Any] | None]
     contention: str | None = None
+    placement: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
@@ -77,6 +79,7 @@ def explain(
         figures=tuple(_figures(prediction)),
         links=prediction.job.cluster.links,
         contention=None if prediction.network is None else f"contention {prediction.network.contention_words()}",
+        placement=prediction.job.placement_words,
     )
 
 

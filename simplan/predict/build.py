@@ -22,6 +22,7 @@ from simplan.job import Job
 from simplan.model.layer import CollectiveKind, LayerCollective
 from simplan.model.low_precision import DEFAULT_RECIPE
 from simplan.plan.collectives import Collectives
+from simplan.plan.placement import Placement
 from simplan.plan.plan import RankMapping, StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.prediction import Prediction
@@ -114,21 +115,30 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     parameters = (p for layer in set(job.software.layers_of(job.model, plan)) for p in layer.parameters)
     uneven = plan.shards_parameters and any(p.partial_gradient and p.shape[0] % num_shards for p in parameters)
     deals = deals_unequal_shards(job) and not dealt_alike and plan.num_devices <= MAX_DEALT_RANKS
-    return _kept_folding(mapping, cluster.devices_per_node, deals or uneven, None if is_static(cluster) else cluster)
+    contended = None if is_static(cluster) else cluster
+    if contended is not None and any(isinstance(each, int) for each in plan.placement or ()):
+        return unfolded(mapping)
+    return _kept_folding(mapping, job.placement, cluster.devices_per_node, deals or uneven, contended)
 
 
 @lru_cache(maxsize=128)
 def _kept_folding(
-    mapping: RankMapping, devices_per_node: int, unequal_shards: bool, contended: ClusterSpec | None
+    mapping: RankMapping,
+    placement: Placement | None,
+    devices_per_node: int,
+    unequal_shards: bool,
+    contended: ClusterSpec | None,
 ) -> Folding:
     """Cached folding: plans of a search have few meshes.
 
     Args:
         mapping: Mesh of the ranks.
+        placement: Devices of the ranks; None if they are the devices of their own numbers.
         devices_per_node: Devices of a node.
         unequal_shards: True if ranks of a shard group have different work.
         contended: Cluster on whose links communications slow each other down; None for none.
     """
+    devices = np.arange(mapping.world_size) if placement is None else np.array(placement.devices)
     levels: list[NDArray[np.int32]] = []
     if contended is not None:
         from simplan.network.build import fabric_of
@@ -136,7 +146,7 @@ def _kept_folding(
         fabric = fabric_of(contended)
         if not fabric.is_symmetric or contended.background:
             return unfolded(mapping)
-        levels = [domains for name, domains in fabric.levels if name != "node"]
+        levels = [domains[devices] for name, domains in fabric.levels if name != "node"]
 
     def owns(rank: int) -> int:
         """Rank's index in its shard group if shards are unequal, else 0.
@@ -146,7 +156,7 @@ def _kept_folding(
         """
         return mapping.shard_group(rank).index(rank) if unequal_shards else 0
 
-    return fold(mapping, lambda rank: rank // devices_per_node, owns, levels)
+    return fold(mapping, lambda rank: int(devices[rank]) // devices_per_node, owns, levels)
 
 
 def is_static(cluster: ClusterSpec) -> bool:
@@ -172,7 +182,7 @@ def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
             )
         )
     if calibration is None:
-        return _datasheet_cost(job)
+        return _datasheet_cost(job).placed(job.placement)
     refuse_other_device(calibration, cluster)
     if plan.collectives is not None:
         rule = f"{plan.collectives.words}: a calibration has the time of the algorithm that the library chose"
@@ -188,6 +198,7 @@ def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
         otherwise=None if cluster.cores_per_node is not None else _datasheet_cost(job),
         traffic=software.timed_traffic,
         update_fraction=software.state(training, plan).update_fraction,
+        placement=job.placement,
     )
 
 
@@ -253,12 +264,16 @@ def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreU
     threads = max(1, cores // ranks)
     communication_cores = 1.0 if slowdown is None else min(1.0, max(0.0, slowdown * cores / ranks - threads))
 
+    placement = cost.placement if isinstance(cost, CalibratedCost) else None
+    devices = range(cluster.num_devices) if placement is None else placement.devices
+    node_of = [cluster.node_of(device) for device in devices]
+
     def demand(op: Op) -> float:
-        if op.communication is not None and len({cluster.node_of(rank) for rank in op.communication.ranks}) > 1:
+        if op.communication is not None and len({node_of[rank] for rank in op.communication.ranks}) > 1:
             return 0.0
         return float(threads) if op.stream is Stream.COMPUTE else communication_cores
 
-    nodes = [cluster.node_of(op.rank) for op in program.ops]
+    nodes = [node_of[op.rank] for op in program.ops]
     return CoreUse(cores, nodes, [demand(op) for op in program.ops], [_connection(op) for op in program.ops])
 
 
@@ -349,8 +364,9 @@ def expands_for_links(job: Job) -> bool:
     plan, cluster = job.plan, job.cluster
     if is_static(cluster):
         return False
+    devices = range(plan.num_devices) if job.placement is None else job.placement.devices
     groups = RankMapping.of(plan).layer_collective_groups(plan.num_devices - 1).values()
-    return any(len({cluster.node_of(rank) for rank in group}) > 1 for group in groups)
+    return any(len({cluster.node_of(devices[rank]) for rank in group}) > 1 for group in groups)
 
 
 def expands_all(job: Job, folding: Folding, num_microbatches: int) -> bool:

@@ -24,6 +24,7 @@ from simplan.network.build import fabric_of
 from simplan.network.fabric import Fabric
 from simplan.network.load import LinkLoad, LinkShare, Network
 from simplan.network.usage import LinkUsage, LinkUse, Usages, in_sequence, link_use, together
+from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.program import STREAMS, Communication, Program, Stream, Work
 from simplan.sim.compiled import leaders_of
@@ -290,7 +291,7 @@ class _ProgramUsages:
             apart = 1 if meets and part.ranks == first.ranks else len(self._members(part.ranks))
             num_groups = len(groups) / apart
             way = self._way(part)
-            each = [self.usages.of(part._replace(ranks=group), way) for group in groups]
+            each = [self.usages.of(part._replace(ranks=self._devices(group)), way) for group in groups]
             usage = (together(each) if len(each) > 1 else each[0]).times(1 / apart)
             alone_s = usage.fixed_s + usage.transfer_s
             slowdown = self.program_costs.by_work[part].cost_estimate.seconds / alone_s if alone_s > 0 else 1.0
@@ -303,7 +304,7 @@ class _ProgramUsages:
     def _way(self, part: Communication) -> CommAlgorithm:
         """Algorithm of a communication; of equal ones of other ranks it is the same."""
         cluster = self.usages.cluster
-        route = route_of(part.ranks, cluster)
+        route = route_of(self._devices(part.ranks), cluster)
         key = (part.kind, part.num_bytes, part.draw, route)
         if key not in self._ways:
             self._ways[key] = algorithm_of(part, cluster, route, self.plan.collectives)
@@ -315,8 +316,17 @@ class _ProgramUsages:
         return RankMapping.of(self.plan)
 
     @cached_property
+    def placement(self) -> Placement | None:
+        """Devices of the ranks; None if they are the devices of their own numbers."""
+        return Placement.of(self.plan)
+
+    @cached_property
     def _stands_for(self) -> NDArray[np.int64]:
         return np.array(self.program.stands_for)
+
+    def _devices(self, group: _Group) -> _Group:
+        """Devices of the ranks of a group."""
+        return group if self.placement is None else self.placement.devices_of(group)
 
     def _members(self, group: _Group) -> set[int]:
         """Simulated ranks of a group."""

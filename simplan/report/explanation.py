@@ -29,6 +29,7 @@ def explanation_text(explanation: Explanation) -> str:
                 ["Figures", *(f"  {_number(p.value, p.unit)} {p.name} = {p.formula}" for p in explanation.figures)]
             ),
             *_links(explanation),
+            *([f"Placement\n  {explanation.placement}"] if explanation.placement else []),
         ]
     )
 

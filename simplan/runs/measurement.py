@@ -111,6 +111,7 @@ class RankMeasurement(Spec):
         reruns: Recomputation inside the actions, one span per block or attention core. None if it was not timed: in
             compiled blocks it is a part of their backward.
         step_times_s: The rank's own time of each steady step, in seconds.
+        node: Host name and address of the rank's node; empty for a run on one node.
     """
 
     rank: _Rank
@@ -119,6 +120,7 @@ class RankMeasurement(Spec):
     collectives: tuple[MeasuredCollective, ...]
     reruns: tuple[MeasuredSpan, ...] | None = None
     step_times_s: tuple[Positive, ...] = ()
+    node: str = ""
 
 
 class SlowRank(Spec):

@@ -37,6 +37,7 @@ PLANS: dict[str, tuple[str, dict[str, Any], int]] = {
     "hsdp": ("gpt2-1.5b", {"dp_replicate": 2, "dp_shard": 16}, 2),
     "pipeline": ("llama3-8b", {"dp_replicate": 4, "tp": 4, "pp": 2}, 4),
     "context": ("llama3-8b", {"dp_shard": 2, "cp": 4, "tp": 4}, 1),
+    "placed": ("llama3-8b", {"dp_replicate": 8, "tp": 2, "pp": 2, "placement": ("dp", "tp", "pp")}, 4),
     "experts": ("mixtral-8x7b", {"dp_replicate": 8, "ep": 8, "pp": 4}, 4),
     "sharded experts": ("mixtral-8x7b", {"dp_shard": 16, "ep": 8, "tp": 2}, 1),
 }

@@ -422,3 +422,37 @@ def test_collectives_that_links_or_groups_cannot_run(
     found = collectives_of(plan, algorithms, **parts)
     assert found
     assert sentence in found[0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (
+            {"tp": 2, "pp": 4, "placement": ("tp", "dp")},
+            "plan.placement = [tp, dp]: must name every axis of several ranks, and pp = 4; add pp where it belongs",
+        ),
+        (
+            {"tp": 2, "dp_replicate": 2, "placement": (0, 1, 2)},
+            "plan.placement = [0, 1, 2]: has 3 devices and the plan has 4 ranks; list the device of every rank",
+        ),
+    ],
+)
+def test_placements_that_leave_ranks_out(plan: dict[str, Any], said: str) -> None:
+    assert problems(LLAMA, plan) == [said]
+
+
+@pytest.mark.parametrize(
+    ("placement", "is_mesh"),
+    [
+        (("tp", "cp", "ep", "dp", "pp"), True),
+        (("tp", "ep", "dp_shard", "dp_replicate", "pp"), True),
+        (("tp", "dp", "ep", "pp"), False),
+        (("ep", "tp", "dp", "pp"), False),
+        (("tp", "ep", "pp", "dp"), False),
+        (("tp", "pp", "dp"), True),
+    ],
+)
+def test_ep_in_a_placement_is_where_the_mesh_has_it(placement: tuple[str, ...], is_mesh: bool) -> None:
+    plan = {"ep": 2, "tp": 2, "etp": 1, "dp_replicate": 2, "pp": 2, "placement": placement}
+    found = problems(model_of(), plan, software=catalog.software("megatron-core"))
+    assert [said.split("; ")[-1] for said in found] == ["write [tp, cp, ep, dp, pp], or leave ep out"] * (not is_mesh)
