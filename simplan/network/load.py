@@ -103,12 +103,8 @@ class Network:
             return f"{of}, {where}"
         by = sorted((s for s in link.communications if s.busy_s > 0), key=lambda share: -share.busy_s)
         others = [share.name for share in by if share.name not in delayed[:_MAX_NAMED]][:_MAX_NAMED]
-        words = " and ".join(delayed[:_MAX_NAMED])
-        return (
-            f"{of}, {where}: {words}, delayed by {' and '.join(others)}"
-            if others
-            else f"{of}, {where}: full of {words}"
-        )
+        words = f"{of}, {where}: {' and '.join(delayed[:_MAX_NAMED])}"
+        return f"{words}, delayed by {' and '.join(others)}" if others else f"{words} fill it"
 
     def to_json(self) -> dict[str, Any]:
         """As JSON: the links that delay most and the busiest, at most 64."""
