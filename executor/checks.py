@@ -115,6 +115,10 @@ def _unmodelled(job: RunSpec) -> Iterator[Problem]:
             if no_torchao
             else "the executor does not run this precision; use bf16, fp8 or fp32 (or tf32 on CUDA devices)",
         ),
+        "training.pure_bf16": (
+            training.pure_bf16 and fp8,
+            "the executor's FP8 layers have FP32 weights; use false, or precision bf16",
+        ),
         "training.fp8_recipe": (
             fp8 and training.fp8_recipe not in (None, *TORCHAO_RECIPES),
             f"the executor's linear layers have no such recipe; use {either(TORCHAO_RECIPES)}",

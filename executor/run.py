@@ -14,7 +14,6 @@ from executor.launch.nodes import Rendezvous
 from executor.launch.rank import RankFiles, folder_of
 from executor.launch.watchdog import Beats
 from executor.profiling.results import RunSegment, gather, written_here
-from executor.train.checkpoint_folder import check_resume, newest_checkpoint
 from simplan.errors import RunError, SimplanError
 from simplan.io import write_whole
 from simplan.runs.checkpoint import Checkpointing
@@ -56,7 +55,7 @@ def run_job(
     check_job(job)
     run = _Run(job, out_dir.resolve(), on_progress, on_note, None)
     with _owned(job.checkpointing):
-        run.launch(check_resume(job), rank_module)
+        run.launch(_check_resume(job), rank_module)
     assert run.measurement is not None
     return run.measurement
 
@@ -84,7 +83,7 @@ def run_on_nodes(
         if job is not None:
             for plan in (job, *map(job.on_nodes, job.fewer_nodes)):
                 check_job(plan, nodes.ranks_per_node)
-            resuming = check_resume(job)
+            resuming = _check_resume(job)
         rendezvous = Rendezvous(nodes, None if job is None else job.model_dump_json())
         run = _Run(RunSpec.model_validate_json(rendezvous.job), out_dir.resolve(), on_progress, on_note, rendezvous)
         run.launch(resuming, rank_module)
@@ -102,6 +101,22 @@ def gather_left(job: RunSpec, out_dir: Path, failure: str) -> None:
     with exclusive(out_dir, "--output", role=".ranks"):
         measurement = gather([RunSegment(job)], written_here(out_dir, job.plan.num_devices), failure)
         write_whole(out_dir / "measurement.json", measurement.model_dump_json(indent=1))
+
+
+def _check_resume(job: RunSpec) -> list[str]:
+    """As ``check_resume``, whose import of torch.distributed.checkpoint takes a second that other runs are spared."""
+    if job.checkpointing is None:
+        return []
+    from executor.train.checkpoint_folder import check_resume
+
+    return check_resume(job)
+
+
+def _num_saved_steps(checkpointing: Checkpointing) -> int:
+    from executor.train.checkpoint_folder import newest_checkpoint
+
+    header, _ = newest_checkpoint(Path(checkpointing.folder))
+    return 0 if header is None else header.step
 
 
 def _owned(checkpointing: Checkpointing | None) -> AbstractContextManager[None]:
@@ -206,8 +221,7 @@ class _Run:
             self._note(f"{why}; restart {start.restarts} of {checkpointing.max_restarts}")
         if self.segments and self.segments[-1].job.plan == job.plan:
             return
-        header = None if checkpointing is None else newest_checkpoint(Path(checkpointing.folder))[0]
-        done = 0 if header is None else header.step
+        done = 0 if checkpointing is None else _num_saved_steps(checkpointing)
         per_node = len(start.ranks)
         num_nodes = job.plan.num_devices // per_node
         sentence = ""

@@ -79,6 +79,8 @@ class TrainingSpec(Spec):
         global_batch_size: Sequences per optimizer step, over all devices.
         precision: Format of the linear layers' matmuls. FP16 and BF16 are mixed precision. ``fp8``, ``mxfp8`` and
             ``nvfp4`` are BF16 except for the linear layers of blocks (``simplan.model.low_precision``).
+        pure_bf16: Weights, gradients and optimizer states are BF16, without FP32 copies (``model.to(torch.bfloat16)``).
+            Else BF16 is mixed precision, with FP32 weights or FP32 copies of them.
         fp8_recipe: FP8 scaling recipe; None for per-tensor scaling (``tensorwise``), and for other precisions.
         optimizer: Optimizer; ``simplan.training`` has its states, traffic and norms.
         fused_optimizer: One kernel reads and writes all tensors of a step; false for torch's ``foreach``, a sequence of
@@ -92,6 +94,7 @@ class TrainingSpec(Spec):
 
     global_batch_size: Count
     precision: Precision = "bf16"
+    pure_bf16: bool = False
     fp8_recipe: Fp8Recipe | None = None
     optimizer: Annotated[OptimizerName, BeforeValidator(_modelled)] = "adamw"
     fused_optimizer: bool | None = None

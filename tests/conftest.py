@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler.loadscope import LoadScopeScheduling
+
+# Python starts a few hundred times, here and in children, and a start without bytecode mostly compiles our modules.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # How long an example takes depends on the machine, and no test of ours asserts a time.
 settings.register_profile("new examples", deadline=None, suppress_health_check=[HealthCheck.too_slow])

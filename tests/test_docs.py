@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -30,6 +31,7 @@ from simplan.report.text import prediction_text
 from simplan.scenario import load_scenario
 from simplan.scenario.search import load_search
 from simplan.validate.logged_run import LoggedRun, parse_measured
+from tests.cli.conftest import server
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -112,12 +114,11 @@ def test_snippets_of_a_page_work(page: str, tmp_path: Path, monkeypatch: pytest.
     printed = ""
     for one in listed:
         if one.language == "sh" and one.is_run:
-            lines = [one.text] if "<<'END'" in one.text else one.text.splitlines()  # a here-document needs its lines
-            for line in lines:
-                if line is one.text or line.startswith("simplan "):
-                    done = subprocess.run(["bash", "-ec", line], capture_output=True, text=True, check=False)
-                    assert done.returncode == 0, f"{line}: {done.stderr}"
-                    printed = done.stdout
+            whole = "<<'END'" in one.text  # a here-document needs its lines
+            for line in [one.text] if whole else one.text.splitlines():
+                if whole or line.startswith("simplan "):
+                    code, printed, said = run_line(line, tmp_path)
+                    assert code == 0, f"{line}: {said}"
         elif one.language == "python":
             exec(one.text, {})
         elif one.note == "output":
@@ -127,6 +128,17 @@ def test_snippets_of_a_page_work(page: str, tmp_path: Path, monkeypatch: pytest.
             assert one.text.count("\n") > 3
         elif one.note == "output: ends":
             assert printed.endswith(one.text)
+
+
+def run_line(line: str, folder: Path) -> tuple[int, str, str]:
+    """Exit code, output and messages of a line of shell; a plain command is forked, as tests/cli does it."""
+    if re.search(r"[|<>$&;*]", line):
+        done = subprocess.run(["bash", "-ec", line], capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, done.stderr
+    out, err = folder / "bin" / "out", folder / "bin" / "err"
+    files = {"folder": str(folder), "out": str(out), "err": str(err)}
+    code = server().ask({"args": shlex.split(line)[1:], "environment": dict(os.environ), "limit_s": 600, **files})
+    return code, out.read_text(), err.read_text()
 
 
 def read_yaml(text: str, folder: Path, number: int) -> None:

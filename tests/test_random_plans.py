@@ -119,11 +119,12 @@ def keeps_the_laws(job: Job) -> None:
     assert step.times.step_time_s == prediction.step_time_s
     cost = cost_model(job, None)
 
-    def lowered(how: Lowering) -> Simulated:
+    def lowered(how: Lowering, *, stamped: bool = True) -> Simulated:
         made = lower(job, prediction.assignment, prediction.table, how)
         simulated = simulate_program(made, cost, cluster)
         check_memory(made)
-        _check_stamped(made, lambda: lower(job, prediction.assignment, prediction.table, how))
+        if stamped:
+            _check_stamped(made, lambda: lower(job, prediction.assignment, prediction.table, how))
         check_times(simulated)
         check_engines(made, simulated.program_costs.durations_s)
         return simulated
@@ -132,7 +133,7 @@ def keeps_the_laws(job: Job) -> None:
     for level, host_waits in product((1, 2), (False, True)):
         unfolded = lowered(Lowering(level, host_waits=host_waits))
         check_bytes(unfolded.program)
-        folded = lowered(Lowering(level, folding, host_waits=host_waits))
+        folded = lowered(Lowering(level, folding, host_waits=host_waits), stamped=False)  # as the unfolded one is
         check_same(folded, unfolded)
         if level == 2:
             evenly = software.optimizer_shards == "elements"
@@ -267,7 +268,7 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_plan_is_refused_with_a_sentence_or_keeps_the_laws(data: st.DataObject) -> None:
     plan, model = data.draw(plans(), "plan"), data.draw(models(), "model")
     training: dict[str, Any] = {
@@ -294,6 +295,7 @@ USES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "documents": ({"document_lengths": (20, 5, 4)}, {}, {}),
     "fp8": ({}, {"precision": "fp8", "fp8_recipe": "rowwise"}, {}),
     "mxfp8": ({}, {"precision": "mxfp8"}, {}),
+    "pure bf16": ({}, {"pure_bf16": True}, {}),
     "optimizer on the host": ({}, {}, {"offload_optimizer": True}),
     "activations on the host": ({}, {}, {"offload_activations": True}),
 }
@@ -301,7 +303,7 @@ USES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_use_of_a_model_is_refused_with_a_sentence_or_keeps_the_laws(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(list(STRATEGIES)), "strategy")
     plan = ParallelPlan.model_validate(STRATEGIES[name])

@@ -129,7 +129,9 @@ class GradientClipper:
         """Scales all gradients, also by 1, so that the host need not wait for the norm."""
         gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
         norm = get_total_norm([local(p.grad) for p in self._counted if p.grad is not None])
-        total = self._groups.total(norm.to(gradients[0]).square().reshape(1))
+        wide = torch.promote_types(norm.dtype, torch.float32)  # ranks sum squares of BF16 norms in FP32
+        total = self._groups.total(norm.to(gradients[0].device, wide).square().reshape(1))
         if self._pipeline.size > 1:
             self._pipeline.all_reduce(total)
-        torch._foreach_mul_(gradients, (self._max_norm / (total[0].sqrt() + _EPSILON)).clamp(max=1.0))
+        scale = (self._max_norm / (total[0].sqrt() + _EPSILON)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))

@@ -20,13 +20,15 @@ from simplan.runs.run_spec import RunSpec
 
 
 def weight_dtype(job: RunSpec) -> torch.dtype:
-    """Weights, gradients and optimizer states: fp32, also in mixed precision; fp64 for checking."""
-    return torch.float64 if job.dtype == "fp64" else torch.float32
+    """Weights, gradients and optimizer states: fp32, also in mixed precision; bf16 without it; fp64 for checking."""
+    if job.dtype == "fp64":
+        return torch.float64
+    return torch.bfloat16 if job.training.pure_bf16 else torch.float32
 
 
 def compute_dtype(job: RunSpec) -> torch.dtype | None:
     """Dtype of matmuls where it differs from ``weight_dtype``; None where it does not."""
-    return torch.bfloat16 if job.dtype == "bf16" else None
+    return torch.bfloat16 if job.dtype == "bf16" and not job.training.pure_bf16 else None
 
 
 def fp8_recipe(job: RunSpec) -> Fp8Recipe | None:

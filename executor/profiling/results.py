@@ -19,7 +19,6 @@ from executor.checks import runs_on_cuda
 from executor.launch.rank import RankFiles
 from executor.profiling.recorder import StepRecord
 from executor.profiling.steps import find_slow_ranks, steady_from
-from executor.train.run_state import read_losses
 from simplan.runs.checkpoint import CheckpointTiming
 from simplan.runs.measurement import (
     EarlierSegment,
@@ -160,7 +159,11 @@ def gather(
 
 def _earlier(segments: Sequence[RunSegment]) -> Iterator[EarlierSegment]:
     checkpointing = segments[-1].job.checkpointing
-    losses = read_losses(Path(checkpointing.folder)) if len(segments) > 1 and checkpointing is not None else {}
+    losses: dict[int, float] = {}
+    if len(segments) > 1 and checkpointing is not None:
+        from executor.train.run_state import read_losses  # imports torch.distributed.checkpoint: a second
+
+        losses = read_losses(Path(checkpointing.folder))
     for segment, following in pairwise(segments):
         steps = range(segment.first_step, following.first_step)
         yield EarlierSegment(

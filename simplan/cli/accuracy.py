@@ -1,4 +1,4 @@
-"""``simplan accuracy``: published runs predicted, and how far off that is."""
+"""``simplan compare`` and ``simplan accuracy``: predictions next to what one run, or published runs, measured."""
 
 from __future__ import annotations
 
@@ -13,10 +13,45 @@ from simplan.accuracy.result import Accuracy
 from simplan.cli.terminal.drawing import refuse_other_suffix
 from simplan.cli.terminal.output import print_json, print_result, say
 from simplan.cli.terminal.progress import ProgressLine
+from simplan.errors import Problem, SpecError
+from simplan.interop.compare_files import compare, read_prediction
+from simplan.interop.logs.formats import read_run
 from simplan.io import write_text
 from simplan.report.accuracy import accuracy_markdown, accuracy_text, run_rows
+from simplan.report.comparison import comparison_text, logged_text
 from simplan.report.drawings.accuracy_plot import accuracy_plot
 from simplan.report.drawings.accuracy_svg import accuracy_svg
+from simplan.report.drawings.comparison_drawing import draw_comparison
+from simplan.report.drawings.comparison_svg import comparison_html, comparison_svg
+from simplan.validate.logged import LoggedComparison
+from simplan.validate.logged_run import LoggedRun
+
+_WRITERS = {".svg": comparison_svg, ".html": comparison_html}
+
+
+def compare_command(prediction_file: Path, measurement_file: Path, *, as_json: bool, plot: Path | None) -> int:
+    """``simplan compare``."""
+    if plot is not None and plot.suffix.lower() not in _WRITERS:
+        fix = f"write {plot.with_suffix('.svg')}" if plot.name else "name a file"
+        raise SpecError(Problem(field="--plot", value=str(plot), rule="must end in .svg or .html", fix=fix))
+    prediction, measured = read_prediction(prediction_file), read_run(measurement_file)
+    if plot is not None and isinstance(measured, LoggedRun):
+        fix = "leave it out, or measure with `simplan run`"
+        raise SpecError(Problem(field="--plot", rule="draws a timeline, and a log has none", fix=fix))
+    try:
+        comparison = compare(prediction, measured)
+    except SpecError as error:
+        raise error if error.file else error.in_file(str(measurement_file)) from None
+    if plot is not None and not isinstance(measured, LoggedRun):
+        write_text(plot, _WRITERS[plot.suffix.lower()](draw_comparison(prediction, measured)))
+        say(f"wrote {plot}; any browser opens it")
+    if as_json:
+        print_json(comparison.to_json())
+    elif isinstance(comparison, LoggedComparison):
+        print_result(logged_text(comparison))
+    else:
+        print_result(comparison_text(comparison))
+    return 0
 
 
 def accuracy_command(
@@ -30,7 +65,7 @@ def accuracy_command(
     stage_times: Path | None,
     jobs: int,
 ) -> int:
-    """Runs the command; returns 0 regardless of the size of the errors."""
+    """``simplan accuracy``; returns 0 regardless of the size of the errors."""
     if plot_file is not None:
         refuse_other_suffix(plot_file, "--plot")
     files = read_published(paths)

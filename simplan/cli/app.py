@@ -346,7 +346,7 @@ def compare(
     lies outside of the prediction's intervals, the job is predicted again with one change at a time. Changes that bring
     it closer are listed.
     """
-    from simplan.cli.compare import compare_command
+    from simplan.cli.accuracy import compare_command
 
     return compare_command(prediction, measurement, as_json=json, plot=plot)
 

@@ -350,7 +350,7 @@ def _shape(scenario: Scenario) -> ShapeRequest:
         model=scenario.job.padded_model,
         shard=plan.shard,
         microbatch_size=plan.microbatch_size,
-        mixed=way_of_mixing(precision, sharded=plan.shards_parameters),
+        mixed=way_of_mixing(precision, sharded=plan.shards_parameters or training.pure_bf16),
         dtype=precision,
         fp8_recipe=training.fp8_recipe or DEFAULT_RECIPE,
         optimizer=training.update,

@@ -156,10 +156,11 @@ def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
         optimizer=training.update,
         num_ranks=cluster.ranks_per_node,
         fp8_recipe=training.fp8_recipe or DEFAULT_RECIPE,
-        mixed=way_of_mixing(training.precision, sharded=plan.shards_parameters),
+        mixed=way_of_mixing(training.precision, sharded=plan.shards_parameters or training.pure_bf16),
         cluster=cluster,
         otherwise=None if cluster.cores_per_node is not None else _datasheet_cost(job),
         traffic=software.timed_traffic,
+        update_fraction=software.state(training, plan).update_fraction,
     )
 
 

@@ -19,6 +19,7 @@ from simplan.training import TrainingSection
 _TRAINING = {
     "global_batch_size": "sequences (or images) of an optimizer step, over all devices",
     "precision": "precision of the matmuls of linear layers; all except fp32 and tf32 are mixed precision",
+    "pure_bf16": "weights, gradients and optimizer states in bf16 as well, without fp32 copies",
     "fp8_recipe": "for fp8: scaling granularity; default: per tensor",
     "optimizer": "optimizer, with its states per parameter",
     "fused_optimizer": "one kernel for the update; false for torch's foreach; default: where such a kernel exists",

@@ -267,6 +267,13 @@ def _mfu(prediction: Prediction) -> str:
     )
 
 
+def _precision(job: Job) -> str:
+    training = job.training
+    if not training.pure_bf16:
+        return training.precision
+    return "pure bf16" if training.precision == "bf16" else f"{training.precision} with pure bf16"
+
+
 def _inputs(model: ModelSpec) -> str:
     if model.sample == "image":
         return f"images of {model.image_size} x {model.image_size}"
@@ -292,7 +299,7 @@ def _inputs_of_job(prediction: Prediction) -> Iterator[str]:
     if links := links_words(cluster.links):
         yield f"  links        {links}"
     yield (
-        f"  training     {counted(training.global_batch_size, model.sample)}{tokens} per step, {training.precision}, "
+        f"  training     {counted(training.global_batch_size, model.sample)}{tokens} per step, {_precision(job)}, "
         f"{training.update.replace('_foreach', ' (foreach)')}, software {job.software.title}"
     )
     of_rank = microbatch_words(job.num_microbatches, plan.microbatch_size, model.sample)

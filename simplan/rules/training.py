@@ -57,6 +57,30 @@ def recipe_of_fp8(job: Job) -> Iterator[Problem]:
         yield problem_of(job, "training.fp8_recipe", sentence, "remove it")
 
 
+@rule("pure_bf16 is for BF16, and for linear layers below 16 bits")
+def pure_bf16_of_bf16(job: Job) -> Iterator[Problem]:
+    precision = job.training.precision
+    if job.training.pure_bf16 and precision in ("fp32", "tf32", "fp16"):
+        sentence = f"has weights and states in BF16, and training.precision = {precision}"
+        yield problem_of(job, "training.pure_bf16", sentence, "use precision bf16, or remove pure_bf16")
+
+
+@unmodelled("weights and optimizer states in BF16 are not modeled for this", reads="shards_parameters grad_dtype")
+def pure_bf16_modelled(job: Job) -> Iterator[Problem]:
+    training, software, plan = job.training, job.software, job.plan
+    if not training.pure_bf16 or training.precision in ("fp32", "tf32", "fp16"):
+        return
+    if training.task == "lora":
+        yield not_modelled(job, "training.pure_bf16", "pure BF16 with adapters (training.task = lora)", "remove it")
+    elif "pure_bf16" not in software.states(training, plan):
+        what = f"training without FP32 weights with {software.id}"
+        known = "torch, torchtitan, accelerate or transformers"
+        yield not_modelled(job, "training.pure_bf16", what, f"remove it, or use software {known}")
+    elif plan.grad_dtype == "fp32" and not plan.shards_parameters:
+        what = "pure BF16 with gradients in FP32 that are not sharded"
+        yield not_modelled(job, "plan.grad_dtype", what, "remove it")
+
+
 @unmodelled("adapters in this precision are not modeled for the software")
 def adapters_in_low_precision(job: Job) -> Iterator[Problem]:
     precision = job.training.precision
@@ -125,18 +149,15 @@ def layerwise_optimizer_modelled(job: Job) -> Iterator[Problem]:
 @unmodelled("norms of gradients are not modeled where ranks have parts of them in unequal ways", reads="ep")
 def norms_modelled(job: Job) -> Iterator[Problem]:
     training, software, ep = job.training, job.software, job.plan.ep
-    asked = []
-    if training.clip_grad_norm is not None:
-        asked.append(("training.clip_grad_norm", "clipping", "leave it out"))
-    if training.optimizer in LAYERWISE:
-        asked.append(("training.optimizer", "it", "use adamw"))
-    for field, what, fix in asked:
-        if ep > 1:
-            sentence = f"{what} with experts that are split over ranks (plan.ep = {ep}) is not modeled yet"
-            yield problem_of(job, field, sentence, fix)
-        if software.optimizer_shards == "elements":
-            sentence = f"{what} with {software.id}, whose ranks update parts of flat buffers, is not modeled yet"
-            yield problem_of(job, field, sentence, fix)
+    of_layers = training.optimizer in LAYERWISE
+    split = f"with experts that are split over ranks (plan.ep = {ep})"
+    if ep > 1 and training.clip_grad_norm is not None and software.executable:
+        yield problem_of(job, "training.clip_grad_norm", f"clipping {split} is not modeled yet", "leave it out")
+    if ep > 1 and of_layers:
+        yield problem_of(job, "training.optimizer", f"it {split} is not modeled yet", "use adamw")
+    if of_layers and software.optimizer_shards == "elements":
+        sentence = f"it with {software.id}, whose ranks update parts of flat buffers, is not modeled yet"
+        yield problem_of(job, "training.optimizer", sentence, "use adamw")
 
 
 @unmodelled("this precision is not modeled for this model and software")

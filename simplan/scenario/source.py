@@ -330,12 +330,26 @@ def read_source(
     if batch is not None and isinstance(data, dict):
         data, rounded = _with_batch(data, file, batch, typed, searches=searches)
         assumptions += rounded
+        if configuration is not None and batch == (NUM_MICROBATCHES, configuration.num_microbatches):
+            _check_batch(configuration, data)
     if configuration is not None and searches:
         ranges = ((f"search.{key}", value) for key, value in configuration.search.items())
         why = f"no others in {configuration.title}"
         assumptions += [Assumption(key, value, why) for key, value in ranges if key not in given]
     lines = _lines(document, given)
     return Source(Document(data, lines), file, tuple(assumptions), typed, tuple(replaced), configuration, current)
+
+
+def _check_batch(configuration: Configuration, data: dict[str, Any]) -> None:
+    """Check that a file which gives both a batch and microbatches is run on the number of devices that it is for."""
+    key = "training.global_batch_size"
+    written = configuration.document.data.get("training", {}).get("global_batch_size")
+    size, number = data["training"]["global_batch_size"], configuration.num_microbatches
+    if key in configuration.names and written not in (None, size):
+        rule = f"is {size} on these devices, with {number} microbatches per data-parallel rank"
+        fix = "give the devices that it is for, or --num-microbatches"
+        field = configuration.names[key]
+        raise SpecError(Problem(field=field, value=str(written), rule=rule, fix=fix), file=configuration.file)
 
 
 def _current(

@@ -19,7 +19,7 @@ from simplan.training import OPTIMIZERS, OptimizerName, TrainingSpec
 if TYPE_CHECKING:
     from simplan.model.model import ModelSpec
 
-_Wide = Literal["fp32", "tf32", "fp16", "bf16"]
+_Wide = Literal["fp32", "tf32", "fp16", "bf16", "pure_bf16"]
 SoftwareOption = Literal[
     "channels_last",
     "compiled",
@@ -134,6 +134,16 @@ class StateBytes(Spec):
         widened = self.matmul_gradient + int(self.gradient) if self.matmul_gradient != self.gradient else 0
         return widened + 3 * int(self.gradient)
 
+    @property
+    def accumulated(self) -> int:
+        """Bytes per unsharded gradient that FSDP accumulates over microbatches: as wide as their reduction or wider."""
+        return max(self.gradient, self.reduced)
+
+    @property
+    def update_fraction(self) -> float:
+        """Bytes that an update reads and writes relative to FP32: 1/2 for weights of 16 bits without a master copy."""
+        return 1 / 2 if not self.master and self.parameter == self.gradient == self.moment == 2 else 1.0
+
     def optimizer_bytes(self, optimizer: OptimizerName) -> int:
         """Bytes of optimizer states and master copy for one parameter."""
         return OPTIMIZERS[optimizer].num_states * self.moment + int(self.master)
@@ -160,7 +170,7 @@ class SoftwareSpec(Spec):
     Attributes:
         id: Catalog name.
         state_bytes: Bytes per element by training precision, for unsharded parameters; a precision that is missing is
-            not supported.
+            not supported. ``pure_bf16`` is BF16 with ``TrainingSpec.pure_bf16``.
         sharded_state_bytes: ``state_bytes`` for parameters that FSDP shards.
         lora_state_bytes, sharded_lora_state_bytes: ``state_bytes`` and ``sharded_state_bytes`` for adapters, with all
             other weights frozen.
@@ -398,8 +408,10 @@ class SoftwareSpec(Spec):
         """Bytes per element of one training run under one plan."""
         kinds = self.states(training, plan)
         low = self.low_precision.get(training.precision)  # type: ignore[arg-type]
+        wide = "pure_bf16" if training.pure_bf16 else "bf16" if low is not None else training.precision
+        state = self._with_gradients(kinds[wide], plan)  # type: ignore[index]
         if low is None:
-            return self._with_gradients(kinds[training.precision], plan)  # type: ignore[index]
+            return state
         weights = "microbatch" if plan.shards_parameters and low.weights == "step" else low.weights
         form = linear_format(
             training.precision,  # type: ignore[arg-type]
@@ -409,7 +421,7 @@ class SoftwareSpec(Spec):
             experts=low.experts,
             eager=low.eager and not self.compiled,
         )
-        return self._with_gradients(kinds["bf16"], plan).model_copy(update={"linear": form})
+        return state.model_copy(update={"linear": form})
 
     def gathers_quantized(self, state: StateBytes) -> bool:
         """True if tensor-parallel ranks all-gather operands of the linear layers of blocks in FP8."""

@@ -84,7 +84,7 @@ class Hypothesis:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredTotals:
     """Measured step time and peak that hypotheses are compared with.
 
     Attributes:
@@ -117,7 +117,7 @@ def job_of_prediction(prediction: Mapping[str, Any]) -> Job | None:
     )
 
 
-def hypotheses(job: Job, predicted_s: float, measured: Measured) -> tuple[Hypothesis, ...] | None:
+def hypotheses(job: Job, predicted_s: float, measured: MeasuredTotals) -> tuple[Hypothesis, ...] | None:
     """Predict a job with one change at a time, and return the changes that explain a part of the error.
 
     Args:
@@ -150,7 +150,7 @@ def hypotheses(job: Job, predicted_s: float, measured: Measured) -> tuple[Hypoth
     return tuple(found[kind] for kind in kinds)
 
 
-def _compared(change: str, summary: StepSummary, measured: Measured) -> Hypothesis:
+def _compared(change: str, summary: StepSummary, measured: MeasuredTotals) -> Hypothesis:
     low_s, high_s = summary.step_time_interval_s
     explains, step_error, peak_gib, peak_error = True, None, None, None
     if measured.step_time_s is not None:

@@ -19,7 +19,7 @@ from simplan.program.timeline import SpanKind, Timeline
 from simplan.units import counted, format_time
 from simplan.validate.activity import ActivityShare, Piece, pieces_of, predicted_activity, stream_words
 from simplan.validate.attribution import critical_pieces
-from simplan.validate.hypotheses import Hypothesis, Measured, hypotheses, job_of_prediction
+from simplan.validate.hypotheses import Hypothesis, MeasuredTotals, hypotheses, job_of_prediction
 from simplan.validate.logged_memory import MemoryTerm, in_memory_interval, memory_notes, memory_rows, memory_terms
 from simplan.validate.logged_run import LoggedRun
 from simplan.validate.measured import predicted_timeline
@@ -134,7 +134,7 @@ def compare_logged(prediction: Mapping[str, Any], logged: LoggedRun, job: Job | 
         rows = [compared("step time", predicted_s, measured_s, "s", relative_spread(times_s)), *rows]
     holds = None if measured_s is None else low_s <= measured_s <= high_s
     longer_s = {row.name.partition(",")[0]: row.measured - row.predicted for row in gpu_rows}
-    tried, tried_notes = _hypotheses(prediction, logged, Measured(measured_s, longer_s=longer_s), holds, job)
+    tried, tried_notes = _hypotheses(prediction, logged, MeasuredTotals(measured_s, longer_s=longer_s), holds, job)
     return LoggedComparison(
         rows=tuple(rows),
         interval_s=(low_s, high_s),
@@ -229,7 +229,7 @@ def _gpu_rows(prediction: Mapping[str, Any], logged: LoggedRun) -> Iterator[Comp
 
 
 def _hypotheses(
-    prediction: Mapping[str, Any], logged: LoggedRun, measured: Measured, holds: bool | None, job: Job | None
+    prediction: Mapping[str, Any], logged: LoggedRun, measured: MeasuredTotals, holds: bool | None, job: Job | None
 ) -> tuple[tuple[Hypothesis, ...] | None, tuple[str, ...]]:
     """Hypotheses and notes on them, if the log lies outside of an interval."""
     peaks = {column: max(found) for column, found in logged.peaks.items()}

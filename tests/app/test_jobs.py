@@ -42,7 +42,7 @@ def searching(text: str) -> TaskRequest:
 
 
 def until(job: BackgroundJob, holds: Callable[[BackgroundJob], bool]) -> None:
-    deadline_s = time.monotonic() + 240
+    deadline_s = time.monotonic() + 600
     while not holds(job):
         assert time.monotonic() < deadline_s
         job.watch()

@@ -23,7 +23,7 @@ def refused(result: CompletedProcess[str], *parts: str) -> None:
 def bash(command: str, environment: Mapping[str, str]) -> CompletedProcess[str]:
     """Output and exit code of a line of shell."""
     return subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, env=environment, check=False, timeout=240
+        ["bash", "-c", command], capture_output=True, text=True, env=environment, check=False, timeout=600
     )
 
 

@@ -36,8 +36,8 @@ def runs(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_json_has_what_others_rely_on(new_simplan: Simplan, runs: Path) -> None:
-    result = new_simplan("accuracy", runs, "--json", "--jobs", "1")
+def test_the_json_has_what_others_rely_on(simplan: Simplan, runs: Path) -> None:
+    result = simplan("accuracy", runs, "--json", "--jobs", "1")
     assert result.returncode == 0, result.stderr
     assert f"note: {runs / 'links.yaml'} holds no runs, and is passed over" in result.stderr
     document = json.loads(result.stdout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +59,16 @@ def test_without_a_scenario_all_that_prices_any_model_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("created", "slower", "asked", "said"),
+    ("age", "slower", "asked", "said"),
     [
-        ("2026-01-01T00:00:00+00:00", 1.5, 1, ""),
-        ("2026-01-01T00:00:00+00:00", 3.0, 2, "computes 3.00 times slower than when it was calibrated"),
-        (datetime.now(UTC).isoformat(), 3.0, 0, ""),
+        (timedelta(days=300), 1.5, 1, ""),
+        (timedelta(days=300), 3.0, 2, "computes 3.00 times slower than when it was calibrated"),
+        (timedelta(0), 3.0, 0, ""),
     ],
     ids=["scaled", "taken anew", "believed"],
 )
 def test_an_old_calibration_is_compared_with_the_machine_of_now(
-    created: str,
+    age: timedelta,
     slower: float,
     asked: int,
     said: str,
@@ -78,7 +78,7 @@ def test_an_old_calibration_is_compared_with_the_machine_of_now(
 ) -> None:
     requests: list[CalibrationRequest] = []
     timing = CALIBRATION.layers[0].model_copy(update={"reference_s": 0.001})
-    old = CALIBRATION.model_copy(update={"layers": (timing,), "created": created})
+    old = CALIBRATION.model_copy(update={"layers": (timing,), "created": (datetime.now(UTC) - age).isoformat()})
     new = old.model_copy(update={"reference_s": 0.001 * slower, "created": datetime.now(UTC).isoformat()})
 
     def run(args: list[str], on_event: Callable[[Any], None]) -> None:

@@ -60,7 +60,7 @@ def on_terminal(scenario: Path, environment: dict[str, str], columns: int, **mor
             if not chunk:
                 break
             received += chunk
-        assert process.wait(60) == 0
+        assert process.wait(600) == 0
     os.close(ours)
     return received.decode()
 

@@ -37,7 +37,7 @@ def test_a_suite_reports_what_ran_and_what_failed_and_goes_on(
     def simplan(*args: str | Path) -> str:
         command = [sys.executable, "-m", "simplan", *map(str, args)]
         return subprocess.run(
-            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=200
+            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=600
         ).stdout
 
     calibration, out = tmp_path / "calibration.json", tmp_path / "out"

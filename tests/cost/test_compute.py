@@ -44,6 +44,13 @@ def test_the_optimizer_is_bound_by_32_bytes_a_parameter() -> None:
     assert RATES.cost_estimate(LayerWork(LAYER, Phase.OPTIMIZER, 1, 10**9)).seconds == pytest.approx(0.032)
 
 
+def test_the_optimizer_in_pure_bf16_is_bound_by_16_bytes_a_parameter() -> None:
+    """The same eight tensors, of 2 bytes each."""
+    rates = costs(StateBytes(parameter=2, gradient=2, moment=2, activation=2, boundary=2))
+    for phase, seconds in ((Phase.OPTIMIZER, 0.016), (Phase.NORM, 0.002), (Phase.SCALE, 0.004)):
+        assert rates.cost_estimate(LayerWork(LAYER, phase, 1, 10**9)).seconds == pytest.approx(seconds)
+
+
 def test_copies_read_and_write_gathered_weights() -> None:
     state = StateBytes(parameter=4, gradient=4, activation=2, boundary=2, gathered=2)
     rates = costs(state)

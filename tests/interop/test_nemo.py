@@ -12,7 +12,7 @@ from simplan.accuracy.reading import read_published
 from simplan.errors import NotModelledError, SpecError
 from simplan.predict import predict
 from simplan.scenario.source import read_source
-from tests.interop.public import CLUSTER, cases, chosen, read, written
+from tests.interop.public import CLUSTER, cases, chosen, read, without_clipping, written
 
 _CASES = cases("nemo")
 _READ = [case for case in _CASES if "expect" in case]
@@ -63,7 +63,28 @@ def test_published_run_predicted_alike(name: str, run: str, changes: dict[str, A
     expected = job_of_published_run(next(each for each in file.runs or () if each.id == run)).job
     job = read_source(written(case, tmp_path), CLUSTER | case.get("add", {}) | changes).scenario().job
     assert job.plan == expected.plan.with_changes(stage_layers=None)
-    assert predict(job).step_time_s == predict(expected).step_time_s
+    assert predict(without_clipping(job)).step_time_s == predict(expected).step_time_s
+
+
+@pytest.mark.parametrize(
+    ("modules", "targets"),
+    [
+        (None, ["qkv"]),
+        (["attention_qkv", "attention_dense"], ["attention"]),
+        (["mlp", "attention_qkv"], ["mlp", "qkv"]),
+        (["all"], ["all"]),
+    ],
+)
+def test_lora_is_read(modules: list[str] | None, targets: list[str], tmp_path: Path) -> None:
+    """``target_modules`` of NeMo 1.23, collections/nlp/parts/peft_config.py; NeMo 2.0 has Megatron Core's names."""
+    lora: dict[str, Any] = {"model.peft.peft_scheme": "lora", "model.peft.lora_tuning.adapter_dim": 8}
+    if modules is not None:
+        lora["model.peft.lora_tuning.target_modules"] = modules
+    source = read({"name": "gpt", "settings": _GPT | lora}, tmp_path)
+    job = source.scenario().job
+    assert (job.training.task, job.model.lora_rank, list(job.model.lora_targets)) == ("lora", 8, targets)
+    assert source.configuration is not None
+    assert not source.configuration.unknown
 
 
 def test_device_count_from_command_line_keeps_file_plan(tmp_path: Path) -> None:

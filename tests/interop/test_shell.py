@@ -68,6 +68,15 @@ EOF
         OPTIONS="--a 1"
         bash -c "torchrun train.py $OPTIONS --b 'x y'"
     """,
+    "command in a shell": """
+        OPTIONS=(
+            --a 1
+        )
+        RUN="torchrun train.py \\
+            ${OPTIONS[@]} \\
+            --b 2"
+        bash -c "RANK=\\$SLURM_PROCID $RUN"
+    """,
 }
 
 
@@ -88,6 +97,11 @@ def test_script_gives_the_arguments_that_bash_gives(name: str, tmp_path: Path) -
     words = [launch.program.text, *(word.text for word in launch.arguments)]
     assert words == expected[expected.index("train.py") :]
     assert not any(word.unknown or word.condition for word in launch.arguments)
+
+
+def test_words_of_a_command_in_a_shell_keep_their_lines() -> None:
+    (launch,) = read_launches(_SCRIPTS["command in a shell"], "train.sh")
+    assert [(word.text, word.line) for word in launch.arguments] == [("--a", 3), ("1", 3), ("--b", 7), ("2", 7)]
 
 
 def test_nothing_of_a_script_is_executed(tmp_path: Path) -> None:

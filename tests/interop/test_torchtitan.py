@@ -20,7 +20,7 @@ from simplan.interop.configuration import Setting
 from simplan.interop.formats import formats
 from simplan.interop.frameworks.torchtitan.facts import facts
 from simplan.interop.frameworks.torchtitan.reading import configuration_of
-from simplan.interop.frameworks.torchtitan.settings import ALIASES, DEFAULTS, Settings
+from simplan.interop.frameworks.torchtitan.settings import ALIASES, DEFAULTS, RunSettings
 from simplan.interop.frameworks.torchtitan.stages import generated_layers, generated_layers_of_2024
 from simplan.job import Job
 from simplan.plan.plan import ParallelPlan
@@ -147,6 +147,13 @@ def test_exported_plan_read_again_is_equal(name: str, target: str, tmp_path: Pat
     assert _again(exported.files, tmp_path, {"add": {"cluster.preset": "dgx-h100"}}) == job
     (option,) = [each for each in formats()["torchtitan"].settings(job) if each.comment == "plan.tp"]  # type: ignore[misc]
     assert (option.setting.key, option.setting.value) == ("parallelism.tensor_parallel_degree", job.plan.tp)
+
+
+@pytest.mark.parametrize("target", ["torchtitan", "torchtitan-toml"])
+def test_exported_pure_bf16_read_again_is_equal(target: str, tmp_path: Path) -> None:
+    job = _job(ParallelPlan(dp_shard=64), pure_bf16=True)
+    exported = formats()[target].export(job, "pure")  # type: ignore[misc]
+    assert _again(exported.files, tmp_path, {"add": {"cluster.preset": "dgx-h100"}}) == job
 
 
 @pytest.mark.parametrize(("target", "recipe"), [("torchtitan", "rowwise"), ("torchtitan-toml", "tensorwise")])
@@ -426,7 +433,7 @@ def test_strange_value_of_any_key_is_an_error_or_a_job(others: dict[str, Any]) -
             settings = {"model.name": "llama3", "model.flavor": "8B"} | others | {key: value}
             listed = [Setting(name, each, 1) for name, each in settings.items()]
             try:
-                read = configuration_of(Settings.of("torchtitan", "job.toml", listed))
+                read = configuration_of(RunSettings.of("torchtitan", "job.toml", listed))
                 source = Source(Document({**read.document.data, "cluster": "dgx-h100"}, {}), "job.toml", (), {})
                 source.scenario()
             except SpecError:

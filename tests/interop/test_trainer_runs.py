@@ -125,6 +125,10 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "ds zero 1": ("deepspeed", {"plan.dp_shard": 8, "plan.zero_stage": 1, "training.optimizer": "adam"}),
     "ds zero 2": ("deepspeed", {"plan.dp_shard": 8, "plan.zero_stage": 2, "training.precision": "fp16"}),
     "ds zero 3": ("deepspeed", {"plan.dp_shard": 8, "plan.zero_stage": 3, "plan.recompute": "full"}),
+    "fsdp in pure bf16": ("accelerate", {"plan.dp_shard": 8, "training.pure_bf16": True}),
+    "ddp in pure bf16": ("accelerate", {"plan.dp_replicate": 8, "training.pure_bf16": True}),
+    "ds in pure bf16": ("deepspeed", {"plan.dp_shard": 8, "plan.zero_stage": 1, "training.pure_bf16": True}),
+    "ds clipped": ("deepspeed", {"plan.dp_shard": 8, "plan.zero_stage": 3, "training.clip_grad_norm": 0.5}),
     "ds offload": ("deepspeed", {"plan.dp_shard": 8, "plan.offload_optimizer": True, "software": "accelerate"}),
 }
 
@@ -193,6 +197,60 @@ def test_fsdp_strategy_is_its_plan(name: str, tmp_path: Path) -> None:
     assert {key: getattr(plan, key) for key in expected} == expected
 
 
+_FSDP = '--fsdp "full_shard auto_wrap"'
+_AXOLOTL = "base_model: Qwen/Qwen2.5-7B\nmicro_batch_size: 2\nsequence_len: 2048\noptimizer: adamw_torch_fused\n"
+_FACTORY = "model_name_or_path: Qwen/Qwen2.5-7B\nper_device_train_batch_size: 2\ncutoff_len: 2048\n"
+_TRL = "accelerate launch --multi_gpu --num_processes 8 trl/scripts/sft.py"
+WEIGHTS: dict[str, tuple[str, str, bool, str]] = {
+    "Trainer, BF16 without autocast": ("--torch_dtype bfloat16", "bf16", True, "none"),
+    "Trainer, BF16 under autocast": ("--bf16 --dtype bfloat16", "bf16", True, "none"),
+    "Trainer, mixed": ("--bf16 --torch_dtype float32", "bf16", False, "none"),
+    "FSDP, mixed": (f"--bf16 --torch_dtype bfloat16 {_FSDP}", "bf16", False, "none"),  # Accelerate makes FP32 weights
+    "FSDP, BF16": (f"--torch_dtype bfloat16 {_FSDP}", "bf16", True, "none"),
+    "axolotl": (f"{_AXOLOTL}bf16: auto\n", "bf16", True, "none"),
+    "axolotl without autocast": (f"{_AXOLOTL}bf16: full\n", "bf16", True, "none"),
+    "LLaMA-Factory": (f"{_FACTORY}finetuning_type: full\nbf16: true\n", "bf16", False, "full"),
+    "LLaMA-Factory, pure": (f"{_FACTORY}finetuning_type: full\npure_bf16: true\n", "bf16", True, "full"),
+    "LLaMA-Factory, adapters": (f"{_FACTORY}finetuning_type: lora\npure_bf16: true\n", "bf16", False, "full"),
+    "TRL": (f"{_TRL} --model_name_or_path Qwen/Qwen2.5-7B --max_length 512", "bf16", False, "full"),
+}
+"""Settings -> precision, without FP32 weights, recomputation."""
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_have_the_precision_of_the_program(name: str, tmp_path: Path) -> None:
+    """transformers 5.23: modeling_utils.py and trainer.py; accelerate 1.15: utils/fsdp_utils.py; LLaMA-Factory:
+    model/adapter.py, init_adapter; axolotl: utils/config, normalize_config; TRL 1: trainer/sft_config.py."""
+    text, precision, is_pure, recompute = WEIGHTS[name]
+    path = tmp_path / ("run.yaml" if ": " in text else "run.sh")
+    if text.startswith("--"):
+        text = f"torchrun --nproc_per_node 8 train.py --model_name_or_path Qwen/Qwen2.5-7B --block_size 512 {text}"
+    path.write_text(text, encoding="utf-8")
+    job = scenario_from(path, {"cluster.preset": "dgx-h100"}).job
+    assert (job.training.precision, job.training.pure_bf16, job.plan.recompute) == (precision, is_pure, recompute)
+
+
+@pytest.mark.parametrize(
+    ("command", "field"),
+    [("--torch_dtype float16", "--torch_dtype"), ("--fp16 --torch_dtype bfloat16", "--torch_dtype")],
+)
+def test_weights_of_fp16_are_refused(command: str, field: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"torchrun train.py --model_name_or_path gpt2 --block_size 512 {command}", encoding="utf-8")
+    with pytest.raises(NotModelledError, match=f"{field} = .*without an FP32 copy"):
+        scenario_from(path, {"cluster.preset": "dgx-h100"})
+
+
+def test_deepspeed_batch_of_other_devices_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
+    path.write_text(json.dumps({**sizes, "zero_optimization": {"stage": 3}}), encoding="utf-8")
+    add = {"model.preset": "llama3-8b", "model.seq_len": 512, "cluster.preset": "dgx-h100"}
+    assert scenario_from(path, add).job.cluster.num_devices == 8
+    with pytest.raises(SpecError, match="train_batch_size = 64: is 128 on these devices"):
+        scenario_from(path, {**add, "cluster.num_devices": 16})
+
+
 def test_change_of_a_script_is_in_its_words(tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
     path.write_text(
@@ -245,6 +303,10 @@ def test_options_of_a_launcher_are_its_plan(options: str, expected: dict[str, in
         ("torchrun train.py --deepspeed $FILE --per_device_train_batch_size 1", "file of DeepSpeed's configuration"),
         ("python train.py --per_device_train_batch_size $SIZE --bf16", "how many sequences a microbatch has"),
         ("torchrun train.py --model_name_or_path a/b --per_device_train_batch_size 1", "names the model a/b"),
+        (
+            "torchrun train.py --fsdp full_shard --fsdp_config f.json --per_device_train_batch_size 1",
+            "names f.json with the settings of FSDP",
+        ),
         ("torchrun train.py --use_lora --per_device_train_batch_size 1", "adapters of a rank that it does not say"),
     ],
 )

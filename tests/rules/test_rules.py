@@ -33,7 +33,7 @@ def of_one_field(fields: dict[str, Any], place: int) -> tuple[str, Any]:
 
 
 @given(jobs(), plans(), st.lists(st.builds(of_one_field, plans(), st.integers(0)), min_size=8, max_size=24))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_filter_names_the_first_rule_that_a_plan_violates(
     asked: Job, first: dict[str, Any], changes: list[tuple[str, Any]]
 ) -> None:
@@ -46,7 +46,7 @@ def test_a_filter_names_the_first_rule_that_a_plan_violates(
 
 
 @given(jobs())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_a_job_is_refused_for_all_that_it_violates(asked: Job) -> None:
     told = violations(asked)
     if not told:

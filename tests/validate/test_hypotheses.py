@@ -24,7 +24,7 @@ from simplan.predict.step_summary import summarize_step
 from simplan.prediction import Prediction
 from simplan.report.comparison import logged_text
 from simplan.units import GIB
-from simplan.validate.hypotheses import Measured, hypotheses, job_of_prediction
+from simplan.validate.hypotheses import MeasuredTotals, hypotheses, job_of_prediction
 from simplan.validate.logged import compare_logged
 from simplan.validate.logged_run import GpuTime, LoggedRun
 from tests.validate.measuring import predicted
@@ -60,7 +60,7 @@ def test_only_difference_of_two_published_runs_comes_first(
     _, job = published(file)[predicted_id]
     run, _ = published(file)[measured_id]
     peak = run.measured.peak_reserved_gib
-    measured = Measured(run.measured.step_time_s, None if peak is None else "reserved", peak or 0.0)
+    measured = MeasuredTotals(run.measured.step_time_s, None if peak is None else "reserved", peak or 0.0)
     found = hypotheses(job, summarize_step(job).step_time_s, measured)
     assert found
     assert found[0].change == change
@@ -100,7 +100,7 @@ def test_setting_that_differs_between_published_runs_is_listed() -> None:
                 continue
             pairs += 1
             peak, base = run.measured.peak_reserved_gib, summarize_step(job)
-            measured = Measured(run.measured.step_time_s, None if peak is None else "reserved", peak or 0.0)
+            measured = MeasuredTotals(run.measured.step_time_s, None if peak is None else "reserved", peak or 0.0)
             low_s, high_s = base.step_time_interval_s
             assert run.measured.step_time_s is not None
             if low_s <= run.measured.step_time_s <= high_s:
@@ -141,7 +141,7 @@ def test_change_with_which_the_job_was_run_is_found(change: str, changed: Callab
     """The measurement is the prediction of a changed job; hypotheses truncate steps, so a small error may be left."""
     job = sharded().job
     other = predict(changed(job))
-    measured = Measured(other.step_time_s, "allocated", other.worst_memory.allocated_bytes / GIB)
+    measured = MeasuredTotals(other.step_time_s, "allocated", other.worst_memory.allocated_bytes / GIB)
     found = hypotheses(job, sharded().step_time_s, measured)
     assert found is not None
     [same] = [each for each in found if each.change == change]
@@ -154,7 +154,7 @@ def test_a_slow_rank_slows_all_by_its_compute() -> None:
     """Ranks wait for each other; so a step without communication takes as much longer as the compute of the slowest."""
     alone = predicted(ParallelPlan(dp_replicate=2))
     measured_s = 1.3 * alone.step_time_s
-    found = hypotheses(alone.job, alone.step_time_s, Measured(measured_s))
+    found = hypotheses(alone.job, alone.step_time_s, MeasuredTotals(measured_s))
     assert found is not None
     [slow] = [each for each in found if each.change.startswith("a rank that computes")]
     assert slow.change == "a rank that computes 1.3 times as slowly (clock, power cap)"

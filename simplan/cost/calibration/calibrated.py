@@ -48,6 +48,7 @@ _CORRECTED_STD = 0.15
 """Relative standard deviation of a closed form that is corrected by another group. On 156 published timings that have
 another group of ranks from the same source, corrected errors are 14 % (rms) from 1 MiB to 64 MiB, and 9 % above."""
 _OF_PARAMETERS = (Phase.GATHER_COPY, Phase.REDUCE_COPY, Phase.SCALE, Phase.NORM, Phase.OPTIMIZER)
+_OF_UPDATES = (Phase.ACCUMULATE, Phase.SCALE, Phase.NORM, Phase.OPTIMIZER)
 _READ_ONLY = 0.5  # a norm of gradients only reads: half of the bytes moved by their division
 
 
@@ -69,6 +70,7 @@ class CalibratedCost:
         otherwise: Estimates for communication and copies that were not timed, for devices of the catalog; None for
             none.
         traffic: See ``GridCost``.
+        update_fraction: See ``StateBytes``. Updates were timed in FP32.
     """
 
     def __init__(
@@ -83,12 +85,14 @@ class CalibratedCost:
         cluster: ClusterSpec | None = None,
         otherwise: CostModel | None = None,
         traffic: float = 1.0,
+        update_fraction: float = 1.0,
     ) -> None:
         self._calibration = calibration
         self._dtype = dtype
         self._num_ranks = num_ranks
         self._cluster = cluster
         self._otherwise = otherwise
+        self._update_fraction = update_fraction
         self._grid_timings = timed = _grid_timings(calibration, dtype, num_ranks)
         self._grid_ranks = timed[0].num_ranks if timed else num_ranks
         way, self._grid = way_of_mixing(dtype, sharded=mixed == "cast"), None
@@ -157,8 +161,17 @@ class CalibratedCost:
             return self._otherwise.compute(work)
         timing = self._layers.get((work.layer.key, work.microbatch_size))
         if timing is None:
-            return self._untimed_compute(work)
-        return self._estimate_from(work, timing, 1.0, Provenance.CALIBRATED)
+            estimate = self._untimed_compute(work)
+        else:
+            estimate = self._estimate_from(work, timing, 1.0, Provenance.CALIBRATED)
+        if self._update_fraction == 1.0 or work.phase not in _OF_UPDATES:
+            return estimate
+        return CostEstimate(
+            estimate.seconds * self._update_fraction,
+            Provenance.EXTRAPOLATED,
+            max(estimate.relative_std, _EXTRAPOLATED_STD),
+            f"{estimate.formula} x {self._update_fraction:.3g} (as many bytes)",
+        )
 
     def _estimate_from(
         self, work: LayerWork, timing: LayerTiming, factor: float, provenance: Provenance

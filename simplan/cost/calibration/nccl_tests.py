@@ -141,7 +141,7 @@ def _add_rank(run: _Run, match: re.Match[str], file: str) -> None:
     rank, group, host, device = int(match.group(1)), match.group(2) or "0", match.group(3), match.group(4)
     if rank in run.ranks:
         rule = f"has rank {rank} twice: each process ran alone, without MPI"
-        raise _refused(file, rule, "build nccl-tests with MPI=1, and run it again")
+        raise _refused(file, rule, "build nccl-tests with MPI=1, and repeat the run")
     if run.device and device != run.device:
         raise _refused(file, f"has ranks on {run.device} and on {device}", "measure one kind of device at a time")
     run.ranks.add(rank)

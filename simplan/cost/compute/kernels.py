@@ -217,13 +217,13 @@ class KernelCost:
             case Phase.GATHER_COPY | Phase.REDUCE_COPY:
                 return 2 * self.state.gathered
             case Phase.ACCUMULATE:
-                return _ACCUMULATE_BYTES
+                return int(_ACCUMULATE_BYTES * self.state.update_fraction)
             case Phase.SCALE:
-                return _SCALE_BYTES
+                return int(_SCALE_BYTES * self.state.update_fraction)
             case Phase.OPTIMIZER:
-                return UPDATES[self.optimizer].streamed_bytes
+                return int(UPDATES[self.optimizer].streamed_bytes * self.state.update_fraction)
             case Phase.NORM:
-                return _NORM_BYTES
+                return int(_NORM_BYTES * self.state.update_fraction)
             case Phase.FORWARD | Phase.RECOMPUTE | Phase.BACKWARD | Phase.BACKWARD_INPUT | Phase.BACKWARD_WEIGHT:
                 return 0
 

@@ -28,7 +28,13 @@ CP_COMM = {None: "ring", "p2p": "ring", "all_gather": "all_gather", "a2a": "a2a"
 """``cp_comm_type`` -> ``plan.cp_comm``."""
 ORIGIN = "the default of Megatron Core"
 WIDE_WEIGHTS = "weights are counted in 16 bits next to those in FP8"
-CLIPPING = "the norm of all gradients is computed and reduced before the update"
+LORA_TARGETS = {
+    "all": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    "attention": ("linear_qkv", "linear_proj"),
+    "mlp": ("linear_fc1", "linear_fc2"),
+    "qkv": ("linear_qkv",),
+}
+"""``model.lora_targets`` -> modules with adapters, larger groups first."""
 OPTIMIZERS = {"adam": "adam", "sgd": "sgd_momentum"}
 """``OptimizerConfig.optimizer`` -> ``training.optimizer``; its SGD has a momentum of 0.9."""
 
@@ -470,3 +476,55 @@ def world_size(nodes: Any, devices: Any) -> int | None:
     if not isinstance(nodes, int) or not isinstance(devices, int) or isinstance(nodes, bool) or min(nodes, devices) < 1:
         return None
     return nodes * devices
+
+
+def read_clipping(reading: Reading, key: str, default: float = 1.0) -> None:
+    """Put the largest norm of gradients; by default that of Megatron Core's ``OptimizerConfig``."""
+    norm = reading.value(key, default)
+    if isinstance(norm, int | float) and norm > 0:
+        reading.put("training.clip_grad_norm", float(norm), key if key in reading else f"{ORIGIN}: clip_grad = 1")
+    reading.no_effect(key)
+
+
+def read_adapters(reading: Reading, prefix: str) -> None:
+    """Put LoRA of Megatron Bridge and NeMo 2.0: ``_target_`` with the class, ``dim`` and ``target_modules``."""
+    kind, rank, targets = (reading.value(f"{prefix}{name}") for name in ("_target_", "dim", "target_modules"))
+    if kind is None and rank is None:
+        return
+    if kind is not None and not str(kind).endswith(".LoRA"):
+        reading.refuse(f"{prefix}_target_", "is not modeled yet", "only LoRA is")
+        return
+    put_adapters(
+        reading,
+        key=f"{prefix}_target_" if kind is not None else f"{prefix}dim",
+        rank=(rank, f"{prefix}dim") if rank is not None else (32, "LoRA's default"),
+        modules=targets if isinstance(targets, list) else LORA_TARGETS["all"],
+        modules_key=f"{prefix}target_modules" if targets is not None else "LoRA's default",
+    )
+    others = ("alpha", "dropout", "dropout_position", "lora_A_init_method", "lora_B_init_method", "lora_dtype", "a2a_")
+    reading.no_effect(*(key for key in reading.settings if key.startswith(tuple(prefix + each for each in others))))
+
+
+def put_adapters(
+    reading: Reading, *, key: str, rank: tuple[Any, str], modules: Iterable[Any], modules_key: str
+) -> None:
+    """Put LoRA.
+
+    Args:
+        key: Setting that turns it on.
+        rank: Rank of the adapters, and its setting.
+        modules: Modules with adapters, by the names of Megatron Core.
+        modules_key: Setting that names them.
+    """
+    left = frozenset(map(str, modules))
+    names = []
+    for name, group in LORA_TARGETS.items():
+        if left.issuperset(group):
+            names.append(name)
+            left -= set(group)
+    if left or not names:
+        reading.refuse(modules_key, "is not modeled yet", f"use {', '.join(LORA_TARGETS['all'])}, or groups of them")
+        return
+    reading.put("training.task", "lora", key)
+    reading.put("model.lora_rank", *rank)
+    reading.put("model.lora_targets", names, modules_key)

@@ -103,7 +103,7 @@ class FsdpHooks(Hooks):
         """
         if not self._in_pipeline:
             return True
-        changes_dtype = self.stages.state.gathered != self.stages.state.gradient
+        changes_dtype = self.stages.state.gathered != self.stages.state.accumulated
         units = range(len(self.units[action.stage]))
         accumulates = changes_dtype or any((action.stage, index) not in self._accumulated for index in units)
         return action.kind is not ActionKind.FORWARD and accumulates
@@ -177,7 +177,7 @@ class FsdpHooks(Hooks):
         stage, state, beginning = action.stage, self.stages.state, self._beginning(action, part)
         if phase is Phase.BACKWARD_INPUT:
             self._widen(action, [index for index in beginning if (stage, index) in self._narrow])
-        elif phase is Phase.BACKWARD_WEIGHT and state.gathered != state.gradient:
+        elif phase is Phase.BACKWARD_WEIGHT and state.gathered != state.accumulated:
             new = [index for index in beginning if (stage, index) not in self._narrow]
             self._narrow |= {(stage, index) for index in new}
             held = self._trained(stage, new) * state.gathered
@@ -319,10 +319,10 @@ class FsdpHooks(Hooks):
         state = self.stages.state
         new = [index for index in indices if (action.stage, index) not in self._accumulated]
         self._accumulated |= {(action.stage, index) for index in new}
-        held = self._trained(action.stage, new) * state.gradient
+        held = self._trained(action.stage, new) * state.accumulated
         # gradients are computed in the precision of the weights and upcast unit by unit
         narrow = max(self.units[action.stage][index].trained for index in indices) * state.gathered if indices else 0
-        during = held + (narrow if state.gathered != state.gradient else 0)
+        during = held + (narrow if state.gathered != state.accumulated else 0)
         if during:
             self.writer.compute(action, "hold gradients", memory=[MemoryEffect(_GRADIENTS, during, held)])
 
@@ -335,10 +335,10 @@ class FsdpHooks(Hooks):
         whole_bytes, input_bytes = unit.trained * state.gathered, unit.trained_padded * state.reduced
         group = self._group(unit)
         output_bytes = input_bytes // len(group)
-        held_bytes = unit.trained * state.gradient if key in self._accumulated else 0
+        held_bytes = unit.trained * state.accumulated if key in self._accumulated else 0
         self._accumulated.discard(key)
         # new gradients of the same precision are added in place to the accumulated ones
-        adds_in_place = held_bytes > 0 and state.gathered == state.gradient
+        adds_in_place = held_bytes > 0 and state.gathered == state.accumulated
         extra = whole_bytes if made_now and not adds_in_place else 0
         memory = [
             MemoryEffect(_GRADIENTS, extra, -held_bytes),

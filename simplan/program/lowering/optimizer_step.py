@@ -58,15 +58,15 @@ def _clip_gradients(action: Action, states: RankStates, writer: RankWriter) -> N
     """Computes the global gradient norm of the model, then scales all gradients.
 
     One rank counts gradients that several ranks hold. As in torchtitan, each axis of the mesh all-reduces one number,
-    the pipeline axis last.
+    the pipeline axis last. Where every rank updates an equal part of flat buffers, it reads and scales the gradients of
+    that part only (Megatron Core, optimizer/clip_grads.py; DeepSpeed, runtime/zero/stage_1_and_2.py).
     """
     mapping = states.stages.mapping
     if states.stages.training.clip_grad_norm is None:
         return
     mine = states.stages.stages_of(mapping.place(writer.rank).pp)
-    norm, scale = (
-        tuple(work for stage in mine for work in states.work(stage, phase)) for phase in (Phase.NORM, Phase.SCALE)
-    )
+    works = states.updated_work if states.shares_evenly else states.work
+    norm, scale = (tuple(work for stage in mine for work in works(stage, phase)) for phase in (Phase.NORM, Phase.SCALE))
     writer.compute(action, "gradient norm", norm)
     groups = (*_groups_with_parts(states, writer.rank), (Stream.PIPELINE, mapping.pp_group(writer.rank)))
     _reduce_norms(action, groups, _NORM_BYTES, writer)
@@ -86,9 +86,12 @@ def _reduce_parameter_norms(action: Action, states: RankStates, writer: RankWrit
 
 def _groups_with_parts(states: RankStates, rank: int) -> Iterator[tuple[Stream, tuple[int, ...]]]:
     """Yields the groups whose ranks hold different parts of the same tensors, with their streams."""
-    if states.stages.plan.shards_parameters:
-        yield Stream.SHARD, states.stages.mapping.shard_group(rank)
-    yield Stream.TENSOR, states.stages.mapping.tp_group(rank)
+    plan, mapping = states.stages.plan, states.stages.mapping
+    if plan.shards_parameters or states.shares_evenly:
+        yield Stream.SHARD, mapping.shard_group(rank)
+    if plan.ep > 1:
+        yield Stream.EXPERT, mapping.ep_group(rank)
+    yield Stream.TENSOR, mapping.tp_group(rank)
 
 
 def _reduce_norms(

@@ -119,9 +119,13 @@ class RankStates:
         """Returns a phase over all trained parameters that the rank holds of a stage."""
         return self._works(stage, phase, [each.trained for each in self._held[stage]])
 
+    def updated_work(self, stage: int, phase: Phase) -> tuple[LayerWork, ...]:
+        """Returns a phase over the parameters of a stage that the rank updates."""
+        return self._works(stage, phase, self._updated[stage])
+
     def updates(self, stage: int) -> tuple[LayerWork, ...]:
         """Returns the optimizer's work on a stage; with whole-parameter owners, only layers with owned parameters."""
-        works = self._works(stage, Phase.OPTIMIZER, self._updated[stage])
+        works = self.updated_work(stage, Phase.OPTIMIZER)
         return tuple(work for work in works if work.num_parameters) if self._deals else works
 
     def _works(self, stage: int, phase: Phase, numbers: Sequence[int]) -> tuple[LayerWork, ...]:

@@ -134,7 +134,7 @@ class MemoryBound:
     def _gathered_bytes(self, rows: Candidates, trained: Floats, instants: Instants, state: StateBytes) -> Floats:
         """``(rows, instants)`` FSDP bytes: accumulated unsharded gradients, and unsharded weights."""
         software, in_pipeline = self._job.software, int(rows["pp"][0]) > 1
-        accumulated = trained @ instants.adding_up.T * state.gradient
+        accumulated = trained @ instants.adding_up.T * state.accumulated
         found = np.where(rows.reduces_every_microbatch[:, None], 0, accumulated)
         if software.per_rank_tensor_lists:
             return found

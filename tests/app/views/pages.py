@@ -26,7 +26,7 @@ SMALL: Mapping[str, object] = {
 
 def opened(page: str = "", document: Mapping[str, object] = SMALL, view: Mapping[str, object] | None = None) -> AppTest:
     """A page as a link opens it."""
-    test = AppTest.from_file(str(MAIN), default_timeout=120)
+    test = AppTest.from_file(str(MAIN), default_timeout=600)
     if page:
         test.run()
         test.switch_page(f"views/{page}.py")
@@ -38,7 +38,7 @@ def opened(page: str = "", document: Mapping[str, object] = SMALL, view: Mapping
 
 def opened_in_session(page: str, document: Mapping[str, Any], view: Mapping[str, Any]) -> AppTest:
     """A page in a session that has asked this document and seen this view, which no link need be able to say."""
-    test = AppTest.from_file(str(MAIN), default_timeout=60)
+    test = AppTest.from_file(str(MAIN), default_timeout=600)
     test.session_state["simplan document"] = dict(document)
     test.session_state["simplan view"] = dict(view)
     test.switch_page(f"views/{page}.py")

@@ -46,7 +46,7 @@ def button(page: AppTest, label: str) -> Any:
 
 
 def test_a_link_starts_no_search() -> None:
-    page = AppTest.from_file(str(MAIN), default_timeout=60)
+    page = AppTest.from_file(str(MAIN), default_timeout=600)
     page.query_params.update({"v.compare": "true", "v.start": "true", "v.by": "step_time"})
     page.switch_page("views/search.py")
     page.run()
@@ -56,7 +56,7 @@ def test_a_link_starts_no_search() -> None:
 
 
 def test_plans_are_found_filtered_pinned_and_compared() -> None:
-    page = button(opened(), "Search").click().run(timeout=240)  # the page is drawn anew until the search is done
+    page = button(opened(), "Search").click().run(timeout=600)  # the page is drawn anew until the search is done
     assert complaints(page) == []
     assert "Best of" in page.success[0].value
     table = page.dataframe[0].value
@@ -83,7 +83,7 @@ def test_plans_are_found_filtered_pinned_and_compared() -> None:
 
 
 def test_compiled_plans_are_searched_pinned_and_opened() -> None:
-    page = button(opened({"compiled": True}), "Search").click().run(timeout=240)
+    page = button(opened({"compiled": True}), "Search").click().run(timeout=600)
     assert complaints(page) == []
     assert set(page.dataframe[0].value["compiled"]) == {"true"}, "faster, and it needs less memory"
     assert any("With compiled false" in markdown.value for markdown in page.markdown)

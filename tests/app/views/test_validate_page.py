@@ -109,7 +109,7 @@ def test_terms_of_a_comparison_sum_to_its_error() -> None:
             result_of_files(uploads.prediction_of("p", prediction), uploads.measurement_of("m", measurement))
         )
 
-    shown = AppTest.from_function(page, default_timeout=120).run()
+    shown = AppTest.from_function(page, default_timeout=600).run()
     assert_no_bug(shown)
     _, terms, splits = (table.value for table in shown.dataframe)
     prediction, measurement = (json.loads(content) for content in made())
@@ -130,7 +130,7 @@ def test_a_log_is_shown_beside_the_prediction() -> None:
         assert isinstance(logged, LoggedRun)
         show_logged(uploads.prediction_of("p", made()[0]), logged)
 
-    shown = AppTest.from_function(page, default_timeout=120).run()
+    shown = AppTest.from_function(page, default_timeout=600).run()
     assert_no_bug(shown)
     assert {metric.label: metric.value for metric in shown.metric}["Measured step"] == "400 ms"
     tables = [table.value for table in shown.dataframe]

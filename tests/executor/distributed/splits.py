@@ -58,7 +58,7 @@ def run_cases(cases: list[Case], folder: Path) -> list[list[Any]]:
         subprocess.Popen([sys.executable, str(PROGRAM), str(folder), str(rank)], env={**os.environ, "PYTHONPATH": path})
         for rank in range(NUM_RANKS)
     ]
-    assert [process.wait(240) for process in processes] == [0] * NUM_RANKS
+    assert [process.wait(600) for process in processes] == [0] * NUM_RANKS
     by_rank = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(NUM_RANKS)]
     return [list(results) for results in zip(*by_rank, strict=True)]
 

@@ -49,13 +49,13 @@ def test_predicted_owners_are_those_of_torch(sizes: tuple[int, ...], num_ranks: 
     assert partition_states(sizes, num_ranks) == owners
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "sgd_momentum", "lars", "lamb"])
+@pytest.mark.parametrize("optimizer", ["adamw", "lars", "lamb"])
 def test_more_ranks_than_parameters_issue_what_is_predicted(optimizer: OptimizerName) -> None:
     """Ranks without parameters broadcast as well, and take part in no norms of LARS and LAMB."""
-    plan = {"tp": 2, "dp_shard": 64, **ZERO_1}
-    training = TrainingSpec(global_batch_size=512, precision="fp32", optimizer=optimizer)
+    plan = {"tp": 2, "dp_shard": 32, **ZERO_1}
+    training = TrainingSpec(global_batch_size=256, precision="fp32", optimizer=optimizer)
     job = make_job(model=make_model(vocab_size=96), plan=plan, training=training)
-    for rank in (0, 127):
+    for rank in (0, 63):
         found = [
             (c.kind, c.ranks, c.num_bytes) for c in rehearse(job, rank, fake=True).collectives if "OPT" in c.action
         ]

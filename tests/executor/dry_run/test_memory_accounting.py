@@ -125,14 +125,15 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, int]] = {
 QUICK = {
     ("ddp", "llama", "fp32"),
     ("zero3-accumulation", "gpt-untied", "bf16"),
-    ("hsdp", "llama", "fp32"),
     ("tp-sequence", "gpt", "bf16"),
     ("cp-gather", "gpt", "fp32"),
-    ("interleaved-zero3", "llama", "fp32"),
     ("zb-h1-last", "llama", "fp32"),
     ("offload-zero3", "llama", "fp32"),
     ("zero3-optimizer-on-host", "gpt-untied", "bf16"),
+    ("ddp", "llama", "pure bf16"),
+    ("zero3-once-a-step", "llama", "pure bf16"),
 }
+PURE = ("one-device", "ddp", "zero3-once-a-step", "hsdp", "1f1b-zero3", "zb-h1-first", "zero3-optimizer-on-host")
 
 
 TRACKED = {
@@ -145,7 +146,7 @@ TRACKED = {
 
 
 def cases() -> list[Any]:
-    """Every strategy in fp32 and in mixed precision.
+    """Every strategy in fp32 and in mixed precision, and some with weights and states in bf16.
 
     Weights are tied but where pipelines hold shards of them, which is refused, and where FSDP computes in 16 bits: the
     peak may then be at the end, when autograd adds the two gradients of the tied weight, of fake tensors not in place.
@@ -156,13 +157,15 @@ def cases() -> list[Any]:
         gpt = "gpt-untied" if sharded and "pp" in plan else "gpt"
         found += [(strategy, gpt, "fp32"), (strategy, "llama", "fp32")]
         found.append((strategy, "gpt-untied" if sharded else gpt, "bf16"))
+    found += [(strategy, "llama", "pure bf16") for strategy in PURE]
     return slow_except(QUICK, found)
 
 
 def job_and_rank(strategy: str, name: str, precision: str) -> tuple[RunSpec, int]:
     """A job, and the rank to look at."""
     changes, num_microbatches, pp_rank = STRATEGIES[strategy]
-    job = job_of(MODELS[name], changes, num_microbatches, precision)
+    dtype = precision.removeprefix("pure ")
+    job = job_of(MODELS[name], changes, num_microbatches, dtype, pure_bf16=precision != dtype)
     return job, pp_rank * job.plan.num_devices // job.plan.pp
 
 

@@ -41,7 +41,7 @@ def run_apart(
             event = json.loads(line)
             if event["event"] == "step":
                 on_progress(event["step"], event["of"])
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=600)
     if process.returncode:
         raise RunError(said.strip())
     return Measurement.model_validate_json((out_dir / "measurement.json").read_bytes())

@@ -27,7 +27,7 @@ from tests.executor.conftest import make_job, make_model
 from tests.executor.launch.apart import run_apart
 from tests.interrupts import heed_interrupts
 
-PATIENCE_S = 60.0  # for things that take a second or two; only a failing test waits that long
+PATIENCE_S = 300.0  # for things that take a second or two; only a failing test waits that long
 
 
 def processes_of(out_dir: Path) -> list[str]:
@@ -69,7 +69,7 @@ HUNG = "rank 1 made no progress for 20 s (last action 1F1 of step 3); rank 0 was
         pytest.param(run_apart, "exit", LEFT, marks=pytest.mark.slow),
         (run_job, "raise", RAISED),
         (run_job, "kill", KILLED),
-        (run_job, "exit", LEFT),
+        pytest.param(run_job, "exit", LEFT, marks=pytest.mark.slow),
         pytest.param(
             run_job, "hang", HUNG, marks=pytest.mark.slow
         ),  # not under torchrun: importing torch on a loaded machine is a long silence, too
@@ -149,8 +149,19 @@ def test_interrupting_the_launcher_ends_all(
     assert kept.losses
 
 
-def test_a_killed_launcher_leaves_steps_to_gather(endless_run: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_run_is_alone_and_its_ranks_do_not_outlive_it(endless_run: subprocess.Popen[str], tmp_path: Path) -> None:
+    """A second run in its folder would overwrite its files, and take its heartbeats for those of its own ranks.
+
+    It listens on the loopback only: torch's own store would listen at every address, without a password. Killed, it
+    leaves no rank, and steps to gather.
+    """
     wait_for_a_step(endless_run)
+    assert {address for _, address in listening(endless_run.pid)} == {"0100007F"}
+    with pytest.raises(SpecError) as caught:
+        run_job(make_job(), tmp_path / "out")
+    assert str(caught.value).startswith(f"--output = {tmp_path / 'out'}: is in use by process {endless_run.pid} since ")
+    assert endless_run.poll() is None
+    assert len(processes_of(tmp_path)) == 3, "the launcher and two ranks"
     endless_run.kill()
     endless_run.communicate(timeout=PATIENCE_S)
     wait_until_gone(tmp_path)
@@ -163,15 +174,6 @@ def test_a_killed_launcher_leaves_steps_to_gather(endless_run: subprocess.Popen[
     assert [len(rank.step_times_s) for rank in kept.ranks] == [len(kept.step_times_s)] * 2
 
 
-def test_a_second_run_in_the_folder_is_refused(endless_run: subprocess.Popen[str], tmp_path: Path) -> None:
-    """It would overwrite the first one's files, and take its heartbeats for those of its own ranks."""
-    wait_for_a_step(endless_run)
-    with pytest.raises(SpecError) as caught:
-        run_job(make_job(), tmp_path / "out")
-    assert str(caught.value).startswith(f"--output = {tmp_path / 'out'}: is in use by process {endless_run.pid} since ")
-    assert endless_run.poll() is None
-
-
 def test_a_stranger_named_by_a_heartbeat_is_not_signalled(tmp_path: Path) -> None:
     """Heartbeats are files, in which anybody may have written any process."""
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as mine:
@@ -180,12 +182,6 @@ def test_a_stranger_named_by_a_heartbeat_is_not_signalled(tmp_path: Path) -> Non
     assert not is_ours(mine.pid)
     assert not is_ours(os.getppid())
     assert not is_ours(1)
-
-
-def test_a_run_listens_on_the_loopback_alone(endless_run: subprocess.Popen[str]) -> None:
-    """torch's own store would listen at every address of the machine, without a password."""
-    wait_for_a_step(endless_run)
-    assert {address for _, address in listening(endless_run.pid)} == {"0100007F"}
 
 
 def listening(pid: int) -> set[tuple[int, str]]:
@@ -205,13 +201,6 @@ def listening(pid: int) -> set[tuple[int, str]]:
                 if (target := str(handle.readlink())) in sockets:
                     found.add((process, sockets[target]))
     return found
-
-
-def test_ranks_do_not_outlive_a_killed_launcher(endless_run: subprocess.Popen[str], tmp_path: Path) -> None:
-    wait_for_a_step(endless_run)
-    assert len(processes_of(tmp_path)) == 3, "the launcher and two ranks"
-    endless_run.kill()
-    wait_until_gone(tmp_path)
 
 
 def test_ranks_that_start_do_not_outlive_a_killed_launcher(endless_run: subprocess.Popen[str], tmp_path: Path) -> None:
@@ -252,13 +241,23 @@ def test_a_stopped_rank_counts_as_hanging_and_is_ended(tmp_path: Path) -> None:
     wait_until_gone(tmp_path)
 
 
-def test_a_bad_job_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    done = subprocess.run(command_for(make_job(plan={"tp": 2}), tmp_path), capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("plan.tp = 2: must divide model.vocab_size = 97; use 1")
+@pytest.fixture
+def _same_signals() -> Iterator[None]:
+    """The executor's main program takes SIGTERM."""
+    previous = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, previous)
+
+
+@pytest.mark.usefixtures("_same_signals")
+def test_a_bad_job_is_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    *_, command, job_file, out, folder = command_for(make_job(plan={"tp": 2}), tmp_path)
+    assert executor.__main__.main([command, job_file, out, folder]) == 2
+    assert capsys.readouterr().err.startswith("plan.tp = 2: must divide model.vocab_size = 97; use 1")
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("_same_signals")
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -268,16 +267,10 @@ def test_a_bad_job_is_refused_before_anything_starts(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_is_no_job(text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from executor.__main__ import main
-
     job_file = tmp_path / "job.json"
     if text is not None:
         job_file.write_text(text)
-    previous = signal.getsignal(signal.SIGTERM)
-    try:
-        assert main(["run", str(job_file), "--out", str(tmp_path / "out")]) == 2
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    assert executor.__main__.main(["run", str(job_file), "--out", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
     assert message.startswith(str(job_file))
     assert said in message

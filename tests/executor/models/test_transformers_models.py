@@ -245,9 +245,9 @@ def predicted(name: str, plan: dict[str, Any], **training: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        ("gpt2", "ddp"),
+        pytest.param("gpt2", "ddp", marks=pytest.mark.slow),
         ("gpt2", "1f1b"),
-        ("llama", "zero1"),
+        pytest.param("llama", "zero1", marks=pytest.mark.slow),
         pytest.param("qwen2", "fsdp-recompute", marks=pytest.mark.slow),
         pytest.param("qwen3", "ddp", marks=pytest.mark.slow),
         ("mixtral", "fsdp"),

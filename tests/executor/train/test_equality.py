@@ -15,6 +15,7 @@ from executor.train.loss import cross_entropy
 from simplan.plan.plan import RankMapping
 from simplan.runs.run_spec import RunSpec
 from simplan.training import TrainingSpec
+from simplan.validate.compare import issued_as_predicted
 from tests.executor.conftest import RANK_PROGRAMS, Run, make_job, make_model, slow_except
 from tests.executor.train.reference_optimizers import reference_optimizer
 
@@ -93,6 +94,21 @@ MIXED = {
     "pipeline of fsdp": ({"pp": 2, "dp_shard": 2}, "llama", {"all_gather": 2, "send": 2, "reduce_scatter": 4}),
 }
 """Plan, family, and bytes an element of some messages."""
+
+
+@pytest.mark.parametrize("plan", [{"dp_shard": 2}, {"dp_replicate": 2}], ids=["fsdp", "ddp"])
+def test_pure_bf16_is_close_to_one_process(plan: dict[str, int], tmp_path: Path) -> None:
+    """Weights, gradients and norms of 16 bits are reduced and gathered as predicted."""
+    training = TrainingSpec(global_batch_size=16, precision="bf16", pure_bf16=True, clip_grad_norm=0.5)
+    job = make_job(model=make_model("llama", vocab_size=96), plan=plan, training=training, dtype="bf16")
+    measurement = run_job(job, tmp_path)
+    losses, _ = one_process(job, 3)
+    assert measurement.losses == pytest.approx(losses, rel=1e-2)
+    assert issued_as_predicted(measurement)
+    reduced = "reduce_scatter" if "dp_shard" in plan else "all_reduce"
+    sizes = [c.num_bytes for c in measurement.ranks[0].collectives if c.kind == reduced and c.num_bytes > 4]
+    num_reductions = 4 if "dp_shard" in plan else 1  # FSDP reduces after each microbatch
+    assert sum(sizes) == num_reductions * 2 * job.model.num_parameters
 
 
 @pytest.mark.parametrize("name", slow_except(["fsdp"], MIXED))

@@ -45,7 +45,6 @@ QUICK = {
     ("tp x fsdp", "lamb"),
     ("zero-1", "lamb"),
     ("1f1b", "lars"),
-    ("fsdp", "sgd_momentum"),
     ("fsdp", "adamw foreach"),
     ("fsdp on host", "lamb"),
 }

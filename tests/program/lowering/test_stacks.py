@@ -324,3 +324,31 @@ def test_gradients_are_divided_where_losses_are_not(name: str, divided: bool) ->
     }
     assert parameters[1] == []
     assert sum(parameters[4]) == (TINY.num_parameters if divided else 0)
+
+
+@pytest.mark.parametrize(
+    ("software", "plan", "shares", "groups"),
+    [
+        ("megatron-core", {"dp_shard": 4, "zero_stage": 1, "tp": 2}, 4, [Stream.SHARD, Stream.TENSOR]),
+        ("megatron-core", {"dp_replicate": 4, "tp": 2}, 1, [Stream.TENSOR]),
+        ("deepspeed", {"dp_shard": 8, "zero_stage": 1}, 8, [Stream.SHARD]),
+        ("torchtitan", {"dp_shard": 8, "zero_stage": 3}, 8, [Stream.SHARD]),
+    ],
+)
+def test_clipping_reads_the_gradients_that_a_rank_updates(
+    software: str, plan: dict[str, Any], shares: int, groups: list[Stream]
+) -> None:
+    """Megatron Core, optimizer/clip_grads.py; DeepSpeed, runtime/zero/stage_1_and_2.py: ranks sum norms of parts."""
+    model = tiny_model("llama", vocab_size=1024, intermediate_size=192)
+    program = lowered(job_of(model, plan, software=software, clip_grad_norm=1.0))
+    ops = [program.ops[index] for index in program.by_rank[0]]
+    (norm,) = (op for op in ops if op.name == "gradient norm")
+    (scale,) = (op for op in ops if op.name == "clip gradients")
+    parameters = model.num_parameters // plan.get("tp", 1) // shares
+    for op, phase in ((norm, Phase.NORM), (scale, Phase.SCALE)):
+        works = [work for work in op.work if isinstance(work, LayerWork)]
+        assert {work.phase for work in works} == {phase}
+        # norms are whole on all tensor-parallel ranks, and shards are rounded up
+        assert sum(work.num_parameters for work in works) == pytest.approx(parameters, rel=0.02)
+    reduced = [op for op in ops if "norms" in op.name]
+    assert [op.stream for op in reduced] == groups

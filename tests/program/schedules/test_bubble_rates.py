@@ -52,7 +52,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "case", CASES, ids=lambda case: f"{case.num_ranks}-{case.num_microbatches}-{case.layers_per_rank}"
+    "case",
+    [
+        pytest.param(
+            case,
+            id=f"{case.num_ranks}-{case.num_microbatches}-{case.layers_per_rank}",
+            marks=[pytest.mark.slow] if case.num_ranks * case.num_microbatches > 2048 else [],
+        )
+        for case in CASES
+    ],
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_published_bubble_rates(case: Case, name: str) -> None:

@@ -12,7 +12,6 @@ from simplan.interop.frameworks.bridge.words import (
     DISPATCHERS,
     EXPERT_MATCHES,
     LATENT_MATCHES,
-    LORA_TARGETS,
     MODEL_MATCHES,
     PRECISIONS,
     RECIPES,
@@ -112,11 +111,11 @@ def _write_adapters(writing: Writing) -> None:
     rank, targets = writing.value("model.lora_rank"), writing.value("model.lora_targets")
     if not rank:
         return
-    if len(targets) != 1 or targets[0] not in LORA_TARGETS:
-        writing.refuse("model.lora_targets", f"use one of {', '.join(LORA_TARGETS)}")
+    if len(targets) != 1 or targets[0] not in core.LORA_TARGETS:
+        writing.refuse("model.lora_targets", f"use one of {', '.join(core.LORA_TARGETS)}")
     writing.set("peft._target_", "megatron.bridge.peft.lora.LoRA", "training.task = lora")
     writing.set("peft.dim", rank, "model.lora_rank")
-    writing.set("peft.target_modules", list(LORA_TARGETS[targets[0]]), "model.lora_targets")
+    writing.set("peft.target_modules", list(core.LORA_TARGETS[targets[0]]), "model.lora_targets")
 
 
 def _write_experts(writing: Writing) -> None:
@@ -220,8 +219,7 @@ def _write_training(writing: Writing) -> None:
     name, decoupled = words[optimizer]
     writing.set("optimizer.optimizer", name, "training.optimizer")
     writing.set("optimizer.decoupled_weight_decay", decoupled, "training.optimizer")
-    if writing.value("training.clip_grad_norm") is not None:
-        writing.set("optimizer.clip_grad", training.clip_grad_norm, "training.clip_grad_norm")
+    writing.set("optimizer.clip_grad", writing.value("training.clip_grad_norm") or 0.0, "training.clip_grad_norm")
     precision, recipe = writing.value("training.precision"), writing.value("training.fp8_recipe")
     if precision not in ("fp16", "bf16", "fp8", "mxfp8", "nvfp4"):
         writing.refuse("training.precision", "use fp16, bf16, fp8, mxfp8 or nvfp4")

@@ -21,7 +21,6 @@ from simplan.interop.frameworks.bridge.words import (
     DISPATCHERS,
     EXPERT_MATCHES,
     LATENT_MATCHES,
-    LORA_TARGETS,
     MODEL_MATCHES,
     NO_EFFECT,
     PRECISIONS,
@@ -100,7 +99,7 @@ def read(file: ConfigFile) -> Configuration:
         _put_model(reading, experts=experts)
     else:
         _put_changes(reading)
-    _put_adapters(reading)
+    core.read_adapters(reading, "peft.")
     reading.ask("cluster", what="does not say how many devices there are", fix="add --cluster dgx-h100 --num-nodes 4")
     _put_rest(reading, degrees)
     return reading.finish()
@@ -270,6 +269,7 @@ def _put_optimizer(reading: Reading, precision: str, degrees: Mapping[str, int])
     reading.put(
         "training.optimizer", chosen, key if key in reading else f"{core.ORIGIN}: Adam with decoupled weight decay"
     )
+    core.read_clipping(reading, "optimizer.clip_grad")
     bucket = "ddp.bucket_size"
     size = reading.value(bucket)
     if type(size) is int and size != BUCKET_ELEMENTS:
@@ -376,28 +376,6 @@ def _attention(reading: Reading, *, mla: bool) -> dict[str, tuple[Any, str]]:
         if reading.value(key) == chosen and not (mla and name == "qk_norm"):
             more[name] = (value, key)
     return more
-
-
-def _put_adapters(reading: Reading) -> None:
-    """Put LoRA."""
-    kind, rank, targets = (reading.value(f"peft.{name}") for name in ("_target_", "dim", "target_modules"))
-    if kind is None and rank is None:
-        return
-    if kind is not None and not str(kind).endswith(".LoRA"):
-        reading.refuse("peft._target_", "is not modeled yet", "only LoRA is")
-        return
-    modules = frozenset(map(str, targets)) if isinstance(targets, list) else frozenset(LORA_TARGETS["all"])
-    name = next((name for name, known in LORA_TARGETS.items() if frozenset(known) == modules), None)
-    if name is None:
-        reading.refuse(
-            "peft.target_modules", "is not modeled yet", f"only {' or '.join(map(str, LORA_TARGETS.values()))} are"
-        )
-        return
-    reading.put("training.task", "lora", "peft._target_" if kind is not None else "peft.dim")
-    reading.put(
-        "model.lora_rank", rank if rank is not None else 32, "peft.dim" if rank is not None else "LoRA's default"
-    )
-    reading.put("model.lora_targets", [name], "peft.target_modules" if targets is not None else "LoRA's default")
 
 
 def _put_rest(reading: Reading, degrees: Mapping[str, int]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from simplan.interop.configuration import Match
-from simplan.interop.frameworks.megatron_core import CLIPPING, Words
+from simplan.interop.frameworks.megatron_core import Words
 
 WORDS = Words("model.", "model.", "ddp.", "optimizer.", "train.", "model.")
 
@@ -58,14 +58,6 @@ RECIPES: Mapping[str, tuple[str, str | None]] = {
 """Name of a mixed precision -> ``training.precision`` and ``training.fp8_recipe``."""
 DISPATCHERS: Mapping[tuple[Any, Any], str] = {("flex", "deepep"): "deepep", ("flex", "hybridep"): "hybridep"}
 """Token dispatcher and its backend -> ``software.expert_dispatch``."""
-LORA_TARGETS = {
-    "all": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
-    "qkv": ("linear_qkv",),
-    "attention": ("linear_qkv", "linear_proj"),
-    "mlp": ("linear_fc1", "linear_fc2"),
-}
-"""``model.lora_targets`` -> modules with adapters."""
-
 REFUSED = {
     "model.is_hybrid_model": "Mamba layers are not modeled yet",
     "model.mamba_num_heads": "Mamba layers are not modeled yet",
@@ -121,7 +113,6 @@ COMPARED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "model.moe_pad_expert_input_to_capacity": ((True, None, False), ""),
     "optimizer.use_precision_aware_optimizer": ((False, None), "optimizer states have 32 bits"),
     "optimizer.overlap_param_gather_with_optimizer_step": ((False, None), "the step ends before the next begins"),
-    "optimizer.clip_grad": ((0, 0.0, None), CLIPPING),
     "train.rampup_batch_size": ((None,), "the batch is that at the end of the ramp"),
     "ddp.nccl_ub": ((False, None), "NCCL's buffers are not registered"),
     "ddp.fsdp_double_buffer": ((False, None), "gathered parameters are freed and allocated again"),

@@ -6,7 +6,7 @@ from simplan.errors import file_error
 from simplan.interop.configuration import Configuration, Reading
 from simplan.interop.formats import ConfigFile, Format
 from simplan.interop.frameworks.hugging_face.keys import Keys, document_of, flattened
-from simplan.interop.frameworks.hugging_face.run import Run
+from simplan.interop.frameworks.hugging_face.run import TrainerRun
 from simplan.interop.frameworks.hugging_face.writing import deepspeed_options, export_deepspeed
 
 _TITLE = "DeepSpeed configuration"
@@ -29,7 +29,7 @@ def _read(file: ConfigFile) -> Configuration:
     settings = [*flattened(document)]
     reading = Reading.of(_TITLE, file.name, [setting for _, setting in settings])
     none = Keys(reading)
-    return Run(
+    return TrainerRun(
         reading,
         none,
         none,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -108,24 +107,6 @@ def whole(value: Any) -> int | None:
     except (TypeError, ValueError):
         return None
     return int(number) if abs(number) < 1e15 and number == int(number) else None
-
-
-def plain(text: str) -> Any:
-    """Value of an argument of a command: a number, true or false, JSON in braces, or the text."""
-    stripped = text.strip()
-    if stripped[:1] in ("{", "[") and stripped[-1:] in ("}", "]"):
-        try:
-            return json.loads(stripped)
-        except (ValueError, RecursionError):
-            return text
-    if stripped.lower() in ("true", "false"):
-        return stripped.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(stripped) if len(stripped) < 40 else text
-        except ValueError:
-            continue
-    return text
 
 
 def flattened(document: Document, name: str = "") -> Iterator[tuple[str, Setting]]:

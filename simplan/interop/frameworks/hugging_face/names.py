@@ -111,7 +111,6 @@ DEEPSPEED_NOT_MODELED: Notes = {
     "compile.deepcompile": ((False,), "compiled blocks are faster and save fewer tensors"),
     "torch_autocast.enabled": ((False,), "autocast casts weights before every matmul"),
     "sparse_gradients": ((False,), "gradients of embeddings are reduced as indices and rows"),
-    "bf16.bf16_master_weights_and_grads": ((False,), "FP32 copies are modeled"),
     "fp16.fp16_master_weights_and_grads": ((False,), "FP32 copies are modeled"),
 }
 DEEPSPEED_REFUSED: Notes = {

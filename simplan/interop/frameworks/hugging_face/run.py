@@ -17,6 +17,7 @@ from simplan.interop.frameworks.hugging_face.keys import Keys, is_one_of, whole
 from simplan.interop.frameworks.hugging_face.models import preset_of
 from simplan.interop.frameworks.hugging_face.strategies import (
     DEEPSPEED_DEFAULT,
+    ask_for_fsdp_file,
     fsdp_keys,
     read_fsdp,
     read_parallelism,
@@ -29,12 +30,13 @@ from simplan.model.model import ModelSpec
 from simplan.rules.model import has_transformers_code
 
 _TRAINER = "the default of transformers' TrainingArguments"
+_TRL = "the default of TRL 1; --precision and --recompute say otherwise for older ones"
 _HALVES = ("bf16", "fp16")
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "bf16": "bf16", "fp16": "fp16"}
 
 
 @dataclass(slots=True)
-class Run:
+class TrainerRun:
     """Files of one run.
 
     Attributes:
@@ -47,6 +49,8 @@ class Run:
         names_launcher: True if the files say how the run is launched, so that DDP is what is left.
         unknown: Arguments whose values the script does not say.
         missing: Settings that name files which are not there.
+        loads_as_computed: True if the program loads weights in the precision of its matmuls, as axolotl does.
+        is_trl: True if the program is TRL's own script for supervised fine-tuning.
         task: Words on the program or setting that makes it supervised fine-tuning; empty for none.
         reads_others: False if no other files must be read.
     """
@@ -61,6 +65,8 @@ class Run:
     names_launcher: bool = True
     unknown: frozenset[str] = frozenset()
     missing: tuple[str, ...] = ()
+    loads_as_computed: bool = False
+    is_trl: bool = False
     task: str = ""
     reads_others: bool = True
     _precision: str = field(default="", init=False)
@@ -85,6 +91,7 @@ class Run:
             offloads = read_zero(self)
         elif strategy == "fsdp":
             read_fsdp(self)
+            ask_for_fsdp_file(self)
         elif strategy == "ddp":
             read_replicas(self)
         else:
@@ -159,6 +166,9 @@ class Run:
         elif found is not None:
             precision, key = found
             self.reading.put("training.precision", precision, key)
+        elif self.is_trl and not {"bf16", "fp16"} & self.trainer.settings.keys():
+            precision = "bf16"
+            self.reading.put("training.precision", precision, _TRL)
         elif strategy == "" or (strategy == "deepspeed" and not self.trainer and not self.accelerate):
             precision = self._ask_for_precision(strategy)
         else:
@@ -167,9 +177,9 @@ class Run:
             self.reading.put("training.precision", precision, where)
         self._precision = precision
         self.trainer.no_effect(("tf32",))
+        self._read_weights(strategy)
         for half in _HALVES:
             self.deepspeed.no_effect(prefixes=(f"{half}.",))
-        self._read_weights(strategy)
 
     def _ask_for_precision(self, strategy: str) -> str:
         """Precision that files without a launcher or Trainer leave open; empty if it has to be asked for."""
@@ -189,7 +199,8 @@ class Run:
             if self.deepspeed.is_true(f"{half}.enabled"):
                 yield half, self.deepspeed.full(f"{half}.enabled")
         for half in _HALVES:
-            if self.trainer.is_true(half) or str(self.trainer.value("mixed_precision", "")).lower() == half:
+            is_mixed = str(self.trainer.value("mixed_precision", "")).lower() == half
+            if self.trainer.is_true(half) or is_mixed or (half == "bf16" and self._is_full_bf16):
                 yield half, self.trainer.full(half if half in self.trainer else "mixed_precision")
         if "zero_stage" in self.trainer.settings and not self.deepspeed:  # DeepSpeed-Chat writes the file itself
             half = _DTYPES.get(str(self.trainer.value("dtype", "fp16")).lower(), "fp16")
@@ -204,26 +215,58 @@ class Run:
             yield "fp16", self.accelerate.full("fp16")
 
     def _read_weights(self, strategy: str) -> None:
-        """Precision in which the weights are loaded."""
-        key = self.trainer.first("torch_dtype", "dtype", "model_dtype")
-        loaded = _DTYPES.get(str(self.trainer.value(key or "", "")).lower().removeprefix("torch."))
-        is_pure = self.trainer.is_true("pure_bf16")
-        if strategy == "deepspeed" or self._adapter_rank() is not None:
-            self.trainer.no_effect(("torch_dtype", "dtype", "model_dtype", "pure_bf16"))
-        elif is_pure or (loaded is not None and self._precision in ("fp32", "tf32")):
-            rule = "trains weights of 16 bits without an FP32 copy, which is not modeled yet"
-            self.trainer.refuse("pure_bf16" if is_pure else key or "", rule, "use mixed precision: bf16")
-        elif strategy == "ddp" and loaded is not None:
-            rule = "trains weights of 16 bits without an FP32 copy under DDP, which is not modeled yet"
-            self.trainer.refuse(key or "", rule, "use float32, or shard them: FSDP makes FP32 copies")
-        elif strategy == "ddp" and self._precision in _HALVES and "model_name_or_path" in self.trainer:
+        """Precision in which the weights are loaded, which FSDP and DeepSpeed may widen."""
+        trainer = self.trainer
+        key = trainer.first("torch_dtype", "dtype", "model_dtype")
+        loaded = _DTYPES.get(str(trainer.value(key or "", "")).lower().removeprefix("torch."))
+        if trainer.is_true("pure_bf16"):
+            key, loaded = "pure_bf16", "bf16"
+        elif key is None and self.loads_as_computed:
+            key = next((half for half in _HALVES if half in trainer), None)
+            loaded = self._precision if self._precision in _HALVES else None
+        is_mixed = self._precision in _HALVES and key != "pure_bf16" and not self._is_full_bf16
+        if self._adapter_rank() is not None:
+            if loaded == "bf16" and self._precision == "fp32":
+                self._precision = "bf16"
+                self.reading.put("training.precision", "bf16", trainer.full(key or ""))
+            if key == "pure_bf16" or self._is_full_bf16:
+                trainer.not_modeled(key or "bf16", "adapters of 16 bits; here adapters and their states are FP32")
+        elif strategy == "deepspeed":
+            self._read_deepspeed_states()
+        elif loaded is None or (strategy == "fsdp" and is_mixed):
+            self._note_checkpoint(strategy, is_mixed=is_mixed)
+        elif loaded == "fp16" or self._precision == "fp16":
+            rule = "trains weights of 16 bits without an FP32 copy, which is not modeled yet for FP16"
+            trainer.refuse(key or "", rule, "use bfloat16, or float32 with mixed precision")
+        else:
+            if self._precision != "bf16":
+                self._precision = "bf16"
+                self.reading.put("training.precision", "bf16", trainer.full(key or ""))
+            self.reading.put("training.pure_bf16", True, trainer.full(key or ""))
+        trainer.no_effect(("torch_dtype", "dtype", "model_dtype", "pure_bf16"))
+
+    @property
+    def _is_full_bf16(self) -> bool:
+        """True for axolotl's ``bf16: full``, which is BF16 without autocast."""
+        return str(self.trainer.value("bf16", "")).lower() == "full"
+
+    def _read_deepspeed_states(self) -> None:
+        """Master weights and states of DeepSpeed in BF16; half of that needs states on the host."""
+        keys = ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
+        if all(self.deepspeed.is_true(key) for key in keys):
+            self.reading.put("training.pure_bf16", True, self.deepspeed.full(keys[1]))
+        elif self.deepspeed.is_true(keys[0]):
+            self.deepspeed.not_modeled(keys[0], "FP32 copies are modeled")
+
+    def _note_checkpoint(self, strategy: str, *, is_mixed: bool) -> None:
+        """Note that a checkpoint may be of 16 bits where nothing makes FP32 weights of it."""
+        of_checkpoint = "model_name_or_path" in self.trainer and "finetuning_type" not in self.trainer
+        if strategy == "ddp" and is_mixed and of_checkpoint:
             why = (
                 "weights, gradients and states are FP32 here; transformers 5 loads checkpoints in their own precision, "
-                "so a checkpoint of 16 bits takes half of that"
+                "and for one of BF16 --set training.pure_bf16=true is right"
             )
             self.reading.not_modeled(self.trainer.full(self._precision), why)
-        else:
-            self.trainer.no_effect(("torch_dtype", "dtype", "model_dtype", "pure_bf16"))
 
     def _read_batch(self) -> None:
         micro, micro_key = self._number("per_device_train_batch_size", "train_micro_batch_size_per_gpu")
@@ -246,6 +289,8 @@ class Run:
             self.reading.put("plan.microbatch_size", micro, micro_key)
         if total is not None:
             self.reading.put("training.global_batch_size", total, self.deepspeed.full("train_batch_size"))
+            if steps is not None:
+                self.reading.put("num_microbatches", steps, steps_key)
             if devices is None and micro is not None and steps is not None:
                 if total % (micro * steps):
                     rule = f"is not a multiple of {micro} sequences x {steps} steps of accumulation"
@@ -315,10 +360,7 @@ class Run:
             clip, key = self.accelerate.value(own), self.accelerate.full(own)
         if not isinstance(clip, int | float) or isinstance(clip, bool) or clip <= 0:
             return
-        if strategy == "deepspeed" and key in self.reading.settings:
-            self.reading.not_modeled(key, "ranks read their gradients once more for the norm")
-        elif strategy != "deepspeed":
-            self.reading.put("training.clip_grad_norm", float(clip), key)
+        self.reading.put("training.clip_grad_norm", float(clip), key)
 
     def _put_optimizer(self, keys: Keys, key: str, known: dict[str, str]) -> None:
         word = str(keys.value(key)).lower().removeprefix("optimizernames.")
@@ -350,6 +392,8 @@ class Run:
         elif "finetuning_type" in self.trainer and "gradient_checkpointing" not in self.trainer:
             # LLaMA-Factory, model/model_utils/checkpointing.py: on unless disable_gradient_checkpointing
             self.reading.put("plan.recompute", "full", "the default of LLaMA-Factory")
+        elif self.is_trl and self.reading.written("plan.recompute") is None:
+            self.reading.put("plan.recompute", "full", _TRL)
         if fsdp.is_true("activation_checkpointing_offload"):
             fsdp.not_modeled("activation_checkpointing_offload", "the inputs of blocks move to host memory")
 

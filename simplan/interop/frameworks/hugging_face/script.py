@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any
 
 from simplan.document import Document
 from simplan.errors import SpecError
 from simplan.interop.configuration import Setting
-from simplan.interop.frameworks.hugging_face.keys import flattened, plain
-from simplan.interop.frameworks.shell import Launch, Word, read_launches
+from simplan.interop.frameworks.hugging_face.keys import flattened
+from simplan.interop.frameworks.shell import TrainingCommand, Word, number_or_text, read_launches
 
 SIGNS = ("per_device_train_batch_size", "model_name_or_path", "gradient_accumulation_steps", "deepspeed", "fsdp")
 """Arguments of the Trainer that other frameworks' scripts do not have."""
@@ -25,7 +27,7 @@ _FLAG = re.compile(r"--?[A-Za-z]")
 
 
 @lru_cache(maxsize=8)
-def launch_of(text: str, file: str) -> Launch | None:
+def launch_of(text: str, file: str) -> TrainingCommand | None:
     """The first command of a script that starts a training of the Hugging Face stack; None if there is none."""
     try:
         launches = read_launches(text, file, wrappers=_OWN_PROGRAMS)
@@ -34,7 +36,7 @@ def launch_of(text: str, file: str) -> Launch | None:
     return next((launch for launch in launches if _is_ours(launch)), None)
 
 
-def _is_ours(launch: Launch) -> bool:
+def _is_ours(launch: TrainingCommand) -> bool:
     if launch.program.text in (*_OWN_PROGRAMS, *_OWN_MODULES):
         return True
     names = {name for name, _ in arguments_of(launch.arguments)}
@@ -57,7 +59,7 @@ def arguments_of(words: Iterable[Word]) -> list[tuple[str, Setting]]:
             return
         key, equals, value = name.text.partition("=")
         given = [value] if equals else [each.text for each in values]
-        data = [plain(text) for text in given]
+        data = [_value(text) for text in given]
         known = not name.unknown and not any(each.unknown for each in values)
         setting = Setting(
             key, (True if not data else data[0] if len(data) == 1 else data) if known else None, name.line
@@ -80,7 +82,20 @@ def arguments_of(words: Iterable[Word]) -> list[tuple[str, Setting]]:
     return found
 
 
-def config_files(launch: Launch) -> list[str]:
+def _value(text: str) -> Any:
+    """Value of an argument: JSON in brackets, a flag, a number or text."""
+    stripped = text.strip()
+    if stripped[:1] in ("{", "[") and stripped[-1:] in ("}", "]"):
+        try:
+            return json.loads(stripped)
+        except (ValueError, RecursionError):
+            return text
+    if stripped.lower() in ("true", "false"):
+        return stripped.lower() == "true"
+    return number_or_text(stripped)
+
+
+def config_files(launch: TrainingCommand) -> list[str]:
     """Files with arguments that a command names: ``--config FILE``, or FILE without an option."""
     named = [str(setting.value) for name, setting in arguments_of(launch.arguments) if name == "config"]
     loose = []
@@ -91,7 +106,7 @@ def config_files(launch: Launch) -> list[str]:
     return named + loose
 
 
-def options_of(launch: Launch) -> list[tuple[str, Setting]]:
+def options_of(launch: TrainingCommand) -> list[tuple[str, Setting]]:
     """Options of the launcher by their names, with the launcher before the option in the reading."""
     name = launch.launchers[-1] if launch.launchers else "launcher"
     return [
@@ -103,7 +118,7 @@ def options_of(launch: Launch) -> list[tuple[str, Setting]]:
     ]
 
 
-def sft_of(launch: Launch) -> str:
+def sft_of(launch: TrainingCommand) -> str:
     """Words on a program for supervised fine-tuning (TRL's ``sft.py``); empty for another program."""
     program = launch.program.text.rpartition("/")[2]
     first = launch.arguments[0].text if launch.arguments else ""
@@ -111,7 +126,14 @@ def sft_of(launch: Launch) -> str:
     return f"{program} fine-tunes, in line {launch.program.line}" if is_sft else ""
 
 
-def included_devices(launch: Launch) -> tuple[int, str] | None:
+def is_trl(launch: TrainingCommand) -> bool:
+    """True for TRL's own script for supervised fine-tuning: ``trl sft``, ``trl/scripts/sft.py``."""
+    program = launch.program.text
+    is_command = program.rpartition("/")[2] == "trl" and bool(sft_of(launch))
+    return is_command or program == "trl.scripts.sft" or program.endswith("trl/scripts/sft.py")
+
+
+def included_devices(launch: TrainingCommand) -> tuple[int, str] | None:
     """Devices of DeepSpeed's ``--include localhost:0,1@other:0,1``, and the option."""
     for name, setting in options_of(launch):
         if name == "include" and isinstance(setting.value, str):

@@ -8,14 +8,14 @@ from simplan.interop.frameworks.hugging_face import names
 from simplan.interop.frameworks.hugging_face.keys import Keys, is_one_of, whole
 
 if TYPE_CHECKING:  # a run reads itself by these functions
-    from simplan.interop.frameworks.hugging_face.run import Run
+    from simplan.interop.frameworks.hugging_face.run import TrainerRun
 
 DEEPSPEED_DEFAULT = "the default of DeepSpeed"
 _SYNC_EACH_BATCH = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
 _PREFETCHED = ("backward_pre", "1", "no_prefetch", "none")
 
 
-def read_replicas(run: Run) -> None:
+def read_replicas(run: TrainerRun) -> None:
     """Read DDP's settings."""
     run.reading.put("plan.dp_shard", 1, "DDP replicates parameters")
     if run.accumulates and run.num_devices != 1 and run.trainer.is_true(_SYNC_EACH_BATCH):
@@ -25,7 +25,7 @@ def read_replicas(run: Run) -> None:
         run.reading.put("plan.bucket_bytes", megabytes * 2**20, run.trainer.full("ddp_bucket_cap_mb"))
 
 
-def fsdp_keys(run: Run) -> Keys:
+def fsdp_keys(run: TrainerRun) -> Keys:
     """Settings of FSDP of Accelerate and of the Trainer, by names without ``fsdp_``."""
 
     def rename(name: str) -> str:
@@ -36,7 +36,7 @@ def fsdp_keys(run: Run) -> Keys:
     return Keys(run.reading, {**of_accelerate.settings, **of_trainer.settings})
 
 
-def read_fsdp(run: Run) -> None:
+def read_fsdp(run: TrainerRun) -> None:
     """Read FSDP's settings, of Accelerate and of the Trainer."""
     keys, options = fsdp_keys(run), run.fsdp_options()
     version = whole(keys.value("version")) or (2 if options else 1)
@@ -69,12 +69,12 @@ def read_fsdp(run: Run) -> None:
     keys.no_effect(names.FSDP)
 
 
-def _first_full(run: Run, keys: Keys, own: tuple[str, ...], accelerate: str, trainer: str) -> str | None:
+def _first_full(run: TrainerRun, keys: Keys, own: tuple[str, ...], accelerate: str, trainer: str) -> str | None:
     candidates = [*((keys, key) for key in own), (run.accelerate, accelerate), (run.trainer, trainer)]
     return next((each.full(key) for each, key in candidates if key in each), None)
 
 
-def _sharding(run: Run, keys: Keys, options: list[str], version: int) -> tuple[str, str]:
+def _sharding(run: TrainerRun, keys: Keys, options: list[str], version: int) -> tuple[str, str]:
     """Sharding strategy of FSDP1 by name, or ``kept`` for parameters that FSDP2 does not reshard; its setting."""
     found = next((word for word in options if word in names.SHARDING), None)
     if found is not None:
@@ -95,7 +95,7 @@ def _sharding(run: Run, keys: Keys, options: list[str], version: int) -> tuple[s
     return "full_shard", "the default of FSDP"
 
 
-def _read_hybrid(run: Run, key: str) -> None:
+def _read_hybrid(run: TrainerRun, key: str) -> None:
     """Shards within a node, replicas over nodes."""
     if run.ranks_per_node is not None:
         run.reading.put("plan.dp_shard", run.ranks_per_node, run.devices_key)
@@ -104,7 +104,7 @@ def _read_hybrid(run: Run, key: str) -> None:
         run.reading.ask("plan.dp_shard", what=what, fix="add --dp-shard 8, the devices of a node")
 
 
-def read_zero(run: Run) -> bool:
+def read_zero(run: TrainerRun) -> bool:
     """ZeRO of DeepSpeed; True if the optimizer is on the host."""
     inline = run.accelerate.view(("deepspeed_config.", ""))
     deepspeed, key = run.deepspeed, "zero_optimization.stage"
@@ -143,7 +143,7 @@ def read_zero(run: Run) -> bool:
     return offloads
 
 
-def _names_missing_file(run: Run) -> bool:
+def _names_missing_file(run: TrainerRun) -> bool:
     """Ask for what a DeepSpeed file says that is named and not there."""
     keys, key = (run.trainer, "deepspeed") if "deepspeed" in run.trainer else (run.accelerate, "deepspeed_config_file")
     if key in run.unknown:
@@ -157,7 +157,15 @@ def _names_missing_file(run: Run) -> bool:
     return True
 
 
-def _read_offload(run: Run, stage: int, inline: Keys) -> bool:
+def ask_for_fsdp_file(run: TrainerRun) -> None:
+    """Ask for what a file of FSDP's settings says that is named and not there."""
+    key = "fsdp_config"
+    if run.trainer.full(key) in run.missing:
+        what = f"names {run.trainer.value(key)} with the settings of FSDP, which is not next to it"
+        run.reading.ask("plan.zero_stage", what=what, fix="put it there, or add --set plan.zero_stage=3")
+
+
+def _read_offload(run: TrainerRun, stage: int, inline: Keys) -> bool:
     """Optimizer states on the host; True if they are there."""
     zero = run.deepspeed.view(("zero_optimization.",))
     places = {}
@@ -166,6 +174,8 @@ def _read_offload(run: Run, stage: int, inline: Keys) -> bool:
             value = str(keys.value(key, "none")).lower()
             if value == "nvme":
                 keys.refuse(key, "is not modeled: states on NVMe", "use cpu")
+            elif value == "cpu" and what == "param" and stage < 3:
+                keys.no_effect((key,))  # parameters are offloaded in stage 3 only: runtime/zero/config.py
             elif value == "cpu" and what not in places:
                 places[what] = keys, key
     if "optimizer" not in places and zero.is_true("cpu_offload"):
@@ -184,7 +194,7 @@ def _read_offload(run: Run, stage: int, inline: Keys) -> bool:
     return True
 
 
-def _note_zero(run: Run, stage: int) -> None:
+def _note_zero(run: TrainerRun, stage: int) -> None:
     zero = run.deepspeed.view(("zero_optimization.",))
     for name, (neutral, why) in names.ZERO_NOT_MODELED.items():
         if name in zero and not is_one_of(zero.value(name), neutral):
@@ -200,7 +210,7 @@ def _note_zero(run: Run, stage: int) -> None:
             run.deepspeed.refuse(name, why, "remove it")
 
 
-def read_parallelism(run: Run) -> None:
+def read_parallelism(run: TrainerRun) -> None:
     """Degrees of Accelerate's ``parallelism_config``."""
 
     def rename(name: str) -> str:

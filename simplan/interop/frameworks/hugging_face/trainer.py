@@ -9,22 +9,24 @@ from simplan.errors import Problem, SpecError, file_error
 from simplan.interop.configuration import Configuration, Reading, Setting
 from simplan.interop.formats import ConfigFile, Format
 from simplan.interop.frameworks.hugging_face.keys import AUTO, Keys, document_of, flattened, named_document
-from simplan.interop.frameworks.hugging_face.run import Run
+from simplan.interop.frameworks.hugging_face.run import TrainerRun
 from simplan.interop.frameworks.hugging_face.script import (
     arguments_of,
     config_files,
     included_devices,
+    is_trl,
     launch_of,
     options_of,
     sft_of,
 )
 from simplan.interop.frameworks.hugging_face.writing import trainer_options
-from simplan.interop.frameworks.shell import Launch
+from simplan.interop.frameworks.shell import TrainingCommand
 
 Named = list[tuple[str, Setting]]
 """Settings with their keys within their file."""
 
 _TITLE = "Hugging Face Trainer arguments"
+_AXOLOTL_TITLE = "axolotl configuration"
 _SIGNS = ("per_device_train_batch_size", "gradient_accumulation_steps", "model_name_or_path", "per_device_batch_size")
 _AXOLOTL = {"micro_batch_size": "per_device_train_batch_size", "optimizer": "optim", "base_model": "model_name_or_path"}
 """Keys of axolotl that have another name in TrainingArguments."""
@@ -62,7 +64,7 @@ def _arguments(settings: Named) -> tuple[str, Named, bool]:
     if _is_axolotl(keys):
         names = _AXOLOTL if "adapter" in keys else {**_AXOLOTL, "lora_r": "lora_unused"}
         settings = [(key, _halved(key, setting)) for key, setting in settings]
-        return "axolotl configuration", [(names.get(key, key), setting) for key, setting in settings], True
+        return _AXOLOTL_TITLE, [(names.get(key, key), setting) for key, setting in settings], True
     if "finetuning_type" in keys:
         return "LLaMA-Factory configuration", settings, True
     return _TITLE, settings, False
@@ -73,7 +75,7 @@ def _halved(key: str, setting: Setting) -> Setting:
     return replace(setting, value=True) if key == "bf16" and setting.value == AUTO else setting
 
 
-def _read_launch(launch: Launch, file: ConfigFile) -> Configuration:
+def _read_launch(launch: TrainingCommand, file: ConfigFile) -> Configuration:
     """Arguments of a command, with the files of arguments that it names."""
     settings: Named = []
     title = _TITLE
@@ -104,6 +106,7 @@ def _read_launch(launch: Launch, file: ConfigFile) -> Configuration:
         devices_key=key,
         names_launcher=launch.launchers[-1:] != ("accelerate",),
         unknown=frozenset(unknown),
+        is_trl=is_trl(launch),
         task=sft_of(launch),
     )
 
@@ -119,13 +122,14 @@ def read_run(
     devices_key: str = "",
     names_launcher: bool = True,
     unknown: frozenset[str] = frozenset(),
+    is_trl: bool = False,
     task: str = "",
 ) -> Configuration:
     """Read the arguments of a training with the files that they name.
 
     Args:
         trainer, accelerate: Settings of the training script, and of ``accelerate launch``.
-        num_devices, ranks_per_node, devices_key, names_launcher, unknown, task: As in ``Run``.
+        num_devices, ranks_per_node, devices_key, names_launcher, unknown, is_trl, task: As in ``TrainerRun``.
 
     Raises:
         SpecError: Settings are refused, contradict each other, or a file is wrong.
@@ -156,7 +160,7 @@ def read_run(
     def keys(settings: Sequence[tuple[str, Setting]]) -> Keys:
         return Keys(reading, {key: setting.key for key, setting in settings})
 
-    run = Run(
+    run = TrainerRun(
         reading,
         keys(trainer),
         keys(accelerate),
@@ -167,6 +171,8 @@ def read_run(
         names_launcher=names_launcher,
         unknown=unknown,
         missing=tuple(missing),
+        loads_as_computed=title.startswith(_AXOLOTL_TITLE),
+        is_trl=is_trl,
         task=task,
         reads_others=file.reads_others,
     )

@@ -37,7 +37,8 @@ def accelerate_options(job: Job) -> tuple[Option, ...]:
     _write_software(writing, "accelerate")
     _write_devices(writing)
     plan, precision = job.plan, job.training.precision
-    writing.set("mixed_precision", precision if precision in _HALVES else "no", "training.precision")
+    is_mixed = precision in _HALVES and not job.training.pure_bf16
+    writing.set("mixed_precision", precision if is_mixed else "no", "training.precision, training.pure_bf16")
     writing.taken("plan.dp_shard", "plan.dp_replicate", "plan.zero_stage", "plan.reshard_after_forward")
     if plan.zero_stage == 1:
         writing.refuse("plan.zero_stage", "use 0, 2 or 3, or --to deepspeed")
@@ -71,14 +72,16 @@ def deepspeed_options(job: Job) -> tuple[Option, ...]:
             writing.set("zero_optimization.offload_param.device", "cpu", "plan.offload_optimizer")
     for half in _HALVES:
         writing.set(f"{half}.enabled", training.precision == half, "training.precision")
+    if writing.value("training.pure_bf16"):
+        for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+            writing.set(f"bf16.{key}", True, "training.pure_bf16")
     optimizers = {name: word for word, name in DEEPSPEED_OPTIMIZERS.items() if word != "fusedlamb"}
     if training.optimizer not in optimizers:
         writing.refuse("training.optimizer", f"use {' or '.join(optimizers)}")
     word = {"adam": "Adam", "adamw": "AdamW", "lamb": "Lamb", "sgd": "SGD"}[optimizers[training.optimizer]]
     writing.set("optimizer.type", word, "training.optimizer")
     writing.set("optimizer.params.lr", "auto", "not in the scenario")
-    writing.set("gradient_clipping", "auto", "not modeled under DeepSpeed; --max_grad_norm of the Trainer")
-    writing.taken("training.clip_grad_norm")
+    writing.set("gradient_clipping", writing.value("training.clip_grad_norm") or 0, "training.clip_grad_norm")
     writing.set("train_micro_batch_size_per_gpu", plan.microbatch_size, "plan.microbatch_size")
     writing.set("gradient_accumulation_steps", _steps(job), "training.global_batch_size")
     _write_arguments(writing, is_fsdp=False, has_optimizer=False)
@@ -180,8 +183,11 @@ def _write_arguments(writing: Writing, *, is_fsdp: bool, has_optimizer: bool = T
     writing.set("--per_device_train_batch_size", writing.value("plan.microbatch_size"), "plan.microbatch_size")
     writing.taken("training.global_batch_size", "training.task", "training.precision")
     writing.set("--gradient_accumulation_steps", _steps(job), "training.global_batch_size")
+    is_pure = writing.value("training.pure_bf16") and writing.target == "Accelerate"
     for half in _HALVES:
-        writing.set(f"--{half}", training.precision == half, "training.precision")
+        writing.set(f"--{half}", training.precision == half and not is_pure, "training.precision")
+    if is_pure:
+        writing.set("--dtype", "bfloat16", "training.pure_bf16")
     if training.precision == "tf32":
         writing.set("--tf32", True, "training.precision")
     elif training.precision not in (*_HALVES, "fp32"):
@@ -212,8 +218,7 @@ def _write_optimizer(writing: Writing, *, has_optimizer: bool) -> None:
         if (training.optimizer, fused) not in words:
             writing.refuse("training.optimizer", "use adamw, or sgd with fused_optimizer = false")
         writing.set("--optim", words[training.optimizer, fused], "training.optimizer, training.fused_optimizer")
-    if has_optimizer:  # DeepSpeed's own clipping is not modeled
-        writing.set("--max_grad_norm", writing.value("training.clip_grad_norm") or 0, "training.clip_grad_norm")
+    writing.set("--max_grad_norm", writing.value("training.clip_grad_norm") or 0, "training.clip_grad_norm")
 
 
 def _write_synchronization(writing: Writing, *, is_fsdp: bool) -> None:
@@ -290,7 +295,10 @@ def _script(job: Job, name: str, options: tuple[Option, ...], launch: str) -> st
 
 
 def _model_files(job: Job) -> dict[str, str]:
-    return {f"{MODEL_FOLDER}/config.json": json.dumps(config_of(job.model), indent=2) + "\n"}
+    config = config_of(job.model) or {}
+    if job.training.pure_bf16:
+        config["dtype"] = "bfloat16"  # of a model without a checkpoint
+    return {f"{MODEL_FOLDER}/config.json": json.dumps(config, indent=2) + "\n"}
 
 
 def _notes(job: Job) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from simplan.errors import Problem, SpecError
 from simplan.interop.configuration import Setting
 from simplan.interop.formats import ConfigFile
 from simplan.interop.frameworks.megatron.options import FLAGS, OLDER_NAMES
-from simplan.interop.frameworks.shell import OTHER_FILE, Launch, Word, read_launches
+from simplan.interop.frameworks.shell import OTHER_FILE, TrainingCommand, Word, number_or_text, read_launches
 
 _SIGNS = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "model-parallel-size")
 _SIGN = re.compile(rf"(?m)--(?:\w+-)*({'|'.join(_SIGNS)})\b")
@@ -23,8 +23,6 @@ _MIN_SIGNS = 3
 _SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 _NAMES = re.compile(r"(?i)megatron|mcore|pretrain_(gpt|bert|t5)\b")
 _MODEL_ARGS = "MODEL_ARGS"
-_NUMBER = re.compile(r"[-+]?\d(_?\d){0,17}")
-_REAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +76,11 @@ def read_arguments(file: ConfigFile) -> Arguments:
     return _sorted(first)
 
 
-def _trains(launch: Launch) -> bool:
+def _trains(launch: TrainingCommand) -> bool:
     return len(set(_SIGN.findall(" ".join(word.text for word in launch.arguments)))) >= _MIN_SIGNS
 
 
-def _texts(launch: Launch) -> tuple[str, ...]:
+def _texts(launch: TrainingCommand) -> tuple[str, ...]:
     return tuple(word.text for word in launch.arguments)
 
 
@@ -97,7 +95,7 @@ class _Argument:
     reason: str = ""
 
 
-def _sorted(launch: Launch) -> Arguments:
+def _sorted(launch: TrainingCommand) -> Arguments:
     """Arguments of a command; an argument has all words up to the next that begins with ``--``."""
     arguments: list[_Argument] = []
     extra: list[Setting] = []
@@ -134,17 +132,13 @@ def _reason(word: Word) -> str:
 
 
 def _value(argument: _Argument) -> Any:
-    values = [plain(text) for text in ([] if argument.value is None else [argument.value])]
-    values += [plain(word.text) for word in argument.words]
+    values = [_unquoted(text) for text in ([] if argument.value is None else [argument.value])]
+    values += [_unquoted(word.text) for word in argument.words]
     return True if not values else values[0] if len(values) == 1 else values
 
 
-def plain(text: str) -> int | float | str:
-    """Text of an argument as a number, if it is one."""
-    text = text.strip().strip("'\"")
-    if _NUMBER.fullmatch(text):
-        return int(text)
-    return float(text) if _REAL.fullmatch(text) else text
+def _unquoted(text: str) -> int | float | str:
+    return number_or_text(text.strip().strip("'\""))
 
 
 def _yaml_arguments(file: ConfigFile) -> Arguments:
@@ -159,7 +153,7 @@ def _yaml_arguments(file: ConfigFile) -> Arguments:
         if value is False or value is None:
             continue
         if isinstance(value, str):
-            value = plain(_substituted(value, known))
+            value = _unquoted(_substituted(value, known))
         setting = Setting(OLDER_NAMES.get(str(key), str(key)), value, line)
         if isinstance(value, str) and ("${" in value or "$(" in value):
             unsure.append((setting, "is not set in the file"))
@@ -184,3 +178,8 @@ def hyphenated(settings: Iterable[Setting]) -> Iterator[tuple[Setting, Setting]]
     for setting in settings:
         if "_" in setting.key:
             yield setting, replace(setting, key=setting.key.replace("_", "-"))
+
+
+def is_above(value: Any, limit: int) -> bool:
+    """True for a number above a limit."""
+    return isinstance(value, int | float) and value > limit

@@ -45,6 +45,9 @@ CONTEXT_PARALLEL = Match(
     "plan.cp_comm",
     values={"p2p": "ring", "all_gather": "all_gather", "allgather": "all_gather", "a2a": "a2a"},
 )
+CORE, OF_2022, OF_2021, DEEPSPEED = "megatron-core", "megatron-lm-2022", "megatron-lm-2021", "megatron-deepspeed"
+DEFAULT = "the default of Megatron-LM"
+
 TRAINING = (
     Match("--global-batch-size", "training.global_batch_size"),
     Match("--optimizer", "training.optimizer", "adam", values={"adam": "adamw", "sgd": "sgd_momentum"}),
@@ -114,7 +117,7 @@ NO_EFFECT = frozenset({
     "--use-cpu-initialization", "--use-dist-ckpt", "--use-flash-attn", "--use-gloo-process-groups",
     "--use-mcore-models", "--use-mp-args-from-checkpoint-args", "--use-persistent-ckpt-worker",
     "--use-pytorch-profiler", "--use-rope-scaling", "--use-rotary-position-embeddings", "--valid-data-path",
-    "--vocab-file", "--wandb", "--warmup", "--weight-decay", "--yarn",
+    "--vocab-file", "--wandb", "--warmup", "--weight-decay", "--wgrad-deferral-limit", "--yarn",
 })  # fmt: skip
 """Names without effect, each with all longer names that begin with it and a hyphen. Arguments that the reader looks at
 before are among them."""

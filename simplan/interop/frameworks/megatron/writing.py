@@ -8,14 +8,16 @@ from itertools import groupby, pairwise
 
 from simplan.interop.frameworks.megatron.options import (
     CONTEXT_PARALLEL,
+    CORE,
     EXPERTS,
     LATENT_ATTENTION,
     MODEL,
+    OF_2021,
+    OF_2022,
     PLAN,
     T5,
     TRAINING,
 )
-from simplan.interop.frameworks.megatron.reading import CORE, OF_2021, OF_2022
 from simplan.interop.writing import Exported, Option, Writing
 from simplan.job import Job
 from simplan.predict.build import assign_layers, cost_model
@@ -74,11 +76,12 @@ def export(job: Job, name: str) -> Exported:
         uses=uses,
     )
     start = f"bash {shlex.quote(file)}" + (" on every node, with NODE_RANK and MASTER_ADDR set" if nodes > 1 else "")
-    notes = (
-        "paths of data, tokenizer and checkpoints, and the number of steps, are at the top of the script",
-        "gradients are clipped by default (--clip-grad 1.0), whose time the prediction leaves out",
-    )
-    return Exported({file: text}, start, notes)
+    notes = ["paths of data, tokenizer and checkpoints, and the number of steps, are at the top of the script"]
+    if job.training.clip_grad_norm is None:
+        notes.append(
+            "gradients are not clipped, as training.clip_grad_norm is not set; Megatron-LM clips to 1 by default"
+        )
+    return Exported({file: text}, start, tuple(notes))
 
 
 _SCRIPT = """\
@@ -411,6 +414,7 @@ class _Writer:
         """Batch, precision and optimizer."""
         writing = self.writing
         writing.match(TRAINING)
+        writing.set("--clip-grad", writing.value("training.clip_grad_norm") or 0.0, "training.clip_grad_norm")
         precision = writing.value("training.precision")
         if precision not in _PRECISIONS:
             writing.refuse("training.precision", f"use {', '.join(_PRECISIONS)}")

@@ -105,9 +105,8 @@ _VIRTUAL = "model.virtual_pipeline_model_parallel_size"
 _REFUSED = {
     "model.fsdp": "sharded parameters are not modeled yet for NeMo 1.x",
     "model.cpu_offloading": "offloading to the host is not modeled yet for NeMo 1.x",
-    "model.adapter_tuning.type": "adapters are not modeled yet for NeMo 1.x",
+    "model.adapter_tuning.type": "bottleneck adapters are not modeled yet",
     "model.virtual_prompt_style": "prompt tuning is not modeled yet",
-    "model.peft.peft_scheme": "adapters are not modeled yet for NeMo 1.x",
     "model.pipeline_model_parallel_split_rank": "an encoder and a decoder on separate stages are not modeled yet",
 }
 
@@ -134,6 +133,7 @@ def read_version_1(reading: Reading) -> Configuration:
     _put_optimizer(reading, degrees)
     _put_precision(reading)
     _put_model(reading, experts=experts)
+    _put_adapters(reading)
     put_devices(reading, degrees, "model.")
     for key, (values, why) in _NOT_MODELED.items():
         value = reading.value(key)
@@ -142,6 +142,36 @@ def read_version_1(reading: Reading) -> Configuration:
         reading.no_effect(key)
     core.no_effect(reading, _NO_EFFECT)
     return reading.finish()
+
+
+_LORA_MODULES = {
+    "attention_qkv": ("linear_qkv",),
+    "attention_dense": ("linear_proj",),
+    "mlp_fc1": ("linear_fc1",),
+    "mlp_fc2": ("linear_fc2",),
+    **core.LORA_TARGETS,
+}
+"""``lora_tuning.target_modules`` -> modules of Megatron Core; NeMo 1.23, collections/nlp/parts/peft_config.py."""
+
+
+def _put_adapters(reading: Reading) -> None:
+    """Put LoRA of ``model.peft``, whose sections for other schemes have no effect with it."""
+    key, section = "model.peft.peft_scheme", "model.peft.lora_tuning."
+    scheme = str(reading.value(key) or "none").lower()
+    if scheme == "lora":
+        targets = reading.value(f"{section}target_modules")
+        words = targets if isinstance(targets, list) else ["attention_qkv"]
+        core.put_adapters(
+            reading,
+            key=key,
+            rank=(core.whole(reading, f"{section}adapter_dim", 32), f"{section}adapter_dim"),
+            modules=[module for word in words for module in _LORA_MODULES.get(str(word), (word,))],
+            modules_key=f"{section}target_modules" if targets is not None else "NeMo's default: attention_qkv",
+        )
+    elif scheme != "none":
+        reading.refuse(key, "is not modeled yet", "use lora, or none")
+    for setting in (setting for setting in reading.settings if setting.startswith("model.peft.")):
+        reading.no_effect(setting)
 
 
 def _matters(key: str, reading: Reading, degrees: Mapping[str, int]) -> bool:
@@ -170,9 +200,7 @@ def _put_optimizer(reading: Reading, degrees: Mapping[str, int]) -> None:
     origin = key if key in reading else f"{ORIGIN}: fused_adam"
     core.put_sharding(reading, int(name in _SHARDED), origin)
     reading.put("training.optimizer", "adamw", origin)
-    clip = "trainer.gradient_clip_val"
-    if reading.value(clip):
-        reading.not_modeled(clip, core.CLIPPING)
+    core.read_clipping(reading, "trainer.gradient_clip_val", default=0)
     dtype, wide = "model.optim.grad_sync_dtype", ("fp32", 32, "float32")
     if reading.value(dtype) in ("bf16", "fp16", "bfloat16", "float16"):
         reading.put("plan.grad_dtype", {"b": "bf16", "f": "fp16"}[str(reading.value(dtype))[0]], dtype)
@@ -182,7 +210,7 @@ def _put_optimizer(reading: Reading, degrees: Mapping[str, int]) -> None:
     size, group = reading.value(bucket), degrees["tp"] * degrees["pp"] * degrees["cp"]
     if name == "distributed_fused_adam" and type(size) is int and world is not None and world // group > 1:
         reading.put("plan.bucket_bytes", size * 2**20, bucket)
-    reading.no_effect(bucket, clip)
+    reading.no_effect(bucket)
 
 
 def _put_precision(reading: Reading) -> None:

@@ -49,10 +49,7 @@ def read_version_2(reading: Reading) -> Configuration:
         SpecError: Settings contradict each other; ``NotModelledError`` for other jobs.
     """
     reading.put("software", "nemo", "NeMo 2.0 is Megatron Core under Lightning")
-    for key in (each for each in reading.settings if each.startswith("peft")):
-        if reading.value(key) is not None:
-            reading.refuse(key, "adapters are not modeled yet for NeMo 2.0")
-            break
+    core.read_adapters(reading, "peft.")
     preset = _put_named_model(reading)
     experts = bool(preset) and "num_experts" in catalog.model_fields(preset)
     degrees = core.read_parallel(reading, _WORDS, experts=experts)
@@ -70,6 +67,7 @@ def read_version_2(reading: Reading) -> Configuration:
     else:
         chosen = "adamw" if name == "adam" else core.OPTIMIZERS[name]
         reading.put("training.optimizer", chosen, optimizer if optimizer in reading else core.ORIGIN)
+    core.read_clipping(reading, "optim.config.clip_grad")
     if "data.seq_length" in reading:
         reading.put("model.seq_len", reading.value("data.seq_length"), "data.seq_length")
     else:

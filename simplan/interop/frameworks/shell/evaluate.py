@@ -25,8 +25,8 @@ from simplan.interop.frameworks.shell.syntax import (
     Case,
     Chain,
     Command,
+    CommandGroup,
     Function,
-    Group,
     Loop,
     Part,
     Simple,
@@ -44,11 +44,14 @@ _ARGUMENT = "is an argument of the script"
 _LARGEST = 2**63
 _MAX_ARGUMENTS, _MAX_TEST_WORDS = 100, 200
 _ENDS_COMMAND = re.compile(r"\d*(&?>|<|\||;|&)")
+_SPECIAL = re.compile(r"[;|&<>()$`\\\"'{}#]")
+"""Characters of more than one command of plain words."""
+_ASSIGNS = re.compile(r"[A-Za-z_]\w*=")
 _SHELLS = ("bash", "sh", "source", ".", "zsh")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ValuePart:
     """Part of a value.
 
     Attributes:
@@ -64,7 +67,7 @@ class Piece:
     condition: int | None = None
 
 
-Value = tuple[Piece, ...]
+Value = tuple[ValuePart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,7 @@ class Shell:
             self._loop(command)
         elif isinstance(command, Function):
             self._functions[command.name] = command.body
-        elif isinstance(command, Group):
+        elif isinstance(command, CommandGroup):
             self.run(command.body)
         elif isinstance(command, Arithmetic):
             number = _number_of(self._expanded(command.expression))
@@ -213,7 +216,7 @@ class Shell:
             return
         if loop.name:
             self.variables[loop.name] = (
-                (Piece(f"${loop.name}", loop.line, f"changes in the loop of line {loop.line}"),),
+                (ValuePart(f"${loop.name}", loop.line, f"changes in the loop of line {loop.line}"),),
             )
         self._undecided([loop.body], loop.line)
 
@@ -255,7 +258,7 @@ class Shell:
             self._call(name, words)
         elif name == "eval":
             unquoted = [tuple(map(_as_evaluated, word)) for word in words[1:]]
-            again = [piece for word in unquoted for piece in (*word, Piece(" ", simple.line))]
+            again = [piece for word in unquoted for piece in (*word, ValuePart(" ", simple.line))]
             self._note(_command_of(_split(again)), own, simple.line)
         elif name in ("echo", "printf", "cd", "mkdir", "set"):
             return None
@@ -285,22 +288,32 @@ class Shell:
 
     def _note(self, words: Iterable[Value], own: Mapping[str, Word], line: int) -> None:
         """Note a command; of ``bash -c TEXT``, the commands of the text."""
-        texts = [Word.of(word, line) for word in words]
+        values = tuple(words)
+        texts = [Word.of(word, line) for word in values]
         if self._follow(texts, own):
             return
         for position, (first, second) in enumerate(pairwise(texts[:-1])):
             is_shell = first.text.rpartition("/")[2] in ("bash", "sh")
             if is_shell and second.text.startswith("-") and second.text.endswith("c") and self._calls < _MAX_CALLS:
-                inner = texts[position + 2]
-                self._calls += 1
                 outer = len(self.called)
-                self.run(parse_script(inner.text, self.file, inner.line))
+                self._calls += 1
+                self._run_text(values[position + 2], line)
                 self._calls -= 1
                 wrapper = tuple(texts[:position])
                 self.called[outer:] = [replace(each, words=wrapper + each.words) for each in self.called[outer:]]
                 return
         exported = {name: Word.of(self.variables[name][0], line) for name in self._exported if self.variables.get(name)}
         self.called.append(Called(tuple(texts), exported | dict(own), self._condition))
+
+    def _run_text(self, value: Value, line: int) -> None:
+        """Run the text of ``bash -c``; words of a single plain command keep the lines in which they are written."""
+        words = _split(value)
+        command = next((at for at, word in enumerate(words) if not _ASSIGNS.match(word[0].text)), len(words))
+        if any(_SPECIAL.search(piece.text) for word in words[command:] for piece in word if not piece.unknown):
+            text = Word.of(value, line)
+            self.run(parse_script(text.text, self.file, text.line))
+        else:
+            self._note(words[command:], {}, line)
 
     def _follow(self, words: list[Word], own: Mapping[str, Word]) -> bool:
         """Follow another script of the folder, with its arguments; False if the command calls none."""
@@ -317,8 +330,8 @@ class Shell:
         self._num_files += 1
         text, outer = read_text(path, _MAX_CHARS), len(self.called)
         body = parse_script(text, str(path), 1 + self._num_files * OTHER_FILE)
-        self.variables |= {name: ((Piece(word.text, word.line, word.unknown),),) for name, word in own.items()}
-        arguments: list[Value] = [(Piece(word.text, word.line, word.unknown),) for word in words[position + 1 :]]
+        self.variables |= {name: ((ValuePart(word.text, word.line, word.unknown),),) for name, word in own.items()}
+        arguments: list[Value] = [(ValuePart(word.text, word.line, word.unknown),) for word in words[position + 1 :]]
         self._with_arguments(arguments, body)
         if called == "sbatch":
             line = words[0].line
@@ -339,7 +352,7 @@ class Shell:
         before = self.variables.get(assignment.name, ())
         if assignment.is_indexed:
             text = f"${{{assignment.name}}}"
-            return ((Piece(text, assignment.line, "is an array with indices, which simplan does not read"),),)
+            return ((ValuePart(text, assignment.line, "is an array with indices, which simplan does not read"),),)
         if assignment.is_array:
             added = self._words(assignment.values)
             values = (*before, *added) if assignment.appends else added
@@ -360,10 +373,10 @@ class Shell:
         return tuple(value for word in words for value in self._fields(word))
 
     def _fields(self, word: SourceWord) -> list[Value]:
-        fields: list[list[Piece]] = []
+        fields: list[list[ValuePart]] = []
         is_open = False
 
-        def append(pieces: Iterable[Piece]) -> None:
+        def append(pieces: Iterable[ValuePart]) -> None:
             nonlocal is_open
             if not is_open:
                 fields.append([])
@@ -390,23 +403,23 @@ class Shell:
 
     def _expanded(self, word: SourceWord) -> Value:
         """Word without splitting, as in an assignment."""
-        pieces: list[Piece] = []
+        pieces: list[ValuePart] = []
         for part in word:
             for number, element in enumerate(self._part(part)):
-                pieces += [Piece(" ", part.line)] * bool(number) + list(element)
+                pieces += [ValuePart(" ", part.line)] * bool(number) + list(element)
         return tuple(pieces)
 
     def _part(self, part: Part) -> tuple[Value, ...]:
         """Elements of a part of a word: one, except for all elements of an array."""
         if part.kind == "text":
-            return ((Piece(part.text, part.line),),)
+            return ((ValuePart(part.text, part.line),),)
         if part.kind == "command":
-            return ((Piece(part.text, part.line, "is the output of a command, which simplan does not run"),),)
+            return ((ValuePart(part.text, part.line, "is the output of a command, which simplan does not run"),),)
         if part.kind == "arithmetic":
             number = self._arithmetic(part.text)
             if number is None:
-                return ((Piece(f"$(({part.text}))", part.line, "is not known without its variables"),),)
-            return ((Piece(str(number), part.line),),)
+                return ((ValuePart(f"$(({part.text}))", part.line, "is not known without its variables"),),)
+            return ((ValuePart(str(number), part.line),),)
         return self._variable(part)
 
     def _variable(self, part: Part) -> tuple[Value, ...]:
@@ -418,12 +431,12 @@ class Shell:
             return (found or ((),))[:1] if is_set else (self._expanded(part.default),)
         written = f"${{{part.text}}}" if part.operator == "?" else f"${part.text}"
         if part.operator == "?":
-            return ((Piece(written, part.line, "is an expansion that simplan does not read"),),)
+            return ((ValuePart(written, part.line, "is an expansion that simplan does not read"),),)
         if found is None:
             is_argument = not part.text[0].isalpha() and part.text[0] != "_"
-            return ((Piece(written, part.line, _ARGUMENT if is_argument else _UNSET),),)
+            return ((ValuePart(written, part.line, _ARGUMENT if is_argument else _UNSET),),)
         if part.operator == "#":
-            return ((Piece(str(len(found)), part.line),),)
+            return ((ValuePart(str(len(found)), part.line),),)
         if part.text in ("@", "*") or (part.operator.startswith("[") and part.operator[1] in "@*"):
             return found
         index = int(part.operator[1:-1]) if part.operator.startswith("[") else 0
@@ -551,11 +564,11 @@ def _joined(
         rests = [text[len(head) :] for text in texts]
         words = ["".join(piece.text for piece in rest).strip() for rest in rests]
         if all(word.startswith("-") or not word for word in words):
-            space = Piece(" ", line, condition=line)
+            space = ValuePart(" ", line, condition=line)
             added_pieces = [piece for rest in rests for piece in (space, *rest)]
             return ((*head, *(replace(piece, condition=line) for piece in added_pieces)),)
     why = f"depends on the condition in line {line % OTHER_FILE}, which simplan cannot decide"
-    return ((Piece(f"${name}", line, why),),)
+    return ((ValuePart(f"${name}", line, why),),)
 
 
 def _first(elements: tuple[Value, ...]) -> Value:
@@ -563,7 +576,7 @@ def _first(elements: tuple[Value, ...]) -> Value:
     return elements[0] if elements else ()
 
 
-def _runs(value: Value) -> Iterable[tuple[Piece, bool]]:
+def _runs(value: Value) -> Iterable[tuple[ValuePart, bool]]:
     """Pieces of an unquoted value split at spaces; True with a piece that ends a word."""
     for piece in value:
         if piece.unknown:
@@ -580,9 +593,9 @@ def _runs(value: Value) -> Iterable[tuple[Piece, bool]]:
             rest = stripped[len(word) :]
 
 
-def _split(pieces: Iterable[Piece]) -> list[Value]:
+def _split(pieces: Iterable[ValuePart]) -> list[Value]:
     """Words of a value, split at spaces."""
-    words: list[list[Piece]] = [[]]
+    words: list[list[ValuePart]] = [[]]
     for piece, ends in _runs(tuple(pieces)):
         if ends:
             words.append([])
@@ -591,8 +604,8 @@ def _split(pieces: Iterable[Piece]) -> list[Value]:
     return [tuple(word) for word in words if word]
 
 
-def _as_evaluated(piece: Piece) -> Piece:
-    """Piece of an argument of ``eval``, without the quotes that eval removes; what it would expand is unknown."""
+def _as_evaluated(piece: ValuePart) -> ValuePart:
+    """Part of an argument of ``eval``, without the quotes that eval removes; what it would expand is unknown."""
     expands = not piece.unknown and ("$" in piece.text or "`" in piece.text)
     unknown = "is expanded by eval, which simplan does not follow" if expands else piece.unknown
     return replace(piece, text=piece.text.replace('"', ""), unknown=unknown)

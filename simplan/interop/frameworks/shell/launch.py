@@ -15,10 +15,12 @@ from pathlib import Path
 
 from simplan.errors import file_error
 from simplan.interop.configuration import Setting
-from simplan.interop.frameworks.shell.evaluate import Called, Piece, Shell, Value, Word
+from simplan.interop.frameworks.shell.evaluate import Called, Shell, Value, ValuePart, Word
 from simplan.interop.frameworks.shell.slurm import sbatch_settings, whole_number
 from simplan.interop.frameworks.shell.syntax import parse_script
 
+_NUMBER = re.compile(r"[-+]?\d(_?\d){0,17}")
+_REAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?")
 _PYTHON = re.compile(r"(python|python3|python3\.\d+|pypy3?)")
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "torch.distributed.elastic.launch")
 _LAUNCHERS = (*_TORCHRUN, "deepspeed", "accelerate", "srun", "mpirun", "mpiexec", "mpiexec.hydra", "salloc")
@@ -30,6 +32,7 @@ _WITHOUT_VALUE = frozenset((
     "label", "no-kill", "cpu", "tpu", "u", "l", "O", "B",
 ))
 # fmt: on
+_LONGEST_NUMBER = 40
 _NUM_NODES = ("nnodes", "num-nodes", "nodes", "N", "num-machines")
 _RANKS_PER_NODE = ("nproc-per-node", "num-gpus", "ntasks-per-node", "npernode")
 _RANKS = ("n", "np", "ntasks", "num-processes")
@@ -43,7 +46,7 @@ _BINARY = "\0"
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class TrainingCommand:
     """Command that starts a training.
 
     Attributes:
@@ -71,7 +74,7 @@ class Launch:
 
 def read_launches(
     text: str, file: str, folder: Path | None = None, *, wrappers: frozenset[str] = frozenset()
-) -> tuple[Launch, ...]:
+) -> tuple[TrainingCommand, ...]:
     """Commands of a launch script that start a Python program, those that no undecided condition guards first.
 
     A file whose first word is an option is taken as arguments without a command.
@@ -101,11 +104,11 @@ def _slurm_variables(sbatch: Mapping[str, Setting]) -> dict[str, tuple[Value, ..
     for option, names in _SLURM_VARIABLES.items():
         setting = sbatch.get(f"#SBATCH --{option}")
         if setting is not None and isinstance(setting.value, int):
-            values |= {name: ((Piece(str(setting.value), setting.line or 0),),) for name in names}
+            values |= {name: ((ValuePart(str(setting.value), setting.line or 0),),) for name in names}
     return values
 
 
-def _launch(called: Called, sbatch: Mapping[str, Setting], wrappers: frozenset[str]) -> Launch | None:
+def _launch(called: Called, sbatch: Mapping[str, Setting], wrappers: frozenset[str]) -> TrainingCommand | None:
     """The training that a command starts; None if it starts no Python program."""
     words, options, launchers = called.words, list[Setting](), list[str]()
     position, is_launched = 0, False
@@ -160,7 +163,7 @@ def _launched(
     options: list[Setting],
     sbatch: Mapping[str, Setting],
     called: Called,
-) -> Launch:
+) -> TrainingCommand:
     by_name = {setting.key.lstrip("-").replace("_", "-"): setting for setting in options}
     used: list[Setting] = []
 
@@ -177,7 +180,7 @@ def _launched(
     if nodes is None and per_node is not None and not {*_NUM_NODES} & by_name.keys():
         nodes = 1 if {"nproc-per-node", "num-gpus"} & by_name.keys() else None
     in_all = nodes * per_node if nodes is not None and per_node is not None else number(_RANKS, "ntasks", "gpus")
-    return Launch(
+    return TrainingCommand(
         program,
         arguments,
         tuple(launchers),
@@ -188,3 +191,10 @@ def _launched(
         in_all,
         called.environment,
     )
+
+
+def number_or_text(text: str) -> int | float | str:
+    """Value of an argument: a number if it is one, else the text."""
+    if _NUMBER.fullmatch(text):
+        return int(text)
+    return float(text) if _REAL.fullmatch(text) and len(text) < _LONGEST_NUMBER else text

@@ -118,7 +118,7 @@ class Function:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class CommandGroup:
     """``{ ... }`` or ``( ... )``."""
 
     body: Body
@@ -133,7 +133,7 @@ class Arithmetic:
     line: int
 
 
-Command = Simple | Chain | Branch | Case | Loop | Function | Group | Arithmetic
+Command = Simple | Chain | Branch | Case | Loop | Function | CommandGroup | Arithmetic
 Body = tuple[Command, ...]
 
 
@@ -209,7 +209,7 @@ class _Parser:
             command = compound[word](line)
         elif word == "{":
             self.position += 1
-            command = Group(self._body_to("}"), line)
+            command = CommandGroup(self._body_to("}"), line)
         elif self.text.startswith("((", self.position):
             self.position += 2
             command = Arithmetic((Part("arithmetic", self._upto("))"), line),), line)
@@ -217,7 +217,7 @@ class _Parser:
             self.position += 1
             body = self.body(())
             self._expect(")")
-            command = Group(body, line)
+            command = CommandGroup(body, line)
         elif word in ("then", "else", "elif", "fi", "do", "done", "esac", "}", "in"):
             raise self.error(f"{word} has no beginning")
         elif match := _FUNCTION.match(self.text, self.position):

@@ -11,11 +11,11 @@ from typing import Any
 from simplan.errors import Problem, SpecError, did_you_mean, file_error
 from simplan.interop.configuration import Configuration, Setting
 from simplan.interop.formats import ConfigFile
-from simplan.interop.frameworks.shell import Launch, Word, read_launches
+from simplan.interop.frameworks.shell import TrainingCommand, Word, number_or_text, read_launches
 from simplan.interop.frameworks.torchtitan.facts import facts
 from simplan.interop.frameworks.torchtitan.python import read_function
 from simplan.interop.frameworks.torchtitan.reading import configuration_of
-from simplan.interop.frameworks.torchtitan.settings import ALIASES, DEFAULTS, Settings
+from simplan.interop.frameworks.torchtitan.settings import ALIASES, DEFAULTS, RunSettings
 from simplan.io import MAX_YAML_BYTES, read_text
 
 _TOML_TITLE, _SCRIPT_TITLE = "job configuration of torchtitan", "launch script of torchtitan"
@@ -51,7 +51,7 @@ def read(file: ConfigFile) -> Configuration:
         SpecError: The file is neither, or settings of it are refused or contradict each other.
     """
     if file.path.suffix == ".toml" or (_SECTIONS.search(file.text) and not _is_script(file)):
-        return configuration_of(Settings.of(_TOML_TITLE, file.name, toml_settings(file.text, file.name)))
+        return configuration_of(RunSettings.of(_TOML_TITLE, file.name, toml_settings(file.text, file.name)))
     if file.path.suffix == ".py":
         rule = "a Python file has several configurations, and no number of devices"
         fix = f"give a file with the command: torchrun ... --module {file.path.stem} --config NAME"
@@ -126,10 +126,10 @@ def _read_script(file: ConfigFile) -> Configuration:
     ]
     if problems:
         raise SpecError(problems, file=file.name)
-    return configuration_of(Settings.of(_SCRIPT_TITLE, file.name, settings, named, name), *_ranks(launch))
+    return configuration_of(RunSettings.of(_SCRIPT_TITLE, file.name, settings, named, name), *_ranks(launch))
 
 
-def _launch_of(file: ConfigFile) -> Launch:
+def _launch_of(file: ConfigFile) -> TrainingCommand:
     """The first command that starts torchtitan."""
     for launch in read_launches(file.text, file.name, wrappers=frozenset({_WRAPPER})):
         texts = [word.text.partition("=")[0].replace("-", "_") for word in launch.arguments]
@@ -142,11 +142,11 @@ def _launch_of(file: ConfigFile) -> Launch:
     raise file_error(file.name, rule, fix)
 
 
-def _is_wrapper(launch: Launch) -> bool:
+def _is_wrapper(launch: TrainingCommand) -> bool:
     return launch.program.text.rpartition("/")[2] == _WRAPPER
 
 
-def _with_environment(launch: Launch) -> list[Word]:
+def _with_environment(launch: TrainingCommand) -> list[Word]:
     """Arguments, after those that torchtitan's run_train.sh takes from variables."""
     if not _is_wrapper(launch):
         return list(launch.arguments)
@@ -159,7 +159,7 @@ def _with_environment(launch: Launch) -> list[Word]:
     return [*words, *launch.arguments]
 
 
-def _ranks(launch: Launch) -> tuple[int | None, str]:
+def _ranks(launch: TrainingCommand) -> tuple[int | None, str]:
     """Number of ranks that the launcher starts, and the setting that says it."""
     if _is_wrapper(launch):
         ranks = launch.environment.get("NGPU")
@@ -215,19 +215,13 @@ def _setting(key: str, values: list[str], line: int) -> Setting:
         return Setting(key, value=True, line=line)
     if name.endswith("fqns_per_model_part"):
         return Setting(key, [value.split(",") for value in values], line)
-    return Setting(key, plain(values[0]) if len(values) == 1 else [plain(value) for value in values], line)
+    return Setting(key, _value(values[0]) if len(values) == 1 else [_value(value) for value in values], line)
 
 
-def plain(text: str) -> Any:
-    """Value of an argument: a flag, a number, None or text."""
+def _value(text: str) -> Any:
+    """Value of an argument: a flag, None, a number or text."""
     words: dict[str, Any] = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    if re.fullmatch(r"-?[0-9][0-9_]{0,18}", text):
-        return int(text)
-    if re.fullmatch(r"-?[0-9]*\.?[0-9]+([eE][-+]?[0-9]{1,3})?", text) and len(text) < 40:
-        return float(text)
-    return text
+    return words[text.lower()] if text.lower() in words else number_or_text(text)
 
 
 def _included(file: ConfigFile, path: Setting) -> Iterable[Setting]:

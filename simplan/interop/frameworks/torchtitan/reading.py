@@ -8,7 +8,7 @@ from typing import Any
 from simplan.interop.configuration import Configuration
 from simplan.interop.frameworks.torchtitan import stages
 from simplan.interop.frameworks.torchtitan.facts import facts, num_layers
-from simplan.interop.frameworks.torchtitan.settings import Settings
+from simplan.interop.frameworks.torchtitan.settings import RunSettings
 from simplan.problems import render_value
 from simplan.wording import either
 
@@ -60,7 +60,7 @@ _LATER = (
 )
 
 
-def configuration_of(settings: Settings, num_devices: int | None = None, devices_key: str = "") -> Configuration:
+def configuration_of(settings: RunSettings, num_devices: int | None = None, devices_key: str = "") -> Configuration:
     """Sections of a scenario.
 
     Args:
@@ -68,7 +68,7 @@ def configuration_of(settings: Settings, num_devices: int | None = None, devices
         devices_key: Setting that gives it.
 
     Raises:
-        SpecError: Settings are refused or contradict each other.
+        SpecError: RunSettings are refused or contradict each other.
     """
     for key in _LATER:
         if key in settings:
@@ -89,7 +89,7 @@ def configuration_of(settings: Settings, num_devices: int | None = None, devices
     return settings.reading.finish()
 
 
-def _model(settings: Settings) -> Any:
+def _model(settings: RunSettings) -> Any:
     """Put the section ``model``; its keys, or None if the command line has to name it."""
     name, flavor = str(settings["model.name"]), str(settings["model.flavor"])
     name = {"llama": "llama3", "llama3_ft": "llama3", "torchft.llama3": "llama3"}.get(name, name)
@@ -111,7 +111,7 @@ def _model(settings: Settings) -> Any:
     return model
 
 
-def _devices(settings: Settings, num_devices: int | None, devices_key: str) -> None:
+def _devices(settings: RunSettings, num_devices: int | None, devices_key: str) -> None:
     """Put the number of devices, if the file says it, and ask for the rest."""
     degrees = _degrees(settings)
     known = settings["parallelism.data_parallel_shard_degree"] not in (-1, None)
@@ -131,7 +131,7 @@ def _devices(settings: Settings, num_devices: int | None, devices_key: str) -> N
         settings.reading.ask("cluster.preset", "cluster.device", what=what, fix="add --cluster dgx-h100")
 
 
-def _degrees(settings: Settings) -> int:
+def _degrees(settings: RunSettings) -> int:
     """Product of the degrees that are given."""
     product = 1
     for name in ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "pipeline_parallel"):
@@ -141,7 +141,7 @@ def _degrees(settings: Settings) -> int:
     return product * (value if isinstance(value, int) and value > 0 else 1)
 
 
-def _pipeline(settings: Settings, layers: int | None) -> int:
+def _pipeline(settings: RunSettings, layers: int | None) -> int:
     """Put the pipeline; its degree."""
     pp = settings.whole("parallelism.pipeline_parallel_degree")
     own = [key for key in settings.names if key.startswith("parallelism.pipeline_parallel_")]
@@ -165,7 +165,7 @@ def _pipeline(settings: Settings, layers: int | None) -> int:
     return pp
 
 
-def _stages(settings: Settings, pp: int, schedule: str, layers: int | None) -> None:
+def _stages(settings: RunSettings, pp: int, schedule: str, layers: int | None) -> None:
     """Put stages per rank and blocks per stage."""
     key, counts, number = "parallelism.pipeline_parallel_degree", None, pp * stages.default_stages_per_rank(schedule)
     try:
@@ -193,7 +193,7 @@ def _stages(settings: Settings, pp: int, schedule: str, layers: int | None) -> N
         settings.not_modeled(key, "blocks per stage are balanced, as their number is not known here")
 
 
-def _generated(settings: Settings, layers: int, number: int) -> tuple[tuple[int, ...], int]:
+def _generated(settings: RunSettings, layers: int, number: int) -> tuple[tuple[int, ...], int]:
     """Blocks of each stage, and number of stages, that torchtitan generates."""
     ends = (f"parallelism.pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
     first_less, last_less = (settings.whole(key, 0) for key in ends)
@@ -205,7 +205,7 @@ def _generated(settings: Settings, layers: int, number: int) -> tuple[tuple[int,
     return stages.generated_layers(layers, number, first_less, last_less), number
 
 
-def _batch(settings: Settings, pp: int) -> None:
+def _batch(settings: RunSettings, pp: int) -> None:
     """Put microbatch size and batch."""
     local, microbatch = settings.whole("training.local_batch_size"), "training.local_batch_size"
     size, number = local, 1
@@ -244,7 +244,7 @@ def _batch(settings: Settings, pp: int) -> None:
         settings.not_modeled("training.global_batch_size", accumulates)
 
 
-def _sharding(settings: Settings, pp: int) -> None:
+def _sharding(settings: RunSettings, pp: int) -> None:
     """Put data parallelism."""
     replicas = settings.whole("parallelism.data_parallel_replicate_degree")
     key = "parallelism.data_parallel_shard_degree"
@@ -267,7 +267,7 @@ def _sharding(settings: Settings, pp: int) -> None:
         settings.put("plan.offload_optimizer", True, "training.enable_cpu_offload")
 
 
-def _tensor_and_context(settings: Settings) -> None:
+def _tensor_and_context(settings: RunSettings) -> None:
     """Put tensor and context parallelism."""
     tp = settings.whole("parallelism.tensor_parallel_degree")
     settings.put("plan.tp", tp, "parallelism.tensor_parallel_degree")
@@ -291,7 +291,7 @@ def _tensor_and_context(settings: Settings) -> None:
         )
 
 
-def _experts(settings: Settings) -> None:
+def _experts(settings: RunSettings) -> None:
     ep = settings.whole("parallelism.expert_parallel_degree")
     etp = settings.whole("parallelism.expert_tensor_parallel_degree")
     if ep == 1:
@@ -304,7 +304,7 @@ def _experts(settings: Settings) -> None:
         settings.not_modeled("parallelism.expert_parallel_comm_backend", "its all-to-all is faster than NCCL's")
 
 
-def _recomputation(settings: Settings) -> None:
+def _recomputation(settings: RunSettings) -> None:
     mode = settings["activation_checkpoint.mode"]
     option = str(settings["activation_checkpoint.selective_ac_option"])
     key = "activation_checkpoint.mode"
@@ -321,14 +321,16 @@ def _recomputation(settings: Settings) -> None:
         settings.refuse(key, "is not modeled yet", "use none, selective or full")
 
 
-def _precision(settings: Settings) -> None:
+def _precision(settings: RunSettings) -> None:
     wide = settings.word("training.mixed_precision_param") or ""
-    if settings["training.dtype"] != "float32":
-        settings.refuse(
-            "training.dtype",
-            "puts weights, gradients and optimizer states in 16 bits, which is not modeled yet",
-            "use float32, with mixed_precision_param for the computation",
-        )
+    dtype = settings["training.dtype"]
+    if dtype == "bfloat16" and wide == "bfloat16":
+        settings.put("training.pure_bf16", True, "training.dtype")
+    elif dtype not in ("float32", "bfloat16"):
+        settings.refuse("training.dtype", "is not modeled yet", "use bfloat16 or float32")
+    elif dtype == "bfloat16":
+        rule = f"keeps weights in 16 bits and computes in {wide}, which is not modeled yet"
+        settings.refuse("training.dtype", rule, "use float32, or mixed_precision_param bfloat16")
     names = settings.listed("model.converters")
     key, precision = "training.mixed_precision_param", {"bfloat16": "bf16", "float32": "fp32"}.get(wide)
     if precision is None:
@@ -355,7 +357,7 @@ def _precision(settings: Settings) -> None:
         settings.reading.no_effect(settings.key(each))
 
 
-def _float8(settings: Settings) -> None:
+def _float8(settings: RunSettings) -> None:
     """Put the recipe of FP8, and note layers that it leaves out."""
     recipe = settings.word("quantize.linear.float8.recipe_name") or "tensorwise"
     if recipe in _RECIPES:
@@ -371,7 +373,7 @@ def _float8(settings: Settings) -> None:
         settings.not_modeled("model.converters", "the head is in FP8, too, unless filter_fqns leaves it out")
 
 
-def _optimizer(settings: Settings) -> None:
+def _optimizer(settings: RunSettings) -> None:
     name = settings.word("optimizer.name")
     if name in _OPTIMIZERS:
         settings.put("training.optimizer", _OPTIMIZERS[name], "optimizer.name")
@@ -385,13 +387,11 @@ def _optimizer(settings: Settings) -> None:
     elif how != "fused":
         settings.refuse("optimizer.implementation", "is not modeled yet", "use fused or foreach")
     norm = settings["training.max_norm"]
-    if settings["parallelism.expert_parallel_degree"] != 1:
-        settings.not_modeled("training.max_norm", "clipping with experts on several ranks takes one more all-reduce")
-    elif isinstance(norm, int | float) and norm > 0:
+    if isinstance(norm, int | float) and norm > 0:
         settings.put("training.clip_grad_norm", float(norm), "training.max_norm")
 
 
-def _software(settings: Settings) -> None:
+def _software(settings: RunSettings) -> None:
     """Put the profile: the one of 2025 has a compiled loss, the one of 2024 an eager loss."""
     parts = settings.listed("compile.components")
     enabled = settings.flag("compile.enable")
@@ -410,7 +410,7 @@ def _software(settings: Settings) -> None:
         _version_0_3(settings)
 
 
-def _version_0_3(settings: Settings) -> None:
+def _version_0_3(settings: RunSettings) -> None:
     """Note features of version 0.3 that the profiles of 2024 and 2025 do not have."""
     chunked, graphs = settings["loss"] == "chunked", not settings["training.disable_cuda_graphs"]
     features = [
@@ -424,7 +424,7 @@ def _version_0_3(settings: Settings) -> None:
             settings.not_modeled(key, "see config")
 
 
-def _rest(settings: Settings) -> None:
+def _rest(settings: RunSettings) -> None:
     """Note what is left."""
     for key, why in _NOT_MODELED.items():
         if key in settings and settings[key] not in (False, None, []):

@@ -38,6 +38,7 @@ ALIASES: Mapping[str, str] = {
         )
     },
     "float8.moe_fqns_prototype": "quantize.grouped_mm.float8.fqns",
+    "float8.moe_fqns": "quantize.grouped_mm.float8.fqns",
     **{f"mx.{key}": f"quantize.linear.mx.{key}" for key in ("recipe_name", "filter_fqns")},
     # 0.3 (torchtitan/config/configs.py, manager.py)
     "module": "model.name",
@@ -103,13 +104,13 @@ VERSION_0_3: Mapping[str, Any] = {"activation_checkpoint.selective_ac_option": "
 
 
 @dataclass(slots=True)
-class Settings:
+class RunSettings:
     """Settings of a run by their canonical keys: those of the file, of the configuration that it names, and defaults.
 
     Attributes:
-        reading: Settings under the keys that the file has.
+        reading: RunSettings under the keys that the file has.
         names: Canonical key -> key of the file.
-        named: Settings of the configuration that the command names.
+        named: RunSettings of the configuration that the command names.
         name: Name of that configuration; empty for none.
         is_of_2024: True for keys that were renamed by March 2025.
     """
@@ -123,11 +124,11 @@ class Settings:
     @classmethod
     def of(
         cls, title: str, file: str, settings: Iterable[Setting], named: Mapping[str, Any] | None = None, name: str = ""
-    ) -> Settings:
+    ) -> RunSettings:
         """Settings of a file, of which the last one of a key counts.
 
         Args:
-            named: Settings of the configuration that the command names; None before version 0.3.
+            named: RunSettings of the configuration that the command names; None before version 0.3.
         """
         by_key: dict[str, Setting] = {}
         for setting in settings:

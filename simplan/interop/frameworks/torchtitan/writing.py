@@ -221,6 +221,8 @@ class _Job:
             self._refuse("training.precision", "use bf16, fp32, fp8 or mxfp8")
         wide = "float32" if training.precision == "fp32" else "bfloat16"
         self._set("training.mixed_precision_param", wide, "training.precision")
+        if self._writing.value("training.pure_bf16"):
+            self._set("training.dtype", "bfloat16", "training.pure_bf16")
         converter = {"fp8": "quantize.linear.float8", "mxfp8": "quantize.linear.mx"}.get(training.precision)
         if converter is None:
             return

@@ -1,0 +1,369 @@
+"""Model of Megatron-LM's arguments: family, sizes, experts, attention and vocabulary."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import TYPE_CHECKING, Any
+
+from simplan import catalog
+from simplan.interop.frameworks.megatron.arguments import is_above
+from simplan.interop.frameworks.megatron.options import (
+    CORE,
+    DEFAULT,
+    DEFAULT_TOKENIZERS,
+    EXPERTS,
+    LATENT_ATTENTION,
+    MODEL,
+    T5,
+    VOCABULARIES,
+)
+
+if TYPE_CHECKING:  # the reader calls these functions
+    from simplan.interop.frameworks.megatron.reading import MegatronReader
+
+_MAX_LAYERS, _MAX_PATTERN = 10_000, 1_000
+_VOCABULARY_KEYS = ("--padded-vocab-size", "--pad-vocab-size-to", "--vocab-size")
+
+
+def read_model(reader: MegatronReader) -> None:
+    """Put the section ``model``."""
+    reading = reader.reading
+    if not {"--num-layers", "--hidden-size"} & reading.settings.keys() and not reader.is_unsure("--num-layers"):
+        reading.ask(
+            "model.preset", "model.hf_config", what="does not say the sizes of the model", fix="add --model NAME"
+        )
+        reading.match([match for match in MODEL if match.path == "model.seq_len"])
+    else:
+        reading.match(MODEL)
+        _read_family(reader)
+        _read_vocabulary(reader)
+    if "--seq-length" not in reading and not reader.is_unsure("--seq-length"):
+        reading.ask("model.seq_len", what="does not say how long sequences are", fix="add --seq-len 4096")
+
+
+def _read_family(reader: MegatronReader) -> None:
+    reading, program = reader.reading, reader.program.lower()
+    gated = "--swiglu" in reading or ("--quick-geglu" in reading and "--glu-linear-offset" in reading)
+    if "t5" in program:
+        family = "t5"
+    elif "bert" in program:
+        family = "bert"
+    elif "--multi-latent-attention" in reading:
+        family = "deepseek"
+    elif is_above(reader.value("--num-experts"), 1):
+        family = "moe"
+    else:
+        family = "llama" if gated else "gpt"
+    sign = {"deepseek": "--multi-latent-attention", "moe": "--num-experts", "llama": "--swiglu"}.get(family, "")
+    reading.put("model.family", family, sign if sign in reading else reader.arguments.program or DEFAULT)
+    if family in ("moe", "deepseek") and not gated:
+        reading.refuse("--num-experts", "has experts without --swiglu, which are not modeled yet", "add --swiglu")
+    if family == "deepseek" and not is_above(reader.value("--num-experts"), 1):
+        reading.refuse("--multi-latent-attention", "without --num-experts is not modeled yet")
+    reading.value("--swiglu")
+    _read_sizes(reader, family, gated=gated)
+    _note_differences(reader, family, gated=gated)
+
+
+def _read_sizes(reader: MegatronReader, family: str, *, gated: bool) -> None:
+    reading = reader.reading
+    hidden, heads = reader.value("--hidden-size"), reader.value("--num-attention-heads")
+    if family in ("moe", "deepseek") and "--moe-layer-freq" not in reading:
+        reading.no_effect(
+            "--ffn-hidden-size" if "--moe-ffn-hidden-size" in reading else ""
+        )  # of blocks without experts
+    elif "--ffn-hidden-size" in reading:
+        reading.put("model.intermediate_size", reading.value("--ffn-hidden-size"), "--ffn-hidden-size")
+    elif isinstance(hidden, int) and not reader.is_unsure("--ffn-hidden-size"):
+        size = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
+        reading.put("model.intermediate_size", size, f"{DEFAULT}, by --hidden-size")
+    if "--kv-channels" in reading and family != "deepseek":
+        reading.put("model.head_dim", reading.value("--kv-channels"), "--kv-channels")
+    reading.no_effect("--kv-channels")
+    if family in ("llama", "moe", "gpt") and "--num-key-value-heads" in reading:
+        reading.put("model.num_key_value_heads", reading.value("--num-key-value-heads"), "--num-key-value-heads")
+    elif family in ("llama", "moe", "gpt") and "--group-query-attention" in reading:
+        groups = reading.value("--num-query-groups", 1)
+        reading.put(
+            "model.num_key_value_heads",
+            groups,
+            "--num-query-groups" if "--num-query-groups" in reading else DEFAULT,
+        )
+    elif family in ("llama", "moe", "gpt") and isinstance(heads, int):
+        reading.put("model.num_key_value_heads", heads, "without --group-query-attention, one for each head")
+    reading.no_effect("--group-query-attention", "--num-query-groups")
+    untied = "--untie-embeddings-and-output-weights" in reading
+    key = "--untie-embeddings-and-output-weights"
+    if family not in ("t5", "bert") or untied:
+        reading.put("model.tied_embeddings", not untied, key if untied else DEFAULT)
+    if family == "t5":
+        reading.match(T5)
+        reading.value("--max-position-embeddings")
+        reading._data.get("model", {}).pop("max_position_embeddings", None)
+    if family in ("moe", "deepseek"):
+        _read_experts(reader)
+    if family == "deepseek":
+        reading.match(LATENT_ATTENTION)
+        reading.value("--multi-latent-attention")
+    _read_attention(reader, family)
+
+
+def _read_experts(reader: MegatronReader) -> None:
+    reading = reader.reading
+    reading.match(EXPERTS)
+    own, dense = reader.value("--moe-ffn-hidden-size"), reader.value("--ffn-hidden-size")
+    if own is not None or dense is not None:
+        key = "--moe-ffn-hidden-size" if own is not None else "--ffn-hidden-size"
+        reading.put("model.moe_intermediate_size", reading.value(key), key)
+    else:
+        reading.ask(
+            "model.moe_intermediate_size",
+            what="does not say how wide experts are",
+            fix="add --set model.moe_intermediate_size=1408",
+        )
+    _read_dense_layers(reader)
+    factor = reading.value("--moe-expert-capacity-factor")
+    if factor is not None:
+        number = float(factor) if isinstance(factor, int | float) else factor
+        reading.put("model.capacity_factor", number, "--moe-expert-capacity-factor")
+        reading.put("model.drop_tokens", True, "--moe-expert-capacity-factor")
+    if reader.software == CORE and not reader.is_unsure("--moe-token-dispatcher-type"):
+        _read_dispatch(reader)
+    reading.no_effect("--moe-permute-fusion")
+    if "--moe-grouped-gemm" not in reading:
+        reading.not_modeled(
+            "--num-experts", "without --moe-grouped-gemm, experts run one after another, which takes longer"
+        )
+
+
+def _read_dense_layers(reader: MegatronReader) -> None:
+    """``--moe-layer-freq``: every how many blocks have experts, or a Python list of 0 and 1 by block."""
+    reading, layers = reader.reading, reader.value("--num-layers")
+    key = "--moe-layer-freq"
+    if key not in reading:
+        return
+    pattern = _pattern(reading.value(key))
+    if pattern == 1:
+        reading.no_effect(key)
+        return
+    if not isinstance(pattern, list) or not isinstance(layers, int) or len(pattern) != layers:
+        rule = "is an order of blocks that is not modeled yet" if isinstance(pattern, list | int) else "cannot be read"
+        reading.refuse(key, rule, "write blocks without experts first: ([0]*3+[1]*58)")
+        return
+    dense = pattern.index(1) if 1 in pattern else len(pattern)
+    if 0 in pattern[dense:] or 1 not in pattern:
+        reading.refuse(key, "has blocks without experts after those with experts, which is not modeled yet")
+        return
+    reading.put("model.num_dense_layers", dense, key)
+
+
+def _read_dispatch(reader: MegatronReader) -> None:
+    reading = reader.reading
+    kind = reading.value("--moe-token-dispatcher-type", "allgather")
+    backend = reading.value("--moe-flex-dispatcher-backend", "deepep")
+    fused = "--moe-permute-fusion" in reading
+    reading.value("--moe-permute-fusion"), reading.value("--moe-enable-deepep")
+    if kind == "flex":
+        dispatch, key = str(backend), "--moe-token-dispatcher-type"
+    else:
+        dispatch, key = "all_to_all" if fused else "copies", "--moe-permute-fusion"
+    reading.put("software.expert_dispatch", dispatch, key if key in reading else f"{DEFAULT}, without {key}")
+    if kind == "allgather":
+        if "--moe-token-dispatcher-type" in reading:
+            reading.not_modeled("--moe-token-dispatcher-type", "tokens are dispatched by all-to-all")
+        elif is_above(reader.value("--expert-model-parallel-size"), 1):
+            reading.not_modeled(
+                "--expert-model-parallel-size", "the default dispatcher is allgather; here it is all-to-all"
+            )
+    if "--overlap-moe-expert-parallel-comm" in reading:
+        reading.put("software.expert_overlap", True, "--overlap-moe-expert-parallel-comm")
+
+
+def _read_attention(reader: MegatronReader, family: str) -> None:
+    reading = reader.reading
+    biased = "--disable-bias-linear" not in reading
+    reading.no_effect("--disable-bias-linear")
+    if family in ("llama", "moe"):
+        if biased:
+            reading.put("model.attention_bias", True, f"{DEFAULT}, without --disable-bias-linear")
+        elif "--add-qkv-bias" in reading:
+            reading.put("model.qkv_bias", True, "--add-qkv-bias")
+        if "--qk-layernorm" in reading:
+            reading.put("model.qk_norm", "head", "--qk-layernorm")
+        _read_window(reader)
+        if family == "moe" and reader.value("--softmax-type") == "learnable":
+            reading.put("model.attention_sinks", True, "--softmax-type")
+        if family == "moe" and biased:
+            reading.put("model.expert_bias", True, f"{DEFAULT}, without --disable-bias-linear")
+    elif family == "deepseek":
+        reading.no_effect("--qk-layernorm")  # of the latent vectors, which simplan's latent attention has
+    if family != "bert" and "--mtp-num-layers" in reading and is_above(reader.value("--mtp-num-layers"), 0):
+        if family == "gpt":
+            reading.refuse("--mtp-num-layers", "is not modeled with blocks of GPT", "remove it")
+        else:
+            reading.put("model.mtp_num_layers", reading.value("--mtp-num-layers"), "--mtp-num-layers")
+
+
+def _read_window(reader: MegatronReader) -> None:
+    """``--window-size LEFT,RIGHT``, and ``--window-attn-skip-freq``: period whose last block has no window."""
+    reading = reader.reading
+    window = reading.value("--window-size")
+    if window is None:
+        return
+    match = re.fullmatch(
+        r"\(?\s*(\d+)\s*,\s*0\s*\)?", " ".join(map(str, window)) if isinstance(window, list) else str(window)
+    )
+    if match is None:
+        reading.refuse(
+            "--window-size", "is a window that is not modeled", "write 127,0 for the token itself and 127 before it"
+        )
+        return
+    reading.put("model.sliding_window", int(match[1]) + 1, "--window-size")
+    every = reading.value("--window-attn-skip-freq")
+    pattern = _pattern(every) if every is not None else None
+    if isinstance(pattern, list):
+        period = pattern.index(0) + 1 if 0 in pattern else 0
+        if pattern != [int(not period or (block + 1) % period > 0) for block in range(len(pattern))]:
+            reading.refuse("--window-attn-skip-freq", "is an order of blocks that is not modeled yet", "give a number")
+            return
+        pattern = period
+    if pattern is not None:
+        reading.put("model.sliding_window_pattern", pattern, "--window-attn-skip-freq")
+
+
+def _note_differences(reader: MegatronReader, family: str, *, gated: bool) -> None:
+    """Note parts of the blocks that the family has in another form."""
+    reading = reader.reading
+    rms = str(reader.value("--normalization", "LayerNorm")).lower() == "rmsnorm"
+    rotary = (
+        reader.value("--position-embedding-type") in ("rope", "yarn", "mrope")
+        or "--use-rotary-position-embeddings" in reading
+    )
+    sized = "--hidden-size"
+    if family in ("llama", "moe", "deepseek"):
+        if not rms:
+            reading.not_modeled(
+                "--normalization" if "--normalization" in reading else sized,
+                "LayerNorm is predicted as RMSNorm, whose time is nearly the same",
+            )
+        if not rotary and "--no-position-embedding" not in reading:
+            reading.not_modeled("--max-position-embeddings", "learned positions are predicted as rotary ones")
+        if family == "llama" and "--disable-bias-linear" not in reading:
+            reading.not_modeled("--swiglu", "biases of the MLP are left out, which are a few numbers per row")
+    elif family == "gpt":
+        if rotary:
+            key = (
+                "--position-embedding-type"
+                if "--position-embedding-type" in reading
+                else "--use-rotary-position-embeddings"
+            )
+            reading.not_modeled(
+                key, "rotary positions are predicted as learned ones; the rotation takes a little longer"
+            )
+        elif reader.value("--position-embedding-type") not in (None, "learned_absolute"):
+            what = "is predicted as learned positions, whose time is nearly the same"
+            reading.not_modeled("--position-embedding-type", what)
+        if "--disable-bias-linear" in reading:
+            reading.not_modeled(
+                "--disable-bias-linear", "biases are predicted nevertheless, which are a few numbers per row"
+            )
+        for key in ("--squared-relu", "--normalization"):
+            if key in reading and (key != "--normalization" or rms):
+                reading.not_modeled(key, "predicted as GELU" if key == "--squared-relu" else "predicted as LayerNorm")
+        for key in ("--qk-layernorm", "--add-qkv-bias"):
+            reading.not_modeled(
+                key, "norms of queries and keys are left out" if "norm" in key else "predicted as all biases"
+            )
+    _note_dropout(reader, family)
+
+
+def _note_dropout(reader: MegatronReader, family: str) -> None:
+    has = family in ("gpt", "bert", "t5")
+    for key in ("--hidden-dropout", "--attention-dropout"):
+        given = reader.reading.value(key, 0.1)
+        if (given > 0 if isinstance(given, int | float) else True) == has:
+            reader.reading.no_effect(key)
+            reader.reading.value(key)
+        elif key in reader.reading:
+            what = (
+                "dropout is predicted nevertheless, which takes longer and more memory"
+                if has
+                else "dropout is left out"
+            )
+            reader.reading.not_modeled(key, what)
+        elif "--hidden-size" in reader.reading and key == "--hidden-dropout":
+            reader.reading.not_modeled(
+                "--hidden-size", "the default of Megatron-LM is dropout of 0.1, which is left out"
+            )
+
+
+def _read_vocabulary(reader: MegatronReader) -> None:
+    reading, path = reader.reading, "model.vocab_size"
+    kind = reader.value("--tokenizer-type")
+    sized = next((key for key in _VOCABULARY_KEYS if key in reading), None)
+    if sized is not None:
+        reading.put(path, reading.value(sized), sized)
+        for key in _VOCABULARY_KEYS:
+            reading.value(key)
+    elif isinstance(kind, str) and kind in VOCABULARIES and not _has_own_vocabulary(reader, kind):
+        extra = reading.value("--vocab-extra-ids", 0)
+        reading.put(path, VOCABULARIES[kind] + (extra if isinstance(extra, int) else 0), "--tokenizer-type")
+    elif kind is None and reader.program in DEFAULT_TOKENIZERS and "--tokenizer-model" not in reader._all_keys():
+        default = DEFAULT_TOKENIZERS[reader.program]
+        reading.put(path, VOCABULARIES[default], f"{default}, the default of {reader.program}")
+    elif (preset := _preset_of(reader.value("--tokenizer-model"))) is not None:
+        size = catalog.model(preset).vocab_size
+        reading.put(path, size, "--tokenizer-model")
+    elif not reader.is_unsure(*_VOCABULARY_KEYS):
+        of = f" (its tokenizer is {kind})" if isinstance(kind, str) else ""
+        what = f"does not say how many entries the vocabulary has{of}"
+        reading.ask(path, "model.preset", what=what, fix="add --set model.vocab_size=128256")
+    reading.no_effect("--vocab-extra-ids")
+
+
+def _has_own_vocabulary(reader: MegatronReader, kind: str) -> bool:
+    """True if a SentencePiece file has another name than Llama 2's: then nothing says how large it is."""
+    model = reader.reading.settings.get("--tokenizer-model")
+    return kind == "Llama2Tokenizer" and model is not None and not str(model.value).endswith("tokenizer.model")
+
+
+def _preset_of(tokenizer: Any) -> str | None:
+    """Model of the catalog that a tokenizer is named after: ``deepseek-ai/DeepSeek-V3``; None for none."""
+    name = _plain_name(str(tokenizer or ""))
+    named = [preset for preset in catalog.names("models") if _plain_name(preset) in name]
+    return max(named, key=len, default=None)
+
+
+def _plain_name(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]", "", name.lower())
+
+
+def _pattern(value: Any) -> int | list[int] | None:
+    """Number, or a Python list of numbers: ``([0]*3+[1]*58)``; None for anything else."""
+    if isinstance(value, int):
+        return value
+    text = "".join(map(str, value)) if isinstance(value, list) else str(value)
+    if len(text) > _MAX_PATTERN:
+        return None
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return None
+    found = _evaluated(tree.body)
+    return found if isinstance(found, int | list) else None
+
+
+def _evaluated(node: ast.expr) -> int | list[int] | None:
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, int) and 0 <= node.value <= _MAX_LAYERS else None
+    if isinstance(node, ast.List):
+        items = [_evaluated(item) for item in node.elts]
+        return [item for item in items if isinstance(item, int)]
+    if isinstance(node, ast.BinOp):
+        left, right = _evaluated(node.left), _evaluated(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
+            return left * right if len(left) * right <= _MAX_LAYERS else None
+    return None
