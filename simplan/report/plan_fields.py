@@ -45,7 +45,7 @@ _DEFAULTS = {
 """Defaults that depend on other fields."""
 _VALUES = {
     "schedule": "`simplan show schedules`",
-    "collectives": "mapping of all_reduce, all_gather, reduce_scatter and all_to_all to an algorithm",
+    "collectives": "mapping of all_reduce, all_gather, reduce_scatter, all_to_all, parameter_servers",
 }
 """Values that do not follow from the type of a field."""
 
