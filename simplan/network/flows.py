@@ -259,7 +259,9 @@ def _switches_inside(group: _Group) -> Iterator[Flow]:
     reduces, gathers = group.kind is not CollectiveKind.ALL_GATHER, group.kind is not CollectiveKind.REDUCE_SCATTER
     for members in group.nodes:
         switch = group.fabric.switch_of(members, inside_node=True)
-        assert switch is not None, "a link with switch_share joins devices by a switch"
+        if switch is None:  # a topology that says that the devices of a node are on PCIe, and no switch reduces there
+            yield from _direct(members, reduces + gathers)
+            continue
         for place, device in enumerate(members):
             part = 1 / group.num_channels if place < group.num_channels else 0.0
             yield Flow(device, switch, reduces + gathers * part)
@@ -274,8 +276,7 @@ def _sharp(group: _Group) -> Iterator[Flow]:
         yield from _switches_inside(group)
     elif k > 1:
         for members in group.nodes:
-            for flow in _pairwise(members):
-                yield flow._replace(share=2 / k)
+            yield from _direct(members, 2)
     for place in range(k):
         for below, above in _reduction_tree(group.ranks_at(place), group.fabric):
             yield Flow(below, above, 1 / k)
@@ -302,6 +303,12 @@ def _reduction_tree(devices: Sequence[int], fabric: Fabric) -> Iterator[tuple[in
             assert switch is not None, "checked by simplan.rules.collectives"
             yield from ((root, switch) for root, _ in children)
             subtrees.append((switch, together))
+
+
+def _direct(members: Sequence[int], times: int) -> Iterator[Flow]:
+    """Yields the flows of a reduce-scatter or an all-gather by direct sends; of both for ``times`` = 2."""
+    for flow in _pairwise(members):
+        yield flow._replace(share=times * flow.share)
 
 
 def _all_pairs(group: _Group) -> Iterator[Flow]:

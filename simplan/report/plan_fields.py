@@ -48,7 +48,7 @@ _DEFAULTS = {
 """Defaults that depend on other fields, or are None."""
 _VALUES = {
     "schedule": "`simplan show schedules`",
-    "collectives": "mapping of all_reduce, all_gather, reduce_scatter and all_to_all to an algorithm",
+    "collectives": "mapping of all_reduce, all_gather, reduce_scatter, all_to_all, parameter_servers",
     "placement": f"list of {', '.join(AXES)}",
 }
 """Values that types do not tell."""

@@ -165,4 +165,6 @@ def _refusal_of_sharp(num_nodes: int, cluster: ClusterSpec, *, is_even: bool) ->
         name = "no link" if link is None else link.id
         fix = "use tree, or a network with switch_share, e.g. inter_link: sharp-400gbit"
         return f"reduces in switches between nodes, and {name} has none that do", fix
+    if cluster.topology is not None and cluster.topology.kind in ("dragonfly", "graph"):
+        return f"needs a tree of switches, and the topology is a {cluster.topology.kind}", "use tree"
     return None if is_even else ("needs equally many ranks on each node", "use tree")

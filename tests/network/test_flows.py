@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simplan.cluster.hardware import ClusterSpec
-from simplan.cluster.topology import LeafSpine
+from simplan.cluster.topology import LeafSpine, Pcie, Switch
 from simplan.cost.communication.algorithm import CommAlgorithm, Pattern
 from simplan.cost.communication.collectives import algorithms_of
 from simplan.cost.communication.prescribed import prescribed_ways
@@ -210,3 +210,12 @@ def test_no_link_takes_more_than_push_and_pull_of_parameter_servers(
         assert transfer_s * (1 / 2 - 1e-9) <= most_s <= transfer_s * (1 + 1e-9)
         if servers in (1, len(ranks)):
             assert most_s == pytest.approx(transfer_s / (2 if servers == 1 else 1), rel=1e-9)
+
+
+def test_devices_on_pcie_reduce_without_a_switch() -> None:
+    """A topology may say so of a link that has a switch; the bytes of both halves then go directly."""
+    pcie = NODES.model_copy(update={"topology": Switch(kind="switch", node=Pcie(kind="pcie"))})
+    communication = Communication(CollectiveKind.ALL_REDUCE, 10**9, tuple(range(8)))
+    [nvls] = [way for way in algorithms_of(communication, pcie) if way.pattern is Pattern.NVLS]
+    fabric, loads = fabric_of(pcie), link_bytes(nvls, communication, pcie)
+    assert loads[fabric.link_named("node0.gpu0 -> node0.host")] == pytest.approx(2 * 7 / 8 * 10**9)

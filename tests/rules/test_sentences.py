@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simplan import catalog
+from simplan.cluster.topology import Dragonfly
 from simplan.errors import NotModelledError, SpecError
 from simplan.model.model import ModelSpec
 from simplan.program.schedules import SCHEDULES
@@ -365,6 +366,14 @@ def test_exchanges_beside_another_microbatch_are_for_narrow_weights_and_several_
     assert problems(model_of(), several, software=profile) == []
 
 
+DRAGONFLY = catalog.cluster("dgx-h100", 16).model_copy(
+    update={
+        "inter_link": catalog.link("sharp-400gbit"),
+        "topology": Dragonfly(kind="dragonfly", nodes_per_router=1, routers_per_group=2, global_gbit=400.0),
+    }
+)
+
+
 def collectives_of(plan: dict[str, Any], algorithms: dict[str, Any], **parts: Any) -> list[str]:
     """Problems of a plan with prescribed algorithms."""
     fields = {"model": GPT2, "cluster": "dgx-h100", "global_batch_size": 48, **parts}
@@ -403,6 +412,7 @@ def test_collectives_that_links_and_groups_can_run_pass(
         ({"dp_replicate": 8}, {"all_reduce": "hierarchical"}, {}, "and 8 ranks are on 1 node"),
         ({"dp_replicate": 16}, {"all_reduce": "sharp"}, {}, "and network-400gbit has none that do"),
         ({"dp_replicate": 8}, {"all_reduce": "sharp"}, {}, "and the group is inside one node"),
+        ({"dp_replicate": 16}, {"all_reduce": "sharp"}, {"cluster": DRAGONFLY}, "and the topology is a dragonfly"),
         ({"dp_replicate": 8}, {"all_to_all": "pairwise"}, {}, "plan.collectives.all_to_all = pairwise: the plan has no "
          "all-to-all; remove all_to_all"),
         ({"dp_replicate": 8}, {"all_gather": "ring"}, {}, "the plan has no all-gather"),
