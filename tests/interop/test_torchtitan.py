@@ -386,6 +386,11 @@ _BAD = {
         "torchrun -m torchtitan.train --module mine --config x",
         "is neither a module of torchtitan 0.3",
     ),
+    "a list where a name is": (
+        "run.sh",
+        "torchrun -m torchtitan.train --module llama3 --config one two",
+        "--config = ['one', 'two']: is no configuration of llama3",
+    ),
     "nothing to start": (
         "run.sh",
         "# torchtitan.train\necho --module llama3 --config llama3_8b\n",

@@ -349,6 +349,16 @@ def test_ways_to_bring_tokens_that_do_not_go_with_a_plan(
     assert re.match(said, found)
 
 
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_expert_parts_beyond_all_shards_are_refused(zero_stage: int) -> None:
+    """Other rules divide the shards by them."""
+    plan = {"ep": 2, "dp_shard": 2, "etp": 4, "zero_stage": zero_stage}
+    assert any(
+        found.startswith("plan.etp = 4: must divide plan.tp")
+        for found in problems(model_of(), plan, software="megatron-core")
+    )
+
+
 def test_exchanges_beside_another_microbatch_are_for_narrow_weights_and_several_stages() -> None:
     """What Megatron Core asserts of overlap_moe_expert_parallel_comm."""
     profile = catalog.software("megatron-core").model_copy(update={"expert_overlap": True})
