@@ -22,7 +22,7 @@ _PREDICTED = {
     "bridge": {"llama3.2-1b-dump", "llama32-1b-pretrain", "llama32-1b-finetune", "llama3-8b-fsdp"},
     "torchtitan": {"llama3 8B", "llama3 debug model", "llama3 8B of June 2025", "H200 benchmark", "python"},
     "deepspeed": {"lf_z2", "lf_z3_offload", "ax_zero1", "acc_zero_stage3_config", "minicpm_zero2"},
-    "accelerate": {"trl_fsdp2", "trl_deepspeed_zero1", "trl_context_parallel_2gpu", "ah_zero3", "peft_deepspeed_config"},
+    "accelerate": {"trl_fsdp2", "trl_deepspeed_zero1", "trl_context_parallel_2gpu", "ah_zero3"},
     "trainer": {"llamafactory_qwen3_full", "llamafactory_qwen3_lora", "zephyr_sft_full", "axolotl_llama3_fft_fsdp"},
 }  # fmt: skip
 """Small configurations: a prediction of one takes less than 0.1 s."""
