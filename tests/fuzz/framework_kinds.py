@@ -26,9 +26,9 @@ _PREDICTED = {
     "trainer": {"llamafactory_qwen3_full", "llamafactory_qwen3_lora", "zephyr_sft_full", "axolotl_llama3_fft_fsdp"},
 }  # fmt: skip
 """Small configurations: a prediction of one takes less than 0.1 s."""
-_TARGETS = ("megatron", "megatron-bridge", "torchtitan", "torchtitan-toml", "deepspeed", "accelerate", "slurm")
+_TARGETS = ("megatron", "bridge", "torchtitan", "torchtitan-toml", "deepspeed", "accelerate", "slurm")
 _OWN_TARGETS = {
-    "nemo": ("megatron",), "bridge": ("megatron-bridge",), "torchtitan": ("torchtitan", "torchtitan-toml"),
+    "nemo": ("megatron",), "torchtitan": ("torchtitan", "torchtitan-toml"),
     "trainer": ("accelerate", "deepspeed"),
 }  # fmt: skip
 _SPACE = (
@@ -116,10 +116,8 @@ def _damaged(framework: str, number: int, mutator: Mutator, folder: Path) -> Pat
 def _make(framework: str, mutator: Mutator, folder: Path) -> Case:
     cases = CASES[framework]
     command = mutator.choice(_COMMANDS)
-    numbers = range(len(cases))
-    if command != "import":
-        numbers = [at for at in numbers if cases[at]["name"] in _PREDICTED[framework]]
-    number = mutator.choice(tuple(numbers))
+    some = [at for at, case in enumerate(cases) if command == "import" or case["name"] in _PREDICTED[framework]]
+    number = mutator.choice(tuple(some))
     file = _damaged(framework, number, mutator, folder)
     settings = public.CLUSTER | cases[number].get("add", {})
     space = _SPACE if command == "search" else ()

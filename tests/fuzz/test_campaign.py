@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import simplan.cli
 from tests.fuzz.campaign import KINDS, Kind, run_campaign, run_one
 from tests.fuzz.executor_kinds import EXECUTOR_KINDS
 from tests.fuzz.framework_kinds import FRAMEWORK_KINDS
@@ -43,20 +44,18 @@ def test_many_more_are(kind: Kind, part: int) -> None:
         (lambda args: [None] * 10**9, "MemoryError"),
     ],
 )
-def test_what_ends_badly_is_found(behavior: object, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ends_badly_is_found(behavior: Callable[[list[str]], int], told: str) -> None:
     """Every way of ending that is no answer, by a command that ends so."""
-    monkeypatch.setattr(simplan.cli, "main", behavior)
-    (found,) = run_campaign(KINDS[0], 1, seed=0)
+    (found,) = run_campaign(replace(KINDS[0], run=behavior), 1, seed=0)
     assert told in found.what
 
 
-def test_a_hang_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hang_is_found(tmp_path: Path) -> None:
     def hang(args: list[str]) -> int:
         while True:
             pass
 
-    monkeypatch.setattr(simplan.cli, "main", hang)
-    found = run_one(KINDS[0], 0, tmp_path / "input", limit_s=1)
+    found = run_one(replace(KINDS[0], run=hang), 0, tmp_path / "input", limit_s=1)
     assert found is not None
     assert found.what == "not done after 1 s"
 
