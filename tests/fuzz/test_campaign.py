@@ -16,13 +16,12 @@ from tests.fuzz.mutation import Mutator
 ALL_KINDS = KINDS + FRAMEWORK_KINDS + EXECUTOR_KINDS
 NUMBERS = {"scenario": 80, "search": 60, "log": 60, "framework-log": 60, "job": 60}
 """Inputs of the quick suite by kind, 105 of others: 2,000 in all, fewer of those that take longest."""
-HANG_S = 240  # on a busy machine
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", ALL_KINDS, ids=lambda kind: kind.name)
 def test_damaged_files_are_understood_or_refused(kind: Kind) -> None:
-    assert list(run_campaign(kind, NUMBERS.get(kind.name, 105), seed=0, limit_s=HANG_S)) == []
+    assert list(run_campaign(kind, NUMBERS.get(kind.name, 105), seed=0)) == []
 
 
 @pytest.mark.slow
@@ -31,7 +30,7 @@ def test_damaged_files_are_understood_or_refused(kind: Kind) -> None:
 def test_many_more_are(kind: Kind, part: int) -> None:
     """200,000 inputs over all kinds, others than the 2,000."""
     number = -(-200_000 // len(ALL_KINDS) // 8)
-    assert list(run_campaign(kind, number, seed=10_000 + part * number, limit_s=HANG_S)) == []
+    assert list(run_campaign(kind, number, seed=10_000 + part * number)) == []
 
 
 @pytest.mark.parametrize(
@@ -57,7 +56,7 @@ def test_a_hang_is_found(tmp_path: Path) -> None:
 
     found = run_one(replace(KINDS[0], run=hang), 0, tmp_path / "input", limit_s=1)
     assert found is not None
-    assert found.what == "not done after 1 s"
+    assert found.what == "not done after 1 s of CPU time"
 
 
 def test_a_seed_makes_the_same_input() -> None:

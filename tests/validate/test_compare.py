@@ -162,3 +162,10 @@ def test_gathers_are_of_the_axis_of_their_ranks(
         {"kind": kind, "action": "0F0", "ranks": ranks, "num_bytes": 8, "start_s": 0.0, "end_s": 1.0}
     )
     assert stream_of(communication, 0, RankMapping.of(plan)) is stream
+
+
+@pytest.mark.parametrize("kind", ["send", "recv"])
+def test_transfer_of_another_action_is_refused(kind: Any) -> None:
+    """It has no stream: the comparison ended with an error of the program."""
+    with pytest.raises(ValueError, match=f"a {kind} belongs to an action SEND or RECV, and 0OPTIM is none"):
+        MeasuredCollective(kind=kind, action="0OPTIM", ranks=(0, 1), num_bytes=8, start_s=0.0)
