@@ -338,3 +338,10 @@ def test_time_beyond_an_hour_is_refused(seconds: float) -> None:
     """Sums of such times overflow."""
     with pytest.raises(ValueError, match="mean_s"):
         Sample(mean_s=seconds, low_s=0.0, high_s=0.0, round_std=0.0, num_repeats=1)
+
+
+@pytest.mark.parametrize("created", ["{}", "", "2026-01-01T00:00:00"])
+def test_calibration_without_a_date_is_refused(created: str) -> None:
+    """Its age decides whether the machine's speed is measured again."""
+    with pytest.raises(ValueError, match=r"must be an ISO date and time with its time zone"):
+        Calibration(created=created, device_kind="cpu", num_cores=1, memory_bytes=1)

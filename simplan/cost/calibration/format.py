@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import statistics
+from datetime import datetime
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from simplan.base import Count, NonNegative, Positive, Seconds, Spec
 from simplan.model.implementations.layer_implementation import LayerImplementation, ModelCode, implemented_layers
@@ -272,6 +273,21 @@ class CalibrationRequest(Spec):
     pending: tuple[str, ...] = ()
 
 
+def _time_with_zone(text: str) -> str:
+    """Checks a date and time.
+
+    Raises:
+        ValueError: It is none, or has no time zone.
+    """
+    try:
+        zone = datetime.fromisoformat(text).tzinfo
+    except ValueError:
+        zone = None
+    if zone is None:
+        raise ValueError("must be an ISO date and time with its time zone, such as 2026-01-31T12:00:00+00:00")
+    return text
+
+
 class Calibration(Spec):
     """Measurements of one machine.
 
@@ -289,7 +305,7 @@ class Calibration(Spec):
     """
 
     schema_version: Literal[1] = 1
-    created: str
+    created: Annotated[str, AfterValidator(_time_with_zone)]
     environment: dict[str, str | int | float | None] = Field(default_factory=dict)
     device_kind: Literal["cpu", "gpu"]
     num_cores: Count | None = None
