@@ -331,3 +331,17 @@ def test_placed_ranks_are_on_the_nodes_of_their_devices() -> None:
     inside, across = (Communication(CollectiveKind.ALL_REDUCE, 3000, ranks) for ranks in ((0, 2), (0, 1)))
     assert cost.communication(inside).seconds == pytest.approx(0.003)
     assert cost.communication(across) == communication_cost(across._replace(ranks=(0, 8)), cluster)
+
+
+@pytest.mark.parametrize("seconds", [1.7e308, 3601.0, float("inf"), float("nan"), -1.0])
+def test_time_beyond_an_hour_is_refused(seconds: float) -> None:
+    """Sums of such times overflow."""
+    with pytest.raises(ValueError, match="mean_s"):
+        Sample(mean_s=seconds, low_s=0.0, high_s=0.0, round_std=0.0, num_repeats=1)
+
+
+@pytest.mark.parametrize("created", ["{}", "", "2026-01-01T00:00:00"])
+def test_calibration_without_a_date_is_refused(created: str) -> None:
+    """Its age decides whether the machine's speed is measured again."""
+    with pytest.raises(ValueError, match=r"must be an ISO date and time with its time zone"):
+        Calibration(created=created, device_kind="cpu", num_cores=1, memory_bytes=1)

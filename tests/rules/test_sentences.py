@@ -350,6 +350,26 @@ def test_ways_to_bring_tokens_that_do_not_go_with_a_plan(
     assert re.match(said, found)
 
 
+def test_step_of_many_microbatches_on_shared_cores_is_refused() -> None:
+    """Ranks that share cores are simulated whole: 10**12 microbatches took all memory."""
+    cluster = catalog.cluster("dgx-h100", num_devices=1).model_copy(update={"cores_per_node": 2})
+    assert problems(GPT2, {}, cluster=cluster, global_batch_size=30_000) == []
+    assert problems(GPT2, {}, cluster=cluster, global_batch_size=10**12) == [
+        "training.global_batch_size = 1000000000000: gives 1,000,000,000,000 microbatches x pipeline ranks, more than "
+        "30,000, and ranks share cores; use at most 30000, or a larger microbatch_size"
+    ]
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_expert_parts_beyond_all_shards_are_refused(zero_stage: int) -> None:
+    """Other rules divide the shards by them."""
+    plan = {"ep": 2, "dp_shard": 2, "etp": 4, "zero_stage": zero_stage}
+    assert any(
+        found.startswith("plan.etp = 4: must divide plan.tp")
+        for found in problems(model_of(), plan, software="megatron-core")
+    )
+
+
 def test_exchanges_beside_another_microbatch_are_for_narrow_weights_and_several_stages() -> None:
     """What Megatron Core asserts of overlap_moe_expert_parallel_comm."""
     profile = catalog.software("megatron-core").model_copy(update={"expert_overlap": True})
