@@ -116,7 +116,8 @@ def _refusal(algorithm: str, kind: str, ranks: Sequence[int], job: Job) -> tuple
     cluster = job.cluster
     if cluster.cores_per_node is not None:
         return "this machine runs the algorithms of gloo, which a calibration has timed", "remove it"
-    nodes = Counter(map(cluster.node_of, ranks))
+    devices = ranks if job.placement is None else job.placement.devices_of(ranks)
+    nodes = Counter(map(cluster.node_of, devices))
     num_ranks, num_nodes, local = len(ranks), len(nodes), min(nodes.values())
     is_even = len(set(nodes.values())) == 1
     link = cluster.intra_link or cluster.inter_link
