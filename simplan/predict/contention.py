@@ -27,7 +27,7 @@ from simplan.network.usage import LinkUsage, LinkUse, Usages, in_sequence, link_
 from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan, RankMapping
 from simplan.program.program import STREAMS, Communication, Program, Stream, Work
-from simplan.sim.compiled import leaders_of
+from simplan.sim.compiled import compile_program, leaders_of
 from simplan.sim.engine import CoreUse, simulate
 from simplan.sim.links import Progress, Segments
 
@@ -119,13 +119,14 @@ class Contention:
         first, link, seconds, _ = self._entries
         op, start_s, end_s, rate, _ = self.segments
         # a communication that cannot be delayed transfers at a constant rate after its latency
-        ops = np.flatnonzero((self.usage >= 0) & (np.concatenate([self.use.usage, self.usage[self.num_ops :]]) < 0))
+        flows = self.usage[self.num_ops :]
+        is_simulated = np.concatenate([self.use.usage >= 0, np.isin(flows, self.use.always)])
+        ops = np.flatnonzero((self.usage >= 0) & ~is_simulated)
         fixed_s = np.array([usage.fixed_s for usage in self.usages])[self.usage[ops]]
-        begin_s = np.minimum(self.start_s[ops] + fixed_s, self.end_s[ops])
-        length_s = self.end_s[ops] - begin_s
-        op, start_s, end_s = (
-            np.concatenate(pair) for pair in ((op, ops), (start_s, begin_s), (end_s, self.end_s[ops]))
-        )
+        stop_s = self.end_s[ops]
+        begin_s = np.minimum(self.start_s[ops] + fixed_s, stop_s)
+        length_s = np.where(ops < self.num_ops, stop_s - begin_s, 1.0)  # usages of other jobs are those of one second
+        op, start_s, end_s = map(np.concatenate, ((op, ops), (start_s, begin_s), (end_s, stop_s)))
         steady = np.divide(1.0, length_s, out=np.zeros_like(length_s), where=length_s > 0)
         rate, usage = np.concatenate([rate, steady]), self.usage[op]
         owner = np.repeat(np.arange(len(self.usages)), np.diff(first))
@@ -192,8 +193,11 @@ def apply_contention(
     constant = [*_flows_of_other_jobs(cluster, fabric)]
     place = columns.rank.astype(np.int64) * len(STREAMS) + columns.stream
     use = link_use(usages, usage, place, len(fabric.links), [flow for _, flow in constant])
-    times = simulate(program, alone_s, sharing, use, progress)
-    assert times.segments is not None
+    if sharing is None and not (use.usage >= 0).any():
+        times = compile_program(program).times(alone_s)
+    else:
+        times = simulate(program, alone_s, sharing, use, progress)
+    segments = times.segments or Segments.none()
     taken_s = np.maximum(alone_s, (times.end_s - times.start_s)[leaders])
     realized_s = np.where(use.usage[leaders] >= 0, taken_s, alone_s)
     given_s = program_costs.durations_s
@@ -214,7 +218,7 @@ def apply_contention(
         use=use,
         start_s=np.concatenate([times.start_s, np.zeros(num_flows)]),
         end_s=np.concatenate([times.end_s, np.full(num_flows, step_time_s)]),
-        segments=times.segments._replace(end_s=np.minimum(times.segments.end_s, step_time_s)),
+        segments=segments._replace(end_s=np.minimum(segments.end_s, step_time_s)),
     )
 
 

@@ -138,6 +138,10 @@ def test_background_traffic_slows_the_links_that_it_crosses() -> None:
     assert quiet.step_time_s == pytest.approx(light.step_time_s, rel=1e-3)
     assert heavy.step_time_s > 1.1 * quiet.step_time_s
     assert heavy.network is not None
+    assert light.network is not None
+    for link in light.network.links:
+        if link.series:
+            assert np.mean(link.series) == pytest.approx(link.busy_share, rel=1e-6)
     slowest = heavy.network.slowest
     assert slowest is not None
     assert slowest.name.startswith(("node0.nic", "leaf1 -> node2.nic"))
