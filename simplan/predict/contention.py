@@ -126,7 +126,8 @@ class Contention:
         stop_s = self.end_s[ops]
         begin_s = np.minimum(self.start_s[ops] + fixed_s, stop_s)
         length_s = np.where(ops < self.num_ops, stop_s - begin_s, 1.0)  # usages of other jobs are those of one second
-        op, start_s, end_s = map(np.concatenate, ((op, ops), (start_s, begin_s), (end_s, stop_s)))
+        op = np.concatenate([op, ops])
+        start_s, end_s = np.concatenate([start_s, begin_s]), np.concatenate([end_s, stop_s])
         steady = np.divide(1.0, length_s, out=np.zeros_like(length_s), where=length_s > 0)
         rate, usage = np.concatenate([rate, steady]), self.usage[op]
         owner = np.repeat(np.arange(len(self.usages)), np.diff(first))
