@@ -1,4 +1,4 @@
-"""The catalog: devices, links, clusters, models and software profiles by name, every value with its source.
+"""The catalog: devices, links, clusters, topologies, models and software by name, every value with its source.
 
 The data files are in the folder of this module: one file per kind, and for software one per profile. A file is parsed
 once, when an entry of its kind is first requested. A name that is not in the catalog raises a ``SpecError`` that names
@@ -7,6 +7,7 @@ the nearest, or a ``NotModelledError`` if it is known but not modeled yet.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,6 +18,7 @@ import yaml
 
 from simplan.cluster.hardware import ClusterSpec, DeviceSpec, LinkSpec
 from simplan.cluster.machine import THIS_MACHINE, this_machine
+from simplan.cluster.topology import TOPOLOGIES, AnyTopology
 from simplan.documentation import documentation
 from simplan.errors import NotModelledError, Problem, SpecError, did_you_mean
 from simplan.model.model import ModelSpec
@@ -41,10 +43,13 @@ __all__ = [
     "node",
     "published_parameters",
     "software",
+    "topology",
+    "topology_fields",
+    "topology_source",
     "unmeasured_link",
 ]
 
-Kind = Literal["devices", "links", "clusters", "models", "software"]
+Kind = Literal["devices", "links", "clusters", "topologies", "models", "software"]
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_LISTED = 24
@@ -257,6 +262,23 @@ def make_cluster(entry: NodeEntry, num_devices: int) -> ClusterSpec:
 
 
 @cache
+def topology(name: str) -> AnyTopology:
+    """A network topology."""
+    fields = topology_fields(name)
+    return TOPOLOGIES[fields["kind"]].model_validate_json(json.dumps(fields))
+
+
+def topology_fields(name: str) -> dict[str, Any]:
+    """Fields of a topology as a scenario would give them, to be overridden."""
+    return {key: value for key, value in _entry("topologies", name).items() if key != "source"}
+
+
+def topology_source(name: str) -> str:
+    """Source of a topology."""
+    return _sources("topologies", {"": _entry("topologies", name)["source"]})[""]
+
+
+@cache
 def model(name: str) -> ModelSpec:
     """A model at the sequence length of its pretraining."""
     return ModelSpec.model_validate(model_fields(name))
@@ -359,13 +381,14 @@ _NAMES_OF_PROFILES = {
 _INSTEAD: dict[str, str] = {
     "devices": f"{documentation('how-to/devices')} says how to describe another",
     "clusters": "or give device and devices_per_node in place of a preset",
+    "topologies": "or give its kind and values (`simplan show topology`)",
 }
 """Advice for an entry that does not exist, by kind."""
 
 
 def _entry(kind: Kind, name: str) -> dict[str, Any]:
     data = _parsed(kind)
-    singular = kind.removesuffix("s")
+    singular = "topology" if kind == "topologies" else kind.removesuffix("s")
     own_name = canonical_name(kind, name)
     if own_name in data[kind]:
         entry: dict[str, Any] = data[kind][own_name]

@@ -509,7 +509,7 @@ def trace(
     return trace_command(scenario, as_json=json, output=output, calibration_file=calibration)
 
 
-@_command(short_help="Draw the predicted step, one row per pipeline rank.")
+@_command(short_help="Draw the predicted step, one row per pipeline rank; or the network.")
 @takes_scenario()
 def draw(
     scenario: ScenarioRequest,
@@ -523,12 +523,17 @@ def draw(
             min=60, max=10_000, metavar="N", help="Columns of the drawing (default: the terminal's, else 100)."
         ),
     ] = None,
+    network: Annotated[
+        bool, typer.Option("--network", help="Links and switches of the cluster in place of the step.")
+    ] = False,
     json: AsJson = False,
     calibration: CalibrationFile = None,
 ) -> int:
-    """Draw the predicted step: actions and idle time of every pipeline rank."""
-    from simplan.cli.commands import draw_command
+    """Draw the predicted step: actions and idle time of every pipeline rank. Or, with --network, links and switches."""
+    from simplan.cli.commands import draw_command, draw_network_command
 
+    if network:
+        return draw_network_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
     return draw_command(scenario, as_json=json, output=output, width=width, calibration_file=calibration)
 
 
@@ -594,8 +599,8 @@ def show(
         typer.Argument(
             metavar="KIND",
             autocompletion=completion.kinds,
-            help="Kind: devices, links, clusters, models, software, schedules, metrics, scenario; and the keys of a "
-            "scenario's model, cluster, training, plan, search-space or expect.",
+            help="Kind: devices, links, clusters, topologies, models, software, schedules, metrics, scenario; and the "
+            "keys of a scenario's model, cluster, topology, training, plan, search-space or expect.",
         ),
     ] = None,
     name: Annotated[

@@ -42,6 +42,8 @@ from simplan.prediction import Prediction
 from simplan.report.comparison import comparison_text
 from simplan.report.drawings.drawing import draw_pipeline
 from simplan.report.drawings.drawing_svg import drawing_svg
+from simplan.report.drawings.fabric_drawing import draw_fabric, fabric_text
+from simplan.report.drawings.fabric_svg import fabric_svg
 from simplan.report.explanation import difference_text, explanation_text
 from simplan.report.text import certainty_of_order, prediction_text, predictions_text, verdict
 from simplan.report.trace import predicted_trace, write_predicted_trace
@@ -207,6 +209,27 @@ def draw_command(
         print_json(drawing.to_json())
     else:
         print_drawing(drawing, width)
+    return 0
+
+
+def draw_network_command(
+    request: ScenarioRequest, *, as_json: bool, output: Path | None, width: int | None, calibration_file: Path | None
+) -> int:
+    """``simplan draw --network``."""
+    for option, value in (("--width", width), ("--calibration", calibration_file)):
+        if value is not None:
+            rule, fix = "has no meaning with --network", "remove one of the two"
+            raise SpecError(Problem(field=option, value=str(value), rule=rule, fix=fix))
+    if output is not None:
+        refuse_other_suffix(output)
+    drawing = draw_fabric(request.scenario().job.cluster)
+    if output is not None:
+        write_text(output, fabric_svg(drawing))
+        say(f"wrote {output}; any browser opens it")
+    if as_json:
+        print_json(drawing.to_json())
+    else:
+        print_result(fabric_text(drawing))
     return 0
 
 

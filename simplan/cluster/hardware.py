@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from simplan.base import Count, NonNegative, NumDevices, Rate, Seconds, Spec
+from simplan.cluster.topology import Topology
 from simplan.software.rates import KernelRates
 from simplan.units import MIB
 
@@ -129,6 +130,7 @@ class ClusterSpec(Spec):
         host_memory_bandwidth_bytes_per_s: Datasheet bandwidth of host memory, all sockets together; None for unknown.
         cores_per_node: CPU cores that the ranks of one node share; None for devices other than a CPU.
         source: Source of the composition.
+        topology: Links and switches between nodes; None for two tiers without contention between flows.
     """
 
     id: str
@@ -143,6 +145,7 @@ class ClusterSpec(Spec):
     cores_per_node: Count | None = None
     nics_per_node: Count | None = None
     source: str = ""
+    topology: Topology | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -155,10 +158,16 @@ class ClusterSpec(Spec):
         return min(self.devices_per_node, self.num_devices)
 
     @property
+    def network_ports_per_node(self) -> int:
+        """Network cards of a node that are told apart in a topology: at most one per device, which may be several."""
+        return min(self.nics_per_node or self.devices_per_node, self.devices_per_node)
+
+    @property
     def links(self) -> dict[str, dict[str, Any] | None]:
         """Links of the job as JSON: name and datasheet bandwidth in one direction, bytes per second.
 
-        Keys: ``intra_node``, None without a second device in a node, and ``inter_node``, None for a single node.
+        Keys: ``intra_node``, None without a second device in a node, ``inter_node``, None for a single node, and
+        ``topology`` if the cluster has one: its kind and a description.
         """
         found: dict[str, dict[str, Any] | None] = {"intra_node": None, "inter_node": None}
         if (intra := self.intra_link) is not None and self.ranks_per_node > 1:
@@ -171,6 +180,8 @@ class ClusterSpec(Spec):
                 "bytes_per_s_per_node": inter.bytes_per_s * self.devices_per_node,
                 "nics_per_node": self.nics_per_node,
             }
+        if self.topology is not None:
+            found["topology"] = {"kind": self.topology.kind, "description": self.topology.words()}
         return found
 
     def node_of(self, device: int) -> int:

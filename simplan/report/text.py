@@ -329,6 +329,8 @@ def links_words(links: Mapping[str, Mapping[str, Any] | None]) -> str:
         gbit = f"{cards} x {per_node * 8e-9 / cards:g}" if cards else f"{per_node * 8e-9:g}"
         shared = counted(round(per_node / each), "device")
         words.append(f"inter-node {inter['name']}: {gbit} Gbit/s per node shared by {shared}, {format_rate(each)} each")
+    if (topology := links.get("topology")) is not None:
+        words.append(topology["description"])
     return "; ".join(words)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from simplan.cluster.topology import topology_problems
 from simplan.errors import Problem
 from simplan.job import Job
 from simplan.plan.placement import DEFAULT_ORDER, Placement, axes_of, placed_order
@@ -30,6 +31,11 @@ def network_between_nodes(job: Job) -> Iterator[Problem]:
             rule=f"is missing: {job.cluster.num_nodes} nodes need a network",
             fix="give nics_per_node and nic_gbit (Gbit/s of one network card), or inter_link_gbit_per_device",
         )
+
+
+@rule("a topology must hold the devices of the job", reads_cluster=True)
+def topology_of_cluster(job: Job) -> Iterator[Problem]:
+    yield from topology_problems(job.cluster)
 
 
 @rule("dp_replicate x dp_shard x tp x cp x pp must be the number of devices", reads="dp tp cp pp", reads_cluster=True)

@@ -178,6 +178,7 @@ _OTHER_WORDS = {
     "cluster.device": "gpu gpu_type accelerator",
     "cluster.nics_per_node": "num_nics nics",
     "cluster.nic_gbit": "network_gbit nic_gbps",
+    "cluster.topology": "network network_topology fabric",
     "cluster.device: {preset: ..., memory_bytes: ...}": "memory memory_bytes memory_gb memory_gib gpu_memory",
 }
 """Keys of Megatron-LM, torchtitan, DeepSpeed, Hugging Face and others, by the equivalent key of simplan."""
