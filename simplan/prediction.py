@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic_core import to_jsonable_python
 
 from simplan.job import Job
+from simplan.plan.placement import Placement
 from simplan.plan.plan import StageAssignment
 from simplan.program.action import Table, format_table
 from simplan.program.program import MemoryCategory
@@ -260,7 +261,7 @@ class Prediction:
         """Offloaded bytes in host memory, summed over the ranks of a node, on the node with the most."""
         totals = Counter[int]()
         for memory in self.memory:
-            totals[self.job.cluster.node_of(memory.rank)] += memory.host_bytes
+            totals[self.job.node_of(memory.rank)] += memory.host_bytes
         return max(totals.values())
 
     @property
@@ -296,7 +297,7 @@ class Prediction:
 
     def to_json(self, *, timeline: bool = True) -> dict[str, Any]:
         """JSON document of the prediction; without ``timeline``, it lacks the spans, which are most of it."""
-        worst, job = self.worst_memory, self.job
+        worst, job, placement = self.worst_memory, self.job, self.job.placement
         return {
             "schema_version": PREDICTION_SCHEMA_VERSION,
             "kind": "prediction",
@@ -340,6 +341,7 @@ class Prediction:
             "ranks": [
                 {
                     "rank": memory.rank,
+                    **({} if placement is None else _place_json(job, placement, memory.rank)),
                     "split": {name.removesuffix("_s"): seconds for name, seconds in asdict(split).items()},
                     "memory_gib": {str(key): value / GIB for key, value in memory.by_category.items()},
                     "peak_memory_gib": memory.peak_gib,
@@ -355,3 +357,9 @@ class Prediction:
             "timeline": to_jsonable_python([*self.timeline.spans]) if timeline else [],
             "assumptions": list(self.assumptions),
         }
+
+
+def _place_json(job: Job, placement: Placement, rank: int) -> dict[str, int]:
+    """Node of a rank, and its device in that node."""
+    node, device = divmod(placement.device_of(rank), job.cluster.devices_per_node)
+    return {"node": node, "device": device}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+import typer.main
 
 import simplan
 from simplan.cli.terminal import completion
@@ -659,6 +660,12 @@ _BUG = 70
 _INTERRUPTED = 130
 
 
+@cache
+def _commands() -> Callable[..., Any]:
+    """The commands with their parsers: ``app(...)`` makes them at each call, which takes longer than most commands."""
+    return typer.main.get_command(app)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
@@ -669,7 +676,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     try:
-        code = app(args=None if argv is None else list(argv), prog_name="simplan", standalone_mode=False)
+        code = _commands()(args=None if argv is None else list(argv), prog_name="simplan", standalone_mode=False)
     except SimplanError as error:
         complain(str(error))
         return error.exit_code

@@ -184,6 +184,6 @@ class ClusterSpec(Spec):
             found["topology"] = {"kind": self.topology.kind, "description": self.topology.words()}
         return found
 
-    def node_of(self, rank: int) -> int:
-        """Node of a rank; ranks fill nodes in order."""
-        return rank // self.devices_per_node
+    def node_of(self, device: int) -> int:
+        """Node of a device; devices fill nodes in order. ``Job.node_of`` has the node of a rank."""
+        return device // self.devices_per_node

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from functools import cache, lru_cache, partial
+from typing import Self
 
 from simplan.cluster.hardware import ClusterSpec
 from simplan.cost.communication.collectives import communication_cost, communication_s
@@ -13,6 +15,7 @@ from simplan.cost.compute.kernels import KernelCost
 from simplan.cost.model import CostEstimate, Provenance
 from simplan.model.layer import CollectiveKind, ExpertDraw
 from simplan.plan.collectives import Collectives
+from simplan.plan.placement import Placement
 from simplan.program.program import Communication, HostCopy, HostWait, LayerWork
 from simplan.software.rates import FrameworkRates
 from simplan.units import format_time
@@ -28,7 +31,12 @@ class AnalyticCost:
         cluster, kernels: Cluster with the links for communication, and kernel times of its device.
         stack: Slowdown of communication in training with a framework; None for no slowdown.
         collectives: Algorithms that the plan prescribes; None for the library's choice.
+
+    Attributes:
+        placement: Devices of the ranks of communication; None if they are the devices of their own numbers.
     """
+
+    placement: Placement | None = None
 
     def __init__(
         self,
@@ -44,6 +52,14 @@ class AnalyticCost:
         self._route_of = lru_cache(maxsize=1024)(partial(route_of, cluster=cluster))
         self._compute = cache(kernels.cost_estimate)
         self._moved: dict[tuple[CollectiveKind, int, ExpertDraw | None, Route | None], CostEstimate] = {}
+
+    def placed(self, placement: Placement | None) -> Self:
+        """Returns this model for ranks on other devices; both share their cached estimates."""
+        if placement is self.placement:
+            return self
+        other = copy(self)
+        other.placement = placement
+        return other
 
     @property
     def overlap_slowdown(self) -> float:
@@ -84,7 +100,9 @@ class AnalyticCost:
         return self._stack.intra_slowdown if inside else self._stack.inter_slowdown
 
     def _route(self, ranks: tuple[int, ...]) -> Route | None:
-        return self._route_of(ranks) if len(ranks) > 1 else None
+        if len(ranks) == 1:
+            return None
+        return self._route_of(ranks if self.placement is None else self.placement.devices_of(ranks))
 
     def host_copy(self, copy: HostCopy) -> CostEstimate:
         """See ``CostModel``."""

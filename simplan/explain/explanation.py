@@ -31,6 +31,7 @@ class Explanation:
         memory: Terms in bytes.
         figures: Derived figures with their formulas.
         links: ``ClusterSpec.links``.
+        placement: ``Job.placement_words``.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Explanation:
     memory: tuple[ExplainedTerm, ...]
     figures: tuple[ExplainedTerm, ...]
     links: dict[str, dict[str, Any] | None]
+    placement: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
@@ -74,6 +76,7 @@ def explain(
         memory=tuple(memory_parts(prediction, simulated.program)),
         figures=tuple(_figures(prediction)),
         links=prediction.job.cluster.links,
+        placement=prediction.job.placement_words,
     )
 
 

@@ -19,6 +19,7 @@ from simplan.job import Job
 from simplan.model.layer import CollectiveKind, LayerCollective
 from simplan.model.low_precision import DEFAULT_RECIPE
 from simplan.plan.collectives import Collectives
+from simplan.plan.placement import Placement
 from simplan.plan.plan import RankMapping, StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS
 from simplan.prediction import Prediction
@@ -109,11 +110,13 @@ def folding_of(job: Job, *, dealt_alike: bool = False) -> Folding:
     parameters = (p for layer in set(job.software.layers_of(job.model, plan)) for p in layer.parameters)
     uneven = plan.shards_parameters and any(p.partial_gradient and p.shape[0] % num_shards for p in parameters)
     deals = deals_unequal_shards(job) and not dealt_alike and plan.num_devices <= MAX_DEALT_RANKS
-    return _kept_folding(mapping, cluster.devices_per_node, deals or uneven)
+    return _kept_folding(mapping, job.placement, cluster.devices_per_node, deals or uneven)
 
 
 @lru_cache(maxsize=128)
-def _kept_folding(mapping: RankMapping, devices_per_node: int, unequal_shards: bool) -> Folding:
+def _kept_folding(
+    mapping: RankMapping, placement: Placement | None, devices_per_node: int, unequal_shards: bool
+) -> Folding:
     """Cached folding: plans of a search have few meshes."""
 
     def owns(rank: int) -> int:
@@ -124,7 +127,8 @@ def _kept_folding(mapping: RankMapping, devices_per_node: int, unequal_shards: b
         """
         return mapping.shard_group(rank).index(rank) if unequal_shards else 0
 
-    return fold(mapping, lambda rank: rank // devices_per_node, owns)
+    devices = range(mapping.world_size) if placement is None else placement.devices
+    return fold(mapping, lambda rank: devices[rank] // devices_per_node, owns)
 
 
 def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
@@ -145,7 +149,7 @@ def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
             )
         )
     if calibration is None:
-        return _datasheet_cost(job)
+        return _datasheet_cost(job).placed(job.placement)
     refuse_other_device(calibration, cluster)
     if plan.collectives is not None:
         rule = f"{plan.collectives.words}: a calibration has the time of the algorithm that the library chose"
@@ -161,6 +165,7 @@ def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
         otherwise=None if cluster.cores_per_node is not None else _datasheet_cost(job),
         traffic=software.timed_traffic,
         update_fraction=software.state(training, plan).update_fraction,
+        placement=job.placement,
     )
 
 
@@ -226,12 +231,16 @@ def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreU
     threads = max(1, cores // ranks)
     communication_cores = 1.0 if slowdown is None else min(1.0, max(0.0, slowdown * cores / ranks - threads))
 
+    placement = cost.placement if isinstance(cost, CalibratedCost) else None
+    devices = range(cluster.num_devices) if placement is None else placement.devices
+    node_of = [cluster.node_of(device) for device in devices]
+
     def demand(op: Op) -> float:
-        if op.communication is not None and len({cluster.node_of(rank) for rank in op.communication.ranks}) > 1:
+        if op.communication is not None and len({node_of[rank] for rank in op.communication.ranks}) > 1:
             return 0.0
         return float(threads) if op.stream is Stream.COMPUTE else communication_cores
 
-    nodes = [cluster.node_of(op.rank) for op in program.ops]
+    nodes = [node_of[op.rank] for op in program.ops]
     return CoreUse(cores, nodes, [demand(op) for op in program.ops], [_connection(op) for op in program.ops])
 
 

@@ -29,6 +29,7 @@ def explanation_text(explanation: Explanation) -> str:
                 ["Figures", *(f"  {_number(p.value, p.unit)} {p.name} = {p.formula}" for p in explanation.figures)]
             ),
             *([f"Links\n  {links}"] if (links := links_words(explanation.links)) else []),
+            *([f"Placement\n  {explanation.placement}"] if explanation.placement else []),
         ]
     )
 

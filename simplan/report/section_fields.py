@@ -224,6 +224,10 @@ _DEFAULTS = {
         "microbatch, step at zero_stage 2 and 3, else step",
         "where pp = 1, a step has several microbatches and the software has both",
     ),
+    "placement": (
+        "tp, cp, dp_shard, dp_replicate, pp",
+        "orders of axes to compare, each from inside of nodes outwards",
+    ),
     "compiled": ("the scenario's software.compiled", "true, false to compare both, where the software has the option"),
     "objective": ("step_time", ", ".join(OBJECTIVES)),
     "objectives": ("", "two objectives: Pareto front, ranked by the first"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from simplan.job import Job
 from simplan.model.model import ModelSpec
+from simplan.plan.placement import Placement
 from simplan.plan.plan import ParallelPlan
 from simplan.prediction import MemoryVerdict, Prediction, RankMemory, TrainingRun
 from simplan.program.timeline import Split
@@ -304,6 +305,8 @@ def _inputs_of_job(prediction: Prediction) -> Iterator[str]:
     )
     of_rank = microbatch_words(job.num_microbatches, plan.microbatch_size, model.sample)
     yield f"  plan         {plan_words(plan)}; {of_rank}"
+    if job.placement_words:
+        yield f"  placement    {job.placement_words}"
     if plan.pp > 1:
         bounds = prediction.assignment.boundaries
         counts = _in_runs([high - low for low, high in pairwise(bounds)])
@@ -383,18 +386,21 @@ def plan_words(plan: ParallelPlan) -> str:
         parts.append("gradients reduced every microbatch")
     if plan.recompute != "none":
         parts.append(f"recompute {plan.recomputed}")
-    parts += _offload_words(plan)
+    parts += _locations(plan)
     if plan.collectives is not None:
         parts.append(plan.collectives.words)
     return ", ".join(parts) or "one device"
 
 
-def _offload_words(plan: ParallelPlan) -> Iterator[str]:
+def _locations(plan: ParallelPlan) -> Iterator[str]:
+    """Tensors on the host, and devices of the ranks."""
     if plan.offload_optimizer:
         yield "parameters and optimizer on the host"
     if plan.offload_activations:
         of = "" if plan.offload_layers is None else f" of {plan.offload_layers} blocks"
         yield f"activations{of} on the host"
+    if (placement := Placement.of(plan)) is not None:
+        yield f"placement {placement.title}"
 
 
 def split_parts(split: Split) -> dict[str, float]:

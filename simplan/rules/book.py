@@ -23,6 +23,7 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     training.adapters_need_lora, cluster.link_within_nodes, cluster.network_between_nodes, cluster.topology_of_cluster,
     cluster.devices, cluster.precision_of_cpus, training.recipe_of_fp8, training.pure_bf16_of_bf16,
     training.batch_divides,
+    cluster.placement_of_all_axes, cluster.placement_of_all_ranks, cluster.placement_of_experts,
     schedule.schedule_goes_with_pipeline, schedule.virtual_stages_of_schedule,
     schedule.split_backward_recompute, schedule.split_backward_reshard, schedule.split_backward_ddp,
     schedule.stages_within_layers, schedule.stage_layers_are_all, training.pipeline_cells,
@@ -68,7 +69,7 @@ _NOT_MODELLED: tuple[Rule, ...] = (
 RULES: tuple[Rule, ...] = (*_COULD_NOT_BE, *_NOT_MODELLED, training.low_precision_sizes)
 """Every rule of a job."""
 
-SEARCH_RULES: tuple[Rule, ...] = (cluster.tp_in_node,)
+SEARCH_RULES: tuple[Rule, ...] = (cluster.tp_in_node, cluster.placed_tp_in_node)
 """Rules that a search applies by default, and that other plans may violate."""
 
 BY_NAME: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in (*RULES, *SEARCH_RULES)})

@@ -139,6 +139,9 @@ def plans(draw: st.DrawFn, *, wild: bool = True) -> dict[str, Any]:
             "etp": rarely(1, 2, fields["tp"]),
             "recompute_layers": rarely(None, 2, 9),
             "stage_layers": rarely(None, (2, 2), (0, 2, 2), (1, 0, 3), (5, 1)),
+            "placement": rarely(
+                None, ("tp", "dp"), ("pp", "dp", "cp", "tp"), ("tp", "ep", "dp", "pp"), (1, 0), (2, 1, 0)
+            ),
             "grad_dtype": rarely(None, "fp32", "fp16"),
             "bucket_bytes": rarely(None, 2**20),
             "offload_optimizer": rarely(False, True, share=5),

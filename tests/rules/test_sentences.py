@@ -350,6 +350,26 @@ def test_ways_to_bring_tokens_that_do_not_go_with_a_plan(
     assert re.match(said, found)
 
 
+def test_step_of_many_microbatches_on_shared_cores_is_refused() -> None:
+    """Ranks that share cores are simulated whole: 10**12 microbatches took all memory."""
+    cluster = catalog.cluster("dgx-h100", num_devices=1).model_copy(update={"cores_per_node": 2})
+    assert problems(GPT2, {}, cluster=cluster, global_batch_size=30_000) == []
+    assert problems(GPT2, {}, cluster=cluster, global_batch_size=10**12) == [
+        "training.global_batch_size = 1000000000000: gives 1,000,000,000,000 microbatches x pipeline ranks, more than "
+        "30,000, and ranks share cores; use at most 30000, or a larger microbatch_size"
+    ]
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_expert_parts_beyond_all_shards_are_refused(zero_stage: int) -> None:
+    """Other rules divide the shards by them."""
+    plan = {"ep": 2, "dp_shard": 2, "etp": 4, "zero_stage": zero_stage}
+    assert any(
+        found.startswith("plan.etp = 4: must divide plan.tp")
+        for found in problems(model_of(), plan, software="megatron-core")
+    )
+
+
 def test_exchanges_beside_another_microbatch_are_for_narrow_weights_and_several_stages() -> None:
     """What Megatron Core asserts of overlap_moe_expert_parallel_comm."""
     profile = catalog.software("megatron-core").model_copy(update={"expert_overlap": True})
@@ -432,3 +452,37 @@ def test_collectives_that_links_or_groups_cannot_run(
     found = collectives_of(plan, algorithms, **parts)
     assert found
     assert sentence in found[0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (
+            {"tp": 2, "pp": 4, "placement": ("tp", "dp")},
+            "plan.placement = [tp, dp]: must name every axis of several ranks, and pp = 4; add pp where it belongs",
+        ),
+        (
+            {"tp": 2, "dp_replicate": 2, "placement": (0, 1, 2)},
+            "plan.placement = [0, 1, 2]: has 3 devices and the plan has 4 ranks; list the device of every rank",
+        ),
+    ],
+)
+def test_placements_that_leave_ranks_out(plan: dict[str, Any], said: str) -> None:
+    assert problems(LLAMA, plan) == [said]
+
+
+@pytest.mark.parametrize(
+    ("placement", "is_mesh"),
+    [
+        (("tp", "cp", "ep", "dp", "pp"), True),
+        (("tp", "ep", "dp_shard", "dp_replicate", "pp"), True),
+        (("tp", "dp", "ep", "pp"), False),
+        (("ep", "tp", "dp", "pp"), False),
+        (("tp", "ep", "pp", "dp"), False),
+        (("tp", "pp", "dp"), True),
+    ],
+)
+def test_ep_in_a_placement_is_where_the_mesh_has_it(placement: tuple[str, ...], is_mesh: bool) -> None:
+    plan = {"ep": 2, "tp": 2, "etp": 1, "dp_replicate": 2, "pp": 2, "placement": placement}
+    found = problems(model_of(), plan, software=catalog.software("megatron-core"))
+    assert [said.split("; ")[-1] for said in found] == ["write [tp, cp, ep, dp, pp], or leave ep out"] * (not is_mesh)

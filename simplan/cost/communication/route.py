@@ -61,14 +61,14 @@ class Route(NamedTuple):
         return link if self.between is None else f"{self.num_nodes} nodes x {self.local}, {link}"
 
 
-def route_of(ranks: Sequence[int], cluster: ClusterSpec) -> Route:
-    """Returns the route of two or more ranks; ranks fill the nodes of the cluster in order.
+def route_of(devices: Sequence[int], cluster: ClusterSpec) -> Route:
+    """Returns the route of ranks on two or more devices; devices fill the nodes of the cluster in order.
 
     Raises:
         SpecError: The cluster names no link for a tier that the group crosses.
     """
     per_node = cluster.devices_per_node
-    nodes = Counter(rank // per_node for rank in ranks)
+    nodes = Counter(device // per_node for device in devices)
     local = min(nodes.values())
     inside = between = None
     if local > 1:
@@ -79,7 +79,7 @@ def route_of(ranks: Sequence[int], cluster: ClusterSpec) -> Route:
         link = _named(cluster.inter_link, cluster, "cluster.inter_link_gbit_per_device", "nodes")
         rate = link.rate_of_group(1, 1)
         between = Tier(link, link.latency_s, rate, local * rate, rate / link.bytes_per_s, rate / link.bytes_per_s)
-    return Route(len(ranks), len(nodes), local, min(per_node, cluster.num_devices), inside, between)
+    return Route(len(devices), len(nodes), local, min(per_node, cluster.num_devices), inside, between)
 
 
 def _named(link: LinkSpec | None, cluster: ClusterSpec, field: str, what: str) -> LinkSpec:
