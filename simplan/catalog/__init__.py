@@ -143,7 +143,8 @@ def kernel_rates(architecture: str, *, textbook: bool = False) -> KernelRates:
 def link(name: str, *, textbook: bool = False) -> LinkSpec:
     """A link.
 
-    ``network-<n>gbit`` is a network of n Gbit/s per device, ``efa-<n>gbit`` one with AWS's EFA transport.
+    ``network-<n>gbit`` is a network of n Gbit/s per device, ``efa-<n>gbit`` one with AWS's EFA transport,
+    and ``sharp-<n>gbit`` one whose switches reduce.
     ``tcp-<n>gbit`` is one Ethernet card of a node; the link has the rate of a node with one device
     (``network_of_node``).
 
@@ -174,11 +175,11 @@ def network_link(gbit_per_device: float, kind: str = "network", *, textbook: boo
 
     Args:
         gbit_per_device: Bandwidth of one device's share in one direction, Gbit/s (1e9 bit/s).
-        kind: ``network`` for InfiniBand and RoCE, or ``efa``.
+        kind: ``network`` for InfiniBand and RoCE, ``sharp`` for InfiniBand whose switches reduce, or ``efa``.
     """
     entry = {"bytes_per_s": gbit_per_device * 1e9 / 8, **_parsed("links")["networks"][kind]}
     entry.pop("per_node", None)
-    return _link(f"{kind}-{gbit_per_device:g}gbit", kind, entry, textbook=textbook)
+    return _link(f"{kind}-{gbit_per_device:g}gbit", entry.pop("fitted_as", kind), entry, textbook=textbook)
 
 
 def _link(name: str, kind: str, entry: dict[str, Any], *, textbook: bool) -> LinkSpec:

@@ -1,1 +1,1 @@
-"""Network of a cluster as a graph of links and switches, with the routes of flows."""
+"""Network of a cluster as a graph of links and switches, with the routes and flows of communication."""

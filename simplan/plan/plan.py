@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from simplan.base import Count, Spec
+from simplan.plan.collectives import Collectives, none_if_empty
 from simplan.plan.placement import check_placement
 from simplan.plan.schedules import SCHEDULE_FACTS, check_schedule_name
 from simplan.plan.shard import Shard
@@ -47,6 +48,8 @@ class ParallelPlan(Spec):
     host memory, and the CPU updates them. ``offload_activations`` moves the tensors that blocks save for backward to
     host memory. ``offload_layers`` limits that to the first blocks of the model, ``None`` for all blocks.
 
+    ``collectives`` prescribes algorithms of collectives, ``None`` for those that the library chooses.
+
     Experts have a separate mesh over the ranks of a stage (Liu et al. 2025, arXiv:2504.14960, MoE parallel folding).
     ``etp`` ranks split every expert's matrices, ``ep`` groups of these ranks hold different experts, and the remaining
     ranks replicate them. So ``ep`` may span tensor- and context-parallel ranks.
@@ -79,6 +82,7 @@ class ParallelPlan(Spec):
     offload_optimizer: bool = False
     offload_activations: bool = False
     offload_layers: Count | None = None
+    collectives: Annotated[Collectives | None, AfterValidator(none_if_empty)] = None
     placement: Annotated[tuple[str, ...] | tuple[int, ...] | None, BeforeValidator(check_placement)] = None
 
     @model_validator(mode="before")

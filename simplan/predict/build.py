@@ -18,6 +18,7 @@ from simplan.errors import Problem, SpecError
 from simplan.job import Job
 from simplan.model.layer import CollectiveKind, LayerCollective
 from simplan.model.low_precision import DEFAULT_RECIPE
+from simplan.plan.collectives import Collectives
 from simplan.plan.placement import Placement
 from simplan.plan.plan import RankMapping, StageAssignment
 from simplan.plan.schedules import SCHEDULE_FACTS
@@ -150,6 +151,9 @@ def cost_model(job: Job, calibration: Calibration | None) -> CostModel:
     if calibration is None:
         return _datasheet_cost(job).placed(job.placement)
     refuse_other_device(calibration, cluster)
+    if plan.collectives is not None:
+        rule = f"{plan.collectives.words}: a calibration has the time of the algorithm that the library chose"
+        raise SpecError(Problem(field="plan.collectives", rule=rule, fix="remove it, or predict without a calibration"))
     return CalibratedCost(
         calibration,
         dtype=training.precision,
@@ -172,7 +176,9 @@ def _datasheet_cost(job: Job) -> AnalyticCost:
     # weight casts done once per step are spread over its microbatches
     num_microbatches = job.num_microbatches if state.linear is not None else 1
     precision, update = training.precision, training.update
-    return _kept_cost(job.cluster, precision, state, update, software, plan.shards_parameters, num_microbatches)
+    return _kept_cost(
+        job.cluster, precision, state, update, software, plan.shards_parameters, num_microbatches, plan.collectives
+    )
 
 
 @lru_cache(maxsize=16)
@@ -190,6 +196,7 @@ def _kept_cost(
     software: SoftwareSpec,
     shards_parameters: bool,
     num_microbatches: int,
+    collectives: Collectives | None,
 ) -> AnalyticCost:
     """Cached cost model with its estimates: plans of a search share most of them."""
     kernels = kernel_cost(
@@ -203,7 +210,7 @@ def _kept_cost(
         num_microbatches=num_microbatches,
         host_bytes_per_s=host_memory_rate(cluster),
     )
-    return AnalyticCost(cluster, kernels, software.rates)
+    return AnalyticCost(cluster, kernels, software.rates, collectives)
 
 
 def sharing_of(program: Program, cluster: ClusterSpec, cost: CostModel) -> CoreUse | None:

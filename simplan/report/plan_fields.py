@@ -34,6 +34,7 @@ _MEANINGS: dict[str, str] = {
     "offload_optimizer": "FSDP's CPUOffloadPolicy: parameter shards, gradients and optimizer states in host memory",
     "offload_activations": "activations of blocks that are saved for backward in host memory",
     "offload_layers": "number of first blocks with offloaded activations; default: all",
+    "collectives": "algorithm of each collective; default: the library's choice by size and group",
     "placement": "axes from inside of nodes outwards; a CSV file with rank, node, device; or the device of every rank",
 }
 _DEFAULTS = {
@@ -45,7 +46,11 @@ _DEFAULTS = {
     "placement": "tp, cp, dp_shard, dp_replicate, pp",
 }
 """Defaults that depend on other fields, or are None."""
-_VALUES = {"schedule": "`simplan show schedules`", "placement": f"list of {', '.join(AXES)}"}
+_VALUES = {
+    "schedule": "`simplan show schedules`",
+    "placement": f"list of {', '.join(AXES)}",
+    "collectives": "mapping of all_reduce, all_gather, reduce_scatter, all_to_all, parameter_servers",
+}
 """Values that types do not tell."""
 
 

@@ -387,6 +387,8 @@ def plan_words(plan: ParallelPlan) -> str:
     if plan.recompute != "none":
         parts.append(f"recompute {plan.recomputed}")
     parts += _locations(plan)
+    if plan.collectives is not None:
+        parts.append(plan.collectives.words)
     return ", ".join(parts) or "one device"
 
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from simplan.errors import NotModelledError, Problem, SpecError
 from simplan.job import Job
-from simplan.rules import cluster, experts, model, parallel, recompute, schedule, sharding, training
+from simplan.rules import cluster, collectives, experts, model, parallel, recompute, schedule, sharding, training
 from simplan.rules.rule import Rule
 
 _COULD_NOT_BE: tuple[Rule, ...] = (
@@ -39,6 +39,7 @@ _COULD_NOT_BE: tuple[Rule, ...] = (
     sharding.offload_of_sharded_parameters, sharding.offload_layers_of_activations, sharding.offload_needs_link,
     recompute.expert_overlap_recompute, recompute.recompute_layers_of_full,
     recompute.recompute_modules_of_selective, recompute.recompute_modules_apart, model.trainer_pipelines,
+    collectives.parameter_servers_of_replicas, collectives.collectives_of_groups,
 )  # fmt: skip
 
 _NOT_MODELLED: tuple[Rule, ...] = (

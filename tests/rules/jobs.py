@@ -55,6 +55,12 @@ _SOFTWARE: list[dict[str, Any]] = [
     {"fp8_dot_product_attention": True},
     {"compiled": True},
 ]
+_COLLECTIVES = (
+    {"all_reduce": "parameter_server", "parameter_servers": 2},
+    {"all_reduce": "nvls", "all_gather": "ring"},
+    {"all_reduce": "halving_doubling"},
+    {"all_to_all": "pairwise"},
+)
 _CLUSTERS = ("dgx-h100", "dgx-h100", "dgx-h100", "dgx-b200", "this-machine")
 
 
@@ -141,6 +147,7 @@ def plans(draw: st.DrawFn, *, wild: bool = True) -> dict[str, Any]:
             "offload_optimizer": rarely(False, True, share=5),
             "offload_activations": rarely(False, True, share=5),
             "offload_layers": rarely(None, 2, share=9),
+            "collectives": rarely(None, *_COLLECTIVES),
         }
     return fields
 
