@@ -361,12 +361,11 @@ def _kept_for_weight(stages: Stages, stage: int) -> float:
 
 def expands_for_links(job: Job) -> bool:
     """True if collectives inside layers leave a node of a topology: they load links when their layer runs."""
-    plan, cluster = job.plan, job.cluster
-    if is_static(cluster):
+    plan = job.plan
+    if is_static(job.cluster):
         return False
-    devices = range(plan.num_devices) if job.placement is None else job.placement.devices
     groups = RankMapping.of(plan).layer_collective_groups(plan.num_devices - 1).values()
-    return any(len({cluster.node_of(devices[rank]) for rank in group}) > 1 for group in groups)
+    return any(len({*map(job.node_of, group)}) > 1 for group in groups)
 
 
 def expands_all(job: Job, folding: Folding, num_microbatches: int) -> bool:

@@ -48,6 +48,7 @@ _DEFAULTS = {
 """Defaults that depend on other fields, or are None."""
 _VALUES = {
     "schedule": "`simplan show schedules`",
+    "placement": f"list of {', '.join(AXES)}",
     "collectives": "mapping of all_reduce, all_gather, reduce_scatter, all_to_all, parameter_servers",
     "placement": f"list of {', '.join(AXES)}",
 }

@@ -17,7 +17,7 @@ _SERVER = "parameter_server"
 
 @rule(
     "the links, the library or a group of ranks cannot run a prescribed collective",
-    reads="collectives tp sequence_parallel cp cp_comm ep etp pp dp_replicate dp_shard zero_stage",
+    reads="collectives placement tp sequence_parallel cp cp_comm ep etp pp dp_replicate dp_shard zero_stage",
     reads_cluster=True,
 )
 def collectives_of_groups(job: Job) -> Iterator[Problem]:
@@ -116,8 +116,7 @@ def _refusal(algorithm: str, kind: str, ranks: Sequence[int], job: Job) -> tuple
     cluster = job.cluster
     if cluster.cores_per_node is not None:
         return "this machine runs the algorithms of gloo, which a calibration has timed", "remove it"
-    devices = ranks if job.placement is None else job.placement.devices_of(ranks)
-    nodes = Counter(map(cluster.node_of, devices))
+    nodes = Counter(map(job.node_of, ranks))
     num_ranks, num_nodes, local = len(ranks), len(nodes), min(nodes.values())
     is_even = len(set(nodes.values())) == 1
     link = cluster.intra_link or cluster.inter_link
