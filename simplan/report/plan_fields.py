@@ -50,7 +50,6 @@ _VALUES = {
     "schedule": "`simplan show schedules`",
     "placement": f"list of {', '.join(AXES)}",
     "collectives": "mapping of all_reduce, all_gather, reduce_scatter, all_to_all, parameter_servers",
-    "placement": f"list of {', '.join(AXES)}",
 }
 """Values that types do not tell."""
 
