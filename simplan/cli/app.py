@@ -130,7 +130,9 @@ def search(
     from_current: Annotated[
         bool,
         typer.Option(
-            "--from-current", help="Comparison of the best plan with that of SCENARIO: changed settings, gain and cost."
+            "--from-current",
+            help="Comparison of the best plan with that of SCENARIO, or of the options of a plan if it has none: "
+            "changed settings, main reason, gain and cost.",
         ),
     ] = False,
     largest: Annotated[
@@ -534,7 +536,7 @@ def draw(
 ) -> int:
     """Draw the predicted step: actions and idle time of every pipeline rank.
 
-    With --network, links and switches of the cluster. With --load, how busy links are over the step.
+    With --network, links and switches of the cluster. With --load, the load of links over the step.
     """
     from simplan.cli.commands import draw_command, draw_load_command, draw_network_command
 

@@ -385,3 +385,4 @@ def test_a_search_from_the_plan_of_options_says_why_it_is_slower(simplan: Simpla
     of_file = json.loads(simplan("search", file, "--tp", "4", "--pp", "2", "--from-current", "--json").stdout)
     assert of_file["switch"]["current"]["plan"]["pp"] == 2
     assert of_file["best"]["plan"]["pp"] == 1, "the ranges of the file hold"
+    refused(simplan("search", file, "--from-current"), "compares with a plan, and SCENARIO has none; give the options")

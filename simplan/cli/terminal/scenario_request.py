@@ -190,11 +190,14 @@ class ScenarioRequest:
             from_current: True to start from the plan of SCENARIO; from that of the options if SCENARIO has none.
 
         Raises:
-            SpecError: See ``scenario``.
+            SpecError: See ``scenario``; or there is no plan to start from.
         """
         from simplan.scenario.source import read_source
 
         if from_current and not self._has_plan:
+            if self.is_file and not any(key.startswith("plan.") for key in self.overrides):
+                rule, fix = "compares with a plan, and SCENARIO has none", "give the options of one, e.g. --tp 8"
+                raise SpecError(Problem(field="--from-current", value=str(self.source), rule=rule, fix=fix))
             current = read_source(str(self.source), self.overrides, self.names).scenario()
             others = {key: value for key, value in self.overrides.items() if not key.startswith("plan.")}
             request = replace(self, overrides=others).with_batch(current.job.training.global_batch_size)
