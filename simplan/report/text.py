@@ -305,10 +305,8 @@ def _inputs_of_job(prediction: Prediction) -> Iterator[str]:
     of_rank = microbatch_words(job.num_microbatches, plan.microbatch_size, model.sample)
     yield f"  plan         {plan_words(plan)}; {of_rank}"
     if plan.pp > 1:
-        bounds = prediction.assignment.boundaries
-        counts = _in_runs([high - low for low, high in pairwise(bounds)])
-        ends = "embedding, head and those for later tokens" if model.mtp_num_layers else "embedding and head"
-        yield f"  stages       {counts} layers ({ends} count as one each)"
+        blocks = prediction.assignment.stage_layers(model.num_last_layers)
+        yield f"  stages       {_in_runs(blocks)} layers (plan.stage_layers); the first has the embedding, the last the head"
 
 
 def links_words(links: Mapping[str, Mapping[str, Any] | None]) -> str:

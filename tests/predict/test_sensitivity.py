@@ -29,9 +29,8 @@ def pinned(found: Prediction) -> ParallelPlan:
     """The plan with its stages as they are: other rates can balance layers otherwise."""
     if found.job.plan.num_stages == 1:
         return found.job.plan
-    ranges = [found.assignment.layer_range(stage) for stage in range(found.job.plan.num_stages)]
-    blocks = [len(layers) - (stage == 0) - (stage == len(ranges) - 1) for stage, layers in enumerate(ranges)]
-    return found.job.plan.model_copy(update={"stage_layers": tuple(blocks)})
+    blocks = found.assignment.stage_layers(found.job.model.num_last_layers)
+    return found.job.plan.model_copy(update={"stage_layers": blocks})
 
 
 @pytest.mark.parametrize(
