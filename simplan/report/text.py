@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -306,7 +306,7 @@ def _inputs_of_job(prediction: Prediction) -> Iterator[str]:
     yield f"  plan         {plan_words(plan)}; {of_rank}"
     if plan.pp > 1:
         blocks = prediction.assignment.stage_layers(model.num_last_layers)
-        yield f"  stages       {_in_runs(blocks)} layers (plan.stage_layers); the first has the embedding, the last the head"
+        yield f"  stages       {_in_runs(blocks)} layers (plan.stage_layers), besides embedding and head"
 
 
 def links_words(links: Mapping[str, Mapping[str, Any] | None]) -> str:

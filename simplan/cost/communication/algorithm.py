@@ -43,6 +43,11 @@ class CommAlgorithm(NamedTuple):
         total_s = self.start_s
         for number, step_s in self.steps:
             total_s += number * step_s
+        return total_s + self.transfer_s(num_bytes)
+
+    def transfer_s(self, num_bytes: float) -> float:
+        """Returns the seconds of the transfers alone, without latencies."""
+        total_s = 0.0
         for move in self.moves:
             total_s += move.factor * num_bytes / move.bytes_per_s
         return total_s

@@ -60,6 +60,7 @@ def communication_cost(communication: Communication, cluster: ClusterSpec, route
         Provenance.DATASHEET if link.fitted_on is None else Provenance.PUBLISHED,
         _relative_std(route, num_bytes, cluster),
         way.formula(num_bytes, route.where),
+        way.transfer_s(num_bytes) * route.least_share,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 
 from simplan.interop.frameworks.megatron.options import (
     CONTEXT_PARALLEL,
