@@ -58,7 +58,7 @@ def test_a_marginal_value_is_what_a_prediction_on_better_hardware_says(name: str
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_faster_compute_never_lengthens_an_interleaved_step(recompute: str) -> None:
-    plan = {"pp": 8, "schedule": "interleaved_1f1b", "recompute": recompute}
+    plan = {"pp": 8, "virtual_stages": 2, "recompute": recompute}
     job = job_of("llama2-13b", plan, num_microbatches=16)
     clusters = [improved(job.cluster, Resource.COMPUTE, factor) for factor in (1.0, 1.05, 1.1, 1.3, 2.0)]
     steps_s = [predict(replace(job, cluster=cluster)).step_time_s for cluster in clusters if cluster is not None]
