@@ -175,7 +175,8 @@ def test_a_device_of_an_unknown_architecture_is_unsure_enough_to_be_a_known_one(
 def test_transfers_never_beat_the_datasheet_bandwidth(software: str) -> None:
     """A P2P send inside a node and between nodes, and an all-gather over one rank per node, by hand."""
     cluster, num_bytes = catalog.cluster("dgx-h100", num_devices=64), 10**9
-    assert cluster.intra_link is not None and cluster.inter_link is not None
+    assert cluster.intra_link is not None
+    assert cluster.inter_link is not None
     rates = catalog.software(software).rates
     cost = AnalyticCost(cluster, cost_of("h100-sxm-80gb"), rates)
     for kind, ranks, factor, link in (
